@@ -1,0 +1,233 @@
+"""Every setting, with its type, default and meaning. One TOML table per section.
+
+Checks of one field live here; checks across sections (layout, batch arithmetic, model shapes) live in `plan.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from bapo_megatron.algorithms.clip_bounds import ClipBoundConfig
+from bapo_megatron.config.base import Section
+
+
+class RunConfig(Section):
+    """Who this run is and where it keeps its files."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run directory; running the same name again resumes it."""
+    dir: str = "runs"
+    """Folder that holds all run directories."""
+    seed: int = Field(0, ge=0)
+    """Seeds prompt order, sampling, mini-batch order; the same seed gives the same synchronous run on the CPU."""
+
+
+class ModelConfig(Section):
+    """The policy: a Hugging Face checkpoint folder (Qwen2, Qwen3 or Llama, dense)."""
+
+    path: str = "demo"
+    """Folder with config.json, safetensors and tokenizer; "demo" is the small model that ships with the package."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations. Keep float32 on a CPU: bfloat16 is several times slower there."""
+
+
+class DataConfig(Section):
+    """Where prompts come from."""
+
+    source: Literal["chains", "reasoning_gym", "jsonl"] = "chains"
+    """chains: the demo's modular arithmetic; reasoning_gym: a procedural data set; jsonl: your own file."""
+    path: str | None = None
+    """jsonl: the file, one object a line with the fields `prompt` and `answer`."""
+    dataset: str | None = None
+    """reasoning_gym: name of the data set, such as "basic_arithmetic"."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the source: chains {min_terms, max_terms, ...}, reasoning_gym: the data set's own settings."""
+    size: PositiveInt = 10_000
+    """Number of prompts that a procedural source makes before it starts over in a new order."""
+    chat_template: bool = False
+    """Wrap each prompt in the tokenizer's chat template."""
+    system_prompt: str | None = None
+    """System message for the chat template."""
+    max_prompt_tokens: PositiveInt = 512
+    """A longer prompt is an error, or skipped (see on_bad_prompt)."""
+    on_bad_prompt: Literal["error", "skip"] = "error"
+    """What to do with an empty or over-long prompt. Skipped prompts are counted in the metrics."""
+
+
+class RewardConfig(Section):
+    """How a response is judged."""
+
+    kind: Literal["auto", "chains", "reasoning_gym", "math"] = "auto"
+    """auto: the verifier of the prompt source (math-verify for jsonl)."""
+    timeout_s: PositiveFloat = 10.0
+    """Deadline of one verification; a response whose verifier does not end is judged wrong and counted."""
+
+
+class RolloutConfig(Section):
+    """Sampling responses, in budgeted pieces (partial rollout)."""
+
+    engine: Literal["embedded", "attach"] = "embedded"
+    """embedded: our small torch engine in a process of its own; attach: running SGLang-compatible servers (urls)."""
+    urls: tuple[str, ...] = ()
+    """attach: base URLs of the servers, such as "http://127.0.0.1:30000"."""
+    num_servers: PositiveInt = 1
+    """embedded: how many engine processes to start."""
+    prompts_per_step: PositiveInt = 16
+    """Groups trained in one step."""
+    samples_per_prompt: PositiveInt = 8
+    """Responses in a group."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; behaviour and current log-probs are both of the tempered distribution."""
+    max_response_tokens: PositiveInt = 512
+    """A response that reaches this length is finished (reason "length")."""
+    tokens_per_round: PositiveInt | None = None
+    """Partial rollout: tokens a response may grow per round before it is set aside and resumed with later weights.
+    Unset: every response is sampled to its end at once."""
+    groups_in_flight: PositiveInt | None = None
+    """Groups being sampled at once; more than prompts_per_step lets slow ones wait for a later step.
+    Unset: prompts_per_step."""
+    max_staleness: PositiveInt | None = None
+    """Largest age of a token, in optimizer updates, when its batch is taken; an older group is dropped and counted.
+    Unset: no bound."""
+    max_concurrent_requests: PositiveInt = 256
+    """Requests in flight per server."""
+    request_timeout_s: PositiveFloat = 300.0
+    """Deadline of one generate request."""
+    max_retries: int = Field(2, ge=0)
+    """How often a request is repeated after a failed or malformed reply before the run stops."""
+    startup_timeout_s: PositiveFloat = 180.0
+    """How long a server may take until it is healthy."""
+    engine_threads: PositiveInt | None = None
+    """embedded: CPU threads of the engine. Unset: all cores (trainer and engine take turns)."""
+    engine_max_context: PositiveInt | None = None
+    """embedded: longest prompt + response. Unset: max_prompt_tokens + max_response_tokens."""
+
+
+class AdvantageConfig(Section):
+    """From the rewards of a group to advantages."""
+
+    kind: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """grpo: (r - mean) / std; dr_grpo: r - mean; rloo: r - mean of the others."""
+
+
+class LossConfig(Section):
+    """The policy loss."""
+
+    name: Literal["bapo", "grpo", "clip_higher"] = "bapo"
+    """bapo: bounds found by the search of [bapo]; grpo: fixed bounds; clip_higher: fixed with a wider upper bound."""
+    clip_low: float = Field(0.8, gt=0, le=1)
+    """grpo, clip_higher: lower ratio bound (0.8 is 1 - epsilon for epsilon = 0.2)."""
+    clip_high: float = Field(1.2, ge=1)
+    """grpo: upper ratio bound."""
+    clip_higher: float = Field(1.28, ge=1)
+    """clip_higher: upper ratio bound."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bounds the loss of a negative token at this multiple of its advantage; unset: no dual clip."""
+
+
+class OptimizerConfig(Section):
+    """Adam, through Megatron-Core."""
+
+    lr: PositiveFloat = 1e-6
+    warmup_updates: int = Field(0, ge=0)
+    """Linear warm-up over this many optimizer updates; constant afterwards."""
+    weight_decay: float = Field(0.0, ge=0)
+    beta1: float = Field(0.9, gt=0, lt=1)
+    beta2: float = Field(0.95, gt=0, lt=1)
+    eps: PositiveFloat = 1e-8
+    clip_grad: PositiveFloat = 1.0
+    """Largest global gradient norm."""
+
+
+class TrainConfig(Section):
+    """How long, and how each rollout batch is used."""
+
+    num_steps: PositiveInt = 100
+    """Rollout batches to train on."""
+    minibatches_per_step: PositiveInt = 1
+    """Optimizer updates per pass over a rollout batch: samples of later ones are older (staleness)."""
+    epochs_per_step: PositiveInt = 1
+    """Passes over each rollout batch (sample replay)."""
+    max_tokens_per_microbatch: PositiveInt = 8192
+    """Packed tokens in one forward pass; a longer single sequence gets a micro-batch of its own."""
+    logprob_chunk_tokens: PositiveInt = 1024
+    """Rows whose logits exist at once when log-probs are computed."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of an entropy bonus in the loss."""
+    recompute: bool = False
+    """Recompute all activations in the backward pass."""
+
+
+class ParallelConfig(Section):
+    """How the trainer is split over processes. ranks = tensor x pipeline x context x data."""
+
+    tensor: PositiveInt = 1
+    pipeline: PositiveInt = 1
+    context: PositiveInt = 1
+    data: PositiveInt = 1
+    sequence: bool = False
+    """Sequence parallelism inside the tensor-parallel group."""
+    num_ranks: PositiveInt | None = None
+    """What you mean to start; checked against the product."""
+    threads_per_rank: PositiveInt | None = None
+    """CPU threads of one trainer process. Unset: cores / ranks, at least 1."""
+    timeout_s: PositiveFloat = 600.0
+    """Deadline of one collective between trainer ranks."""
+
+
+class SyncConfig(Section):
+    """Weight sync from trainer to engines."""
+
+    bucket_mib: PositiveFloat = 256.0
+    """Bytes gathered and broadcast at once."""
+    timeout_s: PositiveFloat = 300.0
+    """Deadline of each stage of a weight update."""
+
+
+class CheckpointConfig(Section):
+    """Saving and resuming."""
+
+    interval_steps: PositiveInt | None = 20
+    """Save after every so many steps, and after the last. Unset: never."""
+    keep_last: PositiveInt = 2
+    """Checkpoints kept; older ones are deleted after a newer one is complete."""
+
+
+class MonitorConfig(Section):
+    """What is shown and kept."""
+
+    progress: Literal["auto", "bar", "lines"] = "auto"
+    """auto: a progress bar in a terminal, plain lines elsewhere."""
+    samples_per_step: int = Field(2, ge=0)
+    """Trajectories written to samples.jsonl each step."""
+    report: bool = True
+    """Write report.html at the end of the run."""
+
+
+class MegatronConfig(Section):
+    """Upstream settings, passed through."""
+
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Fields of megatron.core TransformerConfig, set last; an unknown field is an error."""
+
+
+class Config(Section):
+    """One run."""
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
+    loss: LossConfig = Field(default_factory=LossConfig)
+    bapo: ClipBoundConfig = Field(default_factory=ClipBoundConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    sync: SyncConfig = Field(default_factory=SyncConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    monitor: MonitorConfig = Field(default_factory=MonitorConfig)
+    megatron: MegatronConfig = Field(default_factory=MegatronConfig)

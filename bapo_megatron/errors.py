@@ -1,0 +1,25 @@
+"""Errors that a user can act on: one sentence saying what, where, and what to do.
+
+The command line prints the message of a `UserError` and exits with code 2, without a traceback.
+Anything else that escapes is a bug of ours and keeps its traceback.
+"""
+
+
+class UserError(ValueError):
+    """Bad input or a bad environment, described so that the user can mend it."""
+
+
+class ConfigError(UserError):
+    """One or more violations in a configuration, all in one message."""
+
+
+class DataError(UserError):
+    """A prompt source that cannot be read: names the file and the line."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is missing, torn, or of another model or layout."""
+
+
+class EngineError(UserError):
+    """A rollout engine that is unreachable, answers nonsense, or holds the wrong weights."""

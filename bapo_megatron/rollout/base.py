@@ -1,0 +1,82 @@
+"""The engine seam: what a rollout engine must be able to do. One contract suite runs against every implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Continue `token_ids` (prompt, plus the response so far when a partial one is resumed)."""
+
+    rid: str
+    token_ids: tuple[int, ...]
+    max_new_tokens: int
+    temperature: float
+    stop_token_ids: tuple[int, ...]
+    seed: int  # the same seed, tokens and weights give the same continuation
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Output tokens [start, end) were sampled by this weight version."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """What was sampled. `logprobs` are of the tempered distribution; `spans` cover all tokens, in order."""
+
+    rid: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[VersionSpan, ...]
+    finish_reason: Literal["stop", "length", "abort"]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+class Engine(Protocol):
+    """One server. All methods are coroutines with a deadline; all raise `EngineError` naming server and request."""
+
+    url: str
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult: ...
+    async def abort(self, rid: str | None = None) -> None:
+        """End one request, or all (None); they return with finish_reason "abort" and what they have so far."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None: ...
+    async def resume(self) -> None: ...
+    async def flush_cache(self) -> None: ...
+    async def health(self) -> bool: ...
+    async def server_info(self) -> dict[str, Any]: ...
+    async def init_update_group(
+        self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> None: ...
+    async def begin_weight_update(self) -> None: ...
+    async def update_weights(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        *,
+        version: int | None,
+    ) -> None:
+        """Announce one flattened bucket; the trainer broadcasts it on the group while this call is under way.
+
+        `version` is given with the last bucket only: it publishes the weights and flushes the cache.
+        """
+        ...
+
+    async def end_weight_update(self) -> None: ...
+    async def destroy_update_group(self, group_name: str) -> None: ...
+    async def weights_checksum(self) -> dict[str, Any]: ...

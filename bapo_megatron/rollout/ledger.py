@@ -1,0 +1,153 @@
+"""The ledger: where every sample is, and proof that no token was lost or counted twice.
+
+    queued -> running -> partial -> running -> ... -> finished -> trained
+                                                   (any of them) -> dropped(reason)
+
+The conservation law, checked every step against the buffers themselves:
+
+    tokens generated = tokens trained + tokens buffered + tokens dropped
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from bapo_megatron.types import Trajectory
+
+State = Literal["queued", "running", "partial", "finished"]
+
+_ALLOWED: dict[State, tuple[State, ...]] = {
+    "queued": ("running",),
+    "running": ("queued", "partial", "finished"),
+    "partial": ("running",),
+    "finished": (),
+}
+
+
+class LedgerError(RuntimeError):
+    """The books do not balance: a bug of ours, never of the user. The run stops rather than train on a wrong batch."""
+
+
+class Ledger:
+    """Books of one run. Not thread-safe: it belongs to the scheduler.
+
+    A sample that is trained over several epochs counts as trained once.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, State] = {}
+        self._tokens: dict[str, int] = {}  # tokens generated so far, of samples that are still here
+        self.num_samples: Counter[str] = Counter()  # admitted, trained, dropped
+        self.num_tokens: Counter[str] = Counter()  # generated, trained, dropped
+        self.dropped: Counter[str] = Counter()  # samples by reason
+
+    def admit(self, sample_id: str) -> None:
+        """A new sample waits for its first round."""
+        if sample_id in self._states:
+            raise LedgerError(f"sample {sample_id} was admitted twice")
+        self._states[sample_id] = "queued"
+        self._tokens[sample_id] = 0
+        self.num_samples["admitted"] += 1
+
+    def start(self, sample_id: str) -> None:
+        """A request for this sample is under way."""
+        self._move(sample_id, "running")
+
+    def stop(self, trajectory: Trajectory) -> None:
+        """The request has returned: the sample is finished, partial, or queued again where nothing was sampled."""
+        sample_id, num_tokens = trajectory.sample_id, trajectory.num_response_tokens
+        grown = num_tokens - self._tokens.get(sample_id, 0)
+        if grown < 0:
+            raise LedgerError(f"sample {sample_id} shrank by {-grown} tokens")
+        if trajectory.finish_reason is not None:
+            self._move(sample_id, "finished")
+        else:
+            self._move(sample_id, "partial" if num_tokens else "queued")
+        self._tokens[sample_id] = num_tokens
+        self.num_tokens["generated"] += grown
+
+    def train(self, sample_id: str) -> None:
+        """The sample is in a batch that is being trained; it leaves the buffer."""
+        if self._states.get(sample_id) != "finished":
+            raise LedgerError(f"sample {sample_id} is {self._states.get(sample_id, 'not here')}, not finished")
+        self._leave(sample_id, "trained")
+
+    def drop(self, sample_id: str, reason: str) -> None:
+        """The sample leaves without being trained, for a reason that is counted."""
+        if sample_id not in self._states:
+            raise LedgerError(f"sample {sample_id} cannot be dropped ({reason}): it is not here")
+        self._leave(sample_id, "dropped")
+        self.dropped[reason] += 1
+
+    def counts(self) -> dict[str, int]:
+        """Samples by state; `trained` and `dropped` since the run began."""
+        now = Counter(self._states.values())
+        return {
+            **{state: now[state] for state in _ALLOWED},
+            "trained": self.num_samples["trained"],
+            "dropped": self.num_samples["dropped"],
+        }
+
+    def check(self, buffered: Iterable[Trajectory]) -> None:
+        """Hold the books against the trajectories that the scheduler really has, and against the conservation law.
+
+        Raises:
+            LedgerError: with the first disagreement.
+        """
+        held = list(buffered)
+        ids = {t.sample_id for t in held}
+        if len(ids) != len(held):
+            raise LedgerError("a sample is buffered twice")
+        if ids != self._states.keys():
+            lost, unknown = sorted(self._states.keys() - ids)[:3], sorted(ids - self._states.keys())[:3]
+            raise LedgerError(f"samples lost: {lost}; samples without an entry: {unknown}")
+        for t in held:
+            if (self._states[t.sample_id] == "finished") != (t.finish_reason is not None):
+                raise LedgerError(f"sample {t.sample_id} is {self._states[t.sample_id]}, but ended: {t.finish_reason}")
+        num_buffered = sum(t.num_response_tokens for t in held)
+        n = self.num_tokens
+        if n["generated"] != n["trained"] + n["dropped"] + num_buffered:
+            raise LedgerError(
+                f"{n['generated']} tokens generated, but {n['trained']} trained + {num_buffered} buffered + "
+                f"{n['dropped']} dropped"
+            )
+        s = self.num_samples
+        if s["admitted"] != s["trained"] + s["dropped"] + len(held):
+            raise LedgerError(
+                f"{s['admitted']} samples admitted, but {s['trained']} trained + {len(held)} buffered + "
+                f"{s['dropped']} dropped"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON value. Samples that are running are saved as they were before their request: it is sent again."""
+        states = {
+            i: (state if state != "running" else "partial" if self._tokens[i] else "queued")
+            for i, state in self._states.items()
+        }
+        return {
+            "states": states,
+            "tokens": dict(self._tokens),
+            "num_samples": dict(self.num_samples),
+            "num_tokens": dict(self.num_tokens),
+            "dropped": dict(self.dropped),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._states = dict(state["states"])
+        self._tokens = dict(state["tokens"])
+        self.num_samples = Counter(state["num_samples"])
+        self.num_tokens = Counter(state["num_tokens"])
+        self.dropped = Counter(state["dropped"])
+
+    def _move(self, sample_id: str, to: State) -> None:
+        state = self._states.get(sample_id)
+        if state is None or to not in _ALLOWED[state]:
+            raise LedgerError(f"sample {sample_id} cannot go from {state or 'nowhere'} to {to}")
+        self._states[sample_id] = to
+
+    def _leave(self, sample_id: str, to: Literal["trained", "dropped"]) -> None:
+        del self._states[sample_id]
+        self.num_tokens[to] += self._tokens.pop(sample_id)
+        self.num_samples[to] += 1

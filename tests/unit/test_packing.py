@@ -1,0 +1,170 @@
+"""Batches and micro-batches: every response token exactly once, aligned, whatever the split."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bapo_megatron.buffer.batch import build_batch
+from bapo_megatron.buffer.packing import balanced_bins, minibatches
+from bapo_megatron.types import Batch, Group, MicroBatch, Prompt, Segment, Trajectory
+
+
+def group(prompt_id: int, prompt_len: int, lengths: list[int]) -> Group:
+    """Every token id, log-prob and version is unique, so that a misplaced one is seen."""
+    prompt = Prompt(prompt_id, tuple(range(prompt_id * 1000, prompt_id * 1000 + prompt_len)), "", "", "test")
+    trajectories = []
+    for i, n in enumerate(lengths):
+        base = prompt_id * 1000 + 100 * (i + 1)
+        cut = n // 2
+        segments = tuple(
+            Segment(base + k, 0, tuple(range(base + a, base + b)), tuple(-float(x) for x in range(base + a, base + b)))
+            for k, (a, b) in enumerate(((0, cut), (cut, n)))
+            if b > a
+        )
+        trajectories.append(Trajectory(f"{prompt_id}.{i}", prompt, segments, "stop", reward=float(i)))
+    return Group(prompt, tuple(trajectories))
+
+
+def centred(rewards: torch.Tensor) -> torch.Tensor:
+    return rewards - rewards.mean()
+
+
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 9), st.lists(st.integers(0, 40), min_size=2, max_size=4)), min_size=1, max_size=6
+)
+
+
+def test_build_batch_lays_out_prompt_and_response() -> None:
+    batch = build_batch([group(1, 2, [3, 1])], centred)
+    assert batch.token_ids_T.tolist() == [1000, 1001, 1100, 1101, 1102, 1000, 1001, 1200]
+    assert batch.seq_lens_S.tolist() == [5, 3]
+    assert batch.prompt_lens_S.tolist() == [2, 2]
+    assert batch.mask_T.tolist() == [False, False, True, True, True, False, False, True]
+    assert batch.behaviour_logprobs_T.tolist() == [0, 0, -1100, -1101, -1102, 0, 0, -1200]
+    assert batch.versions_T.tolist() == [-1, -1, 1100, 1101, 1101, -1, -1, 1201]
+    assert batch.advantages_T.tolist() == [0, 0, -0.5, -0.5, -0.5, 0, 0, 0.5]
+
+
+def test_an_empty_response_counts_in_the_advantages_but_is_not_trained() -> None:
+    batch = build_batch([group(1, 2, [0, 4])], centred)
+    assert batch.num_sequences == 1
+    assert batch.advantages_T[batch.mask_T].tolist() == [0.5] * 4
+
+
+def rows(mb: MicroBatch) -> list[tuple]:
+    """(token before, target, advantage, log-prob, version, position) of each response row."""
+    return [
+        (
+            int(mb.token_ids_T[r]),
+            int(t),
+            float(a),
+            float(lp),
+            int(v),
+            int(mb.position_ids_T[r]),
+        )
+        for r, t, a, lp, v in zip(
+            mb.rows_R, mb.targets_R, mb.advantages_R, mb.behaviour_logprobs_R, mb.versions_R, strict=True
+        )
+    ]
+
+
+def reference_rows(groups: list[Group]) -> list[tuple]:
+    out = []
+    for g in groups:
+        mean = sum(g.rewards) / len(g.rewards)
+        for t in g.trajectories:
+            ids = (*t.prompt.token_ids, *t.response_ids)
+            for i in range(t.num_response_tokens):
+                p = len(t.prompt.token_ids) + i
+                advantage = float(torch.tensor(t.reward - mean, dtype=torch.float32))
+                out.append((ids[p - 1], ids[p], advantage, t.behaviour_logprobs[i], t.versions[i], p - 1))
+    return sorted(out)
+
+
+@settings(max_examples=150, deadline=None)
+@given(GROUPS, st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.integers(8, 120), st.sampled_from([1, 4]))
+def test_every_response_token_is_trained_exactly_once_per_epoch(
+    shapes: list, num_minibatches: int, num_epochs: int, data_size: int, max_tokens: int, pad_multiple: int
+) -> None:
+    groups = [group(i + 1, p, lengths) for i, (p, lengths) in enumerate(shapes)]
+    batch = build_batch(groups, centred)
+    if batch.num_sequences < num_minibatches:
+        return
+    ranks = [
+        list(
+            minibatches(
+                batch,
+                num_minibatches=num_minibatches,
+                num_epochs=num_epochs,
+                seed=7,
+                data_rank=r,
+                data_size=data_size,
+                max_tokens=max_tokens,
+                pad_multiple=pad_multiple,
+            )
+        )
+        for r in range(data_size)
+    ]
+    seen = []
+    for steps in zip(*ranks, strict=True):
+        assert len({len(s.micro_batches) for s in steps}) == 1
+        lengths = {mb.num_tokens for s in steps for mb in s.micro_batches}
+        assert len(lengths) == 1
+        assert lengths.pop() % pad_multiple == 0
+        here = [row for s in steps for mb in s.micro_batches for row in rows(mb)]
+        assert {s.num_trained_tokens for s in steps} == {len(here)}
+        seen += here
+        for mb in (mb for s in steps for mb in s.micro_batches):
+            _check_structure(mb, max_tokens)
+    assert sorted(seen) == sorted(reference_rows(groups) * num_epochs)
+
+
+def _check_structure(mb: MicroBatch, max_tokens: int) -> None:
+    cu = mb.cu_seqlens_S1.tolist()
+    assert cu[0] == 0
+    assert cu[-1] == mb.num_tokens
+    assert all(a < b for a, b in pairwise(cu))
+    assert mb.position_ids_T.tolist() == [i for a, b in pairwise(cu) for i in range(b - a)]
+    assert mb.rows_R.tolist() == sorted(set(mb.rows_R.tolist()))
+    assert torch.equal(mb.token_ids_T[mb.rows_R + 1], mb.targets_R)
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(1, 4), st.integers(50, 300))
+def test_bins_hold_each_sequence_once_within_the_budget(lengths: list[int], data_size: int, max_tokens: int) -> None:
+    bins = balanced_bins(lengths, data_size, max_tokens)
+    assert len(bins) % data_size == 0
+    assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
+    assert all(len(b) <= 1 or sum(lengths[i] for i in b) <= max_tokens for b in bins)
+
+
+def test_equal_sequences_are_balanced_without_waste() -> None:
+    bins = balanced_bins([10] * 64, data_size=2, max_tokens=80)
+    assert [len(b) for b in bins] == [8] * 8
+
+
+def test_minibatches_are_shuffled_anew_each_epoch_and_reproducibly() -> None:
+    batch = build_batch([group(i, 2, [4, 5, 6]) for i in range(1, 5)], centred)
+    options = {"num_minibatches": 2, "num_epochs": 2, "data_rank": 0, "data_size": 1, "max_tokens": 999}
+
+    def order(seed: int) -> list[list[int]]:
+        return [s.micro_batches[0].targets_R.sort().values.tolist() for s in minibatches(batch, seed=seed, **options)]
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+    assert order(1)[:2] != order(1)[2:]
+
+
+def test_a_batch_without_sequences_is_refused_early() -> None:
+    with pytest.raises(AssertionError, match="at least one sequence"):
+        balanced_bins([], 1, 10)
+
+
+def test_batch_type_is_what_the_broadcast_expects() -> None:
+    batch = build_batch([group(1, 1, [1, 2])], centred, {"reward/mean": 0.5})
+    assert isinstance(batch, Batch)
+    assert batch.metrics == {"reward/mean": 0.5}
