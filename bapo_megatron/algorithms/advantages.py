@@ -1,0 +1,49 @@
+"""From the rewards of one group (all responses to one prompt) to advantages, one per response.
+
+Each function maps float rewards_G to advantages_G of the same shape and type. A group whose rewards are all equal,
+and so a group of one, tells nothing: its advantages are exactly 0, whatever rounding does to its mean.
+
+Shape legend: G responses in the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_EPSILON = 1e-6  # added to the standard deviation, as GRPO implementations do
+
+
+def grpo(rewards_G: Tensor) -> Tensor:
+    """(r - mean) / (std + 1e-6), with the sample standard deviation (divisor G - 1): GRPO, arXiv 2402.03300, Eq. 3."""
+    return _centred(rewards_G) / (rewards_G.std() + _EPSILON) if _is_informative(rewards_G) else _zeros(rewards_G)
+
+
+def dr_grpo(rewards_G: Tensor) -> Tensor:
+    """r - mean: Dr. GRPO, arXiv 2503.20783, which leaves out the standard deviation."""
+    return _centred(rewards_G) if _is_informative(rewards_G) else _zeros(rewards_G)
+
+
+def rloo(rewards_G: Tensor) -> Tensor:
+    """r - mean of the other responses: leave-one-out, arXiv 2402.14740."""
+    num = rewards_G.numel()
+    return _centred(rewards_G) * num / (num - 1) if _is_informative(rewards_G) else _zeros(rewards_G)
+
+
+def _centred(rewards_G: Tensor) -> Tensor:
+    return rewards_G - rewards_G.mean()
+
+
+def _zeros(rewards_G: Tensor) -> Tensor:
+    return torch.zeros_like(rewards_G)
+
+
+def _is_informative(rewards_G: Tensor) -> bool:
+    assert rewards_G.is_floating_point(), "rewards are floats"
+    return bool((rewards_G != rewards_G[:1]).any())
+
+
+ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+"""Advantages by `advantage.kind`."""

@@ -1,0 +1,260 @@
+"""BAPO's adaptive clip bounds: the search of arXiv 2510.18927, Algorithm 1, in one pass over the tokens.
+
+Before an optimizer step the search widens the ratio window [c_low, c_high] until tokens with a positive advantage
+contribute at least `rho0` to the policy-gradient loss:
+
+    c_low, c_high = low.start, high.start
+    while rho(c_low, c_high) < rho0 and c_low + low.step <= low.stop:
+        if c_high + high.step <= high.stop: c_high += high.step
+        else:                               c_low  += low.step
+
+The positive side P depends on c_high only and the negative side N on c_low only. Both are sums over tokens, so one
+vector holding P and N at every grid point (55 numbers at the paper's values) adds up over micro-batches and ranks;
+after one all-reduce the loop runs on plain numbers, with the same result everywhere.
+
+Shape legend: any shape [...] for token tensors (the same for all of them); K = number of grid points of both bounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import PositiveFloat, model_validator
+from torch import Tensor
+
+from bapo_megatron.config.base import Section
+from bapo_megatron.types import ClipBounds
+
+_DIGITS = 10  # grid points are rounded to this many decimals, so that 0.6 + 15 * 0.02 is the 0.9 that the user wrote
+
+
+class BoundRange(Section):
+    """Where a bound starts, how far it may go, and its step; also accepted as a list [start, stop, step]."""
+
+    start: PositiveFloat
+    """Ratio bound before the search."""
+    stop: PositiveFloat
+    """Largest value; a last step that would pass it is not taken."""
+    step: PositiveFloat
+    """Distance between two candidates."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_list(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple) and len(value) == 3:
+            return dict(zip(("start", "stop", "step"), value, strict=True))
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.start > self.stop:
+            raise ValueError(f"start ({self.start:g}) must not be above stop ({self.stop:g})")
+        return self
+
+    @property
+    def points(self) -> list[float]:
+        """Every value the bound can take, ascending. Integer steps: adding 0.02 up 15 times ends one step short."""
+        num_steps = math.floor((self.stop - self.start) / self.step + 1e-9)
+        return [round(self.start + k * self.step, _DIGITS) for k in range(num_steps + 1)]
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "default": {
+        "rho0": 0.5,
+        "low": {"start": 0.6, "stop": 0.9, "step": 0.02},
+        "high": {"start": 1.2, "stop": 3.0, "step": 0.05},
+        "contribution": "gradient",
+        "token_weight": "uniform",
+        "order": "high_first",
+    },
+    "paper": {
+        "rho0": 0.4,
+        "low": {"start": 0.6, "stop": 0.9, "step": 0.02},
+        "high": {"start": 1.2, "stop": 3.0, "step": 0.05},
+        "contribution": "surrogate",
+        "token_weight": "rollout_prob",
+        "order": "high_first",
+    },
+    "official": {
+        "rho0": 1.0,
+        "low": {"start": 0.6, "stop": 0.8, "step": 0.05},
+        "high": {"start": 1.2, "stop": 2.0, "step": 0.05},
+        "contribution": "official",
+        "token_weight": "uniform",
+        "order": "low_first",
+    },
+}
+"""Base values of [bapo], which explicitly set keys override. docs/bapo.md says what speaks for each."""
+
+_DEFAULT = PRESETS["default"]
+
+
+class ClipBoundConfig(Section):
+    """The search for BAPO's clip bounds. `preset` chooses the base values; keys set beside it win."""
+
+    preset: Literal["default", "paper", "official"] = "default"
+    """default: gradient share, target 0.5; paper: the paper's values; official: the authors' recipe on verl."""
+    rho0: PositiveFloat = _DEFAULT["rho0"]
+    """Target of rho. A share in (0, 1) for gradient and surrogate; net and official are ratios that may exceed 1
+    (a share s is the ratio s / (1 - s) of official)."""
+    low: BoundRange = BoundRange(**_DEFAULT["low"])
+    """Lower ratio bound, at most 1."""
+    high: BoundRange = BoundRange(**_DEFAULT["high"])
+    """Upper ratio bound, at least 1."""
+    contribution: Literal["gradient", "surrogate", "net", "official"] = _DEFAULT["contribution"]
+    """What counts as contribution: gradient: P/(P+N) of tokens that still carry gradient; surrogate: P/(P+N) of the
+    clipped objective's terms; net: P/|P-N| (Eq. 8 to the letter); official: P/N."""
+    token_weight: Literal["uniform", "rollout_prob"] = _DEFAULT["token_weight"]
+    """Weight of a token in P and N: 1, or its probability under the policy that sampled it."""
+    order: Literal["high_first", "low_first"] = _DEFAULT["order"]
+    """Which bound goes to its end before the other one moves."""
+    scope: Literal["exact", "lagged", "fixed"] = "exact"
+    """exact: search with the optimizer step's own tokens; lagged: with the previous step's (saves a forward pass);
+    fixed: no search, bounds stay at their start."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        base = PRESETS.get(str(value.get("preset", "default")), PRESETS["default"])
+        merged = {**base, **value}
+        for name in ("low", "high"):  # a range may be overridden key by key
+            if isinstance(merged[name], dict):
+                merged[name] = {**base[name], **merged[name]}
+        return merged
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        problems = []
+        if self.low.stop > 1:
+            problems.append(f"low.stop ({self.low.stop:g}) must be at most 1: it bounds the ratio from below")
+        if self.high.start < 1:
+            problems.append(f"high.start ({self.high.start:g}) must be at least 1: it bounds the ratio from above")
+        if self.contribution in ("gradient", "surrogate") and self.rho0 >= 1:
+            problems.append(
+                f"rho0 ({self.rho0:g}) must be below 1: contribution = {self.contribution!r} compares it with a share"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+
+def empty_table(config: ClipBoundConfig, device: torch.device | str = "cpu") -> Tensor:
+    """The table of no tokens, float64 [K + 2]; searching it leaves the bounds at their start."""
+    return torch.zeros(len(config.high.points) + len(config.low.points) + 2, dtype=torch.float64, device=device)
+
+
+def contribution_table(
+    ratio: Tensor, advantages: Tensor, mask: Tensor, rollout_logprobs: Tensor | None, config: ClipBoundConfig
+) -> Tensor:
+    """What positive and negative tokens contribute at every candidate bound: float64 [K + 2], additive over tokens.
+
+    Layout: P at each point of `high`, N at each point of `low`, number of positive tokens, number of negative tokens.
+
+    Args (tensors of one shape [...], any device):
+        ratio: pi_theta / pi_rollout of each token, dimensionless. Compared with the bounds in float64.
+        advantages: tokens with advantage 0 count nowhere.
+        mask: bool; tokens outside it count nowhere, whatever their values (NaN included).
+        rollout_logprobs: log-prob of each token under the policy that sampled it, in nats; read only by
+            token_weight = "rollout_prob".
+    """
+    table = []
+    for points, positive in ((config.high.points, True), (config.low.points, False)):
+        counted = mask & ((advantages > 0) if positive else (advantages < 0))
+        mass = advantages[counted].double().abs()
+        if config.token_weight == "rollout_prob":
+            assert rollout_logprobs is not None, "token_weight = 'rollout_prob' needs the rollout's log-probs"
+            mass = mass * rollout_logprobs[counted].double().exp()
+        table.append(_side(ratio[counted].double(), mass, points, upper=positive, config=config))
+    counts = [(mask & (advantages > 0)).sum(), (mask & (advantages < 0)).sum()]
+    return torch.cat([*table, torch.stack(counts).double()])
+
+
+def _side(ratio: Tensor, mass: Tensor, points: Sequence[float], upper: bool, config: ClipBoundConfig) -> Tensor:
+    """P (upper) or N (lower) at every point: sum of mass * ratio inside the bound, plus, for the readings of the
+    clipped objective, mass * bound outside it. A token is inside if r < c_high (positive) or r > c_low (negative)."""
+    bounds = torch.tensor(points, dtype=torch.float64, device=ratio.device)
+    num = len(points)
+    bucket = torch.bucketize(ratio, bounds, right=upper)  # upper: number of bounds <= r; lower: number of bounds < r
+    by_ratio, by_mass = (
+        torch.zeros(num + 1, dtype=torch.float64, device=ratio.device).index_add_(0, bucket, value)
+        for value in (mass * ratio, mass)
+    )
+    # Bound k has the buckets 0..k on its left. Summing each side on its own keeps exact zeros exact.
+    inside, outside = (_left(by_ratio), _right(by_mass)) if upper else (_right(by_ratio), _left(by_mass))
+    return inside if config.contribution == "gradient" else inside + bounds * outside
+
+
+def _left(buckets: Tensor) -> Tensor:
+    return buckets[:-1].cumsum(0)
+
+
+def _right(buckets: Tensor) -> Tensor:
+    return buckets[1:].flip(0).cumsum(0).flip(0)
+
+
+def search_bounds(table: Tensor, config: ClipBoundConfig) -> ClipBounds:
+    """The search on the table of the whole optimizer step (summed over micro-batches and data ranks).
+
+    Where nothing contributes (P + N = 0) rho is nan, and the search stops.
+    """
+    positive, negative = _read(table, config)
+    high, low = config.high.points, config.low.points
+    path = _search_path(len(high) - 1, len(low) - 1, config.order)
+    for num_moves, (i, j) in enumerate(path):  # noqa: B007 (read after the loop)
+        rho = _rho(positive[i], negative[j], config)
+        if config.scope == "fixed" or not rho < config.rho0:
+            break
+    saturated = rho < config.rho0 and config.scope != "fixed"
+    return ClipBounds(low=low[j], high=high[i], positive_share=rho, saturated=saturated, num_moves=num_moves)
+
+
+def _search_path(num_high: int, num_low: int, order: str) -> list[tuple[int, int]]:
+    """Grid steps (of high, of low) in the order in which the search tries them.
+
+    high_first is Algorithm 1, whose loop asks for room below before it moves either bound: without it, nothing moves.
+    low_first is the authors' recipe: one loop for the lower bound, then one for the upper.
+    """
+    if order == "low_first":
+        return [(0, j) for j in range(num_low + 1)] + [(i, num_low) for i in range(1, num_high + 1)]
+    if num_low == 0:
+        return [(0, 0)]
+    return [(i, 0) for i in range(num_high + 1)] + [(num_high, j) for j in range(1, num_low + 1)]
+
+
+def positive_share(table: Tensor, config: ClipBoundConfig, low: float, high: float) -> float:
+    """rho of the table's tokens at two grid points, for instance at bounds found on another table (scope = lagged).
+
+    Raises ValueError if a bound is not on its grid.
+    """
+    positive, negative = _read(table, config)
+    return _rho(positive[config.high.points.index(high)], negative[config.low.points.index(low)], config)
+
+
+def counted_tokens(table: Tensor) -> tuple[int, int]:
+    """Numbers of tokens with a positive and with a negative advantage behind the table."""
+    num_positive, num_negative = table[-2:].tolist()
+    return int(num_positive), int(num_negative)
+
+
+def _read(table: Tensor, config: ClipBoundConfig) -> tuple[list[float], list[float]]:
+    num_high, num_low = len(config.high.points), len(config.low.points)
+    assert table.shape == (num_high + num_low + 2,), "the table was made with other bounds"
+    values = table.tolist()
+    assert not any(map(math.isnan, values)), "a trained token has a ratio, advantage or log-prob that is not a number"
+    return values[:num_high], values[num_high:-2]
+
+
+def _rho(positive: float, negative: float, config: ClipBoundConfig) -> float:
+    """Contribution of positive tokens, from P and N: the four readings of Eq. 8."""
+    if positive + negative == 0:
+        return math.nan
+    if config.contribution == "net":
+        return positive / abs(positive - negative) if positive != negative else math.inf
+    if config.contribution == "official":
+        return positive / negative if negative > 0 else math.inf
+    return positive / (positive + negative)

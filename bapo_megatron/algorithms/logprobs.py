@@ -1,0 +1,167 @@
+"""Log-probabilities and entropies of response tokens from hidden states, without keeping logits.
+
+Logits exist for one chunk of rows at a time; the backward pass computes them again. The vocabulary may be split over a
+tensor-parallel group: each call then makes two small all-reduces forward and one backward, whatever the chunk size.
+
+Shape legend: R rows (one per response token), H hidden size, V vocabulary rows held by this rank, C rows of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True, slots=True)
+class VocabShard:
+    """The part of the output layer on this rank.
+
+    Example: vocabulary 50 padded to 52 on two ranks: rank 1 has VocabShard(group, start=26, size=26, vocab_size=50).
+    """
+
+    group: dist.ProcessGroup | None  # tensor-parallel group; None if this rank holds the whole vocabulary
+    start: int  # vocabulary id of the first row
+    size: int  # rows on this rank, padding included
+    vocab_size: int  # real vocabulary; rows from here on are padding and have probability 0
+
+    @property
+    def num_real(self) -> int:
+        """Rows on this rank that are not padding; padding is always at the end."""
+        return min(max(self.vocab_size - self.start, 0), self.size)
+
+
+def token_log_probs(
+    hidden_RH: Tensor,
+    weight_VH: Tensor,
+    targets_R: Tensor,
+    *,
+    temperature: float = 1.0,
+    shard: VocabShard,
+    chunk_tokens: int = 1024,
+    with_entropy: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target and entropy of each row's distribution softmax(hidden @ weight.T / temperature), in nats.
+
+    Args:
+        hidden_RH: hidden states that predict the targets, the same on all ranks of the group; any float type.
+        weight_VH: this rank's rows of the output layer; the type of hidden_RH.
+        targets_R: int64 token ids in [0, shard.vocab_size).
+        temperature: the one that the tokens were sampled with.
+        chunk_tokens: rows whose logits exist at once: chunk_tokens x V values in float32.
+        with_entropy: False skips its arithmetic; the entropies returned are then zeros.
+
+    Returns log_probs_R and entropy_R, float32 (float64 for float64 inputs), the same on all ranks of the group. Both
+    are differentiable: hidden_RH receives its gradient summed over the group (do not sum it again), weight_VH that of
+    its own rows. An entropy that no loss uses costs nothing in the backward pass.
+    """
+    assert weight_VH.shape[0] == shard.size, f"{weight_VH.shape[0]} vocabulary rows, but the shard has {shard.size}"
+    assert min(temperature, chunk_tokens) > 0, "temperature and chunk_tokens must be positive"
+    return _TokenLogProbs.apply(hidden_RH, weight_VH, targets_R, temperature, shard, chunk_tokens, with_entropy)
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_RH: Tensor,
+        weight_VH: Tensor,
+        targets_R: Tensor,
+        temperature: float,
+        shard: VocabShard,
+        chunk_tokens: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        num_rows, real_VH = hidden_RH.shape[0], weight_VH[: shard.num_real]
+        dtype = _accumulator(hidden_RH)
+        max_R = hidden_RH.new_full((num_rows,), torch.finfo(dtype).min, dtype=dtype)
+        sums_3R = hidden_RH.new_zeros((3, num_rows), dtype=dtype)  # exp(logit - max), the same * logit, target's logit
+        for rows in _chunks(num_rows if shard.num_real else 0, chunk_tokens):
+            logits_CV = _matmul(hidden_RH[rows], real_VH.T).div_(temperature)
+            target_C, here_C = _local_targets(targets_R[rows], shard)
+            sums_3R[2, rows] = logits_CV.gather(1, target_C[:, None])[:, 0] * here_C
+            max_R[rows] = logits_CV.amax(dim=1)
+            weights_CV = (logits_CV - max_R[rows, None]).exp_()
+            sums_3R[0, rows] = weights_CV.sum(dim=1)
+            if with_entropy:
+                sums_3R[1, rows] = weights_CV.mul_(logits_CV).sum(dim=1)
+
+        global_max_R = max_R.clone()
+        if shard.group is not None:
+            dist.all_reduce(global_max_R, op=dist.ReduceOp.MAX, group=shard.group)
+            sums_3R[:2] *= (max_R - global_max_R).exp()
+            dist.all_reduce(sums_3R, group=shard.group)
+        log_z_R = global_max_R + sums_3R[0].log()
+        log_probs_R = sums_3R[2] - log_z_R
+        entropy_R = log_z_R - sums_3R[1] / sums_3R[0] if with_entropy else torch.zeros_like(log_z_R)
+
+        ctx.save_for_backward(hidden_RH, weight_VH, targets_R, log_z_R, entropy_R)
+        ctx.temperature, ctx.shard, ctx.chunk_tokens = temperature, shard, chunk_tokens
+        ctx.set_materialize_grads(False)
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy_R)
+        return log_probs_R, entropy_R
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_log_probs_R: Tensor | None, grad_entropy_R: Tensor | None) -> tuple[Tensor | None, ...]:
+        """With p = softmax(l): d log p_y / d l_j = [j = y] - p_j, and d entropy / d l_j = -p_j (log p_j + entropy)."""
+        hidden_RH, weight_VH, targets_R, log_z_R, entropy_R = ctx.saved_tensors
+        shard: VocabShard = ctx.shard
+        real_VH, dtype = weight_VH[: shard.num_real], _accumulator(hidden_RH)
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        grad_hidden_RH = torch.zeros_like(hidden_RH, dtype=dtype) if need_hidden else None
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if need_weight else None
+        pull_R = torch.zeros_like(log_z_R) if grad_log_probs_R is None else grad_log_probs_R / ctx.temperature
+        for rows in _chunks(hidden_RH.shape[0] if shard.num_real else 0, ctx.chunk_tokens):
+            log_p_CV = _matmul(hidden_RH[rows], real_VH.T).div_(ctx.temperature).sub_(log_z_R[rows, None])
+            grad_CV = log_p_CV.exp()
+            if grad_entropy_R is None:
+                grad_CV.mul_(-pull_R[rows, None])
+            else:
+                entropy_pull_CV = log_p_CV.add_(entropy_R[rows, None]).mul_(
+                    grad_entropy_R[rows, None] / ctx.temperature
+                )
+                grad_CV.mul_(entropy_pull_CV.add_(pull_R[rows, None]).neg_())
+            target_C, here_C = _local_targets(targets_R[rows], shard)
+            grad_CV.scatter_add_(1, target_C[:, None], (pull_R[rows] * here_C)[:, None])
+            if grad_hidden_RH is not None:
+                grad_hidden_RH[rows] = _matmul(grad_CV, real_VH)
+            if grad_weight_VH is not None:
+                grad_weight_VH[: shard.num_real] += _matmul(grad_CV.T, hidden_RH[rows])
+        if grad_hidden_RH is not None:
+            if shard.group is not None:
+                dist.all_reduce(grad_hidden_RH, group=shard.group)
+            grad_hidden_RH = grad_hidden_RH.to(hidden_RH.dtype)
+        if grad_weight_VH is not None:
+            grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
+        return grad_hidden_RH, grad_weight_VH, None, None, None, None, None
+
+
+def _chunks(num_rows: int, chunk_tokens: int) -> Iterator[slice]:
+    return (slice(i, min(i + chunk_tokens, num_rows)) for i in range(0, num_rows, chunk_tokens))
+
+
+def _local_targets(targets_C: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """Column of each target among this rank's real rows (0 if it is elsewhere), and whether it is here."""
+    column_C = targets_C - shard.start
+    here_C = (column_C >= 0) & (column_C < shard.num_real)
+    return torch.where(here_C, column_C, 0), here_C
+
+
+def _accumulator(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b accumulated and returned in float32 (float64 for float64), also for 16-bit operands."""
+    low = next((x.dtype for x in (a, b) if x.dtype in (torch.bfloat16, torch.float16)), None)
+    if low is not None and a.is_cuda:  # tensor cores take 16-bit operands and can return their float32 sums
+        return torch.mm(a.to(low), b.to(low), out_dtype=torch.float32)
+    dtype = _accumulator(a)
+    return a.to(dtype) @ b.to(dtype)

@@ -1,0 +1,119 @@
+"""Policy losses per token, and the sums that their metrics are made of.
+
+All losses maximise sum_t min(r_t A_t, clip(r_t, c_low, c_high) A_t) with r_t = pi_theta(y_t) / pi_rollout(y_t), where
+pi_rollout is the policy that sampled this very token (BAPO, arXiv 2510.18927; PPO, arXiv 1707.06347). They differ in
+where the bounds come from: BAPO's search, or the configuration (`fixed_bounds`).
+
+Nothing here is a mean: losses and metrics are summed over tokens, micro-batches and ranks, and divided once, by the
+token count of the whole optimizer step.
+
+Shape legend: R response tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.types import ClipBounds
+
+if TYPE_CHECKING:
+    from bapo_megatron.config.schema import LossConfig
+
+MAX_LOG_RATIO = 20.0  # exp(20) is far beyond any bound, and far from overflow
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """One micro-batch's response tokens, and the clip bounds of its optimizer step. Masked tokens may hold anything."""
+
+    log_probs_R: Tensor  # float32, nats, of the current weights, with gradient
+    behaviour_logprobs_R: Tensor  # float32, nats, of the policy that sampled each token
+    advantages_R: Tensor  # float32
+    mask_R: Tensor  # bool: the tokens that are trained
+    ages_R: Tensor  # int64: optimizer updates since each token was sampled
+    bounds: ClipBounds
+    entropy_R: Tensor | None = None  # float32, nats; only for the metrics
+
+
+@dataclass(frozen=True, slots=True)
+class LossResult:
+    """`sums` add up, and `maxima` combine by maximum, over micro-batches and ranks; both are float32 scalars."""
+
+    loss_R: Tensor  # per token, 0 where masked; to be summed and divided by the step's token count
+    sums: dict[str, Tensor]
+    maxima: dict[str, Tensor]
+
+
+def importance_ratio(log_probs: Tensor, behaviour_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """pi_theta / pi_rollout per token; 1 where masked. A log-ratio beyond +-20 is cut there and carries no gradient."""
+    # The inputs are selected, not the result: a nan that is merely multiplied by 0 still spoils the gradient.
+    log_ratio = torch.where(mask, log_probs - behaviour_logprobs, 0.0)
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def clipped_policy_loss(inputs: LossInputs, config: LossConfig) -> LossResult:
+    """-min(r A, clip(r, c_low, c_high) A) per token; with `dual_clip` c, at most c |A| where A < 0 (arXiv 1912.09729).
+
+    A token on its bound is clipped, without gradient, as in the `gradient` reading of the search. The bounds are
+    compared in float64, as in the search.
+    """
+    bounds, mask_R = inputs.bounds, inputs.mask_R
+    ratio_R = importance_ratio(inputs.log_probs_R, inputs.behaviour_logprobs_R, mask_R)
+    advantages_R = torch.where(mask_R, inputs.advantages_R, 0.0)
+    positive_R, negative_R = advantages_R > 0, advantages_R < 0
+    exact_R = ratio_R.detach().double()
+    clipped_high_R = positive_R & (exact_R >= bounds.high)
+    clipped_low_R = negative_R & (exact_R <= bounds.low)
+    dual_clipped_R = negative_R & (exact_R >= (config.dual_clip or math.inf))
+
+    bounded_R = torch.where(clipped_high_R, bounds.high, ratio_R)
+    bounded_R = torch.where(clipped_low_R, bounds.low, bounded_R)
+    if config.dual_clip is not None:
+        bounded_R = torch.where(dual_clipped_R, config.dual_clip, bounded_R)
+    loss_R = -bounded_R * advantages_R
+
+    with torch.no_grad():
+        ages_R = torch.where(mask_R, inputs.ages_R, 0)
+        entropy_R = torch.zeros_like(loss_R) if inputs.entropy_R is None else torch.where(mask_R, inputs.entropy_R, 0.0)
+        per_token = {
+            "tokens": mask_R,
+            "policy_loss": loss_R,
+            "positive_tokens": positive_R,
+            "negative_tokens": negative_R,
+            "clipped_high": clipped_high_R,
+            "clipped_low": clipped_low_R,
+            "dual_clipped": dual_clipped_R,
+            "positive_mass": torch.where(positive_R, -loss_R, 0.0),
+            "negative_mass": torch.where(negative_R, loss_R, 0.0),
+            "ratio": torch.where(mask_R, ratio_R, 0.0),
+            "approx_kl": ratio_R - 1 - ratio_R.log(),  # KL(rollout || current), estimator k3; 0 where masked
+            "entropy": entropy_R,
+            "age": ages_R,
+        }
+        sums = {name: value_R.sum(dtype=torch.float32) for name, value_R in per_token.items()}
+        maxima = {
+            name: per_token[name].float().amax() if mask_R.numel() else loss_R.new_zeros(()).float()
+            for name in ("ratio", "age")
+        }
+    return LossResult(loss_R, sums, maxima)
+
+
+LOSSES: dict[str, Callable[[LossInputs, LossConfig], LossResult]] = {
+    "bapo": clipped_policy_loss,
+    "grpo": clipped_policy_loss,
+    "clip_higher": clipped_policy_loss,
+}
+"""Losses by `loss.name`. A new one takes (LossInputs, LossConfig) and returns a LossResult."""
+
+
+def fixed_bounds(config: LossConfig) -> ClipBounds:
+    """The bounds of the losses that do not search for them (grpo, clip_higher)."""
+    assert config.name != "bapo", "bapo's bounds come from its search"
+    high = config.clip_higher if config.name == "clip_higher" else config.clip_high
+    return ClipBounds(low=config.clip_low, high=high, positive_share=math.nan, saturated=False, num_moves=0)

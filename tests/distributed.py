@@ -1,0 +1,74 @@
+"""Runs a test body in several gloo processes on this machine, with a deadline and the child's own traceback."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run_distributed(fn: Callable[..., None], world_size: int, *args: Any, timeout_s: float = 120.0) -> None:
+    """Calls `fn(rank, world_size, *args)` in `world_size` spawned processes that share a gloo process group.
+
+    `fn` must be importable (a module-level function) and report failure by raising. Raises AssertionError with the
+    tracebacks of the ranks that failed, or TimeoutError naming the ranks still running after `timeout_s`.
+    """
+    with tempfile.TemporaryDirectory(prefix="bapo-test-") as folder:
+        context = mp.get_context("spawn")
+        processes = [
+            context.Process(target=_child, args=(fn, rank, world_size, folder, timeout_s, args), daemon=True)
+            for rank in range(world_size)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            _join(processes, time.monotonic() + timeout_s)
+            codes = [process.exitcode for process in processes]  # None: still running
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+        tracebacks = [f"rank {path.stem}:\n{path.read_text()}" for path in sorted(Path(folder).glob("*.traceback"))]
+        assert not tracebacks, "\n".join(["a distributed test failed", *tracebacks])
+        assert not any(codes), f"a rank died without a traceback; exit codes by rank: {codes}"
+        if None in codes:
+            unfinished = [rank for rank, code in enumerate(codes) if code is None]
+            raise TimeoutError(f"ranks {unfinished} of {world_size} were still running after {timeout_s:g} s")
+
+
+def _join(processes: list[Any], deadline: float) -> None:
+    """Until all have ended, one has failed (the others would wait for it in a collective), or the deadline."""
+    while time.monotonic() < deadline and any(process.is_alive() for process in processes):
+        if any(process.exitcode not in (None, 0) for process in processes):
+            return
+        time.sleep(0.02)
+
+
+def _child(fn: Callable[..., None], rank: int, world_size: int, folder: str, timeout_s: float, args: tuple) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/rendezvous",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        fn(rank, world_size, *args)
+        dist.barrier()
+    except BaseException:
+        # Renamed into place whole, so that the parent never reads half a traceback.
+        partial = Path(folder, f"{rank}.partial")
+        partial.write_text(traceback.format_exc())
+        partial.rename(Path(folder, f"{rank}.traceback"))
+        raise SystemExit(1) from None
+    dist.destroy_process_group()

@@ -1,0 +1,179 @@
+"""Chunked, vocabulary-parallel log-probs and entropies against a whole fp64 log_softmax."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.autograd import gradcheck
+
+from bapo_megatron.algorithms.logprobs import VocabShard, token_log_probs
+from tests.distributed import run_distributed
+
+ROWS, HIDDEN, VOCAB = 11, 5, 13
+
+
+def inputs(dtype=torch.float64, rows=ROWS, vocab=VOCAB):
+    generator = torch.Generator().manual_seed(0)
+    hidden_RH = 2 * torch.randn(rows, HIDDEN, generator=generator, dtype=torch.float64)
+    weight_VH = torch.randn(vocab, HIDDEN, generator=generator, dtype=torch.float64)
+    targets_R = torch.randint(vocab, (rows,), generator=generator)
+    return hidden_RH.to(dtype).requires_grad_(), weight_VH.to(dtype).requires_grad_(), targets_R
+
+
+def whole(vocab=VOCAB, size=None):
+    return VocabShard(group=None, start=0, size=size or vocab, vocab_size=vocab)
+
+
+def reference(hidden_RH, weight_VH, targets_R, temperature):
+    log_p_RV = torch.log_softmax(hidden_RH.double() @ weight_VH.double().T / temperature, dim=1)
+    return log_p_RV.gather(1, targets_R[:, None])[:, 0], -(log_p_RV.exp() * log_p_RV).sum(dim=1)
+
+
+def combined_loss(log_probs_R, entropy_R):
+    """A scalar that depends on every row of both outputs, differently."""
+    factor_R = torch.linspace(-1, 2, log_probs_R.numel(), dtype=log_probs_R.dtype)
+    return (factor_R * log_probs_R).sum() + 0.7 * (factor_R.cos() * entropy_R).sum()
+
+
+def reference_gradients(temperature, rows=ROWS, vocab=VOCAB):
+    hidden_RH, weight_VH, targets_R = inputs(rows=rows, vocab=vocab)
+    log_probs_R, entropy_R = reference(hidden_RH, weight_VH, targets_R, temperature)
+    combined_loss(log_probs_R, entropy_R).backward()
+    return log_probs_R.detach(), entropy_R.detach(), hidden_RH.grad, weight_VH.grad
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk_tokens", [1, 4, ROWS, 1024])
+def test_values_and_gradients_for_any_chunk_size(temperature, chunk_tokens):
+    expected = reference_gradients(temperature)
+    hidden_RH, weight_VH, targets_R = inputs()
+    log_probs_R, entropy_R = token_log_probs(
+        hidden_RH, weight_VH, targets_R, temperature=temperature, shard=whole(), chunk_tokens=chunk_tokens
+    )
+    combined_loss(log_probs_R, entropy_R).backward()
+    got = (log_probs_R, entropy_R, hidden_RH.grad, weight_VH.grad)
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_gradcheck():
+    hidden_RH, weight_VH, targets_R = inputs(rows=4)
+
+    def call(hidden_RH, weight_VH):
+        return token_log_probs(hidden_RH, weight_VH, targets_R, temperature=0.8, shard=whole(), chunk_tokens=3)
+
+    assert gradcheck(call, (hidden_RH, weight_VH))
+
+
+def test_gradient_of_one_output_alone():
+    for pick in (0, 1):
+        hidden_RH, weight_VH, targets_R = inputs()
+        reference(hidden_RH, weight_VH, targets_R, 1.0)[pick].sum().backward()
+        expected = hidden_RH.grad.clone()
+        hidden_RH.grad = None
+        token_log_probs(hidden_RH, weight_VH, targets_R, shard=whole())[pick].sum().backward()
+        torch.testing.assert_close(hidden_RH.grad, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_padding_has_no_probability_and_no_gradient():
+    expected = reference_gradients(1.0)
+    hidden_RH, weight_VH, targets_R = inputs()
+    padded_VH = torch.cat([weight_VH.detach(), torch.full((3, HIDDEN), 50.0, dtype=torch.float64)]).requires_grad_()
+    outputs = token_log_probs(hidden_RH, padded_VH, targets_R, shard=whole(size=VOCAB + 3))
+    combined_loss(*outputs).backward()
+    torch.testing.assert_close((*outputs, hidden_RH.grad), expected[:3], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(padded_VH.grad[:VOCAB], expected[3], rtol=1e-10, atol=1e-12)
+    assert not padded_VH.grad[VOCAB:].any()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-5)])
+def test_accumulates_in_fp32(dtype, tolerance):
+    hidden_RH, weight_VH, targets_R = inputs(dtype)
+    log_probs_R, entropy_R = token_log_probs(hidden_RH, weight_VH, targets_R, shard=whole())
+    assert log_probs_R.dtype == entropy_R.dtype == torch.float32
+    expected = reference(hidden_RH.detach(), weight_VH.detach(), targets_R, 1.0)
+    torch.testing.assert_close((log_probs_R.double(), entropy_R.double()), expected, rtol=tolerance, atol=tolerance)
+    log_probs_R.sum().backward()
+    assert hidden_RH.grad.dtype == weight_VH.grad.dtype == dtype
+
+
+def test_large_logits_do_not_overflow():
+    hidden_RH, weight_VH, targets_R = inputs(torch.float32)
+    hidden_RH = (1000 * hidden_RH).detach().requires_grad_()
+    outputs = token_log_probs(hidden_RH, weight_VH, targets_R, shard=whole())
+    sum(x.sum() for x in outputs).backward()
+    assert all(torch.isfinite(x).all() for x in (*outputs, hidden_RH.grad, weight_VH.grad))
+
+
+def test_without_entropy():
+    hidden_RH, weight_VH, targets_R = inputs()
+    log_probs_R, entropy_R = token_log_probs(hidden_RH, weight_VH, targets_R, shard=whole(), with_entropy=False)
+    torch.testing.assert_close(log_probs_R, reference(hidden_RH, weight_VH, targets_R, 1.0)[0])
+    assert not entropy_R.requires_grad
+    assert not entropy_R.any()
+
+
+def test_no_rows():
+    hidden_RH, weight_VH, targets_R = inputs(rows=0)
+    outputs = token_log_probs(hidden_RH, weight_VH, targets_R, shard=whole())
+    assert [x.shape for x in outputs] == [(0,), (0,)]
+    combined_loss(*outputs).backward()
+    assert hidden_RH.grad.shape == (0, HIDDEN)
+    assert not weight_VH.grad.any()
+
+
+def test_logits_of_one_chunk_at_a_time(monkeypatch):
+    from bapo_megatron.algorithms import logprobs
+
+    shapes = []
+    matmul = logprobs._matmul
+    monkeypatch.setattr(logprobs, "_matmul", lambda a, b: shapes.append((a.shape[0], b.shape[1])) or matmul(a, b))
+    hidden_RH, weight_VH, targets_R = inputs()
+    token_log_probs(hidden_RH, weight_VH, targets_R, shard=whole(), chunk_tokens=4)
+    assert shapes == [(4, VOCAB), (4, VOCAB), (3, VOCAB)]
+
+
+def check_shards(rank, world_size):
+    """Every split of the vocabulary, ranks that hold padding only, several chunks, and no rows at all."""
+    for size, rows, chunk_tokens in ((7, ROWS, 4), (13, ROWS, 1024), (20, ROWS, 3), (7, 0, 4)):
+        expected = reference_gradients(0.7, rows=rows)
+        hidden_RH, weight_VH, targets_R = inputs(rows=rows)
+        padding_VH = torch.full((world_size * size - VOCAB, HIDDEN), 9.0, dtype=torch.float64)
+        start = rank * size
+        shard_VH = torch.cat([weight_VH.detach(), padding_VH])[start : start + size].clone().requires_grad_()
+        shard = VocabShard(dist.group.WORLD, start=start, size=size, vocab_size=VOCAB)
+        outputs = token_log_probs(
+            hidden_RH, shard_VH, targets_R, temperature=0.7, shard=shard, chunk_tokens=chunk_tokens
+        )
+        combined_loss(*outputs).backward()
+        torch.testing.assert_close((*outputs, hidden_RH.grad), expected[:3], rtol=1e-10, atol=1e-12)
+        expected_VH = torch.cat([expected[3], torch.zeros_like(padding_VH)])[start : start + size]
+        torch.testing.assert_close(shard_VH.grad, expected_VH, rtol=1e-10, atol=1e-12)
+
+
+def test_vocabulary_over_two_ranks():
+    run_distributed(check_shards, 2, timeout_s=120)
+
+
+def fail_on_rank_1(rank, world_size):
+    assert rank != 1, "rank 1 means to fail"
+    dist.barrier()  # rank 0 waits for a rank that will never come
+
+
+def wait_forever(rank, world_size):
+    if rank == 0:
+        dist.recv(torch.zeros(1), src=1)
+    else:
+        import time
+
+        time.sleep(600)
+
+
+def test_helper_shows_the_child_traceback():
+    with pytest.raises(AssertionError, match="rank 1 means to fail"):
+        run_distributed(fail_on_rank_1, 2, timeout_s=60)
+
+
+def test_helper_keeps_its_deadline():
+    with pytest.raises(TimeoutError, match="still running"):
+        run_distributed(wait_forever, 2, timeout_s=10)

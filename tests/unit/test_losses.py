@@ -1,0 +1,192 @@
+"""Losses and their gradients against the formula, token by token."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bapo_megatron.algorithms.clip_bounds import ClipBoundConfig, contribution_table
+from bapo_megatron.algorithms.losses import LOSSES, LossInputs, clipped_policy_loss, fixed_bounds, importance_ratio
+from bapo_megatron.config.schema import LossConfig
+from bapo_megatron.types import ClipBounds
+
+BOUNDS = ClipBounds(low=0.6, high=1.45, positive_share=0.4, saturated=False, num_moves=5)
+CONFIG = LossConfig()
+
+
+def make_inputs(log_ratios, advantages, mask=None, entropies=None, ages=None, bounds=BOUNDS):
+    num = len(log_ratios)
+    behaviour_R = torch.linspace(-3, -0.5, num, dtype=torch.float64)
+    log_probs_R = (behaviour_R + torch.tensor(log_ratios, dtype=torch.float64)).requires_grad_()
+    return LossInputs(
+        log_probs_R=log_probs_R,
+        behaviour_logprobs_R=behaviour_R,
+        advantages_R=torch.tensor(advantages, dtype=torch.float64),
+        mask_R=torch.tensor(mask or [True] * num, dtype=torch.bool),
+        ages_R=torch.tensor(ages or [0] * num, dtype=torch.int64),
+        entropy_R=None if entropies is None else torch.tensor(entropies, dtype=torch.float64),
+        bounds=bounds,
+    )
+
+
+def literal_loss(log_ratio, advantage, dual_clip=None):
+    ratio = math.exp(log_ratio)
+    objective = min(ratio * advantage, min(max(ratio, BOUNDS.low), BOUNDS.high) * advantage)
+    if dual_clip is not None and advantage < 0:
+        objective = max(objective, dual_clip * advantage)
+    return -objective
+
+
+tokens = st.lists(st.tuples(st.floats(-3, 3), st.floats(-2, 2)), min_size=1, max_size=12)
+
+
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+@settings(max_examples=200, deadline=None)
+@given(tokens=tokens)
+def test_loss_and_gradient_equal_the_formula(dual_clip, tokens):
+    log_ratios, advantages = zip(*tokens, strict=True)
+    inputs = make_inputs(log_ratios, advantages)
+    loss_R = clipped_policy_loss(inputs, LossConfig(dual_clip=dual_clip)).loss_R
+    assert loss_R.tolist() == pytest.approx([literal_loss(x, a, dual_clip) for x, a in tokens], rel=1e-9, abs=1e-12)
+    loss_R.sum().backward()
+    kinks = [math.log(BOUNDS.low), math.log(BOUNDS.high), math.log(3.0)]
+    for (x, a), gradient in zip(tokens, inputs.log_probs_R.grad.tolist(), strict=True):
+        if min(abs(x - kink) for kink in kinks) > 1e-5:
+            slope = (literal_loss(x + 1e-6, a, dual_clip) - literal_loss(x - 1e-6, a, dual_clip)) / 2e-6
+            assert gradient == pytest.approx(slope, rel=1e-5, abs=1e-7)
+
+
+def test_gradient_is_exactly_zero_where_clipped_and_only_there():
+    ratios = [1.5, 1.45, 1.44, 0.1, 0.5, 0.6, 0.61, 9.0, 1.5, 0.5]
+    advantages = [1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0, 0.0, 0.0]
+    inputs = make_inputs([0.0] * len(ratios), advantages)
+    log_probs_R = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()
+    low, high = log_probs_R.detach()[[4, 0]].exp().tolist()  # 0.5 and 1.5 as they come back from their logarithms
+    inputs = LossInputs(
+        log_probs_R=log_probs_R,
+        behaviour_logprobs_R=torch.zeros(len(ratios), dtype=torch.float64),
+        advantages_R=inputs.advantages_R,
+        mask_R=inputs.mask_R,
+        ages_R=inputs.ages_R,
+        bounds=ClipBounds(low=low, high=high, positive_share=0.4, saturated=False, num_moves=0),
+    )
+    clipped_policy_loss(inputs, CONFIG).loss_R.sum().backward()
+    clipped = [gradient == 0.0 for gradient in inputs.log_probs_R.grad.tolist()]
+    assert clipped == [True, False, False, False, True, False, False, False, True, True]
+
+
+@settings(max_examples=100, deadline=None)
+@given(tokens=tokens)
+def test_the_gradient_reading_counts_the_tokens_that_carry_gradient(tokens):
+    """P and N of the search are the masses whose gradient the loss lets through."""
+    log_ratios, advantages = zip(*tokens, strict=True)
+    config = ClipBoundConfig(contribution="gradient")
+    bounds = ClipBounds(low=0.6, high=1.2, positive_share=0.4, saturated=False, num_moves=0)
+    inputs = make_inputs(log_ratios, advantages, bounds=bounds)
+    clipped_policy_loss(inputs, CONFIG).loss_R.sum().backward()
+    gradient_R = -inputs.log_probs_R.grad  # r A where it is not clipped
+    ratio_R = importance_ratio(inputs.log_probs_R.detach(), inputs.behaviour_logprobs_R, inputs.mask_R)
+    table = contribution_table(ratio_R, inputs.advantages_R, inputs.mask_R, None, config)
+    assert float(table[0]) == pytest.approx(float(gradient_R.clamp(min=0).sum()), abs=1e-9)
+    assert float(table[len(config.high.points)]) == pytest.approx(-float(gradient_R.clamp(max=0).sum()), abs=1e-9)
+
+
+def test_masked_tokens_may_hold_anything():
+    inputs = make_inputs([0.1, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], mask=[True, False, False, False])
+    bad_R = torch.tensor([0.0, math.nan, math.inf, -math.inf], dtype=torch.float64)
+    log_probs_R = (inputs.log_probs_R.detach() + bad_R).requires_grad_()
+    inputs = LossInputs(
+        log_probs_R=log_probs_R,
+        behaviour_logprobs_R=inputs.behaviour_logprobs_R + bad_R,
+        advantages_R=inputs.advantages_R + bad_R,
+        mask_R=inputs.mask_R,
+        ages_R=inputs.ages_R + torch.tensor([0, 99, 99, 99]),
+        entropy_R=1 + bad_R,
+        bounds=BOUNDS,
+    )
+    result = clipped_policy_loss(inputs, CONFIG)
+    result.loss_R.sum().backward()
+    assert log_probs_R.grad.tolist() == pytest.approx([-math.exp(0.1), 0.0, 0.0, 0.0])
+    assert all(math.isfinite(float(x)) for x in (*result.sums.values(), *result.maxima.values()))
+    assert float(result.sums["tokens"]) == 1
+    assert float(result.maxima["age"]) == 0
+
+
+def test_extreme_log_ratios_stay_finite():
+    inputs = make_inputs([2000.0, 2000.0, -2000.0, -2000.0], [1.0, -1.0, 1.0, -1.0])
+    result = clipped_policy_loss(inputs, CONFIG)
+    result.loss_R.sum().backward()
+    assert torch.isfinite(result.loss_R).all()
+    assert all(math.isfinite(float(x)) for x in result.sums.values())
+    assert torch.isfinite(inputs.log_probs_R.grad).all()
+
+
+def test_metrics_count_what_they_say():
+    log_ratios = [math.log(r) for r in (2.0, 1.0, 0.5, 4.0, 3.0)]
+    inputs = make_inputs(
+        log_ratios,
+        [1.0, 2.0, -1.0, -0.5, 1.0],
+        mask=[True, True, True, True, False],
+        entropies=[0.5, 1.0, 1.5, 0.0, 9.0],
+        ages=[0, 1, 2, 5, 7],
+    )
+    result = clipped_policy_loss(inputs, LossConfig(dual_clip=3.0))
+    sums = {name: float(value) for name, value in result.sums.items()}
+    assert sums == pytest.approx(
+        {
+            "tokens": 4,
+            "policy_loss": -1.45 - 2 + 0.6 + 1.5,
+            "positive_tokens": 2,
+            "negative_tokens": 2,
+            "clipped_high": 1,
+            "clipped_low": 1,
+            "dual_clipped": 1,
+            "positive_mass": 3.45,
+            "negative_mass": 2.1,
+            "ratio": 7.5,
+            "approx_kl": 7.5 - 4 - sum(log_ratios[:4]),
+            "entropy": 3.0,
+            "age": 8,
+        },
+        rel=1e-6,
+    )
+    assert {name: float(value) for name, value in result.maxima.items()} == pytest.approx({"ratio": 4.0, "age": 5.0})
+
+
+@settings(max_examples=50, deadline=None)
+@given(tokens=tokens, cut=st.integers(0, 12))
+def test_sums_add_up_over_micro_batches(tokens, cut):
+    log_ratios, advantages = (torch.tensor(x, dtype=torch.float64) for x in zip(*tokens, strict=True))
+
+    def run(part):
+        num = log_ratios[part].numel()
+        return clipped_policy_loss(
+            LossInputs(
+                log_probs_R=log_ratios[part],
+                behaviour_logprobs_R=torch.zeros(num, dtype=torch.float64),
+                advantages_R=advantages[part],
+                mask_R=torch.ones(num, dtype=torch.bool),
+                ages_R=torch.arange(len(tokens))[part],
+                bounds=BOUNDS,
+            ),
+            CONFIG,
+        )
+
+    whole, first, second = run(slice(None)), run(slice(0, cut)), run(slice(cut, None))
+    for name, value in whole.sums.items():
+        torch.testing.assert_close(first.sums[name] + second.sums[name], value, rtol=1e-5, atol=1e-4)
+    for name, value in whole.maxima.items():
+        assert torch.equal(torch.maximum(first.maxima[name], second.maxima[name]), value)
+
+
+def test_fixed_bounds():
+    grpo, clip_higher = fixed_bounds(LossConfig(name="grpo")), fixed_bounds(LossConfig(name="clip_higher"))
+    assert (grpo.low, grpo.high) == (0.8, 1.2)
+    assert (clip_higher.low, clip_higher.high) == (0.8, 1.28)
+    assert set(LOSSES) == {"bapo", "grpo", "clip_higher"}
+    with pytest.raises(AssertionError, match="search"):
+        fixed_bounds(LossConfig(name="bapo"))
