@@ -1,0 +1,7 @@
+"""The learner: the policy on Megatron-Core, behind the protocol of `base.py`."""
+
+import warnings
+
+# Megatron-Core says these several times per process; there is nothing the user could do about them.
+for _message in ("Transformer Engine and Apex are not installed", "Apex is not installed", "full scope is deprecated"):
+    warnings.filterwarnings("ignore", message=_message, module=r"megatron\.core")

@@ -1,0 +1,50 @@
+"""The learner seam: what the training loop asks of whoever holds the policy. Every rank calls every method."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from bapo_megatron.types import ClipBounds, MiniBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer update tells."""
+
+    metrics: dict[str, float]  # the same on every rank
+    log_probs: list[Tensor] | None  # of the forward pass, before the update; like Learner.log_probs
+
+
+class Learner(Protocol):
+    """A policy split over processes. Collective: all ranks call each method, in the same order."""
+
+    version: int  # optimizer updates so far = weight version
+    data_rank: int
+    data_size: int
+
+    def log_probs(self, minibatch: MiniBatch) -> list[Tensor] | None:
+        """Log-probs at the current weights, no gradient: one float32 [R] per micro-batch; None off the last stage."""
+        ...
+
+    def sum_over_data_ranks(self, table: Tensor | None) -> Tensor:
+        """Sum of a small fp64 table over data x context ranks of the last stage, handed to every rank (one all-reduce).
+
+        `table` is None on ranks that are not on the last pipeline stage.
+        """
+        ...
+
+    def step(self, minibatch: MiniBatch, bounds: ClipBounds) -> StepResult:
+        """One optimizer update with the configured loss; raises `version` by one."""
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights under Hugging Face names, whole, one by one, on global rank 0; elsewhere empty tensors."""
+        ...
+
+    def save(self, folder: Path) -> None: ...
+    def load(self, folder: Path) -> None: ...

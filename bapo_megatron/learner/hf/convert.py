@@ -1,0 +1,119 @@
+"""Weights between a Hugging Face folder and the tensor- and pipeline-parallel parts of a Megatron model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from bapo_megatron.learner.hf.names import EMBEDDING, OUTPUT, Entry, entries, from_shards, to_shard
+from bapo_megatron.learner.hf.reader import HFReader
+from bapo_megatron.learner.hf.shapes import ModelShape
+from bapo_megatron.learner.parallel import ParallelLayout, device
+
+
+def parameters_by_global_name(model: Module) -> dict[str, Parameter]:
+    """This rank's parameters, with layers numbered within the whole model instead of within the stage."""
+    layers = model.decoder.layers  # type: ignore[union-attr]
+    first = layers[0].layer_number - 1 if len(layers) else 0  # type: ignore[arg-type, index, union-attr]
+    named = {}
+    for name, parameter in model.named_parameters():
+        if name.startswith("decoder.layers."):
+            _, _, local, rest = name.split(".", 3)
+            name = f"decoder.layers.{int(local) + first}.{rest}"
+        named[name] = parameter
+    return named
+
+
+@torch.no_grad()
+def load_weights(
+    model: Module,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    path: str | Path,
+    tensor_of: Callable[[Parameter], Tensor] = lambda parameter: parameter.detach(),
+) -> None:
+    """Fill this rank's parameters from a checkpoint folder, reading only the slices they need.
+
+    Args:
+        tensor_of: what to fill for a parameter, e.g. its optimizer state; must have the parameter's shape.
+
+    Raises:
+        CheckpointError: names or shapes of the tensors do not fit config.json; lists them.
+    """
+    parameters = parameters_by_global_name(model)
+    with HFReader(path) as read:
+        read.check(shape)
+        for entry in entries(shape):
+            targets = [parameters.pop(entry.megatron_name, None)]
+            if entry.megatron_name == EMBEDDING and shape.tied_embeddings:
+                targets.append(parameters.pop(OUTPUT, None))  # the last stage's copy of tied embeddings
+            if present := [target for target in targets if target is not None]:
+                shard = to_shard(entry, shape, read, layout.tensor_rank, layout.tensor_size)
+                for target in present:
+                    assert target.shape == shard.shape, f"{entry.megatron_name}: {target.shape} != {shard.shape}"
+                    tensor_of(target).copy_(shard)
+    assert not parameters, f"the name map does not know {sorted(parameters)}"
+
+
+@torch.no_grad()
+def gather_weights(
+    model: Module,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    tensor_of: Callable[[Parameter], Tensor] = lambda parameter: parameter.detach(),
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors under Hugging Face names, one by one, on global rank 0; an empty tensor on every other rank.
+
+    Collective: every rank must exhaust the iterator. Tied embeddings come once, as model.embed_tokens.weight.
+    A tensor may alias the live weight: use it before the next update, or copy it.
+
+    Args:
+        tensor_of: what to gather of a parameter, e.g. its gradient; must have the parameter's shape.
+    """
+    parameters = parameters_by_global_name(model)
+    dtype = tensor_of(next(model.parameters())).dtype
+    for entry in entries(shape):
+        stage = _stage(entry, shape, layout)
+        tensors: list[Tensor] = []
+        if layout.data_rank == 0:
+            if layout.pipeline_rank == stage:
+                tensors = from_shards(entry, shape, _shards(tensor_of(parameters[entry.megatron_name]), layout))
+            if layout.tensor_rank == 0 and stage > 0:
+                tensors = _send_to_first_stage(entry, tensors, stage, layout, dtype)
+        for i, name in enumerate(entry.hf_names):
+            yield name, tensors[i] if layout.rank == 0 else torch.empty(0)
+
+
+def _stage(entry: Entry, shape: ModelShape, layout: ParallelLayout) -> int:
+    if entry.layer is not None:
+        return entry.layer // (shape.num_layers // layout.pipeline_size)
+    return 0 if entry.megatron_name == EMBEDDING else layout.pipeline_size - 1
+
+
+def _shards(tensor: Tensor, layout: ParallelLayout) -> list[Tensor]:
+    if layout.tensor_size == 1:
+        return [tensor]
+    shards = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(layout.tensor_size)]
+    dist.all_gather(shards, tensor.contiguous(), group=layout.tensor_group)
+    return shards
+
+
+def _send_to_first_stage(
+    entry: Entry, tensors: list[Tensor], stage: int, layout: ParallelLayout, dtype: torch.dtype
+) -> list[Tensor]:
+    """Stage `stage` hands its tensors to stage 0; the stages between have no part in it."""
+    if layout.pipeline_rank == stage:
+        for tensor in tensors:
+            dist.send(tensor.contiguous(), dst=layout.pipeline_group_rank(0), group=layout.pipeline_group)
+        return []
+    if layout.pipeline_rank != 0:
+        return []
+    received = [torch.empty(size, dtype=dtype, device=device()) for size in entry.hf_shapes]
+    for tensor in received:
+        dist.recv(tensor, src=layout.pipeline_group_rank(stage), group=layout.pipeline_group)
+    return received

@@ -1,0 +1,206 @@
+"""The policy as a Megatron GPTModel whose last stage gives log-probs, never logits of all tokens.
+
+Shape legend: T packed tokens, H hidden, V vocabulary rows of this rank, R response rows, D head dimension
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    gather_from_sequence_parallel_region,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import Tensor
+
+from bapo_megatron.algorithms.logprobs import VocabShard, token_log_probs
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.learner.attention import PackedAttention, PackedSequences
+from bapo_megatron.learner.hf.shapes import ModelShape
+from bapo_megatron.learner.parallel import ParallelLayout, device
+from bapo_megatron.types import MicroBatch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def transformer_config(shape: ModelShape, config: Config) -> TransformerConfig:
+    """Megatron's settings for this model and layout; `[megatron.extra]` has the last word.
+
+    Raises:
+        ConfigError: a name in `[megatron.extra]` is not a field of TransformerConfig.
+    """
+    dtype = DTYPES[config.model.dtype]
+    fields: dict[str, Any] = {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.ffn_size,
+        "num_attention_heads": shape.num_heads,
+        "num_query_groups": shape.num_kv_heads,
+        "kv_channels": shape.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_norm,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": config.parallel.tensor,
+        "pipeline_model_parallel_size": config.parallel.pipeline,
+        "context_parallel_size": config.parallel.context,
+        "sequence_parallel": config.parallel.sequence and config.parallel.tensor > 1,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        "perform_initialization": False,  # every weight is read from the checkpoint
+        "calculate_per_token_loss": True,  # gradients are summed over data ranks: the loss is divided by us
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+    }
+    if config.train.recompute:
+        fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    if unknown := sorted(set(config.megatron.extra) - known):
+        raise ConfigError(f"[megatron.extra] {', '.join(unknown)}: not a field of megatron-core's TransformerConfig")
+    return TransformerConfig(**(fields | config.megatron.extra))
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm with the mark that makes `finalize_model_grads` sum its gradient under sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 (Parameter has no such field)
+
+
+def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Layers out of Megatron's own parallel linears, with our norm and packed attention."""
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    parts.self_attention.submodules.core_attention = PackedAttention
+    if config.qk_layernorm:
+        parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = RMSNorm
+    layers = [copy.deepcopy(layer) for _ in range(get_num_layers_to_build(config))]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def inverse_frequencies(shape: ModelShape) -> Tensor:
+    """Rotary frequencies, float32 [D / 2], as transformers computes them for this rope type."""
+    kind = shape.rope["rope_type"]
+    if kind == "default":
+        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64).float() / shape.head_dim
+        return 1.0 / shape.rope["rope_theta"] ** exponents
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_positions,
+        rope_parameters=shape.rope,
+    )
+    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    assert attention_factor == 1.0, f"rope type {kind} scales attention, which is not built"
+    return frequencies
+
+
+def _mark_split_parameters(model: torch.nn.Module) -> None:
+    """Say which parameters are split over the tensor group, so that the gradient norm counts replicated ones once.
+
+    Megatron does it while it initialises weights (tensor_parallel/layers.py), which we leave out.
+    """
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if weight is None or hasattr(weight, "tensor_model_parallel"):
+            continue
+        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
+        elif isinstance(module, RowParallelLinear):
+            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=1, stride=1)
+    for parameter in model.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+
+
+class PolicyModel(GPTModel):
+    """This rank's part of the policy.
+
+    The last pipeline stage returns (log_probs_R, entropy_R), float32, of the distribution at `temperature`;
+    other stages return hidden states [T or T / tensor, 1, H].
+    """
+
+    def __init__(self, config: TransformerConfig, shape: ModelShape, layout: ParallelLayout) -> None:
+        super().__init__(
+            config=config,
+            transformer_layer_spec=block_spec(config),
+            vocab_size=shape.padded_vocab_size(layout.tensor_size),
+            max_sequence_length=shape.max_positions,
+            pre_process=layout.is_first_stage,
+            post_process=layout.is_last_stage,
+            share_embeddings_and_output_weights=shape.tied_embeddings,
+            position_embedding_type="none",  # rotary embeddings are passed to the decoder, by position, below
+        )
+        rows = self.vocab_size // layout.tensor_size
+        self.shard = VocabShard(
+            group=layout.tensor_group if layout.tensor_size > 1 else None,
+            start=layout.tensor_rank * rows,
+            size=rows,
+            vocab_size=shape.vocab_size,
+        )
+        # not a buffer: those become bfloat16 with the weights, too coarse for positions
+        self.inverse_frequencies = inverse_frequencies(shape).to(device())
+        _mark_split_parameters(self)
+
+    def forward(
+        self, batch: MicroBatch, *, temperature: float, chunk_tokens: int, with_entropy: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        hidden_T1H = self.embedding(batch.token_ids_T[None], None) if self.pre_process else None
+        hidden_T1H = self.decoder(
+            hidden_states=hidden_T1H,
+            attention_mask=None,
+            rotary_pos_emb=self._rotary(batch.position_ids_T),
+            packed_seq_params=PackedSequences.of(batch.cu_seqlens_S1),
+        )
+        if not self.post_process:
+            return hidden_T1H
+        if self.config.sequence_parallel:
+            # token_log_probs has summed the gradient over the tensor group already: the backward only splits it
+            hidden_T1H = gather_from_sequence_parallel_region(
+                hidden_T1H, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        tied = self.share_embeddings_and_output_weights
+        weight_VH = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return token_log_probs(
+            hidden_T1H[:, 0].index_select(0, batch.rows_R),
+            weight_VH,
+            batch.targets_R,
+            temperature=temperature,
+            shard=self.shard,
+            chunk_tokens=chunk_tokens,
+            with_entropy=with_entropy,
+        )
+
+    def _rotary(self, position_ids_T: Tensor) -> Tensor:
+        """Angles of each token, float32 [T, 1, 1, D]."""
+        angles_TD = torch.outer(position_ids_T.float(), self.inverse_frequencies)
+        return torch.cat((angles_TD, angles_TD), dim=-1)[:, None, None]

@@ -1,0 +1,154 @@
+"""Process groups of the trainer, and the few collectives that this package makes itself.
+
+The only file that asks megatron's `parallel_state`. Ranks are ordered tensor, context, data, pipeline (fastest first),
+as `initialize_model_parallel` orders them. A *replica* is one whole copy of the model: tensor x pipeline ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from bapo_megatron.config.schema import ParallelConfig
+from bapo_megatron.errors import ConfigError
+
+_MAX_DIMS = 8
+
+
+def device() -> torch.device:
+    """Where this rank computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def start_processes(config: ParallelConfig) -> None:
+    """Join the process group that torchrun describes in the environment (or stand alone) and form Megatron's groups.
+
+    Raises:
+        ConfigError: the number of processes is not tensor x pipeline x context x data, or context is above 1.
+    """
+    if config.context > 1:
+        raise ConfigError(f"parallel.context={config.context} is not supported yet: set it to 1")
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not dist.is_initialized():
+        backend, timeout = "nccl" if cuda else "gloo", timedelta(seconds=config.timeout_s)
+        if "RANK" in os.environ:
+            if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    needed = config.tensor * config.pipeline * config.context * config.data
+    if dist.get_world_size() != needed:
+        raise ConfigError(
+            f"{dist.get_world_size()} trainer processes were started, but parallel.tensor={config.tensor} x "
+            f"pipeline={config.pipeline} x context={config.context} x data={config.data} needs {needed}"
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor,
+        pipeline_model_parallel_size=config.pipeline,
+        context_parallel_size=config.context,
+        distributed_timeout_minutes=math.ceil(config.timeout_s / 60),
+        create_gloo_process_groups=cuda,
+    )
+
+
+def stop_processes() -> None:
+    """Leave together; safe to call when nothing was started."""
+    if not dist.is_initialized():
+        return
+    dist.barrier()  # a rank that leaves early makes the others' last collective fail
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """Where this rank stands, and the groups it talks to."""
+
+    rank: int
+    tensor_rank: int
+    tensor_size: int
+    tensor_group: dist.ProcessGroup
+    pipeline_rank: int
+    pipeline_size: int
+    pipeline_group: dist.ProcessGroup
+    data_rank: int
+    data_size: int
+    data_context_group: dist.ProcessGroup
+    replica_group: dist.ProcessGroup  # all tensor and pipeline ranks of this data rank
+
+    @classmethod
+    def current(cls) -> ParallelLayout:
+        """Read the layout from Megatron, after `start_processes`."""
+        return cls(
+            rank=dist.get_rank(),
+            tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+            tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+            tensor_group=parallel_state.get_tensor_model_parallel_group(),
+            pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
+            pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
+            data_rank=parallel_state.get_data_parallel_rank(),
+            data_size=parallel_state.get_data_parallel_world_size(),
+            data_context_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+            replica_group=parallel_state.get_model_parallel_group(),
+        )
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline_rank == self.pipeline_size - 1
+
+    def from_last_stage(self, tensor: Tensor) -> None:
+        """Overwrite `tensor` on every rank of the replica with that of the last stage's first tensor rank.
+
+        One source for all: tensor ranks, too, must not differ by a rounding error in what steers the loss.
+        """
+        if self.replica_group.size() == 1:
+            return
+        leader_of_last_stage = self.pipeline_group_rank(self.pipeline_size - 1) - self.tensor_rank
+        dist.broadcast(tensor, src=leader_of_last_stage, group=self.replica_group)
+
+    def pipeline_group_rank(self, stage: int) -> int:
+        """Global rank of the process that holds `stage` in this rank's pipeline."""
+        return dist.get_global_rank(self.pipeline_group, stage)
+
+    def reduce_over_data(self, table: Tensor | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Combine over data x context ranks of the last stage, with one all-reduce; the result is on every rank.
+
+        Args:
+            table: float64, up to 8 dimensions: this data rank's part; None where not on the last stage.
+        """
+        assert (table is not None) == self.is_last_stage, "the table lives on the last pipeline stage, and only there"
+        if table is not None:
+            assert table.dtype == torch.float64
+            table = table.detach().clone().to(device())
+            dist.all_reduce(table, op, group=self.data_context_group)
+        if self.pipeline_size > 1:
+            table = self._like_last_stage(table)
+        assert table is not None
+        self.from_last_stage(table)
+        return table
+
+    def _like_last_stage(self, tensor: Tensor | None) -> Tensor:
+        """An empty tensor of the last stage's shape where there is none: a broadcast has to know its shape."""
+        header = torch.zeros(_MAX_DIMS + 1, dtype=torch.int64, device=device())
+        if tensor is not None:
+            assert tensor.dim() <= _MAX_DIMS
+            header[: tensor.dim() + 1] = torch.tensor([tensor.dim(), *tensor.shape], device=device())
+        self.from_last_stage(header)
+        num_dims, *sizes = header.tolist()
+        return torch.empty(sizes[:num_dims], dtype=torch.float64, device=device()) if tensor is None else tensor

@@ -1,0 +1,131 @@
+"""megatron-core 0.16.1 on a machine without CUDA.
+
+Why: megatron-core names the device "cuda", or torch.cuda.current_device(), where it allocates small helper tensors, for
+instance total_num_tokens in pipeline_parallel/schedules.py:596, _ParamAndGradBuffer in
+distributed/param_and_grad_buffer.py:783, FP32Optimizer._scale in optimizer/optimizer.py:907, the norms in
+optimizer/clip_grads.py:90 and utils.py:1207, receive buffers in pipeline_parallel/p2p_communication.py:313 and
+tensor_parallel/mappings.py:91. The arithmetic itself runs anywhere.
+
+How: inside the modules of `MODULES`, and only there, the global name `torch` is bound to a view of the torch module
+that puts such tensors on the CPU. The torch module itself stays as it is: other libraries see no change.
+`LanguageModule.setup_embeddings_and_output_layer` (language_module.py:244) calls `Tensor.cuda()`, which is an
+identity during that call only.
+
+When it can go: when megatron-core takes the device from the process group or the parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+# Module below megatron.core -> what it takes from torch that needs a GPU.
+MODULES: dict[str, tuple[str, ...]] = {
+    "utils": ("tensor", "cuda"),
+    "tensor_parallel.layers": ("cuda",),
+    "tensor_parallel.mappings": ("cuda",),
+    "tensor_parallel.random": ("cuda",),
+    "tensor_parallel.utils": ("cuda",),
+    "pipeline_parallel.schedules": ("zeros",),
+    "pipeline_parallel.p2p_communication": ("cuda",),
+    "distributed.param_and_grad_buffer": ("zeros", "cuda"),
+    "distributed.distributed_data_parallel": ("cuda",),
+    "optimizer.optimizer": ("tensor", "cuda"),
+    "optimizer.clip_grads": ("tensor", "zeros"),
+}
+FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")
+
+
+class _View(types.ModuleType):
+    """A module with some names replaced; all others are looked up in the original."""
+
+    def __init__(self, original: types.ModuleType, replaced: dict[str, Any]) -> None:
+        super().__init__(original.__name__)
+        self.__dict__.update(replaced)
+        self.__dict__["_original"] = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_original"], name)
+
+
+class _NoStream:
+    """Stands in for a CUDA stream or event: work on a CPU is done when the call returns."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def synchronize(self, *_: Any) -> None: ...
+    def wait_stream(self, *_: Any) -> None: ...
+    def wait_event(self, *_: Any) -> None: ...
+    def record(self, *_: Any) -> None: ...
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def _cpu_torch() -> _View:
+    cuda = _View(
+        torch.cuda,
+        {
+            "current_device": lambda: torch.device("cpu"),
+            "synchronize": _nothing,
+            "empty_cache": _nothing,
+            "Stream": _NoStream,
+            "Event": _NoStream,
+            "current_stream": _NoStream,
+            "default_stream": _NoStream,
+            "stream": lambda *_: contextlib.nullcontext(),
+            "manual_seed": torch.manual_seed,
+            "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+            "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
+        },
+    )
+    return _View(torch, {"cuda": cuda, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES}})
+
+
+@contextlib.contextmanager
+def _cuda_is_identity() -> Iterator[None]:
+    """`Tensor.cuda()` returns the tensor itself while this context is open."""
+    original = torch.Tensor.cuda
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.cuda = original  # type: ignore[method-assign]
+
+
+@functools.cache
+def apply() -> None:
+    """Bind the CPU view of torch inside the megatron-core modules listed above (once per process)."""
+    view = _cpu_torch()
+    for name in MODULES:
+        importlib.import_module(f"megatron.core.{name}").torch = view  # type: ignore[attr-defined]
+
+    rng = importlib.import_module("megatron.core.tensor_parallel.random")
+    rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()  # type: ignore[attr-defined]
+    rng._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)  # type: ignore[attr-defined]
+
+    language_module = importlib.import_module("megatron.core.models.common.language_module.language_module")
+    setup = language_module.LanguageModule.setup_embeddings_and_output_layer
+
+    @functools.wraps(setup)
+    def setup_on_cpu(self: Any) -> None:
+        with _cuda_is_identity():
+            setup(self)
+
+    language_module.LanguageModule.setup_embeddings_and_output_layer = setup_on_cpu

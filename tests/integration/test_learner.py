@@ -1,0 +1,284 @@
+"""The Megatron learner against a single-process float64 reference, for every kind of layout and batch split."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors.torch import load_file
+from torch import Tensor
+
+from bapo_megatron.buffer.packing import minibatches
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.types import Batch, MiniBatch
+from tests.distributed import run_distributed
+from tests.integration.learner_reference import (
+    ADAM_EPS,
+    BOUNDS,
+    FAMILIES,
+    LR,
+    TEMPERATURE,
+    load_float64,
+    random_batch,
+    reference_update,
+    save_random_model,
+)
+
+NUM_UPDATES = 3
+TOLERANCE = 1e-5
+
+Case = tuple[str, dict[str, Any], int]  # family, layout, tokens per micro-batch
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One checkpoint per family, and what NUM_UPDATES updates of it must give."""
+    root = tmp_path_factory.mktemp("learner")
+    for family in FAMILIES:
+        save_random_model(family, root / family)
+        model = load_float64(root / family)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=ADAM_EPS, weight_decay=0.0)
+        updates = [dataclasses.asdict(reference_update(model, random_batch(), optimizer)) for _ in range(NUM_UPDATES)]
+        torch.save({"updates": updates, "weights": dict(model.named_parameters())}, root / f"{family}.pt")
+    return root
+
+
+def make_config(layout: dict[str, Any], **train: Any) -> Config:
+    return Config.model_validate(
+        {
+            "parallel": {"timeout_s": 60, **layout},
+            "rollout": {"temperature": TEMPERATURE},
+            "optimizer": {"lr": LR, "eps": ADAM_EPS, "clip_grad": 1e9},
+            "train": {"logprob_chunk_tokens": 13, **train},
+        }
+    )
+
+
+def make_minibatch(learner: MegatronLearner, max_tokens: int, batch: Batch) -> MiniBatch:
+    (minibatch,) = minibatches(
+        batch,
+        num_minibatches=1,
+        num_epochs=1,
+        seed=0,
+        data_rank=learner.data_rank,
+        data_size=learner.data_size,
+        max_tokens=max_tokens,
+    )
+    return minibatch
+
+
+def assert_close(actual: Tensor, expected: Tensor, what: str, tolerance: float = TOLERANCE) -> None:
+    torch.testing.assert_close(
+        actual.double(), expected.double(), rtol=tolerance, atol=tolerance, msg=lambda m: f"{what}: {m}"
+    )
+
+
+def check_log_probs(learner: MegatronLearner, log_probs: list[Tensor] | None, minibatch: MiniBatch, want: Any) -> None:
+    if not learner.layout.is_last_stage:
+        assert log_probs is None
+        return
+    assert log_probs is not None
+    for log_probs_R, micro in zip(log_probs, minibatch.micro_batches, strict=True):
+        assert_close(log_probs_R, want["log_probs_T"][micro.versions_R], "log-probs")
+
+
+def check_layout(folder: Path, family: str, layout: dict[str, Any], max_tokens: int, **train: Any) -> None:
+    """All updates of one learner against the reference: log-probs, loss, gradient, norm, weights, and the export."""
+    reference = torch.load(folder / f"{family}.pt", weights_only=True)
+    original = load_file(folder / family / "model.safetensors")
+    learner = MegatronLearner(make_config(layout, **train), folder / family)
+    batch = random_batch()
+    minibatch = make_minibatch(learner, max_tokens, batch)
+    is_rank_0 = learner.layout.rank == 0
+
+    for name, tensor in learner.named_weights():
+        assert torch.equal(tensor, original.pop(name)) if is_rank_0 else tensor.numel() == 0, name
+    assert not is_rank_0 or not original
+
+    for version, want in enumerate(reference["updates"]):
+        assert learner.version == version
+        check_log_probs(learner, learner.log_probs(minibatch), minibatch, want)
+        result = learner.step(minibatch, BOUNDS)
+        check_log_probs(learner, result.log_probs, minibatch, want)
+        assert result.metrics["loss/policy"] == pytest.approx(want["loss"], rel=TOLERANCE, abs=TOLERANCE)
+        assert result.metrics["optimizer/grad_norm"] == pytest.approx(want["grad_norm"], rel=TOLERANCE)
+        for name, gradient in learner.named_gradients():
+            if is_rank_0:
+                assert_close(gradient, want["gradients"][name], f"update {version}, gradient of {name}")
+    for name, weight in learner.named_weights():
+        if is_rank_0:
+            assert_close(weight, reference["weights"][name], f"weight {name} after {NUM_UPDATES} updates")
+    parallel_state.destroy_model_parallel()
+
+
+def check_layouts(rank: int, world_size: int, folder: Path, cases: list[Case]) -> None:
+    for family, layout, max_tokens in cases:
+        try:
+            check_layout(folder, family, layout, max_tokens)
+        except AssertionError as error:
+            raise AssertionError(f"{family}, {layout}, {max_tokens} tokens per micro-batch") from error
+
+
+def check_one_process(rank: int, world_size: int, root: Path, cases: list[Case]) -> None:
+    check_layouts(rank, world_size, root, cases)
+    check_refusals(root)
+
+
+def test_one_process_equals_reference_and_refuses_impossible_settings(folder: Path) -> None:
+    cases: list[Case] = [(family, {}, max_tokens) for family in FAMILIES for max_tokens in (1000, 50)]
+    run_distributed(check_one_process, 1, folder, cases, timeout_s=180)
+
+
+def test_two_processes_equal_reference(folder: Path) -> None:
+    cases: list[Case] = [
+        ("qwen3", {"tensor": 2}, 1000),
+        ("qwen3", {"tensor": 2, "sequence": True}, 60),
+        ("qwen3", {"pipeline": 2}, 60),
+        ("qwen3", {"data": 2}, 60),
+        ("qwen2", {"tensor": 2}, 60),
+        ("qwen2", {"pipeline": 2}, 1000),
+        ("llama", {"tensor": 2}, 60),
+        ("llama", {"pipeline": 2}, 60),
+    ]
+    run_distributed(check_layouts, 2, folder, cases, timeout_s=240)
+
+
+@pytest.mark.slow
+def test_four_processes_equal_reference(folder: Path) -> None:
+    cases: list[Case] = [
+        ("qwen3", {"tensor": 2, "pipeline": 2}, 60),
+        ("qwen2", {"tensor": 2, "pipeline": 2, "sequence": True}, 60),
+        ("llama", {"tensor": 2, "pipeline": 2}, 1000),
+        ("qwen3", {"tensor": 2, "data": 2}, 60),
+    ]
+    run_distributed(check_layouts, 4, folder, cases, timeout_s=300)
+
+
+def check_resume(rank: int, world_size: int, root: Path, model: str, layouts: list[dict[str, Any]]) -> None:
+    """Two updates, save, load at each layout: the third update's loss and weights are those of the reference."""
+    target = root / f"saved-{model}"
+    reference = torch.load(root / f"{model}.pt", weights_only=True)
+    for number, layout in enumerate(layouts):
+        learner = MegatronLearner(make_config(layout), root / model)
+        minibatch = make_minibatch(learner, 60, random_batch())
+        if number == 0:
+            for _ in range(NUM_UPDATES - 1):
+                learner.step(minibatch, BOUNDS)
+            if rank == 0:
+                target.mkdir()
+            dist.barrier()
+            learner.save(target)
+        else:
+            learner.load(target)
+        assert learner.version == NUM_UPDATES - 1
+        result = learner.step(minibatch, BOUNDS)
+        assert result.metrics["loss/policy"] == pytest.approx(reference["updates"][-1]["loss"], rel=TOLERANCE)
+        for name, weight in learner.named_weights():
+            if rank == 0:
+                assert_close(weight, reference["weights"][name], f"{layout}: {name} after the resumed update")
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.slow
+def test_resume_at_another_layout(folder: Path) -> None:
+    layouts = [{"tensor": 2}, {"tensor": 2}, {"pipeline": 2}, {"data": 2}]
+    run_distributed(check_resume, 2, folder, "llama", layouts, timeout_s=120)
+    weights = load_float64(folder / "saved-llama" / "hf").state_dict()
+    assert weights, "the saved folder is an ordinary Hugging Face checkpoint"
+
+
+def check_broken_gradient(rank: int, world_size: int, root: Path) -> None:
+    """One nan advantage on one data rank: no rank changes its weights, all count it, and the next update works."""
+    learner = MegatronLearner(make_config({"data": 2}), root / "qwen2")
+    minibatch = make_minibatch(learner, 60, random_batch())
+    before = {name: weight.clone() for name, weight in learner.named_weights()}
+    broken = minibatch
+    if learner.data_rank == 1:
+        micro = minibatch.micro_batches[0]
+        advantages_R = torch.where(micro.mask_R, torch.nan, micro.advantages_R)
+        micro = dataclasses.replace(micro, advantages_R=advantages_R)
+        broken = dataclasses.replace(minibatch, micro_batches=(micro, *minibatch.micro_batches[1:]))
+    metrics = learner.step(broken, BOUNDS).metrics
+    assert metrics["optimizer/skipped"] == 1.0
+    assert not math.isfinite(metrics["optimizer/grad_norm"])
+    for name, weight in learner.named_weights():
+        assert torch.equal(weight, before[name]), name
+
+    metrics = learner.step(minibatch, BOUNDS).metrics
+    reference = torch.load(root / "qwen2.pt", weights_only=True)["updates"][0]
+    assert metrics["optimizer/skipped"] == 1.0
+    assert metrics["optimizer/grad_norm"] == pytest.approx(reference["grad_norm"], rel=TOLERANCE)
+    parallel_state.destroy_model_parallel()
+
+
+def check_sums_reach_all_ranks(rank: int, world_size: int, root: Path) -> None:
+    """A table lives on the last stage of each data rank; its sum arrives on both stages."""
+    learner = MegatronLearner(make_config({"pipeline": 2}), root / "qwen2")
+    table = torch.full((2, 3), 1.5, dtype=torch.float64) if learner.layout.is_last_stage else None
+    assert torch.equal(learner.sum_over_data_ranks(table), torch.full((2, 3), 1.5, dtype=torch.float64))
+    parallel_state.destroy_model_parallel()
+    learner = MegatronLearner(make_config({"data": 2}), root / "qwen2")
+    table = torch.tensor([1.0, 10.0], dtype=torch.float64) * (rank + 1)
+    assert learner.sum_over_data_ranks(table).tolist() == [3.0, 30.0]
+    parallel_state.destroy_model_parallel()
+
+
+def check_options(rank: int, world_size: int, root: Path) -> None:
+    """Recomputation changes nothing; clipping, warm-up and the entropy bonus do what they say."""
+    check_layout(root, "qwen3", {"tensor": 2}, 60, recompute=True)
+
+    config = make_config({"tensor": 2})
+    optimizer = config.optimizer.model_copy(update={"clip_grad": 1e-3, "warmup_updates": 4})
+    learner = MegatronLearner(config.model_copy(update={"optimizer": optimizer}), root / "qwen3")
+    minibatch = make_minibatch(learner, 60, random_batch())
+    rates = []
+    for _ in range(5):
+        rates.append(learner.step(minibatch, BOUNDS).metrics["optimizer/lr"])
+        norm = torch.stack([g.norm() for _, g in learner.named_gradients()]).norm()
+        assert rank > 0 or float(norm) == pytest.approx(1e-3, rel=1e-3)
+    assert rates == pytest.approx([LR / 4, LR / 2, 3 * LR / 4, LR, LR])
+    parallel_state.destroy_model_parallel()
+
+    learner = MegatronLearner(make_config({"tensor": 2}, entropy_coef=0.3), root / "qwen3")
+    learner.step(minibatch, BOUNDS)
+    model = load_float64(root / "qwen3")
+    reference_update(model, random_batch(), entropy_coef=0.3)
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    for name, gradient in learner.named_gradients():
+        if rank == 0:
+            assert_close(gradient, wanted[name], f"gradient of {name} with an entropy bonus")
+    parallel_state.destroy_model_parallel()
+
+
+def check_two_process_details(rank: int, world_size: int, root: Path) -> None:
+    for check in (check_broken_gradient, check_sums_reach_all_ranks, check_options):
+        check(rank, world_size, root)
+
+
+@pytest.mark.slow
+def test_details(folder: Path) -> None:
+    run_distributed(check_two_process_details, 2, folder, timeout_s=180)
+
+
+def check_refusals(root: Path) -> None:
+    """Impossible settings are named, with what works instead."""
+    for layout, message in (
+        ({"tensor": 4}, "parallel.tensor=4 does not divide 2 key-value heads; parallel.tensor can be 1 or 2"),
+        ({"context": 2}, "parallel.context=2 is not supported yet"),
+        ({"tensor": 2}, "1 trainer processes were started, but"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            MegatronLearner(make_config(layout), root / "qwen3")
+    config = make_config({})
+    extra = config.megatron.model_copy(update={"extra": {"num_layrs": 3}})
+    with pytest.raises(ConfigError, match="num_layrs: not a field"):
+        MegatronLearner(config.model_copy(update={"megatron": extra}), root / "qwen3")

@@ -1,0 +1,52 @@
+"""Packed attention against one sequence at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bapo_megatron.learner.attention import PackedAttention, PackedSequences, make_blocks
+
+LENGTHS = [[5], [1, 1, 1], [3, 17, 4, 100, 1, 33, 8, 7], [6, 0, 6]]
+
+
+def one_at_a_time(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+    """Literal softmax attention in the type of the inputs, without any library kernel."""
+    outputs = []
+    for q_i, k_i, v_i in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
+        repeats = q.shape[2] // k.shape[2]
+        k_i, v_i = (x[:, 0].repeat_interleave(repeats, dim=1) for x in (k_i, v_i))
+        scores = torch.einsum("qnd,knd->nqk", q_i[:, 0], k_i) / q.shape[3] ** 0.5
+        future = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        weights = F.softmax(scores.masked_fill(future, -torch.inf), dim=-1)
+        outputs.append(torch.einsum("nqk,knd->qnd", weights, v_i).flatten(1)[:, None])
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_packed_attention_equals_one_sequence_at_a_time(lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(sum(lengths), 1, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (6, 2, 2)]
+    packed = PackedSequences.of(torch.tensor([0, *lengths]).cumsum(0).int())
+    attention = PackedAttention(config=None)  # type: ignore[arg-type]  # it reads nothing from it
+    out = attention(*inputs, None, packed_seq_params=packed)
+    expected = one_at_a_time(*inputs, lengths)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+
+    weight = torch.randn_like(expected)
+    got = torch.autograd.grad((out * weight).sum(), inputs)
+    wanted = torch.autograd.grad((expected * weight).sum(), inputs)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_blocks_hold_every_token_once_and_are_at_least_half_full(lengths: list[int]) -> None:
+    blocks = make_blocks(torch.tensor([0, *lengths]).cumsum(0).int())
+    tokens = torch.cat([block.packed_B for block in blocks])
+    assert tokens.sort().values.tolist() == list(range(sum(lengths)))
+    for block in blocks:
+        assert 2 * block.packed_B.numel() > block.num_sequences * block.length
+        assert block.padded_B.unique().numel() == block.packed_B.numel()

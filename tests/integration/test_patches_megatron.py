@@ -1,0 +1,64 @@
+"""The CPU compatibility of megatron-core: it finds what it corrects, and changes nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+
+import bapo_megatron_patches.megatron_core as patches
+import pytest
+import torch
+from bapo_megatron_patches.megatron_core import v0_16_1
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is patched where CUDA is there")
+
+
+def test_installed_version_is_the_supported_one() -> None:
+    assert version("megatron-core") == patches.SUPPORTED
+
+
+@pytest.mark.parametrize(("module", "names"), v0_16_1.MODULES.items())
+def test_each_module_still_names_the_gpu(module: str, names: tuple[str, ...]) -> None:
+    """A module that no longer does is to be taken off the list."""
+    source = inspect.getsource(importlib.import_module(f"megatron.core.{module}"))
+    for name in names:
+        pattern = r"torch\.cuda\.\w+\(" if name == "cuda" else rf"torch\.{name}\([^\n]*device=['\"]cuda['\"]"
+        assert re.search(pattern, source), f"megatron.core.{module} has no {pattern}"
+
+
+def test_functions_that_are_replaced_exist() -> None:
+    rng = importlib.import_module("megatron.core.tensor_parallel.random")
+    assert callable(rng._get_cuda_rng_state)
+    assert callable(rng._set_cuda_rng_state)
+    language = importlib.import_module("megatron.core.models.common.language_module.language_module")
+    setup = inspect.unwrap(language.LanguageModule.setup_embeddings_and_output_layer)
+    assert ".cuda()" in inspect.getsource(setup)
+
+
+def test_torch_itself_stays_as_it_is() -> None:
+    code = """
+import torch
+before = {name: id(value) for name, value in vars(torch).items()}, torch.Tensor.cuda, dict(vars(torch.cuda))
+import bapo_megatron_patches.megatron_core as patches
+import megatron.core
+import megatron.core.pipeline_parallel.schedules as schedules
+names = set(before[0])
+patches.apply_cpu_compat()
+assert schedules.torch is not torch
+assert schedules.torch.zeros(1, device="cuda").device.type == "cpu"
+for factory in ("tensor", "zeros", "ones", "empty", "full", "arange"):
+    assert id(getattr(torch, factory)) == before[0][factory], factory
+assert torch.Tensor.cuda is before[1]
+assert torch.cuda.current_device is before[2]["current_device"]
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patches, "version", lambda package: "0.17.0")
+    with pytest.raises(RuntimeError, match=r"needs megatron-core 0\.16\.1, found 0\.17\.0"):
+        patches.apply_cpu_compat()
