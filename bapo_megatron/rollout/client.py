@@ -1,0 +1,239 @@
+"""A rollout engine behind HTTP: SGLang, or the embedded engine, which speaks the same API.
+
+Every reply is checked before anything is learned from it; a bad one is an `EngineError` that names server and request.
+Repeating a request is the scheduler's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+
+from bapo_megatron.errors import EngineError
+from bapo_megatron.rollout.base import GenerateRequest, GenerateResult, PauseMode, VersionSpan
+
+_HEALTH_TIMEOUT_S = 5.0
+_LOGPROB_SLACK = 1e-4  # a log-prob of exactly 0 may come out this much above it
+_UNVERSIONED = "default"  # what a server calls the weights it started with
+_FINISH_REASONS = ("stop", "length", "abort")
+
+
+class HttpEngine:
+    """One server. Belongs to the event loop of its first call."""
+
+    def __init__(self, url: str, *, request_timeout_s: float, vocab_size: int | None = None) -> None:
+        """`vocab_size`, where known, bounds the token ids that are believed."""
+        self.url = url.rstrip("/")
+        self._timeout_s = request_timeout_s
+        self._vocab_size = vocab_size
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        body = {
+            "rid": request.rid,
+            "input_ids": list(request.token_ids),
+            "sampling_params": {
+                "temperature": request.temperature,
+                "max_new_tokens": request.max_new_tokens,
+                "stop_token_ids": list(request.stop_token_ids),
+                "sampling_seed": request.seed,
+            },
+            "return_logprob": True,
+        }
+        reply = await self._call("POST", "/generate", body, what=f"request {request.rid}")
+        try:
+            return parse_reply(reply, request, self._vocab_size)
+        except _BadReplyError as problem:
+            raise EngineError(f"{self.url}, request {request.rid}: {problem}") from None
+
+    async def abort(self, rid: str | None = None) -> None:
+        await self._call("POST", "/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._call("POST", "/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        await self._call("POST", "/continue_generation", {})
+
+    async def flush_cache(self) -> None:
+        await self._call("POST", "/flush_cache")
+
+    async def health(self) -> bool:
+        """Whether the server answers; never raises. A paused SGLang server is not healthy."""
+        try:
+            await self._call("GET", "/health", timeout_s=_HEALTH_TIMEOUT_S)
+        except EngineError:
+            return False
+        return True
+
+    async def server_info(self) -> dict[str, Any]:
+        """What the server says about itself; `weight_version` is always in it."""
+        info = _as_dict(await self._call("GET", "/server_info"))
+        if "weight_version" not in info:
+            info["weight_version"] = _as_dict(await self._call("GET", "/model_info")).get("weight_version")
+        return info
+
+    async def init_update_group(
+        self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> None:
+        body = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        await self._call("POST", "/init_weights_update_group", body)
+
+    async def begin_weight_update(self) -> None:
+        await self._call("POST", "/begin_weight_update", {})
+
+    async def update_weights(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        *,
+        version: int | None,
+    ) -> None:
+        body: dict[str, Any] = {
+            "names": list(names),
+            "dtypes": list(dtypes),
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": group_name,
+            "load_format": "flattened_bucket",
+            "flush_cache": version is not None,
+        }
+        if version is not None:
+            body["weight_version"] = str(version)
+        await self._call("POST", "/update_weights_from_distributed", body)
+
+    async def end_weight_update(self) -> None:
+        await self._call("POST", "/end_weight_update", {})
+
+    async def destroy_update_group(self, group_name: str) -> None:
+        await self._call("POST", "/destroy_weights_update_group", {"group_name": group_name})
+
+    async def weights_checksum(self) -> dict[str, Any]:
+        return _as_dict(await self._call("POST", "/weights_checker", {"action": "checksum"}))
+
+    async def _call(
+        self, method: str, path: str, body: Any = None, *, what: str | None = None, timeout_s: float | None = None
+    ) -> Any:
+        """The decoded reply (None where it is not JSON). Raises EngineError for anything but an answer of 200."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        where = f"{self.url}{path}" + (f", {what}" if what else "")
+        deadline_s = timeout_s or self._timeout_s
+        try:
+            async with self._session.request(
+                method, self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=deadline_s)
+            ) as response:
+                raw = await response.read()
+        except asyncio.TimeoutError:  # noqa: UP041 - the name that aiohttp documents
+            raise EngineError(f"{where}: no answer within {deadline_s:g} s") from None
+        except aiohttp.ClientError as problem:
+            raise EngineError(f"{where}: {type(problem).__name__}: {problem}; is the server running?") from None
+        if response.status != 200:
+            raise EngineError(f"{where}: HTTP {response.status}: {raw[:1000].decode(errors='replace')}")
+        try:
+            return json.loads(raw) if raw else None
+        except ValueError:
+            return None
+
+
+class _BadReplyError(ValueError):
+    """What is wrong with a reply."""
+
+
+def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) -> GenerateResult:
+    """Check a /generate reply field by field. Raises _BadReplyError (a ValueError) saying what is wrong."""
+    meta = _as_dict(_as_dict(reply).get("meta_info"))
+    token_ids = _as_dict(reply).get("output_ids")
+    if not isinstance(token_ids, list):
+        raise _BadReplyError("the reply has no output_ids")
+    finish = meta.get("finish_reason")
+    reason = finish.get("type") if isinstance(finish, dict) else None
+    if reason not in _FINISH_REASONS:
+        raise _BadReplyError(f"finish_reason {finish!r} is not one of {_FINISH_REASONS}")
+    if len(token_ids) > request.max_new_tokens:
+        raise _BadReplyError(f"{len(token_ids)} tokens were returned, at most {request.max_new_tokens} were asked for")
+    if not token_ids and reason != "abort":
+        raise _BadReplyError(f"no token was returned, and finish_reason is {reason!r}")
+    for token_id in token_ids:
+        if type(token_id) is not int or token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
+            raise _BadReplyError(f"token id {token_id!r} is outside the vocabulary of {vocab_size}")
+    return GenerateResult(
+        rid=request.rid,
+        token_ids=tuple(token_ids),
+        logprobs=_logprobs(meta, token_ids),
+        spans=_spans(meta, len(token_ids)),
+        finish_reason=reason,
+        num_prompt_tokens=int(meta.get("prompt_tokens", len(request.token_ids))),
+        num_cached_tokens=int(meta.get("cached_tokens", 0)),
+    )
+
+
+def _logprobs(meta: dict[str, Any], token_ids: list[int]) -> tuple[float, ...]:
+    triples = meta.get("output_token_logprobs")
+    if triples is None and not token_ids:
+        return ()
+    if not isinstance(triples, list):
+        raise _BadReplyError("the reply has no output_token_logprobs")
+    if len(triples) != len(token_ids):
+        raise _BadReplyError(f"{len(triples)} log-probs for {len(token_ids)} tokens")
+    logprobs = []
+    for index, (token_id, triple) in enumerate(zip(token_ids, triples, strict=True)):
+        if not isinstance(triple, list) or len(triple) < 2 or triple[1] != token_id:
+            raise _BadReplyError(
+                f"log-prob entry {triple!r} at output token {index} does not belong to token {token_id}"
+            )
+        logprob = triple[0]
+        if not isinstance(logprob, int | float) or not math.isfinite(logprob) or logprob > _LOGPROB_SLACK:
+            raise _BadReplyError(f"log-prob {logprob!r} at output token {index} is not a finite number <= 0")
+        logprobs.append(min(float(logprob), 0.0))
+    return tuple(logprobs)
+
+
+def _spans(meta: dict[str, Any], num_tokens: int) -> tuple[VersionSpan, ...]:
+    raw = meta.get("weight_versions")
+    if not isinstance(raw, list):
+        raise _BadReplyError("the reply has no weight_versions; the server is older than SGLang 0.5.23")
+    spans: list[VersionSpan] = []
+    covered = 0
+    for entry in raw:
+        start, end = _as_dict(entry).get("start"), _as_dict(entry).get("end")
+        if start != covered or type(end) is not int or end < covered:
+            raise _BadReplyError(f"weight_versions {raw!r} do not cover the {num_tokens} output tokens in order")
+        if end > covered:
+            spans.append(VersionSpan(parse_version(entry.get("version")), covered, end))
+        covered = end
+    if covered != num_tokens:
+        raise _BadReplyError(f"weight_versions {raw!r} do not cover the {num_tokens} output tokens")
+    return tuple(spans)
+
+
+def parse_version(version: object) -> int:
+    """A server's weight version as a number; -1 for the weights it started with. Raises ValueError otherwise."""
+    if version == _UNVERSIONED:
+        return -1
+    try:
+        return int(version)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        raise _BadReplyError(f"weight version {version!r} is not a number") from None
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

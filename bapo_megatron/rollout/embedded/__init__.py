@@ -1,0 +1,1 @@
+"""A small torch inference engine in a process of its own, speaking SGLang's HTTP API."""

@@ -1,0 +1,360 @@
+"""Continuous batching: one thread that admits, prefills, decodes and finishes requests, and runs commands in between.
+
+The sequences being decoded occupy the cache rows [0, n) without gaps, so every step works on plain views of the cache.
+All state belongs to the engine thread; other threads reach it through `call`, which runs a function between two steps.
+No token is ever sampled from weights that are only partly updated.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.rollout.base import PauseMode
+from bapo_megatron.rollout.embedded.model import Model
+from bapo_megatron.rollout.embedded.protocol import BadRequestError, SamplingParams
+from bapo_megatron.rollout.embedded.sampler import sample
+
+_MAX_PREFILL_TOKENS = 8192  # padded tokens in one prefill
+_MAX_PADDING = 2.0  # a prefill holds no row that is padded to more than this many times its length
+_INITIAL_VERSION = "default"  # SGLang's name for the weights a server started with
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+class _Job(Generic[Result]):
+    """A command for the engine thread; its outcome, good or bad, goes to whoever asked for it."""
+
+    def __init__(self, command: Callable[[], Result], *, when_still: bool) -> None:
+        self._command = command
+        self.when_still = when_still  # not while sequences are being decoded, unless paused
+        self.done: Future[Result] = Future()
+
+    def run(self) -> None:
+        if not self.done.set_running_or_notify_cancel():
+            return
+        try:
+            result = self._command()
+        except Exception as problem:
+            self.done.set_exception(problem)
+        else:
+            self.done.set_result(result)
+
+    def fail(self, problem: BaseException) -> None:
+        if self.done.set_running_or_notify_cancel():
+            self.done.set_exception(problem)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One response in the making."""
+
+    rid: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    seed: int
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    version_starts: list[tuple[str, int]] = field(default_factory=list)  # weight version, first output token of it
+    finish_reason: dict[str, Any] | None = None
+    num_retractions: int = 0
+    done: Future[Sequence] = field(default_factory=Future)
+
+    def __post_init__(self) -> None:
+        self.done.set_running_or_notify_cancel()  # whoever waits may leave, but only `abort` ends it
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def spans(self) -> list[dict[str, Any]]:
+        """Which weight version sampled which output tokens, as SGLang's `weight_versions`."""
+        ends = [start for _, start in self.version_starts[1:]] + [len(self.output_ids)]
+        starts = self.version_starts
+        return [{"version": v, "start": start, "end": end} for (v, start), end in zip(starts, ends, strict=True)]
+
+    def append(self, token_id: int, logprob: float, version: str) -> None:
+        if not self.version_starts or self.version_starts[-1][0] != version:
+            self.version_starts.append((version, len(self.output_ids)))
+        self.output_ids.append(token_id)
+        self.logprobs.append(logprob)
+        if token_id in self.stop_ids:
+            self.finish_reason = {"type": "stop", "matched": token_id}
+        elif len(self.output_ids) == self.params.max_new_tokens:
+            self.finish_reason = {"type": "length", "length": self.params.max_new_tokens}
+
+
+class BatchingEngine:
+    """Samples many requests together from one model."""
+
+    def __init__(self, model: Model, *, max_running: int, max_context: int, version: str = _INITIAL_VERSION) -> None:
+        self.model = model
+        self.max_context = max_context
+        self.max_running = max_running
+        self.version = version
+        self.paused: PauseMode | None = None
+        self.failure: BaseException | None = None  # what ended the engine thread, where something did
+        self.num_generated_tokens = 0
+        self._cache = model.new_cache(num_rows=max_running, max_len=max_context)
+        self._rows: list[Sequence] = []  # being decoded; index = cache row
+        self._waiting: deque[Sequence] = deque()
+        self._inbox: queue.SimpleQueue[_Job[Any]] = queue.SimpleQueue()
+        self._deferred: deque[_Job[Any]] = deque()  # wait until the engine is still
+        self._gate = threading.Lock()  # between a command that arrives and a thread that ends
+        self._ended: BaseException | None = None
+        self._torn = False  # some weights of an update are in place, and not yet all
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    # Called from other threads ---------------------------------------------------------------------
+
+    def new_sequence(self, rid: str, prompt_ids: list[int], params: SamplingParams, index: int = 0) -> Sequence:
+        """A request that fits this model. Sample `index` of n has seed `sampling_seed + index`.
+
+        Raises:
+            BadRequestError: names the field that is wrong.
+        """
+        spec = self.model.spec
+        total = len(prompt_ids) + params.max_new_tokens
+        if total > self.max_context:
+            raise BadRequestError(
+                f"input_ids: {len(prompt_ids)} tokens and max_new_tokens={params.max_new_tokens} exceed the context of "
+                f"{self.max_context} tokens"
+            )
+        if min(prompt_ids) < 0 or max(prompt_ids) >= spec.vocab_size:
+            raise BadRequestError(f"input_ids: token ids must be in [0, {spec.vocab_size})")
+        stop_ids = frozenset() if params.ignore_eos else spec.eos_token_ids | frozenset(params.stop_token_ids or ())
+        seed = secrets.randbits(63) if params.sampling_seed is None else (params.sampling_seed + index) % 2**63
+        return Sequence(rid, prompt_ids, params, stop_ids, seed)
+
+    def submit(self, sequences: list[Sequence]) -> None:
+        """Queue requests; each one's `done` resolves when it ends. Raises BadRequestError for a rid that is in use."""
+
+        def enqueue() -> None:
+            in_use = {s.rid for s in self._all()}
+            taken = next((s.rid for s in sequences if s.rid in in_use), None)
+            if taken is not None:
+                raise BadRequestError(f"rid: {taken!r} is in use")
+            self._waiting.extend(sequences)
+
+        def fail_all(queued: Future[None]) -> None:
+            if (problem := queued.exception()) is not None:
+                for sequence in sequences:
+                    sequence.done.set_exception(problem)
+
+        self.call(enqueue).add_done_callback(fail_all)
+
+    @property
+    def is_torn(self) -> bool:
+        """Some weights of an update are in place, and not yet all: nothing is sampled until it is whole."""
+        return self._torn
+
+    def call(self, command: Callable[[], Result]) -> Future[Result]:
+        """Run a function on the engine thread, between two steps."""
+        return self._post(_Job(command, when_still=False))
+
+    def call_when_still(self, command: Callable[[], Result]) -> Future[Result]:
+        """Run a function on the engine thread once nothing is being decoded, or the engine is paused."""
+        return self._post(_Job(command, when_still=True))
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """End the engine thread; open requests end with an error."""
+        self.call(self._request_stop)
+        self._thread.join(timeout_s)
+
+    # Commands: run on the engine thread, through `call` --------------------------------------------
+
+    def abort(self, rid: str | None) -> int:
+        """End one request, or all (None), with what they have so far. Returns how many."""
+        aborted = [s for s in self._all() if rid is None or s.rid == rid]
+        for sequence in aborted:
+            sequence.finish_reason = {"type": "abort", "message": "Abort"}
+        self._finish_rows()
+        for sequence in [s for s in self._waiting if s.finish_reason]:
+            self._waiting.remove(sequence)
+            self._finish(sequence)
+        return len(aborted)
+
+    def pause(self, mode: PauseMode) -> None:
+        """abort: end all requests; retract: requeue them, cache dropped; in_place: hold them, cache kept."""
+        self.paused = mode
+        if mode == "abort":
+            self.abort(None)
+        elif mode == "retract":
+            for sequence in self._rows:
+                sequence.num_retractions += 1
+            self._waiting.extendleft(reversed(self._rows))
+            self._rows = []
+
+    def resume(self) -> None:
+        self.paused = None
+
+    def flush_cache(self) -> None:
+        """There is no prefix cache to drop: this only says whether one could be. Raises BadRequestError while busy."""
+        if self._rows or (self._waiting and self.paused is None):
+            raise BadRequestError(
+                f"Cache not flushed because there are pending requests: {len(self._waiting)} queued, "
+                f"{len(self._rows)} running"
+            )
+
+    def set_weights(self, tensors: list[tuple[str, Tensor]], *, version: str | None) -> None:
+        """Copy checked weights into place; `version` publishes them. Runs through `call_when_still`."""
+        self._torn = True
+        with torch.inference_mode():
+            for name, tensor in tensors:
+                self.model.named_weights[name].copy_(tensor)
+        if version is not None:
+            self.publish(version)
+
+    def publish(self, version: str | None) -> None:
+        """The weights are whole again; from here on tokens carry this version (None: the same as before)."""
+        self._torn = False
+        self.version = self.version if version is None else version
+
+    def load(self) -> dict[str, int]:
+        return {"num_running_reqs": len(self._rows), "num_waiting_reqs": len(self._waiting)}
+
+    # The engine thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._obey()
+                if self.paused is None and not self._torn:
+                    self._step()
+        except BaseException as problem:
+            log.exception("the engine stopped")
+            self.failure = problem
+        finally:
+            with self._gate:
+                self._ended = self.failure or RuntimeError("the engine was stopped")
+            for sequence in self._all():
+                sequence.done.set_exception(self._ended)
+            while not self._inbox.empty():
+                self._deferred.append(self._inbox.get())
+            for job in self._deferred:
+                job.fail(self._ended)
+
+    def _obey(self) -> None:
+        """Run what other threads ask for; wait for it where there is nothing else to do."""
+        if not self._busy() and not self._stopping:
+            self._take(self._inbox.get())
+        while not self._inbox.empty():
+            self._take(self._inbox.get())
+        while self._deferred and (self.paused is not None or not self._rows):
+            self._deferred.popleft().run()
+
+    def _take(self, job: _Job[Any]) -> None:
+        if job.when_still:
+            self._deferred.append(job)
+        else:
+            job.run()
+
+    def _busy(self) -> bool:
+        if self.paused is not None or self._torn:
+            return False
+        return bool(self._rows or self._waiting)
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        """Prefill what fits, then one token for every sequence."""
+        if self._waiting and not self._deferred and len(self._rows) < self.max_running:
+            self._admit()
+        if self._rows:
+            positions = [s.num_tokens - 1 for s in self._rows]  # of the last token, which is not yet in the cache
+            last_ids_B = torch.tensor([s.output_ids[-1] for s in self._rows])
+            logits_BV = self.model.decode(last_ids_B, torch.tensor(positions), self._cache)
+            self._extend(self._rows, logits_BV)
+
+    def _admit(self) -> None:
+        """Prefill waiting sequences into the free rows, first come first served."""
+        first_row = len(self._rows)
+        num_admitted = min(self.max_running - first_row, len(self._waiting))
+        admitted = sorted((self._waiting.popleft() for _ in range(num_admitted)), key=lambda s: s.num_tokens)
+        self._rows.extend(admitted)
+        logits = []
+        for group in _similar_lengths(admitted):
+            logits.append(self._prefill(group, first_row))
+            first_row += len(group)
+        self._extend(admitted, torch.cat(logits))
+
+    def _prefill(self, group: list[Sequence], first_row: int) -> Tensor:
+        """Logits float32 [len(group), V] after each sequence, whose cache rows begin at `first_row`."""
+        lengths = [s.num_tokens for s in group]
+        token_ids_BT = torch.zeros(len(group), max(lengths), dtype=torch.int64)
+        for row, sequence in enumerate(group):
+            token_ids_BT[row, : lengths[row]] = torch.tensor(sequence.prompt_ids + sequence.output_ids)
+        return self.model.prefill(token_ids_BT, torch.tensor(lengths), self._cache, first_row)
+
+    def _extend(self, sequences: list[Sequence], logits_BV: Tensor) -> None:
+        """Sample the next token of each sequence and let go of those that are finished."""
+        token_ids, logprobs = sample(
+            logits_BV, [s.params for s in sequences], [s.seed for s in sequences], [s.num_tokens for s in sequences]
+        )
+        version, num_finished = self.version, 0
+        for sequence, token_id, logprob in zip(sequences, token_ids, logprobs, strict=True):
+            sequence.append(token_id, logprob, version)
+            num_finished += sequence.finish_reason is not None
+        self.num_generated_tokens += len(token_ids)
+        if num_finished:
+            self._finish_rows()
+
+    def _finish_rows(self) -> None:
+        """Take finished sequences out of the rows; the last row moves into each gap."""
+        for row in reversed(range(len(self._rows))):
+            sequence = self._rows[row]
+            if sequence.finish_reason is None:
+                continue
+            last = self._rows.pop()
+            if last is not sequence:
+                self._rows[row] = last
+                self._cache.move(len(self._rows), row, last.num_tokens - 1)
+            self._finish(sequence)
+
+    def _finish(self, sequence: Sequence) -> None:
+        sequence.done.set_result(sequence)
+
+    def _all(self) -> Iterator[Sequence]:
+        yield from self._rows
+        yield from self._waiting
+
+    def _request_stop(self) -> None:
+        self._stopping = True
+
+    def _post(self, job: _Job[Result]) -> Future[Result]:
+        """Queue a command; once the engine thread has ended, fail it at once."""
+        with self._gate:
+            ended = self._ended
+            if ended is None:
+                self._inbox.put(job)
+        if ended is not None:
+            job.fail(ended)
+        return job.done
+
+
+def _similar_lengths(sequences: list[Sequence]) -> Iterator[list[Sequence]]:
+    """Cut a list sorted by length into groups that waste little on padding and stay within the prefill budget."""
+    group: list[Sequence] = []
+    for sequence in sequences:
+        length = sequence.num_tokens
+        too_many = length * (len(group) + 1) > _MAX_PREFILL_TOKENS
+        if group and (too_many or length > _MAX_PADDING * group[0].num_tokens):
+            yield group
+            group = []
+        group.append(sequence)
+    if group:
+        yield group

@@ -1,0 +1,138 @@
+"""Bodies of the HTTP requests, as SGLang 0.5.23 names their fields. Unknown or unsupported fields are refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictInt, Tag, ValidationError, field_validator
+
+from bapo_megatron.errors import UserError
+from bapo_megatron.rollout.base import PauseMode
+
+TokenIds = Annotated[list[StrictInt], Field(min_length=1)]
+Batch = Annotated[list[TokenIds], Field(min_length=1)]
+
+
+def _one_or_batch(value: object) -> str:
+    """Which member of a union a value is meant to be, so that an error names only that one."""
+    is_batch = isinstance(value, list) and bool(value) and isinstance(value[0], list)
+    return "batch" if is_batch else "prompt"
+
+
+def _one_or_list(value: object) -> str:
+    return "list" if isinstance(value, list) else "dict"
+
+
+_TAGS = ("prompt", "batch", "dict", "list")
+
+
+class BadRequestError(UserError):
+    """A request that the server refuses: HTTP 400."""
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+Body = TypeVar("Body", bound=_Body)
+
+
+class SamplingParams(_Body):
+    """How to sample one response. `stop` strings need a tokenizer, which this engine does not have."""
+
+    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = -1
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    max_new_tokens: int = Field(default=128, ge=1)
+    stop: None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    n: int = Field(default=1, ge=1, le=1024)
+    sampling_seed: int | None = Field(default=None, ge=0, lt=2**63)
+
+    @field_validator("top_k")
+    @classmethod
+    def _top_k_is_a_count(cls, value: int) -> int:
+        if value != -1 and value < 1:
+            raise ValueError("must be -1 (all tokens) or at least 1")
+        return value
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _no_stop_strings(cls, value: object) -> None:
+        if value:
+            raise ValueError("stop strings need a tokenizer; send stop_token_ids")
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_k != -1 or self.top_p < 1 or self.min_p > 0
+
+
+class GenerateBody(_Body):
+    input_ids: Annotated[
+        Annotated[TokenIds, Tag("prompt")] | Annotated[Batch, Tag("batch")], Discriminator(_one_or_batch)
+    ]
+    sampling_params: Annotated[
+        Annotated[SamplingParams, Tag("dict")] | Annotated[list[SamplingParams], Tag("list")],
+        Discriminator(_one_or_list),
+    ] = SamplingParams()
+    rid: str | list[str] | None = None
+    return_logprob: bool = False
+    logprob_start_len: Literal[-1] | None = None
+    top_logprobs_num: Literal[0] | None = None
+    stream: Literal[False] = False
+
+
+class AbortBody(_Body):
+    rid: str = ""
+    abort_all: bool = False
+
+
+class PauseBody(_Body):
+    mode: PauseMode = "abort"
+
+
+class EmptyBody(_Body):
+    pass
+
+
+class InitGroupBody(_Body):
+    master_address: str
+    master_port: int = Field(gt=0, lt=65536)
+    rank_offset: int = Field(ge=1)
+    world_size: int = Field(ge=2)
+    group_name: str = Field(default="weight_update_group", min_length=1)
+    backend: Literal["gloo", "nccl"] = "nccl"
+
+
+class UpdateWeightsBody(_Body):
+    names: Annotated[list[str], Field(min_length=1)]
+    dtypes: list[str]
+    shapes: list[list[Annotated[int, Field(ge=0)]]]
+    group_name: str = "weight_update_group"
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    load_format: Literal["flattened_bucket"] | None = None
+
+
+class DestroyGroupBody(_Body):
+    group_name: str = "weight_update_group"
+
+
+class WeightsCheckerBody(_Body):
+    action: Literal["checksum"]
+
+
+def parse(kind: type[Body], raw: bytes) -> Body:
+    """Read a JSON body. Raises BadRequestError naming each bad field."""
+    try:
+        return kind.model_validate_json(raw or b"{}")
+    except ValidationError as problem:
+        fields = {_path(e["loc"]): e["msg"] for e in problem.errors(include_url=False)}
+        raise BadRequestError("; ".join(f"{field}: {message}" for field, message in fields.items())) from None
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    return ".".join(str(part) for part in location if part not in _TAGS) or "body"

@@ -1,0 +1,78 @@
+"""Sampling one token per row, reproducible whatever else is in the batch.
+
+Each token costs one uniform number, a hash of (seed, position): a request draws the same numbers alone, in a crowd, or
+resumed in pieces, since position counts from the start of the prompt. Inverting the cumulative distribution needs one
+number per row where the Gumbel trick needs one per vocabulary entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bapo_megatron.rollout.embedded.protocol import SamplingParams
+
+
+def uniform(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    """Float64 [B] in [0, 1), multiples of 2**-40: splitmix64 (Steele et al., 2014) over seed and position."""
+    seed_B = np.array(seeds, dtype=np.uint64)
+    position_B = np.array(positions, dtype=np.uint64)
+    mixed = _splitmix64(_splitmix64(seed_B) ^ position_B)
+    return (mixed >> np.uint64(24)).astype(np.float64) * 2.0**-40
+
+
+def sample(
+    logits_BV: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
+) -> tuple[list[int], list[float]]:
+    """One token per row, and its log-prob under the tempered, untruncated distribution (as SGLang reports it).
+
+    Args:
+        logits_BV: float32, overwritten.
+        params: temperature 0 means greedy, with log-probs at temperature 1.
+        seeds, positions: what the random number of each row is made of.
+
+    Raises:
+        FloatingPointError: the logits hold nan.
+    """
+    temperature_B = torch.tensor([p.temperature or 1.0 for p in params])
+    logprobs_BV = torch.log_softmax(logits_BV.div_(temperature_B[:, None]), dim=-1)
+    token_ids_B = torch.empty(len(params), dtype=torch.int64)
+    is_greedy = [p.temperature == 0 for p in params]
+    if not all(is_greedy):
+        probs_BV = logprobs_BV.exp()
+        if any(p.truncates for p in params):
+            probs_BV = _truncate(probs_BV, params)
+        cdf_BV = probs_BV.cumsum(-1, dtype=torch.float64)
+        draw_B = torch.from_numpy(uniform(seeds, positions)) * cdf_BV[:, -1]
+        token_ids_B = torch.searchsorted(cdf_BV, draw_B[:, None], right=True)[:, 0]
+    if any(is_greedy):
+        token_ids_B = torch.where(torch.tensor(is_greedy), logprobs_BV.argmax(-1), token_ids_B)
+    token_ids_B = token_ids_B.clamp_(max=logits_BV.shape[1] - 1)  # only nan logits reach the clamp
+    logprobs_B = logprobs_BV.gather(1, token_ids_B[:, None])[:, 0]
+    if not bool(torch.isfinite(logprobs_B).all()):
+        raise FloatingPointError("the model's logits are not finite; the weights are broken")
+    return token_ids_B.tolist(), logprobs_B.tolist()
+
+
+def _truncate(probs_BV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Zero what top_k, top_p and min_p leave out."""
+    vocab_size = probs_BV.shape[1]
+    top_k_B = torch.tensor([vocab_size if p.top_k == -1 else p.top_k for p in params])
+    top_p_B = torch.tensor([2.0 if p.top_p >= 1 else p.top_p for p in params])  # 2: rounding must not cut a tail
+    min_p_B = torch.tensor([p.min_p for p in params])
+    sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
+    before_BV = sorted_BV.cumsum(-1) - sorted_BV
+    drop_BV = torch.arange(vocab_size) >= top_k_B[:, None]
+    drop_BV |= before_BV > top_p_B[:, None]
+    drop_BV |= sorted_BV < (sorted_BV[:, :1] * min_p_B[:, None])
+    return torch.zeros_like(probs_BV).scatter_(1, order_BV, sorted_BV.masked_fill(drop_BV, 0.0))
+
+
+def _splitmix64(x: np.ndarray) -> np.ndarray:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,284 @@
+"""The HTTP server of the embedded engine: SGLang's API (0.5.23), as far as a trainer needs it.
+
+    python -m bapo_megatron.rollout.embedded --model-path CHECKPOINT --port 0 --ready-file F
+
+Answers 400 with a message that names the field for a bad request, 500 when the engine has stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from aiohttp import web
+
+from bapo_megatron.errors import UserError
+from bapo_megatron.rollout.embedded import protocol
+from bapo_megatron.rollout.embedded.engine import BatchingEngine, Sequence
+from bapo_megatron.rollout.embedded.model import Model
+from bapo_megatron.rollout.embedded.protocol import BadRequestError
+from bapo_megatron.rollout.embedded.weights import WeightUpdater
+
+_MAX_BODY_BYTES = 256 * 2**20
+_GIL_SWITCH_S = 2e-4  # the decode loop takes the interpreter lock between operators: let it have it back soon
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Server:
+    """Routes of one engine."""
+
+    def __init__(self, engine: BatchingEngine, *, model_path: str, update_timeout_s: float) -> None:
+        self._engine = engine
+        self._updater = WeightUpdater(engine, timeout_s=update_timeout_s)
+        self._model_path = model_path
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors_as_json])
+        app.add_routes(
+            [
+                web.get("/health", self.health),
+                web.get("/server_info", self.server_info),
+                web.get("/model_info", self.model_info),
+                web.get("/get_model_info", self.model_info),
+                web.post("/generate", self.generate),
+                web.post("/abort_request", self.abort_request),
+                web.post("/pause_generation", self.pause_generation),
+                web.post("/continue_generation", self.continue_generation),
+                web.post("/flush_cache", self.flush_cache),
+                web.post("/init_weights_update_group", self.init_weights_update_group),
+                web.post("/destroy_weights_update_group", self.destroy_weights_update_group),
+                web.post("/begin_weight_update", self.begin_weight_update),
+                web.post("/update_weights_from_distributed", self.update_weights_from_distributed),
+                web.post("/end_weight_update", self.end_weight_update),
+                web.post("/weights_checker", self.weights_checker),
+            ]
+        )
+        return app
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = protocol.parse(protocol.GenerateBody, await request.read())
+        started = time.monotonic()
+        sequences, is_single = self._sequences(body)
+        self._engine.submit(sequences)
+        try:
+            await asyncio.gather(*(asyncio.wrap_future(s.done) for s in sequences))
+        except asyncio.CancelledError:  # the client has gone away: do not sample for nobody
+            for sequence in sequences:
+                self._engine.call(lambda rid=sequence.rid: self._engine.abort(rid))  # type: ignore[misc]
+            raise
+        latency_s = time.monotonic() - started
+        replies = [self._reply(s, body.return_logprob, latency_s) for s in sequences]
+        return web.json_response(replies[0] if is_single else replies)
+
+    async def abort_request(self, request: web.Request) -> web.Response:
+        body = protocol.parse(protocol.AbortBody, await request.read())
+        if not body.rid and not body.abort_all:
+            raise BadRequestError("rid: name a request, or set abort_all")
+        await self._command(lambda: self._engine.abort(None if body.abort_all else body.rid))
+        return web.Response()
+
+    async def pause_generation(self, request: web.Request) -> web.Response:
+        body = protocol.parse(protocol.PauseBody, await request.read())
+        await self._command(lambda: self._engine.pause(body.mode))
+        return web.json_response({"status": "ok", "message": f"Generation paused successfully. mode={body.mode}"})
+
+    async def continue_generation(self, request: web.Request) -> web.Response:
+        protocol.parse(protocol.EmptyBody, await request.read())
+        await self._command(self._engine.resume)
+        return web.json_response({"status": "ok", "message": "Generation continued successfully."})
+
+    async def flush_cache(self, request: web.Request) -> web.Response:
+        await self._command(self._engine.flush_cache)
+        return web.Response(text="Cache flushed.\n")
+
+    async def init_weights_update_group(self, request: web.Request) -> web.Response:
+        body = protocol.parse(protocol.InitGroupBody, await request.read())
+        await asyncio.to_thread(self._updater.init_group, body)
+        return _success("Succeeded to initialize custom process group.")
+
+    async def destroy_weights_update_group(self, request: web.Request) -> web.Response:
+        body = protocol.parse(protocol.DestroyGroupBody, await request.read())
+        await asyncio.to_thread(self._updater.destroy_group, body.group_name)
+        return _success("Succeeded to destroy custom process group.")
+
+    async def begin_weight_update(self, request: web.Request) -> web.Response:
+        protocol.parse(protocol.EmptyBody, await request.read())
+        await asyncio.to_thread(self._updater.begin)
+        return _success("Success")
+
+    async def update_weights_from_distributed(self, request: web.Request) -> web.Response:
+        body = protocol.parse(protocol.UpdateWeightsBody, await request.read())
+        await asyncio.to_thread(self._updater.update, body)
+        suffix = "" if body.weight_version is None else f" Weight version updated to {body.weight_version}."
+        return _success(f"Succeeded to update parameter online.{suffix}")
+
+    async def end_weight_update(self, request: web.Request) -> web.Response:
+        protocol.parse(protocol.EmptyBody, await request.read())
+        await asyncio.to_thread(self._updater.end)
+        return _success("Success")
+
+    async def weights_checker(self, request: web.Request) -> web.Response:
+        protocol.parse(protocol.WeightsCheckerBody, await request.read())
+        checksum = await asyncio.to_thread(self._updater.checksum)
+        return web.json_response({"success": True, "message": "Success"} | checksum)
+
+    async def health(self, request: web.Request) -> web.Response:
+        """200 while the engine thread lives, paused or not (SGLang answers 503 while paused)."""
+        return web.Response(status=200 if self._engine.failure is None else 503)
+
+    async def model_info(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {"model_path": self._model_path, "is_generation": True, "weight_version": self._engine.version}
+        )
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        engine = self._engine
+        info = {
+            "engine": "bapo_megatron.embedded",
+            "model_path": self._model_path,
+            "context_length": engine.max_context,
+            "max_running_requests": engine.max_running,
+            "vocab_size": engine.model.spec.vocab_size,
+            "dtype": str(engine.model.dtype).removeprefix("torch."),
+            "weight_version": engine.version,
+            "paused": engine.paused,
+            "num_generated_tokens": engine.num_generated_tokens,
+            "tp_size": 1,
+        }
+        return web.json_response(info | await self._command(engine.load))
+
+    async def _command(self, command: Callable[[], Any]) -> Any:
+        return await asyncio.wrap_future(self._engine.call(command))
+
+    def _sequences(self, body: protocol.GenerateBody) -> tuple[list[Sequence], bool]:
+        """One per prompt and sample, and whether the reply is a single object."""
+        is_batch = isinstance(body.input_ids[0], list)
+        prompts: list[list[int]] = body.input_ids if is_batch else [body.input_ids]  # type: ignore[assignment,list-item]
+        params = (
+            body.sampling_params if isinstance(body.sampling_params, list) else [body.sampling_params] * len(prompts)
+        )
+        rids = body.rid if isinstance(body.rid, list) else [body.rid] if body.rid and not is_batch else None
+        if rids is None:
+            rids = [uuid.uuid4().hex for _ in prompts]
+        if len(params) != len(prompts):
+            raise BadRequestError(f"sampling_params: {len(params)} entries for {len(prompts)} prompts")
+        if len(rids) != len(prompts) or len(set(rids)) != len(rids):
+            raise BadRequestError(f"rid: need {len(prompts)} different ones")
+        sequences = [
+            self._engine.new_sequence(rid if p.n == 1 else f"{rid}_{i}", prompt, p, i)
+            for rid, prompt, p in zip(rids, prompts, params, strict=True)
+            for i in range(p.n)
+        ]
+        return sequences, not is_batch and params[0].n == 1
+
+    def _reply(self, sequence: Sequence, return_logprob: bool, latency_s: float) -> dict[str, Any]:
+        meta: dict[str, Any] = {
+            "id": sequence.rid,
+            "finish_reason": sequence.finish_reason,
+            "prompt_tokens": len(sequence.prompt_ids),
+            "completion_tokens": len(sequence.output_ids),
+            "cached_tokens": 0,
+            "weight_version": self._engine.version,
+            "weight_versions": sequence.spans,
+            "num_retractions": sequence.num_retractions,
+            "e2e_latency": latency_s,
+        }
+        if return_logprob:
+            pairs = zip(sequence.logprobs, sequence.output_ids, strict=True)
+            meta["output_token_logprobs"] = [(logprob, token_id, None) for logprob, token_id in pairs]
+        return {"output_ids": sequence.output_ids, "meta_info": meta}
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except BadRequestError as problem:
+        return web.json_response({"success": False, "message": str(problem)}, status=400)
+    except web.HTTPException:
+        raise
+    except Exception as problem:
+        message = f"{type(problem).__name__}: {problem}"
+        return web.json_response({"success": False, "message": message}, status=500)
+
+
+def _success(message: str) -> web.Response:
+    return web.json_response({"success": True, "message": message})
+
+
+async def serve(server: Server, *, host: str, port: int, ready_file: Path | None, exit_with_parent: bool) -> None:
+    """Serve until a signal, or until stdin closes (`exit_with_parent`)."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    if exit_with_parent:
+        threading.Thread(target=_exit_when_stdin_closes, daemon=True).start()
+    runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    site = web.TCPSite(runner, host, port)
+    await site.start()
+    address = runner.addresses[0]
+    print(f"serving on http://{address[0]}:{address[1]}", flush=True)
+    if ready_file is not None:
+        partial = ready_file.with_name(f"{ready_file.name}.partial")
+        partial.write_text(json.dumps({"host": address[0], "port": address[1], "pid": os.getpid()}))
+        partial.replace(ready_file)
+    await stop.wait()
+    await runner.cleanup()
+
+
+def _exit_when_stdin_closes() -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    os._exit(0)  # at once: a broadcast or a decode step may be under way, and nobody is left to wait for it
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bapo_megatron.rollout.embedded", description=__doc__)
+    parser.add_argument("--model-path", required=True, help="Hugging Face checkpoint folder (Qwen2, Qwen3, Llama)")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0: the system picks one; see --ready-file")
+    parser.add_argument("--max-context", type=int, required=True, help="longest prompt + response, in tokens")
+    parser.add_argument("--max-running", type=int, default=256, help="sequences decoded together; more wait")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--weight-version", default="default", help="version of the weights in --model-path")
+    parser.add_argument("--update-timeout-s", type=float, default=300.0, help="deadline of each weight-update stage")
+    parser.add_argument("--ready-file", type=Path, help='written once healthy: JSON {"host", "port", "pid"}')
+    parser.add_argument("--exit-with-parent", action="store_true", help="exit when stdin closes")
+    args = parser.parse_args(argv)
+
+    torch.set_num_threads(args.threads)
+    sys.setswitchinterval(_GIL_SWITCH_S)
+    try:
+        model = Model.from_pretrained(args.model_path, max_len=args.max_context, dtype=getattr(torch, args.dtype))
+    except UserError as problem:
+        parser.exit(2, f"{problem}\n")
+    engine = BatchingEngine(
+        model, max_running=args.max_running, max_context=args.max_context, version=args.weight_version
+    )
+    server = Server(engine, model_path=args.model_path, update_timeout_s=args.update_timeout_s)
+    asyncio.run(
+        serve(
+            server,
+            host=args.host,
+            port=args.port,
+            ready_file=args.ready_file,
+            exit_with_parent=args.exit_with_parent,
+        )
+    )
+    # A daemon thread inside torch at interpreter exit can crash; everything is answered, so leave directly.
+    os._exit(0)

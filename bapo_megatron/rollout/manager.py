@@ -1,0 +1,176 @@
+"""Rollouts as the training loop sees them: a blocking `next_batch`, with an event loop of its own behind it.
+
+Lives on trainer rank 0 only. The event loop runs in a thread, so that HTTP replies are read while the trainer works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import statistics
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from bapo_megatron.algorithms.advantages import ADVANTAGES
+from bapo_megatron.buffer.batch import build_batch
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import EngineError
+from bapo_megatron.learner.hf.shapes import load_hf_config
+from bapo_megatron.prompts.stream import PromptStream
+from bapo_megatron.rewards import RewardScorer
+from bapo_megatron.rollout.base import Engine
+from bapo_megatron.rollout.client import HttpEngine
+from bapo_megatron.rollout.scheduler import RolloutStats, Scheduler
+from bapo_megatron.types import Batch, Group, Trajectory
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An asyncio event loop in a daemon thread; `run` hands it a coroutine and waits, with a deadline."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start it and return at once."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str = "the rollout engines") -> T:
+        """The coroutine's result.
+
+        Raises:
+            EngineError: nothing came back within `timeout_s`; `what` names who was waited for.
+        """
+        future = self.submit(coroutine)
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            if future.done():
+                raise  # the coroutine's own time-out, not this deadline
+            future.cancel()
+            raise EngineError(f"waited {timeout_s:.0f} s for {what}: no answer") from None
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)
+
+
+class RolloutManager:
+    """Engines, prompts, rewards and the scheduler of one run, and the batch that a step trains on."""
+
+    def __init__(self, config: Config, tokenizer: Any, urls: Sequence[str], vocab_size: int) -> None:
+        self.config = config
+        self.loop = LoopThread()
+        self._tokenizer = tokenizer
+        timeout_s = config.rollout.request_timeout_s
+        self.engines = [HttpEngine(url, request_timeout_s=timeout_s, vocab_size=vocab_size) for url in urls]
+        self.prompts = PromptStream(config, tokenizer)
+        self._scorer = RewardScorer(config)
+        self._take_advantages = ADVANTAGES[config.advantage.kind]
+        self.scheduler = Scheduler(
+            config.rollout,
+            engines=self.engines,
+            prompts=self.prompts,
+            score=self._score,
+            stop_token_ids=(int(tokenizer.eos_token_id),),
+            seed=config.run.seed,
+        )
+
+    @classmethod
+    def connect(cls, config: Config, model_path: Path, urls: Sequence[str]) -> RolloutManager:
+        """With the tokenizer and vocabulary of the policy's checkpoint, once every engine is healthy.
+
+        Raises:
+            EngineError: an engine is not healthy within rollout.startup_timeout_s.
+        """
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model_path)
+        rollouts = cls(config, tokenizer, urls, load_hf_config(model_path)["vocab_size"])
+        timeout_s = config.rollout.startup_timeout_s
+        for engine in rollouts.engines:
+            rollouts.loop.run(wait_healthy(engine, timeout_s), 2 * timeout_s + 10, f"{engine.url} to be healthy")
+        return rollouts
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of some tokens, special ones included."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def next_batch(self, step: int, version: int) -> tuple[Batch, list[Group]]:
+        """Sample, judge and pack the batch of one step.
+
+        Raises:
+            EngineError: the engines failed, or sampling outlasted every request deadline it could have met.
+        """
+        began_s = time.monotonic()
+        # One step may take several rounds, each with its retries; past this, something hangs.
+        rounds = 2 + self.config.rollout.max_response_tokens // (self.config.rollout.tokens_per_round or 10**9)
+        deadline_s = self.config.rollout.request_timeout_s * (self.config.rollout.max_retries + 1) * rounds * 2
+        groups, stats = self.loop.run(self.scheduler.take(step, version), deadline_s, f"the rollouts of step {step}")
+        metrics = self._metrics(groups, stats, time.monotonic() - began_s)
+        return build_batch(groups, self._take_advantages, metrics), groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state)
+
+    def close(self) -> None:
+        """Let go of connections and workers."""
+        for engine in self.engines:
+            self.loop.run(engine.close(), 10.0, f"{engine.url} to close")
+        self._scorer.close()
+        self.loop.close()
+
+    def _score(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        texts = self._tokenizer.batch_decode([t.response_ids for t in trajectories], skip_special_tokens=True)
+        return self._scorer.score([(t.prompt, text) for t, text in zip(trajectories, texts, strict=True)])
+
+    def _metrics(self, groups: Sequence[Group], stats: RolloutStats, elapsed_s: float) -> dict[str, float]:
+        """What this batch looks like; names are explained in docs/metrics.md."""
+        samples = [t for g in groups for t in g.trajectories]
+        lengths = [t.num_response_tokens for t in samples]
+        rewards = [r for g in groups for r in g.rewards]
+        return {
+            "reward/mean": statistics.fmean(rewards),
+            "reward/std": statistics.pstdev(rewards),
+            "reward/timeouts": float(self._scorer.num_timeouts),
+            "reward/errors": float(self._scorer.num_errors),
+            "rollout/num_groups": float(len(groups)),
+            "rollout/num_samples": float(len(samples)),
+            "rollout/num_rounds": float(stats.num_rounds),
+            "rollout/num_retries": float(stats.num_retries),
+            "rollout/num_stale_groups": float(stats.num_stale_groups),
+            "rollout/response_tokens_mean": statistics.fmean(lengths),
+            "rollout/response_tokens_max": float(max(lengths)),
+            "rollout/truncated_share": sum(t.finish_reason == "length" for t in samples) / len(samples),
+            "rollout/resumed_token_share": sum(t.num_resumed_tokens for t in samples) / max(sum(lengths), 1),
+            "rollout/zero_variance_share": sum(len(set(g.rewards)) == 1 for g in groups) / len(groups),
+            "rollout/tokens_generated": float(stats.num_tokens),
+            "rollout/tokens_per_s": stats.num_tokens / max(elapsed_s, 1e-9),
+            "data/skipped": float(self.prompts.skipped_empty + self.prompts.skipped_too_long),
+            **{f"ledger/{state}": float(n) for state, n in self.scheduler.ledger.counts().items()},
+        }
+
+
+async def wait_healthy(engine: Engine, timeout_s: float) -> None:
+    """Return when the engine answers its health check.
+
+    Raises:
+        EngineError: it does not within `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not await engine.health():
+        if time.monotonic() > deadline:
+            raise EngineError(
+                f"{engine.url} is not healthy after rollout.startup_timeout_s = {timeout_s:g} s; is a server running "
+                "there, and is it not paused?"
+            )
+        await asyncio.sleep(0.2)

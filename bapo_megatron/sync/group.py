@@ -1,0 +1,66 @@
+"""The process group that carries weights: rank 0 is the trainer's first process, every other rank an engine.
+
+It is named, built on a store of its own, and independent of any default group: the scheme that SGLang uses
+(srt/utils/common.py, init_custom_process_group), so that real SGLang servers can join.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Literal
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _world
+
+GroupBackend = Literal["gloo", "nccl"]
+
+
+def host_store(host: str, world_size: int, timeout_s: float) -> dist.TCPStore:
+    """The rendezvous store of a new group, on a port that the system picks (`.port`). For rank 0."""
+    return dist.TCPStore(
+        host, 0, world_size, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+    )
+
+
+def connect_store(host: str, port: int, world_size: int, timeout_s: float) -> dist.TCPStore:
+    """The store that rank 0 hosts, for the other ranks. Raises dist.DistStoreError when nobody answers in time."""
+    return dist.TCPStore(host, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+class UpdateGroup:
+    """Membership in one weight-update group. Rank 0 sends."""
+
+    def __init__(
+        self, name: str, *, store: dist.Store, rank: int, world_size: int, backend: GroupBackend, timeout_s: float
+    ) -> None:
+        """Blocks until every rank has joined; `timeout_s` bounds that and each broadcast.
+
+        Raises:
+            RuntimeError, dist.DistError: a rank did not join in time.
+        """
+        self.name = name
+        timeout = timedelta(seconds=timeout_s)
+        store.set_timeout(timeout)
+        self._store = store  # keeps rank 0's server alive as long as the group
+        self._group, _ = _new_process_group_helper(
+            world_size,
+            rank,
+            [],
+            Backend(backend),
+            PrefixStore(name, store),
+            group_name=GroupName(name),
+            timeout=timeout,
+        )
+        # torch looks the ranks of a group up here; a group outside the default one has to say so itself.
+        _world.pg_group_ranks[self._group] = {i: i for i in range(world_size)}
+
+    def broadcast(self, tensor: Tensor) -> dist.Work:
+        """Start sending (rank 0) or receiving into `tensor`; the caller waits for the returned work."""
+        work = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
+        assert work is not None, "an asynchronous broadcast of a member returns its work"
+        return work
+
+    def close(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group(self._group)

@@ -1,0 +1,229 @@
+"""Engines for the contract suite: every kind in `LAUNCHERS` meets the same tests.
+
+Servers are real processes on loopback; the checkpoints are tiny random ones, saved by transformers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from bapo_megatron.config.schema import SyncConfig
+from bapo_megatron.rollout.client import HttpEngine
+from bapo_megatron.sync.channel import BroadcastChannel
+from bapo_megatron.sync.group import UpdateGroup, host_store
+
+ROOT = Path(__file__).parents[2]
+STARTUP_TIMEOUT_S = 120.0
+MAX_CONTEXT = 512
+VOCAB_SIZE = 96
+EOS = 1
+
+
+class EventLoop:
+    """An asyncio loop in a thread, for the coroutines of the client."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def submit(self, coro: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(coro, self._loop)
+
+    def run(self, coro: Coroutine[Any, Any, Any], timeout_s: float = 60.0) -> Any:
+        return self.submit(coro).result(timeout_s)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+
+@dataclass
+class Servers:
+    """Two running servers of one kind, their clients, and a connected weight channel."""
+
+    kind: str
+    loop: EventLoop
+    urls: list[str]
+    models: dict[str, Qwen3ForCausalLM]
+    engines: list[HttpEngine] = field(default_factory=list)
+    channel: BroadcastChannel | None = None
+    version: int = 0
+
+    @property
+    def url(self) -> str:
+        return self.urls[0]
+
+    @property
+    def engine(self) -> HttpEngine:
+        return self.engines[0]
+
+    def connect(self, timeout_s: float = 60.0) -> None:
+        config = SyncConfig(bucket_mib=0.2, timeout_s=timeout_s)  # several buckets
+        self.channel = BroadcastChannel(self.engines, config, self.loop.submit)
+        self.channel.connect()
+
+    def push(self, model: str) -> int:
+        """Give both servers the weights "a" or "b"; returns the new version."""
+        assert self.channel is not None
+        self.version += 1
+        self.channel.push(iter(self.models[model].state_dict().items()), self.version)
+        return self.version
+
+    def push_in_place(self, model: str) -> int:
+        """New weights for the first server by the raw API, one broadcast a tensor, its running requests kept."""
+        names = list(self.models[model].state_dict())
+        tensors = [t.contiguous() for t in self.models[model].state_dict().values()]
+        self.version += 1
+        store = host_store("127.0.0.1", 2, 60)
+        group_name = f"raw-{self.version}"
+        address = {"master_address": "127.0.0.1", "master_port": store.port, "group_name": group_name}
+        joining = self.post_later(
+            "/init_weights_update_group", address | {"rank_offset": 1, "world_size": 2, "backend": "gloo"}
+        )
+        group = UpdateGroup(group_name, store=store, rank=0, world_size=2, backend="gloo", timeout_s=60)
+        assert joining.result(60)[0] == 200
+        assert self.post("/pause_generation", {"mode": "in_place"})[0] == 200
+        assert self.post("/begin_weight_update")[0] == 200
+        body = {"names": names, "dtypes": ["float32"] * len(names), "shapes": [list(t.shape) for t in tensors]}
+        body |= {"group_name": group_name, "flush_cache": False, "weight_version": str(self.version)}
+        updating = self.post_later("/update_weights_from_distributed", body)
+        for work in [group.broadcast(tensor) for tensor in tensors]:
+            work.wait()
+        assert updating.result(60)[0] == 200, updating.result()
+        for path, body in (
+            ("/end_weight_update", {}),
+            ("/destroy_weights_update_group", {"group_name": group_name}),
+            ("/continue_generation", {}),
+        ):
+            assert self.post(path, body)[0] == 200
+        group.close()
+        return self.version
+
+    def post(self, path: str, body: Any = None, timeout_s: float = 60.0) -> tuple[int, Any]:
+        """Status and JSON (or text) of a raw request to the first server."""
+        data = json.dumps(body if body is not None else {}).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                status, raw = response.status, response.read()
+        except urllib.error.HTTPError as refusal:
+            status, raw = refusal.code, refusal.read()
+        try:
+            return status, json.loads(raw)
+        except ValueError:
+            return status, raw.decode()
+
+    def post_later(self, path: str, body: Any) -> Future[tuple[int, Any]]:
+        async def call() -> tuple[int, Any]:
+            return await asyncio.to_thread(self.post, path, body)
+
+        return self.loop.submit(call())
+
+    def wait_until_running(self, count: int, timeout_s: float = 20.0) -> None:
+        """Until `count` requests are being decoded or wait."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            info = self.loop.run(self.engine.server_info())
+            if info["num_running_reqs"] + info["num_waiting_reqs"] >= count and info["num_running_reqs"] > 0:
+                time.sleep(0.05)  # a few tokens
+                return
+            time.sleep(0.01)
+        raise AssertionError(f"{count} requests were not running after {timeout_s:g} s")
+
+
+def tiny_model(folder: Path, seed: int) -> Qwen3ForCausalLM:
+    """A random Qwen3 whose distributions are neither flat nor certain, saved and returned."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        max_position_embeddings=MAX_CONTEXT,
+        tie_word_embeddings=False,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        bos_token_id=None,
+        initializer_range=0.15,
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def launch_embedded(checkpoint: Path, ready_file: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "bapo_megatron.rollout.embedded", "--model-path", str(checkpoint)]
+    command += ["--max-context", str(MAX_CONTEXT), "--max-running", "8", "--ready-file", str(ready_file)]
+    command += ["--update-timeout-s", "60", "--exit-with-parent"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, env=env)
+
+
+LAUNCHERS: dict[str, Callable[[Path, Path], subprocess.Popen[bytes]]] = {"embedded": launch_embedded}
+
+
+def wait_for(process: subprocess.Popen[bytes], ready_file: Path) -> str:
+    deadline = time.monotonic() + STARTUP_TIMEOUT_S
+    while not ready_file.exists():
+        assert process.poll() is None, f"the server exited with {process.returncode}"
+        assert time.monotonic() < deadline, f"the server was not ready after {STARTUP_TIMEOUT_S:g} s"
+        time.sleep(0.05)
+    return f"http://127.0.0.1:{json.loads(ready_file.read_text())['port']}"
+
+
+@pytest.fixture(scope="session", params=sorted(LAUNCHERS))
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    folder = tmp_path_factory.mktemp(request.param)
+    models = {name: tiny_model(folder / name, seed) for seed, name in enumerate("ab")}
+    ready = [folder / f"ready-{i}.json" for i in range(2)]
+    processes = [LAUNCHERS[request.param](folder / "a", file) for file in ready]
+    loop = EventLoop()
+    servers = None
+    try:
+        urls = [wait_for(process, file) for process, file in zip(processes, ready, strict=True)]
+        servers = Servers(request.param, loop, urls, models)
+        servers.engines = [HttpEngine(url, request_timeout_s=60, vocab_size=VOCAB_SIZE) for url in urls]
+        servers.connect()
+        yield servers
+    finally:
+        if servers is not None:
+            for engine in servers.engines:
+                loop.run(engine.close())
+        loop.stop()
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(20)
+
+
+@pytest.fixture
+def servers(running: Servers) -> Iterator[Servers]:
+    """Running servers with weights "a", not paused, idle; a group broken by the test before is formed anew."""
+    if running.channel is None:
+        running.connect()
+    running.push("a")
+    yield running
+    for engine in running.engines:
+        running.loop.run(engine.resume())
+        running.loop.run(engine.abort())

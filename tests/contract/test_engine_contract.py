@@ -1,0 +1,386 @@
+"""What every rollout engine must do, over its HTTP API and through the client."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from conftest import EOS, MAX_CONTEXT, VOCAB_SIZE, Servers
+from torch import Tensor
+
+from bapo_megatron.config.schema import SyncConfig
+from bapo_megatron.errors import EngineError
+from bapo_megatron.rollout.base import GenerateRequest, GenerateResult, VersionSpan
+from bapo_megatron.rollout.client import HttpEngine
+from bapo_megatron.sync.channel import BroadcastChannel
+
+PROMPT = [5, 9, 33, 70, 12, 8]
+TOLERANCE = 1e-4
+
+
+def reference_logprobs(model: Any, prompt: list[int], output: list[int], temperature: float = 1.0) -> Tensor:
+    """Log-probs float32 [len(output)] of the tempered distribution, by transformers."""
+    with torch.no_grad():
+        logits_TV = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1].float()
+    return torch.log_softmax(logits_TV / temperature, -1).gather(1, torch.tensor(output)[:, None])[:, 0]
+
+
+def ask(servers: Servers, prompt: list[int] = PROMPT, n: int = 16, **sampling: Any) -> dict[str, Any]:
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": n, "ignore_eos": True} | sampling}
+    status, reply = servers.post("/generate", body | {"return_logprob": True})
+    assert status == 200, reply
+    return reply
+
+
+def ask_later(servers: Servers, rid: str, n: int = 400, **sampling: Any) -> Future[tuple[int, Any]]:
+    sampling = {"max_new_tokens": n, "ignore_eos": True} | sampling
+    return servers.post_later(
+        "/generate", {"rid": rid, "input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+    )
+
+
+def logprobs_of(reply: dict[str, Any]) -> Tensor:
+    triples = reply["meta_info"]["output_token_logprobs"]
+    assert [t[1] for t in triples] == reply["output_ids"]
+    return torch.tensor([t[0] for t in triples])
+
+
+def assert_matches(servers: Servers, model: str, reply: dict[str, Any], temperature: float = 1.0) -> None:
+    expected = reference_logprobs(servers.models[model], PROMPT, reply["output_ids"], temperature)
+    torch.testing.assert_close(logprobs_of(reply), expected, atol=TOLERANCE, rtol=0)
+
+
+def request(rid: str, seed: int = 0, n: int = 24, tokens: list[int] = PROMPT, **changes: Any) -> GenerateRequest:
+    fields = {"temperature": 1.0, "stop_token_ids": (), "seed": seed} | changes
+    return GenerateRequest(rid=rid, token_ids=tuple(tokens), max_new_tokens=n, **fields)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+def test_logprobs_are_those_of_the_tempered_distribution(servers: Servers, temperature: float) -> None:
+    assert_matches(servers, "a", ask(servers, temperature=temperature, n=40), temperature)
+
+
+def test_greedy_continuation_equals_transformers(servers: Servers) -> None:
+    reply = ask(servers, temperature=0, n=32)
+    generated = servers.models["a"].generate(
+        torch.tensor([PROMPT]), max_new_tokens=32, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert reply["output_ids"] == generated[0, len(PROMPT) :].tolist()
+    assert_matches(servers, "a", reply)
+
+
+def test_one_push_updates_both_servers(servers: Servers) -> None:
+    version = servers.push("b")
+    for engine in servers.engines:
+        result: GenerateResult = servers.loop.run(engine.generate(request("after-push", n=32)))
+        assert {span.version for span in result.spans} == {version}
+        expected = reference_logprobs(servers.models["b"], PROMPT, list(result.token_ids))
+        torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=TOLERANCE, rtol=0)
+        old = reference_logprobs(servers.models["a"], PROMPT, list(result.token_ids))
+        assert (torch.tensor(result.logprobs) - old).abs().max() > 0.1, (
+            "the two models must differ for this to mean much"
+        )
+
+
+def test_push_reports_what_it_did(servers: Servers) -> None:
+    state = servers.models["b"].state_dict()
+    servers.version += 1
+    assert servers.channel is not None
+    stats = servers.channel.push(iter(state.items()), servers.version)
+    assert stats.num_tensors == len(state)
+    assert stats.num_bytes == sum(t.nbytes for t in state.values())
+    assert stats.num_buckets > 1
+    assert set(stats.seconds) == {"pause", "gather", "broadcast", "verify", "resume"}
+
+
+def test_retracted_requests_go_on_with_the_new_weights(servers: Servers) -> None:
+    before = servers.version
+    pending = [ask_later(servers, f"retract-{i}") for i in range(3)]
+    servers.wait_until_running(3)
+    after = servers.push("b")
+    for future in pending:
+        status, reply = future.result(60)
+        assert status == 200
+        spans = reply["meta_info"]["weight_versions"]
+        assert [s["version"] for s in spans] == [str(before), str(after)]
+        assert spans[0]["start"] == 0
+        assert spans[0]["end"] == spans[1]["start"]
+        assert spans[1]["end"] == len(reply["output_ids"]) == 400
+        assert reply["meta_info"]["num_retractions"] == 1
+        cut = spans[1]["start"]
+        for model, part in (("a", slice(0, cut)), ("b", slice(cut, None))):
+            expected = reference_logprobs(servers.models[model], PROMPT, reply["output_ids"])[part]
+            torch.testing.assert_close(logprobs_of(reply)[part], expected, atol=TOLERANCE, rtol=0)
+
+
+def test_in_place_pause_keeps_the_cache(servers: Servers) -> None:
+    pending = ask_later(servers, "in-place")
+    servers.wait_until_running(1)
+    assert servers.post("/pause_generation", {"mode": "in_place"})[0] == 200
+    assert servers.post("/flush_cache")[0] == 400
+    assert servers.post("/continue_generation", {})[0] == 200
+    status, reply = pending.result(60)
+    assert status == 200
+    assert reply["meta_info"]["num_retractions"] == 0
+    assert_matches(servers, "a", reply)
+
+
+def test_retract_pause_frees_the_cache_and_changes_nothing(servers: Servers) -> None:
+    pending = ask_later(servers, "paused", temperature=1.0, sampling_seed=3)
+    servers.wait_until_running(1)
+    assert servers.post("/pause_generation", {"mode": "retract"})[0] == 200
+    assert servers.post("/flush_cache")[0] == 200
+    assert servers.post("/continue_generation", {})[0] == 200
+    reply = pending.result(60)[1]
+    assert len(reply["output_ids"]) == 400
+    assert_matches(servers, "a", reply)
+    assert reply["output_ids"] == ask(servers, n=400, sampling_seed=3)["output_ids"]
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_new_requests_wait_while_paused(servers: Servers, mode: str) -> None:
+    assert servers.post("/pause_generation", {"mode": mode})[0] == 200
+    pending = ask_later(servers, f"waits-{mode}", n=4)
+    time.sleep(0.3)
+    assert not pending.done()
+    assert servers.post("/continue_generation", {})[0] == 200
+    status, reply = pending.result(30)
+    assert status == 200
+    assert reply["meta_info"]["finish_reason"]["type"] == "length"
+
+
+def test_abort_pause_returns_what_there_is(servers: Servers) -> None:
+    pending = [ask_later(servers, f"partial-{i}") for i in range(3)]
+    servers.wait_until_running(3)
+    assert servers.post("/pause_generation", {"mode": "abort"})[0] == 200
+    for future in pending:
+        status, reply = future.result(30)
+        assert status == 200
+        assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+        assert 0 < len(reply["output_ids"]) < 400
+        assert_matches(servers, "a", reply)
+
+
+def test_abort_one_then_all(servers: Servers) -> None:
+    first, second = (servers.loop.submit(servers.engine.generate(request(rid, n=450))) for rid in ("one", "two"))
+    servers.wait_until_running(2)
+    servers.loop.run(servers.engine.abort("one"))
+    result = first.result(30)
+    assert result.finish_reason == "abort"
+    assert 0 < len(result.token_ids) == len(result.logprobs) < 450
+    servers.loop.run(servers.engine.abort())
+    assert second.result(30).finish_reason == "abort"
+    assert len(second.result().token_ids) >= len(result.token_ids)
+
+
+def test_abort_needs_the_exact_rid(servers: Servers) -> None:
+    pending = servers.loop.submit(servers.engine.generate(request("whole-name", n=60)))
+    servers.loop.run(servers.engine.abort("whole"))
+    assert pending.result(30).finish_reason in ("length", "stop")
+
+
+def test_flush_is_refused_while_busy_and_works_when_idle(servers: Servers) -> None:
+    pending = ask_later(servers, "busy")
+    servers.wait_until_running(1)
+    status, message = servers.post("/flush_cache")
+    assert (status, pending.done()) == (400, False), message
+    servers.loop.run(servers.engine.abort())
+    pending.result(30)
+    assert servers.post("/flush_cache")[0] == 200
+
+
+def test_batches_and_samples_come_back_in_order(servers: Servers) -> None:
+    prompts = [PROMPT, PROMPT[:2], PROMPT * 3]
+    sampling = {"max_new_tokens": 5, "temperature": 0, "ignore_eos": True}
+    body = {"input_ids": prompts, "rid": ["x", "y", "z"], "sampling_params": sampling}
+    status, replies = servers.post("/generate", body)
+    assert status == 200
+    assert [r["meta_info"]["id"] for r in replies] == ["x", "y", "z"]
+    assert [r["meta_info"]["prompt_tokens"] for r in replies] == [6, 2, 18]
+    for prompt, reply in zip(prompts, replies, strict=True):
+        assert reply["output_ids"] == ask(servers, prompt, 5, temperature=0)["output_ids"]
+    status, replies = servers.post("/generate", {"input_ids": PROMPT, "sampling_params": sampling | {"n": 3}})
+    assert (status, len(replies)) == (200, 3)
+
+
+def test_more_requests_than_rows_all_finish(servers: Servers) -> None:
+    lengths = [3 + 7 * i % 40 for i in range(30)]
+    pending = [ask_later(servers, f"crowd-{i}", n=n) for i, n in enumerate(lengths)]
+    for length, future in zip(lengths, pending, strict=True):
+        reply = future.result(60)[1]
+        assert len(reply["output_ids"]) == length
+        assert_matches(servers, "a", reply)
+
+
+def test_a_seed_gives_the_same_tokens_alone_in_a_crowd_and_in_pieces(servers: Servers) -> None:
+    run, engine = servers.loop.run, servers.engine
+    alone = run(engine.generate(request("alone", seed=7, n=40))).token_ids
+    others = [servers.loop.submit(engine.generate(request(f"other-{i}", seed=100 + i, n=60))) for i in range(6)]
+    crowded = run(engine.generate(request("crowded", seed=7, n=40))).token_ids
+    results = [future.result(60).token_ids for future in others]
+    assert crowded == alone
+    assert len(set(results)) == len(results), "different seeds must differ"
+    begun = alone[:15]
+    resumed = run(engine.generate(request("resumed", seed=7, n=len(alone) - 15, tokens=PROMPT + list(begun)))).token_ids
+    assert begun + resumed == alone
+
+
+def test_samples_follow_the_softmax(servers: Servers) -> None:
+    temperature, num_samples = 1.3, 4000
+    counts = torch.zeros(VOCAB_SIZE)
+    for start in range(0, num_samples, 1000):
+        sampling = {"max_new_tokens": 1, "temperature": temperature, "n": 1000, "sampling_seed": 10_000 + start}
+        for reply in servers.post("/generate", {"input_ids": PROMPT, "sampling_params": sampling})[1]:
+            counts[reply["output_ids"][0]] += 1
+    with torch.no_grad():
+        logits_V = servers.models["a"](torch.tensor([PROMPT])).logits[0, -1]
+    expected = torch.softmax(logits_V / temperature, -1) * num_samples
+    common = expected >= 5
+    observed = torch.cat((counts[common], counts[~common].sum()[None]))
+    expected = torch.cat((expected[common], expected[~common].sum()[None]))
+    chi_square = float(((observed - expected) ** 2 / expected.clamp_min(1e-9)).sum())
+    num_free = int(common.sum())
+    # Wilson-Hilferty: the 1 - 1e-4 quantile of chi-square with num_free degrees of freedom
+    bound = num_free * (1 - 2 / (9 * num_free) + 3.719 * (2 / (9 * num_free)) ** 0.5) ** 3
+    assert num_free > 10
+    assert chi_square < bound
+
+
+def test_truncated_sampling_stays_inside(servers: Servers) -> None:
+    with torch.no_grad():
+        probs = torch.softmax(servers.models["a"](torch.tensor([PROMPT])).logits[0, -1], -1)
+    ordered = probs.sort(descending=True)
+    nucleus = int((ordered.values.cumsum(0) - ordered.values <= 0.5).sum())
+    allowed = {
+        "top_k": (3, ordered.indices[:3]),
+        "top_p": (0.5, ordered.indices[:nucleus]),
+        "min_p": (0.3, (probs >= 0.3 * probs.max()).nonzero()[:, 0]),
+    }
+    for name, (value, token_ids) in allowed.items():
+        sampling = {"max_new_tokens": 1, "n": 300, "temperature": 1.0, name: value}
+        replies = servers.post("/generate", {"input_ids": PROMPT, "sampling_params": sampling})[1]
+        assert {r["output_ids"][0] for r in replies} == set(token_ids.tolist()), name
+
+
+def test_stop_tokens_end_a_response_and_are_part_of_it(servers: Servers) -> None:
+    free = ask(servers, n=30, sampling_seed=11)["output_ids"]
+    stop = free[9]
+    result = servers.loop.run(servers.engine.generate(request("stops", seed=11, n=30, stop_token_ids=(stop,))))
+    end = free.index(stop) + 1
+    if EOS not in free[:end]:
+        assert result.token_ids == tuple(free[:end])
+        assert result.finish_reason == "stop"
+    length = ask(servers, n=30, sampling_seed=11, stop_token_ids=[stop])
+    assert length["output_ids"] == free, "ignore_eos ignores stop tokens too"
+
+
+def test_weights_updated_in_place_take_over_at_the_next_token(servers: Servers) -> None:
+    channel = servers.channel
+    assert channel is not None
+    pending = ask_later(servers, "in-place-update")
+    servers.wait_until_running(1)
+    before, version = servers.version, servers.push_in_place("b")
+    status, reply = pending.result(60)
+    assert status == 200
+    spans = reply["meta_info"]["weight_versions"]
+    assert [s["version"] for s in spans] == [str(before), str(version)]
+    assert reply["meta_info"]["num_retractions"] == 0
+    cut = spans[1]["start"]
+    old = reference_logprobs(servers.models["a"], PROMPT, reply["output_ids"])
+    torch.testing.assert_close(logprobs_of(reply)[:cut], old[:cut], atol=TOLERANCE, rtol=0)
+    assert (logprobs_of(reply)[cut:] - old[cut:]).abs().max() > 0.1
+
+
+def test_a_client_that_leaves_frees_its_row(servers: Servers) -> None:
+    leaving = servers.loop.submit(servers.engine.generate(request("leaves", n=480)))
+    servers.wait_until_running(1)
+    leaving.cancel()
+    deadline = time.monotonic() + 10
+    while servers.post("/flush_cache")[0] != 200:
+        assert time.monotonic() < deadline, "the request of a client that left is still running"
+        time.sleep(0.02)
+
+
+def test_a_rid_in_use_is_refused(servers: Servers) -> None:
+    pending = ask_later(servers, "twice")
+    servers.wait_until_running(1)
+    body = {"rid": "twice", "input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
+    status, reply = servers.post("/generate", body)
+    servers.loop.run(servers.engine.abort())
+    assert (status, pending.result(30)[0]) == (400, 200)
+    assert "twice" in str(reply)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"input_ids": [5] * MAX_CONTEXT * 2}, "input"),
+        ({"input_ids": []}, "input_ids"),
+        ({"input_ids": [5, VOCAB_SIZE + 3]}, ""),
+        ({"sampling_params": {"temperature": -1}}, "temperature"),
+        ({"sampling_params": {"top_p": 0}}, "top_p"),
+    ],
+)
+def test_bad_requests_are_refused(servers: Servers, change: dict[str, Any], field: str) -> None:
+    status, reply = servers.post("/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4}} | change)
+    assert status == 400
+    assert field in str(reply)
+    assert ask(servers, n=2)["output_ids"]
+
+
+def test_client_reports_a_refusal_with_server_and_request(servers: Servers) -> None:
+    with pytest.raises(EngineError, match=rf"{servers.url}.*long-one.*400"):
+        servers.loop.run(servers.engine.generate(request("long-one", tokens=[5] * MAX_CONTEXT)))
+
+
+def test_update_without_begin_is_refused(servers: Servers) -> None:
+    body = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]], "group_name": "nobody"}
+    status, reply = servers.post("/update_weights_from_distributed", body, timeout_s=20)
+    assert status == 400
+    assert "begin_weight_update" in str(reply)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("model.norm.weight", (63,)), ("model.no_such.weight", (64,))], ids=["shape", "name"]
+)
+def test_foreign_weights_end_a_push_at_once(servers: Servers, name: str, shape: tuple[int, ...]) -> None:
+    channel, servers.channel = servers.channel, None
+    assert channel is not None
+    started = time.monotonic()
+    try:
+        with pytest.raises(EngineError, match=name):
+            channel.push(iter([(name, torch.zeros(shape))]), servers.version + 1)
+        assert time.monotonic() - started < 20
+    finally:
+        for engine in servers.engines:
+            servers.loop.run(engine.end_weight_update())
+            servers.loop.run(engine.resume())
+    assert_matches(servers, "a", ask(servers))
+
+
+def test_an_incomplete_push_is_noticed(servers: Servers) -> None:
+    if servers.kind != "embedded":
+        pytest.skip("only the embedded engine's checksum covers single weights")
+    assert servers.channel is not None
+    weights = dict(servers.models["a"].state_dict())
+    del weights["model.norm.weight"]
+    servers.version += 1
+    with pytest.raises(EngineError, match=r"model\.norm\.weight"):
+        servers.channel.push(iter(weights.items()), servers.version)
+
+
+def test_connecting_to_nobody_names_who_is_missing(servers: Servers) -> None:
+    absent = HttpEngine("http://127.0.0.1:9", request_timeout_s=5)
+    channel = BroadcastChannel([servers.engine, absent], SyncConfig(timeout_s=10), servers.loop.submit)
+    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9"):
+        channel.connect()
+    servers.loop.run(absent.close())
+
+
+def test_spans_of_an_untouched_request_cover_it(servers: Servers) -> None:
+    result = servers.loop.run(servers.engine.generate(request("spans", n=10)))
+    assert result.spans == (VersionSpan(servers.version, 0, len(result.token_ids)),)
+    assert result.num_prompt_tokens == len(PROMPT)

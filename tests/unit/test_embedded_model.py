@@ -1,0 +1,225 @@
+"""The embedded engine's model against transformers, its sampler's random numbers, and the checks of the client."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from bapo_megatron.errors import CheckpointError
+from bapo_megatron.rollout.base import GenerateRequest, VersionSpan
+from bapo_megatron.rollout.client import parse_reply
+from bapo_megatron.rollout.embedded.model import Model
+from bapo_megatron.rollout.embedded.sampler import uniform
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "initializer_range": 0.2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CONFIGS = {
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
+    "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False),
+    "qwen3-tied": Qwen3Config(**SIZES, head_dim=10, tie_word_embeddings=True),
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "llama3-rope": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
+    "llama-bias": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "yarn": Qwen3Config(**SIZES, head_dim=8, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
+    "mha": LlamaConfig(**SIZES | {"num_key_value_heads": 6}, head_dim=12),
+}
+
+
+def save(config: Any, folder: Path, **options: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # so that norms and biases are not trivially one and zero
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder, **options)
+    return model
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_prefill_and_decode_equal_transformers(name: str, tmp_path: Path) -> None:
+    reference = save(CONFIGS[name], tmp_path)
+    model = Model.from_pretrained(tmp_path, max_len=128)
+    generator = torch.Generator().manual_seed(1)
+    lengths = [7, 50, 1, 33]
+    sequences = [torch.randint(0, 61, (n + 5,), generator=generator) for n in lengths]
+    with torch.no_grad():
+        expected = [torch.log_softmax(reference(s[None]).logits[0], -1) for s in sequences]
+    cache = model.new_cache(num_rows=6, max_len=100)
+    padded = torch.nn.utils.rnn.pad_sequence([s[:n] for s, n in zip(sequences, lengths, strict=True)], batch_first=True)
+    logits = [model.prefill(padded[:2], torch.tensor(lengths[:2]), cache, 0)]
+    logits.append(model.prefill(padded[2:], torch.tensor(lengths[2:]), cache, 2))
+    logits_BV = torch.cat(logits)
+    for step in range(5):
+        for row, n in enumerate(lengths):
+            actual = torch.log_softmax(logits_BV[row], -1)
+            torch.testing.assert_close(actual, expected[row][n - 1 + step], atol=2e-5, rtol=0)
+        positions = torch.tensor(lengths) + step
+        last = torch.stack([s[p] for s, p in zip(sequences, positions.tolist(), strict=True)])
+        logits_BV = model.decode(last, positions, cache)
+
+
+def test_a_moved_row_goes_on_as_before(tmp_path: Path) -> None:
+    save(CONFIGS["qwen3"], tmp_path)
+    model = Model.from_pretrained(tmp_path, max_len=64)
+    cache = model.new_cache(num_rows=3, max_len=64)
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    model.prefill(ids, torch.tensor([4, 4]), cache, 0)
+    expected = model.decode(torch.tensor([1, 2]), torch.tensor([4, 4]), cache)[1]
+    cache.move(1, 0, 4)
+    torch.testing.assert_close(model.decode(torch.tensor([2]), torch.tensor([4]), cache)[0], expected)
+
+
+def test_sharded_checkpoints_load(tmp_path: Path) -> None:
+    reference = save(CONFIGS["qwen2"], tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    model = Model.from_pretrained(tmp_path, max_len=16)
+    state = reference.state_dict()
+    assert model.named_weights.keys() == state.keys()
+    for name, weight in model.named_weights.items():
+        assert torch.equal(weight, state[name]), name
+
+
+def test_named_weights_are_the_weights(tmp_path: Path) -> None:
+    save(CONFIGS["qwen3"], tmp_path / "a")
+    other = save(CONFIGS["qwen3"], tmp_path / "b")
+    model = Model.from_pretrained(tmp_path / "a", max_len=16)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+        for name, weight in other.state_dict().items():
+            model.check_weight(name, "float32", weight.shape)
+            model.named_weights[name].copy_(weight)
+        ids = torch.tensor([[3, 4, 5]])
+        logits = model.prefill(ids, torch.tensor([3]), model.new_cache(num_rows=1, max_len=8), 0)
+        torch.testing.assert_close(logits[0], other(ids).logits[0, -1], atol=1e-4, rtol=1e-4)
+
+
+def test_bad_checkpoints_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        Model.from_pretrained(tmp_path, max_len=8)
+    save(CONFIGS["qwen3"], tmp_path)
+    with pytest.raises(CheckpointError, match="300 tokens"):
+        Model.from_pretrained(tmp_path, max_len=300)
+    file = tmp_path / "model.safetensors"
+    whole = load_file(file)
+    cases = [
+        ({k: v for k, v in whole.items() if k != "model.norm.weight"}, "missing.*model.norm.weight"),
+        (whole | {"model.norm.weight": torch.ones(5)}, r"model\.norm\.weight: shape \(5,\)"),
+        (whole | {"model.stray": torch.ones(5)}, "no weight 'model.stray'"),
+    ]
+    for weights, message in cases:
+        save_file(weights, file)
+        with pytest.raises(CheckpointError, match=message):
+            Model.from_pretrained(tmp_path, max_len=8)
+    file.unlink()
+    with pytest.raises(CheckpointError, match="is missing"):
+        Model.from_pretrained(tmp_path, max_len=8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "gpt2"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0, "layer_types": None}, "sliding"),
+    ],
+)
+def test_unsupported_configs_are_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    save(CONFIGS["qwen2"], tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    with pytest.raises(CheckpointError, match=message):
+        Model.from_pretrained(tmp_path, max_len=8)
+
+
+def test_uniform_numbers_are_uniform_and_depend_on_seed_and_position() -> None:
+    grid = [(seed, position) for seed in range(200) for position in range(100)]
+    draws = uniform([s for s, _ in grid], [p for _, p in grid]).reshape(200, 100)
+    assert draws.min() >= 0
+    assert draws.max() < 1
+    assert len(np.unique(draws)) == draws.size
+    counts, _ = np.histogram(draws, bins=50, range=(0, 1))
+    assert ((counts - 400) ** 2 / 400).sum() < 110  # 1 - 1e-6 quantile of chi-square with 49 degrees of freedom
+    neighbours = [np.corrcoef(draws[:, :-1].ravel(), draws[:, 1:].ravel())[0, 1]]
+    neighbours.append(np.corrcoef(draws[:-1].ravel(), draws[1:].ravel())[0, 1])
+    assert np.abs(neighbours).max() < 5 / np.sqrt(draws.size)
+
+
+REQUEST = GenerateRequest("r", (1, 2), max_new_tokens=4, temperature=1.0, stop_token_ids=(), seed=0)
+
+
+def good_reply() -> dict[str, Any]:
+    meta = {
+        "finish_reason": {"type": "length"},
+        "prompt_tokens": 2,
+        "cached_tokens": 1,
+        "output_token_logprobs": [[-0.5, 7, None], [-1.5, 8, None], [0.00001, 9, None]],
+        "weight_versions": [{"version": "default", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}],
+    }
+    return {"output_ids": [7, 8, 9], "meta_info": meta}
+
+
+def test_a_good_reply_is_read() -> None:
+    result = parse_reply(good_reply(), REQUEST, 10)
+    assert result.logprobs == (-0.5, -1.5, 0.0)
+    assert result.spans == (VersionSpan(-1, 0, 1), VersionSpan(4, 1, 3))
+    assert (result.finish_reason, result.num_prompt_tokens, result.num_cached_tokens) == ("length", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("output_ids", None, "output_ids"),
+        ("output_ids", [7, 8], "log-probs for 2 tokens"),
+        ("output_ids", [7, 8, 9, 1, 1], "at most 4"),
+        ("output_ids", [7, 8, 10], "outside the vocabulary"),
+        ("output_ids", [7, 8, True], "outside the vocabulary"),
+        ("meta_info", None, "finish_reason"),
+        ("finish_reason", None, "finish_reason"),
+        ("finish_reason", {"type": "odd"}, "odd"),
+        ("output_token_logprobs", None, "no output_token_logprobs"),
+        ("output_token_logprobs", [[-0.5, 7, None]], "1 log-probs for 3 tokens"),
+        ("output_token_logprobs", [[-0.5, 7], [-1.0, 7], [-1.0, 9]], "does not belong to token 8"),
+        ("output_token_logprobs", [[float("nan"), 7], [-1.0, 8], [-1.0, 9]], "nan"),
+        ("output_token_logprobs", [[float("-inf"), 7], [-1.0, 8], [-1.0, 9]], "inf"),
+        ("output_token_logprobs", [[0.5, 7], [-1.0, 8], [-1.0, 9]], "0.5"),
+        ("output_token_logprobs", [[None, 7], [-1.0, 8], [-1.0, 9]], "None"),
+        ("weight_versions", None, "weight_versions"),
+        ("weight_versions", [{"version": "4", "start": 0, "end": 2}], "cover"),
+        ("weight_versions", [{"version": "4", "start": 1, "end": 3}], "cover"),
+        ("weight_versions", [{"version": "v4", "start": 0, "end": 3}], "'v4' is not a number"),
+    ],
+)
+def test_a_bad_reply_is_refused(path: str, value: Any, message: str) -> None:
+    reply = good_reply()
+    (reply if path in reply else reply["meta_info"])[path] = value
+    with pytest.raises(ValueError, match=message):
+        parse_reply(reply, REQUEST, 10)
