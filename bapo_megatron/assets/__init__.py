@@ -1,0 +1,46 @@
+"""Files that ship with the package, and where a model's path leads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bapo_megatron.errors import CheckpointError
+
+DEMO_MODEL = "demo"
+
+
+def demo_model_path() -> Path:
+    """Folder of the small model that ships with the package (made by scripts/make_demo_model.py)."""
+    return Path(__file__).parent / "demo-model"
+
+
+def resolve_model_path(path: str) -> Path:
+    """The checkpoint folder that `model.path` means: the shipped model for "demo", else a local Hugging Face folder.
+
+    Raises CheckpointError if the folder or one of its parts is missing.
+    """
+    folder = demo_model_path() if path == DEMO_MODEL else Path(path).expanduser()
+    missing = _missing_part(folder)
+    if missing is None:
+        return folder
+    if "smollm2" in path.lower():
+        advice = f"make it with `python scripts/prepare_smollm2.py {path}`"
+    elif path == DEMO_MODEL:
+        advice = "this installation is incomplete: install the package again"
+    else:
+        advice = (
+            "give a local folder with config.json, *.safetensors and tokenizer files (hub names are not downloaded)"
+        )
+    raise CheckpointError(f"model.path = {path!r}: {missing}; {advice}")
+
+
+def _missing_part(folder: Path) -> str | None:
+    if not folder.is_dir():
+        return f"there is no folder {folder.absolute()}"
+    if not (folder / "config.json").is_file():
+        return f"{folder} has no config.json"
+    if not any(folder.glob("*.safetensors")):
+        return f"{folder} has no *.safetensors"
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return f"{folder} has no tokenizer (tokenizer.json)"
+    return None

@@ -1,0 +1,1 @@
+"""Prompt sources (chains, reasoning-gym, JSONL) and the resumable stream over them."""

@@ -1,0 +1,27 @@
+"""What a prompt source is: an indexable list of questions, the same for the same settings and seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question before tokenisation.
+
+    Example: Question(text="3+5*2=", answer="2", where="chains item 7")
+    """
+
+    text: str
+    answer: Any  # JSON value, see types.Prompt.answer
+    where: str  # names this question in an error message
+
+
+class PromptSource(Protocol):
+    """Questions by index. `source[i]` depends on the settings, the seed and `i` only, never on what was read before."""
+
+    name: str
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Question: ...

@@ -1,0 +1,62 @@
+"""Procedural data sets of reasoning-gym (https://github.com/open-thought/reasoning-gym)."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from bapo_megatron.errors import DataError
+from bapo_megatron.prompts.base import Question
+
+
+def create_dataset(name: str | None, size: int, seed: int, options: dict[str, Any]) -> Any:
+    """A reasoning_gym data set: `data[i]` is an entry {question, answer, metadata}; `data.score_answer(text, entry)`.
+
+    Raises DataError for an unknown data set or options that it does not take.
+    """
+    try:
+        from reasoning_gym.factory import DATASETS
+        from reasoning_gym.factory import create_dataset as create
+    except ImportError as error:
+        raise DataError(
+            f"data.source = 'reasoning_gym' cannot be imported ({error}): pip install reasoning-gym"
+        ) from error
+    if name not in DATASETS:
+        close = difflib.get_close_matches(str(name), DATASETS, n=3)
+        hint = f"did you mean {', '.join(close)}?" if close else "such as basic_arithmetic"
+        raise DataError(f"data.dataset = {name!r} is not one of reasoning-gym's {len(DATASETS)} data sets; {hint}")
+    try:
+        return create(name, size=size, seed=seed, **options)
+    except (TypeError, ValueError, AssertionError) as error:  # its settings are checked by asserts
+        raise DataError(f"data.options of the reasoning-gym data set {name}: {error}") from error
+
+
+class ReasoningGymSource:
+    """Entries of one data set.
+
+    An answer is {"index": i, "answer": the reference answer}: entries hold values that JSON cannot carry, and the
+    verifier makes the same entry again from its index.
+    """
+
+    name = "reasoning_gym"
+
+    def __init__(self, dataset: str | None, size: int, seed: int, options: dict[str, Any]) -> None:
+        self.data = create_dataset(dataset, size, seed, options)
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Question:
+        entry = self.data[index]
+        return Question(
+            entry["question"],
+            {"index": index, "answer": reference_answer(entry)},
+            f"reasoning_gym {self.dataset} item {index}",
+        )
+
+
+def reference_answer(entry: dict[str, Any]) -> str | None:
+    """The entry's answer as text; None where the data set judges answers without a reference."""
+    answer = entry["answer"]
+    return None if answer is None else str(answer)

@@ -1,0 +1,53 @@
+"""Judge for reasoning-gym prompts: the data set's own scorer, on the final answer of a response."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from bapo_megatron.errors import DataError
+from bapo_megatron.prompts.reasoning_gym import create_dataset, reference_answer
+
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_NUMBER = re.compile(r"(?:(?<![\d)])[-+])?\d[\d,]*(?:\.\d+)?")  # the minus of 7-3 is an operator, not a sign
+_PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+
+def build_judge(dataset: str | None, size: int, seed: int, options: dict[str, Any]) -> Callable[[Any, str], float]:
+    """Judge for the answers of ReasoningGymSource made with the same arguments. Raises DataError.
+
+    The score is the data set's own, from 0 to 1. Where the reference is a plain number the scorer gets the last number
+    of the response, and only its full score counts: some scorers give part of it to "12" for "2".
+    """
+    data = create_dataset(dataset, size, seed, options)
+
+    @lru_cache(maxsize=1024)  # all responses to a prompt are judged one after the other
+    def entry_at(index: int) -> dict[str, Any]:
+        return data[index]
+
+    def judge(answer: Any, response: str) -> float:
+        entry = entry_at(answer["index"])
+        reference = reference_answer(entry)
+        if reference != answer["answer"]:
+            raise DataError(f"reasoning_gym {dataset} item {answer['index']} changed: was {answer['answer']!r}")
+        is_number = reference is not None and _PLAIN_NUMBER.fullmatch(reference) is not None
+        score = float(data.score_answer(final_answer(response, is_number=is_number), entry))
+        return float(score >= 1.0) if is_number else score
+
+    return judge
+
+
+def final_answer(response: str, *, is_number: bool) -> str | None:
+    """The part of a response that is its answer; None if there is none.
+
+    The last <answer>...</answer> where there is one, else the whole response without surrounding blanks; of that, the
+    last number if a number is asked for. Example: final_answer("7 + 5 = 12.", is_number=True) == "12"
+    """
+    tagged = _TAGGED.findall(response)
+    text = (tagged[-1] if tagged else response).strip()
+    if not is_number:
+        return text or None
+    numbers = _NUMBER.findall(text)
+    return numbers[-1].replace(",", "").removeprefix("+") if numbers else None

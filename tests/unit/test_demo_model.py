@@ -1,0 +1,162 @@
+"""The model that ships with the package, the script that makes it, and where model.path leads."""
+
+from __future__ import annotations
+
+import importlib.util
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bapo_megatron.assets import demo_model_path, resolve_model_path
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import CheckpointError
+from bapo_megatron.prompts.chains import ChainSource
+from bapo_megatron.prompts.jsonl import JsonlSource
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_demo_model", REPOSITORY / "scripts" / "make_demo_model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(demo_model_path())
+
+
+class TestShippedModel:
+    def test_is_an_ordinary_small_checkpoint(self):
+        weights = demo_model_path() / "model.safetensors"
+        assert weights.stat().st_size < 5e6
+        model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype="auto")
+        assert 0.9e6 < sum(p.numel() for p in model.parameters()) < 1.1e6
+        assert model.dtype == torch.float32
+        assert all(torch.isfinite(p).all() for p in model.parameters())
+
+    def test_shapes_split_over_two_tensor_and_four_pipeline_ranks(self):
+        config = AutoModelForCausalLM.from_pretrained(demo_model_path()).config
+        for size in (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size):
+            assert size % 2 == 0
+        assert config.vocab_size % 4 == 0
+        assert config.num_hidden_layers % 4 == 0
+        assert config.architectures == ["Qwen3ForCausalLM"]
+
+    def test_tokenizer_has_one_token_a_character_for_the_whole_vocabulary(self, tokenizer):
+        model_config = AutoModelForCausalLM.from_pretrained(demo_model_path()).config
+        assert len(tokenizer) == model_config.vocab_size == len(tokenizer.get_vocab())
+        assert tokenizer.eos_token_id == model_config.eos_token_id
+        text = "3+5*2=3+5=1,1*2=2,"
+        ids = tokenizer.encode(text)
+        assert len(ids) == len(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
+        assert tokenizer.unk_token_id not in tokenizer.encode(
+            "".join(ChainSource(100, 0, {})[i].text for i in range(100))
+        )
+
+    def test_pass_rate_leaves_room_to_learn(self, script, tokenizer):
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_pretrained(demo_model_path())
+        rate = script.pass_rate(model, tokenizer, num_prompts=512, seed=1)
+        assert 0.2 < rate < 0.4  # measured 0.30; standard error 0.02
+
+    def test_fails_by_what_it_believes_more_than_by_chance(self, script, tokenizer):
+        """Wrong facts carry most probability but leave some for the right result: what reinforcement needs."""
+        model = AutoModelForCausalLM.from_pretrained(demo_model_path()).eval()
+        probs: dict[str, list[float]] = {"believed": [], "right": []}
+        for (operator, left, right), believed in script.Demonstrator(0).believed.items():
+            text = f"{left}{operator}{right}+1={left}{operator}{right}="
+            with torch.no_grad():
+                logits = model(torch.tensor([tokenizer.encode(text)])).logits[0, -1]
+            p = logits.softmax(-1)
+            probs["believed"].append(p[tokenizer.convert_tokens_to_ids(str(believed))].item())
+            right_result = str(script.apply_operator(operator, left, right))
+            probs["right"].append(p[tokenizer.convert_tokens_to_ids(right_result)].item())
+        mean = {key: sum(values) / len(values) for key, values in probs.items()}
+        assert 0.5 < mean["believed"] < 0.9
+        assert 0.08 < mean["right"] < 0.35
+
+
+class TestScript:
+    def test_demonstrations_fit_and_have_a_long_tail(self, script):
+        demonstrator = script.Demonstrator(0)
+        options = script.ChainOptions()
+        lengths = []
+        for _ in range(2000):
+            chain = script.Chain.random(demonstrator.rng, options.min_terms, options.max_terms)
+            lengths.append(len(demonstrator.solve(chain)) + 1)  # and the end token
+        assert max(lengths) <= script.MAX_RESPONSE_TOKENS
+        assert min(lengths) < 16
+        assert 0.05 < sum(length > 40 for length in lengths) / len(lengths) < 0.4
+
+    def test_same_seed_same_weights(self, script, tmp_path, monkeypatch):
+        folders = [tmp_path / name for name in ("a", "b", "c")]
+        for folder, seed in zip(folders, (3, 3, 4), strict=True):
+            command = ["make_demo_model.py", "--output", folder, "--num-updates", 2, "--batch-size", 8, "--seed", seed]
+            monkeypatch.setattr("sys.argv", [str(word) for word in command])
+            monkeypatch.setattr(script, "pass_rate", lambda *args: 0.0)
+            script.main()
+        a, b, c = (load_file(folder / "model.safetensors") for folder in folders)
+        assert all(torch.equal(a[name], b[name]) for name in a)
+        assert not all(torch.equal(a[name], c[name]) for name in a)
+        resolve_model_path(str(folders[0]))
+        AutoTokenizer.from_pretrained(folders[0])
+
+
+class TestResolveModelPath:
+    def test_demo(self):
+        assert resolve_model_path("demo") == demo_model_path()
+
+    def test_folder(self, tmp_path):
+        for name in ("config.json", "model-00001-of-00002.safetensors", "tokenizer.json"):
+            (tmp_path / name).touch()
+        assert resolve_model_path(str(tmp_path)) == tmp_path
+
+    def test_missing_smollm2_tells_how_to_make_it(self, tmp_path):
+        path = str(tmp_path / "models" / "SmolLM2-135M-Instruct")
+        with pytest.raises(
+            CheckpointError, match=r"there is no folder .*; make it with `python scripts/prepare_smollm2"
+        ):
+            resolve_model_path(path)
+
+    @pytest.mark.parametrize(
+        ("present", "message"),
+        [
+            ([], "has no config.json"),
+            (["config.json", "pytorch_model.bin"], r"has no \*.safetensors"),
+            (["config.json", "model.safetensors"], "has no tokenizer"),
+        ],
+    )
+    def test_incomplete_folder(self, tmp_path, present, message):
+        for name in present:
+            (tmp_path / name).touch()
+        with pytest.raises(CheckpointError, match=message):
+            resolve_model_path(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["demo", "smollm2_135m"])
+def test_shipped_configs_are_valid(name):
+    config = Config.model_validate(tomllib.loads((REPOSITORY / "configs" / f"{name}.toml").read_text()))
+    rollout = config.rollout
+    assert rollout.groups_in_flight is not None
+    assert rollout.groups_in_flight > rollout.prompts_per_step
+    assert rollout.tokens_per_round is not None
+    assert rollout.tokens_per_round < rollout.max_response_tokens
+    assert config.loss.name == "bapo"
+
+
+def test_example_prompts_can_be_read():
+    source = JsonlSource(str(REPOSITORY / "configs" / "math_example.jsonl"))
+    assert len(source) >= 4

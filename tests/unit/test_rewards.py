@@ -1,0 +1,229 @@
+"""Judges, and the scorer that runs them under a deadline."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import bapo_megatron.rewards.scorer as scorer_module
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import DataError, UserError
+from bapo_megatron.prompts.chains import ChainSource
+from bapo_megatron.prompts.reasoning_gym import ReasoningGymSource
+from bapo_megatron.rewards import RewardScorer, build_verifier
+from bapo_megatron.rewards.chains import judge_chain
+from bapo_megatron.rewards.math import judge_math
+from bapo_megatron.rewards.reasoning_gym import build_judge, final_answer
+from bapo_megatron.rewards.scorer import JudgeSpec
+from bapo_megatron.types import Prompt
+
+HANGS = "$9^{9^{9^9}}$"
+ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+
+def prompt(answer: Any, prompt_id: int = 0) -> Prompt:
+    return Prompt(prompt_id, (1,), "?", answer, "test")
+
+
+def make_config(reward: dict[str, Any] | None = None, **data: Any) -> Config:
+    return Config.model_validate({"reward": reward or {}, "data": data})
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("3+5=1,1*2=2,", 1.0),
+        ("=2,", 1.0),
+        ("3+5=1,1*2=3,", 0.0),
+        ("3+5=1,1*2=2", 0.0),  # cut off before the comma that ends the step
+        ("3+5=1,1*2=2,2+1=3,", 0.0),  # rambles on to another result
+        ("3+5=1,1*2=2,\n", 0.0),
+        ("2", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_chain_judge(response, reward):
+    assert judge_chain("2", response) == reward
+
+
+def test_chain_judge_accepts_the_source_s_answers():
+    questions = [ChainSource(50, 0, {})[i] for i in range(50)]
+    assert all(judge_chain(q.answer, f"={q.answer},") == 1.0 for q in questions)
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "reward"),
+    [
+        ("12", "7 + 5 = 12", 1.0),
+        (12, "so \\boxed{12}", 1.0),
+        (12, "so \\boxed{13}, not 12", 0.0),
+        ("\\frac{1}{2}", "The answer is $0.5$", 1.0),
+        ("x^2+1", "it is $1+x^2$", 1.0),
+        ("x^2+1", "it is $1+x^3$", 0.0),
+        ("$\\sqrt{2}$", "\\boxed{2^{1/2}}", 1.0),
+        ("12", "", 0.0),
+        ("", "12", 0.0),
+        ("12", "\\boxed{", 0.0),
+        ("12", "\\frac{", 0.0),
+        ("12", "\x00 \ud800 $$ $\\frac{}{}$", 0.0),
+        ("12", "1" * 200_000 + " so the answer is 12", 1.0),  # only the end is read
+    ],
+)
+def test_math_judge(answer, response, reward):
+    assert judge_math(answer, response) == reward
+
+
+@settings(deadline=None)  # other processes may hold the cores
+@given(st.text(alphabet="\\{}$^_()[]0123456789+-*/=xyfracbosqt ,.", max_size=40))
+def test_math_judge_survives_malformed_latex(response):
+    if "^" in response or "!" in response:  # a tower of powers may take for ever: the scorer's business
+        response = response.replace("^", "").replace("!", "")
+    assert judge_math("7919", response) in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("response", "is_number", "answer"),
+    [
+        ("7 + 5 = 12.", True, "12"),
+        ("12", True, "12"),
+        ("1,234", True, "1234"),
+        ("-3", True, "-3"),
+        ("+3", True, "3"),
+        ("-7-3", True, "3"),
+        ("7 - -3", True, "-3"),
+        ("2.50 euros", True, "2.50"),
+        ("<answer> 4 </answer> or 5", True, "4"),
+        ("<answer>4</answer> no: <answer>six</answer>", False, "six"),
+        ("no number", True, None),
+        (" two words \n", False, "two words"),
+        ("", False, None),
+    ],
+)
+def test_final_answer(response, is_number, answer):
+    assert final_answer(response, is_number=is_number) == answer
+
+
+class TestReasoningGymJudge:
+    def test_every_reference_answer_gets_the_full_score(self):
+        source = ReasoningGymSource("basic_arithmetic", 100, 3, ONE_DIGIT)
+        judge = build_judge("basic_arithmetic", 100, 3, ONE_DIGIT)
+        for i in range(100):
+            answer = source[i].answer
+            assert judge(answer, f"Let me see: 9 * 99, so {answer['answer']}.") == 1.0
+            assert judge(answer, "") == 0.0
+            assert judge(answer, f"1{answer['answer'].lstrip('-')}") == 0.0  # no part of the score for more digits
+
+    def test_words_keep_the_data_set_s_partial_score(self):
+        source = ReasoningGymSource("letter_counting", 10, 0, {})
+        judge = build_judge("letter_counting", 10, 0, {})
+        assert judge(source[0].answer, source[0].answer["answer"]) == 1.0
+        source = ReasoningGymSource("spell_backward", 10, 0, {})
+        judge = build_judge("spell_backward", 10, 0, {})
+        assert judge(source[0].answer, source[0].answer["answer"]) == 1.0
+        assert judge(source[0].answer, "x") < 1.0
+
+    def test_prompts_of_another_seed_are_refused(self):
+        source = ReasoningGymSource("basic_arithmetic", 100, 3, ONE_DIGIT)
+        judge = build_judge("basic_arithmetic", 100, 4, ONE_DIGIT)
+        other = ReasoningGymSource("basic_arithmetic", 100, 4, ONE_DIGIT)
+        changed = next(i for i in range(100) if source[i].answer != other[i].answer)
+        with pytest.raises(DataError, match=rf"item {changed} changed"):
+            judge(source[changed].answer, "1")
+
+
+class TestKinds:
+    @pytest.mark.parametrize(
+        ("data", "kind"),
+        [
+            ({"source": "chains"}, "chains"),
+            ({"source": "jsonl", "path": "p.jsonl"}, "math"),
+            ({"source": "reasoning_gym", "dataset": "basic_arithmetic"}, "reasoning_gym"),
+        ],
+    )
+    def test_auto_follows_the_source(self, data, kind):
+        assert JudgeSpec.of(make_config(**data)).kind == kind
+
+    def test_judge_and_source_must_go_together(self):
+        with pytest.raises(UserError, match="judges prompts of that source only, not of 'jsonl'"):
+            build_verifier(make_config({"kind": "reasoning_gym"}, source="jsonl", path="p.jsonl"))
+        with pytest.raises(UserError, match=r"cannot judge prompts of data.source = 'reasoning_gym'"):
+            build_verifier(make_config({"kind": "chains"}, source="reasoning_gym", dataset="basic_arithmetic"))
+
+    def test_verifier_reads_the_prompt_s_answer(self):
+        assert build_verifier(make_config())(prompt("2"), "1*2=2,") == 1.0
+
+    def test_bad_data_set_is_told_at_once(self):
+        with pytest.raises(DataError, match="not one of reasoning-gym's"):
+            RewardScorer(make_config(source="reasoning_gym", dataset="nonsense"))
+
+
+def test_exact_judges_need_no_process():
+    children = psutil.Process().children()
+    with RewardScorer(make_config()) as scorer:
+        assert scorer.score([(prompt("2"), "1*2=2,"), (prompt("2"), "1*2=3,")]) == [1.0, 0.0]
+        assert scorer.score([]) == []
+    assert psutil.Process().children() == children
+
+
+def worker_processes() -> list[psutil.Process]:
+    children = psutil.Process().children()
+    return [p for p in children if p.status() != psutil.STATUS_ZOMBIE and "spawn_main" in " ".join(p.cmdline())]
+
+
+@pytest.fixture(scope="module")
+def math_scorer() -> Iterator[RewardScorer]:
+    with RewardScorer(make_config({"timeout_s": 2.0}, source="jsonl", path="p.jsonl")) as scorer:
+        assert scorer.score([(prompt("1"), "1")]) == [1.0]  # workers are up: what follows measures judging only
+        yield scorer
+
+
+class TestScorer:
+    def test_rewards_keep_their_order(self, math_scorer):
+        items = [(prompt(i), str(i if i % 3 else i + 1)) for i in range(60)]
+        assert math_scorer.score(items) == [float(i % 3 != 0) for i in range(60)]
+
+    def test_a_hang_costs_its_own_sample_only(self, math_scorer):
+        before = math_scorer.num_timeouts
+        started = time.monotonic()
+        items = [(prompt("5"), HANGS), *((prompt(str(i)), f"\\boxed{{{i}}}") for i in range(20)), (prompt("5"), HANGS)]
+        assert math_scorer.score(items) == [0.0, *[1.0] * 20, 0.0]
+        assert math_scorer.num_timeouts == before + 2
+        assert time.monotonic() - started < 60
+
+    def test_a_worker_killed_while_idle_costs_nothing(self, math_scorer):
+        before = math_scorer.num_errors, math_scorer.num_timeouts
+        os.kill(worker_processes()[0].pid, signal.SIGKILL)
+        assert math_scorer.score([(prompt(str(i)), str(i)) for i in range(20)]) == [1.0] * 20
+        assert (math_scorer.num_errors, math_scorer.num_timeouts) == before
+
+    def test_workers_that_never_live_are_told(self, monkeypatch):
+        monkeypatch.setattr(scorer_module, "_init_worker", sys.exit)
+        with (
+            RewardScorer(make_config(source="jsonl", path="p.jsonl")) as scorer,
+            pytest.raises(RuntimeError, match="died 3 times in a row"),
+        ):
+            scorer.score([(prompt("1"), "1")])
+
+    def test_an_exception_is_counted(self):
+        config = make_config(source="reasoning_gym", dataset="basic_arithmetic", options=ONE_DIGIT)
+        with RewardScorer(config) as scorer:
+            assert scorer.score([(prompt({"nonsense": 1}), "1")]) == [0.0]
+            assert (scorer.num_errors, scorer.num_timeouts) == (1, 0)
+
+    def test_close_ends_the_workers(self):
+        others = set(worker_processes())
+        scorer = RewardScorer(make_config(source="jsonl", path="p.jsonl"))
+        scorer.score([(prompt("1"), "1")])
+        assert set(worker_processes()) - others
+        scorer.close()
+        scorer.close()
+        assert set(worker_processes()) == others
