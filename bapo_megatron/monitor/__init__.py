@@ -1,0 +1,1 @@
+"""What the user sees and keeps: run directory, metrics, console, report."""

@@ -1,0 +1,112 @@
+"""The names of all metrics, and the file they are kept in.
+
+One flat dict of floats per training step, written to `metrics.jsonl`. How to read each one: docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bapo_megatron.monitor.jsonl import JsonlWriter, read_jsonl
+
+
+class Metric(NamedTuple):
+    """What a number counts, and in which unit ("share" lies in 0..1)."""
+
+    unit: str
+    description: str
+
+
+METRICS: dict[str, Metric] = {
+    "step": Metric("steps", "training step, counted from 1"),
+    "version": Metric("updates", "weight version after the step: optimizer updates so far"),
+    "reward/mean": Metric("reward", "mean reward of the trained responses; with 0/1 rewards the pass rate"),
+    "reward/std": Metric("reward", "standard deviation of the reward over the trained responses"),
+    "reward/timeouts": Metric("responses", "judged wrong because their verifier did not end, since the attempt began"),
+    "reward/errors": Metric("responses", "judged wrong because their verifier failed, since the attempt began"),
+    "rollout/num_groups": Metric("groups", "prompts whose responses were trained"),
+    "rollout/num_samples": Metric("samples", "responses that were trained"),
+    "rollout/num_rounds": Metric("rounds", "sampling rounds of the step"),
+    "rollout/num_retries": Metric("requests", "generate requests repeated after a failed or malformed reply"),
+    "rollout/num_stale_groups": Metric("groups", "finished groups dropped as older than max_staleness"),
+    "rollout/response_tokens_mean": Metric("tokens", "mean length of a trained response"),
+    "rollout/response_tokens_max": Metric("tokens", "length of the longest trained response"),
+    "rollout/truncated_share": Metric("share", "trained responses that ended at max_response_tokens"),
+    "rollout/resumed_token_share": Metric("share", "trained tokens sampled in a later step than their response began"),
+    "rollout/zero_variance_share": Metric("share", "groups whose responses all got the same reward"),
+    "rollout/tokens_generated": Metric("tokens", "tokens the engines sampled during the step"),
+    "rollout/tokens_per_s": Metric("tokens/s", "sampled tokens per second of rollout time"),
+    "staleness/mean": Metric("updates", "mean age of the trained tokens"),
+    "staleness/max": Metric("updates", "age of the oldest trained token"),
+    "bapo/low": Metric("ratio", "lower clip bound, mean over the step's updates"),
+    "bapo/high": Metric("ratio", "upper clip bound, mean over the step's updates"),
+    "bapo/positive_share": Metric("share", "contribution of positive tokens (rho) at the bounds that were used"),
+    "bapo/saturated_share": Metric("share", "updates whose search reached its limits before its target"),
+    "bapo/inert_share": Metric("share", "updates whose bounds stayed at their start"),
+    "bapo/num_moves": Metric("moves", "grid steps of both bounds per update"),
+    "loss/policy": Metric("loss", "policy loss per trained token"),
+    "loss/entropy": Metric("nats", "mean entropy of the policy at the trained tokens"),
+    "loss/clip_high_share": Metric("share", "trained tokens with A > 0 and a ratio over the upper bound"),
+    "loss/clip_low_share": Metric("share", "trained tokens with A < 0 and a ratio under the lower bound"),
+    "loss/ratio_mean": Metric("ratio", "mean of current over behaviour probability"),
+    "loss/ratio_max": Metric("ratio", "largest ratio of a trained token"),
+    "loss/approx_kl": Metric("nats", "estimated KL divergence from the behaviour policy to the current one"),
+    "optimizer/grad_norm": Metric("norm", "global gradient norm before clipping"),
+    "optimizer/lr": Metric("rate", "learning rate of the step's last update"),
+    "optimizer/skipped": Metric("updates", "updates skipped because of a gradient that was not finite"),
+    "time/step_s": Metric("s", "the whole step"),
+    "time/rollout_s": Metric("s", "waiting for finished responses and their rewards"),
+    "time/score_s": Metric("s", "log-probs at the current weights and the search for bounds"),
+    "time/train_s": Metric("s", "forward, backward and optimizer"),
+    "time/sync_s": Metric("s", "handing the new weights to the engines"),
+    "time/other_s": Metric("s", "the rest: packing, checkpoint, logging"),
+    "sync/bytes": Metric("bytes", "weights sent to each engine"),
+    "sync/seconds": Metric("s", "duration of the weight transfer itself"),
+    "train/tokens": Metric("tokens", "response tokens trained, each counted once per pass"),
+    "train/tokens_per_s": Metric("tokens/s", "trained tokens per second of score and train time"),
+    "ledger/queued": Metric("samples", "responses that wait for an engine"),
+    "ledger/running": Metric("samples", "responses being sampled"),
+    "ledger/partial": Metric("samples", "responses set aside, to be resumed"),
+    "ledger/finished": Metric("samples", "responses complete but not trained yet"),
+    "ledger/trained": Metric("samples", "responses trained since the run began"),
+    "ledger/dropped": Metric("samples", "responses given up since the run began"),
+    "data/skipped": Metric("prompts", "prompts skipped as empty or too long since the run began"),
+}
+
+
+class MetricsWriter:
+    """Appends one line per training step to `metrics.jsonl`. A context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self._writer = JsonlWriter(path)
+
+    def write(self, metrics: Mapping[str, float]) -> None:
+        """Append one step, flushed; values that are not finite are kept as null.
+
+        Metrics that are not in `METRICS` are kept too: a plug-in may add its own.
+        """
+        assert "step" in metrics, "every line of metrics names its step"
+        self._writer.write({**{name: float(value) for name, value in metrics.items()}, "step": int(metrics["step"])})
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The steps of a run in ascending order, null as NaN. Of a step that was written twice, the later line counts."""
+    rows = {row["step"]: row for row in map(_as_floats, read_jsonl(path)) if "step" in row}
+    return [rows[step] for step in sorted(rows)]
+
+
+def _as_floats(record: Mapping[str, Any]) -> dict[str, float]:
+    row = {name: math.nan if value is None else value for name, value in record.items()}
+    return {name: float(value) for name, value in row.items() if isinstance(value, int | float)}

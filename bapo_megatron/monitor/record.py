@@ -1,0 +1,112 @@
+"""What trainer rank 0 writes down: one line of metrics per step, a few samples, and what the user sees meanwhile."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TextIO
+
+from bapo_megatron.config.schema import Config
+from bapo_megatron.monitor.console import Console
+from bapo_megatron.monitor.jsonl import JsonlWriter, truncate_after
+from bapo_megatron.monitor.metrics import MetricsWriter, read_metrics
+from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.monitor.samples import sample_record
+from bapo_megatron.types import ClipBounds, Group
+
+_LARGEST = ("loss/ratio_max", "staleness/max")  # over the updates of a step; all others are averaged
+_LATEST = ("optimizer/lr", "optimizer/skipped")
+_SUMMED = ("train/tokens",)
+
+
+class UpdateMetrics:
+    """Collects the metrics of a step's optimizer updates into one number each."""
+
+    def __init__(self, config: Config) -> None:
+        searches = config.loss.name == "bapo" and config.bapo.scope != "fixed"
+        self._start = (config.bapo.low.points[0], config.bapo.high.points[0]) if searches else None
+        self._values: dict[str, list[float]] = defaultdict(list)
+
+    def add(self, bounds: ClipBounds, metrics: dict[str, float]) -> None:
+        self._add("bapo/low", bounds.low)
+        self._add("bapo/high", bounds.high)
+        if self._start is not None:
+            self._add("bapo/positive_share", bounds.positive_share)
+            self._add("bapo/saturated_share", float(bounds.saturated))
+            self._add("bapo/inert_share", float((bounds.low, bounds.high) == self._start))
+            self._add("bapo/num_moves", float(bounds.num_moves))
+        for name, value in metrics.items():
+            self._add(name, value)
+
+    def result(self) -> dict[str, float]:
+        return {name: _reduce(name, values) for name, values in self._values.items()}
+
+    def _add(self, name: str, value: float) -> None:
+        self._values[name].append(value)
+
+
+def _reduce(name: str, values: list[float]) -> float:
+    finite = [v for v in values if math.isfinite(v)]
+    if not finite:
+        return math.nan
+    if name in _LARGEST:
+        return max(finite)
+    if name in _LATEST:
+        return values[-1]
+    return math.fsum(finite) if name in _SUMMED else math.fsum(finite) / len(finite)
+
+
+class Recorder:
+    """The run's books for its reader. Lives on trainer rank 0 only."""
+
+    def __init__(self, config: Config, run_dir: RunDir, stream: TextIO) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._stream = stream
+        self._console: Console | None = None
+        self._decode: Callable[[Sequence[int]], str] = str
+
+    def begin(self, first_step: int, decode: Callable[[Sequence[int]], str]) -> None:
+        """Go on after `first_step` finished steps: what was written about later ones is cut off."""
+        for path in (self._run_dir.metrics_path, self._run_dir.samples_path):
+            truncate_after(path, first_step)
+        history = read_metrics(self._run_dir.metrics_path)
+        self._metrics = MetricsWriter(self._run_dir.metrics_path)
+        self._samples = JsonlWriter(self._run_dir.samples_path)
+        self._decode = decode
+        num_steps = self._config.train.num_steps
+        self._console = Console(self._config.monitor.progress, num_steps, history=history, stream=self._stream)
+        if first_step:
+            self._console.note(f"resuming {self._run_dir.path} after step {first_step} of {num_steps}")
+
+    def keep_samples(self, step: int, groups: Sequence[Group]) -> None:
+        """The first responses of a step's batch, for reading."""
+        trajectories = [t for g in groups for t in g.trajectories]
+        for trajectory in trajectories[: self._config.monitor.samples_per_step]:
+            self._samples.write(sample_record(step, trajectory, self._decode))
+
+    def record(self, step: int, version: int, *parts: Mapping[str, float]) -> None:
+        """Write and show step number `step`, counted from 1; `parts` together hold its metrics."""
+        metrics: dict[str, float] = {"step": step, "version": version}
+        for part in parts:
+            metrics.update(part)
+        busy_s = metrics["time/score_s"] + metrics["time/train_s"]
+        metrics["train/tokens_per_s"] = metrics["train/tokens"] / busy_s if busy_s > 0 else math.nan
+        self._metrics.write(metrics)
+        assert self._console is not None
+        self._console.step(metrics)
+
+    def note(self, text: str) -> None:
+        print(text, file=self._stream, flush=True) if self._console is None else self._console.note(text)
+
+    def warn(self, text: str) -> None:
+        assert self._console is not None
+        self._console.warn(text)
+
+    def end(self) -> None:
+        """Show the summary and close the files."""
+        if self._console is not None:
+            self._console.summary()
+            self._metrics.close()
+            self._samples.close()

@@ -1,0 +1,293 @@
+"""The folder of a run: what was run, on what, and what came out.
+
+    runs/<name>/
+        config.toml  command.txt  environment.json  git.diff     of the latest attempt
+        metrics.jsonl  samples.jsonl  report.html  checkpoints/  of the whole run
+        logs/attempt-N/                                          logs of one attempt, with its own copy of the above
+
+Running the same name again is the next attempt of the same run.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import platform
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from fnmatch import fnmatch
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from bapo_megatron.errors import ConfigError, UserError
+from bapo_megatron.monitor.jsonl import write_atomically
+
+if TYPE_CHECKING:
+    from bapo_megatron.config.schema import Config
+
+logger = logging.getLogger(__name__)
+
+# Settings that may differ when a run is resumed: they change its length, speed or looks, not what it computes.
+RESUMABLE_SETTINGS = (
+    "run.dir",
+    "checkpoint.*",
+    "monitor.*",
+    "sync.*",
+    "train.num_steps",
+    "train.max_tokens_per_microbatch",
+    "train.logprob_chunk_tokens",
+    "train.recompute",
+    "parallel.*",
+    "rollout.engine",
+    "rollout.urls",
+    "rollout.num_servers",
+    "rollout.max_concurrent_requests",
+    "rollout.max_retries",
+    "rollout.engine_threads",
+    "rollout.engine_max_context",
+    "*timeout_s",
+)
+_PACKAGES = (
+    "bapo-megatron",
+    "torch",
+    "megatron-core",
+    "transformers",
+    "sglang",
+    "transformer-engine",
+    "numpy",
+    "pydantic",
+)
+_FACT_FILES = ("config.toml", "command.txt", "environment.json", "git.diff")
+_MAX_DIFF_BYTES = 1 << 20
+_GIT_TIMEOUT_S = 10.0
+_LOCK_NAME = ".lock"
+
+
+class RunDir:
+    """Paths of one run, and the lock on it. A context manager that gives the lock back."""
+
+    def __init__(self, path: Path, attempt: int, lock: TextIO | None = None) -> None:
+        self.path = path
+        self.attempt = attempt  # counted from 1
+        self._lock = lock
+
+    @classmethod
+    def open(cls, config: Config, *, resume: bool = True, config_text: str | None = None) -> RunDir:
+        """Lock runs/<name>/ for this process, check that it may be resumed, and record the new attempt.
+
+        `config_text` is the resolved configuration as TOML, where the caller has it already.
+        Raises UserError where another process holds the run or `resume` is off and there is something to resume, and
+        ConfigError where the run was started with other settings; in both cases nothing in the folder changes.
+        """
+        if config_text is None:
+            from bapo_megatron.config.load import dump_config
+
+            config_text = dump_config(config)
+        return cls.open_path(Path(config.run.dir) / config.run.name, config_text, resume=resume)
+
+    @classmethod
+    def open_path(cls, path: Path, config_text: str, *, resume: bool = True) -> RunDir:
+        """Like `open`, for a folder and a configuration given as TOML text."""
+        path = path.absolute()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot create the run directory {path}: {error.strerror}; set run.dir") from error
+        lock = _take_lock(path)
+        try:
+            _check_resumable(path, config_text, resume)
+            run = cls(path, _last_attempt(path) + 1, lock)
+            run.log_dir.mkdir(parents=True)
+            run.checkpoints_dir.mkdir(exist_ok=True)
+            run._record_facts(config_text)
+        except BaseException:
+            lock.close()
+            raise
+        return run
+
+    @classmethod
+    def attach(cls, path: Path) -> RunDir:
+        """The latest attempt of a run, without its lock: for the other processes of the run, and for readers."""
+        if not path.is_dir():
+            raise UserError(f"no run at {path}; the folder names a run, such as runs/demo")
+        return cls(path.absolute(), max(1, _last_attempt(path)))
+
+    @property
+    def log_dir(self) -> Path:
+        return self.path / "logs" / f"attempt-{self.attempt}"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples_path(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def report_path(self) -> Path:
+        return self.path / "report.html"
+
+    def log_path(self, role: str, rank: int) -> Path:
+        """Where one process of this attempt writes its output, such as logs/attempt-2/trainer-0.log."""
+        return self.log_dir / f"{role}-{rank}.log"
+
+    def close(self) -> None:
+        """Give the lock back. Safe to call twice."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> RunDir:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _record_facts(self, config_text: str) -> None:
+        commit, diff = _git_state(Path(__file__).parent)
+        texts = {
+            "config.toml": config_text,
+            "command.txt": shlex.join(sys.argv) + "\n",
+            "environment.json": json.dumps(describe_environment() | {"git_commit": commit}, indent=2) + "\n",
+            "git.diff": diff,
+        }
+        for name in _FACT_FILES:
+            write_atomically(self.log_dir / name, texts[name])
+            write_atomically(self.path / name, texts[name])
+
+
+def describe_environment() -> dict[str, Any]:
+    """Python, platform, cores and package versions of this process. No environment variables: they may hold secrets."""
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "working_directory": str(Path.cwd()),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+    }
+
+
+def different_settings(old_text: str, new_text: str) -> dict[str, tuple[Any, Any]]:
+    """Settings whose values differ between two TOML texts, as {"bapo.rho0": (0.4, 0.5)}; None where one is unset."""
+    old, new = _flatten(tomllib.loads(old_text)), _flatten(tomllib.loads(new_text))
+    return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
+
+
+def _check_resumable(path: Path, config_text: str, resume: bool) -> None:
+    """Refuse to mix two experiments in one folder. A run that has not finished a step may start over freely."""
+    config_path = path / "config.toml"
+    if not config_path.exists() or not _has_results(path):
+        return
+    if not resume:
+        raise UserError(f"the run {path} exists; choose another run.name, or delete the folder to start over")
+    different = {
+        key: values
+        for key, values in different_settings(config_path.read_text(encoding="utf-8"), config_text).items()
+        if not any(fnmatch(key, pattern) for pattern in RESUMABLE_SETTINGS)
+    }
+    if different:
+        lines = [f"  {key}: {_shown(old)} -> {_shown(new)}" for key, (old, new) in different.items()]
+        raise ConfigError(
+            f"cannot resume the run {path}: it was started with other settings (run -> now):\n"
+            + "\n".join(lines)
+            + "\nUse the run's settings, choose another run.name, or delete the folder to start over."
+        )
+
+
+def _has_results(path: Path) -> bool:
+    metrics, checkpoints = path / "metrics.jsonl", path / "checkpoints"
+    has_metrics = metrics.exists() and metrics.stat().st_size > 0
+    return has_metrics or (checkpoints.is_dir() and any(checkpoints.iterdir()))
+
+
+def _take_lock(path: Path) -> TextIO:
+    """An exclusive lock that the system gives back when this process ends, however it ends."""
+    lock = (path / _LOCK_NAME).open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().strip() or "another process"
+        lock.close()
+        raise UserError(
+            f"the run {path} is in use by {holder}; wait for it, stop it, or choose another run.name"
+        ) from None
+    except OSError as error:  # some network file systems have no locks; a run there is still better than none
+        logger.warning("%s: this file system cannot lock (%s); make sure that one process runs this name", path, error)
+    lock.truncate(0)
+    since = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
+    lock.write(f"process {os.getpid()} on {socket.gethostname()} (since {since})\n")
+    lock.flush()
+    return lock
+
+
+def _last_attempt(path: Path) -> int:
+    numbers = [folder.name.removeprefix("attempt-") for folder in (path / "logs").glob("attempt-*")]
+    return max((int(text) for text in numbers if text.isdigit()), default=0)
+
+
+def _git_state(folder: Path) -> tuple[str | None, str]:
+    """Commit and uncommitted changes of the checkout that holds this package; (None, "") outside of one."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None, ""
+    diff = _git(folder, "diff", "--no-color", "--no-ext-diff", "HEAD") or ""
+    encoded = diff.encode()
+    if len(encoded) > _MAX_DIFF_BYTES:
+        kept = encoded[:_MAX_DIFF_BYTES].decode(errors="ignore")
+        diff = f"{kept}\n[cut: the whole diff has {len(encoded)} bytes]\n"
+    return commit.strip(), diff
+
+
+def _git(folder: Path, *args: str) -> str | None:
+    if shutil.which("git") is None:
+        return None
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *args], capture_output=True, timeout=_GIT_TIMEOUT_S, check=True
+        )
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode(errors="replace")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else json.dumps(value, default=str)

@@ -1,0 +1,52 @@
+"""Where the time of a training step goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+
+class Stopwatch:
+    """Adds up seconds per named span, between one `lap` and the next.
+
+    Example:
+        watch = Stopwatch(("rollout", "train"))
+        with watch.span("rollout"):
+            ...
+        watch.lap()  # {"time/step_s": 3.1, "time/rollout_s": 3.0, "time/train_s": 0.0, "time/other_s": 0.1}
+    """
+
+    def __init__(
+        self,
+        spans: Sequence[str] = ("rollout", "score", "train", "sync"),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._seconds = dict.fromkeys(spans, 0.0)
+        self._open: str | None = None
+        self._lap_start = clock()
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Count the body's seconds under `name`, also when it raises. Spans do not nest: time is counted once."""
+        assert name in self._seconds, f"unknown span {name!r}, expected one of {sorted(self._seconds)}"
+        assert self._open is None, f"span {name!r} opened inside {self._open!r}"
+        self._open, start = name, self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[name] += self._clock() - start
+            self._open = None
+
+    def lap(self) -> dict[str, float]:
+        """Seconds since the previous lap, as metrics: the step, each span, and `time/other_s` for the rest."""
+        assert self._open is None, f"lap taken inside span {self._open!r}"
+        now = self._clock()
+        step_s, spans_s = now - self._lap_start, dict(self._seconds)
+        self._lap_start, self._seconds = now, dict.fromkeys(self._seconds, 0.0)
+        return {
+            "time/step_s": step_s,
+            **{f"time/{name}_s": seconds for name, seconds in spans_s.items()},
+            "time/other_s": max(0.0, step_s - sum(spans_s.values())),
+        }

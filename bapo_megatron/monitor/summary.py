@@ -1,0 +1,138 @@
+"""What a whole run amounts to, and what its user should know about it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+Row = dict[str, float]
+
+_WINDOW_STEPS = 10
+_MIN_STEPS_TO_JUDGE = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Key facts of a run; nan where a metric was not recorded."""
+
+    num_steps: int
+    window_steps: int  # how many steps the first and last means are taken over; they do not overlap
+    reward_first: float
+    reward_last: float
+    resumed_token_share: float  # of all trained tokens
+    staleness_mean: float
+    staleness_max: float
+    wall_time_s: float  # over all attempts
+
+    def text(self) -> str:
+        """Three lines for the end of a run."""
+        window = f"first and last {self.window_steps} steps" if self.window_steps > 1 else "first and last step"
+        lines = [
+            f"pass rate  {number(self.reward_first)} -> {number(self.reward_last)} (mean reward, {window})",
+            f"tokens     {percent(self.resumed_token_share)} resumed from partial rollouts, "
+            f"age {number(self.staleness_mean, 1)} updates (max {number(self.staleness_max, 0)})",
+            f"time       {duration(self.wall_time_s)} for {self.num_steps} steps",
+        ]
+        return "\n".join(lines)
+
+
+def summarize(rows: Sequence[Row]) -> Summary:
+    """Key facts of the steps in `rows` (as `read_metrics` gives them; at least one)."""
+    assert rows, "a run without steps has no summary"
+    window = max(1, min(_WINDOW_STEPS, len(rows) // 2))
+    reward = [row.get("reward/mean", math.nan) for row in rows]
+    return Summary(
+        num_steps=len(rows),
+        window_steps=window,
+        reward_first=mean(reward[:window]),
+        reward_last=mean(reward[-window:]),
+        resumed_token_share=_token_mean(rows, "rollout/resumed_token_share"),
+        staleness_mean=_token_mean(rows, "staleness/mean"),
+        staleness_max=max(_finite(rows, "staleness/max"), default=math.nan),
+        wall_time_s=math.fsum(_finite(rows, "time/step_s")),
+    )
+
+
+def find_problems(rows: Sequence[Row], window_steps: int = _WINDOW_STEPS) -> list[str]:
+    """What is wrong with the latest steps, one sentence each with what to do; [] while there is nothing to say.
+
+    A window of fewer than five steps is too short to judge. The texts hold no numbers that change from step to step,
+    so that a caller can show each one once.
+    """
+    recent = rows[-window_steps:]
+    if len(recent) < min(window_steps, _MIN_STEPS_TO_JUDGE):
+        return []
+
+    def always(name: str, threshold: float) -> bool:
+        values = _finite(recent, name)
+        return len(values) == len(recent) and min(values) >= threshold
+
+    problems = {
+        "the clip bounds never leave their start, so BAPO is plain fixed clipping here: "
+        "the positive share is already at its target; raise bapo.rho0 to let it act": always("bapo/inert_share", 1.0),
+        "the search for clip bounds always runs out of room before its target: the bounds sit at their limits; "
+        "lower bapo.rho0, or widen their ranges": always("bapo/saturated_share", 1.0),
+        "nearly all groups have equal rewards, so there is next to nothing to learn from: "
+        "choose easier or harder prompts, or raise rollout.samples_per_prompt": always(
+            "rollout/zero_variance_share", 0.95
+        ),
+        "most responses are cut off at the length limit: raise rollout.max_response_tokens": always(
+            "rollout/truncated_share", 0.5
+        ),
+        "the optimizer skips updates because the gradient is not finite: lower optimizer.lr, or check the data": always(
+            "optimizer/skipped", 1.0
+        ),
+    }
+    return [text for text, is_so in problems.items() if is_so]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Mean of the finite values, nan where there are none."""
+    finite = [value for value in values if math.isfinite(value)]
+    return fmean(finite) if finite else math.nan
+
+
+def number(value: float, digits: int = 2) -> str:
+    """0.534 -> "0.53", nan -> "-"."""
+    return f"{value:.{digits}f}" if math.isfinite(value) else "-"
+
+
+def percent(share: float) -> str:
+    """0.614 -> "61%", nan -> "-"."""
+    return f"{share:.0%}" if math.isfinite(share) else "-"
+
+
+def count(value: float) -> str:
+    """1234 -> "1.2k", 2_500_000 -> "2.5M", nan -> "-"."""
+    if not math.isfinite(value):
+        return "-"
+    for limit, divisor, suffix in ((999.5, 1, ""), (999_500, 1e3, "k"), (999_500_000, 1e6, "M")):
+        if value < limit:
+            scaled = value / divisor
+            return f"{scaled:.{1 if suffix and scaled < 99.95 else 0}f}{suffix}"
+    return f"{value / 1e9:.1f}G"
+
+
+def duration(seconds: float) -> str:
+    """3725 -> "1 h 02 min", 245 -> "4 min 05 s", 12.3 -> "12.3 s", nan -> "-"."""
+    if not math.isfinite(seconds):
+        return "-"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _finite(rows: Sequence[Row], name: str) -> list[float]:
+    return [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
+
+
+def _token_mean(rows: Sequence[Row], name: str) -> float:
+    """Mean over trained tokens; over steps where their number was not recorded."""
+    known = [row for row in rows if math.isfinite(row.get(name, math.nan))]
+    weights = [row.get("train/tokens", math.nan) for row in known]
+    if not weights or not all(math.isfinite(w) for w in weights) or sum(weights) == 0:
+        return mean([row[name] for row in known])
+    return math.fsum(row[name] * w for row, w in zip(known, weights, strict=True)) / math.fsum(weights)

@@ -1,0 +1,174 @@
+"""The registry of metrics against its documentation, the files they are kept in, and the sums drawn from them."""
+
+import contextlib
+import json
+import logging
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.monitor.jsonl import JsonlWriter, read_jsonl, truncate_after
+from bapo_megatron.monitor.metrics import METRICS, MetricsWriter, read_metrics
+from bapo_megatron.monitor.samples import sample_record
+from bapo_megatron.monitor.stopwatch import Stopwatch
+from bapo_megatron.monitor.summary import count, duration, find_problems, summarize
+from bapo_megatron.types import Prompt, Segment, Trajectory
+
+DOCS_PATH = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def write_steps(path: Path, *steps: int, reward: float = 0.5) -> None:
+    with MetricsWriter(path) as writer:
+        for step in steps:
+            writer.write({"step": step, "reward/mean": reward})
+
+
+def test_docs_describe_exactly_the_metrics_of_the_registry() -> None:
+    rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \|$", DOCS_PATH.read_text(encoding="utf-8"), re.MULTILINE)
+    documented = {name: unit.strip() for name, unit, _ in rows}
+    assert len(documented) == len(rows), "a metric is documented twice"
+    assert documented == {name: metric.unit for name, metric in METRICS.items()}
+
+
+def test_written_steps_come_back_with_nan_for_what_json_cannot_hold(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write({"step": 1, "bapo/positive_share": math.nan, "loss/ratio_max": math.inf, "reward/mean": 0.25})
+        assert read_metrics(path)[0]["reward/mean"] == 0.25, "a step must be readable before the file is closed"
+    assert '"bapo/positive_share": null' in path.read_text()
+    (row,) = read_metrics(path)
+    assert row["step"] == 1
+    assert math.isnan(row["bapo/positive_share"])
+    assert math.isnan(row["loss/ratio_max"])
+
+
+def test_a_torn_last_line_is_skipped_with_a_notice_and_cut_before_appending(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 1, 2)
+    with path.open("a") as file:
+        file.write('{"step": 3, "rewa')
+    with caplog.at_level(logging.WARNING):
+        assert [row["step"] for row in read_metrics(path)] == [1, 2]
+    assert "line 3" in caplog.text
+    write_steps(path, 3)
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_of_a_step_written_twice_the_later_line_counts(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 1, 2, 3, reward=0.1)
+    write_steps(path, 2, reward=0.9)
+    assert [(row["step"], row["reward/mean"]) for row in read_metrics(path)] == [(1, 0.1), (2, 0.9), (3, 0.1)]
+
+
+def test_truncate_after_keeps_the_steps_up_to_the_resumed_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 1, 2, 3, 4)
+    assert truncate_after(path, 2) == 2
+    assert [row["step"] for row in read_metrics(path)] == [1, 2]
+    assert truncate_after(path, 2) == 0
+    assert truncate_after(tmp_path / "missing.jsonl", 5) == 0
+
+
+def test_a_missing_file_has_no_steps(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_lines_that_are_not_objects_are_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text('[1]\n\n"text"\n{"step": 1}\n')
+    assert read_jsonl(path) == [{"step": 1}]
+
+
+def test_a_sample_keeps_its_segments_and_survives_the_file(tmp_path: Path) -> None:
+    prompt = Prompt(7, (1,), "3+5=", {"value": 1}, "chains")
+    segments = (Segment(4, 2, (1, 2), (-0.1, -0.2)), Segment(6, 3, (3,), (-0.3,)))
+    trajectory = Trajectory("7.0", prompt, segments, "stop", 1.0)
+    record = sample_record(3, trajectory, lambda ids: "".join("_ü\nz"[i] for i in ids))
+    assert [(s["version"], s["num_tokens"], s["text"]) for s in record["segments"]] == [(4, 2, "ü\n"), (6, 1, "z")]
+    assert record["response"] == "ü\nz"
+    writer = JsonlWriter(tmp_path / "samples.jsonl")
+    writer.write(record)
+    writer.close()
+    assert read_jsonl(tmp_path / "samples.jsonl") == [record]
+
+
+def test_stopwatch_accounts_for_all_of_a_step() -> None:
+    now = 100.0
+    watch = Stopwatch(("rollout", "train"), clock=lambda: now)
+    for _ in range(2):
+        with watch.span("rollout"):
+            now += 2.0
+    with contextlib.suppress(KeyError), watch.span("train"):
+        now += 3.0
+        raise KeyError  # an error inside a span does not lose its time
+    now += 0.5
+    assert watch.lap() == {"time/step_s": 7.5, "time/rollout_s": 4.0, "time/train_s": 3.0, "time/other_s": 0.5}
+    now += 1.0
+    assert watch.lap() == {"time/step_s": 1.0, "time/rollout_s": 0.0, "time/train_s": 0.0, "time/other_s": 1.0}
+
+
+def test_stopwatch_refuses_to_count_time_twice() -> None:
+    watch = Stopwatch(("rollout", "train"))
+    with watch.span("rollout"), pytest.raises(AssertionError, match="inside"), watch.span("train"):
+        pass
+
+
+def test_summary_compares_ten_steps_at_each_end_and_weighs_by_tokens() -> None:
+    rows = [
+        {
+            "step": float(i),
+            "reward/mean": 0.0 if i <= 10 else 1.0 if i > 20 else 0.5,
+            "rollout/resumed_token_share": 0.0 if i <= 20 else 1.0,
+            "train/tokens": 100.0 if i <= 20 else 400.0,
+            "staleness/mean": 2.0,
+            "staleness/max": float(i % 7),
+            "time/step_s": 2.0,
+        }
+        for i in range(1, 31)
+    ]
+    summary = summarize(rows)
+    assert (summary.reward_first, summary.reward_last, summary.window_steps) == (0.0, 1.0, 10)
+    assert summary.resumed_token_share == pytest.approx(4000 / 6000)
+    assert (summary.staleness_mean, summary.staleness_max, summary.wall_time_s) == (2.0, 6.0, 60.0)
+
+
+def test_summary_of_a_short_run_takes_windows_that_do_not_overlap() -> None:
+    rows = [{"step": float(i), "reward/mean": float(i)} for i in range(1, 6)]
+    summary = summarize(rows)
+    assert (summary.window_steps, summary.reward_first, summary.reward_last) == (2, 1.5, 4.5)
+    assert "- resumed" in summary.text()
+
+
+@pytest.mark.parametrize(
+    ("name", "healthy", "bad", "advice"),
+    [
+        ("bapo/inert_share", 0.9, 1.0, "raise bapo.rho0"),
+        ("bapo/saturated_share", 0.9, 1.0, "lower bapo.rho0"),
+        ("rollout/zero_variance_share", 0.5, 0.97, "easier or harder"),
+        ("rollout/truncated_share", 0.1, 0.6, "max_response_tokens"),
+        ("optimizer/skipped", 0.0, 1.0, "lower optimizer.lr"),
+    ],
+)
+def test_problems_are_named_when_all_of_the_latest_steps_show_them(
+    name: str, healthy: float, bad: float, advice: str
+) -> None:
+    good_steps = [{"step": float(i), name: healthy} for i in range(10)]
+    bad_steps = [{"step": float(i), name: bad} for i in range(10)]
+    assert find_problems(good_steps) == []
+    assert find_problems(bad_steps[:4]) == [], "four steps are too few to judge"
+    assert find_problems([*bad_steps, good_steps[0]]) == []
+    (problem,) = find_problems([*good_steps, *bad_steps])
+    assert advice in problem
+
+
+def test_numbers_are_short() -> None:
+    assert [count(x) for x in (0, 999, 999.6, 1234, 99_960, 2.5e6, 3e9)] == [
+        "0", "999", "1.0k", "1.2k", "100k", "2.5M", "3.0G",
+    ]  # fmt: skip
+    assert [duration(x) for x in (12.34, 59.96, 245, 3725)] == ["12.3 s", "1 min 00 s", "4 min 05 s", "1 h 02 min"]

@@ -1,0 +1,175 @@
+"""The folder of a run: what it keeps, when it may be resumed, and who may write to it."""
+
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.errors import ConfigError, UserError
+from bapo_megatron.monitor import rundir
+from bapo_megatron.monitor.rundir import RunDir, different_settings
+
+CONFIG = """
+[run]
+name = "demo"
+[bapo]
+rho0 = 0.4
+[bapo.low]
+start = 0.6
+[train]
+num_steps = 10
+[rollout]
+request_timeout_s = 300.0
+"""
+
+
+def finish_a_step(run: RunDir) -> None:
+    run.metrics_path.write_text('{"step": 1}\n')
+
+
+def test_a_new_run_records_what_was_run(tmp_path: Path) -> None:
+    with RunDir.open_path(tmp_path / "runs" / "demo", CONFIG) as run:
+        assert run.attempt == 1
+        assert run.config_path.read_text() == CONFIG
+        environment = json.loads((run.path / "environment.json").read_text())
+        assert environment["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
+        assert environment["packages"]["torch"]
+        assert environment["num_cores"] >= 1
+        assert (run.path / "command.txt").read_text().strip()
+        assert run.checkpoints_dir.is_dir()
+        assert run.log_path("trainer", 3) == run.path / "logs" / "attempt-1" / "trainer-3.log"
+
+
+def test_the_same_settings_resume_as_the_next_attempt(tmp_path: Path) -> None:
+    for attempt in (1, 2, 3):
+        with RunDir.open_path(tmp_path / "demo", CONFIG) as run:
+            finish_a_step(run)
+            assert run.attempt == attempt
+            assert run.log_dir.is_dir()
+    assert RunDir.attach(tmp_path / "demo").attempt == 3
+    assert run.metrics_path.read_text() == '{"step": 1}\n'
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("num_steps = 10", "num_steps = 20"), ("300.0", "60.0"), ('name = "demo"', 'name = "demo"\ndir = "elsewhere"')],
+)
+def test_harmless_settings_may_change(tmp_path: Path, old: str, new: str) -> None:
+    with RunDir.open_path(tmp_path / "demo", CONFIG) as run:
+        finish_a_step(run)
+    changed = CONFIG.replace(old, new)
+    assert changed != CONFIG
+    with RunDir.open_path(tmp_path / "demo", changed) as run:
+        assert run.config_path.read_text() == changed
+        assert (run.path / "logs" / "attempt-1" / "config.toml").read_text() == CONFIG
+
+
+def test_other_settings_are_refused_by_name_and_nothing_changes(tmp_path: Path) -> None:
+    with RunDir.open_path(tmp_path / "demo", CONFIG) as run:
+        finish_a_step(run)
+    changed = CONFIG.replace("0.4", "0.5").replace("start = 0.6", "start = 0.7").replace("= 10", "= 20")
+    with pytest.raises(ConfigError) as caught:
+        RunDir.open_path(tmp_path / "demo", changed)
+    message = str(caught.value)
+    assert "bapo.rho0: 0.4 -> 0.5" in message
+    assert "bapo.low.start: 0.6 -> 0.7" in message
+    assert "num_steps" not in message
+    assert run.config_path.read_text() == CONFIG
+    assert not (run.path / "logs" / "attempt-2").exists()
+    RunDir.open_path(tmp_path / "demo", CONFIG).close()  # the refused attempt gave the lock back
+
+
+def test_a_checkpoint_alone_is_enough_to_refuse(tmp_path: Path) -> None:
+    with RunDir.open_path(tmp_path / "demo", CONFIG) as run:
+        (run.checkpoints_dir / "step-5").mkdir()
+    with pytest.raises(ConfigError, match="rho0"):
+        RunDir.open_path(tmp_path / "demo", CONFIG.replace("0.4", "0.5"))
+
+
+def test_a_run_that_never_finished_a_step_may_start_over_with_other_settings(tmp_path: Path) -> None:
+    RunDir.open_path(tmp_path / "demo", CONFIG).close()
+    with RunDir.open_path(tmp_path / "demo", CONFIG.replace("0.4", "0.5"), resume=False) as run:
+        assert run.attempt == 2
+
+
+def test_without_resume_an_existing_run_is_refused(tmp_path: Path) -> None:
+    with RunDir.open_path(tmp_path / "demo", CONFIG) as run:
+        finish_a_step(run)
+    with pytest.raises(UserError, match=r"choose another run\.name"):
+        RunDir.open_path(tmp_path / "demo", CONFIG, resume=False)
+
+
+def test_a_second_process_is_told_who_holds_the_run_until_that_one_ends(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from bapo_megatron.monitor.rundir import RunDir\n"
+        "run = RunDir.open_path(Path(sys.argv[1]), sys.argv[2]); print('ready', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "demo"), CONFIG],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "ready\n"
+        with pytest.raises(UserError, match=rf"in use by process {holder.pid} on "):
+            RunDir.open_path(tmp_path / "demo", CONFIG)
+    finally:
+        holder.kill()  # a crash must give the lock back too
+        holder.communicate(timeout=30)
+    with RunDir.open_path(tmp_path / "demo", CONFIG) as run:
+        assert run.attempt == 2
+
+
+def test_a_file_system_without_locks_is_used_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(rundir.fcntl, "flock", unsupported)
+    with RunDir.open_path(tmp_path / "demo", CONFIG) as run:
+        assert run.attempt == 1
+    assert "cannot lock" in caplog.text
+
+
+def test_attaching_to_a_run_that_does_not_exist_says_so(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run at"):
+        RunDir.attach(tmp_path / "nothing")
+
+
+def test_a_run_directory_that_cannot_be_created_says_so(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(UserError, match=r"set run\.dir"):
+        RunDir.open_path(tmp_path / "runs" / "demo", CONFIG)
+
+
+def test_git_state_holds_commit_and_bounded_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*args: str) -> str:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        command = ["git", "-C", str(tmp_path), *identity, *args]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+    assert rundir._git_state(tmp_path) == (None, "")
+    git("init", "-q")
+    (tmp_path / "code.py").write_text("x = 1\n")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    (tmp_path / "code.py").write_text("x = 2\n")
+    commit, diff = rundir._git_state(tmp_path)
+    assert commit == git("rev-parse", "HEAD").strip()
+    assert "+x = 2" in diff
+    monkeypatch.setattr(rundir, "_MAX_DIFF_BYTES", 50)
+    _, diff = rundir._git_state(tmp_path)
+    assert len(diff) < 120
+    assert "[cut: the whole diff has" in diff
+
+
+def test_differences_name_nested_and_unset_settings() -> None:
+    old, new = "[a]\nx = 1\n[a.b]\ny = [1, 2]\n", "[a]\nz = true\n[a.b]\ny = [1, 3]\n"
+    assert different_settings(old, new) == {"a.b.y": ([1, 2], [1, 3]), "a.x": (1, None), "a.z": (None, True)}
