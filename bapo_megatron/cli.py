@@ -1,0 +1,148 @@
+"""The command line: verbs, no logic. Heavy imports happen inside a verb, so that --help answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bapo_megatron import __version__
+from bapo_megatron.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from bapo_megatron.config.schema import Config
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb.
+
+    Returns:
+        0 if it went well, 2 for an error that the user can mend, 130 after Ctrl-C, else the verb's own exit code.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments[:1] == ["serve"]:  # the engine has a parser of its own
+            return _serve(arguments[1:])
+        options = _parser().parse_args(arguments)
+        return options.verb(options)
+    except UserError as error:
+        for line in str(error).splitlines():
+            print(f"bapo: {line}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("bapo: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bapo", description="RL of language models with BAPO on Megatron-Core.")
+    verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
+
+    train = verbs.add_parser("train", help="train; the same run.name again resumes")
+    _add_config_arguments(train)
+    train.set_defaults(verb=_train)
+
+    demo = verbs.add_parser("demo", help="see a small policy learn on this machine's CPU, in minutes")
+    demo.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings to change, such as train.num_steps=3")
+    demo.set_defaults(verb=_demo)
+
+    check = verbs.add_parser("check", help="say all that is wrong with a configuration, or what it amounts to")
+    _add_config_arguments(check)
+    check.set_defaults(verb=_check)
+
+    report = verbs.add_parser("report", help="write a run's report.html")
+    report.add_argument("run", type=Path, metavar="RUN", help="run directory, such as runs/demo")
+    report.set_defaults(verb=_report)
+
+    verbs.add_parser("serve", help="serve a model with the embedded engine (bapo serve --help)", add_help=False)
+
+    version = verbs.add_parser("version", help="print the version")
+    version.set_defaults(verb=_version)
+    return parser
+
+
+def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "arguments",
+        nargs="+",
+        metavar="CONFIG | KEY=VALUE",
+        help="TOML files or names of shipped configurations (demo), merged in order; then settings to change, "
+        "such as parallel.tensor=2",
+    )
+
+
+def _load_checked(arguments: Sequence[str]) -> Config:
+    """Load, check across sections, print warnings; raises ConfigError with every violation."""
+    from bapo_megatron.assets import resolve_model_path
+    from bapo_megatron.config.load import load_config
+    from bapo_megatron.config.plan import check
+    from bapo_megatron.learner.hf.shapes import load_hf_config
+
+    overrides = [a for a in arguments if "=" in a and not Path(a).is_file()]
+    config = load_config([a for a in arguments if a not in overrides], overrides)
+    errors, hf_config = [], None
+    try:
+        hf_config = load_hf_config(resolve_model_path(config.model.path))
+    except UserError as error:
+        errors.append(str(error))
+    violations = check(config, hf_config=hf_config, has_gpu=_has_gpu())
+    errors += [v.message for v in violations if v.severity == "error"]
+    for violation in violations:
+        if violation.severity == "warning":
+            print(f"bapo: warning: {violation.message}", file=sys.stderr)
+    if errors:
+        raise ConfigError("\n".join(errors))
+    return config
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _train(options: argparse.Namespace) -> int:
+    return _run(_load_checked(options.arguments))
+
+
+def _demo(options: argparse.Namespace) -> int:
+    name = time.strftime("run.name=demo-%Y%m%d-%H%M%S")
+    return _run(_load_checked(["demo", name, *options.overrides]))
+
+
+def _run(config: Config) -> int:
+    from bapo_megatron.launch.local import run
+
+    return run(config)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from bapo_megatron.config.plan import summarize
+
+    print(summarize(_load_checked(options.arguments)))
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from bapo_megatron.monitor.report import write_report
+
+    print(write_report(options.run))
+    return 0
+
+
+def _serve(arguments: Sequence[str]) -> int:
+    from bapo_megatron.rollout.embedded import server
+
+    server.main(list(arguments))
+    return 0
+
+
+def _version(options: argparse.Namespace) -> int:
+    print(f"bapo-megatron {__version__}")
+    return 0

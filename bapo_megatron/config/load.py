@@ -1,0 +1,229 @@
+"""From TOML files and `key.path=value` overrides to one checked `Config`, and back to TOML.
+
+All sources are merged first, later ones win; the result is validated once, strictly, and every violation is told in one
+error that names the file or the override it came from.
+
+- A path that does not exist but is the name of a shipped configuration ("demo") means that one.
+- Relative paths inside a configuration (model.path, data.path, run.dir) are relative to the working directory.
+- TOML has no null: the string "none" unsets a setting that can be unset.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+
+from bapo_megatron.config import paths
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import ConfigError
+
+UNSET = "none"
+Origins = dict[paths.Path, str]
+
+
+def load_config(files: Sequence[Path | str], overrides: Sequence[str] = ()) -> Config:
+    """Merge TOML files in order, then overrides, and validate the result.
+
+    Args:
+        files: paths, or names of shipped configurations.
+        overrides: such as "optimizer.lr=3e-4"; the value is TOML, a bare word is a string.
+
+    Raises:
+        ConfigError: a missing or malformed file, a malformed override, or all violations of the schema, one a line.
+    """
+    merged: dict[str, Any] = {}
+    origins: Origins = {}
+    problems: list[str] = []
+    for file in files:
+        try:
+            path = find_config(file)
+            table = _read_toml(path)
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        merge(merged, table)
+        origins |= dict.fromkeys(_leaves(table), str(path))
+    for text in overrides:
+        try:
+            path_in_schema, value = parse_override(text)
+            _set(merged, path_in_schema, value)
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        origins |= dict.fromkeys(_leaves(value, path_in_schema), f"override {text}")
+    try:
+        config = Config.model_validate_json(json.dumps(_without_unset(merged), default=str), strict=True)
+    except ValidationError as error:
+        problems += [_explain(dict(details), origins) for details in error.errors()]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as TOML with every setting; `load_config` of it gives an equal configuration."""
+    return tomli_w.dumps(_to_toml(config))
+
+
+def find_config(file: Path | str) -> Path:
+    """An existing file, or the shipped configuration of that name.
+
+    Raises:
+        ConfigError: neither exists; lists the shipped names.
+    """
+    path = Path(file)
+    if path.is_file():
+        return path
+    shipped = shipped_configs()
+    if str(file) in shipped:
+        return shipped[str(file)]
+    what = "is a folder" if path.is_dir() else "does not exist"
+    raise ConfigError(
+        f"configuration {file} {what}; give a TOML file or a shipped configuration ({', '.join(sorted(shipped))})"
+    )
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Name -> file of the configurations that come with the package."""
+    with resources.as_file(resources.files("bapo_megatron_configs")) as folder:
+        return {file.stem: file for file in folder.glob("*.toml")}
+
+
+def merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    """Put `top` over `base`, table by table, in place; anything that is not a table replaces what was there."""
+    for key, value in top.items():
+        if isinstance(value, dict):
+            below = base.get(key)
+            base[key] = merge(below if isinstance(below, dict) else {}, value)
+        else:
+            base[key] = value
+    return base
+
+
+def parse_override(text: str) -> tuple[paths.Path, Any]:
+    """Split "section.key=value". The value is TOML; a bare word, or anything for a text setting, is a string.
+
+    Raises:
+        ConfigError: no "=", an empty key, or a value that starts like TOML but is none.
+    """
+    key, equals, value = (part.strip() for part in text.partition("="))
+    path = tuple(key.split("."))
+    if not equals or not all(path):
+        raise ConfigError(f"override {text!r} is not of the form section.key=value, such as optimizer.lr=3e-4")
+    quoted = value[:1] in ('"', "'")
+    if paths.accepts(path, str) and not quoted:
+        return path, value
+    try:
+        return path, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        if quoted or value[:1] in ("[", "{"):
+            raise ConfigError(f"override {text!r}: the value is not TOML: {error}") from error
+        return path, value
+
+
+def _set(table: dict[str, Any], path: paths.Path, value: Any) -> None:
+    for depth, key in enumerate(path[:-1], start=1):
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            whole = ".".join(path[:depth])
+            raise ConfigError(f"cannot set {'.'.join(path)}: {whole} was set as a whole; override {whole} instead")
+    merge(table, {path[-1]: value})
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _leaves(value: Any, prefix: paths.Path = ()) -> list[paths.Path]:
+    """The path of every table and value, so that an error at any depth finds its source."""
+    below = [leaf for key, v in value.items() for leaf in _leaves(v, (*prefix, key))] if isinstance(value, dict) else []
+    return [prefix, *below]
+
+
+def _without_unset(table: dict[str, Any], prefix: paths.Path = ()) -> dict[str, Any]:
+    """Replace "none" by None where the schema allows None."""
+    plain: dict[str, Any] = {}
+    for key, value in table.items():
+        path = (*prefix, key)
+        if isinstance(value, dict):
+            plain[key] = _without_unset(value, path)
+        else:
+            plain[key] = None if value == UNSET and paths.accepts(path, NoneType) else value
+    return plain
+
+
+def _to_toml(section: BaseModel) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            table[name] = _to_toml(value)
+        elif value is not None:
+            table[name] = list(value) if isinstance(value, tuple) else value
+        elif field.default is not None:
+            table[name] = UNSET
+    return table
+
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text in quotes",
+    "model_type": "a table",
+    "model_attributes_type": "a table",
+    "dict_type": "a table",
+    "tuple_type": "a list",
+    "finite_number": "a finite number",
+}
+
+
+def _explain(error: dict[str, Any], origins: Origins) -> str:
+    """One line for one pydantic error: what, where, what to do."""
+    path = tuple(str(part) for part in error["loc"])
+    name, source = ".".join(path), _source(path, origins)
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        suggestion = paths.suggest(path)
+        return f"no such setting: {name} ({source})" + (f"; did you mean {suggestion}?" if suggestion else "")
+    got = _shown(error["input"])
+    if kind in _EXPECTED:
+        return f"{name} must be {_EXPECTED[kind]}, got {got} ({source})"
+    if kind == "literal_error":
+        choices = context["expected"].replace("'", '"')
+        return f"{name} must be {choices}, got {got} ({source})"
+    if kind == "value_error":
+        return f"{name}: {context['error']} ({source})"
+    if kind == "string_pattern_mismatch":
+        return f"{name} must match {context['pattern']}, got {got} ({source})"
+    if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
+        relation = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+        (limit_kind, limit), *_ = context.items()
+        return f"{name} must be {relation[limit_kind]} {limit:g}, got {got} ({source})"
+    return f"{name}: {error['msg']}, got {got} ({source})"
+
+
+def _source(path: paths.Path, origins: Origins) -> str:
+    """Where the nearest table or value around this path was set, else what was set below it."""
+    around = (path[:n] for n in range(len(path), 0, -1))
+    below = (other for other in origins if other[: len(path)] == path)
+    return next((origins[p] for p in (*around, *below) if p in origins), "default")
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,205 @@
+"""Checks across sections: layout, batch arithmetic, model limits. Numbers and a working alternative in each message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from bapo_megatron.config.schema import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """Something wrong with a combination of settings. An error stops the run, a warning does not.
+
+    Example: Violation("parallel.num_ranks=3, but tensor x pipeline x context x data = 2 x 1 x 1 x 1 = 2; set ...")
+    """
+
+    message: str
+    severity: Literal["error", "warning"] = "error"
+
+
+def check(config: Config, *, hf_config: dict[str, Any] | None, has_gpu: bool = False) -> list[Violation]:
+    """All violations across sections, layout first.
+
+    Args:
+        hf_config: the model's config.json; None leaves the model's own limits unchecked.
+        has_gpu: whether the trainer will have a GPU; decides whether bfloat16 is worth a warning.
+    """
+    found = [*_layout(config), *_batch(config), *_rollout(config), *_data(config), *_loss(config)]
+    if hf_config is not None:
+        found += _model(config, hf_config)
+    if config.model.dtype == "bfloat16" and not has_gpu:
+        message = 'model.dtype="bfloat16" is several times slower than float32 on a CPU; set model.dtype="float32"'
+        found.append(Violation(message, "warning"))
+    return found
+
+
+def num_ranks(config: Config) -> int:
+    """Trainer processes: tensor x pipeline x context x data."""
+    p = config.parallel
+    return p.tensor * p.pipeline * p.context * p.data
+
+
+def summarize(config: Config) -> str:
+    """A few lines saying what a run of this configuration amounts to."""
+    p, r, t = config.parallel, config.rollout, config.train
+    num_sequences = r.prompts_per_step * r.samples_per_prompt
+    num_updates = t.minibatches_per_step * t.epochs_per_step
+    partial = f"{r.tokens_per_round} tokens a round" if r.tokens_per_round else "off"
+    engines = f"{len(r.urls)} attached" if r.engine == "attach" else f"{r.num_servers} embedded"
+    return "\n".join(
+        [
+            f"run        {config.run.name}: {t.num_steps} steps, {t.num_steps * num_updates} optimizer updates",
+            f"trainer    {num_ranks(config)} ranks = tensor {p.tensor} x pipeline {p.pipeline} x context {p.context} "
+            f"x data {p.data}",
+            f"step       {r.prompts_per_step} prompts x {r.samples_per_prompt} samples = {num_sequences} sequences, "
+            f"at most {num_sequences * r.max_response_tokens} response tokens",
+            f"updates    {t.minibatches_per_step} mini-batches of {num_sequences // t.minibatches_per_step} sequences "
+            f"x {t.epochs_per_step} epochs = {num_updates} a step",
+            f"forward    at most {max_microbatches(config)} micro-batches of {t.max_tokens_per_microbatch} tokens "
+            "per rank and update",
+            f"rollout    {engines} engines, {r.groups_in_flight or r.prompts_per_step} groups in flight, "
+            f"partial rollout {partial}",
+        ]
+    )
+
+
+def max_microbatches(config: Config) -> int:
+    """Micro-batches of one update on one data rank if every prompt and response is as long as allowed."""
+    per_rank = -(-_sequences_per_minibatch(config) // config.parallel.data)
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    per_microbatch = max(1, config.train.max_tokens_per_microbatch // longest)
+    return -(-per_rank // per_microbatch)
+
+
+def _sequences_per_minibatch(config: Config) -> int:
+    r = config.rollout
+    return r.prompts_per_step * r.samples_per_prompt // config.train.minibatches_per_step
+
+
+def _layout(config: Config) -> Iterator[Violation]:
+    p, product = config.parallel, num_ranks(config)
+    if p.num_ranks is not None and p.num_ranks != product:
+        yield Violation(
+            f"parallel.num_ranks={p.num_ranks}, but tensor x pipeline x context x data = "
+            f"{p.tensor} x {p.pipeline} x {p.context} x {p.data} = {product}; {_rank_advice(config)}"
+        )
+    if p.context > 1:
+        yield Violation(f"parallel.context={p.context} is not supported yet; set parallel.context=1")
+    if p.sequence and p.tensor == 1:
+        yield Violation(
+            "parallel.sequence=true splits within the tensor-parallel group and needs parallel.tensor above 1; "
+            "set parallel.sequence=false"
+        )
+
+
+def _rank_advice(config: Config) -> str:
+    p = config.parallel
+    assert p.num_ranks is not None
+    model_ranks = p.tensor * p.pipeline * p.context
+    if p.num_ranks % model_ranks == 0:
+        return f"set parallel.data={p.num_ranks // model_ranks} or parallel.num_ranks={num_ranks(config)}"
+    return f"set parallel.num_ranks={num_ranks(config)}, or leave it out"
+
+
+def _batch(config: Config) -> Iterator[Violation]:
+    r, t, data = config.rollout, config.train, config.parallel.data
+    num_sequences = r.prompts_per_step * r.samples_per_prompt
+    if num_sequences % t.minibatches_per_step:
+        nearest = _nearest_divisor(num_sequences, t.minibatches_per_step)
+        yield Violation(
+            f"train.minibatches_per_step={t.minibatches_per_step} does not divide rollout.prompts_per_step x "
+            f"samples_per_prompt = {r.prompts_per_step} x {r.samples_per_prompt} = {num_sequences} sequences; "
+            f"set train.minibatches_per_step={nearest}"
+        )
+    elif num_sequences // t.minibatches_per_step < data:
+        each = num_sequences // t.minibatches_per_step
+        at_most = num_sequences // data
+        advice = (
+            f"set train.minibatches_per_step={_nearest_divisor(num_sequences, at_most, at_most)}"
+            if at_most
+            else f"set parallel.data={num_sequences}"
+        )
+        yield Violation(
+            f"each mini-batch has {num_sequences} / {t.minibatches_per_step} = {each} sequences, "
+            f"fewer than parallel.data={data} ranks; {advice}"
+        )
+    if r.samples_per_prompt < 2:
+        yield Violation(
+            f"rollout.samples_per_prompt={r.samples_per_prompt}: an advantage compares the responses to one prompt "
+            "and needs at least 2; set rollout.samples_per_prompt=8"
+        )
+    own_age = t.minibatches_per_step * t.epochs_per_step - 1
+    if r.max_staleness is not None and r.max_staleness < own_age:
+        yield Violation(
+            f"rollout.max_staleness={r.max_staleness}, but the {own_age + 1} updates of one step already age its "
+            f"samples by up to {own_age}; set rollout.max_staleness={own_age} or more"
+        )
+
+
+def _nearest_divisor(number: int, wanted: int, at_most: int | None = None) -> int:
+    divisors = [n for n in range(1, (at_most or number) + 1) if number % n == 0]
+    return min(divisors, key=lambda n: (abs(n - wanted), n))
+
+
+def _rollout(config: Config) -> Iterator[Violation]:
+    r = config.rollout
+    if r.tokens_per_round is not None and r.tokens_per_round > r.max_response_tokens:
+        yield Violation(
+            f"rollout.tokens_per_round={r.tokens_per_round} is more than rollout.max_response_tokens="
+            f"{r.max_response_tokens}; set it below that, or leave it out to sample responses to their end"
+        )
+    if r.groups_in_flight is not None and r.groups_in_flight < r.prompts_per_step:
+        yield Violation(
+            f"rollout.groups_in_flight={r.groups_in_flight} is fewer than the rollout.prompts_per_step="
+            f"{r.prompts_per_step} groups that a step needs; set rollout.groups_in_flight={r.prompts_per_step} or more"
+        )
+    if r.engine == "attach" and not r.urls:
+        yield Violation(
+            'rollout.engine="attach" needs rollout.urls, such as rollout.urls=["http://127.0.0.1:30000"]; '
+            'or set rollout.engine="embedded"'
+        )
+    longest = config.data.max_prompt_tokens + r.max_response_tokens
+    if r.engine_max_context is not None and r.engine_max_context < longest:
+        yield Violation(
+            f"rollout.engine_max_context={r.engine_max_context} is shorter than data.max_prompt_tokens + "
+            f"rollout.max_response_tokens = {config.data.max_prompt_tokens} + {r.max_response_tokens} = {longest}; "
+            "set it to that or more, or leave it out"
+        )
+
+
+def _data(config: Config) -> Iterator[Violation]:
+    data = config.data
+    if data.source == "jsonl" and data.path is None:
+        yield Violation('data.source="jsonl" needs data.path, a file with one JSON object a line')
+    if data.source == "reasoning_gym" and data.dataset is None:
+        yield Violation('data.source="reasoning_gym" needs data.dataset, such as data.dataset="basic_arithmetic"')
+
+
+def _loss(config: Config) -> Iterator[Violation]:
+    loss = config.loss
+    if loss.name == "clip_higher" and loss.clip_higher <= loss.clip_high:
+        yield Violation(
+            f"loss.clip_higher={loss.clip_higher:g} should be above loss.clip_high={loss.clip_high:g}; "
+            f'set loss.clip_higher={loss.clip_high + 0.08:g} or loss.name="grpo"'
+        )
+
+
+def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:
+    from bapo_megatron.learner.hf.shapes import validate_layout
+
+    p = config.parallel
+    yield from (Violation(message) for message in validate_layout(hf_config, p.tensor, p.pipeline))
+    positions = hf_config.get("max_position_embeddings")
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    if isinstance(positions, int) and prompt + response > positions:
+        fitting = positions - response if response < positions else positions // 2
+        advice = f"set data.max_prompt_tokens={fitting}"
+        if response >= positions:
+            advice += f" and rollout.max_response_tokens={positions - fitting}"
+        yield Violation(
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {prompt} + {response} = {prompt + response} is "
+            f"more than the model's max_position_embeddings={positions}; {advice}"
+        )

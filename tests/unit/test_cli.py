@@ -1,0 +1,79 @@
+"""The command line as a user meets it: a process, its output and its exit code."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron import __version__, cli
+
+CONFIG = """
+[bapo]
+rho_0 = 0.4
+[train]
+num_steps = "many"
+[loss]
+name = "ppo"
+"""
+
+
+def bapo(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bapo_megatron", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd, check=False)
+
+
+def test_check_names_three_mistakes_in_one_answer(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(CONFIG)
+    done = bapo("check", "run.toml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert sorted(done.stderr.splitlines()) == [
+        'bapo: loss.name must be "bapo", "grpo" or "clip_higher", got "ppo" (run.toml)',
+        "bapo: no such setting: bapo.rho_0 (run.toml); did you mean bapo.rho0?",
+        'bapo: train.num_steps must be a whole number, got "many" (run.toml)',
+    ]
+
+
+def test_check_names_three_impossible_combinations(capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.main(["check", "demo", "parallel.tensor=3", "parallel.num_ranks=5", "train.minibatches_per_step=7"])
+    lines = capsys.readouterr().err.splitlines()
+    assert code == 2
+    assert len(lines) == 3
+    assert all(any(word in line for line in lines) for word in ("num_ranks=5", "minibatches_per_step=7", "heads"))
+
+
+def test_check_summarizes_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "demo"]) == 0
+    assert "ranks = tensor 2" in capsys.readouterr().out
+
+
+def test_a_missing_model_is_told_with_the_other_violations(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "demo", "model.path=nowhere", "data.source=jsonl"]) == 2
+    error = capsys.readouterr().err
+    assert "model.path = 'nowhere'" in error
+    assert "needs data.path" in error
+
+
+def test_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(options: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_check", interrupted)
+    assert cli.main(["check", "demo"]) == 130
+    assert capsys.readouterr().err == "bapo: interrupted\n"
+
+
+def test_report_of_a_missing_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(tmp_path / "none")]) == 2
+    assert "none" in capsys.readouterr().err
+
+
+def test_help_and_version_do_not_import_torch() -> None:
+    code = "import sys; from bapo_megatron.cli import main; main(['version']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"bapo-megatron {__version__}\nFalse\n"
+    start_s = time.monotonic()
+    assert bapo("--help").returncode == 0
+    assert time.monotonic() - start_s < 5  # about 0.1 s on an idle machine; importing torch takes several

@@ -1,0 +1,169 @@
+"""Merging, overriding and explaining configurations."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bapo_megatron.config.load import dump_config, find_config, load_config, merge, parse_override, shipped_configs
+from bapo_megatron.errors import ConfigError
+
+
+def write(folder: Path, text: str, name: str = "run.toml") -> Path:
+    file = folder / name
+    file.write_text(text)
+    return file
+
+
+def message(files: list[Path], *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(files, overrides)
+    return str(caught.value).replace(f"{files[0].parent}/" if files else "\0", "")
+
+
+@pytest.mark.parametrize(
+    ("toml", "expected"),
+    [
+        ("[bapo]\nrho_0 = 0.4", "no such setting: bapo.rho_0 (run.toml); did you mean bapo.rho0?"),
+        ("[rollout]\ntensor = 2", "no such setting: rollout.tensor (run.toml); did you mean parallel.tensor?"),
+        ("[optimiser]\nlr = 1.0", "no such setting: optimiser (run.toml); did you mean optimizer?"),
+        ("[run]\nxyzzy = 1", "no such setting: run.xyzzy (run.toml)"),
+        ("[train]\nnum_steps = '5'", 'train.num_steps must be a whole number, got "5" (run.toml)'),
+        ("[train]\nnum_steps = true", "train.num_steps must be a whole number, got true (run.toml)"),
+        ("[train]\nnum_steps = 1.5", "train.num_steps must be a whole number, got 1.5 (run.toml)"),
+        ("[train]\nrecompute = 1", "train.recompute must be true or false, got 1 (run.toml)"),
+        ("[train]\nnum_steps = 0", "train.num_steps must be above 0, got 0 (run.toml)"),
+        ("[optimizer]\nbeta1 = 1", "optimizer.beta1 must be below 1, got 1 (run.toml)"),
+        ("[optimizer]\nlr = 'fast'", 'optimizer.lr must be a number, got "fast" (run.toml)'),
+        ("[loss]\nname = 'bap'", 'loss.name must be "bapo", "grpo" or "clip_higher", got "bap" (run.toml)'),
+        ("[model]\npath = 7", "model.path must be text in quotes, got 7 (run.toml)"),
+        ("rollout = 5", "rollout must be a table, got 5 (run.toml)"),
+        ("[rollout]\nurls = 'http://x'", 'rollout.urls must be a list, got "http://x" (run.toml)'),
+        (
+            "[bapo]\nlow = {stop = 1.2}",
+            "bapo: low.stop (1.2) must be at most 1: it bounds the ratio from below (run.toml)",
+        ),
+        (
+            "[run]\nname = 'a b'",
+            'run.name must match ^[A-Za-z0-9][A-Za-z0-9._-]*$, got "a b" (run.toml)',
+        ),
+    ],
+)
+def test_each_mistake_is_explained(tmp_path: Path, toml: str, expected: str) -> None:
+    assert message([write(tmp_path, toml)]) == expected
+
+
+def test_all_mistakes_come_at_once_with_their_sources(tmp_path: Path) -> None:
+    first = write(tmp_path, "[train]\nnum_steps = -1\n[loss]\nname = 'x'", "first.toml")
+    second = write(tmp_path, "[loss]\nname = 'y'", "second.toml")
+    lines = message([first, second], "bapo.rho_0=1", "nonsense").splitlines()
+    assert sorted(lines) == [
+        'loss.name must be "bapo", "grpo" or "clip_higher", got "y" (second.toml)',
+        "no such setting: bapo.rho_0 (override bapo.rho_0=1); did you mean bapo.rho0?",
+        "override 'nonsense' is not of the form section.key=value, such as optimizer.lr=3e-4",
+        "train.num_steps must be above 0, got -1 (first.toml)",
+    ]
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    names = ", ".join(sorted(shipped_configs()))
+    advice = f"give a TOML file or a shipped configuration ({names})"
+    assert message([tmp_path / "no.toml"]) == f"configuration no.toml does not exist; {advice}"
+    (tmp_path / "folder").mkdir()
+    assert message([tmp_path / "folder"]) == f"configuration folder is a folder; {advice}"
+    assert message([write(tmp_path, "[run\n")]).startswith("run.toml is not valid TOML: ")
+    assert "line 1" in message([write(tmp_path, "[run\n")])
+
+
+def test_later_sources_win_table_by_table(tmp_path: Path) -> None:
+    first = write(tmp_path, "[train]\nnum_steps = 1\nminibatches_per_step = 4\n[optimizer]\nlr = 1.0", "first.toml")
+    second = write(tmp_path, "[train]\nnum_steps = 2\nepochs_per_step = 3", "second.toml")
+    train = load_config([first, second], ["train.epochs_per_step=5", "train.epochs_per_step=6"]).train
+    assert (train.num_steps, train.minibatches_per_step, train.epochs_per_step) == (2, 4, 6)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("optimizer.lr=3e-4", 3e-4),
+        ("train.recompute=true", True),
+        ("loss.name=grpo", "grpo"),
+        ("rollout.urls=['a', 'b']", ["a", "b"]),
+        ("run.name=2024", "2024"),
+        ('run.name="2024"', "2024"),
+        ("data.path=a=b.jsonl", "a=b.jsonl"),
+        ("bapo.low={start=0.5}", {"start": 0.5}),
+        ("data.options.min_terms=3", 3),
+    ],
+)
+def test_override_values(text: str, value: object) -> None:
+    assert parse_override(text) == (tuple(text.partition("=")[0].split(".")), value)
+
+
+@pytest.mark.parametrize("text", ["a", "=1", "a..b=1", "rollout.urls=[1", 'run.name="x'])
+def test_malformed_overrides(text: str) -> None:
+    with pytest.raises(ConfigError, match="override"):
+        parse_override(text)
+
+
+def test_override_below_a_list_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path, "[bapo]\nlow = [0.5, 0.8, 0.1]")
+    assert message([file], "bapo.low.stop=0.9") == (
+        "cannot set bapo.low.stop: bapo.low was set as a whole; override bapo.low instead"
+    )
+
+
+def test_none_unsets_what_can_be_unset() -> None:
+    config = load_config([], ["checkpoint.interval_steps=none", "data.path=none", "run.name=none"])
+    assert config.checkpoint.interval_steps is None
+    assert config.data.path is None
+    assert config.run.name == "none"
+    assert message([], "train.num_steps=none") == (
+        'train.num_steps must be a whole number, got "none" (override train.num_steps=none)'
+    )
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["checkpoint.interval_steps=none", "rollout.tokens_per_round=7"],
+        ["bapo.preset=paper", "bapo.high.stop=2.5", "megatron.extra={a = 1}", "data.options.x.y=[1, 'b']"],
+        ["rollout.urls=['http://127.0.0.1:1']", 'data.system_prompt=say "hi" \\ é', "optimizer.lr=1e-7"],
+    ],
+)
+def test_dump_loads_back_equal(tmp_path: Path, overrides: list[str]) -> None:
+    config = load_config([], overrides)
+    assert load_config([write(tmp_path, dump_config(config))]) == config
+
+
+def test_shipped_configs_load_by_name() -> None:
+    assert {"demo", "smollm2_135m"} <= set(shipped_configs())
+    assert load_config(["demo"]) == load_config([find_config("demo")])
+
+
+tables = st.recursive(
+    st.integers(), lambda below: st.dictionaries(st.sampled_from("abc"), below, min_size=1, max_size=3), max_leaves=8
+).filter(lambda value: isinstance(value, dict))
+
+
+def flat(table: dict, prefix: tuple = ()) -> dict:
+    return {
+        p: v
+        for k, x in table.items()
+        for p, v in (flat(x, (*prefix, k)) if isinstance(x, dict) else {(*prefix, k): x}).items()
+    }
+
+
+@given(base=tables, top=tables)
+def test_merge_keeps_the_top_and_only_what_it_leaves_alone(base: dict, top: dict) -> None:
+    base_before, top_before = flat(base), flat(top)
+    merged = flat(merge(tomllib.loads(tomli_w.dumps(base)), top))
+    assert {p: merged[p] for p in top_before} == top_before
+    clashes = [p for p in base_before if any(p[: len(q)] == q or q[: len(p)] == p for q in top_before)]
+    assert {p: v for p, v in merged.items() if p not in top_before} == {
+        p: v for p, v in base_before.items() if p not in clashes
+    }

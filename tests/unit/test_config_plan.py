@@ -1,0 +1,76 @@
+"""Checks across sections: each names the numbers and something that works."""
+
+import pytest
+
+from bapo_megatron.config.load import load_config
+from bapo_megatron.config.plan import check, summarize
+
+HF_CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 2048,
+}
+
+
+def messages(*overrides: str) -> list[str]:
+    return [v.message for v in check(load_config([], overrides), hf_config=HF_CONFIG)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ("parallel.num_ranks=8 parallel.pipeline=2", ["num_ranks=8", "1 x 2 x 1 x 1 = 2", "parallel.data=4"]),
+        ("parallel.num_ranks=3 parallel.pipeline=2", ["num_ranks=3", "set parallel.num_ranks=2"]),
+        ("parallel.context=2", ["not supported yet", "parallel.context=1"]),
+        ("parallel.sequence=true", ["parallel.sequence=true", "parallel.tensor above 1"]),
+        ("parallel.tensor=2", ["9 attention heads", "3 key-value heads", "1 or 3"]),
+        ("parallel.pipeline=4", ["30 layers", "1, 2, 3, 5"]),
+        ("train.minibatches_per_step=7", ["16 x 8 = 128", "set train.minibatches_per_step=8"]),
+        ("train.minibatches_per_step=64 parallel.data=3", ["128 / 64 = 2", "data=3", "minibatches_per_step=32"]),
+        ("rollout.samples_per_prompt=1", ["at least 2"]),
+        ("rollout.tokens_per_round=600", ["600", "512"]),
+        ("rollout.groups_in_flight=3", ["groups_in_flight=3", "set rollout.groups_in_flight=16"]),
+        ("rollout.engine_max_context=900", ["512 + 512 = 1024"]),
+        ("rollout.engine=attach", ["rollout.urls"]),
+        ("data.source=jsonl", ["data.path"]),
+        ("data.source=reasoning_gym", ["data.dataset"]),
+        ("rollout.max_staleness=2 train.minibatches_per_step=4", ["max_staleness=2", "up to 3", "max_staleness=3"]),
+        ("rollout.max_response_tokens=2000", ["512 + 2000 = 2512", "2048", "data.max_prompt_tokens=48"]),
+        ("rollout.max_response_tokens=4096", ["max_prompt_tokens=1024 and rollout.max_response_tokens=1024"]),
+        ("loss.name=clip_higher loss.clip_higher=1.1", ["clip_higher=1.1", "clip_high=1.2"]),
+    ],
+)
+def test_one_violation(overrides: str, parts: list[str]) -> None:
+    (found,) = messages(*overrides.split())
+    for part in parts:
+        assert part in found
+
+
+def test_defaults_are_fine_and_violations_add_up() -> None:
+    assert messages() == []
+    assert len(messages("parallel.tensor=2", "train.minibatches_per_step=7", "data.source=jsonl")) == 3
+
+
+def test_advice_works() -> None:
+    assert messages("train.minibatches_per_step=8") == []
+    assert messages("train.minibatches_per_step=32", "parallel.data=3") == []
+    assert messages("rollout.max_response_tokens=2000", "data.max_prompt_tokens=48") == []
+
+
+def test_bfloat16_warns_on_a_cpu_only() -> None:
+    config = load_config([], ["model.dtype=bfloat16"])
+    (found,) = check(config, hf_config=None)
+    assert found.severity == "warning"
+    assert check(config, hf_config=None, has_gpu=True) == []
+
+
+def test_summary_has_the_arithmetic() -> None:
+    text = summarize(load_config([], ["train.minibatches_per_step=4", "parallel.pipeline=3", "parallel.data=2"]))
+    assert "6 ranks = tensor 1 x pipeline 3 x context 1 x data 2" in text
+    assert "16 prompts x 8 samples = 128 sequences" in text
+    assert "4 mini-batches of 32 sequences" in text
