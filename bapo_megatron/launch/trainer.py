@@ -1,0 +1,66 @@
+"""Entry point of one trainer rank: `python -m bapo_megatron.launch.trainer`, started by torchrun (see local.py)."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from bapo_megatron.errors import UserError
+from bapo_megatron.monitor.rundir import RunDir
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the training loop on this rank.
+
+    Output goes to a log file of the rank's own; rank 0 keeps the terminal for the step lines. An error that the user
+    can mend is left in `error-<rank>.txt`, which the launcher shows.
+    """
+    parser = argparse.ArgumentParser(prog="bapo_megatron.launch.trainer")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--engine-url", action="append", default=[])
+    options = parser.parse_args(arguments)
+    rank = int(os.environ.get("RANK", "0"))
+    run_dir = RunDir.attach(options.run_dir)
+    terminal = _redirect_output(run_dir.log_path("trainer", rank))
+    try:
+        _train(run_dir, options.engine_url, terminal if rank == 0 else None)
+    except UserError as error:
+        logging.exception("stopped")
+        (run_dir.log_dir / f"error-{rank}.txt").write_text(str(error))
+        return 2
+    return 0
+
+
+def _train(run_dir: RunDir, urls: list[str], terminal: TextIO | None) -> None:
+    """Heavy imports happen here, after the redirection: what upstream prints belongs into the log."""
+    from bapo_megatron.config.load import load_config
+    from bapo_megatron.learner.parallel import stop_processes
+    from bapo_megatron.monitor.record import Recorder
+    from bapo_megatron.train import train
+
+    config = load_config([run_dir.config_path], [])
+    recorder = Recorder(config, run_dir, terminal) if terminal else None
+    train(config, urls, run_dir, recorder)
+    if recorder:
+        recorder.end()
+    stop_processes()
+
+
+def _redirect_output(log: Path) -> TextIO:
+    """Send this process's standard output and error to `log`; returns the standard output it had before."""
+    terminal = os.fdopen(os.dup(1), "w", buffering=1)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for target in (1, 2):
+        os.dup2(descriptor, target)
+    os.close(descriptor)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    return terminal
+
+
+if __name__ == "__main__":
+    sys.exit(main())

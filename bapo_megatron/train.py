@@ -1,0 +1,131 @@
+"""The training loop. Every trainer rank runs this file; rank 0 also talks to the rollout engines and to the user.
+
+    prompts -> engines -> rewards -> advantages       rank 0, RolloutManager.next_batch: finished groups, FIFO
+        |  broadcast: the same Batch on every rank
+        v
+    minibatches -> score -> BAPO bounds -> step       all ranks: one optimizer update per mini-batch; sample replay
+        |                                             makes later mini-batches older
+        v
+    push weights -> engines                           all ranks gather, rank 0 broadcasts: a new weight version
+        |
+        v
+    metrics, checkpoint                               rank 0 records; all ranks save
+
+A step waits for its rollouts; partial responses that it leaves behind are resumed by the next step, with new weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from bapo_megatron.assets import resolve_model_path
+from bapo_megatron.buffer.batch import broadcast_batch
+from bapo_megatron.buffer.packing import minibatches
+from bapo_megatron.checkpoints import CheckpointStore
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import UserError
+from bapo_megatron.learner.base import Learner
+from bapo_megatron.learner.bounds import BoundsFinder
+from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.monitor.record import Recorder, UpdateMetrics
+from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.monitor.stopwatch import Stopwatch
+from bapo_megatron.rollout.manager import RolloutManager
+from bapo_megatron.sync.channel import BroadcastChannel, Channel, FollowerChannel
+from bapo_megatron.types import Batch, MiniBatch
+
+
+def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder | None) -> None:
+    """Train from the run's latest checkpoint, or from the start, to `train.num_steps`."""
+    model_path = resolve_model_path(config.model.path)
+    learner = MegatronLearner(config, model_path)
+    rollouts = RolloutManager.connect(config, model_path, urls) if recorder else None
+    finder = BoundsFinder(config, learner)
+    store = CheckpointStore(run_dir.checkpoints_dir, config.checkpoint.keep_last)
+    first_step = _resume(store, learner, rollouts, finder)
+    channel = _open_channel(config, rollouts)
+    if recorder and rollouts:
+        recorder.begin(first_step, rollouts.decode)
+
+    _push(channel, learner)
+    watch = Stopwatch()
+    for step in range(first_step, config.train.num_steps):
+        updates = UpdateMetrics(config)
+        with watch.span("rollout"):
+            batch = _next_batch(rollouts, recorder, step, learner.version)
+        for minibatch in _optimizer_steps(batch, config, step, learner):
+            with watch.span("score"):
+                bounds = finder.find(minibatch)
+            with watch.span("train"):
+                result = learner.step(minibatch, bounds)
+                finder.observe(minibatch, result.log_probs)
+            updates.add(bounds, result.metrics)
+        with watch.span("sync"):
+            sync = _push(channel, learner)
+        if recorder:
+            recorder.record(step + 1, learner.version, batch.metrics, updates.result(), sync, watch.lap())
+        if _is_save_due(config, step + 1):
+            store.save(step + 1, learner, _rollout_state(rollouts, finder))
+    channel.close()
+    if rollouts:
+        rollouts.close()
+
+
+def _next_batch(rollouts: RolloutManager | None, recorder: Recorder | None, step: int, version: int) -> Batch:
+    """Rank 0 samples and judges; every rank gets the same batch, or the same error."""
+    if rollouts is None or recorder is None:
+        return broadcast_batch(None)
+    try:
+        batch, groups = rollouts.next_batch(step, version)
+    except UserError as error:
+        return broadcast_batch(None, error)
+    recorder.keep_samples(step + 1, groups)
+    return broadcast_batch(batch)
+
+
+def _optimizer_steps(batch: Batch, config: Config, step: int, learner: Learner) -> Iterator[MiniBatch]:
+    return minibatches(
+        batch,
+        num_minibatches=config.train.minibatches_per_step,
+        num_epochs=config.train.epochs_per_step,
+        seed=config.run.seed * 1_000_003 + step,
+        data_rank=learner.data_rank,
+        data_size=learner.data_size,
+        max_tokens=config.train.max_tokens_per_microbatch,
+        pad_multiple=config.parallel.tensor if config.parallel.sequence else 1,
+    )
+
+
+def _open_channel(config: Config, rollouts: RolloutManager | None) -> Channel:
+    """Rank 0 talks to the engines; the other ranks take part in gathering the weights."""
+    channel = BroadcastChannel(rollouts.engines, config.sync, rollouts.loop.submit) if rollouts else FollowerChannel()
+    channel.connect()
+    return channel
+
+
+def _push(channel: Channel, learner: Learner) -> dict[str, float]:
+    """Hand the weights to every engine as a new version; all ranks take part in gathering them."""
+    stats = channel.push(learner.named_weights(), learner.version)
+    return {"sync/bytes": float(stats.num_bytes), "sync/seconds": sum(stats.seconds.values())}
+
+
+def _resume(store: CheckpointStore, learner: Learner, rollouts: RolloutManager | None, finder: BoundsFinder) -> int:
+    """Restore the latest checkpoint, if there is one; returns the number of finished steps."""
+    latest = store.latest()
+    if latest is None:
+        return 0
+    state = store.load(latest, learner)
+    finder.load_state_dict(state["bounds"])
+    if rollouts:
+        rollouts.load_state_dict(state["rollout"])
+    return int(state["step"])
+
+
+def _rollout_state(rollouts: RolloutManager | None, finder: BoundsFinder) -> dict[str, Any] | None:
+    return {"rollout": rollouts.state_dict(), "bounds": finder.state_dict()} if rollouts else None
+
+
+def _is_save_due(config: Config, num_done: int) -> bool:
+    interval = config.checkpoint.interval_steps
+    return interval is not None and (num_done % interval == 0 or num_done == config.train.num_steps)

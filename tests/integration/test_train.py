@@ -1,0 +1,122 @@
+"""The whole loop, started as a user starts it: real engine process, real torchrun, real Megatron-Core."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.monitor.metrics import read_metrics
+
+SMALL = (
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "rollout.groups_in_flight=6",
+    "train.minibatches_per_step=2",
+    "monitor.progress=lines",
+)
+SAME = ("loss/policy", "loss/entropy", "bapo/low", "bapo/high", "optimizer/grad_norm", "reward/mean", "staleness/mean")
+
+
+def bapo(*arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "bapo_megatron", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+        check=False,
+    )
+
+
+def train(folder: Path, name: str, *settings: str) -> list[dict[str, float]]:
+    done = bapo("train", "demo", *SMALL, f"run.dir={folder}", f"run.name={name}", *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read_metrics(folder / name / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def single_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
+    folder = tmp_path_factory.mktemp("runs")
+    settings = ("train.num_steps=4", "parallel.tensor=1", "checkpoint.interval_steps=2")
+    return folder, train(folder, "single", *settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("parallel.tensor=2", "parallel.pipeline=2"),
+        ("parallel.tensor=1", "parallel.data=2", "train.max_tokens_per_microbatch=200"),
+    ],
+    ids=["tp2-pp2", "dp2"],
+)
+def test_every_layout_trains_like_a_single_process(
+    single_process: tuple[Path, list[dict[str, float]]], layout: tuple[str, ...]
+) -> None:
+    folder, reference = single_process
+    rows = train(folder, "-".join(layout).replace("=", ""), "train.num_steps=3", *layout)
+    assert len(rows) == 3
+    for row, expected in zip(rows, reference, strict=False):
+        for name in SAME:
+            assert row[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), f"step {row['step']}: {name}"
+
+
+def test_a_run_leaves_its_books(single_process: tuple[Path, list[dict[str, float]]]) -> None:
+    folder, rows = single_process
+    run = folder / "single"
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    last = rows[-1]
+    assert last["version"] == 8
+    in_flight = sum(last[f"ledger/{state}"] for state in ("queued", "running", "partial", "finished"))
+    assert last["ledger/trained"] == 4 * 16
+    assert in_flight > 0
+    assert last["staleness/max"] > 0
+    assert last["rollout/resumed_token_share"] > 0
+    assert (run / "checkpoints" / "latest").read_text() == "step-000004"
+    assert "<html" in (run / "report.html").read_text()
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert {s["step"] for s in samples} == {1, 2, 3, 4}
+
+
+def test_resuming_goes_on_exactly(single_process: tuple[Path, list[dict[str, float]]]) -> None:
+    """Stopped after two steps and started again: the same losses as the run that was never stopped, bit for bit."""
+    folder, reference = single_process
+    settings = ("parallel.tensor=1", "checkpoint.interval_steps=2")
+    train(folder, "resumed", "train.num_steps=2", *settings)
+    rows = train(folder, "resumed", "train.num_steps=4", *settings)
+    assert len(rows) == 4
+    for row, expected in zip(rows, reference, strict=True):
+        for name in SAME:
+            assert row[name] == expected[name], f"step {row['step']}: {name}"
+    assert (folder / "resumed" / "logs" / "attempt-2").is_dir()
+
+
+def test_the_same_name_with_other_settings_says_what_differs(
+    single_process: tuple[Path, list[dict[str, float]]],
+) -> None:
+    folder, _ = single_process
+    done = bapo("train", "demo", *SMALL, f"run.dir={folder}", "run.name=single", "bapo.rho0=0.33")
+    assert done.returncode == 2
+    assert "bapo.rho0" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_engine_that_cannot_be_reached_is_one_clear_error(tmp_path: Path) -> None:
+    done = bapo(
+        "train",
+        "demo",
+        *SMALL,
+        f"run.dir={tmp_path}",
+        "rollout.engine=attach",
+        'rollout.urls=["http://127.0.0.1:9"]',
+        "rollout.startup_timeout_s=3",
+        "parallel.tensor=1",
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "127.0.0.1:9" in done.stderr
+    assert "Traceback" not in done.stderr
