@@ -1,0 +1,55 @@
+# shellcheck shell=bash
+# Set-up shared by quickstart.sh and test.sh; sourced, not run.
+#
+#   VENV             environment to use or create (default: the active one, else .venv in the checkout)
+#   PYTHON           interpreter that creates it (default: python3)
+#   BAPO_TORCH_SPEC  torch to install where there is none (default: torch==2.13.0)
+#   BAPO_TORCH_INDEX package index for torch alone, such as PyTorch's own index of CPU builds
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+say() { printf '==> %s\n' "$*"; }
+
+fail() {
+    printf 'error: %s\n' "$*" >&2
+    exit 2
+}
+
+# Find or make the environment; sets PY to its interpreter.
+use_environment() {
+    local venv="${VENV:-${VIRTUAL_ENV:-$ROOT/.venv}}"
+    if [[ ! -x "$venv/bin/python" ]]; then
+        local python="${PYTHON:-python3}"
+        command -v "$python" >/dev/null || fail "$python was not found; install Python 3.11 or newer, or set PYTHON"
+        "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+            fail "$("$python" --version) is too old; Python 3.11 or newer is needed (set PYTHON)"
+        say "making a virtual environment in $venv"
+        "$python" -m venv "$venv" || fail "could not make $venv (on Debian and Ubuntu: apt install python3-venv)"
+    fi
+    PY="$venv/bin/python"
+    "$PY" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+        fail "the environment $venv has $("$PY" --version); Python 3.11 or newer is needed (set VENV)"
+    export PATH="$venv/bin:$PATH" VIRTUAL_ENV="$venv"
+}
+
+# Install the checkout with the given extra ("" or "dev"), unless this has been done since setup.py last changed.
+install_checkout() {
+    local extra="$1" stamp key
+    stamp="$VIRTUAL_ENV/.bapo-installed${extra:+-$extra}"
+    key="$(cat "$ROOT/setup.py" "$ROOT/pyproject.toml" "$ROOT/scripts/common.sh" | cksum) $ROOT"
+    if [[ -f "$stamp" && "$(<"$stamp")" == "$key" ]]; then
+        say "packages are installed in $VIRTUAL_ENV"
+        return
+    fi
+    if ! "$PY" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'; then
+        say "installing ${BAPO_TORCH_SPEC:-torch==2.13.0}"
+        local index=()
+        if [[ -n "${BAPO_TORCH_INDEX:-}" ]]; then
+            index=(--index-url "$BAPO_TORCH_INDEX")
+        fi
+        "$PY" -m pip install --disable-pip-version-check ${index[@]+"${index[@]}"} "${BAPO_TORCH_SPEC:-torch==2.13.0}"
+    fi
+    say "installing bapo-megatron${extra:+[$extra]} and what it needs"
+    "$PY" -m pip install --disable-pip-version-check -e "$ROOT${extra:+[$extra]}"
+    printf '%s\n' "$key" >"$stamp"
+}

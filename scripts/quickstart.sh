@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Set up, then watch a small policy learn with BAPO on this machine's CPU. Safe to run again; arguments are settings of
+# the demo, such as train.num_steps=5. scripts/common.sh lists the environment variables.
+set -euo pipefail
+
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+use_environment
+install_checkout ""
+cd "$ROOT"
+say "bapo demo $*"
+exec "$PY" -m bapo_megatron demo "$@"

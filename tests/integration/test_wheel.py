@@ -1,0 +1,55 @@
+"""The wheel holds all it needs: it works from a folder that knows nothing of the checkout."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROBE = """
+import bapo_megatron, bapo_megatron_patches.megatron_core, bapo_megatron_configs
+from importlib import resources
+from bapo_megatron.assets import resolve_model_path
+print(bapo_megatron.__file__)
+print(bapo_megatron_patches.__file__)
+print(resolve_model_path("demo"))
+print(*(str(f) for f in resources.files("bapo_megatron_configs").iterdir() if f.name == "demo.toml"))
+print(*(str(f) for f in resources.files("bapo_megatron.monitor").iterdir() if f.name.endswith(".jinja")))
+"""
+
+
+def run(*command: str, cwd: Path, **environment: str) -> str:
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | environment
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
+    source, dist, target, elsewhere = (tmp_path / name for name in ("source", "dist", "target", "elsewhere"))
+    _copy_checkout(source)
+    elsewhere.mkdir()
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(dist), str(source), cwd=tmp_path)
+    (wheel,) = dist.glob("bapo_megatron-*.whl")
+    run(*pip, "install", "--no-deps", "--no-index", "--target", str(target), str(wheel), cwd=tmp_path)
+
+    lines = run(sys.executable, "-c", PROBE, cwd=elsewhere, PYTHONPATH=str(target)).splitlines()
+    assert len(lines) == 5
+    assert all(line.startswith(str(target)) for line in lines), lines
+    summary = run(sys.executable, "-m", "bapo_megatron", "check", "demo", cwd=elsewhere, PYTHONPATH=str(target))
+    assert "tensor 2" in summary
+
+
+def _copy_checkout(target: Path) -> None:
+    """What packaging reads, without build folders, so that the test leaves nothing in the checkout."""
+    import shutil
+
+    target.mkdir()
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE"):
+        shutil.copy(ROOT / name, target)
+    for name in ("bapo_megatron", "patches", "configs"):
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
