@@ -131,12 +131,17 @@ class OptimizerConfig(Section):
     """Adam, through Megatron-Core."""
 
     lr: PositiveFloat = 1e-6
+    """Learning rate after warm-up."""
     warmup_updates: int = Field(0, ge=0)
     """Linear warm-up over this many optimizer updates; constant afterwards."""
     weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay (AdamW), of matrices; norms and biases are left alone, as Megatron does it."""
     beta1: float = Field(0.9, gt=0, lt=1)
+    """Decay of Adam's first moment."""
     beta2: float = Field(0.95, gt=0, lt=1)
+    """Decay of Adam's second moment."""
     eps: PositiveFloat = 1e-8
+    """Added to the root of Adam's second moment."""
     clip_grad: PositiveFloat = 1.0
     """Largest global gradient norm."""
 
@@ -164,9 +169,13 @@ class ParallelConfig(Section):
     """How the trainer is split over processes. ranks = tensor x pipeline x context x data."""
 
     tensor: PositiveInt = 1
+    """Ranks that share each layer; must divide attention heads and key-value heads."""
     pipeline: PositiveInt = 1
+    """Stages that the layers are cut into; must divide the number of layers."""
     context: PositiveInt = 1
+    """Ranks that share each sequence. Not supported yet: leave it at 1."""
     data: PositiveInt = 1
+    """Copies of the model, each with a share of every mini-batch."""
     sequence: bool = False
     """Sequence parallelism inside the tensor-parallel group."""
     num_ranks: PositiveInt | None = None

@@ -95,6 +95,10 @@ class Recorder:
         metrics["train/tokens_per_s"] = metrics["train/tokens"] / busy_s if busy_s > 0 else math.nan
         self._metrics.write(metrics)
         assert self._console is not None
+        if step == 1:
+            self._console.note(
+                f"untrained pass rate {metrics['reward/mean']:.2f} ({metrics['rollout/num_samples']:.0f} responses)"
+            )
         self._console.step(metrics)
 
     def note(self, text: str) -> None:
