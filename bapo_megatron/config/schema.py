@@ -21,7 +21,7 @@ class RunConfig(Section):
     dir: str = "runs"
     """Folder that holds all run directories."""
     seed: int = Field(0, ge=0)
-    """Seeds prompt order, sampling, mini-batch order; the same seed gives the same synchronous run on the CPU."""
+    """Seeds prompt order, sampling, mini-batch order; on a CPU the same seed gives the same run, up to rounding."""
 
 
 class ModelConfig(Section):

@@ -16,6 +16,9 @@ _MEANS = {
     "policy_loss": "loss/policy",
     "clipped_high": "loss/clip_high_share",
     "clipped_low": "loss/clip_low_share",
+    "dual_clipped": "loss/dual_clip_share",
+    "positive_tokens": "loss/positive_token_share",
+    "negative_tokens": "loss/negative_token_share",
     "ratio": "loss/ratio_mean",
     "age": "staleness/mean",
 }
@@ -41,6 +44,7 @@ class TokenMetrics:
         """
         sums = self._over_data([r.sums for r in results], self._sums, dist.ReduceOp.SUM)
         maxima = self._over_data([r.maxima for r in results], self._maxima, dist.ReduceOp.MAX)
+        assert sums.pop("tokens") == num_trained_tokens, "the ranks trained other tokens than the plan said"
         metrics = {_MEANS.get(name, f"loss/{name}"): value / num_trained_tokens for name, value in sums.items()}
         metrics |= {_MAXIMA.get(name, f"loss/{name}_max"): value for name, value in maxima.items()}
         metrics["train/tokens"] = float(num_trained_tokens)

@@ -141,8 +141,9 @@ def _panels(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Panel]:
                 "probability ratio",
                 levels=_bound_ranges(config),
             ),
-            "Bounds that move inside their shaded ranges are at work. Always at the bottom of both ranges: plain fixed "
-            "clipping; always at the top: the target is out of reach.",
+            "Means over a step's updates. Always at the bottom of both ranges: plain fixed clipping; always at the "
+            "top: the target is out of reach. In between, the search is at work, or updates of both kinds are "
+            "averaged: bapo/inert_share and bapo/saturated_share tell.",
         ),
         Panel(
             "Positive share",

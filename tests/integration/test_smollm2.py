@@ -1,0 +1,117 @@
+"""A real pretrained model on a real task: SmolLM2-135M-Instruct, reasoning-gym, a trainer split into two stages.
+
+The model is prepared once, into models/ of the checkout (or $BAPO_SMOLLM2), by the script that users run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bapo_megatron.rollout.base import GenerateRequest, GenerateResult
+from bapo_megatron.rollout.client import HttpEngine
+
+ROOT = Path(__file__).parents[2]
+QUESTIONS = ("What is 3 + 4?", "What is 7 - 5?", "Name a colour.", "2 * 9 =")
+TEMPERATURES = (1.0, 0.6)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    folder = Path(os.environ.get("BAPO_SMOLLM2", ROOT / "models" / "SmolLM2-135M-Instruct"))
+    script = ROOT / "scripts" / "prepare_smollm2.py"
+    subprocess.run([sys.executable, str(script), str(folder)], check=True, timeout=900)
+    return folder
+
+
+def serve(model: Path, ready: Path, requests: list[GenerateRequest]) -> list[GenerateResult]:
+    """Answers of an embedded engine that serves `model`."""
+    command = [sys.executable, "-m", "bapo_megatron.rollout.embedded", "--model-path", str(model)]
+    command += ["--max-context", "256", "--threads", "2", "--ready-file", str(ready), "--exit-with-parent"]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 180
+        while not ready.exists():
+            assert server.poll() is None, "the engine ended"
+            assert time.monotonic() < deadline, "the engine is not ready after 180 s"
+            time.sleep(0.2)
+        return asyncio.run(ask(f"http://127.0.0.1:{json.loads(ready.read_text())['port']}", requests))
+    finally:
+        assert server.stdin is not None
+        server.stdin.close()
+        server.wait(timeout=30)
+
+
+async def ask(url: str, requests: list[GenerateRequest]) -> list[GenerateResult]:
+    engine = HttpEngine(url, request_timeout_s=300)
+    try:
+        return await asyncio.gather(*(engine.generate(request) for request in requests))
+    finally:
+        await engine.close()
+
+
+def check_log_probs(model: Path, ready: Path) -> None:
+    """Served log-probs against transformers, at two temperatures, to 1e-4."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    requests = []
+    for question in QUESTIONS:
+        chat = [{"role": "user", "content": question}]
+        ids = tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+        for temperature in TEMPERATURES:
+            rid = f"{len(requests)}"
+            requests.append(GenerateRequest(rid, ids, 24, temperature, (tokenizer.eos_token_id,), len(requests)))
+    results = serve(model, ready, requests)
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for request, result in zip(requests, results, strict=True):
+        with torch.no_grad():
+            logits_TV = reference(torch.tensor([request.token_ids + result.token_ids])).logits[0]
+        log_probs_TV = (logits_TV / request.temperature).log_softmax(-1)
+        for i, (token, log_prob) in enumerate(zip(result.token_ids, result.logprobs, strict=True)):
+            assert log_prob == pytest.approx(float(log_probs_TV[len(request.token_ids) - 1 + i, token]), abs=1e-4)
+
+
+def test_a_real_model_trains_and_its_log_probs_are_served_exactly(smollm2: Path, tmp_path: Path) -> None:
+    check_log_probs(smollm2, tmp_path / "before.ready")
+    settings = (
+        "parallel.tensor=1",
+        "parallel.pipeline=2",
+        "train.num_steps=1",
+        "rollout.prompts_per_step=2",
+        "rollout.groups_in_flight=2",
+        "rollout.samples_per_prompt=4",
+        "rollout.max_response_tokens=16",
+        "optimizer.lr=1e-4",
+    )
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "bapo_megatron",
+            "train",
+            "smollm2_135m",
+            f"model.path={smollm2}",
+            f"run.dir={tmp_path}",
+            "run.name=smollm2",
+            *settings,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"untrained pass rate \d\.\d\d \(8 responses\)", done.stdout)
+    trained = tmp_path / "smollm2" / "checkpoints" / "step-000001" / "learner" / "hf"
+    check_log_probs(trained, tmp_path / "after.ready")
