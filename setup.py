@@ -22,7 +22,6 @@ CORE = [
     "pydantic>=2.7",
     "tomli-w>=1.0",
     "aiohttp>=3.9",
-    "psutil",
     "pebble>=5",
     "tqdm",
     "jinja2",
@@ -72,7 +71,7 @@ SGLANG = [
 
 GPU = ["transformer-engine[pytorch]", "nvidia-ml-py"]
 
-DEV = ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "pre-commit"]
+DEV = ["pytest>=8", "pytest-timeout", "psutil", "hypothesis", "ruff", "mypy", "pre-commit"]
 
 
 def version() -> str:

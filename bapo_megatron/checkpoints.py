@@ -66,7 +66,7 @@ class CheckpointStore:
                 shutil.rmtree(final, ignore_errors=True)
                 os.replace(partial, final)
                 _write_atomically(self.folder / "latest", final.name)
-                self._delete_old()
+                self._delete_old(step)
         except OSError as error:
             raise CheckpointError(
                 f"cannot save {final}: {error}; the previous checkpoint is still the latest"
@@ -92,10 +92,11 @@ class CheckpointStore:
         learner.load(path / "learner")
         return state
 
-    def _delete_old(self) -> None:
-        complete = sorted(p for p in self.folder.iterdir() if _NAME.match(p.name))
-        for path in complete[: -self._keep_last]:
-            shutil.rmtree(path)
+    def _delete_old(self, step: int) -> None:
+        """Keep the newest up to `step`; later ones are there after a rewind of `latest`, and stay until rewritten."""
+        steps = sorted(int(m[1]) for p in self.folder.iterdir() if (m := _NAME.match(p.name)) and int(m[1]) <= step)
+        for old in steps[: -self._keep_last]:
+            shutil.rmtree(self.folder / f"step-{old:06d}")
 
 
 def _write_atomically(path: Path, text: str) -> None:

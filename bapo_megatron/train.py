@@ -20,11 +20,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.buffer.batch import broadcast_batch
 from bapo_megatron.buffer.packing import minibatches
+from bapo_megatron.buffer.share import share_batch
 from bapo_megatron.checkpoints import CheckpointStore
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import UserError
 from bapo_megatron.learner.base import Learner
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
@@ -53,7 +52,7 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
     for step in range(first_step, config.train.num_steps):
         updates = UpdateMetrics(config)
         with watch.span("rollout"):
-            batch = _next_batch(rollouts, recorder, step, learner.version)
+            batch = _next_batch(config, rollouts, recorder, step, learner.version)
         for minibatch in _optimizer_steps(batch, config, step, learner):
             with watch.span("score"):
                 bounds = finder.find(minibatch)
@@ -72,16 +71,19 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
         rollouts.close()
 
 
-def _next_batch(rollouts: RolloutManager | None, recorder: Recorder | None, step: int, version: int) -> Batch:
+def _next_batch(
+    config: Config, rollouts: RolloutManager | None, recorder: Recorder | None, step: int, version: int
+) -> Batch:
     """Rank 0 samples and judges; every rank gets the same batch, or the same error."""
-    if rollouts is None or recorder is None:
-        return broadcast_batch(None)
-    try:
+
+    def sample() -> Batch:
+        assert rollouts is not None
+        assert recorder is not None
         batch, groups = rollouts.next_batch(step, version)
-    except UserError as error:
-        return broadcast_batch(None, error)
-    recorder.keep_samples(step + 1, groups)
-    return broadcast_batch(batch)
+        recorder.keep_samples(step + 1, groups)
+        return batch
+
+    return share_batch(sample if rollouts else None, sign_of_life_s=config.parallel.timeout_s / 4)
 
 
 def _optimizer_steps(batch: Batch, config: Config, step: int, learner: Learner) -> Iterator[MiniBatch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 import traceback
@@ -14,15 +15,20 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# Seconds to import. The server that forks the children imports those that the tests of this session have imported.
+_SLOW_IMPORTS = ("torch.distributed", "transformers", "bapo_megatron.learner.megatron")
+
 
 def run_distributed(fn: Callable[..., None], world_size: int, *args: Any, timeout_s: float = 120.0) -> None:
-    """Calls `fn(rank, world_size, *args)` in `world_size` spawned processes that share a gloo process group.
+    """Calls `fn(rank, world_size, *args)` in `world_size` new processes that share a gloo process group.
 
+    The processes are forked from a server that holds imported modules and nothing else: no thread, no group, no state.
     `fn` must be importable (a module-level function) and report failure by raising. Raises AssertionError with the
     tracebacks of the ranks that failed, or TimeoutError naming the ranks still running after `timeout_s`.
     """
     with tempfile.TemporaryDirectory(prefix="bapo-test-") as folder:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload([name for name in _SLOW_IMPORTS if name in sys.modules])
         processes = [
             context.Process(target=_child, args=(fn, rank, world_size, folder, timeout_s, args), daemon=True)
             for rank in range(world_size)

@@ -1,20 +1,14 @@
-"""From finished groups to one padding-free batch, and the same batch on every trainer rank."""
+"""From finished groups to one padding-free batch."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from itertools import chain
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from bapo_megatron.errors import UserError
 from bapo_megatron.types import Batch, Group
-
-_TENSORS = tuple(f.name for f in fields(Batch) if f.name != "metrics")
 
 
 def build_batch(
@@ -60,48 +54,3 @@ def build_batch(
         mask_T=is_response_T,
         metrics=metrics or {},
     )
-
-
-def broadcast_batch(batch: Batch | None, error: UserError | None = None) -> Batch:
-    """Hand rank 0's batch, or its failure, to every rank of the default process group. No pickle.
-
-    A header of JSON says what follows; rank 0 passes `batch` or `error`, the others pass None.
-
-    Raises:
-        UserError: on every rank, with the message of rank 0's error.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        if error is not None:
-            raise error
-        assert batch is not None
-        return batch
-    header: dict = {}
-    if dist.get_rank() == 0:
-        if error is not None:
-            header = {"error": str(error)}
-        else:
-            assert batch is not None
-            header = {"metrics": batch.metrics, "tensors": {}}
-            for name in _TENSORS:
-                tensor: Tensor = getattr(batch, name)
-                header["tensors"][name] = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-    header = _broadcast_json(header)
-    if "error" in header:
-        raise error if error is not None else UserError(header["error"])
-    tensors = {}
-    for name, (dtype, shape) in header["tensors"].items():
-        tensor = getattr(batch, name) if batch is not None else torch.empty(shape, dtype=getattr(torch, dtype))
-        wire = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor.contiguous()
-        dist.broadcast(wire, src=0)
-        tensors[name] = wire.to(tensor.dtype)
-    return Batch(**tensors, metrics=header["metrics"])
-
-
-def _broadcast_json(value: dict) -> dict:
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    size = torch.tensor([data.numel()])
-    dist.broadcast(size, src=0)
-    if dist.get_rank() != 0:
-        data = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(data, src=0)
-    return json.loads(bytes(data.tolist()))

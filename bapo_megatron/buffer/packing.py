@@ -48,24 +48,29 @@ def minibatches(
 
 
 def balanced_bins(lengths: list[int], data_size: int, max_tokens: int) -> list[list[int]]:
-    """Indices of `lengths` in the fewest micro-batches of at most `max_tokens`, a multiple of `data_size`, balanced.
+    """Indices of `lengths` in micro-batches of at most `max_tokens`, their number a multiple of `data_size`, balanced.
 
-    Longest first into the emptiest bin. A bin exceeds `max_tokens` only if it holds a single sequence; bins can be
+    As few as packing longest first allows. A bin exceeds `max_tokens` only if it holds a single sequence; bins can be
     empty only where there are fewer sequences than bins.
     """
     assert lengths, "an optimizer step needs at least one sequence"
-    by_length = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     per_rank = max(1, -(-sum(lengths) // (max_tokens * data_size)))
     while True:
-        heap = [(0, b) for b in range(per_rank * data_size)]
-        bins: list[list[int]] = [[] for _ in heap]
-        for i in by_length:
-            load, b = heapq.heappop(heap)
-            bins[b].append(i)
-            heapq.heappush(heap, (load + lengths[i], b))
+        bins = longest_first(lengths, per_rank * data_size)
         if all(len(b) <= 1 or sum(lengths[i] for i in b) <= max_tokens for b in bins):
             return bins
         per_rank += 1
+
+
+def longest_first(lengths: list[int], num_bins: int) -> list[list[int]]:
+    """Each sequence, longest first, into the emptiest bin (Graham's rule): within 4/3 of the best possible balance."""
+    heap = [(0, b) for b in range(num_bins)]
+    bins: list[list[int]] = [[] for _ in heap]
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        load, b = heapq.heappop(heap)
+        bins[b].append(i)
+        heapq.heappush(heap, (load + lengths[i], b))
+    return bins
 
 
 def pack(batch: Batch, starts_S: Tensor, sequences: Tensor, length: int) -> MicroBatch:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -43,7 +44,7 @@ def run(config: Config) -> int:
 
 def _train(config: Config, run_dir: RunDir, urls: Sequence[str]) -> int:
     """Run launch/trainer.py under torchrun's elastic launcher, without restarts."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -77,6 +78,10 @@ def _train(config: Config, run_dir: RunDir, urls: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return first.exitcode if first.exitcode > 0 else 1
+    except SignalException as stopped:  # the launcher turns signals into this, and has ended the ranks
+        if stopped.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise SystemExit(128 + stopped.sigval) from None
     finally:
         if before is None:
             del os.environ["OMP_NUM_THREADS"]
@@ -108,10 +113,17 @@ def _embedded_engines(config: Config, model_path: Path, log_dir: Path) -> Iterat
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C is for this process, which ends the trainer ranks first
                 )
             )
             log.close()
-        yield [_wait_ready(p, f, config) for p, f in zip(processes, ready, strict=True)]
+        urls = [_wait_ready(p, f, config) for p, f in zip(processes, ready, strict=True)]
+        try:
+            yield urls
+        except UserError as error:
+            ended = [(p.returncode, f.with_suffix(".log")) for p, f in zip(processes, ready, strict=True) if p.poll()]
+            notes = [f"a rollout engine ended with exit code {code}; its log: {log}" for code, log in ended]
+            raise UserError("\n".join([str(error), *notes])) from error
     finally:
         for process in processes:
             if process.stdin:

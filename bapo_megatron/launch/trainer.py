@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.rundir import RunDir
+
+_PARENT_POLL_S = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--engine-url", action="append", default=[])
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, also inside a collective; checkpoints are atomic
+    _exit_with_parent()
     rank = int(os.environ.get("RANK", "0"))
     run_dir = RunDir.attach(options.run_dir)
     terminal = _redirect_output(run_dir.log_path("trainer", rank))
@@ -49,6 +56,20 @@ def _train(run_dir: RunDir, urls: list[str], terminal: TextIO | None) -> None:
     if recorder:
         recorder.end()
     stop_processes()
+
+
+def _exit_with_parent() -> None:
+    """End this rank, and its judge processes, once the launcher is gone: kill -9 leaves it no time to do so."""
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(_PARENT_POLL_S)
+        if os.getpgrp() == os.getpid():  # torchrun gives every rank a process group of its own
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="exit-with-parent", daemon=True).start()
 
 
 def _redirect_output(log: Path) -> TextIO:

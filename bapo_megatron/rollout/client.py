@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +19,7 @@ from bapo_megatron.rollout.base import GenerateRequest, GenerateResult, PauseMod
 
 _HEALTH_TIMEOUT_S = 5.0
 _LOGPROB_SLACK = 1e-4  # a log-prob of exactly 0 may come out this much above it
+_MAX_FLOAT = sys.float_info.max
 _UNVERSIONED = "default"  # what a server calls the weights it started with
 _FINISH_REASONS = ("stop", "length", "abort")
 
@@ -181,9 +182,16 @@ def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) ->
         logprobs=_logprobs(meta, token_ids),
         spans=_spans(meta, len(token_ids)),
         finish_reason=reason,
-        num_prompt_tokens=int(meta.get("prompt_tokens", len(request.token_ids))),
-        num_cached_tokens=int(meta.get("cached_tokens", 0)),
+        num_prompt_tokens=_count(meta, "prompt_tokens", len(request.token_ids)),
+        num_cached_tokens=_count(meta, "cached_tokens", 0),
     )
+
+
+def _count(meta: dict[str, Any], name: str, default: int) -> int:
+    value = meta.get(name, default)
+    if type(value) is not int or value < 0:
+        raise _BadReplyError(f"{name} {value!r} is not a count")
+    return value
 
 
 def _logprobs(meta: dict[str, Any], token_ids: list[int]) -> tuple[float, ...]:
@@ -201,7 +209,7 @@ def _logprobs(meta: dict[str, Any], token_ids: list[int]) -> tuple[float, ...]:
                 f"log-prob entry {triple!r} at output token {index} does not belong to token {token_id}"
             )
         logprob = triple[0]
-        if not isinstance(logprob, int | float) or not math.isfinite(logprob) or logprob > _LOGPROB_SLACK:
+        if type(logprob) not in (int, float) or not -_MAX_FLOAT <= logprob <= _LOGPROB_SLACK:
             raise _BadReplyError(f"log-prob {logprob!r} at output token {index} is not a finite number <= 0")
         logprobs.append(min(float(logprob), 0.0))
     return tuple(logprobs)
@@ -226,7 +234,7 @@ def _spans(meta: dict[str, Any], num_tokens: int) -> tuple[VersionSpan, ...]:
 
 
 def parse_version(version: object) -> int:
-    """A server's weight version as a number; -1 for the weights it started with. Raises ValueError otherwise."""
+    """A server's weight version as a number; -1 for the weights it started with. Raises _BadReplyError otherwise."""
     if version == _UNVERSIONED:
         return -1
     try:

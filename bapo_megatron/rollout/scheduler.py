@@ -131,22 +131,25 @@ class Scheduler:
     async def _run_round(self, step: int, version: int, stats: RolloutStats) -> None:
         """One budgeted request for every unfinished response; then score the groups that are complete."""
         unfinished = [t for g in self._active for t in g.trajectories if t.finish_reason is None]
-        grown = await asyncio.gather(
-            *(self._extend(t, step, version, stats) for t in unfinished), return_exceptions=True
-        )
-        # Keep what did return before a failure is raised: nothing that was sampled is lost.
-        done = {t.sample_id: t for t in grown if isinstance(t, Trajectory)}
-        self._active = [_with(g, done) for g in self._active]
-        for failure in grown:
-            if isinstance(failure, BaseException):
+        grown: dict[str, Trajectory] = {}
+        try:
+            outcomes = await asyncio.gather(
+                *(self._extend(t, step, version, stats, grown) for t in unfinished), return_exceptions=True
+            )
+        finally:  # also where this is cancelled: what did return is kept, nothing that was sampled is lost
+            self._active = [_with(g, grown) for g in self._active]
+        for failure in outcomes:
+            if failure is not None:
                 raise failure
         stats.num_rounds += 1
-        complete = [g for g in self._active if all(t.finish_reason for t in g.trajectories)]
-        self._active = [g for g in self._active if not all(t.finish_reason for t in g.trajectories)]
-        self._finished.extend(await self._scored(complete))
+        scored = await self._scored([g for g in self._active if _is_complete(g)])
+        self._active = [g for g in self._active if not _is_complete(g)]
+        self._finished.extend(scored)
 
-    async def _extend(self, trajectory: Trajectory, step: int, version: int, stats: RolloutStats) -> Trajectory:
-        """Grow one response by one round's budget on the server that already has its prefix."""
+    async def _extend(
+        self, trajectory: Trajectory, step: int, version: int, stats: RolloutStats, done: dict[str, Trajectory]
+    ) -> None:
+        """Grow one response by one round's budget, into `done`, on the server that already has its prefix."""
         server = trajectory.prompt.prompt_id % len(self._engines)
         room = self.config.max_response_tokens - trajectory.num_response_tokens
         request = GenerateRequest(
@@ -162,11 +165,21 @@ class Scheduler:
         try:
             async with self._slots[server]:
                 result = await self._generate(self._engines[server], request, stats)
-            grown = _grow(trajectory, result, step, version, self.config.max_response_tokens)
+            self._check_versions(self._engines[server], result, version)
+            grown = _grow(trajectory, result, step, self.config.max_response_tokens)
             stats.num_tokens += grown.num_response_tokens - trajectory.num_response_tokens
         finally:
             self.ledger.stop(grown)
-        return grown
+            done[grown.sample_id] = grown
+
+    @staticmethod
+    def _check_versions(engine: Engine, result: GenerateResult, version: int) -> None:
+        for span in result.spans:
+            if not 0 <= span.version <= version:
+                raise EngineError(
+                    f"{engine.url}, request {result.rid}: tokens of weight version {span.version}, but the trainer is "
+                    f"at {version}; another trainer is updating this server, or it was restarted with other weights"
+                )
 
     async def _generate(self, engine: Engine, request: GenerateRequest, stats: RolloutStats) -> GenerateResult:
         """Ask, and ask again after a failed or malformed reply; the last failure is loud."""
@@ -215,14 +228,12 @@ def _with(group: Group, changed: dict[str, Trajectory]) -> Group:
     return replace(group, trajectories=tuple(changed.get(t.sample_id, t) for t in group.trajectories))
 
 
-def _grow(trajectory: Trajectory, result: GenerateResult, step: int, version: int, max_tokens: int) -> Trajectory:
+def _is_complete(group: Group) -> bool:
+    return all(t.finish_reason for t in group.trajectories)
+
+
+def _grow(trajectory: Trajectory, result: GenerateResult, step: int, max_tokens: int) -> Trajectory:
     """The trajectory with the result's tokens, cut into segments at the server's own version spans."""
-    for span in result.spans:
-        if not 0 <= span.version <= version:
-            raise EngineError(
-                f"request {result.rid}: tokens of weight version {span.version}, but the trainer is at {version}; "
-                "another trainer is updating this server, or it was restarted with other weights"
-            )
     segments = [
         Segment(span.version, step, result.token_ids[span.start : span.end], result.logprobs[span.start : span.end])
         for span in result.spans

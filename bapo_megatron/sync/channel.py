@@ -8,6 +8,7 @@ has a deadline and names whom it waits for. After a failure the engines stay pau
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 import time
@@ -87,6 +88,7 @@ class BroadcastChannel:
         self._backend = backend
         self._host = host
         self._group: UpdateGroup | None = None
+        self._has_pushed = False
 
     def connect(self) -> None:
         """Form the group with all engines, under a fresh name: a name left by a dead trainer could not be used again.
@@ -142,7 +144,7 @@ class BroadcastChannel:
         stats = SyncStats()
         clock = _Clock(stats.seconds)
         self._all("pause", lambda e: e.pause("retract"))
-        self._all("begin the weight update", lambda e: e.begin_weight_update())
+        self._all("begin the weight update", self._begin)
         clock.lap("pause")
         sent: dict[str, str] = {}
         buckets = pack(named_weights, int(self._config.bucket_mib * 2**20))
@@ -161,6 +163,7 @@ class BroadcastChannel:
         self._all("end the weight update", lambda e: e.end_weight_update())
         self._verify(sent, version)
         clock.lap("verify")
+        self._has_pushed = True
         self._all("continue", lambda e: e.resume())
         clock.lap("resume")
         return stats
@@ -171,6 +174,17 @@ class BroadcastChannel:
             group, self._group = self._group, None
             self._all("leave the weight group", lambda e: e.destroy_update_group(group.name))
             group.close()
+
+    async def _begin(self, engine: Engine) -> None:
+        """Open an update session; one that a dead trainer left open is closed first, its weights are all replaced."""
+        try:
+            await engine.begin_weight_update()
+        except EngineError:
+            if self._has_pushed:
+                raise
+            with contextlib.suppress(EngineError):  # it may say that what it holds is torn
+                await engine.end_weight_update()
+            await engine.begin_weight_update()
 
     def _broadcast(self, bucket: Bucket, version: int | None) -> dict[str, str]:
         """Announce and send one bucket. Returns the digest of each tensor in it."""

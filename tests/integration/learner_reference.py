@@ -10,12 +10,16 @@ import torch
 import transformers
 from torch import Tensor
 
+from bapo_megatron.algorithms.clip_bounds import ClipBoundConfig
 from bapo_megatron.types import Batch, ClipBounds
 
 BOUNDS = ClipBounds(low=0.8, high=1.3, positive_share=0.5, saturated=False, num_moves=0)
 VOCAB_SIZE = 33  # does not divide by two: tensor parallelism has to pad it
 TEMPERATURE = 0.8
 LR, ADAM_EPS = 3e-3, 1e-3
+SEARCH = ClipBoundConfig(
+    rho0=0.5, low=[0.5, 0.9, 0.01], high=[1.0, 6.0, 0.01], contribution="surrogate", token_weight="rollout_prob"
+)
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
@@ -62,7 +66,8 @@ def load_float64(folder: Path) -> torch.nn.Module:
 
 
 def random_batch(num_sequences: int = 9) -> Batch:
-    """Sequences of very different lengths; `versions_T` holds each token's index, so that results can be matched."""
+    """Sequences of very different lengths; `versions_T` holds minus each token's index, so that results can be matched
+    and ages are positive."""
     generator = torch.Generator().manual_seed(11)
 
     def integers(low: int, high: int, size: int) -> Tensor:
@@ -81,7 +86,7 @@ def random_batch(num_sequences: int = 9) -> Batch:
         prompt_lens_S=prompt_lens_S,
         advantages_T=torch.randn(num_tokens, generator=generator) * is_response_T,
         behaviour_logprobs_T=(-3.5 + torch.randn(num_tokens, generator=generator)) * is_response_T,
-        versions_T=torch.where(is_response_T, torch.arange(num_tokens), -1),
+        versions_T=torch.where(is_response_T, -torch.arange(num_tokens), -1),
         mask_T=mask_T,
     )
 
@@ -95,6 +100,8 @@ class Reference:
     loss: float
     gradients: dict[str, Tensor]
     grad_norm: float
+    metrics: dict[str, float]  # means over trained tokens, and maxima
+    bounds: tuple[float, float, float]  # low, high, positive share of SEARCH
 
 
 def reference_update(
@@ -102,6 +109,7 @@ def reference_update(
     batch: Batch,
     optimizer: torch.optim.Optimizer | None = None,
     entropy_coef: float = 0.0,
+    version: int = 0,
 ) -> Reference:
     """Scores, loss and gradient at the model's weights; then steps `optimizer` if one is given."""
     log_probs, entropies, start = [], [], 0
@@ -122,7 +130,9 @@ def reference_update(
     grad_norm = float(torch.stack([g.norm() for g in gradients.values()]).norm())
     if optimizer is not None:
         optimizer.step()
-    return Reference(log_probs_T.detach(), entropy_T.detach(), loss.item(), gradients, grad_norm)
+    metrics = literal_metrics(log_probs_T.detach(), entropy_T.detach(), batch, version)
+    bounds = literal_bounds(log_probs_T.detach(), batch)
+    return Reference(log_probs_T.detach(), entropy_T.detach(), loss.item(), gradients, grad_norm, metrics, bounds)
 
 
 def literal_loss(log_probs_T: Tensor, batch: Batch) -> Tensor:
@@ -133,3 +143,44 @@ def literal_loss(log_probs_T: Tensor, batch: Batch) -> Tensor:
         advantage = batch.advantages_T[t].double()
         total = total - torch.minimum(ratio * advantage, ratio.clamp(BOUNDS.low, BOUNDS.high) * advantage)
     return total / int(batch.mask_T.sum())
+
+
+def literal_bounds(log_probs_T: Tensor, batch: Batch) -> tuple[float, float, float]:
+    """Low, high and rho of Algorithm 1 with SEARCH, every token visited at every probe. No probe is a near tie."""
+    mask_T = batch.mask_T
+    behaviour = batch.behaviour_logprobs_T[mask_T].double()
+    ratio, advantage = (log_probs_T[mask_T] - behaviour).exp(), batch.advantages_T[mask_T].double()
+    mass, is_positive = behaviour.exp() * advantage.abs(), advantage > 0
+    i = j = 0
+
+    def rho() -> float:
+        positive = (mass * ratio.clamp(max=SEARCH.high.points[i]))[is_positive].sum()
+        negative = (mass * ratio.clamp(min=SEARCH.low.points[j]))[~is_positive].sum()
+        share = float(positive / (positive + negative))
+        assert abs(share - SEARCH.rho0) > 1e-5, "rounding could decide this probe: choose another target"
+        return share
+
+    while rho() < SEARCH.rho0 and j + 1 < len(SEARCH.low.points):
+        if i + 1 < len(SEARCH.high.points):
+            i += 1
+        else:
+            j += 1
+    return SEARCH.low.points[j], SEARCH.high.points[i], rho()
+
+
+def literal_metrics(log_probs_T: Tensor, entropy_T: Tensor, batch: Batch, version: int) -> dict[str, float]:
+    """Some metrics of an update whose weights have seen `version` updates, each straight from its definition."""
+    mask_T = batch.mask_T
+    ratio = (log_probs_T - batch.behaviour_logprobs_T.double()).exp()[mask_T]
+    advantage, age = batch.advantages_T[mask_T], (version - batch.versions_T[mask_T]).double()
+    clipped_high, clipped_low = (advantage > 0) & (ratio >= BOUNDS.high), (advantage < 0) & (ratio <= BOUNDS.low)
+    return {
+        "loss/ratio_mean": ratio.mean().item(),
+        "loss/ratio_max": ratio.max().item(),
+        "loss/entropy": entropy_T[mask_T].mean().item(),
+        "loss/clip_high_share": clipped_high.double().mean().item(),
+        "loss/clip_low_share": clipped_low.double().mean().item(),
+        "staleness/mean": age.mean().item(),
+        "staleness/max": age.max().item(),
+        "train/tokens": float(mask_T.sum()),
+    }

@@ -18,6 +18,7 @@ from torch import Tensor
 from bapo_megatron.buffer.packing import minibatches
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.types import Batch, MiniBatch
 from tests.distributed import run_distributed
@@ -26,6 +27,7 @@ from tests.integration.learner_reference import (
     BOUNDS,
     FAMILIES,
     LR,
+    SEARCH,
     TEMPERATURE,
     load_float64,
     random_batch,
@@ -47,7 +49,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_random_model(family, root / family)
         model = load_float64(root / family)
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=ADAM_EPS, weight_decay=0.0)
-        updates = [dataclasses.asdict(reference_update(model, random_batch(), optimizer)) for _ in range(NUM_UPDATES)]
+        updates = [
+            dataclasses.asdict(reference_update(model, random_batch(), optimizer, version=version))
+            for version in range(NUM_UPDATES)
+        ]
         torch.save({"updates": updates, "weights": dict(model.named_parameters())}, root / f"{family}.pt")
     return root
 
@@ -58,6 +63,7 @@ def make_config(layout: dict[str, Any], **train: Any) -> Config:
             "parallel": {"timeout_s": 60, **layout},
             "rollout": {"temperature": TEMPERATURE},
             "optimizer": {"lr": LR, "eps": ADAM_EPS, "clip_grad": 1e9},
+            "bapo": SEARCH.model_dump(),
             "train": {"logprob_chunk_tokens": 13, **train},
         }
     )
@@ -88,11 +94,32 @@ def check_log_probs(learner: MegatronLearner, log_probs: list[Tensor] | None, mi
         return
     assert log_probs is not None
     for log_probs_R, micro in zip(log_probs, minibatch.micro_batches, strict=True):
-        assert_close(log_probs_R, want["log_probs_T"][micro.versions_R], "log-probs")
+        assert_close(log_probs_R, want["log_probs_T"][-micro.versions_R], "log-probs")
+
+
+def make_finders(learner: MegatronLearner) -> dict[str, BoundsFinder]:
+    """A search in each scope, all fed by one learner."""
+    bapo = learner.config.bapo
+    return {
+        scope: BoundsFinder(
+            learner.config.model_copy(update={"bapo": bapo.model_copy(update={"scope": scope})}), learner
+        )
+        for scope in ("exact", "lagged", "fixed")
+    }
+
+
+def check_bounds(finders: dict[str, BoundsFinder], minibatch: MiniBatch, now: Any, before: Any) -> None:
+    """On every rank: exact bounds are those of the update itself, lagged ones those of the update before."""
+    for scope, (low, high, share) in (("exact", now), ("lagged", before)):
+        bounds = finders[scope].find(minibatch)
+        assert (bounds.low, bounds.high) == (low, high), scope
+        assert bounds.positive_share == pytest.approx(share, abs=TOLERANCE), scope
+    fixed = finders["fixed"].find(minibatch)
+    assert (fixed.low, fixed.high, fixed.num_moves) == (SEARCH.low.start, SEARCH.high.start, 0)
 
 
 def check_layout(folder: Path, family: str, layout: dict[str, Any], max_tokens: int, **train: Any) -> None:
-    """All updates of one learner against the reference: log-probs, loss, gradient, norm, weights, and the export."""
+    """All updates of one learner against the reference: log-probs, bounds, loss, metrics, gradient, weights."""
     reference = torch.load(folder / f"{family}.pt", weights_only=True)
     original = load_file(folder / family / "model.safetensors")
     learner = MegatronLearner(make_config(layout, **train), folder / family)
@@ -104,10 +131,19 @@ def check_layout(folder: Path, family: str, layout: dict[str, Any], max_tokens: 
         assert torch.equal(tensor, original.pop(name)) if is_rank_0 else tensor.numel() == 0, name
     assert not is_rank_0 or not original
 
+    finders = make_finders(learner)
+    before = reference["updates"][0]  # the first lagged search has nothing to look back on
+    batch_counts = [int((batch.mask_T & (sign * batch.advantages_T > 0)).sum()) for sign in (1, -1)]
     for version, want in enumerate(reference["updates"]):
         assert learner.version == version
         check_log_probs(learner, learner.log_probs(minibatch), minibatch, want)
+        check_bounds(finders, minibatch, want["bounds"], before["bounds"])
         result = learner.step(minibatch, BOUNDS)
+        finders["lagged"].observe(minibatch, result.log_probs)
+        assert finders["lagged"].state_dict()["lagged"][-2:] == batch_counts  # each token once, whatever the layout
+        before = want
+        for name, value in want["metrics"].items():
+            assert result.metrics[name] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), name
         check_log_probs(learner, result.log_probs, minibatch, want)
         assert result.metrics["loss/policy"] == pytest.approx(want["loss"], rel=TOLERANCE, abs=TOLERANCE)
         assert result.metrics["optimizer/grad_norm"] == pytest.approx(want["grad_norm"], rel=TOLERANCE)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.buffer.batch import build_batch
-from bapo_megatron.buffer.packing import balanced_bins, minibatches
+from bapo_megatron.buffer.packing import balanced_bins, longest_first, minibatches
 from bapo_megatron.types import Batch, Group, MicroBatch, Prompt, Segment, Trajectory
 
 
@@ -140,6 +140,18 @@ def test_bins_hold_each_sequence_once_within_the_budget(lengths: list[int], data
     assert len(bins) % data_size == 0
     assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
     assert all(len(b) <= 1 or sum(lengths[i] for i in b) <= max_tokens for b in bins)
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(1, 3), st.integers(50, 300))
+def test_no_fewer_bins_would_do(lengths: list[int], data_size: int, max_tokens: int) -> None:
+    num_bins = len(balanced_bins(lengths, data_size, max_tokens))
+    for fewer in range(data_size, num_bins, data_size):
+        bins = longest_first(lengths, fewer)
+        assert any(len(b) > 1 and sum(lengths[i] for i in b) > max_tokens for b in bins)
+
+
+def test_the_longest_sequence_is_placed_first() -> None:
+    assert longest_first([1, 1, 2], 2) == [[2], [0, 1]]
 
 
 def test_equal_sequences_are_balanced_without_waste() -> None:

@@ -82,8 +82,8 @@ class Sequence:
     @property
     def spans(self) -> list[dict[str, Any]]:
         """Which weight version sampled which output tokens, as SGLang's `weight_versions`."""
-        ends = [start for _, start in self.version_starts[1:]] + [len(self.output_ids)]
-        starts = self.version_starts
+        starts = self.version_starts  # empty where it was aborted before its first token
+        ends = [*(start for _, start in starts[1:]), len(self.output_ids)][: len(starts)]
         return [{"version": v, "start": start, "end": end} for (v, start), end in zip(starts, ends, strict=True)]
 
     def append(self, token_id: int, logprob: float, version: str) -> None:

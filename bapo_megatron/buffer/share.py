@@ -1,0 +1,91 @@
+"""One batch for all trainer ranks: rank 0 makes it, the others get a copy (a header of JSON, then tensors)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bapo_megatron.errors import UserError
+from bapo_megatron.types import Batch
+
+_TENSORS = tuple(f.name for f in fields(Batch) if f.name != "metrics")
+
+
+def share_batch(make_batch: Callable[[], Batch] | None, *, sign_of_life_s: float) -> Batch:
+    """The batch that rank 0 makes, on every rank of the default process group.
+
+    Args:
+        make_batch: on rank 0, what makes it (in a thread, however long it takes); None elsewhere.
+        sign_of_life_s: how often rank 0 tells the waiting ranks that it goes on, so that sampling may outlast the
+            deadline of a collective.
+
+    Raises:
+        UserError: `make_batch` raised one; on every rank, with the same message.
+    """
+    if dist.get_world_size() == 1:
+        assert make_batch is not None
+        return make_batch()
+    if make_batch is None:
+        wait_together(None)
+        return _receive(_broadcast_json({}))
+    with ThreadPoolExecutor(1, "next-batch") as pool:
+        making = pool.submit(make_batch)
+        wait_together(making, sign_of_life_s)
+    try:
+        batch = making.result()
+    except UserError as error:
+        _broadcast_json({"error": str(error)})
+        raise
+    _send(batch)
+    return batch
+
+
+def wait_together(making: Future[Batch] | None, sign_of_life_s: float = 0.0) -> None:
+    """Return on all ranks once rank 0's future is done; a broadcast every `sign_of_life_s` keeps the others patient."""
+    is_done = torch.zeros((), dtype=torch.uint8)
+    while not is_done:
+        if making is not None:
+            is_done.fill_(bool(wait([making], timeout=sign_of_life_s).done))
+        dist.broadcast(is_done, src=0)
+
+
+def _send(batch: Batch) -> None:
+    tensors = {name: getattr(batch, name) for name in _TENSORS}
+    described = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+    _broadcast_json({"metrics": batch.metrics, "tensors": described})
+    for tensor in tensors.values():
+        _broadcast(tensor)
+
+
+def _receive(header: dict[str, Any]) -> Batch:
+    if "error" in header:
+        raise UserError(header["error"])
+    tensors = {
+        name: _broadcast(torch.empty(shape, dtype=getattr(torch, dtype)))
+        for name, (dtype, shape) in header["tensors"].items()
+    }
+    return Batch(**tensors, metrics=header["metrics"])
+
+
+def _broadcast(tensor: Tensor) -> Tensor:
+    wire = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor.contiguous()
+    dist.broadcast(wire, src=0)
+    return wire.to(tensor.dtype)
+
+
+def _broadcast_json(value: dict[str, Any]) -> dict[str, Any]:
+    """Rank 0's value, on every rank."""
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    size = torch.tensor([data.numel()])
+    dist.broadcast(size, src=0)
+    if dist.get_rank() != 0:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, src=0)
+    return json.loads(bytes(data.tolist()))

@@ -1,0 +1,83 @@
+"""However a run is ended, no process of it stays behind, and its engines' owner keeps what is theirs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.engines import EngineProcess, start_engines
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EngineProcess]]:
+    started = start_engines(tmp_path_factory.mktemp("engines"), 1)
+    yield started
+    for server in started:
+        server.end()
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Process ids and command lines of all processes below one."""
+    return {child.pid: " ".join(child.cmdline()) for child in psutil.Process(pid).children(recursive=True)}
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s until {what}"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code", "engine"),
+    [(signal.SIGKILL, -9, "attach"), (signal.SIGTERM, 143, "embedded"), (signal.SIGINT, 130, "embedded")],
+)
+def test_a_run_that_is_ended_leaves_no_process_behind(
+    tmp_path: Path, servers: list[EngineProcess], number: signal.Signals, code: int, engine: str
+) -> None:
+    """kill -9 of the launcher alone, with engines that live on; Ctrl-C as a terminal sends it, to the whole group."""
+    command = [sys.executable, "-m", "bapo_megatron", "train", "demo", f"run.dir={tmp_path}", "run.name=ended"]
+    command += ["monitor.progress=lines", "parallel.tensor=2", f"rollout.engine={engine}"]
+    command += [f'rollout.urls=["{servers[0].url}"]'] if engine == "attach" else []
+    with (tmp_path / "output").open("wb") as output:
+        run = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    started: dict[int, str] = {}
+    try:
+        logs = tmp_path / "ended" / "logs"
+        ranks = ["trainer-0.log", "trainer-1.log"]
+        wait_until(
+            lambda: run.poll() is not None or all(list(logs.rglob(name)) for name in ranks), 60, "the ranks started"
+        )
+        assert run.poll() is None, (tmp_path / "output").read_text()
+        started = descendants(run.pid)
+        assert sum("launch.trainer" in args for args in started.values()) >= 2
+        assert any("rollout.embedded" in args for args in started.values()) == (engine == "embedded")
+        if number == signal.SIGINT:
+            os.killpg(run.pid, number)
+        else:
+            run.send_signal(number)
+        assert run.wait(20) == code
+        wait_until(lambda: not any(map(is_running, started)), 10, f"{started} ended")
+        text = (tmp_path / "output").read_text()
+        assert "Traceback" not in text, text
+    finally:
+        for pid in (run.pid, *started):
+            if is_running(pid):
+                os.kill(pid, signal.SIGKILL)
+        run.wait(10)

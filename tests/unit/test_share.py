@@ -1,0 +1,57 @@
+"""The batch that rank 0 makes reaches every rank, or its error does."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from bapo_megatron.buffer import share
+from bapo_megatron.errors import EngineError, UserError
+from bapo_megatron.types import Batch
+from tests.distributed import run_distributed
+
+
+def make() -> Batch:
+    time.sleep(0.3)
+    return Batch(
+        token_ids_T=torch.tensor([1, 2, 3]),
+        seq_lens_S=torch.tensor([3]),
+        prompt_lens_S=torch.tensor([1]),
+        advantages_T=torch.tensor([0.0, 0.5, -0.5]),
+        behaviour_logprobs_T=torch.tensor([0.0, -1.25, -2.5]),
+        versions_T=torch.tensor([-1, 3, 4]),
+        mask_T=torch.tensor([False, True, True]),
+        metrics={"reward/mean": 0.1},
+    )
+
+
+def fail() -> Batch:
+    raise EngineError("http://engine:1 is gone")
+
+
+def on_every_rank(rank: int, world_size: int) -> None:
+    is_first = rank == 0
+    got, expected = share.share_batch(make if is_first else None, sign_of_life_s=0.1), make()
+    for name in share._TENSORS:
+        assert torch.equal(getattr(got, name), getattr(expected, name)), name
+        assert getattr(got, name).dtype == getattr(expected, name).dtype, name
+    assert got.metrics == expected.metrics
+    with pytest.raises(UserError, match="http://engine:1 is gone"):
+        share.share_batch(fail if is_first else None, sign_of_life_s=0.1)
+
+
+def test_every_rank_gets_the_batch_or_the_error() -> None:
+    run_distributed(on_every_rank, 2)
+
+
+def test_while_rank_0_samples_the_other_ranks_hear_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampling may take longer than the deadline of a collective."""
+    heard: list[int] = []
+    monkeypatch.setattr(share.dist, "broadcast", lambda flag, src: heard.append(int(flag)))
+    with ThreadPoolExecutor(1) as pool:
+        share.wait_together(pool.submit(time.sleep, 0.5), sign_of_life_s=0.1)  # type: ignore[arg-type]
+    assert len(heard) >= 4
+    assert heard == [0] * (len(heard) - 1) + [1]
