@@ -54,7 +54,7 @@ def balanced_bins(lengths: list[int], data_size: int, max_tokens: int) -> list[l
     empty only where there are fewer sequences than bins.
     """
     assert lengths, "an optimizer step needs at least one sequence"
-    per_rank = max(1, -(-sum(lengths) // (max_tokens * data_size)))
+    per_rank = -(-sum(min(n, max_tokens) for n in lengths) // (max_tokens * data_size))
     while True:
         bins = longest_first(lengths, per_rank * data_size)
         if all(len(b) <= 1 or sum(lengths[i] for i in b) <= max_tokens for b in bins):
