@@ -18,6 +18,8 @@ def inputs(dtype=torch.float64, rows=ROWS, vocab=VOCAB):
     hidden_RH = 2 * torch.randn(rows, HIDDEN, generator=generator, dtype=torch.float64)
     weight_VH = torch.randn(vocab, HIDDEN, generator=generator, dtype=torch.float64)
     targets_R = torch.randint(vocab, (rows,), generator=generator)
+    edges = torch.tensor([0, vocab // 2 - 1, vocab // 2, vocab // 2 + 1, vocab - 1])  # of the shards of two ranks
+    targets_R[: len(edges)] = edges[:rows]
     return hidden_RH.to(dtype).requires_grad_(), weight_VH.to(dtype).requires_grad_(), targets_R
 
 
