@@ -119,7 +119,8 @@ class HttpEngine:
         }
         if version is not None:
             body["weight_version"] = str(version)
-        await self._call("POST", "/update_weights_from_distributed", body)
+        what = f"{len(names)} weights from {names[0]} to {names[-1]}"  # SGLang's refusal of a shape has no name
+        await self._call("POST", "/update_weights_from_distributed", body, what=what)
 
     async def end_weight_update(self) -> None:
         await self._call("POST", "/end_weight_update", {})

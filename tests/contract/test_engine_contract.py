@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from concurrent.futures import Future
 from typing import Any
@@ -367,14 +368,13 @@ def test_foreign_weights_end_a_push_at_once(servers: Servers, name: str, shape: 
         assert time.monotonic() - started < 20
     finally:
         for engine in servers.engines:
-            servers.loop.run(engine.end_weight_update())
+            with contextlib.suppress(EngineError):  # a failed update may have closed the session already
+                servers.loop.run(engine.end_weight_update())
             servers.loop.run(engine.resume())
     assert_matches(servers, "a", ask(servers))
 
 
 def test_an_incomplete_push_is_noticed(servers: Servers) -> None:
-    if servers.kind != "embedded":
-        pytest.skip("only the embedded engine's checksum covers single weights")
     assert servers.channel is not None
     weights = dict(servers.models["a"].state_dict())
     del weights["model.norm.weight"]
