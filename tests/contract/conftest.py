@@ -233,7 +233,10 @@ LAUNCHERS: dict[str, Launcher] = {
 }
 
 
-@pytest.fixture(scope="session", params=list(LAUNCHERS))
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(kind, marks=pytest.mark.slow if "sglang" in kind else ()) for kind in LAUNCHERS],
+)
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     folder = tmp_path_factory.mktemp(request.param)
     models = {name: tiny_model(folder / name, seed) for seed, name in enumerate("ab")}
