@@ -53,3 +53,28 @@ install_checkout() {
     "$PY" -m pip install --disable-pip-version-check -e "$ROOT${extra:+[$extra]}"
     printf '%s\n' "$key" >"$stamp"
 }
+
+# SGLang 0.5.23 and what its own pins would take over (another torch, CUDA packages): installed without dependencies,
+# after those that it needs to serve text models (the extra "sglang" of setup.py).
+SGLANG_NO_DEPS=(
+    sglang==0.5.23 apache-tvm-ffi==0.1.11 xgrammar==0.2.7 openai-harmony==0.0.4 compressed-tensors==0.18.0 gguf soundfile
+)
+
+# Install SGLang for a machine without a GPU, unless this has been done; torch stays as it is.
+install_sglang_cpu() {
+    local stamp key torch_before
+    install_checkout "${1:-sglang}"
+    stamp="$VIRTUAL_ENV/.bapo-installed-sglang-packages"
+    key="${SGLANG_NO_DEPS[*]}"
+    if [[ -f "$stamp" && "$(<"$stamp")" == "$key" ]]; then
+        say "SGLang is installed in $VIRTUAL_ENV"
+        return
+    fi
+    torch_before="$("$PY" -m pip show torch | grep '^Version')"
+    say "installing SGLang without its GPU packages"
+    "$PY" -m pip install --disable-pip-version-check --no-deps "${SGLANG_NO_DEPS[@]}"
+    [[ "$("$PY" -m pip show torch | grep '^Version')" == "$torch_before" ]] || fail "installing SGLang changed torch"
+    "$PY" -c 'from bapo_megatron_patches.sglang import apply_cpu_compat; apply_cpu_compat()
+import sglang.srt.entrypoints.http_server' || fail "SGLang was installed but cannot be imported"
+    printf '%s\n' "$key" >"$stamp"
+}

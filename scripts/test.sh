@@ -5,7 +5,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 use_environment
-install_checkout dev
+install_sglang_cpu dev,sglang  # the contract suite runs against real servers too
 cd "$ROOT"
 say "ruff"
 "$PY" -m ruff check .

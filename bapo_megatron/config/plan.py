@@ -8,6 +8,18 @@ from typing import Any, Literal
 
 from bapo_megatron.config.schema import Config
 
+# Arguments of SGLang that the launcher sets, and where to set them instead.
+OWN_SGLANG_ARGUMENTS = {
+    "model_path": "model.path",
+    "dtype": "model.dtype",
+    "host": 'rollout.engine="attach" for servers elsewhere',
+    "port": 'rollout.engine="attach" for servers of your own',
+    "tensor_parallel_size": "rollout.server_tensor_parallel",
+    "tp_size": "rollout.server_tensor_parallel",
+    "context_length": "rollout.engine_max_context",
+    "max_running_requests": "rollout.max_concurrent_requests",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Violation:
@@ -48,7 +60,7 @@ def summarize(config: Config) -> str:
     num_sequences = r.prompts_per_step * r.samples_per_prompt
     num_updates = t.minibatches_per_step * t.epochs_per_step
     partial = f"{r.tokens_per_round} tokens a round" if r.tokens_per_round else "off"
-    engines = f"{len(r.urls)} attached" if r.engine == "attach" else f"{r.num_servers} embedded"
+    engines = f"{len(r.urls)} attached" if r.engine == "attach" else f"{r.num_servers} {r.engine}"
     return "\n".join(
         [
             f"run        {config.run.name}: {t.num_steps} steps, {t.num_steps * num_updates} optimizer updates",
@@ -161,6 +173,13 @@ def _rollout(config: Config) -> Iterator[Violation]:
             'rollout.engine="attach" needs rollout.urls, such as rollout.urls=["http://127.0.0.1:30000"]; '
             'or set rollout.engine="embedded"'
         )
+    if r.engine == "embedded" and r.server_tensor_parallel > 1:
+        yield Violation(
+            f"rollout.server_tensor_parallel={r.server_tensor_parallel}, but the embedded engine is one process; "
+            'set rollout.engine="sglang" or rollout.server_tensor_parallel=1'
+        )
+    for name in sorted(config.sglang.extra.keys() & OWN_SGLANG_ARGUMENTS.keys()):
+        yield Violation(f"sglang.extra.{name} is set by the launcher; use {OWN_SGLANG_ARGUMENTS[name]}")
     longest = config.data.max_prompt_tokens + r.max_response_tokens
     if r.engine_max_context is not None and r.engine_max_context < longest:
         yield Violation(
@@ -192,6 +211,12 @@ def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:
 
     p = config.parallel
     yield from (Violation(message) for message in validate_layout(hf_config, p.tensor, p.pipeline))
+    heads, ranks = hf_config.get("num_attention_heads"), config.rollout.server_tensor_parallel
+    if isinstance(heads, int) and heads % ranks:
+        yield Violation(
+            f"rollout.server_tensor_parallel={ranks} does not divide the model's num_attention_heads={heads}; "
+            f"set rollout.server_tensor_parallel={_nearest_divisor(heads, ranks)}"
+        )
     positions = hf_config.get("max_position_embeddings")
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     if isinstance(positions, int) and prompt + response > positions:

@@ -68,12 +68,15 @@ class RewardConfig(Section):
 class RolloutConfig(Section):
     """Sampling responses, in budgeted pieces (partial rollout)."""
 
-    engine: Literal["embedded", "attach"] = "embedded"
-    """embedded: our small torch engine in a process of its own; attach: running SGLang-compatible servers (urls)."""
+    engine: Literal["embedded", "sglang", "attach"] = "embedded"
+    """embedded: our small torch engine in a process of its own; sglang: SGLang servers started on this machine, with or
+    without GPUs; attach: running SGLang-compatible servers (urls)."""
     urls: tuple[str, ...] = ()
     """attach: base URLs of the servers, such as "http://127.0.0.1:30000"."""
     num_servers: PositiveInt = 1
-    """embedded: how many engine processes to start."""
+    """embedded, sglang: how many servers to start."""
+    server_tensor_parallel: PositiveInt = 1
+    """sglang: ranks that each server splits the model over."""
     prompts_per_step: PositiveInt = 16
     """Groups trained in one step."""
     samples_per_prompt: PositiveInt = 8
@@ -100,9 +103,9 @@ class RolloutConfig(Section):
     startup_timeout_s: PositiveFloat = 180.0
     """How long a server may take until it is healthy."""
     engine_threads: PositiveInt | None = None
-    """embedded: CPU threads of the engine. Unset: all cores (trainer and engine take turns)."""
+    """embedded, sglang: CPU threads of one engine process. Unset: cores / processes (trainer and engine take turns)."""
     engine_max_context: PositiveInt | None = None
-    """embedded: longest prompt + response. Unset: max_prompt_tokens + max_response_tokens."""
+    """embedded, sglang: longest prompt + response. Unset: max_prompt_tokens + max_response_tokens."""
 
 
 class AdvantageConfig(Section):
@@ -222,6 +225,14 @@ class MegatronConfig(Section):
     """Fields of megatron.core TransformerConfig, set last; an unknown field is an error."""
 
 
+class SglangConfig(Section):
+    """Settings of the SGLang servers that a run starts, passed through."""
+
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of sglang.launch_server, such as { mem_fraction_static = 0.5 }, set last; true is a bare flag, false
+    leaves one out."""
+
+
 class Config(Section):
     """One run."""
 
@@ -240,3 +251,4 @@ class Config(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = Field(default_factory=MonitorConfig)
     megatron: MegatronConfig = Field(default_factory=MegatronConfig)
+    sglang: SglangConfig = Field(default_factory=SglangConfig)

@@ -1,6 +1,6 @@
 """One machine: start the engines, start the trainer ranks with torchrun's launcher, end what was started.
 
-bapo train -> run() -> embedded engine processes (if asked for) -> torchrun -> launch/trainer.py on every rank
+bapo train -> run() -> engine processes (if asked for) -> torchrun -> launch/trainer.py on every rank
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,7 +18,9 @@ from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.load import dump_config
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import EngineError, UserError
+from bapo_megatron.errors import UserError
+from bapo_megatron.launch import processes
+from bapo_megatron.launch.sglang import sglang_servers
 from bapo_megatron.monitor.report import write_report
 from bapo_megatron.monitor.rundir import RunDir
 
@@ -35,7 +36,8 @@ def run(config: Config) -> int:
         if config.rollout.engine == "attach":
             code = _train(config, run_dir, config.rollout.urls)
         else:
-            with _embedded_engines(config, model_path, run_dir.log_dir) as urls:
+            engines = sglang_servers if config.rollout.engine == "sglang" else _embedded_engines
+            with engines(config, model_path, run_dir.log_dir) as urls:
                 code = _train(config, run_dir, urls)
         if code == 0 and config.monitor.report:
             print(f"report     {write_report(run_dir.path)}")
@@ -100,40 +102,18 @@ def _raise_user_errors(run_dir: RunDir) -> None:
 @contextlib.contextmanager
 def _embedded_engines(config: Config, model_path: Path, log_dir: Path) -> Iterator[list[str]]:
     """Embedded engines on free loopback ports; they end with the block, or with this process."""
-    processes: list[subprocess.Popen[bytes]] = []
+    engines: list[subprocess.Popen[bytes]] = []
     ready = [log_dir / f"engine-{i}.ready" for i in range(config.rollout.num_servers)]
     try:
-        for i, ready_file in enumerate(ready):
+        for ready_file in ready:
             ready_file.unlink(missing_ok=True)
-            log = (log_dir / f"engine-{i}.log").open("wb")
-            # The engine ends when its standard input closes, so that even kill -9 of this process leaves none behind.
-            processes.append(
-                subprocess.Popen(
-                    _engine_command(config, model_path, ready_file),
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C is for this process, which ends the trainer ranks first
-                )
-            )
-            log.close()
-        urls = [_wait_ready(p, f, config) for p, f in zip(processes, ready, strict=True)]
-        try:
-            yield urls
-        except UserError as error:
-            ended = [(p.returncode, f.with_suffix(".log")) for p, f in zip(processes, ready, strict=True) if p.poll()]
-            notes = [f"a rollout engine ended with exit code {code}; its log: {log}" for code, log in ended]
-            raise UserError("\n".join([str(error), *notes])) from error
+            engines.append(processes.start(_engine_command(config, model_path, ready_file), _log_of(ready_file)))
+        for engine, ready_file in zip(engines, ready, strict=True):
+            processes.wait_until(ready_file.exists, engine, _log_of(ready_file), config.rollout.startup_timeout_s)
+        with processes.naming_the_dead(engines, [_log_of(ready_file) for ready_file in ready]):
+            yield [_url_in(ready_file) for ready_file in ready]
     finally:
-        for process in processes:
-            if process.stdin:
-                process.stdin.close()
-        for process in processes:
-            try:
-                process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(timeout=10)
+        processes.end(engines)
 
 
 def _engine_command(config: Config, model_path: Path, ready_file: Path) -> list[str]:
@@ -153,29 +133,10 @@ def _engine_command(config: Config, model_path: Path, ready_file: Path) -> list[
     ]
 
 
-def _wait_ready(process: subprocess.Popen[bytes], ready_file: Path, config: Config) -> str:
-    """The engine's URL, once it is healthy.
+def _log_of(ready_file: Path) -> Path:
+    return ready_file.with_suffix(".log")
 
-    Raises:
-        EngineError: it ended, or was not healthy in time; names its log.
-    """
-    log = ready_file.with_suffix(".log")
-    deadline = time.monotonic() + config.rollout.startup_timeout_s
-    while not ready_file.exists():
-        if process.poll() is not None:
-            if process.returncode == 2:
-                raise UserError(f"the rollout engine refused to start: {_last_line(log)} (log: {log})")
-            raise EngineError(f"the rollout engine ended with exit code {process.returncode}; its log: {log}")
-        if time.monotonic() > deadline:
-            raise EngineError(
-                f"the rollout engine was not healthy after rollout.startup_timeout_s = "
-                f"{config.rollout.startup_timeout_s:g} s; its log: {log}"
-            )
-        time.sleep(0.05)
+
+def _url_in(ready_file: Path) -> str:
     ready = json.loads(ready_file.read_text())
     return f"http://{ready['host']}:{ready['port']}"
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "no output"

@@ -50,10 +50,12 @@ RESUMABLE_SETTINGS = (
     "rollout.engine",
     "rollout.urls",
     "rollout.num_servers",
+    "rollout.server_tensor_parallel",
     "rollout.max_concurrent_requests",
     "rollout.max_retries",
     "rollout.engine_threads",
     "rollout.engine_max_context",
+    "sglang.*",
     "*timeout_s",
 )
 _PACKAGES = (

@@ -40,6 +40,7 @@ class HttpEngine:
             self._session = None
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
+        self._check_vocabulary(request)
         body = {
             "rid": request.rid,
             "input_ids": list(request.token_ids),
@@ -80,9 +81,9 @@ class HttpEngine:
     async def server_info(self) -> dict[str, Any]:
         """What the server says about itself; `weight_version` is always in it."""
         info = _as_dict(await self._call("GET", "/server_info"))
-        if "weight_version" not in info:
-            info["weight_version"] = _as_dict(await self._call("GET", "/model_info")).get("weight_version")
-        return info
+        # SGLang's /server_info repeats the arguments of its start; the version in force is in /model_info.
+        model_info = _as_dict(await self._call("GET", "/model_info"))
+        return info | {"weight_version": model_info.get("weight_version")}
 
     async def init_update_group(
         self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
@@ -119,7 +120,8 @@ class HttpEngine:
         }
         if version is not None:
             body["weight_version"] = str(version)
-        await self._call("POST", "/update_weights_from_distributed", body)
+        what = f"{len(names)} weights from {names[0]} to {names[-1]}"  # SGLang's refusal of a shape has no name
+        await self._call("POST", "/update_weights_from_distributed", body, what=what)
 
     async def end_weight_update(self) -> None:
         await self._call("POST", "/end_weight_update", {})
@@ -129,6 +131,17 @@ class HttpEngine:
 
     async def weights_checksum(self) -> dict[str, Any]:
         return _as_dict(await self._call("POST", "/weights_checker", {"action": "checksum"}))
+
+    def _check_vocabulary(self, request: GenerateRequest) -> None:
+        """SGLang would embed an unknown token id as whatever lies there. Raises EngineError."""
+        if self._vocab_size is None:
+            return
+        foreign = next((i for i in request.token_ids if not 0 <= i < self._vocab_size), None)
+        if foreign is not None:
+            raise EngineError(
+                f"{self.url}, request {request.rid}: token id {foreign} is outside the vocabulary of "
+                f"{self._vocab_size}; do tokenizer and model belong together?"
+            )
 
     async def _call(
         self, method: str, path: str, body: Any = None, *, what: str | None = None, timeout_s: float | None = None

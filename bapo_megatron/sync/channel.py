@@ -30,6 +30,10 @@ Submit = Callable[[Coroutine[Any, Any, Any]], "Future[Any]"]
 
 _POLL_S = 0.0005  # of the broadcast, which has no event to wait for
 _REPLY_POLL_S = 0.05  # of the deadline, while replies are awaited
+_STACKED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
 _OWN_DIGEST = "sha256"  # digests of this algorithm, under Hugging Face names, can be compared with the trainer's own
 
 
@@ -221,6 +225,8 @@ class BroadcastChannel:
                 )
             if checksum.get("algorithm") == _OWN_DIGEST:
                 _compare(engine.url, sent, checksum)
+            else:
+                _compare_names(engine.url, sent, checksum)
         whole = {c.get("per_engine_checksum") for c in checksums if c.get("algorithm") != _OWN_DIGEST}
         if len(whole) > 1:
             urls = ", ".join(engine.url for engine in self._engines)
@@ -278,3 +284,30 @@ def _compare(url: str, sent: dict[str, str], checksum: dict[str, Any]) -> None:
     wrong = sorted(name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name))
     if wrong:
         raise EngineError(f"{url} holds other weights than were sent: {len(wrong)} differ, such as {wrong[0]!r}")
+
+
+def _compare_names(url: str, sent: dict[str, str], checksum: dict[str, Any]) -> None:
+    """The names that were sent against those of an SGLang server, which skips weights that its model does not have.
+
+    Raises:
+        EngineError: a weight was sent that the server does not have, or one that it has was not sent.
+    """
+    fused = {_fused(name): name for name in sent}
+    held = {
+        name for rank in checksum.get("ranks", ()) for name in rank["checksums"] if name.endswith((".weight", ".bias"))
+    }
+    if "lm_head.weight" not in fused:
+        held.discard("lm_head.weight")  # tied to the embedding
+    unknown = sorted(fused[name] for name in fused.keys() - held)
+    missing = sorted(held - fused.keys())
+    if unknown:
+        raise EngineError(f"{url} has no place for {len(unknown)} of the weights sent, such as {unknown[0]!r}")
+    if missing:
+        raise EngineError(f"{url} holds {len(missing)} weights that were not sent, such as {missing[0]!r}")
+
+
+def _fused(name: str) -> str:
+    """SGLang's name of a weight: it stacks q, k, v and gate, up (srt/models/qwen3.py, stacked_params_mapping)."""
+    for part, whole in _STACKED.items():
+        name = name.replace(f".{part}.", f".{whole}.")
+    return name

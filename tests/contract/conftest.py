@@ -6,6 +6,8 @@ Servers are real processes on loopback; the checkpoints are tiny random ones, sa
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -16,6 +18,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,15 +28,19 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bapo_megatron.config.schema import SyncConfig
+from bapo_megatron.launch import processes, sglang
 from bapo_megatron.rollout.client import HttpEngine
 from bapo_megatron.sync.channel import BroadcastChannel
 from bapo_megatron.sync.group import UpdateGroup, host_store
 
 ROOT = Path(__file__).parents[2]
-STARTUP_TIMEOUT_S = 120.0
+STARTUP_TIMEOUT_S = 240.0
 MAX_CONTEXT = 512
+MAX_RUNNING = 8
 VOCAB_SIZE = 96
 EOS = 1
+
+Launcher = Callable[[Path, Path], AbstractContextManager[list[str]]]
 
 
 class EventLoop:
@@ -57,7 +64,7 @@ class EventLoop:
 
 @dataclass
 class Servers:
-    """Two running servers of one kind, their clients, and a connected weight channel."""
+    """The running servers of one kind (two, or one of two ranks), their clients, and a connected weight channel."""
 
     kind: str
     loop: EventLoop
@@ -81,7 +88,7 @@ class Servers:
         self.channel.connect()
 
     def push(self, model: str) -> int:
-        """Give both servers the weights "a" or "b"; returns the new version."""
+        """Give all servers the weights "a" or "b"; returns the new version."""
         assert self.channel is not None
         self.version += 1
         self.channel.push(iter(self.models[model].state_dict().items()), self.version)
@@ -92,13 +99,14 @@ class Servers:
         names = list(self.models[model].state_dict())
         tensors = [t.contiguous() for t in self.models[model].state_dict().values()]
         self.version += 1
-        store = host_store("127.0.0.1", 2, 60)
+        world_size = 1 + int(self.loop.run(self.engine.server_info())["tp_size"])
+        store = host_store("127.0.0.1", world_size, 60)
         group_name = f"raw-{self.version}"
         address = {"master_address": "127.0.0.1", "master_port": store.port, "group_name": group_name}
         joining = self.post_later(
-            "/init_weights_update_group", address | {"rank_offset": 1, "world_size": 2, "backend": "gloo"}
+            "/init_weights_update_group", address | {"rank_offset": 1, "world_size": world_size, "backend": "gloo"}
         )
-        group = UpdateGroup(group_name, store=store, rank=0, world_size=2, backend="gloo", timeout_s=60)
+        group = UpdateGroup(group_name, store=store, rank=0, world_size=world_size, backend="gloo", timeout_s=60)
         assert joining.result(60)[0] == 200
         assert self.post("/pause_generation", {"mode": "in_place"})[0] == 200
         assert self.post("/begin_weight_update")[0] == 200
@@ -116,6 +124,11 @@ class Servers:
             assert self.post(path, body)[0] == 200
         group.close()
         return self.version
+
+    def get(self, path: str, timeout_s: float = 60.0) -> Any:
+        """JSON of the first server's answer."""
+        with urllib.request.urlopen(self.url + path, timeout=timeout_s) as response:
+            return json.loads(response.read())
 
     def post(self, path: str, body: Any = None, timeout_s: float = 60.0) -> tuple[int, Any]:
         """Status and JSON (or text) of a raw request to the first server."""
@@ -141,8 +154,8 @@ class Servers:
         """Until `count` requests are being decoded or wait."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            info = self.loop.run(self.engine.server_info())
-            if info["num_running_reqs"] + info["num_waiting_reqs"] >= count and info["num_running_reqs"] > 0:
+            load = self.get("/v1/loads")["loads"][0]
+            if load["num_running_reqs"] + load["num_waiting_reqs"] >= count and load["num_running_reqs"] > 0:
                 time.sleep(0.05)  # a few tokens
                 return
             time.sleep(0.01)
@@ -172,49 +185,71 @@ def tiny_model(folder: Path, seed: int) -> Qwen3ForCausalLM:
     return model
 
 
-def launch_embedded(checkpoint: Path, ready_file: Path) -> subprocess.Popen[bytes]:
+@contextlib.contextmanager
+def embedded(checkpoint: Path, folder: Path) -> Iterator[list[str]]:
+    """Two embedded engines."""
     command = [sys.executable, "-m", "bapo_megatron.rollout.embedded", "--model-path", str(checkpoint)]
-    command += ["--max-context", str(MAX_CONTEXT), "--max-running", "8", "--ready-file", str(ready_file)]
+    command += ["--max-context", str(MAX_CONTEXT), "--max-running", str(MAX_RUNNING)]
     command += ["--update-timeout-s", "60", "--exit-with-parent"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, env=env)
+    ready = [folder / f"ready-{i}.json" for i in range(2)]
+    started = [subprocess.Popen([*command, "--ready-file", str(f)], stdin=subprocess.PIPE, env=env) for f in ready]
+    try:
+        for process, file in zip(started, ready, strict=True):
+            processes.wait_until(file.exists, process, file, STARTUP_TIMEOUT_S)
+        yield [f"http://127.0.0.1:{json.loads(file.read_text())['port']}" for file in ready]
+    finally:
+        processes.end(started)
 
 
-LAUNCHERS: dict[str, Callable[[Path, Path], subprocess.Popen[bytes]]] = {"embedded": launch_embedded}
+def sglang_servers(num_servers: int, tensor_parallel: int) -> Launcher:
+    """Real SGLang servers, as the local launcher starts them."""
+
+    @contextlib.contextmanager
+    def launch(checkpoint: Path, folder: Path) -> Iterator[list[str]]:
+        if importlib.util.find_spec("sglang") is None:
+            pytest.skip("SGLang is not installed; scripts/install_sglang_cpu.sh does that")
+        specs = [
+            sglang.ServerSpec(
+                checkpoint,
+                max_context=MAX_CONTEXT,
+                max_running=MAX_RUNNING,
+                tensor_parallel=tensor_parallel,
+                cpus=sglang.cpu_groups(i, tensor_parallel, 1, sorted(os.sched_getaffinity(0))),
+            )
+            for i in range(num_servers)
+        ]
+        logs = [folder / f"server-{i}.log" for i in range(num_servers)]
+        with sglang.started(specs, logs, STARTUP_TIMEOUT_S) as urls:
+            yield urls
+
+    return launch
 
 
-def wait_for(process: subprocess.Popen[bytes], ready_file: Path) -> str:
-    deadline = time.monotonic() + STARTUP_TIMEOUT_S
-    while not ready_file.exists():
-        assert process.poll() is None, f"the server exited with {process.returncode}"
-        assert time.monotonic() < deadline, f"the server was not ready after {STARTUP_TIMEOUT_S:g} s"
-        time.sleep(0.05)
-    return f"http://127.0.0.1:{json.loads(ready_file.read_text())['port']}"
+LAUNCHERS: dict[str, Launcher] = {
+    "embedded": embedded,
+    "sglang": sglang_servers(num_servers=2, tensor_parallel=1),
+    "sglang-tp2": sglang_servers(num_servers=1, tensor_parallel=2),
+}
 
 
-@pytest.fixture(scope="session", params=sorted(LAUNCHERS))
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(kind, marks=pytest.mark.slow if "sglang" in kind else ()) for kind in LAUNCHERS],
+)
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     folder = tmp_path_factory.mktemp(request.param)
     models = {name: tiny_model(folder / name, seed) for seed, name in enumerate("ab")}
-    ready = [folder / f"ready-{i}.json" for i in range(2)]
-    processes = [LAUNCHERS[request.param](folder / "a", file) for file in ready]
     loop = EventLoop()
-    servers = None
-    try:
-        urls = [wait_for(process, file) for process, file in zip(processes, ready, strict=True)]
+    with contextlib.ExitStack() as stack:
+        stack.callback(loop.stop)
+        urls = stack.enter_context(LAUNCHERS[request.param](folder / "a", folder))
         servers = Servers(request.param, loop, urls, models)
         servers.engines = [HttpEngine(url, request_timeout_s=60, vocab_size=VOCAB_SIZE) for url in urls]
+        for engine in servers.engines:
+            stack.callback(lambda engine=engine: loop.run(engine.close()))
         servers.connect()
         yield servers
-    finally:
-        if servers is not None:
-            for engine in servers.engines:
-                loop.run(engine.close())
-        loop.stop()
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.wait(20)
 
 
 @pytest.fixture

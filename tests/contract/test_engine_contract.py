@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from concurrent.futures import Future
 from typing import Any
@@ -40,6 +41,14 @@ def ask_later(servers: Servers, rid: str, n: int = 400, **sampling: Any) -> Futu
     return servers.post_later(
         "/generate", {"rid": rid, "input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
     )
+
+
+def first_tokens(servers: Servers, seeds: range, **sampling: Any) -> list[int]:
+    """One sampled token per seed."""
+    params = [{"max_new_tokens": 1, "temperature": 1.0, "sampling_seed": seed} | sampling for seed in seeds]
+    status, replies = servers.post("/generate", {"input_ids": [PROMPT] * len(seeds), "sampling_params": params})
+    assert status == 200, replies
+    return [reply["output_ids"][0] for reply in replies]
 
 
 def logprobs_of(reply: dict[str, Any]) -> Tensor:
@@ -232,9 +241,8 @@ def test_samples_follow_the_softmax(servers: Servers) -> None:
     temperature, num_samples = 1.3, 4000
     counts = torch.zeros(VOCAB_SIZE)
     for start in range(0, num_samples, 1000):
-        sampling = {"max_new_tokens": 1, "temperature": temperature, "n": 1000, "sampling_seed": 10_000 + start}
-        for reply in servers.post("/generate", {"input_ids": PROMPT, "sampling_params": sampling})[1]:
-            counts[reply["output_ids"][0]] += 1
+        for token_id in first_tokens(servers, range(10_000 + start, 11_000 + start), temperature=temperature):
+            counts[token_id] += 1
     with torch.no_grad():
         logits_V = servers.models["a"](torch.tensor([PROMPT])).logits[0, -1]
     expected = torch.softmax(logits_V / temperature, -1) * num_samples
@@ -259,10 +267,10 @@ def test_truncated_sampling_stays_inside(servers: Servers) -> None:
         "top_p": (0.5, ordered.indices[:nucleus]),
         "min_p": (0.3, (probs >= 0.3 * probs.max()).nonzero()[:, 0]),
     }
+    if servers.kind != "embedded":
+        del allowed["min_p"]  # SGLang 0.5.23 cannot combine it with a seed (srt/layers/sampler.py:831)
     for name, (value, token_ids) in allowed.items():
-        sampling = {"max_new_tokens": 1, "n": 300, "temperature": 1.0, name: value}
-        replies = servers.post("/generate", {"input_ids": PROMPT, "sampling_params": sampling})[1]
-        assert {r["output_ids"][0] for r in replies} == set(token_ids.tolist()), name
+        assert set(first_tokens(servers, range(300), **{name: value})) == set(token_ids.tolist()), name
 
 
 def test_stop_tokens_end_a_response_and_are_part_of_it(servers: Servers) -> None:
@@ -319,7 +327,6 @@ def test_a_rid_in_use_is_refused(servers: Servers) -> None:
     [
         ({"input_ids": [5] * MAX_CONTEXT * 2}, "input"),
         ({"input_ids": []}, "input_ids"),
-        ({"input_ids": [5, VOCAB_SIZE + 3]}, ""),
         ({"sampling_params": {"temperature": -1}}, "temperature"),
         ({"sampling_params": {"top_p": 0}}, "top_p"),
     ],
@@ -329,6 +336,11 @@ def test_bad_requests_are_refused(servers: Servers, change: dict[str, Any], fiel
     assert status == 400
     assert field in str(reply)
     assert ask(servers, n=2)["output_ids"]
+
+
+def test_a_token_outside_the_vocabulary_is_refused(servers: Servers) -> None:
+    with pytest.raises(EngineError, match=rf"{servers.url}.*foreign.*{VOCAB_SIZE + 3}"):
+        servers.loop.run(servers.engine.generate(request("foreign", tokens=[5, VOCAB_SIZE + 3])))
 
 
 def test_client_reports_a_refusal_with_server_and_request(servers: Servers) -> None:
@@ -356,14 +368,13 @@ def test_foreign_weights_end_a_push_at_once(servers: Servers, name: str, shape: 
         assert time.monotonic() - started < 20
     finally:
         for engine in servers.engines:
-            servers.loop.run(engine.end_weight_update())
+            with contextlib.suppress(EngineError):  # a failed update may have closed the session already
+                servers.loop.run(engine.end_weight_update())
             servers.loop.run(engine.resume())
     assert_matches(servers, "a", ask(servers))
 
 
 def test_an_incomplete_push_is_noticed(servers: Servers) -> None:
-    if servers.kind != "embedded":
-        pytest.skip("only the embedded engine's checksum covers single weights")
     assert servers.channel is not None
     weights = dict(servers.models["a"].state_dict())
     del weights["model.norm.weight"]
@@ -378,6 +389,22 @@ def test_connecting_to_nobody_names_who_is_missing(servers: Servers) -> None:
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:9"):
         channel.connect()
     servers.loop.run(absent.close())
+
+
+def test_a_paused_server_answers_its_health_check_in_time(servers: Servers) -> None:
+    """Whether a paused server is healthy is its own affair (SGLang: no, after 20 s); it is after it goes on."""
+    servers.loop.run(servers.engine.pause("retract"))
+    started = time.monotonic()
+    servers.loop.run(servers.engine.health())
+    assert time.monotonic() - started < 10
+    servers.loop.run(servers.engine.resume())
+    assert servers.loop.run(servers.engine.health())
+
+
+def test_the_version_in_force_is_reported(servers: Servers) -> None:
+    version = servers.push("b")
+    for engine in servers.engines:
+        assert servers.loop.run(engine.server_info())["weight_version"] == str(version)
 
 
 def test_spans_of_an_untouched_request_cover_it(servers: Servers) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROBE = """
-import bapo_megatron, bapo_megatron_patches.megatron_core, bapo_megatron_configs
+import bapo_megatron, bapo_megatron_patches.megatron_core, bapo_megatron_patches.sglang.v0_5_23, bapo_megatron_configs
 from importlib import resources
 from bapo_megatron.assets import resolve_model_path
 print(bapo_megatron.__file__)

@@ -50,6 +50,7 @@ class Server:
             [
                 web.get("/health", self.health),
                 web.get("/server_info", self.server_info),
+                web.get("/v1/loads", self.loads),
                 web.get("/model_info", self.model_info),
                 web.get("/get_model_info", self.model_info),
                 web.post("/generate", self.generate),
@@ -158,6 +159,9 @@ class Server:
             "tp_size": 1,
         }
         return web.json_response(info | await self._command(engine.load))
+
+    async def loads(self, request: web.Request) -> web.Response:
+        return web.json_response({"loads": [await self._command(self._engine.load)]})
 
     async def _command(self, command: Callable[[], Any]) -> Any:
         return await asyncio.wrap_future(self._engine.call(command))

@@ -1,0 +1,208 @@
+"""SGLang servers on this machine, with GPUs or without.
+
+    with sglang_servers(config, model_path, log_dir) as urls: ...
+
+Every server is `python -m bapo_megatron.launch.sglang_server` on a free loopback port, with a log of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import UserError
+from bapo_megatron.launch import processes
+
+_CONTEXT_SLACK = 2  # SGLang ends a request two tokens before its context length (srt/managers/scheduler.py:2714)
+_MAX_CPU_KV_TOKENS = 32_768  # size of the key-value cache; requests that do not fit are retracted and wait
+_HEALTH_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """One SGLang server. `cpus`: one group of CPU numbers per tensor-parallel rank; empty leaves the placing to SGLang.
+
+    Example: ServerSpec(Path("model"), max_context=512, max_running=64, tensor_parallel=2, cpus=("0", "1"))
+    """
+
+    model_path: Path
+    max_context: int
+    max_running: int
+    tensor_parallel: int = 1
+    dtype: str = "float32"
+    threads: int = 1
+    cpus: tuple[str, ...] = ()
+    first_gpu: int = 0
+    seed: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def command(spec: ServerSpec, port: int, *, has_gpu: bool) -> list[str]:
+    """The command line of one server; `extra` has the last word."""
+    arguments: dict[str, Any] = {
+        "model_path": str(spec.model_path),
+        "host": "127.0.0.1",
+        "port": port,
+        "tensor_parallel_size": spec.tensor_parallel,
+        "dtype": spec.dtype,
+        "context_length": spec.max_context + _CONTEXT_SLACK,
+        "max_running_requests": spec.max_running,
+        "random_seed": spec.seed,
+        "skip_tokenizer_init": True,  # we speak token ids
+        "skip_server_warmup": True,
+        "sleep_on_idle": True,  # an idle scheduler would burn a core
+    }
+    if has_gpu:
+        arguments["base_gpu_id"] = spec.first_gpu
+    else:
+        kv_tokens = min(spec.max_running * arguments["context_length"], _MAX_CPU_KV_TOKENS)
+        arguments |= {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "disable_overlap_schedule": True,
+            "mem_fraction_static": 0.1,
+            "max_total_tokens": max(kv_tokens, arguments["context_length"] + _CONTEXT_SLACK),
+            "enable_deterministic_inference": True,  # else seeds are not heeded
+        }
+    rendered = [part for name, value in (arguments | dict(spec.extra)).items() for part in _render(name, value)]
+    return [sys.executable, "-m", "bapo_megatron.launch.sglang_server", *rendered]
+
+
+def environment(spec: ServerSpec, *, has_gpu: bool) -> dict[str, str]:
+    """What one server needs on top of this process's environment."""
+    variables = {
+        "HF_HUB_OFFLINE": "1",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the slack: positions past the model's own are not used
+    }
+    if not has_gpu:
+        variables |= {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "OMP_NUM_THREADS": str(spec.threads),
+            "TORCHDYNAMO_DISABLE": "1",
+            "TORCH_COMPILE_DISABLE": "1",
+        }
+        if spec.cpus:
+            variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(spec.cpus)
+    return variables
+
+
+@contextlib.contextmanager
+def sglang_servers(config: Config, model_path: Path, log_dir: Path) -> Iterator[list[str]]:
+    """Healthy servers as `config.rollout` asks for; they end with the block, or with this process.
+
+    Raises:
+        UserError: SGLang is not installed, or refuses its arguments.
+        EngineError: a server ended or was not healthy in time.
+    """
+    r = config.rollout
+    threads = r.engine_threads or max(1, (os.cpu_count() or 1) // (r.num_servers * r.server_tensor_parallel))
+    specs = [
+        ServerSpec(
+            model_path,
+            max_context=r.engine_max_context or config.data.max_prompt_tokens + r.max_response_tokens,
+            max_running=r.max_concurrent_requests,
+            tensor_parallel=r.server_tensor_parallel,
+            dtype=config.model.dtype,
+            threads=threads,
+            cpus=cpu_groups(i, r.server_tensor_parallel, threads, sorted(os.sched_getaffinity(0))),
+            first_gpu=i * r.server_tensor_parallel,
+            seed=config.run.seed + i,
+            extra=config.sglang.extra,
+        )
+        for i in range(r.num_servers)
+    ]
+    with started(specs, [log_dir / f"engine-{i}.log" for i in range(len(specs))], r.startup_timeout_s) as urls:
+        yield urls
+
+
+@contextlib.contextmanager
+def started(specs: Sequence[ServerSpec], logs: Sequence[Path], timeout_s: float) -> Iterator[list[str]]:
+    """URLs of running servers, once all are healthy. Raises as `sglang_servers` does."""
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    check_installed(has_gpu=has_gpu)
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        with contextlib.ExitStack() as reserved:
+            ports = [reserved.enter_context(_reserved_port()) for _ in specs]
+            for spec, port, log in zip(specs, ports, logs, strict=True):
+                variables = environment(spec, has_gpu=has_gpu)
+                running.append(processes.start(command(spec, port, has_gpu=has_gpu), log, variables))
+            urls = [f"http://127.0.0.1:{port}" for port in ports]
+            for url, process, log in zip(urls, running, logs, strict=True):
+                processes.wait_until(lambda url=url: _is_healthy(url), process, log, timeout_s)  # type: ignore[misc]
+        with processes.naming_the_dead(running, logs):
+            yield urls
+    finally:
+        processes.end(running)
+
+
+def check_installed(*, has_gpu: bool) -> None:
+    """Raises UserError if SGLang is missing, or is a version whose imports we do not know on a CPU."""
+    from bapo_megatron_patches.sglang import SUPPORTED
+
+    how = f"pip install sglang=={SUPPORTED}" if has_gpu else "run scripts/install_sglang_cpu.sh"
+    try:
+        installed = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        raise UserError(
+            f'rollout.engine="sglang" needs SGLang, which is not installed in {sys.prefix}; {how}, '
+            'or set rollout.engine="embedded"'
+        ) from None
+    if not has_gpu and installed != SUPPORTED:
+        raise UserError(f"without a GPU, SGLang {SUPPORTED} is needed, and {installed} is installed; {how}")
+
+
+def cpu_groups(server: int, tensor_parallel: int, threads: int, cpus: Sequence[int]) -> tuple[str, ...]:
+    """CPUs of each rank of a server, such as ("0,1", "2,3"); shared with others where there are too few.
+
+    Empty for a server of one rank, which the system places.
+    """
+    if tensor_parallel == 1:
+        return ()
+    firsts = [(server * tensor_parallel + rank) * threads for rank in range(tensor_parallel)]
+    chosen = [sorted({cpus[(first + i) % len(cpus)] for i in range(threads)}) for first in firsts]
+    return tuple(",".join(map(str, group)) for group in chosen)
+
+
+def _render(name: str, value: Any) -> list[str]:
+    """An argument as the command line has it; True is a bare flag, False and None leave it out."""
+    flag = "--" + name.replace("_", "-")
+    if value is True:
+        return [flag]
+    if value is False or value is None:
+        return []
+    if isinstance(value, list | tuple):
+        return [flag, *map(str, value)]
+    return [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+@contextlib.contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A free loopback port, kept from other processes that ask for one; a server that names it can still listen."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=_HEALTH_TIMEOUT_S) as response:
+            return response.status == 200
+    except OSError:  # refused, reset, late, or 503 while it loads
+        return False

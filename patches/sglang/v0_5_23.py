@@ -1,0 +1,185 @@
+"""SGLang 0.5.23 on a machine without CUDA.
+
+Why: SGLang imports GPU-only packages at the top of modules that a CPU server loads too, though it calls none of them
+there: `triton` (kernels/ops/sampling/murmur_hash.py and hundreds more, as decorators and annotations), `torchvision`
+(srt/multimodal/processors/qwen_vl.py, all of which are imported to be registered) and `sgl_kernel`
+(srt/layers/activation.py and others). With `--attention-backend torch_native --sampling-backend pytorch` the
+arithmetic of a text model is plain PyTorch.
+
+How: a finder at the end of `sys.meta_path`, hence after every real package, answers imports of the roots in `STUBS`
+with modules whose names can be imported, called as decorators, subclassed and subscripted, and do nothing else. The
+few functions that run at import time or on a CPU are real.
+
+Besides, `sampling_seed` is heeded only with --enable-deterministic-inference (srt/sampling/sampling_batch_info.py:157),
+which SGLang refuses for torch_native (srt/arg_groups/overrides.py:1119) and which switches on triton kernels that a CPU
+does not have (srt/batch_invariant_ops), and whose hash needs the operator `sgl_kernel.murmur_hash32_cpu`
+(kernels/ops/sampling/murmur_hash.py:115). `_heed_seeds` lifts the first, leaves out the second and supplies the third:
+tokens are decided by the seed, up to rounding where a batch of another size computes the same logits.
+
+When it can go: when SGLang's CPU build can be installed from the package index with its own triton and kernels, or
+imports these three lazily.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from typing import Any
+
+import torch
+
+# Package that is missing on a CPU -> modules below `sglang` that import it; a test checks that they still do.
+STUBS: dict[str, tuple[str, ...]] = {
+    "triton": ("kernels/ops/sampling/murmur_hash.py", "srt/mem_cache/memory_pool.py"),
+    "torchvision": ("srt/multimodal/processors/qwen_vl.py",),
+    "sgl_kernel": ("srt/layers/activation.py",),
+}
+
+_U32 = 0xFFFFFFFF
+_OPS = torch.library.Library("sgl_kernel", "FRAGMENT")  # keeps what is registered through it
+
+
+class _Names(type):
+    """Metaclass of placeholder classes: any public class attribute exists, as its own dotted name."""
+
+    def __getattr__(cls, name: str) -> str:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return f"{cls.__name__}.{name}"
+
+
+class _Placeholder(metaclass=_Names):
+    """Stands in for an imported class: can be made with any arguments, subclassed, and used as an annotation."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+
+class _StubModule(types.ModuleType):
+    """A package that has every name: classes for capitalised names, stub modules (callable) for the others."""
+
+    __path__: MutableSequence[str] = []  # noqa: RUF012 - never changed
+    __version__ = "0"  # asked for by transformers; older than all that it could want to use
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name[0].isupper():
+            value: Any = _Names(name, (_Placeholder,), {"__module__": self.__name__})
+        else:
+            value = importlib.import_module(f"{self.__name__}.{name}")
+        setattr(self, name, value)
+        return value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As a decorator, bare or with arguments: the decorated function itself."""
+        if len(args) == 1 and callable(args[0]) and not kwargs:
+            return args[0]
+        return _unchanged
+
+    def __getitem__(self, _: Any) -> _StubModule:
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+class _Constexpr:
+    """triton.language.constexpr, of which modules make constants when they are imported."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(a // -b)
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+# What has to be more than a name.
+_CONTENTS: dict[str, dict[str, Any]] = {
+    "triton": {"cdiv": _cdiv, "next_power_of_2": _next_power_of_2},
+    "triton.language": {"constexpr": _Constexpr, "dtype": _Placeholder},
+}
+
+
+class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the packages of `STUBS` and everything below them."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        root = fullname.partition(".")[0]
+        if root not in STUBS or (root != fullname and not isinstance(sys.modules.get(root), _StubModule)):
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _StubModule(spec.name, "Placeholder of a package that is not installed.")
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        vars(module).update(_CONTENTS.get(module.__name__, {}))
+
+
+def _mix(h: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    """Mix a block of 32 bits into the state of MurmurHash3_x86_32; uint32 values in int64 tensors."""
+    k = _rotate(block * 0xCC9E2D51 & _U32, 15) * 0x1B873593 & _U32
+    return _rotate(h ^ k, 13) * 5 + 0xE6546B64 & _U32
+
+
+def _rotate(x: torch.Tensor, bits: int) -> torch.Tensor:
+    return (x << bits | x >> (32 - bits)) & _U32
+
+
+def murmur_hash32(seed_N: torch.Tensor, positions_N: torch.Tensor, col_indices_V: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3_x86_32, seed 0, of the 16 bytes (seed, position, column); uint32 [N, V].
+
+    What the triton kernel in sglang/kernels/ops/sampling/murmur_hash.py computes, hence the same draws as on a GPU.
+    N: requests, V: vocabulary.
+    """
+    seed = seed_N.to(torch.int64)[:, None]
+    h = torch.zeros_like(seed)
+    for block in (seed & _U32, seed >> 32 & _U32, positions_N.to(torch.int64)[:, None] & _U32):
+        h = _mix(h, block)
+    h = _mix(h, col_indices_V.to(torch.int64)[None, :] & _U32) ^ 16
+    h = (h ^ h >> 16) * 0x85EBCA6B & _U32
+    h = (h ^ h >> 13) * 0xC2B2AE35 & _U32
+    return (h ^ h >> 16).to(torch.uint32)
+
+
+def _heed_seeds() -> None:
+    """Let --enable-deterministic-inference, under which alone a request's `sampling_seed` counts, be set on a CPU.
+
+    torch_native computes the attention of each request on its own, with or without a cached prefix.
+    """
+    importlib.import_module("sgl_kernel")
+    from sglang.srt import batch_invariant_ops
+    from sglang.srt.arg_groups import choices
+
+    if not hasattr(torch.ops.sgl_kernel, "murmur_hash32_cpu"):
+        _OPS.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
+        _OPS.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+    choices.add_deterministic_attention_backend_choices(["torch_native"])
+    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    batch_invariant_ops.enable_batch_invariant_mode = lambda *_, **__: None
+
+
+@functools.cache
+def apply() -> None:
+    """Answer the imports of packages in `STUBS` that are not installed, and heed seeds (once per process)."""
+    sys.meta_path.append(StubFinder())
+    _heed_seeds()

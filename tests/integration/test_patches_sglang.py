@@ -1,0 +1,122 @@
+"""The CPU compatibility of SGLang: it finds what it stands in for, and says when it no longer applies."""
+
+from __future__ import annotations
+
+import importlib.util
+import struct
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import bapo_megatron_patches.sglang as patches
+import pytest
+import torch
+from bapo_megatron_patches.sglang import v0_5_23
+
+needs_sglang = pytest.mark.skipif(
+    importlib.util.find_spec("sglang") is None,
+    reason="SGLang is not installed; scripts/install_sglang_cpu.sh does that",
+)
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is patched where CUDA is there")
+
+
+def sglang_source(module: str) -> str:
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return (Path(spec.submodule_search_locations[0]) / module).read_text()
+
+
+@needs_sglang
+def test_installed_version_is_the_supported_one() -> None:
+    assert version("sglang") == patches.SUPPORTED
+
+
+@needs_sglang
+@pytest.mark.parametrize(("package", "modules"), v0_5_23.STUBS.items())
+def test_each_stub_is_still_needed(package: str, modules: tuple[str, ...]) -> None:
+    """A package that SGLang no longer imports at the top of these modules is to be taken off the list."""
+    for module in modules:
+        lines = sglang_source(module).splitlines()
+        found = [line for line in lines if line.strip().startswith((f"import {package}", f"from {package}"))]
+        assert found, f"{module} no longer imports {package}"
+
+
+@needs_sglang
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("srt/sampling/sampling_batch_info.py", "if enable_deterministic"),
+        ("srt/arg_groups/overrides.py", "attention backends are supported for deterministic inference"),
+        (
+            "srt/model_executor/model_runner.py",
+            "from sglang.srt.batch_invariant_ops import enable_batch_invariant_mode",
+        ),
+        ("kernels/ops/sampling/murmur_hash.py", "torch.ops.sgl_kernel.murmur_hash32_cpu"),
+    ],
+)
+def test_what_seeds_need_is_still_there(module: str, text: str) -> None:
+    assert text in sglang_source(module)
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patches, "version", lambda package: "0.6.0")
+    with pytest.raises(RuntimeError, match=r"needs sglang 0\.5\.23, found 0\.6\.0.*install_sglang_cpu"):
+        patches.apply_cpu_compat()
+
+
+def test_stubs_answer_only_for_packages_that_are_missing() -> None:
+    code = """
+import sys
+import bapo_megatron_patches.sglang.v0_5_23 as patch
+sys.meta_path.append(patch.StubFinder())
+import triton, triton.language as tl
+from triton.language.extra import libdevice
+from torchvision.transforms import InterpolationMode
+def kernel(): return 5
+assert triton.jit(kernel) is kernel
+assert triton.autotune(configs=[], key=[])(kernel) is kernel
+assert triton.cdiv(7, 2) == 4 and triton.next_power_of_2(5) == 8 and triton.next_power_of_2(8) == 8
+assert tl.constexpr(3).value == 3
+assert InterpolationMode.BICUBIC != InterpolationMode.NEAREST
+for name in ("no_such_package", "math.no_such_module"):
+    try:
+        __import__(name)
+    except ImportError:
+        continue
+    raise SystemExit(f"{name} was imported")
+import json, math
+assert not isinstance(json, patch._StubModule)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+
+
+def murmur3_x86_32(data: bytes) -> int:
+    """MurmurHash3_x86_32 with seed 0 of whole blocks, as its author published it."""
+
+    def rotate(x: int, bits: int) -> int:
+        return (x << bits | x >> (32 - bits)) & 0xFFFFFFFF
+
+    h = 0
+    for (block,) in struct.iter_unpack("<I", data):
+        h ^= rotate(block * 0xCC9E2D51 & 0xFFFFFFFF, 15) * 0x1B873593 & 0xFFFFFFFF
+        h = (rotate(h, 13) * 5 + 0xE6546B64) & 0xFFFFFFFF
+    h ^= len(data)
+    h = (h ^ h >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    h = (h ^ h >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return h ^ h >> 16
+
+
+def test_hash_of_seeds_is_murmur3() -> None:
+    assert murmur3_x86_32(b"test") == 0xBA6BD213, "a published value"
+    seeds, positions, vocab = [0, 7, 2**40 + 3, 2**63 - 1], [0, 1, 500, 70_000], 5
+    hashed = v0_5_23.murmur_hash32(
+        torch.tensor(seeds).to(torch.uint64), torch.tensor(positions), torch.arange(vocab, dtype=torch.int64)
+    )
+    expected = [
+        [murmur3_x86_32(struct.pack("<QII", s, p, column)) for column in range(vocab)]
+        for s, p in zip(seeds, positions, strict=True)
+    ]
+    assert hashed.dtype == torch.uint32
+    assert hashed.tolist() == expected

@@ -1,0 +1,120 @@
+"""How SGLang servers are started: command line, placing on CPUs, and what a user hears who has not installed it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.errors import EngineError, UserError
+from bapo_megatron.launch import processes, sglang
+
+SPEC = sglang.ServerSpec(Path("model"), max_context=64, max_running=8)
+
+
+def option(arguments: list[str], name: str) -> str:
+    return arguments[arguments.index(name) + 1]
+
+
+def test_a_response_may_fill_the_context() -> None:
+    arguments = sglang.command(SPEC, 1234, has_gpu=False)
+    assert option(arguments, "--context-length") == "66"
+    assert option(arguments, "--port") == "1234"
+    assert int(option(arguments, "--max-total-tokens")) >= 8 * 66
+
+
+def test_extra_arguments_have_the_last_word() -> None:
+    extra = {
+        "max_total_tokens": 100,
+        "sleep_on_idle": False,
+        "log_requests": True,
+        "cuda_graph_bs": [1, 2],
+        "m": {"a": 1},
+    }
+    spec = sglang.ServerSpec(Path("model"), max_context=64, max_running=8, extra=extra)
+    arguments = sglang.command(spec, 1, has_gpu=False)
+    assert option(arguments, "--max-total-tokens") == "100"
+    assert "--sleep-on-idle" not in arguments
+    assert "--log-requests" in arguments
+    start = arguments.index("--cuda-graph-bs")
+    assert arguments[start : start + 3] == ["--cuda-graph-bs", "1", "2"]
+    assert option(arguments, "--m") == '{"a": 1}'
+
+
+def test_nothing_of_the_cpu_is_set_where_there_is_a_gpu() -> None:
+    spec = sglang.ServerSpec(Path("model"), max_context=64, max_running=8, tensor_parallel=2, first_gpu=4)
+    arguments = sglang.command(spec, 1, has_gpu=True)
+    assert option(arguments, "--base-gpu-id") == "4"
+    assert option(arguments, "--tensor-parallel-size") == "2"
+    assert "--device" not in arguments
+    assert "SGLANG_USE_CPU_ENGINE" not in sglang.environment(spec, has_gpu=True)
+
+
+def test_ranks_get_cpus_of_their_own_while_there_are_some() -> None:
+    assert sglang.cpu_groups(0, 2, 1, [0, 1]) == ("0", "1")
+    assert sglang.cpu_groups(1, 2, 2, range(8)) == ("4,5", "6,7")
+    assert sglang.cpu_groups(1, 2, 1, [3, 5]) == ("3", "5")
+    assert sglang.cpu_groups(0, 2, 4, [0, 1]) == ("0,1", "0,1")
+    assert sglang.cpu_groups(0, 1, 4, range(8)) == ()
+
+
+def test_a_reserved_port_can_be_served_on_and_is_not_given_twice() -> None:
+    with sglang._reserved_port() as port, sglang._reserved_port() as other, socket.socket() as server:
+        assert port != other
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", port))
+        server.listen()
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [(None, r"not installed.*install_sglang_cpu\.sh.*embedded"), ("0.6.0", r"0\.5\.23 is needed, and 0\.6\.0")],
+)
+def test_a_missing_or_foreign_sglang_is_an_error_of_the_user(
+    monkeypatch: pytest.MonkeyPatch, found: str | None, message: str
+) -> None:
+    def version(package: str) -> str:
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return found
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(UserError, match=message):
+        sglang.check_installed(has_gpu=False)
+
+
+def test_a_server_that_ends_or_is_late_is_named_by_its_log(tmp_path: Path) -> None:
+    def start(code: str) -> tuple[subprocess.Popen[bytes], Path]:
+        log = tmp_path / "engine.log"
+        return processes.start([sys.executable, "-c", code], log), log
+
+    for code, error, message in (
+        ("print('no such flag'); raise SystemExit(2)", UserError, "refused to start: no such flag"),
+        ("raise SystemExit(7)", EngineError, r"exit code 7.*engine\.log"),
+        ("import time; time.sleep(60)", EngineError, r"startup_timeout_s = 0.5 s.*engine\.log"),
+    ):
+        process, log = start(code)
+        try:
+            with pytest.raises(error, match=message):
+                processes.wait_until(lambda: False, process, log, 0.5 if "sleep" in code else 30)
+        finally:
+            process.kill()
+            processes.end([process])
+
+
+def test_an_engine_ends_when_its_input_closes(tmp_path: Path) -> None:
+    process = processes.start([sys.executable, "-c", "import sys; sys.stdin.read()"], tmp_path / "engine.log")
+    processes.end([process])
+    assert process.returncode == 0
+    stubborn = processes.start([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "engine.log")
+    processes._END_TIMEOUT_S, before = 0.5, processes._END_TIMEOUT_S
+    try:
+        processes.end([stubborn])
+    finally:
+        processes._END_TIMEOUT_S = before
+    assert stubborn.returncode == -signal.SIGKILL
