@@ -40,7 +40,8 @@ def start_processes(config: ParallelConfig) -> None:
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
-        backend, timeout = "nccl" if cuda else "gloo", timedelta(seconds=config.timeout_s)
+        # Batches are shared as CPU tensors (buffer/share.py), also where gradients travel over NCCL.
+        backend, timeout = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=config.timeout_s)
         if "RANK" in os.environ:
             if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
