@@ -171,10 +171,6 @@ class MicroBatch:
     def num_tokens(self) -> int:
         return self.token_ids_T.numel()
 
-    @property
-    def max_seqlen(self) -> int:
-        return int((self.cu_seqlens_S1[1:] - self.cu_seqlens_S1[:-1]).max())
-
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
