@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from bapo_megatron.errors import EngineError
+
 PauseMode = Literal["abort", "retract", "in_place"]
 
 
@@ -49,6 +51,13 @@ class Engine(Protocol):
     url: str
 
     async def generate(self, request: GenerateRequest) -> GenerateResult: ...
+    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
+        """All of them in one call, which the engine takes up together: what is batched does not depend on arrival.
+
+        Returns a result or what is wrong with it per request, in order. Raises EngineError where the call failed.
+        """
+        ...
+
     async def abort(self, rid: str | None = None) -> None:
         """End one request, or all (None); they return with finish_reason "abort" and what they have so far."""
         ...

@@ -41,22 +41,32 @@ class HttpEngine:
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         self._check_vocabulary(request)
-        body = {
-            "rid": request.rid,
-            "input_ids": list(request.token_ids),
-            "sampling_params": {
-                "temperature": request.temperature,
-                "max_new_tokens": request.max_new_tokens,
-                "stop_token_ids": list(request.stop_token_ids),
-                "sampling_seed": request.seed,
-            },
-            "return_logprob": True,
-        }
-        reply = await self._call("POST", "/generate", body, what=f"request {request.rid}")
+        what = f"request {request.rid}"
+        reply = await self._call("POST", "/generate", _generate_body(request), what=what)
+        return self._result(reply, request)
+
+    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
+        for request in requests:
+            self._check_vocabulary(request)
+        bodies = [_generate_body(request) for request in requests]
+        body = {name: [b[name] for b in bodies] for name in ("rid", "input_ids", "sampling_params")}
+        what = f"{len(requests)} requests from {requests[0].rid} to {requests[-1].rid}"
+        replies = await self._call("POST", "/generate", body | {"return_logprob": True}, what=what)
+        if not isinstance(replies, list) or len(replies) != len(requests):
+            raise EngineError(f"{self.url}, {what}: the reply is not a list of {len(requests)} results")
+        return [self._result_or_error(reply, request) for reply, request in zip(replies, requests, strict=True)]
+
+    def _result(self, reply: Any, request: GenerateRequest) -> GenerateResult:
         try:
             return parse_reply(reply, request, self._vocab_size)
         except _BadReplyError as problem:
             raise EngineError(f"{self.url}, request {request.rid}: {problem}") from None
+
+    def _result_or_error(self, reply: Any, request: GenerateRequest) -> GenerateResult | EngineError:
+        try:
+            return self._result(reply, request)
+        except EngineError as problem:
+            return problem
 
     async def abort(self, rid: str | None = None) -> None:
         await self._call("POST", "/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
@@ -166,6 +176,20 @@ class HttpEngine:
             return json.loads(raw) if raw else None
         except ValueError:
             return None
+
+
+def _generate_body(request: GenerateRequest) -> dict[str, Any]:
+    return {
+        "rid": request.rid,
+        "input_ids": list(request.token_ids),
+        "sampling_params": {
+            "temperature": request.temperature,
+            "max_new_tokens": request.max_new_tokens,
+            "stop_token_ids": list(request.stop_token_ids),
+            "sampling_seed": request.seed,
+        },
+        "return_logprob": True,
+    }
 
 
 class _BadReplyError(ValueError):

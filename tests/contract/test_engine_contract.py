@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -213,6 +214,15 @@ def test_batches_and_samples_come_back_in_order(servers: Servers) -> None:
         assert reply["output_ids"] == ask(servers, prompt, 5, temperature=0)["output_ids"]
     status, replies = servers.post("/generate", {"input_ids": PROMPT, "sampling_params": sampling | {"n": 3}})
     assert (status, len(replies)) == (200, 3)
+
+
+def test_many_requests_in_one_call_are_each_answered_as_if_asked_alone(servers: Servers) -> None:
+    requests = [request(f"many-{i}", seed=i, n=4 + i, temperature=0.8 + 0.1 * i) for i in range(5)]
+    results = servers.loop.run(servers.engine.generate_many(requests))
+    for asked, result in zip(requests, results, strict=True):
+        alone = servers.loop.run(servers.engine.generate(replace(asked, rid=f"{asked.rid}-alone")))
+        assert (result.rid, result.token_ids) == (asked.rid, alone.token_ids)
+        assert result.logprobs == pytest.approx(alone.logprobs, abs=TOLERANCE)
 
 
 def test_more_requests_than_rows_all_finish(servers: Servers) -> None:

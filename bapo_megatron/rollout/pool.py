@@ -1,0 +1,82 @@
+"""Which engines take part: a failing one is fenced off, and comes back only with verified weights.
+
+    live --fails--> fenced --healthy again--> back --pushed and verified--> live
+
+Only live engines are asked for tokens. An engine that is back is part of the next weight push, whose check of version
+and checksums is the only way to `admit` it. Called from the event loop and from the trainer's main thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Literal
+
+from bapo_megatron.rollout.base import Engine
+
+Status = Literal["live", "fenced", "back"]
+
+_PROBE_INTERVAL_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class EnginePool:
+    """All engines of a run, each with its status. Every engine starts live: the first push is what gives it weights."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self.engines = tuple(engines)
+        self.num_fenced = 0  # times that an engine was fenced off, since the attempt began
+        self._status: dict[str, Status] = {engine.url: "live" for engine in engines}
+        self._reasons: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def live(self) -> list[Engine]:
+        """Those that may be asked for tokens, in a fixed order."""
+        return self._with_status("live")
+
+    def back(self) -> list[Engine]:
+        """Those that were fenced, are healthy again, and wait for weights."""
+        return self._with_status("back")
+
+    def is_live(self, engine: Engine) -> bool:
+        return self._status[engine.url] == "live"
+
+    def fence(self, engine: Engine, reason: str) -> None:
+        """Ask it for nothing more until a push has verified its weights. Safe to call again."""
+        with self._lock:
+            if self._status[engine.url] == "live":
+                self.num_fenced += 1
+                log.warning("%s is fenced off: %s", engine.url, reason)
+            self._status[engine.url] = "fenced"
+            self._reasons[engine.url] = reason
+
+    def admit(self, engine: Engine) -> None:
+        """It holds the current weights: version and checksums were compared."""
+        with self._lock:
+            if self._status[engine.url] != "live":
+                log.warning("%s takes part again", engine.url)
+            self._status[engine.url] = "live"
+            self._reasons.pop(engine.url, None)
+
+    def describe(self) -> str:
+        """Why engines are missing, one clause each; empty where all are live."""
+        with self._lock:
+            return "; ".join(f"{url} is {self._status[url]}: {reason}" for url, reason in self._reasons.items())
+
+    async def watch(self) -> None:
+        """Look after fenced engines until cancelled: one that answers its health check again is `back`."""
+        while True:
+            fenced = self._with_status("fenced")
+            for engine, is_healthy in zip(fenced, await asyncio.gather(*(e.health() for e in fenced)), strict=True):
+                if is_healthy:
+                    with self._lock:
+                        if self._status[engine.url] == "fenced":
+                            self._status[engine.url] = "back"
+            await asyncio.sleep(_PROBE_INTERVAL_S)
+
+    def _with_status(self, status: Status) -> list[Engine]:
+        with self._lock:
+            return [engine for engine in self.engines if self._status[engine.url] == status]
