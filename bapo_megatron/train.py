@@ -17,6 +17,7 @@ A step waits for its rollouts; partial responses that it leaves behind are resum
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
@@ -30,7 +31,9 @@ from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.monitor.record import Recorder, UpdateMetrics
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.monitor.stopwatch import Stopwatch
+from bapo_megatron.rollout.base import Rollouts
 from bapo_megatron.rollout.manager import RolloutManager
+from bapo_megatron.rollout.recorded import RecordedRollouts
 from bapo_megatron.sync.channel import BroadcastChannel, Channel, FollowerChannel
 from bapo_megatron.types import Batch, MiniBatch
 
@@ -39,7 +42,7 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
     """Train from the run's latest checkpoint, or from the start, to `train.num_steps`."""
     model_path = resolve_model_path(config.model.path)
     learner = MegatronLearner(config, model_path)
-    rollouts = RolloutManager.connect(config, model_path, urls) if recorder else None
+    rollouts = _connect(config, model_path, urls) if recorder else None
     finder = BoundsFinder(config, learner)
     store = CheckpointStore(run_dir.checkpoints_dir, config.checkpoint.keep_last)
     first_step = _resume(store, learner, rollouts, finder)
@@ -72,8 +75,14 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
         rollouts.close()
 
 
+def _connect(config: Config, model_path: Path, urls: list[str]) -> Rollouts:
+    if config.rollout.engine == "recorded":
+        return RecordedRollouts.connect(config, model_path)
+    return RolloutManager.connect(config, model_path, urls)
+
+
 def _next_batch(
-    config: Config, rollouts: RolloutManager | None, recorder: Recorder | None, step: int, version: int
+    config: Config, rollouts: Rollouts | None, recorder: Recorder | None, step: int, version: int
 ) -> Batch | None:
     """Rank 0 samples and judges; every rank gets the same batch, or the same error."""
 
@@ -90,6 +99,8 @@ def _next_batch(
 
 
 def _optimizer_steps(batch: Batch, config: Config, step: int, learner: Learner) -> Iterator[MiniBatch]:
+    if config.train.rollout_only:
+        return iter(())
     return minibatches(
         batch,
         num_minibatches=config.train.minibatches_per_step,
@@ -102,14 +113,16 @@ def _optimizer_steps(batch: Batch, config: Config, step: int, learner: Learner) 
     )
 
 
-def _open_channel(config: Config, rollouts: RolloutManager | None) -> Channel:
+def _open_channel(config: Config, rollouts: Rollouts | None) -> Channel:
     """Rank 0 talks to the engines; the other ranks take part in gathering the weights."""
-    channel = BroadcastChannel(rollouts.engines, config.sync, rollouts.loop.submit) if rollouts else FollowerChannel()
+    channel: Channel = FollowerChannel()
+    if isinstance(rollouts, RolloutManager):
+        channel = BroadcastChannel(rollouts.engines, config.sync, rollouts.loop.submit)
     channel.connect()
     return channel
 
 
-def _push(channel: Channel, learner: Learner, rollouts: RolloutManager | None) -> dict[str, float]:
+def _push(channel: Channel, learner: Learner, rollouts: Rollouts | None) -> dict[str, float]:
     """Hand the weights to every engine as a new version; all ranks take part in gathering them."""
     if rollouts:
         rollouts.expect(learner.version)
@@ -117,7 +130,7 @@ def _push(channel: Channel, learner: Learner, rollouts: RolloutManager | None) -
     return {"sync/bytes": float(stats.num_bytes), "sync/seconds": sum(stats.seconds.values())}
 
 
-def _resume(store: CheckpointStore, learner: Learner, rollouts: RolloutManager | None, finder: BoundsFinder) -> int:
+def _resume(store: CheckpointStore, learner: Learner, rollouts: Rollouts | None, finder: BoundsFinder) -> int:
     """Restore the latest checkpoint, if there is one; returns the number of finished steps."""
     latest = store.latest()
     if latest is None:
@@ -129,7 +142,7 @@ def _resume(store: CheckpointStore, learner: Learner, rollouts: RolloutManager |
     return int(state["step"])
 
 
-def _rollout_state(rollouts: RolloutManager | None, finder: BoundsFinder) -> dict[str, Any] | None:
+def _rollout_state(rollouts: Rollouts | None, finder: BoundsFinder) -> dict[str, Any] | None:
     return {"rollout": rollouts.state_dict(), "bounds": finder.state_dict()} if rollouts else None
 
 

@@ -186,6 +186,11 @@ def _rollout(config: Config) -> Iterator[Violation]:
             'rollout.engine="attach" needs rollout.urls, such as rollout.urls=["http://127.0.0.1:30000"]; '
             'or set rollout.engine="embedded"'
         )
+    if r.engine == "recorded" and r.recorded_from is None:
+        yield Violation(
+            'rollout.engine="recorded" needs rollout.recorded_from, the `rollouts` folder of a run with '
+            'rollout.record=true; or set rollout.engine="embedded"'
+        )
     if r.engine == "embedded" and r.server_tensor_parallel > 1:
         yield Violation(
             f"rollout.server_tensor_parallel={r.server_tensor_parallel}, but the embedded engine is one process; "

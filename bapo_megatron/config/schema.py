@@ -68,9 +68,13 @@ class RewardConfig(Section):
 class RolloutConfig(Section):
     """Sampling responses, in budgeted pieces (partial rollout)."""
 
-    engine: Literal["embedded", "sglang", "attach"] = "embedded"
+    engine: Literal["embedded", "sglang", "attach", "recorded"] = "embedded"
     """embedded: our small torch engine in a process of its own; sglang: SGLang servers started on this machine, with or
-    without GPUs; attach: running SGLang-compatible servers (urls)."""
+    without GPUs; attach: running SGLang-compatible servers (urls); recorded: none, batches come from a recorded run."""
+    record: bool = False
+    """Keep every step's judged groups in the run's `rollouts` folder, for `recorded` and for study."""
+    recorded_from: str | None = None
+    """recorded: the `rollouts` folder of a run with record = true."""
     urls: tuple[str, ...] = ()
     """attach: base URLs of the servers, such as "http://127.0.0.1:30000"."""
     num_servers: PositiveInt = 1
@@ -159,6 +163,8 @@ class TrainConfig(Section):
 
     num_steps: PositiveInt = 100
     """Rollout batches to train on."""
+    rollout_only: bool = False
+    """Sample, judge and record without any update: to measure engines and rewards, or to make recordings."""
     minibatches_per_step: PositiveInt = 1
     """Optimizer updates per pass over a rollout batch: samples of later ones are older (staleness)."""
     epochs_per_step: PositiveInt = 1

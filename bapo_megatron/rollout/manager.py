@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import statistics
 import threading
 import time
 from collections.abc import Coroutine, Sequence
@@ -23,6 +22,7 @@ from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards import RewardScorer
 from bapo_megatron.rollout.base import Engine
 from bapo_megatron.rollout.client import HttpEngine
+from bapo_megatron.rollout.metrics import batch_metrics
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.scheduler import RolloutStats, Scheduler
 from bapo_megatron.types import Batch, Group, Trajectory
@@ -63,7 +63,7 @@ class LoopThread:
 
 
 class RolloutManager:
-    """Engines, prompts, rewards and the scheduler of one run, and the batch that a step trains on."""
+    """Engines, prompts, rewards and the scheduler of one run: implements `rollout.base.Rollouts`."""
 
     def __init__(self, config: Config, tokenizer: Any, urls: Sequence[str], vocab_size: int) -> None:
         self.config = config
@@ -156,27 +156,16 @@ class RolloutManager:
         return self._scorer.score([(t.prompt, text) for t, text in zip(trajectories, texts, strict=True)])
 
     def _metrics(self, groups: Sequence[Group], stats: RolloutStats, elapsed_s: float) -> dict[str, float]:
-        """What this batch looks like; names are explained in docs/metrics.md."""
-        samples = [t for g in groups for t in g.trajectories]
-        lengths = [t.num_response_tokens for t in samples]
-        rewards = [r for g in groups for r in g.rewards]
+        """What this batch looks like, and what it took; names are explained in docs/metrics.md."""
         return {
-            "reward/mean": statistics.fmean(rewards),
-            "reward/std": statistics.pstdev(rewards),
+            **batch_metrics(groups),
             "reward/timeouts": float(self._scorer.num_timeouts),
             "reward/errors": float(self._scorer.num_errors),
-            "rollout/num_groups": float(len(groups)),
-            "rollout/num_samples": float(len(samples)),
             "rollout/num_rounds": float(stats.num_rounds),
             "rollout/num_retries": float(stats.num_retries),
             "rollout/num_stale_groups": float(stats.num_stale_groups),
             "rollout/num_dropped_groups": float(stats.num_dropped_groups),
             "rollout/num_fenced": float(stats.num_fenced),
-            "rollout/response_tokens_mean": statistics.fmean(lengths),
-            "rollout/response_tokens_max": float(max(lengths)),
-            "rollout/truncated_share": sum(t.finish_reason == "length" for t in samples) / len(samples),
-            "rollout/resumed_token_share": sum(t.num_resumed_tokens for t in samples) / max(sum(lengths), 1),
-            "rollout/zero_variance_share": sum(len(set(g.rewards)) == 1 for g in groups) / len(groups),
             "rollout/tokens_generated": float(stats.num_tokens),
             "rollout/tokens_per_s": stats.num_tokens / max(elapsed_s, 1e-9),
             "data/skipped": float(self.prompts.skipped_empty + self.prompts.skipped_too_long),
