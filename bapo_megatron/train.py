@@ -17,12 +17,13 @@ A step waits for its rollouts; partial responses that it leaves behind are resum
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.buffer.packing import minibatches
-from bapo_megatron.buffer.share import share_batch
+from bapo_megatron.buffer.share import share_batch, share_metrics
 from bapo_megatron.checkpoints import CheckpointStore
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import Learner
@@ -51,6 +52,9 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
         recorder.begin(first_step, rollouts.decode)
 
     _push(channel, learner, rollouts)
+    baseline = _evaluate(config, rollouts, first_step, learner.version) if first_step == 0 else {}
+    if recorder and baseline:
+        recorder.note(f"evaluation before training: reward {baseline['eval/reward']:.3f}")
     watch = Stopwatch()
     for step in range(first_step, config.train.num_steps):
         updates = UpdateMetrics(config)
@@ -66,8 +70,10 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
             updates.add(bounds, result.metrics)
         with watch.span("sync"):
             sync = _push(channel, learner, rollouts)
+        with watch.span("eval"):
+            evaluation = _evaluate(config, rollouts, step + 1, learner.version)
         if recorder:
-            recorder.record(step + 1, learner.version, batch.metrics, updates.result(), sync, watch.lap())
+            recorder.record(step + 1, learner.version, batch.metrics, updates.result(), sync, evaluation, watch.lap())
         if _is_save_due(config, step + 1):
             store.save(step + 1, learner, _rollout_state(rollouts, finder))
     channel.close()
@@ -96,6 +102,15 @@ def _next_batch(
         return batch
 
     return share_batch(sample if rollouts else None, sign_of_life_s=config.parallel.timeout_s / 4)
+
+
+def _evaluate(config: Config, rollouts: Rollouts | None, num_done: int, version: int) -> dict[str, float]:
+    """Rank 0 asks the engines where an evaluation is due; the same answer on every rank."""
+    interval = config.eval.interval_steps
+    if interval is None or (num_done % interval and num_done != config.train.num_steps):
+        return {}
+    ask = partial(rollouts.evaluate, version) if rollouts else None
+    return share_metrics(ask, sign_of_life_s=config.parallel.timeout_s / 4)
 
 
 def _optimizer_steps(batch: Batch, config: Config, step: int, learner: Learner) -> Iterator[MiniBatch]:

@@ -39,7 +39,7 @@ def check(config: Config, *, hf_config: dict[str, Any] | None, has_gpu: bool = F
         hf_config: the model's config.json; None leaves the model's own limits unchecked.
         has_gpu: whether the trainer will have a GPU; decides whether bfloat16 is worth a warning.
     """
-    found = [*_layout(config), *_batch(config), *_rollout(config), *_data(config), *_loss(config)]
+    found = [*_layout(config), *_batch(config), *_rollout(config), *_data(config), *_eval(config), *_loss(config)]
     if hf_config is not None:
         found += _model(config, hf_config)
     if config.model.dtype == "bfloat16" and not has_gpu:
@@ -213,6 +213,21 @@ def _data(config: Config) -> Iterator[Violation]:
         yield Violation('data.source="jsonl" needs data.path, a file with one JSON object a line')
     if data.source == "reasoning_gym" and data.dataset is None:
         yield Violation('data.source="reasoning_gym" needs data.dataset, such as data.dataset="basic_arithmetic"')
+
+
+def _eval(config: Config) -> Iterator[Violation]:
+    if config.eval.interval_steps is None:
+        return
+    if config.data.source == "jsonl" and config.eval.path is None:
+        yield Violation(
+            'eval.interval_steps with data.source="jsonl" needs eval.path, a file of prompts to evaluate on; '
+            "or leave eval.interval_steps out"
+        )
+    if config.rollout.engine == "recorded":
+        yield Violation(
+            'eval.interval_steps needs engines to ask, and rollout.engine="recorded" has none; leave it out, or set '
+            'rollout.engine="embedded"'
+        )
 
 
 def _loss(config: Config) -> Iterator[Violation]:

@@ -209,6 +209,21 @@ class SyncConfig(Section):
     """Deadline of each stage of a weight update."""
 
 
+class EvalConfig(Section):
+    """Evaluation of the current weights inside the run, on prompts of its own."""
+
+    interval_steps: PositiveInt | None = None
+    """Evaluate before the first step, after every so many, and after the last. Unset: never."""
+    path: str | None = None
+    """jsonl: the file with the prompts to evaluate. Other sources draw them with a seed of their own."""
+    num_prompts: PositiveInt = 64
+    """Prompts, the same in each evaluation."""
+    samples_per_prompt: PositiveInt = 1
+    """Responses to each prompt."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature of the evaluation."""
+
+
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
@@ -259,6 +274,7 @@ class Config(Section):
     train: TrainConfig = Field(default_factory=TrainConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     sync: SyncConfig = Field(default_factory=SyncConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = Field(default_factory=MonitorConfig)
     megatron: MegatronConfig = Field(default_factory=MegatronConfig)

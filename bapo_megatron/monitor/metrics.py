@@ -69,6 +69,7 @@ METRICS: dict[str, Metric] = {
     "time/score_s": Metric("s", "log-probs at the current weights and the search for bounds"),
     "time/train_s": Metric("s", "forward, backward and optimizer"),
     "time/sync_s": Metric("s", "handing the new weights to the engines"),
+    "time/eval_s": Metric("s", "evaluating"),
     "time/other_s": Metric("s", "the rest: packing, checkpoint, logging"),
     "sync/bytes": Metric("bytes", "weights sent to each engine"),
     "sync/seconds": Metric("s", "duration of the weight transfer itself"),
@@ -80,6 +81,12 @@ METRICS: dict[str, Metric] = {
     "ledger/finished": Metric("samples", "responses complete but not trained yet"),
     "ledger/trained": Metric("samples", "responses trained since the run began"),
     "ledger/dropped": Metric("samples", "responses given up since the run began"),
+    "eval/reward": Metric("reward", "mean reward on the evaluation prompts, at the weights after the step"),
+    "eval/reward_stderr": Metric("reward", "standard error of eval/reward over the prompts"),
+    "eval/best_of_group": Metric("reward", "mean over prompts of their best response's reward"),
+    "eval/response_tokens_mean": Metric("tokens", "mean length of an evaluated response"),
+    "eval/truncated_share": Metric("share", "evaluated responses that ended at max_response_tokens"),
+    "eval/num_samples": Metric("samples", "responses that were evaluated"),
     "data/skipped": Metric("prompts", "prompts skipped as empty or too long since the run began"),
 }
 

@@ -205,7 +205,10 @@ def _panels(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Panel]:
             stacked_figure(
                 "time",
                 steps,
-                [Line(span, column(f"time/{span}_s")) for span in ("rollout", "score", "train", "sync", "other")],
+                [
+                    Line(span, column(f"time/{span}_s"))
+                    for span in ("rollout", "score", "train", "sync", "eval", "other")
+                ],
                 "seconds",
             ),
             "The thickest layer is what the run waits for.",

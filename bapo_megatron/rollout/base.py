@@ -103,6 +103,10 @@ class Rollouts(Protocol):
         """Weights of this version are about to be pushed."""
         ...
 
+    def evaluate(self, version: int) -> dict[str, float]:
+        """Metrics of the weights that were just pushed, on prompts of their own."""
+        ...
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of some tokens, special ones included."""
         ...

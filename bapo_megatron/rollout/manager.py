@@ -22,10 +22,13 @@ from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards import RewardScorer
 from bapo_megatron.rollout.base import Engine
 from bapo_megatron.rollout.client import HttpEngine
+from bapo_megatron.rollout.evaluate import Evaluator
 from bapo_megatron.rollout.metrics import batch_metrics
 from bapo_megatron.rollout.pool import EnginePool
-from bapo_megatron.rollout.scheduler import RolloutStats, Scheduler
+from bapo_megatron.rollout.scheduler import RolloutStats, Scheduler, Score
 from bapo_megatron.types import Batch, Group, Trajectory
+
+_EVAL_SEED = 1_000_003  # added to run.seed, so that evaluation draws other prompts than training
 
 T = TypeVar("T")
 
@@ -74,18 +77,23 @@ class RolloutManager:
         self.pool = EnginePool(self.engines)
         self.prompts = PromptStream(config, tokenizer)
         self._scorer = RewardScorer(config)
+        self._stop_token_ids = (int(tokenizer.eos_token_id),)
         self._take_advantages = ADVANTAGES[config.advantage.kind]
         self.scheduler = Scheduler(
             config.rollout,
             pool=self.pool,
             prompts=self.prompts,
-            score=self._score,
-            stop_token_ids=(int(tokenizer.eos_token_id),),
+            score=self._judge_with(self._scorer),
+            stop_token_ids=self._stop_token_ids,
             seed=config.run.seed,
             updates_per_step=config.train.minibatches_per_step * config.train.epochs_per_step,
         )
         self._watch = self.loop.submit(self.pool.watch())
         self._last_batch_s = time.monotonic()
+        self._evaluator: Evaluator | None = None
+        self._eval_scorer: RewardScorer | None = None
+        if config.eval.interval_steps is not None:
+            self._evaluator, self._eval_scorer = self._build_evaluator()
 
     @classmethod
     def connect(cls, config: Config, model_path: Path, urls: Sequence[str]) -> RolloutManager:
@@ -131,6 +139,17 @@ class RolloutManager:
         self._last_batch_s = now_s
         return build_batch(groups, self._take_advantages, metrics), groups
 
+    def evaluate(self, version: int) -> dict[str, float]:
+        """Metrics of the weights of `version`, which were just pushed; nothing without eval.interval_steps.
+
+        Raises:
+            EngineError: no engine is left, or its deadline passed.
+        """
+        if self._evaluator is None:
+            return {}
+        deadline_s = self.config.rollout.request_timeout_s * (self.config.rollout.max_retries + 2)
+        return self.loop.run(self._evaluator.run(version), deadline_s, "the evaluation")
+
     def state_dict(self) -> dict[str, Any]:
         """JSON value; taken between two events of the loop, since sampling may be going on."""
 
@@ -148,12 +167,28 @@ class RolloutManager:
         self._watch.cancel()
         for engine in self.engines:
             self.loop.run(engine.close(), 10.0, f"{engine.url} to close")
-        self._scorer.close()
+        for scorer in (self._scorer, self._eval_scorer):
+            if scorer is not None:
+                scorer.close()
         self.loop.close()
 
-    def _score(self, trajectories: Sequence[Trajectory]) -> list[float]:
-        texts = self._tokenizer.batch_decode([t.response_ids for t in trajectories], skip_special_tokens=True)
-        return self._scorer.score([(t.prompt, text) for t, text in zip(trajectories, texts, strict=True)])
+    def _judge_with(self, scorer: RewardScorer) -> Score:
+        def score(trajectories: Sequence[Trajectory]) -> list[float]:
+            texts = self._tokenizer.batch_decode([t.response_ids for t in trajectories], skip_special_tokens=True)
+            return scorer.score([(t.prompt, text) for t, text in zip(trajectories, texts, strict=True)])
+
+        return score
+
+    def _build_evaluator(self) -> tuple[Evaluator, RewardScorer]:
+        """Prompts of `eval.path`, or of the same procedural source with another seed."""
+        config = self.config
+        run = config.run.model_copy(update={"seed": config.run.seed + _EVAL_SEED})
+        data = config.data.model_copy(update={"path": config.eval.path})
+        config = config.model_copy(update={"run": run, "data": data})
+        stream, scorer = PromptStream(config, self._tokenizer), RewardScorer(config)
+        num_prompts = min(config.eval.num_prompts, len(stream.source))
+        prompts = [stream.next() for _ in range(num_prompts)]
+        return Evaluator(config, self.pool, prompts, self._judge_with(scorer), self._stop_token_ids), scorer
 
     def _metrics(self, groups: Sequence[Group], stats: RolloutStats, elapsed_s: float) -> dict[str, float]:
         """What this batch looks like, and what it took; names are explained in docs/metrics.md."""

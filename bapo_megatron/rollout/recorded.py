@@ -96,6 +96,10 @@ class RecordedRollouts:
             )
         return build_batch(groups, self._take_advantages, batch_metrics(groups)), groups
 
+    def evaluate(self, version: int) -> dict[str, float]:
+        """Nobody samples here."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         return {"recorded_from": str(self._folder)}
 
