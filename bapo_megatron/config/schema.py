@@ -71,6 +71,8 @@ class RewardConfig(Section):
     concurrency: PositiveInt | None = None
     """Verifications at once: processes of a plain function, calls of an async one.
     Unset: as many processes as cores, at most 8, or 64 calls."""
+    process_memory_mib: PositiveInt = 4096
+    """Data memory of one process that judges, in MiB; raise it for a judge that loads a model."""
     code_memory_mib: PositiveInt = 1024
     """code: address space of a program, in MiB."""
     overlong_penalty: float = Field(0.0, ge=0)

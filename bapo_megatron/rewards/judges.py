@@ -43,6 +43,7 @@ class JudgeSpec:
     seed: int
     options: dict[str, Any]
     timeout_s: float
+    process_memory_bytes: int
     code_memory_bytes: int
 
     @classmethod
@@ -57,8 +58,16 @@ class JudgeSpec:
         if kind in ("chains", "code") and source == "reasoning_gym":
             raise UserError(f"reward.kind = {kind!r} cannot judge prompts of data.source = 'reasoning_gym'")
         data, reward = config.data, config.reward
-        memory_bytes = reward.code_memory_mib << 20
-        return cls(kind, data.dataset, data.size, config.run.seed, data.options, reward.timeout_s, memory_bytes)
+        return cls(
+            kind=kind,
+            dataset=data.dataset,
+            size=data.size,
+            seed=config.run.seed,
+            options=data.options,
+            timeout_s=reward.timeout_s,
+            process_memory_bytes=reward.process_memory_mib << 20,
+            code_memory_bytes=reward.code_memory_mib << 20,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@
 
 A plain judge has `concurrency` processes, one response in each; an asynchronous one has a single process that judges
 `concurrency` responses at once. A process that dies or hangs with several responses is given up, and each of them is
-judged again in a process of its own, so that only the one to blame is lost.
+judged again in a process that judges nothing else meanwhile, so that only the one to blame is lost.
 """
 
 from __future__ import annotations
@@ -274,10 +274,9 @@ class WorkerPool:
         except TimeoutError:
             return {"problem": "timeout", "message": f"no verdict in {self._limit_s:g} s"}
         finally:
-            if worker.is_alive and not self._is_async:
+            if worker.is_alive:
                 self._idle.append(worker)
             else:
-                worker.kill()
                 self._workers.discard(worker)
 
     async def _lease(self) -> Worker:

@@ -21,7 +21,6 @@ from typing import Any
 from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.judges import Judge, JudgeSpec, as_reward, build_judge
 
-MEMORY_BYTES = 4 << 30
 MAX_LINE_BYTES = 256 << 20  # of a request: a long response and a large answer
 _MAX_MESSAGE_CHARS = 500
 _PR_SET_PDEATHSIG = 1
@@ -30,7 +29,6 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Serve verdicts until the other side closes the socket."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # holds for a judge that hangs, too
-    _limit_memory()
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     requests = connection.makefile("rb")
@@ -39,6 +37,7 @@ def main() -> None:
         connection.sendall(_line(message))
 
     spec = JudgeSpec(**json.loads(requests.readline()))
+    _limit_memory(spec.process_memory_bytes)
     try:
         judge = build_judge(spec)
     except UserError as error:
@@ -93,10 +92,10 @@ async def _serve_async(judge: Judge, timeout_s: float, connection: socket.socket
         task.add_done_callback(running.discard)
 
 
-def _limit_memory() -> None:
+def _limit_memory(num_bytes: int) -> None:
     """10**10**10 in an answer should cost an error, not the machine's memory."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    soft = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
+    soft = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 

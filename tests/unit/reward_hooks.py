@@ -68,10 +68,15 @@ def act(response, answer=None):
         case "segfault":
             ctypes.string_at(0)
         case "memory bomb":
-            return len([bytearray(1 << 28) for _ in range(100)])
+            return len(bytearray(1 << 33))
+        case "half a GiB":
+            return len(bytearray(1 << 29)) >> 29
         case "leave a child behind":
-            if os.fork() == 0:
+            if (child := os.fork()) == 0:
                 time.sleep(1000)
+            if path := os.environ.get("CHILDREN"):
+                with open(path, "a") as file:
+                    file.write(f"{child}\n")
             os._exit(1)
         case "raise":
             raise RuntimeError("on purpose")

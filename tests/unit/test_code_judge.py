@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import textwrap
 import time
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import bapo_megatron.rewards.code as code_module
 from bapo_megatron.config.schema import Config
 from bapo_megatron.rewards import RewardScorer
 from bapo_megatron.rewards.code import CodeJudge, last_program, same_output
@@ -90,7 +93,10 @@ def test_programs_with_tests(judge: CodeJudge, program: str, reward: float) -> N
     ("program", "reward"),
     [
         ("print(sum(map(int, open(0).read().split())))", 1.0),
-        ("import sys\ndef main(): print(sum(map(int, sys.stdin.read().split())))\nif __name__ == '__main__': main()", 1.0),
+        (
+            "import sys\ndef main(): print(sum(map(int, sys.stdin.read().split())))\nif __name__ == '__main__': main()",
+            1.0,
+        ),
         ("import sys\nprint(sum(map(int, sys.stdin.read().split())))\nsys.exit(0)", 1.0),
         ("import sys\nprint(sum(map(int, sys.stdin.read().split())))\nsys.exit(1)", 0.0),
         ("a, b = map(int, input().split())\nprint(a + b)", 0.0),  # not all cases are on one line
@@ -136,6 +142,30 @@ def test_a_program_that_does_not_end_is_ended(program: str) -> None:
     assert set(psutil.Process().children(recursive=True)) == before
 
 
+def lacking() -> str:
+    """What the operating system of this machine refuses to protect from."""
+    script = "import sys; sys.path.insert(0, sys.argv[1]); import sandbox; print(sandbox.confine(1 << 30, 9, 1 << 20))"
+    command = [sys.executable, "-c", script, str(Path(code_module.__file__).parent)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+
+
+def test_what_the_system_refuses_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sandbox = tmp_path / "sandbox.py"
+    source = Path(code_module._SANDBOX).read_text()
+    sandbox.write_text(source.replace("return _LIBC.prctl(_PR_SET_SECCOMP", "return False and _LIBC.prctl(0"))
+    monkeypatch.setattr(code_module, "_SANDBOX", str(sandbox))
+    judge = CodeJudge(20.0, 1 << 30)
+    for _ in range(2):
+        assert judge.judge(NEXT, respond("def f(x): return x + 1")) == 1.0
+    assert [r.message for r in caplog.records].count(
+        "reward.kind = 'code': programs are not kept from everything here: "
+        "network and other processes are open (no seccomp)"
+    ) == 1
+
+
+@pytest.mark.skipif(lacking() != "[]", reason=f"this system lacks {lacking()}")
 class TestProtection:
     """Each program passes only if what it tries is refused, or stays inside."""
 
@@ -143,7 +173,9 @@ class TestProtection:
         return judge.judge(NEXT, respond(textwrap.dedent(program) + "\ndef f(x): return x + 1")) == 1.0
 
     def refused(self, judge: CodeJudge, setup: str, attempt: str) -> bool:
-        program = f"import os, signal, subprocess, socket, resource\n{setup}\ntry: {attempt}\nexcept PermissionError: pass"
+        program = (
+            f"import os, signal, subprocess, socket, resource\n{setup}\ntry: {attempt}\nexcept PermissionError: pass"
+        )
         return self.passes(judge, f"{program}\nelse: raise SystemExit('it was allowed')")
 
     def test_a_fork_bomb_starts_nothing(self, judge: CodeJudge) -> None:

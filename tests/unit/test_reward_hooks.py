@@ -105,22 +105,30 @@ class TestPlain:
             assert metrics["reward/wait_s"] > 0
             assert scorer.metrics()["reward/wait_s"] == 0, "the mean is since the last call"
 
-    def test_what_it_leaves_running_ends_with_it(self) -> None:
+    def test_what_it_leaves_running_ends_with_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CHILDREN", str(tmp_path / "children"))
         with scorer_of("plain", timeout_s=5.0) as scorer:
             assert scorer.score(items("leave a child behind")) == [0.0]
-            deadline_s = time.monotonic() + 5
-            while any(p.ppid() == 1 and p.name().startswith("python") for p in sessions_of_judges()):
-                assert time.monotonic() < deadline_s, "a child of a dead judge lives on"
-                time.sleep(0.05)
+        children = [int(pid) for pid in (tmp_path / "children").read_text().split()]
+        assert len(children) == 2, "judged once more, as its process died"
+        deadline_s = time.monotonic() + 5
+        while any(is_alive(pid) for pid in children):
+            assert time.monotonic() < deadline_s, "a child of a dead judge lives on"
+            time.sleep(0.05)
 
     def test_bad_data_stops_the_run(self) -> None:
-        with scorer_of("plain") as scorer, pytest.raises(UserError, match="^the data is wrong$"):
+        with scorer_of("plain") as scorer, pytest.raises(UserError, match=r"^the data is wrong$"):
             scorer.score(items("1", "bad data"))
 
     def test_concurrency_bounds_the_processes(self) -> None:
         with scorer_of("plain", concurrency=3) as scorer:
             assert scorer.score(items(*map(str, range(50)))) == [float(i) for i in range(50)]
             assert 1 <= len(judges()) <= 3
+
+    def test_memory_is_what_the_configuration_says(self) -> None:
+        for memory_mib, reward in ((256, 0.0), (2048, 1.0)):
+            with scorer_of("plain", process_memory_mib=memory_mib) as scorer:
+                assert scorer.score(items("half a GiB")) == [reward]
 
     def test_callers_in_many_threads_keep_their_verdicts_while_processes_are_killed(self) -> None:
         done = threading.Event()
@@ -179,15 +187,11 @@ class TestPlain:
         assert not alive
 
 
-def sessions_of_judges() -> list[psutil.Process]:
-    return [p for p in psutil.process_iter() if "bapo_megatron.rewards.worker" in _command(p)]
-
-
-def _command(process: psutil.Process) -> list[str]:
+def is_alive(pid: int) -> bool:
     try:
-        return process.cmdline()
-    except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-        return []
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 class TestAsync:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -199,6 +198,7 @@ class TestScorer:
 
     def test_a_worker_killed_while_idle_costs_nothing(self, math_scorer):
         before = math_scorer.num_errors, math_scorer.num_timeouts
+        assert math_scorer.score([(prompt("1"), "1")]) == [1.0]  # one at least is idle now
         os.kill(worker_processes()[0].pid, signal.SIGKILL)
         assert math_scorer.score([(prompt(str(i)), str(i)) for i in range(20)]) == [1.0] * 20
         assert (math_scorer.num_errors, math_scorer.num_timeouts) == before
