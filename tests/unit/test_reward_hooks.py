@@ -96,7 +96,7 @@ class TestPlain:
         dying = ("exit", "segfault", "leave a child behind", "exit without an error")
         bad = [*raising, *dying, "hang"]
         mixed = [text for i, text in enumerate(bad) for text in (str(i), text)]
-        with scorer_of("plain", timeout_s=2.0) as scorer:
+        with scorer_of("plain", timeout_s=8.0) as scorer:
             assert scorer.score(items(*mixed)) == [x for i in range(len(bad)) for x in (float(i), 0.0)]
             assert (scorer.num_errors, scorer.num_timeouts) == (len(raising) + len(dying), 1)
             metrics = scorer.metrics()
