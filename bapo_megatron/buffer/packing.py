@@ -44,6 +44,8 @@ def minibatches(
             num_trained = sum(
                 int(batch.mask_T[starts_S[s] : starts_S[s] + batch.seq_lens_S[s]].sum()) for s in part.tolist()
             )
+            if num_trained == 0:
+                continue  # all its responses are masked: an update would divide by nothing
             yield MiniBatch(tuple(pack(batch, starts_S, s, length) for s in mine), num_trained)
 
 

@@ -39,7 +39,15 @@ def check(config: Config, *, hf_config: dict[str, Any] | None, has_gpu: bool = F
         hf_config: the model's config.json; None leaves the model's own limits unchecked.
         has_gpu: whether the trainer will have a GPU; decides whether bfloat16 is worth a warning.
     """
-    found = [*_layout(config), *_batch(config), *_rollout(config), *_data(config), *_eval(config), *_loss(config)]
+    found = [
+        *_layout(config),
+        *_batch(config),
+        *_rollout(config),
+        *_data(config),
+        *_reward(config),
+        *_eval(config),
+        *_loss(config),
+    ]
     if hf_config is not None:
         found += _model(config, hf_config)
     if config.model.dtype == "bfloat16" and not has_gpu:
@@ -227,6 +235,46 @@ def _eval(config: Config) -> Iterator[Violation]:
         yield Violation(
             'eval.interval_steps needs engines to ask, and rollout.engine="recorded" has none; leave it out, or set '
             'rollout.engine="embedded"'
+        )
+
+
+def _reward(config: Config) -> Iterator[Violation]:
+    """What the settings of judging and shaping say about each other."""
+    reward, r = config.reward, config.rollout
+    if reward.overlong_buffer_tokens > r.max_response_tokens:
+        yield Violation(
+            f"reward.overlong_buffer_tokens={reward.overlong_buffer_tokens} is more than rollout.max_response_tokens="
+            f"{r.max_response_tokens}: even an empty response would be punished; set "
+            f"reward.overlong_buffer_tokens={max(1, r.max_response_tokens // 5)}"
+        )
+    if reward.overlong_buffer_tokens and not reward.overlong_penalty:
+        yield Violation(
+            f"reward.overlong_buffer_tokens={reward.overlong_buffer_tokens} does nothing without a penalty; "
+            "set reward.overlong_penalty=1, or leave it out",
+            "warning",
+        )
+    if r.truncated == "mask" and reward.overlong_penalty:
+        yield Violation(
+            'rollout.truncated="mask" keeps truncated responses out of the loss, so that reward.overlong_penalty='
+            f'{reward.overlong_penalty:g} teaches little; set rollout.truncated="keep" or reward.overlong_penalty=0',
+            "warning",
+        )
+    if r.zero_variance == "drop" and r.samples_per_prompt == 2:
+        yield Violation(
+            'rollout.zero_variance="drop" with rollout.samples_per_prompt=2 drops most groups: two responses often get '
+            'the same reward; set rollout.samples_per_prompt=8, or rollout.zero_variance="keep"',
+            "warning",
+        )
+    if r.zero_variance == "drop" and config.train.entropy_coef:
+        yield Violation(
+            f"train.entropy_coef={config.train.entropy_coef:g} rewards entropy on groups of equal rewards too, and "
+            'rollout.zero_variance="drop" leaves these out of the batch; set rollout.zero_variance="keep"',
+            "warning",
+        )
+    if reward.kind == "code" and config.data.source != "jsonl":
+        yield Violation(
+            f'reward.kind="code" needs prompts with tests, but data.source={config.data.source!r} has none; '
+            'set data.source="jsonl"'
         )
 
 

@@ -5,12 +5,16 @@ Checks of one field live here; checks across sections (layout, batch arithmetic,
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from bapo_megatron.algorithms.clip_bounds import ClipBoundConfig
 from bapo_megatron.config.base import Section
+
+REWARD_KINDS = ("auto", "chains", "reasoning_gym", "math", "code")
+_DOTTED_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 class RunConfig(Section):
@@ -59,10 +63,30 @@ class DataConfig(Section):
 class RewardConfig(Section):
     """How a response is judged."""
 
-    kind: Literal["auto", "chains", "reasoning_gym", "math"] = "auto"
-    """auto: the verifier of the prompt source (math-verify for jsonl)."""
+    kind: str = "auto"
+    """auto: the verifier of the prompt source (math-verify for jsonl); or "chains", "reasoning_gym", "math"; code: runs
+    the response's program against tests; or a function of your own, "my_package.my_module:my_function"."""
     timeout_s: PositiveFloat = 10.0
     """Deadline of one verification; a response whose verifier does not end is judged wrong and counted."""
+    concurrency: PositiveInt | None = None
+    """Verifications at once: processes of a plain function, calls of an async one.
+    Unset: as many processes as cores, at most 8, or 64 calls."""
+    process_memory_mib: PositiveInt = 4096
+    """Data memory of one process that judges, in MiB; raise it for a judge that loads a model."""
+    code_memory_mib: PositiveInt = 1024
+    """code: address space of a program, in MiB."""
+    overlong_penalty: float = Field(0.0, ge=0)
+    """Taken off the reward of a truncated response, and linearly less of it over the last overlong_buffer_tokens before
+    rollout.max_response_tokens (DAPO). Shapes advantages; the reward metrics show the verdict."""
+    overlong_buffer_tokens: int = Field(0, ge=0)
+    """Tokens before rollout.max_response_tokens over which overlong_penalty grows. 0: truncated responses only."""
+
+    @field_validator("kind")
+    @classmethod
+    def _is_known(cls, kind: str) -> str:
+        if kind not in REWARD_KINDS and not _DOTTED_PATH.fullmatch(kind):
+            raise ValueError(f'should be one of {", ".join(REWARD_KINDS)}, or a function like "my_module:my_function"')
+        return kind
 
 
 class RolloutConfig(Section):
@@ -89,6 +113,11 @@ class RolloutConfig(Section):
     """Sampling temperature; behaviour and current log-probs are both of the tempered distribution."""
     max_response_tokens: PositiveInt = 512
     """A response that reaches this length is finished (reason "length")."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """keep: train on responses cut at max_response_tokens; mask: they count in the group's statistics only."""
+    zero_variance: Literal["keep", "drop"] = "keep"
+    """drop: a group whose responses all got the same reward teaches nothing and is replaced by another (DAPO's dynamic
+    sampling); keep: it takes its place in the batch."""
     tokens_per_round: PositiveInt | None = None
     """Partial rollout: tokens a response may grow per round before it is set aside and resumed with later weights.
     Unset: every response is sampled to its end at once."""

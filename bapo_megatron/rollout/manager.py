@@ -13,13 +13,12 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bapo_megatron.algorithms.advantages import ADVANTAGES
-from bapo_megatron.buffer.batch import build_batch
+from bapo_megatron.buffer.batch import batch_builder
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import EngineError
 from bapo_megatron.learner.hf.shapes import load_hf_config
 from bapo_megatron.prompts.stream import PromptStream
-from bapo_megatron.rewards import RewardScorer
+from bapo_megatron.rewards import RewardScorer, is_informative
 from bapo_megatron.rollout.base import Engine
 from bapo_megatron.rollout.client import HttpEngine
 from bapo_megatron.rollout.evaluate import Evaluator
@@ -78,7 +77,7 @@ class RolloutManager:
         self.prompts = PromptStream(config, tokenizer)
         self._scorer = RewardScorer(config)
         self._stop_token_ids = (int(tokenizer.eos_token_id),)
-        self._take_advantages = ADVANTAGES[config.advantage.kind]
+        self._build = batch_builder(config)
         self.scheduler = Scheduler(
             config.rollout,
             pool=self.pool,
@@ -86,6 +85,7 @@ class RolloutManager:
             score=self._judge_with(self._scorer),
             stop_token_ids=self._stop_token_ids,
             seed=config.run.seed,
+            drop_reason=self._drop_reason,
             updates_per_step=config.train.minibatches_per_step * config.train.epochs_per_step,
         )
         self._watch = self.loop.submit(self.pool.watch())
@@ -137,7 +137,7 @@ class RolloutManager:
         now_s = time.monotonic()
         metrics = self._metrics(groups, stats, now_s - self._last_batch_s)
         self._last_batch_s = now_s
-        return build_batch(groups, self._take_advantages, metrics), groups
+        return self._build(groups, metrics), groups
 
     def evaluate(self, version: int) -> dict[str, float]:
         """Metrics of the weights of `version`, which were just pushed; nothing without eval.interval_steps.
@@ -179,6 +179,11 @@ class RolloutManager:
 
         return score
 
+    def _drop_reason(self, group: Group) -> str | None:
+        """Dynamic sampling: a group that cannot change the policy makes room for another."""
+        is_kept = self.config.rollout.zero_variance == "keep" or is_informative(group, self.config)
+        return None if is_kept else "zero_variance"
+
     def _build_evaluator(self) -> tuple[Evaluator, RewardScorer]:
         """Prompts of `eval.path`, or of the same procedural source with another seed."""
         config = self.config
@@ -194,8 +199,7 @@ class RolloutManager:
         """What this batch looks like, and what it took; names are explained in docs/metrics.md."""
         return {
             **batch_metrics(groups),
-            "reward/timeouts": float(self._scorer.num_timeouts),
-            "reward/errors": float(self._scorer.num_errors),
+            **self._scorer.metrics(),
             "rollout/num_rounds": float(stats.num_rounds),
             "rollout/num_retries": float(stats.num_retries),
             "rollout/num_stale_groups": float(stats.num_stale_groups),

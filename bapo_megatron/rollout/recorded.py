@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.algorithms.advantages import ADVANTAGES
-from bapo_megatron.buffer.batch import build_batch
+from bapo_megatron.buffer.batch import batch_builder
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, DataError
 from bapo_megatron.rollout.metrics import batch_metrics
@@ -66,7 +65,7 @@ class RecordedRollouts:
         assert config.rollout.recorded_from is not None, "config.plan checks this"
         self._folder = Path(config.rollout.recorded_from)
         self._tokenizer = tokenizer
-        self._take_advantages = ADVANTAGES[config.advantage.kind]
+        self._build = batch_builder(config)
 
     @classmethod
     def connect(cls, config: Config, model_path: Path) -> RecordedRollouts:
@@ -94,7 +93,7 @@ class RecordedRollouts:
                 f"{_path(self._folder, step + 1)} holds tokens of weight version {newest}, but this run is at version "
                 f"{version}: use the train.minibatches_per_step x train.epochs_per_step that it was recorded with"
             )
-        return build_batch(groups, self._take_advantages, batch_metrics(groups)), groups
+        return self._build(groups, batch_metrics(groups)), groups
 
     def evaluate(self, version: int) -> dict[str, float]:
         """Nobody samples here."""
