@@ -15,7 +15,7 @@ from torch import Tensor
 from bapo_megatron.errors import UserError
 from bapo_megatron.types import Batch
 
-_TENSORS = tuple(f.name for f in fields(Batch) if f.name != "metrics")
+_TENSORS = tuple(f.name for f in fields(Batch) if f.name not in ("metrics", "proximal_logprobs_T"))
 
 
 def share_batch(make_batch: Callable[[], Batch] | None, *, sign_of_life_s: float) -> Batch:
