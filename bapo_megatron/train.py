@@ -48,12 +48,13 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
     if recorder and rollouts:
         recorder.begin(first_step, rollouts.decode)
 
-    _push(channel, learner)
+    _push(channel, learner, rollouts)
     watch = Stopwatch()
     for step in range(first_step, config.train.num_steps):
         updates = UpdateMetrics(config)
         with watch.span("rollout"):
-            batch = _next_batch(config, rollouts, recorder, step, learner.version)
+            while (batch := _next_batch(config, rollouts, recorder, step, learner.version)) is None:
+                _push(channel, learner, rollouts)  # an engine came back, without weights
         if config.loss.proximal == "learner":
             with watch.span("score"):
                 batch = with_proximal_logprobs(batch, learner, config)
@@ -65,7 +66,7 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
                 finder.observe(minibatch, result.log_probs)
             updates.add(bounds, result)
         with watch.span("sync"):
-            sync = _push(channel, learner)
+            sync = _push(channel, learner, rollouts)
         if recorder:
             recorder.record(step + 1, learner.version, batch.metrics, updates.result(), sync, watch.lap())
         if _is_save_due(config, step + 1):
@@ -77,13 +78,15 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
 
 def _next_batch(
     config: Config, rollouts: RolloutManager | None, recorder: Recorder | None, step: int, version: int
-) -> Batch:
+) -> Batch | None:
     """Rank 0 samples and judges; every rank gets the same batch, or the same error."""
 
-    def sample() -> Batch:
+    def sample() -> Batch | None:
         assert rollouts is not None
         assert recorder is not None
-        batch, groups = rollouts.next_batch(step, version)
+        if (made := rollouts.next_batch(step, version)) is None:
+            return None
+        batch, groups = made
         recorder.keep_samples(step + 1, groups)
         return batch
 
@@ -110,8 +113,10 @@ def _open_channel(config: Config, rollouts: RolloutManager | None) -> Channel:
     return channel
 
 
-def _push(channel: Channel, learner: Learner) -> dict[str, float]:
+def _push(channel: Channel, learner: Learner, rollouts: RolloutManager | None) -> dict[str, float]:
     """Hand the weights to every engine as a new version; all ranks take part in gathering them."""
+    if rollouts:
+        rollouts.expect(learner.version)
     stats = channel.push(learner.named_weights(), learner.version)
     return {"sync/bytes": float(stats.num_bytes), "sync/seconds": sum(stats.seconds.values())}
 

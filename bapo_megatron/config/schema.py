@@ -91,15 +91,20 @@ class RolloutConfig(Section):
     groups_in_flight: PositiveInt | None = None
     """Groups being sampled at once; more than prompts_per_step lets slow ones wait for a later step.
     Unset: prompts_per_step."""
-    max_staleness: PositiveInt | None = None
-    """Largest age of a token, in optimizer updates, when its batch is taken; an older group is dropped and counted.
-    Unset: no bound."""
+    abort_tail: bool = False
+    """Over-sampling: once a step has its groups, responses that are still being sampled are aborted; they keep their
+    tokens and are resumed by the next step. Useful with groups_in_flight above prompts_per_step."""
+    overlap: bool = False
+    """Sampling goes on while the trainer trains; responses under way continue with new weights after each push."""
+    max_staleness: int | None = Field(None, ge=0)
+    """Largest age of a token, in optimizer updates, in any update that trains it. Kept by admission: no response is
+    begun that might not be trained in time. Unset: no bound; overlap needs one."""
     max_concurrent_requests: PositiveInt = 256
-    """Requests in flight per server."""
+    """Responses that a server samples at once; without overlap and abort_tail the others wait inside the server."""
     request_timeout_s: PositiveFloat = 300.0
-    """Deadline of one generate request."""
+    """Deadline of one generate request: of one round, without overlap and abort_tail."""
     max_retries: int = Field(2, ge=0)
-    """How often a request is repeated after a failed or malformed reply before the run stops."""
+    """How often a request is repeated after a failed or malformed reply before its server is fenced off."""
     startup_timeout_s: PositiveFloat = 180.0
     """How long a server may take until it is healthy."""
     engine_threads: PositiveInt | None = None
