@@ -29,6 +29,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import Learner
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.learner.proximal import with_proximal_logprobs
 from bapo_megatron.monitor.record import Recorder, UpdateMetrics
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.monitor.stopwatch import Stopwatch
@@ -61,13 +62,16 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
         with watch.span("rollout"):
             while (batch := _next_batch(config, rollouts, recorder, step, learner.version)) is None:
                 _push(channel, learner, rollouts)  # an engine came back, without weights
+        if config.loss.proximal == "learner":
+            with watch.span("score"):
+                batch = with_proximal_logprobs(batch, learner, config)
         for minibatch in _optimizer_steps(batch, config, step, learner):
             with watch.span("score"):
                 bounds = finder.find(minibatch)
             with watch.span("train"):
                 result = learner.step(minibatch, bounds)
                 finder.observe(minibatch, result.log_probs)
-            updates.add(bounds, result.metrics)
+            updates.add(bounds, result)
         with watch.span("sync"):
             sync = _push(channel, learner, rollouts)
         with watch.span("eval"):

@@ -16,7 +16,7 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.types import Batch
 
 T = TypeVar("T")
-_TENSORS = tuple(f.name for f in fields(Batch) if f.name != "metrics")
+_TENSORS = tuple(f.name for f in fields(Batch) if f.name not in ("metrics", "proximal_logprobs_T"))
 
 
 def share_batch(make_batch: Callable[[], Batch | None] | None, *, sign_of_life_s: float) -> Batch | None:

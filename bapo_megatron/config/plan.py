@@ -279,7 +279,13 @@ def _reward(config: Config) -> Iterator[Violation]:
 
 
 def _loss(config: Config) -> Iterator[Violation]:
-    loss = config.loss
+    loss, train = config.loss, config.train
+    if loss.proximal == "learner" and train.minibatches_per_step * train.epochs_per_step == 1:
+        yield Violation(
+            'loss.proximal="learner" clips the ratio to the weights that the step began with, which is 1 in its only '
+            "update: nothing is ever clipped; set train.minibatches_per_step=2 or more to let the bounds act",
+            "warning",
+        )
     if loss.name == "clip_higher" and loss.clip_higher <= loss.clip_high:
         yield Violation(
             f"loss.clip_higher={loss.clip_higher:g} should be above loss.clip_high={loss.clip_high:g}; "

@@ -166,6 +166,11 @@ class LossConfig(Section):
     """clip_higher: upper ratio bound."""
     dual_clip: float | None = Field(None, gt=1)
     """Bounds the loss of a negative token at this multiple of its advantage; unset: no dual clip."""
+    proximal: Literal["behaviour", "learner"] = "behaviour"
+    """Denominator of the ratio that is clipped. behaviour: the policy that sampled the token (the paper's r_t);
+    learner: the learner at the start of the step (one more scoring pass), with truncated importance weights."""
+    importance_cap: float = Field(2.0, ge=1)
+    """proximal = "learner": largest weight pi_prox / pi_behaviour of a token's term; 1e9 is no bound."""
 
 
 class OptimizerConfig(Section):
@@ -271,6 +276,15 @@ class MonitorConfig(Section):
     """Trajectories written to samples.jsonl each step."""
     report: bool = True
     """Write report.html at the end of the run."""
+    mismatch_alarm: PositiveFloat | None = None
+    """Warn where engine and trainer differ by more than this in the log-probs of the same weights (mean |difference| of
+    an update, nats); the run goes on. Unset: 0.001 with float32, 0.05 with bfloat16; 1e9 is never."""
+
+    def mismatch_limit(self, dtype: str) -> float:
+        """`mismatch_alarm`, or what float32 and bfloat16 never reach while engine and trainer agree."""
+        if self.mismatch_alarm is not None:
+            return self.mismatch_alarm
+        return 1e-3 if dtype == "float32" else 0.05
 
 
 class MegatronConfig(Section):
