@@ -23,3 +23,11 @@ class CheckpointError(UserError):
 
 class EngineError(UserError):
     """A rollout engine that is unreachable, answers nonsense, or holds the wrong weights."""
+
+
+class UnreachableEngineError(EngineError):
+    """A rollout engine that cannot be connected to, or did not answer in time."""
+
+
+class BroadcastLostError(EngineError):
+    """A rollout engine did not receive what it was about to: the sender or another receiver may be at fault."""
