@@ -29,8 +29,10 @@ from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rollout.base import GenerateRequest, GenerateResult, PauseMode
 from bapo_megatron.rollout.client import HttpEngine
 from bapo_megatron.rollout.manager import LoopThread
+from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.scheduler import Scheduler
-from bapo_megatron.sync.channel import BroadcastChannel
+from bapo_megatron.sync.broadcast import BroadcastChannel
+from bapo_megatron.sync.buckets import TensorSpec, plan_buckets
 from bapo_megatron.types import Trajectory
 from tests.integration.engines import EngineProcess, start_engines
 
@@ -420,9 +422,13 @@ def test_a_refused_weight_push_is_one_clear_error_and_nothing_is_sampled_until_a
         weights = load_file(next(demo_model_path().glob("*.safetensors")))
         name = sorted(weights)[len(weights) // 2]
         config = SyncConfig(bucket_mib=1.0, timeout_s=10.0)
-        channel = BroadcastChannel([engine], config, loop.submit)
-        channel.connect()
+        manifest = [TensorSpec.of(n, t) for n, t in weights.items()]
+        channel = BroadcastChannel(EnginePool([engine]), config, loop.submit)
+        channel.connect(manifest)
         wrong = {n: torch.cat([t, t]) if n == name else t for n, t in weights.items()}
+        wrong_manifest = [TensorSpec.of(n, t) for n, t in wrong.items()]
+        channel._plan = plan_buckets(wrong_manifest, 2**20)  # past the handshake, which would not let it through
+        channel._session.manifest = tuple(wrong_manifest)
         began_s = time.monotonic()
         with pytest.raises(EngineError, match="update_weights_from_distributed") as raised:
             channel.push(iter(wrong.items()), 1)
@@ -433,9 +439,9 @@ def test_a_refused_weight_push_is_one_clear_error_and_nothing_is_sampled_until_a
         assert info["paused"]
         assert info["weight_version"] == "0"
 
-        channel = BroadcastChannel([engine], config, loop.submit)
-        channel.connect()
-        channel.push(iter(weights.items()), 1)
+        channel = BroadcastChannel(EnginePool([engine]), config, loop.submit)
+        channel.connect(manifest)
+        assert channel.push(iter(weights.items()), 1).is_whole
         groups, _ = loop.run(make([engine]).take(0, 1), 30)
         trained = [t for g in groups for t in g.trajectories]
         assert {v for t in trained for v in t.versions} == {1}
