@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from bapo_megatron.hf.reader import HFReader
+from bapo_megatron.hf.shape import ModelShape
 from bapo_megatron.learner.hf.names import EMBEDDING, OUTPUT, Entry, entries, from_shards, to_shard
-from bapo_megatron.learner.hf.reader import HFReader
-from bapo_megatron.learner.hf.shapes import ModelShape
 from bapo_megatron.learner.parallel import ParallelLayout, device
 
 
@@ -43,7 +43,8 @@ def load_weights(
         tensor_of: what to fill for a parameter, e.g. its optimizer state; must have the parameter's shape.
 
     Raises:
-        CheckpointError: names or shapes of the tensors do not fit config.json; lists them.
+        CheckpointError: names or shapes of the tensors do not fit config.json (lists them), or a tensor that this rank
+            needs holds nan or infinity.
     """
     parameters = parameters_by_global_name(model)
     with HFReader(path) as read:
