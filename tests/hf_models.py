@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 VOCAB_SIZE = 37
 _SIZES: dict[str, Any] = {
@@ -34,26 +34,29 @@ _LLAMA3 = {
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
-MODELS = {
-    "llama2": lambda: LlamaConfig(**_SIZES | {"num_key_value_heads": 6}),
-    "llama3-tied": lambda: LlamaConfig(**_SIZES, rope_parameters=_LLAMA3, tie_word_embeddings=True),
-    "llama-biases": lambda: LlamaConfig(**_SIZES, **_ODD_HEAD, attention_bias=True, mlp_bias=True),
-    "llama-attention-bias": lambda: LlamaConfig(**_SIZES, attention_bias=True, tie_word_embeddings=True),
-    "llama-mlp-bias-yarn": lambda: LlamaConfig(**_SIZES, mlp_bias=True, rope_parameters=_YARN),
-    "qwen2": lambda: Qwen2Config(**_SIZES),
-    "qwen2-tied-linear": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=True, rope_parameters=_LINEAR),
-    "qwen3": lambda: Qwen3Config(**_SIZES, **_ODD_HEAD),
-    "qwen3-tied-yarn": lambda: Qwen3Config(**_SIZES, **_ODD_HEAD, tie_word_embeddings=True, rope_parameters=_YARN),
-    "qwen3-biases": lambda: Qwen3Config(**_SIZES, **_ODD_HEAD, attention_bias=True),
+MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "llama2": (LlamaConfig, _SIZES | {"num_key_value_heads": 6}),
+    "llama3-tied": (LlamaConfig, dict(**_SIZES, rope_parameters=_LLAMA3, tie_word_embeddings=True)),
+    "llama-biases": (LlamaConfig, dict(**_SIZES, **_ODD_HEAD, attention_bias=True, mlp_bias=True)),
+    "llama-attention-bias": (LlamaConfig, dict(**_SIZES, attention_bias=True, tie_word_embeddings=True)),
+    "llama-mlp-bias-yarn": (LlamaConfig, dict(**_SIZES, mlp_bias=True, rope_parameters=_YARN)),
+    "qwen2": (Qwen2Config, _SIZES),
+    "qwen2-tied-linear": (Qwen2Config, dict(**_SIZES, tie_word_embeddings=True, rope_parameters=_LINEAR)),
+    "qwen3": (Qwen3Config, dict(**_SIZES, **_ODD_HEAD)),
+    "qwen3-tied-yarn": (Qwen3Config, dict(**_SIZES, **_ODD_HEAD, tie_word_embeddings=True, rope_parameters=_YARN)),
+    "qwen3-biases": (Qwen3Config, dict(**_SIZES, **_ODD_HEAD, attention_bias=True)),
 }
+
+
+def make_model_config(name: str, **change: Any) -> PreTrainedConfig:
+    cls, options = MODELS[name]
+    return cls(**options | change)
 
 
 def save_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, **change: Any) -> PreTrainedModel:
     """Save and return a model in which no weight has a value that a mistake in a name map could hit by chance."""
     torch.manual_seed(5)
-    config = MODELS[name]()
-    for key, value in change.items():
-        setattr(config, key, value)
+    config = make_model_config(name, **change)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

@@ -18,7 +18,7 @@ from bapo_megatron.hf.families import FAMILIES
 from bapo_megatron.hf.rope import rotary_frequencies
 from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape
 from bapo_megatron.learner.hf.shapes import validate_layout
-from tests.hf_models import MODELS
+from tests.hf_models import MODELS, make_model_config
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -110,7 +110,7 @@ def test_where_a_config_is_silent_transformers_is_believed(family: str, tmp_path
 
 @pytest.mark.parametrize("name", MODELS)
 def test_rotary_frequencies_are_those_of_transformers(name: str) -> None:
-    config = MODELS[name]()
+    config = make_model_config(name)
     rotary = transformers.AutoModelForCausalLM.from_config(config).model.rotary_emb
     frequencies, factor = rotary_frequencies(model_shape(config.to_dict()))
     assert torch.equal(frequencies, rotary.inv_freq)
@@ -126,7 +126,7 @@ def test_rope_is_read_from_old_and_new_config_files() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_tensor_names_are_those_of_transformers(name: str) -> None:
-    config = MODELS[name]()
+    config = make_model_config(name)
     model = transformers.AutoModelForCausalLM.from_config(config)
     expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert hf_tensors(model_shape(config.to_dict())) == expected
