@@ -10,7 +10,7 @@ import transformers
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 VOCAB_SIZE = 37
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,  # divides by no tensor-parallel size
     "hidden_size": 24,
     "intermediate_size": 20,
@@ -35,16 +35,16 @@ _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_ma
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
-    "llama2": (LlamaConfig, _SIZES | {"num_key_value_heads": 6}),
-    "llama3-tied": (LlamaConfig, dict(**_SIZES, rope_parameters=_LLAMA3, tie_word_embeddings=True)),
-    "llama-biases": (LlamaConfig, dict(**_SIZES, **_ODD_HEAD, attention_bias=True, mlp_bias=True)),
-    "llama-attention-bias": (LlamaConfig, dict(**_SIZES, attention_bias=True, tie_word_embeddings=True)),
-    "llama-mlp-bias-yarn": (LlamaConfig, dict(**_SIZES, mlp_bias=True, rope_parameters=_YARN)),
-    "qwen2": (Qwen2Config, _SIZES),
-    "qwen2-tied-linear": (Qwen2Config, dict(**_SIZES, tie_word_embeddings=True, rope_parameters=_LINEAR)),
-    "qwen3": (Qwen3Config, dict(**_SIZES, **_ODD_HEAD)),
-    "qwen3-tied-yarn": (Qwen3Config, dict(**_SIZES, **_ODD_HEAD, tie_word_embeddings=True, rope_parameters=_YARN)),
-    "qwen3-biases": (Qwen3Config, dict(**_SIZES, **_ODD_HEAD, attention_bias=True)),
+    "llama2": (LlamaConfig, SIZES | {"num_key_value_heads": 6}),
+    "llama3-tied": (LlamaConfig, dict(**SIZES, rope_parameters=_LLAMA3, tie_word_embeddings=True)),
+    "llama-biases": (LlamaConfig, dict(**SIZES, **_ODD_HEAD, attention_bias=True, mlp_bias=True)),
+    "llama-attention-bias": (LlamaConfig, dict(**SIZES, attention_bias=True, tie_word_embeddings=True)),
+    "llama-mlp-bias-yarn": (LlamaConfig, dict(**SIZES, mlp_bias=True, rope_parameters=_YARN)),
+    "qwen2": (Qwen2Config, SIZES),
+    "qwen2-tied-linear": (Qwen2Config, dict(**SIZES, tie_word_embeddings=True, rope_parameters=_LINEAR)),
+    "qwen3": (Qwen3Config, dict(**SIZES, **_ODD_HEAD)),
+    "qwen3-tied-yarn": (Qwen3Config, dict(**SIZES, **_ODD_HEAD, tie_word_embeddings=True, rope_parameters=_YARN)),
+    "qwen3-biases": (Qwen3Config, dict(**SIZES, **_ODD_HEAD, attention_bias=True)),
 }
 
 
@@ -53,14 +53,17 @@ def make_model_config(name: str, **change: Any) -> PreTrainedConfig:
     return cls(**options | change)
 
 
-def save_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, **change: Any) -> PreTrainedModel:
+def save_model(name: str, folder: Path, **change: Any) -> PreTrainedModel:
+    return save_randomised(make_model_config(name, **change), folder)
+
+
+def save_randomised(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
     """Save and return a model in which no weight has a value that a mistake in a name map could hit by chance."""
     torch.manual_seed(5)
-    config = make_model_config(name, **change)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
+        for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
-            parameter.copy_(1 + 0.2 * noise if "norm" in parameter_name else 0.2 * noise)
-    model.to(dtype).save_pretrained(folder)
+            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.2 * noise)
+    model.save_pretrained(folder)
     return model

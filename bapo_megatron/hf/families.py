@@ -17,6 +17,7 @@ class Family:
     out_bias: bool | str = False  # on the attention's output projection
     mlp_bias: bool | str = False  # on gate, up and down
     qk_norm: bool = False  # RMSNorm over the head dimension of queries and keys, before the rotary embedding
+    window_switch: str | None = None  # the key of config.json that turns sliding windows on, which are refused
     defaults: dict[str, Any] = field(default_factory=dict)  # what transformers takes where config.json is silent
 
 
@@ -29,13 +30,20 @@ FAMILIES = {
     ),
     "qwen2": Family(
         qkv_bias=True,
-        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32},
+        window_switch="use_sliding_window",
+        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32, "max_window_layers": 28},
     ),
     "qwen3": Family(
         qkv_bias="attention_bias",
         out_bias="attention_bias",
         qk_norm=True,
-        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+        window_switch="use_sliding_window",
+        defaults={
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "max_window_layers": 28,
+        },
     ),
 }
 
@@ -45,7 +53,7 @@ COMMON_DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
-    "max_window_layers": 28,
+    "max_window_layers": 0,
 }
 
 

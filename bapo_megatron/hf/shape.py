@@ -165,7 +165,7 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
     if get("quantization_config"):
         yield "config.json sets quantization_config: dequantise the checkpoint first"
     if _has_sliding_window(get):
-        yield "sliding-window attention is not supported; set use_sliding_window=false in config.json"
+        yield "sliding-window attention is not supported"
     rope = _rope(get)
     if any(isinstance(value, dict) for value in rope.values()):
         yield "rotary embeddings that differ between layers are not supported"
@@ -182,7 +182,8 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
 def _has_sliding_window(get: _Settings) -> bool:
     if layer_types := get("layer_types"):
         return any(kind != "full_attention" for kind in layer_types)
-    return bool(get("use_sliding_window")) and get("max_window_layers") < get("num_hidden_layers")
+    switch = FAMILIES[get("model_type")].window_switch
+    return switch is not None and bool(get(switch)) and get("max_window_layers") < get("num_hidden_layers")
 
 
 def _rope(get: _Settings) -> dict[str, Any]:

@@ -12,11 +12,23 @@ from safetensors.torch import save_file
 
 from bapo_megatron.convert import convert
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.families import FAMILIES, Family
+from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.types import ClipBounds
 from tests.distributed import run_distributed
-from tests.hf_models import MODELS, VOCAB_SIZE, save_model
-from tests.integration.hf_roundtrip import check_models, make_config, packed, token_ids, weights_of, write_reference
+from tests.hf_models import MODELS, SIZES, VOCAB_SIZE, save_model, save_randomised
+from tests.integration.hf_roundtrip import (
+    TOLERANCE,
+    check_models,
+    check_models_of_rank,
+    check_saved,
+    make_config,
+    packed,
+    token_ids,
+    weights_of,
+    write_reference,
+)
 
 BOUNDS = ClipBounds(low=0.8, high=1.3, positive_share=0.5, saturated=False, num_moves=0)
 
@@ -55,6 +67,32 @@ def check_start_and_refusals(rank: int, world_size: int, root: Path) -> None:
 
     with pytest.raises(CheckpointError, match=r"q_proj\.weight in .*model\.safetensors holds nan"):
         MegatronLearner(make_config({"tensor": 2}), root / "spoilt")
+
+
+def check_new_family(rank: int, world_size: int, root: Path) -> None:
+    """The example of docs/models.md."""
+    FAMILIES["mistral"] = Family(
+        window_switch="sliding_window",
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+            "eos_token_id": 2,
+        },
+    )
+    check_models_of_rank(rank, world_size, root, ["mistral"], {}, TOLERANCE)
+    with pytest.raises(CheckpointError, match="sliding-window attention is not supported"):
+        model_shape(load_hf_config(root / "mistral") | {"sliding_window": 16})
+
+
+def test_another_family_is_one_entry_in_one_file(tmp_path: Path) -> None:
+    config = transformers.MistralConfig(**SIZES, head_dim=10, sliding_window=None)
+    model = save_randomised(config, tmp_path / "mistral")
+    write_reference(model, tmp_path / "mistral")
+    with pytest.raises(CheckpointError, match="'mistral' is not supported"):
+        convert(tmp_path / "mistral")
+    run_distributed(check_new_family, 1, tmp_path)
+    check_saved(tmp_path / "mistral")
 
 
 @pytest.mark.slow

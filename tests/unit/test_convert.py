@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -305,3 +306,36 @@ def test_dying_before_any_file_operation_leaves_no_half_folder(to: str, source: 
         deaths += 1
     assert deaths > 20
     assert target.exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory in use from /proc")
+def test_conversion_takes_the_memory_of_one_file_not_of_the_model(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 4000}
+    save_model("llama3-tied", tmp_path / "source", **sizes, num_attention_heads=8)
+    weight_bytes = (tmp_path / "source" / SINGLE).stat().st_size
+    assert weight_bytes > 90e6
+
+    def convert_and_watch() -> None:
+        before = own_memory_bytes()
+        peak, done = [before], threading.Event()
+
+        def watch() -> None:
+            while not done.wait(0.001):
+                peak.append(own_memory_bytes())
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        convert(tmp_path / "source", tmp_path / "target", max_file_bytes=int(10e6))
+        done.set()
+        watcher.join()
+        assert len(peak) > 20
+        assert max(peak) - before < 30e6
+
+    assert in_child(lambda: None, convert_and_watch) == 0
+    assert_equal_weights(tmp_path / "source", tmp_path / "target")
+
+
+def own_memory_bytes() -> int:
+    """Resident memory of this process that is no mapped file."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]

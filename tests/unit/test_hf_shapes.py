@@ -73,7 +73,7 @@ def test_all_problems_come_at_once() -> None:
         ({"head_dim": 63}, "odd head dimension"),
         ({"quantization_config": {"quant_method": "gptq"}}, "dequantise"),
         ({"layer_types": ["sliding_attention"] * 30}, "sliding-window"),
-        ({"use_sliding_window": True}, "sliding-window"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "sliding-window"),
     ],
 )
 def test_unsupported_models_are_refused(change: dict[str, Any], message: str) -> None:
@@ -88,7 +88,10 @@ def test_the_error_names_the_file(tmp_path: Path) -> None:
 
 
 def test_a_window_that_no_layer_uses_is_accepted() -> None:
-    assert validate_layout(CONFIG | {"use_sliding_window": True, "max_window_layers": 30}, 1, 1) == []
+    assert validate_layout(CONFIG | {"use_sliding_window": True}, 1, 1) == []  # Llama has no such option
+    qwen = CONFIG | {"model_type": "qwen2", "use_sliding_window": True}
+    assert validate_layout(qwen | {"max_window_layers": 30}, 1, 1) == []
+    assert validate_layout(qwen | {"max_window_layers": 29}, 1, 1) != []
 
 
 @pytest.mark.parametrize("family", FAMILIES)
