@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from megatron.core import parallel_state
 from safetensors.torch import save_file
 
