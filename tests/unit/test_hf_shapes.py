@@ -111,6 +111,33 @@ def test_where_a_config_is_silent_transformers_is_believed(family: str, tmp_path
     assert ours.eos_token_ids == frozenset([] if theirs.eos_token_id is None else [theirs.eos_token_id])
 
 
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        {"type": "linear", "factor": 2.0},
+        {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+        {"rope_type": "yarn", "factor": 4.0},
+        {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ],
+)
+def test_files_from_before_transformers_5_mean_the_same(scaling: dict[str, Any] | None, tmp_path: Path) -> None:
+    old = CONFIG | {"rope_scaling": scaling, "torch_dtype": "bfloat16", "eos_token_id": [7, 8]}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)
+    frequencies, factor = rotary_frequencies(model_shape(old))
+    assert torch.equal(frequencies, rotary.inv_freq)
+    assert factor == rotary.attention_scaling
+    assert model_shape(old).eos_token_ids == {7, 8}
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_rotary_frequencies_are_those_of_transformers(name: str) -> None:
     config = make_model_config(name)
