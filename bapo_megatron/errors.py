@@ -23,3 +23,7 @@ class CheckpointError(UserError):
 
 class EngineError(UserError):
     """A rollout engine that is unreachable, answers nonsense, or holds the wrong weights."""
+
+
+class RequestRefusedError(EngineError):
+    """An engine that is well refuses what it is asked (HTTP 4xx): asking again, or another engine, would not help."""

@@ -17,6 +17,7 @@ A step waits for its rollouts; partial responses that it leaves behind are resum
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
@@ -30,7 +31,9 @@ from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.monitor.record import Recorder, UpdateMetrics
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.monitor.stopwatch import Stopwatch
+from bapo_megatron.rollout.base import Rollouts
 from bapo_megatron.rollout.manager import RolloutManager
+from bapo_megatron.rollout.recorded import RecordedRollouts
 from bapo_megatron.sync.channel import BroadcastChannel, Channel, FollowerChannel
 from bapo_megatron.types import Batch, MiniBatch
 
@@ -39,7 +42,7 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
     """Train from the run's latest checkpoint, or from the start, to `train.num_steps`."""
     model_path = resolve_model_path(config.model.path)
     learner = MegatronLearner(config, model_path)
-    rollouts = RolloutManager.connect(config, model_path, urls) if recorder else None
+    rollouts = _connect(config, model_path, urls) if recorder else None
     finder = BoundsFinder(config, learner)
     store = CheckpointStore(run_dir.checkpoints_dir, config.checkpoint.keep_last)
     first_step = _resume(store, learner, rollouts, finder)
@@ -47,12 +50,13 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
     if recorder and rollouts:
         recorder.begin(first_step, rollouts.decode)
 
-    _push(channel, learner)
+    _push(channel, learner, rollouts)
     watch = Stopwatch()
     for step in range(first_step, config.train.num_steps):
         updates = UpdateMetrics(config)
         with watch.span("rollout"):
-            batch = _next_batch(config, rollouts, recorder, step, learner.version)
+            while (batch := _next_batch(config, rollouts, recorder, step, learner.version)) is None:
+                _push(channel, learner, rollouts)  # an engine came back, without weights
         for minibatch in _optimizer_steps(batch, config, step, learner):
             with watch.span("score"):
                 bounds = finder.find(minibatch)
@@ -61,7 +65,7 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
                 finder.observe(minibatch, result.log_probs)
             updates.add(bounds, result.metrics)
         with watch.span("sync"):
-            sync = _push(channel, learner)
+            sync = _push(channel, learner, rollouts)
         if recorder:
             recorder.record(step + 1, learner.version, batch.metrics, updates.result(), sync, watch.lap())
         if _is_save_due(config, step + 1):
@@ -71,15 +75,23 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
         rollouts.close()
 
 
+def _connect(config: Config, model_path: Path, urls: list[str]) -> Rollouts:
+    if config.rollout.engine == "recorded":
+        return RecordedRollouts.connect(config, model_path)
+    return RolloutManager.connect(config, model_path, urls)
+
+
 def _next_batch(
-    config: Config, rollouts: RolloutManager | None, recorder: Recorder | None, step: int, version: int
-) -> Batch:
+    config: Config, rollouts: Rollouts | None, recorder: Recorder | None, step: int, version: int
+) -> Batch | None:
     """Rank 0 samples and judges; every rank gets the same batch, or the same error."""
 
-    def sample() -> Batch:
+    def sample() -> Batch | None:
         assert rollouts is not None
         assert recorder is not None
-        batch, groups = rollouts.next_batch(step, version)
+        if (made := rollouts.next_batch(step, version)) is None:
+            return None
+        batch, groups = made
         recorder.keep_samples(step + 1, groups)
         return batch
 
@@ -87,6 +99,8 @@ def _next_batch(
 
 
 def _optimizer_steps(batch: Batch, config: Config, step: int, learner: Learner) -> Iterator[MiniBatch]:
+    if config.train.rollout_only:
+        return iter(())
     return minibatches(
         batch,
         num_minibatches=config.train.minibatches_per_step,
@@ -99,20 +113,24 @@ def _optimizer_steps(batch: Batch, config: Config, step: int, learner: Learner) 
     )
 
 
-def _open_channel(config: Config, rollouts: RolloutManager | None) -> Channel:
+def _open_channel(config: Config, rollouts: Rollouts | None) -> Channel:
     """Rank 0 talks to the engines; the other ranks take part in gathering the weights."""
-    channel = BroadcastChannel(rollouts.engines, config.sync, rollouts.loop.submit) if rollouts else FollowerChannel()
+    channel: Channel = FollowerChannel()
+    if isinstance(rollouts, RolloutManager):
+        channel = BroadcastChannel(rollouts.engines, config.sync, rollouts.loop.submit)
     channel.connect()
     return channel
 
 
-def _push(channel: Channel, learner: Learner) -> dict[str, float]:
+def _push(channel: Channel, learner: Learner, rollouts: Rollouts | None) -> dict[str, float]:
     """Hand the weights to every engine as a new version; all ranks take part in gathering them."""
+    if rollouts:
+        rollouts.expect(learner.version)
     stats = channel.push(learner.named_weights(), learner.version)
     return {"sync/bytes": float(stats.num_bytes), "sync/seconds": sum(stats.seconds.values())}
 
 
-def _resume(store: CheckpointStore, learner: Learner, rollouts: RolloutManager | None, finder: BoundsFinder) -> int:
+def _resume(store: CheckpointStore, learner: Learner, rollouts: Rollouts | None, finder: BoundsFinder) -> int:
     """Restore the latest checkpoint, if there is one; returns the number of finished steps."""
     latest = store.latest()
     if latest is None:
@@ -124,7 +142,7 @@ def _resume(store: CheckpointStore, learner: Learner, rollouts: RolloutManager |
     return int(state["step"])
 
 
-def _rollout_state(rollouts: RolloutManager | None, finder: BoundsFinder) -> dict[str, Any] | None:
+def _rollout_state(rollouts: Rollouts | None, finder: BoundsFinder) -> dict[str, Any] | None:
     return {"rollout": rollouts.state_dict(), "bounds": finder.state_dict()} if rollouts else None
 
 

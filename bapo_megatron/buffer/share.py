@@ -18,8 +18,8 @@ from bapo_megatron.types import Batch
 _TENSORS = tuple(f.name for f in fields(Batch) if f.name != "metrics")
 
 
-def share_batch(make_batch: Callable[[], Batch] | None, *, sign_of_life_s: float) -> Batch:
-    """The batch that rank 0 makes, on every rank of the default process group.
+def share_batch(make_batch: Callable[[], Batch | None] | None, *, sign_of_life_s: float) -> Batch | None:
+    """The batch that rank 0 makes, or the None that it returns, on every rank of the default process group.
 
     Args:
         make_batch: on rank 0, what makes it (in a thread, however long it takes); None elsewhere.
@@ -43,11 +43,14 @@ def share_batch(make_batch: Callable[[], Batch] | None, *, sign_of_life_s: float
     except UserError as error:
         _broadcast_json({"error": str(error)})
         raise
-    _send(batch)
+    if batch is None:
+        _broadcast_json({"none": True})
+    else:
+        _send(batch)
     return batch
 
 
-def wait_together(making: Future[Batch] | None, sign_of_life_s: float = 0.0) -> None:
+def wait_together(making: Future[Any] | None, sign_of_life_s: float = 0.0) -> None:
     """Return on all ranks once rank 0's future is done; a broadcast every `sign_of_life_s` keeps the others patient."""
     is_done = torch.zeros((), dtype=torch.uint8)
     while not is_done:
@@ -64,9 +67,11 @@ def _send(batch: Batch) -> None:
         _broadcast(tensor)
 
 
-def _receive(header: dict[str, Any]) -> Batch:
+def _receive(header: dict[str, Any]) -> Batch | None:
     if "error" in header:
         raise UserError(header["error"])
+    if "none" in header:
+        return None
     tensors = {
         name: _broadcast(torch.empty(shape, dtype=getattr(torch, dtype)))
         for name, (dtype, shape) in header["tensors"].items()

@@ -149,6 +149,13 @@ def _batch(config: Config) -> Iterator[Violation]:
             f"rollout.max_staleness={r.max_staleness}, but the {own_age + 1} updates of one step already age its "
             f"samples by up to {own_age}; set rollout.max_staleness={own_age} or more"
         )
+    needed = 2 * own_age + 1
+    if r.overlap and (r.max_staleness is None or own_age <= r.max_staleness < needed):
+        yield Violation(
+            f"rollout.overlap=true trains samples that are at least one step old, so it needs a bound of at least "
+            f"2 x {own_age + 1} - 1 = {needed} updates: set rollout.max_staleness={needed} or more, such as "
+            f"{needed + own_age + 1}"
+        )
 
 
 def _nearest_divisor(number: int, wanted: int, at_most: int | None = None) -> int:
@@ -168,10 +175,21 @@ def _rollout(config: Config) -> Iterator[Violation]:
             f"rollout.groups_in_flight={r.groups_in_flight} is fewer than the rollout.prompts_per_step="
             f"{r.prompts_per_step} groups that a step needs; set rollout.groups_in_flight={r.prompts_per_step} or more"
         )
+    if r.abort_tail and not r.overlap and (r.groups_in_flight or r.prompts_per_step) == r.prompts_per_step:
+        yield Violation(
+            f"rollout.abort_tail=true has no tail to abort: rollout.groups_in_flight is the "
+            f"{r.prompts_per_step} groups that a step needs; set rollout.groups_in_flight={2 * r.prompts_per_step}",
+            "warning",
+        )
     if r.engine == "attach" and not r.urls:
         yield Violation(
             'rollout.engine="attach" needs rollout.urls, such as rollout.urls=["http://127.0.0.1:30000"]; '
             'or set rollout.engine="embedded"'
+        )
+    if r.engine == "recorded" and r.recorded_from is None:
+        yield Violation(
+            'rollout.engine="recorded" needs rollout.recorded_from, the `rollouts` folder of a run with '
+            'rollout.record=true; or set rollout.engine="embedded"'
         )
     if r.engine == "embedded" and r.server_tensor_parallel > 1:
         yield Violation(

@@ -68,9 +68,13 @@ class RewardConfig(Section):
 class RolloutConfig(Section):
     """Sampling responses, in budgeted pieces (partial rollout)."""
 
-    engine: Literal["embedded", "sglang", "attach"] = "embedded"
+    engine: Literal["embedded", "sglang", "attach", "recorded"] = "embedded"
     """embedded: our small torch engine in a process of its own; sglang: SGLang servers started on this machine, with or
-    without GPUs; attach: running SGLang-compatible servers (urls)."""
+    without GPUs; attach: running SGLang-compatible servers (urls); recorded: none, batches come from a recorded run."""
+    record: bool = False
+    """Keep every step's judged groups in the run's `rollouts` folder, for `recorded` and for study."""
+    recorded_from: str | None = None
+    """recorded: the `rollouts` folder of a run with record = true."""
     urls: tuple[str, ...] = ()
     """attach: base URLs of the servers, such as "http://127.0.0.1:30000"."""
     num_servers: PositiveInt = 1
@@ -91,15 +95,20 @@ class RolloutConfig(Section):
     groups_in_flight: PositiveInt | None = None
     """Groups being sampled at once; more than prompts_per_step lets slow ones wait for a later step.
     Unset: prompts_per_step."""
-    max_staleness: PositiveInt | None = None
-    """Largest age of a token, in optimizer updates, when its batch is taken; an older group is dropped and counted.
-    Unset: no bound."""
+    abort_tail: bool = False
+    """Over-sampling: once a step has its groups, responses that are still being sampled are aborted; they keep their
+    tokens and are resumed by the next step. Useful with groups_in_flight above prompts_per_step."""
+    overlap: bool = False
+    """Sampling goes on while the trainer trains; responses under way continue with new weights after each push."""
+    max_staleness: int | None = Field(None, ge=0)
+    """Largest age of a token, in optimizer updates, in any update that trains it. Kept by admission: no response is
+    begun that might not be trained in time. Unset: no bound; overlap needs one."""
     max_concurrent_requests: PositiveInt = 256
-    """Requests in flight per server."""
+    """Responses that a server samples at once; without overlap and abort_tail the others wait inside the server."""
     request_timeout_s: PositiveFloat = 300.0
-    """Deadline of one generate request."""
+    """Deadline of one generate request: of one round, without overlap and abort_tail."""
     max_retries: int = Field(2, ge=0)
-    """How often a request is repeated after a failed or malformed reply before the run stops."""
+    """How often a request is repeated after a failed or malformed reply before its server is fenced off."""
     startup_timeout_s: PositiveFloat = 180.0
     """How long a server may take until it is healthy."""
     engine_threads: PositiveInt | None = None
@@ -154,6 +163,8 @@ class TrainConfig(Section):
 
     num_steps: PositiveInt = 100
     """Rollout batches to train on."""
+    rollout_only: bool = False
+    """Sample, judge and record without any update: to measure engines and rewards, or to make recordings."""
     minibatches_per_step: PositiveInt = 1
     """Optimizer updates per pass over a rollout batch: samples of later ones are older (staleness)."""
     epochs_per_step: PositiveInt = 1

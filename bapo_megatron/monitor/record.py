@@ -13,6 +13,7 @@ from bapo_megatron.monitor.jsonl import JsonlWriter, truncate_after
 from bapo_megatron.monitor.metrics import MetricsWriter, read_metrics
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.monitor.samples import sample_record
+from bapo_megatron.rollout.recorded import write_groups
 from bapo_megatron.types import ClipBounds, Group
 
 _LARGEST = ("loss/ratio_max", "staleness/max")  # over the updates of a step; all others are averaged
@@ -81,7 +82,9 @@ class Recorder:
             self._console.note(f"resuming {self._run_dir.path} after step {first_step} of {num_steps}")
 
     def keep_samples(self, step: int, groups: Sequence[Group]) -> None:
-        """The first responses of a step's batch, for reading."""
+        """The first responses of a step's batch, for reading; all of them, for training again, with rollout.record."""
+        if self._config.rollout.record:
+            write_groups(self._run_dir.rollouts_dir, step, groups)
         trajectories = [t for g in groups for t in g.trajectories]
         for trajectory in trajectories[: self._config.monitor.samples_per_step]:
             self._samples.write(sample_record(step, trajectory, self._decode))
@@ -91,8 +94,9 @@ class Recorder:
         metrics: dict[str, float] = {"step": step, "version": version}
         for part in parts:
             metrics.update(part)
-        busy_s = metrics["time/score_s"] + metrics["time/train_s"]
-        metrics["train/tokens_per_s"] = metrics["train/tokens"] / busy_s if busy_s > 0 else math.nan
+        if "train/tokens" in metrics:
+            busy_s = metrics["time/score_s"] + metrics["time/train_s"]
+            metrics["train/tokens_per_s"] = metrics["train/tokens"] / busy_s if busy_s > 0 else math.nan
         self._metrics.write(metrics)
         assert self._console is not None
         if step == 1:

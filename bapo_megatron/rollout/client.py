@@ -14,13 +14,14 @@ from typing import Any
 
 import aiohttp
 
-from bapo_megatron.errors import EngineError
+from bapo_megatron.errors import EngineError, RequestRefusedError
 from bapo_megatron.rollout.base import GenerateRequest, GenerateResult, PauseMode, VersionSpan
 
 _HEALTH_TIMEOUT_S = 5.0
 _LOGPROB_SLACK = 1e-4  # a log-prob of exactly 0 may come out this much above it
 _MAX_FLOAT = sys.float_info.max
 _UNVERSIONED = "default"  # what a server calls the weights it started with
+_REFUSALS = (400, 401, 403, 404, 405, 413, 422)  # what is asked is wrong; 408 and 429 ask to come back later
 _FINISH_REASONS = ("stop", "length", "abort")
 
 
@@ -171,7 +172,8 @@ class HttpEngine:
         except aiohttp.ClientError as problem:
             raise EngineError(f"{where}: {type(problem).__name__}: {problem}; is the server running?") from None
         if response.status != 200:
-            raise EngineError(f"{where}: HTTP {response.status}: {raw[:1000].decode(errors='replace')}")
+            kind = RequestRefusedError if response.status in _REFUSALS else EngineError
+            raise kind(f"{where}: HTTP {response.status}: {raw[:1000].decode(errors='replace')}")
         try:
             return json.loads(raw) if raw else None
         except ValueError:

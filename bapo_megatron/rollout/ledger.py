@@ -68,6 +68,10 @@ class Ledger:
         self._tokens[sample_id] = num_tokens
         self.num_tokens["generated"] += grown
 
+    def is_running(self, sample_id: str) -> bool:
+        """A request for this sample is under way."""
+        return self._states.get(sample_id) == "running"
+
     def train(self, sample_id: str) -> None:
         """The sample is in a batch that is being trained; it leaves the buffer."""
         if self._states.get(sample_id) != "finished":

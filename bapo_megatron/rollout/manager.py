@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import statistics
 import threading
 import time
 from collections.abc import Coroutine, Sequence
@@ -23,6 +22,8 @@ from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards import RewardScorer
 from bapo_megatron.rollout.base import Engine
 from bapo_megatron.rollout.client import HttpEngine
+from bapo_megatron.rollout.metrics import batch_metrics
+from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.scheduler import RolloutStats, Scheduler
 from bapo_megatron.types import Batch, Group, Trajectory
 
@@ -62,7 +63,7 @@ class LoopThread:
 
 
 class RolloutManager:
-    """Engines, prompts, rewards and the scheduler of one run, and the batch that a step trains on."""
+    """Engines, prompts, rewards and the scheduler of one run: implements `rollout.base.Rollouts`."""
 
     def __init__(self, config: Config, tokenizer: Any, urls: Sequence[str], vocab_size: int) -> None:
         self.config = config
@@ -70,17 +71,21 @@ class RolloutManager:
         self._tokenizer = tokenizer
         timeout_s = config.rollout.request_timeout_s
         self.engines = [HttpEngine(url, request_timeout_s=timeout_s, vocab_size=vocab_size) for url in urls]
+        self.pool = EnginePool(self.engines)
         self.prompts = PromptStream(config, tokenizer)
         self._scorer = RewardScorer(config)
         self._take_advantages = ADVANTAGES[config.advantage.kind]
         self.scheduler = Scheduler(
             config.rollout,
-            engines=self.engines,
+            pool=self.pool,
             prompts=self.prompts,
             score=self._score,
             stop_token_ids=(int(tokenizer.eos_token_id),),
             seed=config.run.seed,
+            updates_per_step=config.train.minibatches_per_step * config.train.epochs_per_step,
         )
+        self._watch = self.loop.submit(self.pool.watch())
+        self._last_batch_s = time.monotonic()
 
     @classmethod
     def connect(cls, config: Config, model_path: Path, urls: Sequence[str]) -> RolloutManager:
@@ -102,28 +107,45 @@ class RolloutManager:
         """Text of some tokens, special ones included."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    def next_batch(self, step: int, version: int) -> tuple[Batch, list[Group]]:
+    def expect(self, version: int) -> None:
+        """To be called before weights of this version are pushed."""
+        self.scheduler.expect(version)
+
+    def next_batch(self, step: int, version: int) -> tuple[Batch, list[Group]] | None:
         """Sample, judge and pack the batch of one step.
+
+        Returns None where all live engines are gone but one is back: it needs the weights pushed again.
 
         Raises:
             EngineError: the engines failed, or sampling outlasted every request deadline it could have met.
         """
-        began_s = time.monotonic()
         # One step may take several rounds, each with its retries; past this, something hangs.
-        rounds = 2 + self.config.rollout.max_response_tokens // (self.config.rollout.tokens_per_round or 10**9)
-        deadline_s = self.config.rollout.request_timeout_s * (self.config.rollout.max_retries + 1) * rounds * 2
+        r = self.config.rollout
+        rounds = 2 + r.max_response_tokens // (r.tokens_per_round or 10**9)
+        deadline_s = r.request_timeout_s * (r.max_retries + 1) * rounds * 2 + r.startup_timeout_s
         groups, stats = self.loop.run(self.scheduler.take(step, version), deadline_s, f"the rollouts of step {step}")
-        metrics = self._metrics(groups, stats, time.monotonic() - began_s)
+        if groups is None:
+            return None
+        now_s = time.monotonic()
+        metrics = self._metrics(groups, stats, now_s - self._last_batch_s)
+        self._last_batch_s = now_s
         return build_batch(groups, self._take_advantages, metrics), groups
 
     def state_dict(self) -> dict[str, Any]:
-        return self.scheduler.state_dict()
+        """JSON value; taken between two events of the loop, since sampling may be going on."""
+
+        async def on_loop() -> dict[str, Any]:
+            return self.scheduler.state_dict()
+
+        return self.loop.run(on_loop(), 60.0, "the state of the rollouts")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scheduler.load_state_dict(state)
 
     def close(self) -> None:
-        """Let go of connections and workers."""
+        """Stop sampling; let go of connections and workers."""
+        self.loop.run(self.scheduler.close(), self.config.rollout.request_timeout_s + 60.0, "sampling to stop")
+        self._watch.cancel()
         for engine in self.engines:
             self.loop.run(engine.close(), 10.0, f"{engine.url} to close")
         self._scorer.close()
@@ -134,25 +156,16 @@ class RolloutManager:
         return self._scorer.score([(t.prompt, text) for t, text in zip(trajectories, texts, strict=True)])
 
     def _metrics(self, groups: Sequence[Group], stats: RolloutStats, elapsed_s: float) -> dict[str, float]:
-        """What this batch looks like; names are explained in docs/metrics.md."""
-        samples = [t for g in groups for t in g.trajectories]
-        lengths = [t.num_response_tokens for t in samples]
-        rewards = [r for g in groups for r in g.rewards]
+        """What this batch looks like, and what it took; names are explained in docs/metrics.md."""
         return {
-            "reward/mean": statistics.fmean(rewards),
-            "reward/std": statistics.pstdev(rewards),
+            **batch_metrics(groups),
             "reward/timeouts": float(self._scorer.num_timeouts),
             "reward/errors": float(self._scorer.num_errors),
-            "rollout/num_groups": float(len(groups)),
-            "rollout/num_samples": float(len(samples)),
             "rollout/num_rounds": float(stats.num_rounds),
             "rollout/num_retries": float(stats.num_retries),
             "rollout/num_stale_groups": float(stats.num_stale_groups),
-            "rollout/response_tokens_mean": statistics.fmean(lengths),
-            "rollout/response_tokens_max": float(max(lengths)),
-            "rollout/truncated_share": sum(t.finish_reason == "length" for t in samples) / len(samples),
-            "rollout/resumed_token_share": sum(t.num_resumed_tokens for t in samples) / max(sum(lengths), 1),
-            "rollout/zero_variance_share": sum(len(set(g.rewards)) == 1 for g in groups) / len(groups),
+            "rollout/num_dropped_groups": float(stats.num_dropped_groups),
+            "rollout/num_fenced": float(stats.num_fenced),
             "rollout/tokens_generated": float(stats.num_tokens),
             "rollout/tokens_per_s": stats.num_tokens / max(elapsed_s, 1e-9),
             "data/skipped": float(self.prompts.skipped_empty + self.prompts.skipped_too_long),

@@ -1,6 +1,7 @@
 """Which engines take part: a failing one is fenced off, and comes back only with verified weights.
 
     live --fails--> fenced --healthy again--> back --pushed and verified--> live
+                       `--fails time and again without one good reply--> lost
 
 Only live engines are asked for tokens. An engine that is back is part of the next weight push, whose check of version
 and checksums is the only way to `admit` it. Called from the event loop and from the trainer's main thread.
@@ -16,8 +17,9 @@ from typing import Literal
 
 from bapo_megatron.rollout.base import Engine
 
-Status = Literal["live", "fenced", "back"]
+Status = Literal["live", "fenced", "back", "lost"]
 
+_MAX_FAILURES = 3  # times in a row that an engine may be fenced without one good reply in between
 _PROBE_INTERVAL_S = 1.0
 
 log = logging.getLogger(__name__)
@@ -31,6 +33,7 @@ class EnginePool:
         self.num_fenced = 0  # times that an engine was fenced off, since the attempt began
         self._status: dict[str, Status] = {engine.url: "live" for engine in engines}
         self._reasons: dict[str, str] = {}
+        self._num_failures: dict[str, int] = {engine.url: 0 for engine in engines}  # since its last good reply
         self._lock = threading.Lock()
 
     def live(self) -> list[Engine]:
@@ -41,6 +44,15 @@ class EnginePool:
         """Those that were fenced, are healthy again, and wait for weights."""
         return self._with_status("back")
 
+    def home(self, prompt_id: int) -> Engine | None:
+        """The live engine that has the prefixes of this prompt's responses cached; None if none is live."""
+        live = self.live()
+        return live[prompt_id % len(live)] if live else None
+
+    def is_hopeless(self) -> bool:
+        """No engine is live, and none is expected to come back."""
+        return all(status == "lost" for status in self._status.values())
+
     def is_live(self, engine: Engine) -> bool:
         return self._status[engine.url] == "live"
 
@@ -50,8 +62,13 @@ class EnginePool:
             if self._status[engine.url] == "live":
                 self.num_fenced += 1
                 log.warning("%s is fenced off: %s", engine.url, reason)
-            self._status[engine.url] = "fenced"
+                self._num_failures[engine.url] += 1
+            self._status[engine.url] = "lost" if self._num_failures[engine.url] >= _MAX_FAILURES else "fenced"
             self._reasons[engine.url] = reason
+
+    def replied(self, engine: Engine) -> None:
+        """It did what it was asked."""
+        self._num_failures[engine.url] = 0
 
     def admit(self, engine: Engine) -> None:
         """It holds the current weights: version and checksums were compared."""
@@ -64,7 +81,7 @@ class EnginePool:
     def describe(self) -> str:
         """Why engines are missing, one clause each; empty where all are live."""
         with self._lock:
-            return "; ".join(f"{url} is {self._status[url]}: {reason}" for url, reason in self._reasons.items())
+            return "; ".join(f"{url} is {self._status[url]} ({reason})" for url, reason in self._reasons.items())
 
     async def watch(self) -> None:
         """Look after fenced engines until cancelled: one that answers its health check again is `back`."""

@@ -1,37 +1,37 @@
-"""Partial rollout: sample groups in budgeted rounds, set unfinished responses aside, resume them with later weights.
+"""One scheduler, three knobs: how a step gets its groups.
 
-    prompts --admit--> active groups --round of <= tokens_per_round tokens each--> active (partial) or finished
-                                                                    finished --score--> FIFO --take--> one step's groups
+    tokens_per_round   a response grows by at most this much before others have their turn (partial rollout)
+    abort_tail         once a step has its groups, the responses still being sampled are aborted, and resumed later
+    overlap            sampling goes on while the trainer trains, within `max_staleness`
 
-A step runs as many rounds as it takes to have enough finished groups; `groups_in_flight` above `prompts_per_step` lets
-slow responses wait for a later step instead of holding this one up. What is not taken now is kept for the next step.
+Without the last two a step samples in *rounds*: one piece of every unfinished response, all engines together. What is
+sampled then depends on nothing but the seed and the weights, so that an interrupted run can be repeated exactly. With
+either of them a `Stream` keeps every slot busy. What is not taken now is kept for the next step, in both.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.errors import EngineError
-from bapo_megatron.rollout.base import Engine, GenerateRequest, GenerateResult
+from bapo_megatron.rollout.base import Engine
+from bapo_megatron.rollout.book import Prompts, RolloutBook
+from bapo_megatron.rollout.dispatch import Dispatcher
 from bapo_megatron.rollout.ledger import Ledger
-from bapo_megatron.rollout.state import group_from_json, group_to_json
-from bapo_megatron.types import Group, Prompt, Segment, Trajectory
+from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.rollout.staleness import StalenessBound
+from bapo_megatron.rollout.stream import Stream
+from bapo_megatron.types import Group, Trajectory
 
 _MAX_IDLE_ROUNDS = 3  # rounds in a row without a single token before the engines are declared broken
+_POLL_S = 0.2
 
-
-class Prompts(Protocol):
-    """Where prompts come from: an endless stream with a cursor."""
-
-    def next(self) -> Prompt: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+Score = Callable[[Sequence[Trajectory]], Sequence[float]]
+DropReason = Callable[[Group], str | None]
 
 
 @dataclass(slots=True)
@@ -39,9 +39,11 @@ class RolloutStats:
     """What one call of `take` did."""
 
     num_rounds: int = 0
-    num_tokens: int = 0  # sampled during this call
+    num_tokens: int = 0  # sampled since the last call
     num_retries: int = 0
     num_stale_groups: int = 0
+    num_dropped_groups: int = 0  # judged, but not worth training
+    num_fenced: int = 0  # engines that were fenced off since the attempt began
     errors: list[str] = field(default_factory=list)  # of requests that were repeated
 
 
@@ -52,193 +54,169 @@ class Scheduler:
         self,
         config: RolloutConfig,
         *,
-        engines: Sequence[Engine],
+        pool: EnginePool,
         prompts: Prompts,
-        score: Callable[[Sequence[Trajectory]], Sequence[float]],
+        score: Score,
         stop_token_ids: tuple[int, ...],
         seed: int,
+        updates_per_step: int = 1,
+        drop_reason: DropReason = lambda group: None,
     ) -> None:
-        """`score` may block (it is called in a thread) and returns one reward per finished trajectory."""
-        self.config = config
-        self.ledger = Ledger()
-        self._engines = list(engines)
-        self._prompts = prompts
-        self._score = score
-        self._stop_token_ids = stop_token_ids
-        self._seed = seed
-        self._active: list[Group] = []  # oldest first: partial responses are resumed before new prompts are drawn
-        self._finished: deque[Group] = deque()
-        self._slots = [asyncio.Semaphore(config.max_concurrent_requests) for _ in engines]
+        """`score` may block (it is called in threads) and returns one reward per finished trajectory.
 
-    async def take(self, step: int, version: int) -> tuple[list[Group], RolloutStats]:
-        """The next `prompts_per_step` finished, scored groups, oldest first.
-
-        Raises:
-            EngineError: a request kept failing, or the engines return no tokens at all.
+        `drop_reason` says of a judged group why it is not worth training, if so; others are sampled in its place.
         """
-        stats = RolloutStats()
-        num_idle = 0
-        while True:
-            self._drop_stale(version, stats)
-            if len(self._finished) >= self.config.prompts_per_step:
-                break
-            self._admit()
-            before = stats.num_tokens
-            await self._run_round(step, version, stats)
-            num_idle = num_idle + 1 if stats.num_tokens == before else 0
-            if num_idle >= _MAX_IDLE_ROUNDS:
-                raise EngineError(
-                    f"{num_idle} rounds in a row returned no token from {', '.join(e.url for e in self._engines)}; "
-                    "is somebody aborting requests there, or is the context too short?"
-                )
-        groups = [self._finished.popleft() for _ in range(self.config.prompts_per_step)]
-        for trajectory in (t for g in groups for t in g.trajectories):
-            self.ledger.train(trajectory.sample_id)
-        self.ledger.check(self.buffered())
-        return groups, stats
+        self.config = config
+        self.pool = pool
+        bound = StalenessBound(config.max_staleness, updates_per_step, config.prompts_per_step)
+        self.book = RolloutBook(config, prompts, bound)
+        self._score = score
+        self._drop_reason = drop_reason
+        self._dispatcher = Dispatcher(config, pool, stop_token_ids=stop_token_ids, run_seed=seed)
+        self._stream = Stream(config, self.book, self._dispatcher, self._judge)
+        self._updates_per_step = updates_per_step
+        self._num_rounds = 0
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.book.ledger
 
     def buffered(self) -> Iterator[Trajectory]:
         """Every trajectory that is here: partial, waiting, or finished and not yet taken."""
-        for group in (*self._active, *self._finished):
-            yield from group.trajectories
+        return self.book.buffered()
+
+    def expect(self, version: int) -> None:
+        """Weights of this version are about to be pushed: replies may carry it from now on."""
+        self._dispatcher.newest_version = max(version, self._dispatcher.newest_version)
+
+    async def take(self, step: int, version: int) -> tuple[list[Group] | None, RolloutStats]:
+        """The groups of one step, finished and judged; every live engine holds weights of `version`.
+
+        None instead of groups asks for a push of the same weights: all live engines are gone, but one is back.
+
+        Raises:
+            EngineError: no engine is left, none comes back in time, or they return no tokens at all.
+        """
+        self.expect(version)
+        self._dispatcher.version = version
+        dropped_before = self.book.num_dropped.copy()
+        self._num_rounds = 0
+        self.book.drop_stale(version)
+        is_streaming = self.config.overlap or self.config.abort_tail
+        groups = await (self._take_from_stream(step, version) if is_streaming else self._take_rounds(step, version))
+        done = self._dispatcher.take_stats()
+        dropped = self.book.num_dropped - dropped_before
+        return groups, RolloutStats(
+            num_rounds=self._num_rounds,
+            num_tokens=done.num_tokens,
+            num_retries=done.num_retries,
+            num_stale_groups=dropped["stale"],
+            num_dropped_groups=dropped.total() - dropped["stale"],
+            num_fenced=self.pool.num_fenced,
+            errors=done.errors,
+        )
+
+    async def close(self) -> None:
+        """Stop what is being sampled; responses keep what they have."""
+        await self._stream.halt()
 
     def state_dict(self) -> dict[str, Any]:
         """JSON value: everything that a resumed run needs to lose nothing."""
-        return {
-            "prompts": self._prompts.state_dict(),
-            "ledger": self.ledger.state_dict(),
-            "active": [group_to_json(g) for g in self._active],
-            "finished": [group_to_json(g) for g in self._finished],
-        }
+        return self.book.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._prompts.load_state_dict(state["prompts"])
-        self.ledger.load_state_dict(state["ledger"])
-        self._active = [group_from_json(g) for g in state["active"]]
-        self._finished = deque(group_from_json(g) for g in state["finished"])
-        self.ledger.check(self.buffered())
+        self.book.load_state_dict(state)
 
-    def _admit(self) -> None:
-        """Draw prompts until as many groups are in flight as the configuration asks for."""
-        wanted = self.config.groups_in_flight or self.config.prompts_per_step
-        while len(self._active) < wanted:
-            prompt = self._prompts.next()
-            ids = [f"{prompt.prompt_id}.{i}" for i in range(self.config.samples_per_prompt)]
-            for sample_id in ids:
-                self.ledger.admit(sample_id)
-            self._active.append(Group(prompt, tuple(Trajectory(sample_id, prompt) for sample_id in ids)))
+    # rounds
 
-    async def _run_round(self, step: int, version: int, stats: RolloutStats) -> None:
-        """One budgeted request for every unfinished response; then score the groups that are complete."""
-        unfinished = [t for g in self._active for t in g.trajectories if t.finish_reason is None]
-        grown: dict[str, Trajectory] = {}
-        try:
-            outcomes = await asyncio.gather(
-                *(self._extend(t, step, version, stats, grown) for t in unfinished), return_exceptions=True
-            )
-        finally:  # also where this is cancelled: what did return is kept, nothing that was sampled is lost
-            self._active = [_with(g, grown) for g in self._active]
+    async def _take_rounds(self, step: int, version: int) -> list[Group] | None:
+        num_idle = 0
+        while True:
+            await self._judge_complete()
+            if (groups := self.book.choose(version)) is not None:
+                return groups
+            if not self.pool.live():
+                await self._until_one_is_back()
+                return None
+            self.book.admit(version, version)
+            num_idle = 0 if await self._run_round(step) else num_idle + 1
+            if num_idle >= _MAX_IDLE_ROUNDS:
+                raise EngineError(
+                    f"{num_idle} rounds in a row returned no token from {', '.join(e.url for e in self.pool.live())}; "
+                    "is somebody aborting requests there, or is the context too short?"
+                )
+
+    async def _run_round(self, step: int) -> bool:
+        """One piece of every unfinished response. Returns whether it came to anything: tokens, or a fenced engine."""
+        calls: dict[str, list[Trajectory]] = {}
+        engines = {engine.url: engine for engine in self.pool.live()}
+        for trajectory in self.book.unfinished():
+            home = self.pool.home(trajectory.prompt.prompt_id)
+            assert home is not None, "a round has a live engine"
+            calls.setdefault(home.url, []).append(trajectory)
+        num_before = self.ledger.num_tokens["generated"]
+        outcomes = await asyncio.gather(
+            *(self._grow(engines[url], mine, step) for url, mine in calls.items()), return_exceptions=True
+        )
         for failure in outcomes:
             if failure is not None:
                 raise failure
-        stats.num_rounds += 1
-        scored = await self._scored([g for g in self._active if _is_complete(g)])
-        self._active = [g for g in self._active if not _is_complete(g)]
-        self._finished.extend(scored)
+        self._num_rounds += 1
+        return self.ledger.num_tokens["generated"] > num_before or not all(map(self.pool.is_live, engines.values()))
 
-    async def _extend(
-        self, trajectory: Trajectory, step: int, version: int, stats: RolloutStats, done: dict[str, Trajectory]
-    ) -> None:
-        """Grow one response by one round's budget, into `done`, on the server that already has its prefix."""
-        server = trajectory.prompt.prompt_id % len(self._engines)
-        room = self.config.max_response_tokens - trajectory.num_response_tokens
-        request = GenerateRequest(
-            rid=f"{trajectory.sample_id}-s{step}r{stats.num_rounds}",
-            token_ids=trajectory.prompt.token_ids + trajectory.response_ids,
-            max_new_tokens=min(room, self.config.tokens_per_round or room),
-            temperature=self.config.temperature,
-            stop_token_ids=self._stop_token_ids,
-            seed=sample_seed(self._seed, trajectory.sample_id),
-        )
-        grown = trajectory
-        self.ledger.start(trajectory.sample_id)
+    async def _grow(self, engine: Engine, trajectories: list[Trajectory], step: int) -> None:
+        for trajectory in trajectories:
+            self.book.start(trajectory)
         try:
-            async with self._slots[server]:
-                result = await self._generate(self._engines[server], request, stats)
-            self._check_versions(self._engines[server], result, version)
-            grown = _grow(trajectory, result, step, self.config.max_response_tokens)
-            stats.num_tokens += grown.num_response_tokens - trajectory.num_response_tokens
+            await self._dispatcher.grow(trajectories, engine, step, self.book.grow)
         finally:
-            self.ledger.stop(grown)
-            done[grown.sample_id] = grown
+            for trajectory in trajectories:
+                self.book.release(trajectory.sample_id)
 
-    @staticmethod
-    def _check_versions(engine: Engine, result: GenerateResult, version: int) -> None:
-        for span in result.spans:
-            if not 0 <= span.version <= version:
-                raise EngineError(
-                    f"{engine.url}, request {result.rid}: tokens of weight version {span.version}, but the trainer is "
-                    f"at {version}; another trainer is updating this server, or it was restarted with other weights"
-                )
+    async def _judge_complete(self) -> None:
+        """All complete groups at once, settled in the order of their prompts, whatever the order of the verdicts."""
+        groups = self.book.complete()
+        rewards = await asyncio.gather(*(self._rewards(group) for group in groups))
+        for group, values in zip(groups, rewards, strict=True):
+            self._settle(group, values)
 
-    async def _generate(self, engine: Engine, request: GenerateRequest, stats: RolloutStats) -> GenerateResult:
-        """Ask, and ask again after a failed or malformed reply; the last failure is loud."""
-        for attempt in range(self.config.max_retries + 1):
-            try:
-                return await engine.generate(replace(request, rid=f"{request.rid}a{attempt}"))
-            except EngineError as failure:
-                if attempt == self.config.max_retries:
-                    raise EngineError(f"{failure} (gave up after {attempt + 1} attempts)") from failure
-                stats.num_retries += 1
-                stats.errors.append(str(failure))
-                await asyncio.sleep(min(0.1 * 2**attempt, 2.0))
-        raise AssertionError("unreachable")
+    # streaming
 
-    async def _scored(self, groups: list[Group]) -> list[Group]:
-        trajectories = [t for g in groups for t in g.trajectories]
-        if not trajectories:
-            return []
-        rewards = await asyncio.to_thread(self._score, trajectories)
-        assert len(rewards) == len(trajectories), "one reward per trajectory"
-        scored = {t.sample_id: replace(t, reward=float(r)) for t, r in zip(trajectories, rewards, strict=True)}
-        return [_with(g, scored) for g in groups]
+    async def _take_from_stream(self, step: int, version: int) -> list[Group] | None:
+        self._stream.start(step, version)
+        while (groups := self.book.choose(version)) is None:
+            if not self.pool.live():
+                await self._until_one_is_back()
+                return None
+            await self._stream.wait(_POLL_S)
+        if self.config.overlap:
+            self._stream.next_version = version + self._updates_per_step
+        else:
+            await self._stream.halt()
+        return groups
 
-    def _drop_stale(self, version: int, stats: RolloutStats) -> None:
-        """A finished group with a token older than the bound is dropped, and counted."""
-        if self.config.max_staleness is None:
-            return
-        fresh: deque[Group] = deque()
-        for group in self._finished:
-            oldest = min(v for t in group.trajectories if (v := t.oldest_version) is not None)
-            if version - oldest <= self.config.max_staleness:
-                fresh.append(group)
-                continue
-            stats.num_stale_groups += 1
-            for t in group.trajectories:
-                self.ledger.drop(t.sample_id, "stale")
-        self._finished = fresh
+    async def _judge(self, group: Group) -> None:
+        self._settle(group, await self._rewards(group))
 
+    # both
 
-def sample_seed(run_seed: int, sample_id: str) -> int:
-    """A 31-bit sampling seed that depends on nothing but the run's seed and the sample."""
-    return int.from_bytes(hashlib.blake2b(f"{run_seed}/{sample_id}".encode(), digest_size=4).digest(), "big") >> 1
+    async def _rewards(self, group: Group) -> Sequence[float]:
+        return await asyncio.to_thread(self._score, group.trajectories)
 
+    def _settle(self, group: Group, rewards: Sequence[float]) -> None:
+        judged = self.book.judged(group, rewards)
+        self.book.settle(judged, self._drop_reason(judged))
 
-def _with(group: Group, changed: dict[str, Trajectory]) -> Group:
-    return replace(group, trajectories=tuple(changed.get(t.sample_id, t) for t in group.trajectories))
+    async def _until_one_is_back(self) -> None:
+        """Wait for a fenced engine to be healthy again.
 
-
-def _is_complete(group: Group) -> bool:
-    return all(t.finish_reason for t in group.trajectories)
-
-
-def _grow(trajectory: Trajectory, result: GenerateResult, step: int, max_tokens: int) -> Trajectory:
-    """The trajectory with the result's tokens, cut into segments at the server's own version spans."""
-    segments = [
-        Segment(span.version, step, result.token_ids[span.start : span.end], result.logprobs[span.start : span.end])
-        for span in result.spans
-    ]
-    num_tokens = trajectory.num_response_tokens + len(result.token_ids)
-    if result.finish_reason == "stop":
-        return trajectory.extended(segments, "stop")
-    return trajectory.extended(segments, "length" if num_tokens >= max_tokens else None)
+        Raises:
+            EngineError: says of each engine why it is missing.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.config.startup_timeout_s
+        while not self.pool.back():
+            if self.pool.is_hopeless() or loop.time() > deadline:
+                waited = "" if self.pool.is_hopeless() else f" after {self.config.startup_timeout_s:g} s"
+                raise EngineError(f"no rollout engine is left{waited}: {self.pool.describe()}")
+            await asyncio.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""Partial rollout against a scripted engine: budgets, order, retries, staleness, restarts, and random aborts."""
+"""The scheduler in rounds, against a scripted engine: budgets, order, retries, fencing, restarts, random aborts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.config.schema import RolloutConfig
-from bapo_megatron.errors import EngineError
+from bapo_megatron.errors import EngineError, RequestRefusedError
 from bapo_megatron.rollout.base import GenerateRequest, GenerateResult, VersionSpan
-from bapo_megatron.rollout.scheduler import Scheduler, sample_seed
-from bapo_megatron.types import Prompt, Trajectory
+from bapo_megatron.rollout.dispatch import sample_seed
+from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.rollout.scheduler import Scheduler
+from bapo_megatron.types import Group, Prompt, Trajectory
 
 STOP = 9
 
@@ -42,25 +44,28 @@ class CountingPrompts:
 class ScriptedEngine:
     """Deterministic: tokens, log-probs and length of a response depend on the request's seed only."""
 
-    url = "http://scripted"
-
-    def __init__(self, chaos: random.Random | None = None) -> None:
+    def __init__(self, chaos: random.Random | None = None, url: str = "http://scripted") -> None:
+        self.url = url
         self.version = 0
         self.requests: list[GenerateRequest] = []
         self.failures = 0
         self._chaos = chaos
-        self._calls = 0
 
     def token(self, seed: int, position: int) -> int:
         return STOP if position == 3 + seed % 20 else (seed + position) % 9
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        self._calls += 1
-        self.requests.append(request)
+    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
         await asyncio.sleep(0)
         if self.failures:
             self.failures -= 1
-            raise EngineError(f"{self.url}: HTTP 500 on request {request.rid}")
+            raise EngineError(f"{self.url}: HTTP 500 on request {requests[0].rid}")
+        return [self.answer(request) for request in requests]
+
+    async def health(self) -> bool:
+        return True
+
+    def answer(self, request: GenerateRequest) -> GenerateResult | EngineError:
+        self.requests.append(request)
         done = len(request.token_ids) - 3
         limit, reason = request.max_new_tokens, "length"
         if self._chaos and self._chaos.random() < 0.3:
@@ -76,21 +81,24 @@ class ScriptedEngine:
         return GenerateResult(request.rid, tuple(tokens), logprobs, spans, reason, done + 3, 0)  # type: ignore[arg-type]
 
 
-def make(engine: ScriptedEngine, seed: int = 0, **settings_: Any) -> Scheduler:
-    config = RolloutConfig(
-        **{"prompts_per_step": 2, "samples_per_prompt": 3, "max_response_tokens": 16, "max_retries": 1, **settings_}
-    )
+def make(
+    *engines: ScriptedEngine, seed: int = 0, updates_per_step: int = 1, drop_reason: Any = None, **settings_: Any
+) -> Scheduler:
+    defaults = {"prompts_per_step": 2, "samples_per_prompt": 3, "max_response_tokens": 16, "max_retries": 1}
+    config = RolloutConfig(**{**defaults, "startup_timeout_s": 0.5, **settings_})
 
     def score(trajectories: Sequence[Trajectory]) -> list[float]:
         return [float(t.finish_reason == "stop") for t in trajectories]
 
     return Scheduler(
         config,
-        engines=[engine],  # type: ignore[list-item]
+        pool=EnginePool(engines),  # type: ignore[arg-type]
         prompts=CountingPrompts(),
         score=score,
         stop_token_ids=(STOP,),
         seed=seed,
+        updates_per_step=updates_per_step,
+        drop_reason=drop_reason or (lambda group: None),
     )
 
 
@@ -109,6 +117,7 @@ def test_partial_responses_are_resumed_with_later_weights_and_keep_every_token()
         out = []
         for step in range(12):
             groups, _ = await scheduler.take(step, engine.version)
+            assert groups is not None
             out += [t for g in groups for t in g.trajectories]
             engine.version += 1
         return out
@@ -131,6 +140,7 @@ def test_without_a_budget_one_round_finishes_everything() -> None:
     engine = ScriptedEngine()
     scheduler = make(engine)
     groups, stats = asyncio.run(scheduler.take(0, 0))
+    assert groups is not None
     assert stats.num_rounds == 1
     assert [g.prompt.prompt_id for g in groups] == [0, 1]
     assert scheduler.ledger.counts()["partial"] == 0
@@ -141,14 +151,97 @@ def test_a_failed_request_is_repeated_then_loud_and_nothing_is_lost() -> None:
     scheduler = make(engine)
     engine.failures = 1
     _, stats = asyncio.run(scheduler.take(0, 0))
-    assert stats.num_retries == 1
+    assert stats.num_retries == 6, "all six responses of the call"
     engine.failures = 100
     with pytest.raises(EngineError, match=r"HTTP 500 .* \(gave up after 2 attempts\)"):
         asyncio.run(scheduler.take(1, 0))
     scheduler.ledger.check(scheduler.buffered())
+    assert scheduler.ledger.counts()["queued"] == 6
     engine.failures = 0
+    scheduler.pool.admit(engine)  # type: ignore[arg-type]
     groups, _ = asyncio.run(scheduler.take(1, 0))
+    assert groups is not None
     assert [g.prompt.prompt_id for g in groups] == [2, 3]
+
+
+def test_a_failing_engine_is_fenced_and_the_others_take_over() -> None:
+    good, bad = ScriptedEngine(url="http://good"), ScriptedEngine(url="http://bad")
+    bad.failures = 100
+    scheduler = make(good, bad)
+    groups, stats = asyncio.run(scheduler.take(0, 0))
+    assert groups is not None
+    assert [g.prompt.prompt_id for g in groups] == [0, 1]
+    assert all(t.response_ids == expected(good, t) for g in groups for t in g.trajectories)
+    assert (stats.num_fenced, stats.num_retries) == (1, 3)
+    assert "http://bad is fenced (http://bad: HTTP 500" in scheduler.pool.describe()
+
+
+def test_an_engine_that_is_back_gets_weights_before_it_is_asked() -> None:
+    engine = ScriptedEngine()
+    scheduler = make(engine, startup_timeout_s=10)
+    engine.failures = 2
+
+    async def run() -> list[Group] | None:
+        watch = asyncio.create_task(scheduler.pool.watch())
+        groups, _ = await scheduler.take(0, 0)
+        assert groups is None, "the only engine failed, and is healthy again: the trainer has to push"
+        assert not engine.requests
+        scheduler.pool.admit(engine)  # type: ignore[arg-type]
+        groups, _ = await scheduler.take(0, 0)
+        watch.cancel()
+        return groups
+
+    groups = asyncio.run(run())
+    assert groups is not None
+    assert [g.prompt.prompt_id for g in groups] == [0, 1]
+
+
+def test_one_bad_result_of_many_costs_its_own_request_only() -> None:
+    class Garbling(ScriptedEngine):
+        num_bad = 0
+
+        def answer(self, request: GenerateRequest) -> GenerateResult | EngineError:
+            if request.rid.startswith("1.2-") and not self.num_bad:
+                self.num_bad = 1
+                return EngineError("garbage")
+            return super().answer(request)
+
+    engine = Garbling()
+    groups, stats = asyncio.run(make(engine).take(0, 0))
+    assert groups is not None
+    assert stats.num_retries == 1
+    assert len(engine.requests) == 6
+
+
+def test_a_refused_request_ends_the_run_at_once() -> None:
+    class Refusing(ScriptedEngine):
+        async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
+            raise RequestRefusedError("HTTP 400: input_ids: too long")
+
+    scheduler = make(Refusing())
+    with pytest.raises(RequestRefusedError, match="too long"):
+        asyncio.run(scheduler.take(0, 0))
+    scheduler.ledger.check(scheduler.buffered())
+
+
+def test_an_engine_restarted_with_old_weights_is_fenced_and_its_tokens_are_not_believed() -> None:
+    engine = ScriptedEngine()
+    engine.version = -1
+    scheduler = make(engine)
+    with pytest.raises(EngineError, match="weight version -1, but version 4 was sent there"):
+        asyncio.run(scheduler.take(0, 4))
+    assert scheduler.ledger.num_tokens["generated"] == 0
+
+
+def test_groups_that_are_not_worth_training_are_replaced_and_counted() -> None:
+    engine = ScriptedEngine()
+    scheduler = make(engine, drop_reason=lambda group: "zero_variance" if len(set(group.rewards)) == 1 else None)
+    groups, stats = asyncio.run(scheduler.take(0, 0))
+    assert groups is not None
+    assert all(len(set(g.rewards)) == 2 for g in groups)
+    assert stats.num_dropped_groups > 0
+    assert scheduler.ledger.dropped == {"zero_variance": 3 * stats.num_dropped_groups}
+    scheduler.ledger.check(scheduler.buffered())
 
 
 def test_tokens_of_an_unknown_version_stop_the_run() -> None:
@@ -160,7 +253,7 @@ def test_tokens_of_an_unknown_version_stop_the_run() -> None:
 
 def test_an_engine_that_returns_nothing_is_an_error_not_a_hang() -> None:
     class Silent(ScriptedEngine):
-        async def generate(self, request: GenerateRequest) -> GenerateResult:
+        def answer(self, request: GenerateRequest) -> GenerateResult:
             return GenerateResult(request.rid, (), (), (), "abort", 3, 0)
 
     with pytest.raises(EngineError, match="3 rounds in a row returned no token from http://scripted"):
@@ -169,13 +262,16 @@ def test_an_engine_that_returns_nothing_is_an_error_not_a_hang() -> None:
 
 def test_stale_groups_are_dropped_and_counted() -> None:
     engine = ScriptedEngine()
-    scheduler = make(engine, groups_in_flight=8, max_staleness=2)
-    asyncio.run(scheduler.take(0, 0))
+    before = make(engine, groups_in_flight=8)
+    asyncio.run(before.take(0, 0))
+    after = make(engine, groups_in_flight=8, max_staleness=2)  # the bound is new in the resumed run
+    after.load_state_dict(before.state_dict())
     engine.version = 3
-    groups, stats = asyncio.run(scheduler.take(1, 3))
+    groups, stats = asyncio.run(after.take(1, 3))
+    assert groups is not None
     assert stats.num_stale_groups == 6
     assert min(v for g in groups for t in g.trajectories for v in t.versions) == 3
-    assert scheduler.ledger.dropped == {"stale": 18}
+    assert after.ledger.dropped == {"stale": 18}
 
 
 def test_a_restored_scheduler_goes_on_exactly() -> None:
@@ -184,6 +280,7 @@ def test_a_restored_scheduler_goes_on_exactly() -> None:
         for step in steps:
             engine.version = step
             groups, _ = asyncio.run(scheduler.take(step, step))
+            assert groups is not None
             out += [t for g in groups for t in g.trajectories]
         return out
 
@@ -207,6 +304,7 @@ def test_conservation_under_random_aborts(chaos: int, budget: int, in_flight: in
     for step in range(4):
         engine.version = step
         groups, _ = asyncio.run(scheduler.take(step, step))
+        assert groups is not None
         num_trained_tokens += sum(t.num_response_tokens for g in groups for t in g.trajectories)
         for t in (t for g in groups for t in g.trajectories):
             assert t.response_ids == expected(engine, t)

@@ -1,0 +1,163 @@
+"""Asking engines for tokens: what is asked, repeated how often, believed under which conditions.
+
+An engine that keeps failing is fenced off (pool.py); what it was asked stays as it was, to be asked of another one.
+A reply is believed only if its weight versions are possible: not older than the weights that the engine had when it was
+asked (else it was restarted), not newer than any that the trainer has handed out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from bapo_megatron.config.schema import RolloutConfig
+from bapo_megatron.errors import EngineError, RequestRefusedError
+from bapo_megatron.rollout.base import Engine, GenerateRequest, GenerateResult
+from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.types import Segment, Trajectory
+
+Accept = Callable[[Trajectory], None]
+"""Takes a response that has grown. Called at once for each, so that a cancelled wait loses nothing that came back."""
+
+
+@dataclass(slots=True)
+class DispatchStats:
+    """Counted since the last `Dispatcher.take_stats`."""
+
+    num_tokens: int = 0  # sampled and believed
+    num_retries: int = 0  # requests that were repeated
+    errors: list[str] = field(default_factory=list)  # why
+
+
+class Dispatcher:
+    """Grows responses. Runs on the engines' event loop."""
+
+    def __init__(
+        self, config: RolloutConfig, pool: EnginePool, *, stop_token_ids: tuple[int, ...], run_seed: int
+    ) -> None:
+        self.pool = pool
+        self.version = 0  # of the weights that every live engine has at least
+        self.newest_version = 0  # of the weights that an engine may have: a push of them may be under way
+        self._config = config
+        self._stop_token_ids = stop_token_ids
+        self._run_seed = run_seed
+        self._call_numbers = itertools.count()
+        self._open: dict[str, Engine] = {}  # by rid: requests without an answer
+        self._stats = DispatchStats()
+
+    def take_stats(self) -> DispatchStats:
+        """What was done since the last call."""
+        stats, self._stats = self._stats, DispatchStats()
+        return stats
+
+    async def abort_open(self) -> None:
+        """End every request that is under way; each returns with what it has. One that is on its way may be missed."""
+
+        async def abort(rid: str, engine: Engine) -> None:
+            try:
+                await engine.abort(rid)
+            except EngineError as failure:
+                self.pool.fence(engine, str(failure))
+
+        await asyncio.gather(*(abort(rid, engine) for rid, engine in self._open.items() if self.pool.is_live(engine)))
+
+    async def grow(self, trajectories: Sequence[Trajectory], engine: Engine, step: int, accept: Accept) -> None:
+        """One more piece of each response, in one call, which the engine takes up together.
+
+        Those that do not come to `accept` are with an engine that failed, and that is fenced now.
+
+        Raises:
+            RequestRefusedError: the engine is well, but refuses the request.
+            EngineError: another trainer is updating this engine.
+        """
+        remaining = list(trajectories)
+        for attempt in range(self._config.max_retries + 1):
+            if attempt:
+                self._stats.num_retries += len(remaining)
+                await asyncio.sleep(min(0.1 * 2**attempt, 2.0))
+            remaining, problem = await self._attempt(remaining, engine, step, accept)
+            if problem is None:
+                self.pool.replied(engine)
+            if problem is None or not self.pool.is_live(engine):
+                return
+            self._stats.errors.append(problem)
+        self.pool.fence(engine, f"{problem} (gave up after {self._config.max_retries + 1} attempts)")
+
+    async def _attempt(
+        self, trajectories: list[Trajectory], engine: Engine, step: int, accept: Accept
+    ) -> tuple[list[Trajectory], str | None]:
+        """Ask once. Returns the responses that have not grown, and the last reason, None where all have."""
+        call, oldest_version = next(self._call_numbers), self.version
+        requests = [self._request(t, f"{t.sample_id}-s{step}c{call}") for t in trajectories]
+        opened = {request.rid: engine for request in requests}
+        self._open |= opened
+        try:
+            results = await engine.generate_many(requests)
+        except RequestRefusedError:
+            raise
+        except EngineError as failure:
+            return trajectories, str(failure)
+        finally:
+            for rid in opened:
+                del self._open[rid]
+        failed: list[Trajectory] = []
+        problem: str | None = None
+        for trajectory, result in zip(trajectories, results, strict=True):
+            if isinstance(result, EngineError):
+                failed.append(trajectory)
+                problem = str(result)
+            elif (outdated := self._outdated(result, oldest_version)) is not None:
+                failed.append(trajectory)
+                problem = (
+                    f"{engine.url}, request {result.rid}: tokens of weight version {outdated}, but version "
+                    f"{oldest_version} was sent there; was it restarted?"
+                )
+                self.pool.fence(engine, problem)
+            else:
+                self._check_newest(engine, result)
+                self._stats.num_tokens += len(result.token_ids)
+                accept(_grown(trajectory, result, step, self._config.max_response_tokens))
+        return failed, problem
+
+    def _request(self, trajectory: Trajectory, rid: str) -> GenerateRequest:
+        room = self._config.max_response_tokens - trajectory.num_response_tokens
+        return GenerateRequest(
+            rid=rid,
+            token_ids=trajectory.prompt.token_ids + trajectory.response_ids,
+            max_new_tokens=min(room, self._config.tokens_per_round or room),
+            temperature=self._config.temperature,
+            stop_token_ids=self._stop_token_ids,
+            seed=sample_seed(self._run_seed, trajectory.sample_id),
+        )
+
+    @staticmethod
+    def _outdated(result: GenerateResult, oldest_version: int) -> int | None:
+        return next((span.version for span in result.spans if span.version < oldest_version), None)
+
+    def _check_newest(self, engine: Engine, result: GenerateResult) -> None:
+        for span in result.spans:
+            if span.version > self.newest_version:
+                raise EngineError(
+                    f"{engine.url}, request {result.rid}: tokens of weight version {span.version}, but the trainer is "
+                    f"at {self.newest_version}; another trainer is updating this server"
+                )
+
+
+def sample_seed(run_seed: int, sample_id: str) -> int:
+    """A 31-bit sampling seed that depends on nothing but the run's seed and the sample."""
+    return int.from_bytes(hashlib.blake2b(f"{run_seed}/{sample_id}".encode(), digest_size=4).digest(), "big") >> 1
+
+
+def _grown(trajectory: Trajectory, result: GenerateResult, step: int, max_tokens: int) -> Trajectory:
+    """The trajectory with the result's tokens, cut into segments at the server's own version spans."""
+    segments = [
+        Segment(span.version, step, result.token_ids[span.start : span.end], result.logprobs[span.start : span.end])
+        for span in result.spans
+    ]
+    num_tokens = trajectory.num_response_tokens + len(result.token_ids)
+    if result.finish_reason == "stop":
+        return trajectory.extended(segments, "stop")
+    return trajectory.extended(segments, "length" if num_tokens >= max_tokens else None)

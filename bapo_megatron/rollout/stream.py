@@ -1,0 +1,187 @@
+"""Sampling without rounds: a request per response, refilled one by one, while the trainer waits or trains.
+
+    ready --free slot of a live engine--> running --returned--> ready again, or its group is complete --judge--> settled
+
+Each request grows its response by at most `tokens_per_round` tokens; then the response queues behind those that have
+had fewer turns in this step, so that long ones do not starve the others. Responses whose group must be trained in the
+very next batch come first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+from collections import Counter
+from collections.abc import Callable, Coroutine
+
+from bapo_megatron.config.schema import RolloutConfig
+from bapo_megatron.errors import EngineError
+from bapo_megatron.rollout.base import Engine
+from bapo_megatron.rollout.book import RolloutBook, is_complete
+from bapo_megatron.rollout.dispatch import Dispatcher
+from bapo_megatron.types import Group, Trajectory
+
+_TICK_S = 0.5  # how often engines that came, went or were fenced are noticed
+_ABORT_AGAIN_S = 0.5  # a request may have reached its engine just after the abort did
+_MAX_EMPTY_TURNS = 3  # replies without a token, per unfinished response, before the engines are declared broken
+
+Judge = Callable[[Group], Coroutine[None, None, None]]
+"""Scores a complete group and settles it in the book."""
+
+
+class Stream:
+    """Keeps every slot of every live engine busy. Belongs to one event loop; `start` and `halt` may alternate."""
+
+    def __init__(self, config: RolloutConfig, book: RolloutBook, dispatcher: Dispatcher, judge: Judge) -> None:
+        self.step = 0
+        self.version = 0  # of the weights that sample
+        self.next_version = 0  # of the learner when the next batch is taken
+        self._config = config
+        self._book = book
+        self._dispatcher = dispatcher
+        self._judge = judge
+        self._is_open = False
+        self._requests: dict[str, tuple[asyncio.Task[None], Engine]] = {}  # by sample id
+        self._verdicts: dict[int, asyncio.Task[None]] = {}  # by prompt id
+        self._ready: list[tuple[bool, int, int, str]] = []  # heap: not urgent, turns, prompt id, sample id
+        self._turns: Counter[str] = Counter()  # requests per response in this step
+        self._num_empty = 0  # replies in a row without a token
+        self._failure: BaseException | None = None
+        self._ticker: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+
+    def start(self, step: int, version: int) -> None:
+        """Sample for the batch of `step` with weights of `version`; goes on with what is under way."""
+        self.step, self.version, self.next_version = step, version, version
+        self._turns.clear()
+        self._failure, self._num_empty, self._is_open = None, 0, True
+        self._ready = [self._rank(t) for t in self._book.unfinished() if t.sample_id not in self._requests]
+        heapq.heapify(self._ready)
+        for group in self._book.complete():
+            self._start_verdict(group)
+        if self._ticker is None:
+            self._ticker = asyncio.get_running_loop().create_task(self._tick())
+        self._pump()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until something that may matter to the next batch has changed, or `timeout_s` have passed.
+
+        Raises:
+            EngineError: a request failed for good, or the engines return no tokens at all.
+        """
+        if self._failure is None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), timeout_s)
+        self._changed.clear()
+        if self._failure is not None:
+            raise self._failure
+
+    async def halt(self) -> None:
+        """Stop sampling: running requests are aborted and keep what they have; verdicts are awaited."""
+        self._is_open = False
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._config.request_timeout_s
+        while self._requests and loop.time() < deadline:
+            await self._dispatcher.abort_open()
+            if tasks := [task for task, _ in self._requests.values()]:
+                await asyncio.wait(tasks, timeout=_ABORT_AGAIN_S)
+        for task, engine in list(self._requests.values()):
+            reason = f"{engine.url}: requests did not end within {self._config.request_timeout_s:g} s of their abort"
+            self._dispatcher.pool.fence(engine, reason)
+            task.cancel()
+        leftover = [task for task, _ in self._requests.values()] + list(self._verdicts.values())
+        if leftover:
+            await asyncio.wait(leftover)
+        if self._ticker is not None:
+            self._ticker.cancel()
+            self._ticker = None
+        if self._failure is not None:
+            raise self._failure
+
+    def _pump(self) -> None:
+        """Admit what the bound allows, and give every free slot to the response that comes first."""
+        if not self._is_open or self._failure is not None:
+            return
+        for trajectory in self._book.admit(self.version, self.next_version):
+            heapq.heappush(self._ready, self._rank(trajectory))
+        load = Counter({engine.url: 0 for engine in self._dispatcher.pool.live()})
+        for _, engine in self._requests.values():
+            if engine.url in load:
+                load[engine.url] += 1
+        engines = {engine.url: engine for engine in self._dispatcher.pool.live()}
+        while self._ready and any(n < self._config.max_concurrent_requests for n in load.values()):
+            *_, prompt_id, sample_id = heapq.heappop(self._ready)
+            home = self._dispatcher.pool.home(prompt_id)
+            url = home.url if home is not None else ""
+            if load.get(url, self._config.max_concurrent_requests) >= self._config.max_concurrent_requests:
+                url = min(load, key=lambda u: load[u])
+            load[url] += 1
+            self._start_request(self._book.get(sample_id), engines[url])
+
+    def _start_request(self, trajectory: Trajectory, engine: Engine) -> None:
+        sample_id, num_before = trajectory.sample_id, trajectory.num_response_tokens
+        self._book.start(trajectory)
+        self._turns[sample_id] += 1
+        task = asyncio.get_running_loop().create_task(
+            self._dispatcher.grow([trajectory], engine, self.step, self._book.grow)
+        )
+        self._requests[sample_id] = (task, engine)
+        task.add_done_callback(lambda done: self._end_request(done, sample_id, num_before))
+
+    def _end_request(self, task: asyncio.Task[None], sample_id: str, num_before: int) -> None:
+        _, engine = self._requests.pop(sample_id)
+        self._book.release(sample_id)
+        trajectory = self._book.get(sample_id)
+        if not task.cancelled() and task.exception() is not None:
+            self._fail(task.exception())
+        elif trajectory.finish_reason is None:
+            heapq.heappush(self._ready, self._rank(trajectory))
+            if self._dispatcher.pool.is_live(engine):
+                self._count_empty(trajectory.num_response_tokens - num_before)
+        else:
+            self._num_empty = 0
+            group = self._book.group(trajectory.prompt.prompt_id)
+            if is_complete(group):
+                self._start_verdict(group)
+        self._pump()
+
+    def _count_empty(self, num_new: int) -> None:
+        self._num_empty = 0 if num_new or not self._is_open else self._num_empty + 1
+        if self._num_empty > _MAX_EMPTY_TURNS * max(1, len(self._ready) + len(self._requests)):
+            urls = ", ".join(engine.url for engine in self._dispatcher.pool.engines)
+            self._fail(EngineError(f"{self._num_empty} replies in a row from {urls} held no token; who aborts them?"))
+
+    def _start_verdict(self, group: Group) -> None:
+        prompt_id = group.prompt.prompt_id
+        if prompt_id in self._verdicts:
+            return
+        task = asyncio.get_running_loop().create_task(self._judge(group))
+        self._verdicts[prompt_id] = task
+        task.add_done_callback(lambda done: self._end_verdict(done, prompt_id))
+
+    def _end_verdict(self, task: asyncio.Task[None], prompt_id: int) -> None:
+        del self._verdicts[prompt_id]
+        if not task.cancelled() and task.exception() is not None:
+            self._fail(task.exception())
+        self._changed.set()
+        self._pump()
+
+    def _fail(self, problem: BaseException | None) -> None:
+        self._failure = self._failure or problem
+        self._changed.set()
+
+    async def _tick(self) -> None:
+        """Take requests back from engines that are no longer live, and use those that have joined."""
+        while True:
+            for task, engine in list(self._requests.values()):
+                if not self._dispatcher.pool.is_live(engine):
+                    task.cancel()
+            if not self._dispatcher.pool.live():
+                self._changed.set()
+            self._pump()
+            await asyncio.sleep(_TICK_S)
+
+    def _rank(self, trajectory: Trajectory) -> tuple[bool, int, int, str]:
+        sample_id, prompt_id = trajectory.sample_id, trajectory.prompt.prompt_id
+        return (not self._book.is_urgent(trajectory, self.next_version), self._turns[sample_id], prompt_id, sample_id)

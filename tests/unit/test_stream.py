@@ -1,0 +1,282 @@
+"""Sampling without rounds, against an engine that takes time: over-sampling, overlap, fencing, the staleness bound."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bapo_megatron.errors import EngineError
+from bapo_megatron.rollout.base import GenerateRequest, GenerateResult, VersionSpan
+from bapo_megatron.rollout.dispatch import sample_seed
+from bapo_megatron.rollout.scheduler import Scheduler
+from bapo_megatron.types import Group, Trajectory
+from tests.unit.test_scheduler import STOP, ScriptedEngine, make
+
+
+class TimedEngine(ScriptedEngine):
+    """Samples a token of every request per tick of its clock; lengths are long-tailed; weights may change under way."""
+
+    def __init__(self, url: str = "http://timed", token_s: float = 0.0005) -> None:
+        super().__init__(url=url)
+        self.token_s = token_s
+        self.num_running = 0
+        self.max_running = 0
+        self.is_hung = False
+        self._aborted: set[str] = set()
+
+    def token(self, seed: int, position: int) -> int:
+        length = 40 if seed % 7 == 0 else 2 + seed % 5
+        return STOP if position == length else (seed + position) % 9
+
+    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
+        self.num_running += len(requests)
+        self.max_running = max(self.max_running, self.num_running)
+        try:
+            return [await self.sample(request) for request in requests]
+        finally:
+            self.num_running -= len(requests)
+
+    async def sample(self, request: GenerateRequest) -> GenerateResult:
+        self.requests.append(request)
+        done, reason = len(request.token_ids) - 3, "length"
+        tokens: list[int] = []
+        spans: list[VersionSpan] = []
+        while len(tokens) < request.max_new_tokens and reason == "length":
+            while self.is_hung:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(self.token_s)
+            if request.rid in self._aborted:
+                reason = "abort"
+                break
+            if not spans or spans[-1].version != self.version:
+                spans.append(VersionSpan(self.version, len(tokens), len(tokens)))
+            tokens.append(self.token(request.seed, done + len(tokens)))
+            spans[-1] = VersionSpan(spans[-1].version, spans[-1].start, len(tokens))
+            reason = "stop" if tokens[-1] == STOP else reason
+        logprobs = tuple(-0.01 * (done + i + 1) for i in range(len(tokens)))
+        return GenerateResult(request.rid, tuple(tokens), logprobs, tuple(spans), reason, done + 3, 0)  # type: ignore[arg-type]
+
+    async def abort(self, rid: str | None = None) -> None:
+        assert rid is not None, "others may use the server, too"
+        self._aborted.add(rid)
+
+
+def expected(t: Trajectory, max_tokens: int = 48) -> tuple[int, ...]:
+    seed, tokens = sample_seed(0, t.sample_id), []
+    while len(tokens) < max_tokens and STOP not in tokens:
+        tokens.append(TimedEngine().token(seed, len(tokens)))
+    return tuple(tokens)
+
+
+def check(scheduler: Scheduler, trained: Sequence[Group]) -> None:
+    """Every response is what its seed says, was trained once, and no token is missing from the books."""
+    samples = [t for g in trained for t in g.trajectories]
+    assert len({t.sample_id for t in samples}) == len(samples)
+    for t in samples:
+        assert t.response_ids == expected(t)
+        assert t.behaviour_logprobs == tuple(-0.01 * (i + 1) for i in range(t.num_response_tokens))
+        assert list(t.versions) == sorted(t.versions)
+    scheduler.ledger.check(scheduler.buffered())
+    for t in scheduler.buffered():
+        assert t.response_ids == expected(t)[: t.num_response_tokens]
+    num_buffered = sum(t.num_response_tokens for t in scheduler.buffered())
+    num_trained = sum(t.num_response_tokens for t in samples)
+    assert scheduler.ledger.num_tokens["generated"] == num_trained + num_buffered
+
+
+async def train(
+    scheduler: Scheduler, engines: Sequence[TimedEngine], num_steps: int, updates: int, train_s: float = 0.004
+) -> list[list[Group]]:
+    """A trainer that only takes time, and pushes weights to every engine after each step."""
+    batches = []
+    for step in range(num_steps):
+        groups, _ = await scheduler.take(step, step * updates)
+        assert groups is not None
+        batches.append(groups)
+        await asyncio.sleep(train_s)
+        scheduler.expect((step + 1) * updates)
+        for engine in engines:
+            engine.version = (step + 1) * updates
+            await asyncio.sleep(0)
+    await scheduler.close()
+    return batches
+
+
+OPTIONS: dict[str, Any] = {"max_response_tokens": 48, "groups_in_flight": 4}
+
+
+@pytest.mark.parametrize("budget", [None, 7])
+def test_the_tail_is_aborted_and_resumed_with_newer_weights(budget: int | None) -> None:
+    engine = TimedEngine()
+    scheduler = make(engine, abort_tail=True, tokens_per_round=budget, **OPTIONS)
+    batches = asyncio.run(train(scheduler, [engine], num_steps=12, updates=1))
+    check(scheduler, [g for batch in batches for g in batch])
+    assert engine.num_running == 0, "nothing is left running between steps"
+    trained = [t for batch in batches for g in batch for t in g.trajectories]
+    assert any(len(set(t.versions)) > 1 for t in trained)
+    assert any(t.num_response_tokens > 40 for t in trained)
+    if budget is not None:
+        assert all(r.max_new_tokens <= budget for r in engine.requests)
+
+
+def test_a_step_does_not_wait_for_the_tail() -> None:
+    """The slow ones take 40 ticks each; steps of over-sampled groups are ready after a few."""
+    engine = TimedEngine(token_s=0.002)
+    scheduler = make(engine, abort_tail=True, samples_per_prompt=1, groups_in_flight=16, max_response_tokens=48)
+
+    async def first() -> float:
+        began = asyncio.get_running_loop().time()
+        await scheduler.take(0, 0)
+        return asyncio.get_running_loop().time() - began
+
+    assert asyncio.run(first()) < 40 * 0.002
+
+
+@pytest.mark.parametrize("abort_tail", [False, True])
+def test_sampling_goes_on_while_the_trainer_trains(abort_tail: bool) -> None:
+    engine = TimedEngine()
+    scheduler = make(engine, overlap=True, abort_tail=abort_tail, max_staleness=4, **OPTIONS)
+
+    async def run() -> int:
+        groups, _ = await scheduler.take(0, 0)
+        assert groups is not None
+        before = scheduler.ledger.num_tokens["generated"]
+        await asyncio.sleep(0.1)
+        after = scheduler.ledger.num_tokens["generated"]
+        await scheduler.close()
+        check(scheduler, groups)
+        return after - before
+
+    assert asyncio.run(run()) > 0
+
+
+def test_responses_go_on_through_a_push_and_know_both_versions() -> None:
+    engine = TimedEngine(token_s=0.001)
+    scheduler = make(engine, overlap=True, max_staleness=6, **OPTIONS)
+    batches = asyncio.run(train(scheduler, [engine], num_steps=15, updates=1))
+    check(scheduler, [g for batch in batches for g in batch])
+    trained = [t for batch in batches for g in batch for t in g.trajectories]
+    assert any(len(set(t.versions)) > 1 for t in trained)
+
+
+def test_slots_are_refilled_one_by_one_and_never_overfilled() -> None:
+    engine = TimedEngine()
+    scheduler = make(engine, overlap=True, max_staleness=9, max_concurrent_requests=5, **OPTIONS)
+    asyncio.run(train(scheduler, [engine], num_steps=10, updates=1))
+    assert engine.max_running == 5
+
+
+def test_a_hung_engine_is_fenced_and_its_samples_move_on() -> None:
+    good, bad = TimedEngine("http://good"), TimedEngine("http://bad")
+    bad.is_hung = True
+    scheduler = make(good, bad, overlap=True, max_staleness=4, request_timeout_s=0.5, **OPTIONS)
+
+    async def run() -> list[Group]:
+        taking = asyncio.create_task(scheduler.take(0, 0))
+        await asyncio.sleep(0.1)
+        scheduler.pool.fence(bad, "no health")  # type: ignore[arg-type]
+        groups, _ = await asyncio.wait_for(taking, 10)
+        assert groups is not None
+        await scheduler.close()
+        return groups
+
+    check(scheduler, asyncio.run(run()))
+
+
+def test_engines_that_return_nothing_are_an_error_not_a_busy_loop() -> None:
+    class Silent(TimedEngine):
+        async def sample(self, request: GenerateRequest) -> GenerateResult:
+            return GenerateResult(request.rid, (), (), (), "abort", 3, 0)
+
+    scheduler = make(Silent(), abort_tail=True, **OPTIONS)
+    with pytest.raises(EngineError, match="replies in a row from http://timed held no token"):
+        asyncio.run(asyncio.wait_for(scheduler.take(0, 0), 20))
+
+
+def test_a_failing_judge_is_loud() -> None:
+    scheduler = make(TimedEngine(), abort_tail=True, **OPTIONS)
+
+    def broken(_: Any) -> list[float]:
+        raise RuntimeError("no verdict")
+
+    scheduler._score = broken
+    with pytest.raises(RuntimeError, match="no verdict"):
+        asyncio.run(asyncio.wait_for(scheduler.take(0, 0), 20))
+
+
+def test_state_saved_while_sampling_goes_on_loses_and_repeats_nothing() -> None:
+    options = {"overlap": True, "max_staleness": 5, **OPTIONS}
+
+    async def first(engine: TimedEngine, scheduler: Scheduler) -> tuple[list[Group], str]:
+        trained = []
+        for step in range(4):
+            groups, _ = await scheduler.take(step, step)
+            assert groups is not None
+            trained += groups
+            await asyncio.sleep(0.003)
+            engine.version = step + 1
+            scheduler.expect(step + 1)
+        assert engine.num_running > 0, "requests are under way while the state is saved"
+        saved = json.dumps(scheduler.state_dict())
+        await scheduler.close()
+        return trained, saved
+
+    engine = TimedEngine()
+    head, saved = asyncio.run(first(engine, make(engine, **options)))
+    second = make(engine, **options)
+    second.load_state_dict(json.loads(saved))
+    assert second.ledger.counts()["running"] == 0
+
+    async def rest() -> list[Group]:
+        trained = []
+        for step in range(4, 9):
+            engine.version = step
+            groups, _ = await second.take(step, step)
+            assert groups is not None
+            trained += groups
+        await second.close()
+        return trained
+
+    check(second, head + asyncio.run(rest()))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    chaos=st.integers(0, 2**32),
+    updates=st.integers(1, 3),
+    spare=st.integers(0, 5),
+    in_flight=st.integers(2, 8),
+    budget=st.sampled_from([None, 3, 11]),
+    abort_tail=st.booleans(),
+    overlap=st.booleans(),
+)
+def test_the_staleness_bound_is_never_passed_and_nothing_is_dropped(
+    chaos: int, updates: int, spare: int, in_flight: int, budget: int | None, abort_tail: bool, overlap: bool
+) -> None:
+    bound = (2 if overlap else 1) * updates - 1 + spare
+    rng = random.Random(chaos)
+    engines = [TimedEngine(f"http://{i}", token_s=0.0) for i in range(2)]
+    scheduler = make(
+        *engines,
+        updates_per_step=updates,
+        max_staleness=bound,
+        groups_in_flight=in_flight,
+        tokens_per_round=budget,
+        abort_tail=abort_tail,
+        overlap=overlap,
+        max_response_tokens=48,
+    )
+    batches = asyncio.run(train(scheduler, engines, num_steps=8, updates=updates, train_s=rng.random() * 0.004))
+    for step, groups in enumerate(batches):
+        last_update = (step + 1) * updates - 1
+        assert len(groups) == 2
+        assert max(last_update - v for g in groups for t in g.trajectories for v in t.versions) <= bound
+    check(scheduler, [g for batch in batches for g in batch])
+    assert not scheduler.ledger.dropped
