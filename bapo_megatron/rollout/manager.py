@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from bapo_megatron.buffer.batch import batch_builder
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import EngineError
-from bapo_megatron.learner.hf.shapes import load_hf_config
+from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards import RewardScorer, is_informative
 from bapo_megatron.rollout.base import Engine
