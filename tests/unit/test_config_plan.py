@@ -69,7 +69,7 @@ def test_bfloat16_warns_on_a_cpu_only() -> None:
     config = load_config([], ["model.dtype=bfloat16"])
     (found,) = check(config, hf_config=None)
     assert found.severity == "warning"
-    assert check(config, hf_config=None, has_gpu=True) == []
+    assert check(config, hf_config=None, num_gpus=8) == []
 
 
 def test_summary_has_the_arithmetic() -> None:
