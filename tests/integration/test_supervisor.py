@@ -161,7 +161,7 @@ def test_a_port_that_someone_else_has_taken_uses_up_the_restarts(tmp_path: Path)
 
         wait_until(take, "the port was taken", 5)
         wait_until(lambda: len(told) == 2, "the engine was given up")
-    assert "ended with exit code 1" in told[1]
+    assert "ended with exit code" in told[1]
     assert "address already in use" in (tmp_path / "engine-0.restart-1.log").read_text()
 
 
