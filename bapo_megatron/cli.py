@@ -114,7 +114,7 @@ def _load_checked(arguments: Sequence[str]) -> Config:
         hf_config = load_hf_config(resolve_model_path(config.model.path))
     except UserError as error:
         errors.append(str(error))
-    violations = check(config, hf_config=hf_config, has_gpu=_has_gpu())
+    violations = check(config, hf_config=hf_config, num_gpus=_num_gpus())
     errors += [v.message for v in violations if v.severity == "error"]
     for violation in violations:
         if violation.severity == "warning":
@@ -124,10 +124,10 @@ def _load_checked(arguments: Sequence[str]) -> Config:
     return config
 
 
-def _has_gpu() -> bool:
+def _num_gpus() -> int:
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _train(options: argparse.Namespace) -> int:

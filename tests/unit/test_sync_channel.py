@@ -287,7 +287,7 @@ def test_no_engine_left_says_why(loop: LoopThread) -> None:
     world = World(loop, 2)
     world.engines[0].faults = {"first bucket": "die"}
     world.engines[1].faults = {"pause": "die"}
-    with pytest.raises(EngineError, match=r"no rollout engine is left: http://b is fenced: .*; http://a is fenced: "):
+    with pytest.raises(EngineError, match=r"no rollout engine is left: http://b is fenced \(.*; http://a is fenced \("):
         world.push()
 
 
