@@ -119,7 +119,7 @@ class Attempt:
         for rank in self.ranks:
             rank.join()
 
-    def kill_when(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> bool:
+    def kill_when(self, condition: Callable[[], bool], timeout_s: float = 240.0) -> bool:
         """Kill all ranks at a moment at which `condition` holds while they stand still; False if the run ended first.
 
         Who is stopped cannot leave the moment again before it is killed.
@@ -171,7 +171,7 @@ SMALL = (
     "train.minibatches_per_step=2",
     "parallel.threads_per_rank=1",
     "sync.bucket_mib=0.5",
-    "sync.timeout_s=60",
+    "sync.timeout_s=120",
     "checkpoint.interval_steps=1",
     "checkpoint.keep_last=1000",
     "monitor.samples_per_step=1000",
@@ -241,7 +241,7 @@ def _serve(ready: Path, log: Path) -> None:
 
     _write_to(log)
     arguments = ["--model-path", str(demo_model_path()), "--max-context", "64", "--max-running", "64"]
-    main([*arguments, "--update-timeout-s", "60", "--ready-file", str(ready)])
+    main([*arguments, "--update-timeout-s", "120", "--ready-file", str(ready)])
 
 
 def _train(rank: int, size: int, port: int, run_dir: Path, url: str, journal: Path) -> None:
