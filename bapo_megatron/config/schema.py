@@ -25,7 +25,9 @@ class RunConfig(Section):
     dir: str = "runs"
     """Folder that holds all run directories."""
     seed: int = Field(0, ge=0)
-    """Seeds prompt order, sampling, mini-batch order; on a CPU the same seed gives the same run, up to rounding."""
+    """Seeds prompt order, sampling, mini-batch order. On a CPU, with embedded engines and neither overlap nor
+    abort_tail, the same seed, layout and threads give the same run bit for bit, interrupted or not; else see
+    docs/architecture.md, Resuming."""
 
 
 class ModelConfig(Section):

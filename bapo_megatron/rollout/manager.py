@@ -72,7 +72,10 @@ class RolloutManager:
         self.loop = LoopThread()
         self._tokenizer = tokenizer
         timeout_s = config.rollout.request_timeout_s
-        self.engines = [HttpEngine(url, request_timeout_s=timeout_s, vocab_size=vocab_size) for url in urls]
+        self.engines = [
+            HttpEngine(url, request_timeout_s=timeout_s, vocab_size=vocab_size, generate_url=config.rollout.router_url)
+            for url in urls
+        ]
         self.pool = EnginePool(self.engines)
         self.prompts = PromptStream(config, tokenizer)
         self._scorer = RewardScorer(config)

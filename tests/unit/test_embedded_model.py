@@ -96,6 +96,19 @@ def test_a_moved_row_goes_on_as_before(tmp_path: Path) -> None:
     torch.testing.assert_close(model.decode(torch.tensor([2]), torch.tensor([4]), cache)[0], expected)
 
 
+def test_a_new_cache_is_zero_whatever_its_memory_held(tmp_path: Path) -> None:
+    """A masked position counts 0 times what lies there, and 0 times nan is nan."""
+    save(CONFIGS["qwen3"], tmp_path)
+    model = Model.from_pretrained(tmp_path, max_len=16)
+    size = model.new_cache(num_rows=2, max_len=16).data.numel()
+    used = [torch.full((size,), torch.nan) for _ in range(50)]
+    del used
+    cache = model.new_cache(num_rows=2, max_len=16)
+    assert not cache.data.any()
+    model.prefill(torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([3, 2]), cache, 0)
+    assert model.decode(torch.tensor([1, 2]), torch.tensor([3, 2]), cache).isfinite().all()
+
+
 def test_sharded_checkpoints_load(tmp_path: Path) -> None:
     reference = save(CONFIGS["qwen2"], tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1

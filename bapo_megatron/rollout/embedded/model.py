@@ -11,6 +11,8 @@ Hugging Face names, so that loading and updating copy into place without any fur
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +33,11 @@ class KVCache:
     """Keys and values of up to `num_rows` sequences of up to `max_len` tokens: data[layer, k or v, B, K, L, D]."""
 
     def __init__(self, spec: ModelShape, *, num_rows: int, max_len: int, dtype: torch.dtype) -> None:
-        # Left uninitialised: the operating system hands out the memory when a row is first written.
-        self.data = torch.empty(spec.num_layers, 2, num_rows, spec.num_kv_heads, max_len, spec.head_dim, dtype=dtype)
+        shape = (spec.num_layers, 2, num_rows, spec.num_kv_heads, max_len, spec.head_dim)
+        # Zeros, since masked positions are multiplied by 0 and a nan there would stay one. Mapped, not allocated: the
+        # operating system hands out zeroed memory only where a row is written.
+        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.data = torch.frombuffer(memory, dtype=dtype).view(shape)
         self.num_rows = num_rows
         self.max_len = max_len
 
