@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -35,12 +35,20 @@ CALL_FAULTS = {  # of the whole reply
 }
 FAULTS = RESULT_FAULTS | CALL_FAULTS
 
+Answer = Callable[[], Awaitable[web.StreamResponse]]
+"""Forwards the call and returns what came back."""
+
+Trap = Callable[[Answer], Awaitable[web.StreamResponse]]
+"""Handles one call in the place of the proxy."""
+
 Spoil = Callable[[Sequence[str]], dict[str, str]]
 """Chooses the faults of one call: the rids in it -> the fault of each result that is spoilt."""
 
 
 class FaultyProxy:
     """Forwards everything; `spoil` says what to do to replies to /generate. A fault of a call spoils all its results.
+
+    `set_trap` hands the next call of a path to somebody else.
 
     Example: FaultyProxy(url, lambda rids: {rids[0]: "nan"})
     """
@@ -49,9 +57,18 @@ class FaultyProxy:
         self.spoil = spoil
         self.hits: Counter[str] = Counter()  # calls and results spoilt, by fault
         self.num_spoilt = 0  # results that did not arrive as they were sent
-        self.delay_s = 0.0  # before a reply
         self.url = ""
         self._target = target
+        self._traps: list[tuple[str, Trap]] = []
+
+    def set_trap(self, path: str, trap: Trap) -> None:
+        """For one call; several of the same path are used one by one."""
+        self._traps.append((path, trap))
+
+    def disarm(self) -> None:
+        """Forward faithfully from now on."""
+        self._traps.clear()
+        self.spoil = lambda rids: {}
 
     async def __aenter__(self) -> FaultyProxy:
         app = web.Application(client_max_size=2**26)
@@ -69,6 +86,17 @@ class FaultyProxy:
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
+
+        async def answer() -> web.StreamResponse:
+            return await self._answer(request, raw)
+
+        trap = next((entry for entry in self._traps if entry[0] == request.path), None)
+        if trap is None:
+            return await answer()
+        self._traps.remove(trap)
+        return await trap[1](answer)
+
+    async def _answer(self, request: web.Request, raw: bytes) -> web.StreamResponse:
         headers = {"Content-Type": "application/json"} if raw else {}
         try:
             async with self._session.request(
@@ -77,8 +105,6 @@ class FaultyProxy:
                 reply, status = await response.read(), response.status
         except aiohttp.ClientError:
             return self._hang_up(request)
-        if self.delay_s:
-            await asyncio.sleep(self.delay_s)
         if request.path != "/generate" or status != 200:
             return web.Response(body=reply, status=status)
         return await self._spoilt(request, json.loads(raw)["rid"], reply)
