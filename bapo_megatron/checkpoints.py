@@ -68,6 +68,7 @@ class CheckpointStore:
                 _write_atomically(self.folder / "latest", final.name)
                 self._delete_old(step)
         except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)  # it may be what has filled the disk
             raise CheckpointError(
                 f"cannot save {final}: {error}; the previous checkpoint is still the latest"
             ) from error

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -16,6 +17,9 @@ def write_safetensors(named: Iterable[tuple[str, Tensor]], folder: Path, max_fil
     """Write tensors into numbered files of about `max_file_bytes`, and the index that names them.
 
     The file names carry no total, which is not known before the stream ends; readers go by the index.
+
+    Raises:
+        OSError: the disk is full or not writable.
     """
     weight_map: dict[str, str] = {}
     pending: dict[str, Tensor] = {}
@@ -24,7 +28,10 @@ def write_safetensors(named: Iterable[tuple[str, Tensor]], folder: Path, max_fil
     def flush() -> None:
         nonlocal num_bytes, num_files
         file = f"model-{num_files:05d}.safetensors"
-        save_file(pending, folder / file, metadata={"format": "pt"})
+        try:
+            save_file(pending, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # which an error of the system becomes there
+            raise OSError(f"{folder / file}: {error}") from error
         weight_map.update(dict.fromkeys(pending, file))
         pending.clear()
         num_bytes, num_files = 0, num_files + 1
