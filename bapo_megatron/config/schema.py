@@ -237,10 +237,14 @@ class ParallelConfig(Section):
 class SyncConfig(Section):
     """Weight sync from trainer to engines."""
 
-    bucket_mib: PositiveFloat = 256.0
-    """Bytes gathered and broadcast at once."""
-    timeout_s: PositiveFloat = 300.0
-    """Deadline of each stage of a weight update."""
+    channel: Literal["broadcast", "disk"] = "broadcast"
+    """broadcast: over one process group with all engines; disk: through files that every engine can read."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """broadcast: auto is NCCL where the trainer has a GPU and the engines are SGLang's, gloo otherwise."""
+    bucket_mib: PositiveFloat = 64.0
+    """broadcast: weights gathered and sent at once. Two buckets are held: one on its way, one being gathered."""
+    timeout_s: PositiveFloat = 120.0
+    """Deadline of each stage of a weight update; an engine that misses it is fenced off."""
 
 
 class EvalConfig(Section):

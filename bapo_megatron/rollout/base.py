@@ -11,6 +11,8 @@ from bapo_megatron.types import Batch, Group
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
+EMBEDDED = "bapo_megatron.embedded"  # what our own engine calls itself in `server_info()["engine"]`
+
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
@@ -89,7 +91,14 @@ class Engine(Protocol):
 
     async def end_weight_update(self) -> None: ...
     async def destroy_update_group(self, group_name: str) -> None: ...
+    async def update_weights_from_disk(self, folder: str, *, version: int) -> None:
+        """Load and publish a Hugging Face checkpoint folder that both sides see; no session and no group needed."""
+        ...
+
     async def weights_checksum(self) -> dict[str, Any]: ...
+    async def weights_manifest(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Name, type and shape of every weight, in Hugging Face names. The embedded engine alone can tell."""
+        ...
 
 
 class Rollouts(Protocol):

@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from bapo_megatron.errors import EngineError, RequestRefusedError
+from bapo_megatron.errors import BroadcastLostError, EngineError, RequestRefusedError, UnreachableEngineError
 from bapo_megatron.rollout.base import GenerateRequest, GenerateResult, PauseMode, VersionSpan
 
 _HEALTH_TIMEOUT_S = 5.0
@@ -23,6 +23,7 @@ _LOGPROB_SLACK = 1e-4  # a log-prob of exactly 0 may come out this much above it
 _MAX_FLOAT = sys.float_info.max
 _UNVERSIONED = "default"  # what a server calls the weights it started with
 _REFUSALS = (400, 401, 403, 404, 405, 413, 422)  # what is asked is wrong; 408 and 429 ask to come back later
+_LOST_BROADCAST = "Failed to receive weights"  # SGLang's words (srt/managers/scheduler_components/weight_updater.py)
 _FINISH_REASONS = ("stop", "length", "abort")
 
 
@@ -141,8 +142,19 @@ class HttpEngine:
     async def destroy_update_group(self, group_name: str) -> None:
         await self._call("POST", "/destroy_weights_update_group", {"group_name": group_name})
 
+    async def update_weights_from_disk(self, folder: str, *, version: int) -> None:
+        body = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
+        await self._call("POST", "/update_weights_from_disk", body)
+
     async def weights_checksum(self) -> dict[str, Any]:
         return _as_dict(await self._call("POST", "/weights_checker", {"action": "checksum"}))
+
+    async def weights_manifest(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        reply = _as_dict(await self._call("POST", "/weights_checker", {"action": "manifest"}))
+        try:
+            return [(str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in reply["weights"]]
+        except (KeyError, TypeError, ValueError):
+            raise EngineError(f"{self.url}/weights_checker: the reply is no list of weights") from None
 
     def _check_vocabulary(self, request: GenerateRequest) -> None:
         """SGLang would embed an unknown token id as whatever lies there. Raises EngineError."""
@@ -169,12 +181,14 @@ class HttpEngine:
             ) as response:
                 raw = await response.read()
         except asyncio.TimeoutError:  # noqa: UP041 - the name that aiohttp documents
-            raise EngineError(f"{where}: no answer within {deadline_s:g} s") from None
+            raise UnreachableEngineError(f"{where}: no answer within {deadline_s:g} s") from None
         except aiohttp.ClientError as problem:
-            raise EngineError(f"{where}: {type(problem).__name__}: {problem}; is the server running?") from None
+            raise UnreachableEngineError(
+                f"{where}: {type(problem).__name__}: {problem}; is the server running?"
+            ) from None
         if response.status != 200:
-            kind = RequestRefusedError if response.status in _REFUSALS else EngineError
-            raise kind(f"{where}: HTTP {response.status}: {raw[:1000].decode(errors='replace')}")
+            message = raw[:1000].decode(errors="replace")
+            raise _failure(response.status, message)(f"{where}: HTTP {response.status}: {message}")
         try:
             return json.loads(raw) if raw else None
         except (ValueError, RecursionError):
@@ -193,6 +207,12 @@ def _generate_body(request: GenerateRequest) -> dict[str, Any]:
         },
         "return_logprob": True,
     }
+
+
+def _failure(status: int, message: str) -> type[EngineError]:
+    if _LOST_BROADCAST in message:
+        return BroadcastLostError
+    return RequestRefusedError if status in _REFUSALS else EngineError
 
 
 class _BadReplyError(ValueError):

@@ -189,7 +189,9 @@ class Campaign:
         self._strikes: set[asyncio.Task[Any]] = set()
         self._loop = LoopThread()
         self._tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
-        self.config = load_config(["demo"], ["reward.kind='tests.integration.campaign_judge:judge'", "reward.timeout_s=1.0"])
+        self.config = load_config(
+            ["demo"], ["reward.kind='tests.integration.campaign_judge:judge'", "reward.timeout_s=1.0"]
+        )
         self._scorer = RewardScorer(self.config)
         self.sites = [self._run(self._open_site(starter)) for _ in range(num_sites)]
 
@@ -199,7 +201,10 @@ class Campaign:
         began_hits = sum((Counter(site.proxy.hits) for site in self.sites), Counter())
         began_judge = Counter(hang=self._scorer.num_timeouts, crash=self._scorer.num_errors)
         self._run(self._heal())
-        engines = [HttpEngine(s.proxy.url, request_timeout_s=self.timeouts.request_s, vocab_size=VOCAB_SIZE) for s in self.sites]
+        engines = [
+            HttpEngine(s.proxy.url, request_timeout_s=self.timeouts.request_s, vocab_size=VOCAB_SIZE)
+            for s in self.sites
+        ]
         pool = EnginePool(engines)
         watch = self._loop.submit(pool.watch())
         scheduler = self._scheduler(pool, settings)
@@ -395,7 +400,9 @@ class Campaign:
         return self._loop.run(coroutine, self.timeouts.step_s, f"leg {self.leg!r}, step {self._num_steps}")
 
 
-def _logprobs(model: Any, weights: dict[str, Tensor], samples: Sequence[Trajectory], temperature: float) -> list[Tensor]:
+def _logprobs(
+    model: Any, weights: dict[str, Tensor], samples: Sequence[Trajectory], temperature: float
+) -> list[Tensor]:
     """Log-prob float32 [response tokens] of each sample under these weights."""
     model.load_state_dict(weights)
     results: list[Tensor] = []
@@ -410,4 +417,3 @@ def _logprobs(model: Any, weights: dict[str, Tensor], samples: Sequence[Trajecto
             first = len(t.prompt.token_ids) - 1
             results.append(row[first : first + t.num_response_tokens])
     return results
-

@@ -29,7 +29,8 @@ from bapo_megatron.rollout.client import HttpEngine
 from bapo_megatron.rollout.manager import LoopThread
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.scheduler import RolloutStats, Scheduler
-from bapo_megatron.sync.channel import BroadcastChannel
+from bapo_megatron.sync.broadcast import BroadcastChannel
+from bapo_megatron.sync.buckets import TensorSpec, plan_buckets
 from bapo_megatron.types import Trajectory
 from tests.integration.engines import EngineProcess, start_engines
 from tests.integration.faulty_proxy import CALL_FAULTS, FAULTS, RESULT_FAULTS, FaultyProxy
@@ -300,7 +301,9 @@ def test_one_spoilt_result_of_many_costs_its_own_request_only(
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("mode", "kind"), [*(("rounds", kind) for kind in FAULTS), ("tail", "nan"), ("tail", "closed")])
+@pytest.mark.parametrize(
+    ("mode", "kind"), [*(("rounds", kind) for kind in FAULTS), ("tail", "nan"), ("tail", "closed")]
+)
 def test_a_fault_that_stays_fences_that_engine_and_the_others_finish_its_samples(
     servers: list[EngineProcess], make: Make, undisturbed: Responses, kind: str, mode: str
 ) -> None:
@@ -438,9 +441,13 @@ def test_a_refused_weight_push_is_one_clear_error_and_nothing_is_sampled_until_a
         weights = load_file(next(demo_model_path().glob("*.safetensors")))
         name = sorted(weights)[len(weights) // 2]
         config = SyncConfig(bucket_mib=1.0, timeout_s=10.0)
-        channel = BroadcastChannel([engine], config, loop.submit)
-        channel.connect()
+        manifest = [TensorSpec.of(n, t) for n, t in weights.items()]
+        channel = BroadcastChannel(EnginePool([engine]), config, loop.submit)
+        channel.connect(manifest)
         wrong = {n: torch.cat([t, t]) if n == name else t for n, t in weights.items()}
+        wrong_manifest = [TensorSpec.of(n, t) for n, t in wrong.items()]
+        channel._plan = plan_buckets(wrong_manifest, 2**20)  # past the handshake, which would not let it through
+        channel._session.manifest = tuple(wrong_manifest)
         began_s = time.monotonic()
         with pytest.raises(EngineError, match="update_weights_from_distributed") as raised:
             channel.push(iter(wrong.items()), 1)
@@ -451,9 +458,9 @@ def test_a_refused_weight_push_is_one_clear_error_and_nothing_is_sampled_until_a
         assert info["paused"]
         assert info["weight_version"] == "0"
 
-        channel = BroadcastChannel([engine], config, loop.submit)
-        channel.connect()
-        channel.push(iter(weights.items()), 1)
+        channel = BroadcastChannel(EnginePool([engine]), config, loop.submit)
+        channel.connect(manifest)
+        assert channel.push(iter(weights.items()), 1).is_whole
         groups, _ = loop.run(make([engine]).take(0, 1), 30)
         trained = [t for g in groups or [] for t in g.trajectories]
         assert {v for t in trained for v in t.versions} == {1}

@@ -286,7 +286,7 @@ class Model:
 
     def _load(self, folder: Path) -> None:
         missing = set(self.named_weights)
-        for file in _safetensors_files(folder):
+        for file in safetensors_files(folder):
             with safe_open(file, framework="pt") as weights:
                 for name in weights.keys():  # noqa: SIM118 - safe_open is not a mapping
                     if name.endswith(_IGNORED_SUFFIX) or (name == "lm_head.weight" and self.spec.tied):
@@ -327,7 +327,8 @@ def _rope_frequencies(config: Any, head_dim: int, where: str) -> tuple[Tensor, f
     return ROPE_INIT_FUNCTIONS[kind](config)
 
 
-def _safetensors_files(folder: Path) -> list[Path]:
+def safetensors_files(folder: Path) -> list[Path]:
+    """The weight files of a checkpoint folder. Raises CheckpointError where one is missing."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
