@@ -70,7 +70,8 @@ class CheckpointStore:
                 os.replace(partial, final)
                 _write_atomically(self.folder / "latest", final.name)
                 self._delete_old(step)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
+            shutil.rmtree(partial, ignore_errors=True)  # it may be what has filled the disk
             raise CheckpointError(
                 f"cannot save {final}: {error}; the previous checkpoint is still the latest"
             ) from error

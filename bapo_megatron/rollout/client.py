@@ -7,6 +7,7 @@ Repeating a request is the scheduler's business.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -203,7 +204,7 @@ class HttpEngine:
             raise _failure(response.status, message)(f"{where}: HTTP {response.status}: {message}")
         try:
             return json.loads(raw) if raw else None
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
 
 
@@ -237,6 +238,8 @@ def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) ->
     token_ids = _as_dict(reply).get("output_ids")
     if not isinstance(token_ids, list):
         raise _BadReplyError("the reply has no output_ids")
+    if (rid := meta.get("id", request.rid)) != request.rid:
+        raise _BadReplyError(f"the reply is of request {rid!r}")
     finish = meta.get("finish_reason")
     reason = finish.get("type") if isinstance(finish, dict) else None
     if reason not in _FINISH_REASONS:
@@ -248,13 +251,16 @@ def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) ->
     for token_id in token_ids:
         if type(token_id) is not int or token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
             raise _BadReplyError(f"token id {token_id!r} is outside the vocabulary of {vocab_size}")
+    num_prompt_tokens = _count(meta, "prompt_tokens", len(request.token_ids))
+    if num_prompt_tokens != len(request.token_ids):
+        raise _BadReplyError(f"it continues {num_prompt_tokens} prompt tokens, but {len(request.token_ids)} were sent")
     return GenerateResult(
         rid=request.rid,
         token_ids=tuple(token_ids),
         logprobs=_logprobs(meta, token_ids),
         spans=_spans(meta, len(token_ids)),
         finish_reason=reason,
-        num_prompt_tokens=_count(meta, "prompt_tokens", len(request.token_ids)),
+        num_prompt_tokens=num_prompt_tokens,
         num_cached_tokens=_count(meta, "cached_tokens", 0),
     )
 
@@ -309,10 +315,10 @@ def parse_version(version: object) -> int:
     """A server's weight version as a number; -1 for the weights it started with. Raises _BadReplyError otherwise."""
     if version == _UNVERSIONED:
         return -1
-    try:
-        return int(version)  # type: ignore[call-overload]
-    except (TypeError, ValueError):
-        raise _BadReplyError(f"weight version {version!r} is not a number") from None
+    if type(version) in (int, str):
+        with contextlib.suppress(ValueError):
+            return int(version)  # type: ignore[call-overload]
+    raise _BadReplyError(f"weight version {version!r} is not a whole number")
 
 
 def _as_dict(value: Any) -> dict[str, Any]:

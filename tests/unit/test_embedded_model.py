@@ -231,7 +231,11 @@ def test_a_good_reply_is_read() -> None:
         ("weight_versions", None, "weight_versions"),
         ("weight_versions", [{"version": "4", "start": 0, "end": 2}], "cover"),
         ("weight_versions", [{"version": "4", "start": 1, "end": 3}], "cover"),
-        ("weight_versions", [{"version": "v4", "start": 0, "end": 3}], "'v4' is not a number"),
+        ("weight_versions", [{"version": "v4", "start": 0, "end": 3}], "'v4' is not a whole number"),
+        ("weight_versions", [{"version": 1.5, "start": 0, "end": 3}], "1.5 is not a whole number"),
+        ("weight_versions", [{"version": float("inf"), "start": 0, "end": 3}], "inf is not a whole number"),
+        ("id", "another", "the reply is of request 'another'"),
+        ("prompt_tokens", 1, "it continues 1 prompt tokens, but 2 were sent"),
     ],
 )
 def test_a_bad_reply_is_refused(path: str, value: Any, message: str) -> None:
