@@ -22,7 +22,6 @@ CORE = [
     "pydantic>=2.7",
     "tomli-w>=1.0",
     "aiohttp>=3.9",
-    "pebble>=5",
     "tqdm",
     "jinja2",
     "matplotlib",

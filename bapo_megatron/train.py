@@ -17,20 +17,25 @@ A step waits for its rollouts; partial responses that it leaves behind are resum
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.buffer.packing import minibatches
-from bapo_megatron.buffer.share import share_batch
+from bapo_megatron.buffer.share import share_batch, share_metrics
 from bapo_megatron.checkpoints import CheckpointStore
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import Learner
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.learner.proximal import with_proximal_logprobs
 from bapo_megatron.monitor.record import Recorder, UpdateMetrics
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.monitor.stopwatch import Stopwatch
+from bapo_megatron.rollout.base import Rollouts
 from bapo_megatron.rollout.manager import RolloutManager
+from bapo_megatron.rollout.recorded import RecordedRollouts
 from bapo_megatron.sync.channel import BroadcastChannel, Channel, FollowerChannel
 from bapo_megatron.types import Batch, MiniBatch
 
@@ -39,7 +44,7 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
     """Train from the run's latest checkpoint, or from the start, to `train.num_steps`."""
     model_path = resolve_model_path(config.model.path)
     learner = MegatronLearner(config, model_path)
-    rollouts = RolloutManager.connect(config, model_path, urls) if recorder else None
+    rollouts = _connect(config, model_path, urls) if recorder else None
     finder = BoundsFinder(config, learner)
     store = CheckpointStore(run_dir.checkpoints_dir, config.checkpoint.keep_last)
     first_step = _resume(store, learner, rollouts, finder)
@@ -48,23 +53,31 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
         recorder.begin(first_step, rollouts.decode)
 
     _push(channel, learner, rollouts)
+    baseline = _evaluate(config, rollouts, first_step, learner.version) if first_step == 0 else {}
+    if recorder and baseline:
+        recorder.note(f"evaluation before training: reward {baseline['eval/reward']:.3f}")
     watch = Stopwatch()
     for step in range(first_step, config.train.num_steps):
         updates = UpdateMetrics(config)
         with watch.span("rollout"):
             while (batch := _next_batch(config, rollouts, recorder, step, learner.version)) is None:
                 _push(channel, learner, rollouts)  # an engine came back, without weights
+        if config.loss.proximal == "learner":
+            with watch.span("score"):
+                batch = with_proximal_logprobs(batch, learner, config)
         for minibatch in _optimizer_steps(batch, config, step, learner):
             with watch.span("score"):
                 bounds = finder.find(minibatch)
             with watch.span("train"):
                 result = learner.step(minibatch, bounds)
                 finder.observe(minibatch, result.log_probs)
-            updates.add(bounds, result.metrics)
+            updates.add(bounds, result)
         with watch.span("sync"):
             sync = _push(channel, learner, rollouts)
+        with watch.span("eval"):
+            evaluation = _evaluate(config, rollouts, step + 1, learner.version)
         if recorder:
-            recorder.record(step + 1, learner.version, batch.metrics, updates.result(), sync, watch.lap())
+            recorder.record(step + 1, learner.version, batch.metrics, updates.result(), sync, evaluation, watch.lap())
         if _is_save_due(config, step + 1):
             store.save(step + 1, learner, _rollout_state(rollouts, finder))
     channel.close()
@@ -72,8 +85,14 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
         rollouts.close()
 
 
+def _connect(config: Config, model_path: Path, urls: list[str]) -> Rollouts:
+    if config.rollout.engine == "recorded":
+        return RecordedRollouts.connect(config, model_path)
+    return RolloutManager.connect(config, model_path, urls)
+
+
 def _next_batch(
-    config: Config, rollouts: RolloutManager | None, recorder: Recorder | None, step: int, version: int
+    config: Config, rollouts: Rollouts | None, recorder: Recorder | None, step: int, version: int
 ) -> Batch | None:
     """Rank 0 samples and judges; every rank gets the same batch, or the same error."""
 
@@ -89,7 +108,18 @@ def _next_batch(
     return share_batch(sample if rollouts else None, sign_of_life_s=config.parallel.timeout_s / 4)
 
 
+def _evaluate(config: Config, rollouts: Rollouts | None, num_done: int, version: int) -> dict[str, float]:
+    """Rank 0 asks the engines where an evaluation is due; the same answer on every rank."""
+    interval = config.eval.interval_steps
+    if interval is None or (num_done % interval and num_done != config.train.num_steps):
+        return {}
+    ask = partial(rollouts.evaluate, version) if rollouts else None
+    return share_metrics(ask, sign_of_life_s=config.parallel.timeout_s / 4)
+
+
 def _optimizer_steps(batch: Batch, config: Config, step: int, learner: Learner) -> Iterator[MiniBatch]:
+    if config.train.rollout_only:
+        return iter(())
     return minibatches(
         batch,
         num_minibatches=config.train.minibatches_per_step,
@@ -102,14 +132,16 @@ def _optimizer_steps(batch: Batch, config: Config, step: int, learner: Learner) 
     )
 
 
-def _open_channel(config: Config, rollouts: RolloutManager | None) -> Channel:
+def _open_channel(config: Config, rollouts: Rollouts | None) -> Channel:
     """Rank 0 talks to the engines; the other ranks take part in gathering the weights."""
-    channel = BroadcastChannel(rollouts.engines, config.sync, rollouts.loop.submit) if rollouts else FollowerChannel()
+    channel: Channel = FollowerChannel()
+    if isinstance(rollouts, RolloutManager):
+        channel = BroadcastChannel(rollouts.engines, config.sync, rollouts.loop.submit)
     channel.connect()
     return channel
 
 
-def _push(channel: Channel, learner: Learner, rollouts: RolloutManager | None) -> dict[str, float]:
+def _push(channel: Channel, learner: Learner, rollouts: Rollouts | None) -> dict[str, float]:
     """Hand the weights to every engine as a new version; all ranks take part in gathering them."""
     if rollouts:
         rollouts.expect(learner.version)
@@ -117,7 +149,7 @@ def _push(channel: Channel, learner: Learner, rollouts: RolloutManager | None) -
     return {"sync/bytes": float(stats.num_bytes), "sync/seconds": sum(stats.seconds.values())}
 
 
-def _resume(store: CheckpointStore, learner: Learner, rollouts: RolloutManager | None, finder: BoundsFinder) -> int:
+def _resume(store: CheckpointStore, learner: Learner, rollouts: Rollouts | None, finder: BoundsFinder) -> int:
     """Restore the latest checkpoint, if there is one; returns the number of finished steps."""
     latest = store.latest()
     if latest is None:
@@ -129,7 +161,7 @@ def _resume(store: CheckpointStore, learner: Learner, rollouts: RolloutManager |
     return int(state["step"])
 
 
-def _rollout_state(rollouts: RolloutManager | None, finder: BoundsFinder) -> dict[str, Any] | None:
+def _rollout_state(rollouts: Rollouts | None, finder: BoundsFinder) -> dict[str, Any] | None:
     return {"rollout": rollouts.state_dict(), "bounds": finder.state_dict()} if rollouts else None
 
 

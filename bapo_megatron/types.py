@@ -138,6 +138,7 @@ class Batch:
     behaviour_logprobs_T: Tensor  # float32, 0 on prompts
     versions_T: Tensor  # int64, -1 on prompts
     mask_T: Tensor  # bool: the response tokens that are trained
+    proximal_logprobs_T: Tensor | None = None  # float32, 0 on prompts; of the learner at the start of the step, if used
     metrics: dict[str, float] = field(default_factory=dict)  # about the rollout behind it
 
     @property
@@ -161,11 +162,13 @@ class MicroBatch:
     position_ids_T: Tensor  # int64, restarts at 0 in each sequence
     cu_seqlens_S1: Tensor  # int32, [S + 1], starts with 0, ends with T
     rows_R: Tensor  # int64, ascending
+    batch_rows_R: Tensor  # int64: where in the Batch each response token is
     targets_R: Tensor  # int64
     advantages_R: Tensor  # float32
     behaviour_logprobs_R: Tensor  # float32
     versions_R: Tensor  # int64
     mask_R: Tensor  # bool
+    proximal_logprobs_R: Tensor | None = None  # float32; None unless the Batch has them
 
     @property
     def num_tokens(self) -> int:

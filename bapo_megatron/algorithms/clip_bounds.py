@@ -149,23 +149,31 @@ def empty_table(config: ClipBoundConfig, device: torch.device | str = "cpu") -> 
 
 
 def contribution_table(
-    ratio: Tensor, advantages: Tensor, mask: Tensor, rollout_logprobs: Tensor | None, config: ClipBoundConfig
+    ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    rollout_logprobs: Tensor | None,
+    config: ClipBoundConfig,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """What positive and negative tokens contribute at every candidate bound: float64 [K + 2], additive over tokens.
 
     Layout: P at each point of `high`, N at each point of `low`, number of positive tokens, number of negative tokens.
 
     Args (tensors of one shape [...], any device):
-        ratio: pi_theta / pi_rollout of each token, dimensionless. Compared with the bounds in float64.
+        ratio: the ratio that the loss clips, of each token, dimensionless. Compared with the bounds in float64.
         advantages: tokens with advantage 0 count nowhere.
         mask: bool; tokens outside it count nowhere, whatever their values (NaN included).
         rollout_logprobs: log-prob of each token under the policy that sampled it, in nats; read only by
             token_weight = "rollout_prob".
+        weights: factor of each token's term in the objective, at least 0 (`losses.ratio_and_weight`); None: all 1.
     """
     table = []
     for points, positive in ((config.high.points, True), (config.low.points, False)):
         counted = mask & ((advantages > 0) if positive else (advantages < 0))
         mass = advantages[counted].double().abs()
+        if weights is not None:
+            mass = mass * weights[counted].double()
         if config.token_weight == "rollout_prob":
             assert rollout_logprobs is not None, "token_weight = 'rollout_prob' needs the rollout's log-probs"
             mass = mass * rollout_logprobs[counted].double().exp()

@@ -90,6 +90,7 @@ class _TokenLogProbs(torch.autograd.Function):
             sums_3R[0, rows] = weights_CV.sum(dim=1)
             if with_entropy:
                 sums_3R[1, rows] = weights_CV.mul_(logits_CV).sum(dim=1)
+            del logits_CV, weights_CV  # before the next chunk's are made
 
         global_max_R = max_R.clone()
         if shard.group is not None:
@@ -124,16 +125,15 @@ class _TokenLogProbs(torch.autograd.Function):
             if grad_entropy_R is None:
                 grad_CV.mul_(-pull_R[rows, None])
             else:
-                entropy_pull_CV = log_p_CV.add_(entropy_R[rows, None]).mul_(
-                    grad_entropy_R[rows, None] / ctx.temperature
-                )
-                grad_CV.mul_(entropy_pull_CV.add_(pull_R[rows, None]).neg_())
+                log_p_CV.add_(entropy_R[rows, None]).mul_(grad_entropy_R[rows, None] / ctx.temperature)
+                grad_CV.mul_(log_p_CV.add_(pull_R[rows, None]).neg_())
             target_C, here_C = _local_targets(targets_R[rows], shard)
             grad_CV.scatter_add_(1, target_C[:, None], (pull_R[rows] * here_C)[:, None])
             if grad_hidden_RH is not None:
                 grad_hidden_RH[rows] = _matmul(grad_CV, real_VH)
             if grad_weight_VH is not None:
-                grad_weight_VH[: shard.num_real] += _matmul(grad_CV.T, hidden_RH[rows])
+                _add_matmul(grad_weight_VH[: shard.num_real], grad_CV.T, hidden_RH[rows])
+            del log_p_CV, grad_CV  # before the next chunk's are made
         if grad_hidden_RH is not None:
             if shard.group is not None:
                 dist.all_reduce(grad_hidden_RH, group=shard.group)
@@ -156,6 +156,14 @@ def _local_targets(targets_C: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor
 
 def _accumulator(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, in place; without a temporary of the size of `total` where all three have one type."""
+    if total.dtype == a.dtype == b.dtype:
+        total.addmm_(a, b)
+    else:
+        total += _matmul(a, b)
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:

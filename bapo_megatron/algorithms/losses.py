@@ -1,8 +1,12 @@
 """Policy losses per token, and the sums that their metrics are made of.
 
-All losses maximise sum_t min(r_t A_t, clip(r_t, c_low, c_high) A_t) with r_t = pi_theta(y_t) / pi_rollout(y_t), where
-pi_rollout is the policy that sampled this very token (BAPO, arXiv 2510.18927; PPO, arXiv 1707.06347). They differ in
-where the bounds come from: BAPO's search, or the configuration (`fixed_bounds`).
+All losses maximise sum_t w_t min(r_t A_t, clip(r_t, c_low, c_high) A_t). They differ in where the bounds come from:
+BAPO's search, or the configuration (`fixed_bounds`). Two ways to measure how far a token's policy has moved:
+
+    proximal = "behaviour"   r_t = pi_theta / pi_rollout, w_t = 1. pi_rollout is the policy that sampled this very token
+                             (BAPO, arXiv 2510.18927; PPO, arXiv 1707.06347).
+    proximal = "learner"     r_t = pi_theta / pi_prox, w_t = min(pi_prox / pi_rollout, cap), a constant. pi_prox is the
+                             learner at the start of the step (decoupled PPO, arXiv 2110.00641, 2505.24298).
 
 Nothing here is a mean: losses and metrics are summed over tokens, micro-batches and ranks, and divided once, by the
 token count of the whole optimizer step.
@@ -39,6 +43,7 @@ class LossInputs:
     ages_R: Tensor  # int64: optimizer updates since each token was sampled
     bounds: ClipBounds
     entropy_R: Tensor | None = None  # float32, nats; only for the metrics
+    proximal_logprobs_R: Tensor | None = None  # float32, nats, of the learner at the start of the step, if decoupled
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +55,41 @@ class LossResult:
     maxima: dict[str, Tensor]
 
 
-def importance_ratio(log_probs: Tensor, behaviour_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """pi_theta / pi_rollout per token; 1 where masked. A log-ratio beyond +-20 is cut there and carries no gradient."""
+def importance_ratio(log_probs: Tensor, reference_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """pi / pi_reference per token; 1 where masked. A log-ratio beyond +-20 is cut there and carries no gradient."""
     # The inputs are selected, not the result: a nan that is merely multiplied by 0 still spoils the gradient.
-    log_ratio = torch.where(mask, log_probs - behaviour_logprobs, 0.0)
+    log_ratio = torch.where(mask, log_probs - reference_logprobs, 0.0)
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
+def ratio_and_weight(
+    log_probs: Tensor, behaviour_logprobs: Tensor, proximal_logprobs: Tensor | None, mask: Tensor, cap: float
+) -> tuple[Tensor, Tensor]:
+    """r_t and w_t of the objective, for the loss and the search for its bounds alike; both are 1 where masked.
+
+    Args:
+        log_probs: nats, of the current weights; r_t keeps their gradient, w_t has none.
+        proximal_logprobs: None for proximal = "behaviour".
+        cap: largest w_t (`loss.importance_cap`), at least 1.
+    """
+    if proximal_logprobs is None:
+        ratio = importance_ratio(log_probs, behaviour_logprobs, mask)
+        return ratio, torch.ones_like(ratio)
+    weight = importance_ratio(proximal_logprobs, behaviour_logprobs, mask).clamp(max=cap)
+    return importance_ratio(log_probs, proximal_logprobs, mask), weight.detach()
+
+
 def clipped_policy_loss(inputs: LossInputs, config: LossConfig) -> LossResult:
-    """-min(r A, clip(r, c_low, c_high) A) per token; with `dual_clip` c, at most c |A| where A < 0 (arXiv 1912.09729).
+    """-w min(r A, clip(r, c_low, c_high) A) per token; with `dual_clip` c, at most w c |A| where A < 0 (arXiv
+    1912.09729).
 
     A token on its bound is clipped, without gradient, as in the `gradient` reading of the search. The bounds are
     compared in float64, as in the search.
     """
     bounds, mask_R = inputs.bounds, inputs.mask_R
-    ratio_R = importance_ratio(inputs.log_probs_R, inputs.behaviour_logprobs_R, mask_R)
+    ratio_R, weight_R = ratio_and_weight(
+        inputs.log_probs_R, inputs.behaviour_logprobs_R, inputs.proximal_logprobs_R, mask_R, config.importance_cap
+    )
     advantages_R = torch.where(mask_R, inputs.advantages_R, 0.0)
     positive_R, negative_R = advantages_R > 0, advantages_R < 0
     exact_R = ratio_R.detach().double()
@@ -76,11 +101,14 @@ def clipped_policy_loss(inputs: LossInputs, config: LossConfig) -> LossResult:
     bounded_R = torch.where(clipped_low_R, bounds.low, bounded_R)
     if config.dual_clip is not None:
         bounded_R = torch.where(dual_clipped_R, config.dual_clip, bounded_R)
-    loss_R = -bounded_R * advantages_R
+    loss_R = -weight_R * bounded_R * advantages_R
 
     with torch.no_grad():
         ages_R = torch.where(mask_R, inputs.ages_R, 0)
         entropy_R = torch.zeros_like(loss_R) if inputs.entropy_R is None else torch.where(mask_R, inputs.entropy_R, 0.0)
+        is_decoupled = inputs.proximal_logprobs_R is not None
+        capped_R = mask_R & (weight_R >= config.importance_cap) if is_decoupled else torch.zeros_like(mask_R)
+        from_behaviour_R = importance_ratio(inputs.log_probs_R, inputs.behaviour_logprobs_R, mask_R)
         per_token = {
             "tokens": mask_R,
             "policy_loss": loss_R,
@@ -92,7 +120,9 @@ def clipped_policy_loss(inputs: LossInputs, config: LossConfig) -> LossResult:
             "positive_mass": torch.where(positive_R, -loss_R, 0.0),
             "negative_mass": torch.where(negative_R, loss_R, 0.0),
             "ratio": torch.where(mask_R, ratio_R, 0.0),
-            "approx_kl": ratio_R - 1 - ratio_R.log(),  # KL(rollout || current), estimator k3; 0 where masked
+            "approx_kl": from_behaviour_R - 1 - from_behaviour_R.log(),  # KL(rollout || current), k3; 0 where masked
+            "importance_weight": torch.where(mask_R, weight_R, 0.0),
+            "importance_capped": capped_R,
             "entropy": entropy_R,
             "age": ages_R,
         }

@@ -8,21 +8,49 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from bapo_megatron.types import Batch, Group
+from bapo_megatron.algorithms.advantages import ADVANTAGES
+from bapo_megatron.config.schema import Config
+from bapo_megatron.rewards.shaping import is_trained, shaped_reward
+from bapo_megatron.types import Batch, Group, Trajectory
+
+
+def batch_builder(config: Config) -> Callable[[Sequence[Group], dict[str, float]], Batch]:
+    """`build_batch` with the advantages, reward shaping and masking of a run."""
+
+    def build(groups: Sequence[Group], metrics: dict[str, float]) -> Batch:
+        return build_batch(
+            groups,
+            ADVANTAGES[config.advantage.kind],
+            metrics,
+            reward_of=lambda trajectory: shaped_reward(trajectory, config),
+            is_trained=lambda trajectory: is_trained(trajectory, config),
+        )
+
+    return build
 
 
 def build_batch(
-    groups: Sequence[Group], advantages: Callable[[Tensor], Tensor], metrics: dict[str, float] | None = None
+    groups: Sequence[Group],
+    advantages: Callable[[Tensor], Tensor],
+    metrics: dict[str, float] | None = None,
+    *,
+    reward_of: Callable[[Trajectory], float] | None = None,
+    is_trained: Callable[[Trajectory], bool] = lambda trajectory: True,
 ) -> Batch:
     """Pack all responses of all groups, with one advantage per response spread over its tokens.
 
-    `advantages` maps the rewards of one group, float64 [G], to advantages [G] (see algorithms.advantages).
     A response without a single token carries nothing to learn from and is left out.
+
+    Args:
+        advantages: maps the rewards of one group, float64 [G], to advantages [G] (see algorithms.advantages).
+        reward_of: what advantages are made of (see rewards.shaping.shaped_reward); the verdict where left out.
+        is_trained: False for a response that counts in its group's advantages, but whose tokens are masked.
     """
     per_sequence: list[float] = []
     trajectories = []
     for group in groups:
-        values = advantages(torch.tensor(group.rewards, dtype=torch.float64)).tolist()
+        rewards = [reward_of(t) for t in group.trajectories] if reward_of else group.rewards
+        values = advantages(torch.tensor(rewards, dtype=torch.float64)).tolist()
         for trajectory, value in zip(group.trajectories, values, strict=True):
             if trajectory.num_response_tokens:
                 trajectories.append(trajectory)
@@ -39,6 +67,7 @@ def build_batch(
         out_T[is_response_T] = torch.as_tensor(values, dtype=dtype)
         return out_T
 
+    is_trained_S = torch.tensor([is_trained(t) for t in trajectories], dtype=torch.bool)
     advantages_S = torch.tensor(per_sequence, dtype=torch.float32)
     return Batch(
         token_ids_T=torch.tensor(
@@ -51,6 +80,6 @@ def build_batch(
             list(chain.from_iterable(t.behaviour_logprobs for t in trajectories)), torch.float32, 0.0
         ),
         versions_T=on_responses(list(chain.from_iterable(t.versions for t in trajectories)), torch.int64, -1),
-        mask_T=is_response_T,
+        mask_T=on_responses(is_trained_S.repeat_interleave(response_lens), torch.bool, 0.0),
         metrics=metrics or {},
     )

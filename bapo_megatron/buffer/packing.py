@@ -44,6 +44,8 @@ def minibatches(
             num_trained = sum(
                 int(batch.mask_T[starts_S[s] : starts_S[s] + batch.seq_lens_S[s]].sum()) for s in part.tolist()
             )
+            if num_trained == 0:
+                continue  # all its responses are masked: an update would divide by nothing
             yield MiniBatch(tuple(pack(batch, starts_S, s, length) for s in mine), num_trained)
 
 
@@ -92,9 +94,11 @@ def pack(batch: Batch, starts_S: Tensor, sequences: Tensor, length: int) -> Micr
         position_ids_T=position_ids_T,
         cu_seqlens_S1=cu_seqlens_S1.to(torch.int32),
         rows_R=response_R - 1,
+        batch_rows_R=from_batch_R,
         targets_R=token_ids_T[response_R],
         advantages_R=batch.advantages_T[from_batch_R],
         behaviour_logprobs_R=batch.behaviour_logprobs_T[from_batch_R],
         versions_R=batch.versions_T[from_batch_R],
         mask_R=batch.mask_T[from_batch_R],
+        proximal_logprobs_R=None if batch.proximal_logprobs_T is None else batch.proximal_logprobs_T[from_batch_R],
     )

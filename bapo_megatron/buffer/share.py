@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,8 @@ from torch import Tensor
 from bapo_megatron.errors import UserError
 from bapo_megatron.types import Batch
 
-_TENSORS = tuple(f.name for f in fields(Batch) if f.name != "metrics")
+T = TypeVar("T")
+_TENSORS = tuple(f.name for f in fields(Batch) if f.name not in ("metrics", "proximal_logprobs_T"))
 
 
 def share_batch(make_batch: Callable[[], Batch | None] | None, *, sign_of_life_s: float) -> Batch | None:
@@ -34,20 +35,45 @@ def share_batch(make_batch: Callable[[], Batch | None] | None, *, sign_of_life_s
         return make_batch()
     if make_batch is None:
         wait_together(None)
-        return _receive(_broadcast_json({}))
-    with ThreadPoolExecutor(1, "next-batch") as pool:
-        making = pool.submit(make_batch)
-        wait_together(making, sign_of_life_s)
-    try:
-        batch = making.result()
-    except UserError as error:
-        _broadcast_json({"error": str(error)})
-        raise
+        return _receive(_receive_header())
+    batch = _make(make_batch, sign_of_life_s)
     if batch is None:
         _broadcast_json({"none": True})
     else:
         _send(batch)
     return batch
+
+
+def share_metrics(make: Callable[[], dict[str, float]] | None, *, sign_of_life_s: float) -> dict[str, float]:
+    """Like `share_batch`, for what rank 0 measures."""
+    if dist.get_world_size() == 1:
+        assert make is not None
+        return make()
+    if make is None:
+        wait_together(None)
+        return _receive_header()["metrics"]
+    metrics = _make(make, sign_of_life_s)
+    _broadcast_json({"metrics": metrics})
+    return metrics
+
+
+def _make(make: Callable[[], T], sign_of_life_s: float) -> T:
+    """What rank 0 makes while the others wait; a UserError goes to all."""
+    with ThreadPoolExecutor(1, "first-rank") as pool:
+        making = pool.submit(make)
+        wait_together(making, sign_of_life_s)
+    try:
+        return making.result()
+    except UserError as error:
+        _broadcast_json({"error": str(error)})
+        raise
+
+
+def _receive_header() -> dict[str, Any]:
+    header = _broadcast_json({})
+    if "error" in header:
+        raise UserError(header["error"])
+    return header
 
 
 def wait_together(making: Future[Any] | None, sign_of_life_s: float = 0.0) -> None:
@@ -68,8 +94,6 @@ def _send(batch: Batch) -> None:
 
 
 def _receive(header: dict[str, Any]) -> Batch | None:
-    if "error" in header:
-        raise UserError(header["error"])
     if "none" in header:
         return None
     tensors = {

@@ -39,7 +39,15 @@ def check(config: Config, *, hf_config: dict[str, Any] | None, has_gpu: bool = F
         hf_config: the model's config.json; None leaves the model's own limits unchecked.
         has_gpu: whether the trainer will have a GPU; decides whether bfloat16 is worth a warning.
     """
-    found = [*_layout(config), *_batch(config), *_rollout(config), *_data(config), *_loss(config)]
+    found = [
+        *_layout(config),
+        *_batch(config),
+        *_rollout(config),
+        *_data(config),
+        *_reward(config),
+        *_eval(config),
+        *_loss(config),
+    ]
     if hf_config is not None:
         found += _model(config, hf_config)
     if config.model.dtype == "bfloat16" and not has_gpu:
@@ -186,6 +194,11 @@ def _rollout(config: Config) -> Iterator[Violation]:
             'rollout.engine="attach" needs rollout.urls, such as rollout.urls=["http://127.0.0.1:30000"]; '
             'or set rollout.engine="embedded"'
         )
+    if r.engine == "recorded" and r.recorded_from is None:
+        yield Violation(
+            'rollout.engine="recorded" needs rollout.recorded_from, the `rollouts` folder of a run with '
+            'rollout.record=true; or set rollout.engine="embedded"'
+        )
     if r.engine == "embedded" and r.server_tensor_parallel > 1:
         yield Violation(
             f"rollout.server_tensor_parallel={r.server_tensor_parallel}, but the embedded engine is one process; "
@@ -210,8 +223,69 @@ def _data(config: Config) -> Iterator[Violation]:
         yield Violation('data.source="reasoning_gym" needs data.dataset, such as data.dataset="basic_arithmetic"')
 
 
+def _eval(config: Config) -> Iterator[Violation]:
+    if config.eval.interval_steps is None:
+        return
+    if config.data.source == "jsonl" and config.eval.path is None:
+        yield Violation(
+            'eval.interval_steps with data.source="jsonl" needs eval.path, a file of prompts to evaluate on; '
+            "or leave eval.interval_steps out"
+        )
+    if config.rollout.engine == "recorded":
+        yield Violation(
+            'eval.interval_steps needs engines to ask, and rollout.engine="recorded" has none; leave it out, or set '
+            'rollout.engine="embedded"'
+        )
+
+
+def _reward(config: Config) -> Iterator[Violation]:
+    """What the settings of judging and shaping say about each other."""
+    reward, r = config.reward, config.rollout
+    if reward.overlong_buffer_tokens > r.max_response_tokens:
+        yield Violation(
+            f"reward.overlong_buffer_tokens={reward.overlong_buffer_tokens} is more than rollout.max_response_tokens="
+            f"{r.max_response_tokens}: even an empty response would be punished; set "
+            f"reward.overlong_buffer_tokens={max(1, r.max_response_tokens // 5)}"
+        )
+    if reward.overlong_buffer_tokens and not reward.overlong_penalty:
+        yield Violation(
+            f"reward.overlong_buffer_tokens={reward.overlong_buffer_tokens} does nothing without a penalty; "
+            "set reward.overlong_penalty=1, or leave it out",
+            "warning",
+        )
+    if r.truncated == "mask" and reward.overlong_penalty:
+        yield Violation(
+            'rollout.truncated="mask" keeps truncated responses out of the loss, so that reward.overlong_penalty='
+            f'{reward.overlong_penalty:g} teaches little; set rollout.truncated="keep" or reward.overlong_penalty=0',
+            "warning",
+        )
+    if r.zero_variance == "drop" and r.samples_per_prompt == 2:
+        yield Violation(
+            'rollout.zero_variance="drop" with rollout.samples_per_prompt=2 drops most groups: two responses often get '
+            'the same reward; set rollout.samples_per_prompt=8, or rollout.zero_variance="keep"',
+            "warning",
+        )
+    if r.zero_variance == "drop" and config.train.entropy_coef:
+        yield Violation(
+            f"train.entropy_coef={config.train.entropy_coef:g} rewards entropy on groups of equal rewards too, and "
+            'rollout.zero_variance="drop" leaves these out of the batch; set rollout.zero_variance="keep"',
+            "warning",
+        )
+    if reward.kind == "code" and config.data.source != "jsonl":
+        yield Violation(
+            f'reward.kind="code" needs prompts with tests, but data.source={config.data.source!r} has none; '
+            'set data.source="jsonl"'
+        )
+
+
 def _loss(config: Config) -> Iterator[Violation]:
-    loss = config.loss
+    loss, train = config.loss, config.train
+    if loss.proximal == "learner" and train.minibatches_per_step * train.epochs_per_step == 1:
+        yield Violation(
+            'loss.proximal="learner" clips the ratio to the weights that the step began with, which is 1 in its only '
+            "update: nothing is ever clipped; set train.minibatches_per_step=2 or more to let the bounds act",
+            "warning",
+        )
     if loss.name == "clip_higher" and loss.clip_higher <= loss.clip_high:
         yield Violation(
             f"loss.clip_higher={loss.clip_higher:g} should be above loss.clip_high={loss.clip_high:g}; "

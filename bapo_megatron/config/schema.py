@@ -5,12 +5,16 @@ Checks of one field live here; checks across sections (layout, batch arithmetic,
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from bapo_megatron.algorithms.clip_bounds import ClipBoundConfig
 from bapo_megatron.config.base import Section
+
+REWARD_KINDS = ("auto", "chains", "reasoning_gym", "math", "code")
+_DOTTED_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 class RunConfig(Section):
@@ -59,18 +63,42 @@ class DataConfig(Section):
 class RewardConfig(Section):
     """How a response is judged."""
 
-    kind: Literal["auto", "chains", "reasoning_gym", "math"] = "auto"
-    """auto: the verifier of the prompt source (math-verify for jsonl)."""
+    kind: str = "auto"
+    """auto: the verifier of the prompt source (math-verify for jsonl); or "chains", "reasoning_gym", "math"; code: runs
+    the response's program against tests; or a function of your own, "my_package.my_module:my_function"."""
     timeout_s: PositiveFloat = 10.0
     """Deadline of one verification; a response whose verifier does not end is judged wrong and counted."""
+    concurrency: PositiveInt | None = None
+    """Verifications at once: processes of a plain function, calls of an async one.
+    Unset: as many processes as cores, at most 8, or 64 calls."""
+    process_memory_mib: PositiveInt = 4096
+    """Data memory of one process that judges, in MiB; raise it for a judge that loads a model."""
+    code_memory_mib: PositiveInt = 1024
+    """code: address space of a program, in MiB."""
+    overlong_penalty: float = Field(0.0, ge=0)
+    """Taken off the reward of a truncated response, and linearly less of it over the last overlong_buffer_tokens before
+    rollout.max_response_tokens (DAPO). Shapes advantages; the reward metrics show the verdict."""
+    overlong_buffer_tokens: int = Field(0, ge=0)
+    """Tokens before rollout.max_response_tokens over which overlong_penalty grows. 0: truncated responses only."""
+
+    @field_validator("kind")
+    @classmethod
+    def _is_known(cls, kind: str) -> str:
+        if kind not in REWARD_KINDS and not _DOTTED_PATH.fullmatch(kind):
+            raise ValueError(f'should be one of {", ".join(REWARD_KINDS)}, or a function like "my_module:my_function"')
+        return kind
 
 
 class RolloutConfig(Section):
     """Sampling responses, in budgeted pieces (partial rollout)."""
 
-    engine: Literal["embedded", "sglang", "attach"] = "embedded"
+    engine: Literal["embedded", "sglang", "attach", "recorded"] = "embedded"
     """embedded: our small torch engine in a process of its own; sglang: SGLang servers started on this machine, with or
-    without GPUs; attach: running SGLang-compatible servers (urls)."""
+    without GPUs; attach: running SGLang-compatible servers (urls); recorded: none, batches come from a recorded run."""
+    record: bool = False
+    """Keep every step's judged groups in the run's `rollouts` folder, for `recorded` and for study."""
+    recorded_from: str | None = None
+    """recorded: the `rollouts` folder of a run with record = true."""
     urls: tuple[str, ...] = ()
     """attach: base URLs of the servers, such as "http://127.0.0.1:30000"."""
     num_servers: PositiveInt = 1
@@ -85,6 +113,11 @@ class RolloutConfig(Section):
     """Sampling temperature; behaviour and current log-probs are both of the tempered distribution."""
     max_response_tokens: PositiveInt = 512
     """A response that reaches this length is finished (reason "length")."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """keep: train on responses cut at max_response_tokens; mask: they count in the group's statistics only."""
+    zero_variance: Literal["keep", "drop"] = "keep"
+    """drop: a group whose responses all got the same reward teaches nothing and is replaced by another (DAPO's dynamic
+    sampling); keep: it takes its place in the batch."""
     tokens_per_round: PositiveInt | None = None
     """Partial rollout: tokens a response may grow per round before it is set aside and resumed with later weights.
     Unset: every response is sampled to its end at once."""
@@ -133,6 +166,11 @@ class LossConfig(Section):
     """clip_higher: upper ratio bound."""
     dual_clip: float | None = Field(None, gt=1)
     """Bounds the loss of a negative token at this multiple of its advantage; unset: no dual clip."""
+    proximal: Literal["behaviour", "learner"] = "behaviour"
+    """Denominator of the ratio that is clipped. behaviour: the policy that sampled the token (the paper's r_t);
+    learner: the learner at the start of the step (one more scoring pass), with truncated importance weights."""
+    importance_cap: float = Field(2.0, ge=1)
+    """proximal = "learner": largest weight pi_prox / pi_behaviour of a token's term; 1e9 is no bound."""
 
 
 class OptimizerConfig(Section):
@@ -159,6 +197,8 @@ class TrainConfig(Section):
 
     num_steps: PositiveInt = 100
     """Rollout batches to train on."""
+    rollout_only: bool = False
+    """Sample, judge and record without any update: to measure engines and rewards, or to make recordings."""
     minibatches_per_step: PositiveInt = 1
     """Optimizer updates per pass over a rollout batch: samples of later ones are older (staleness)."""
     epochs_per_step: PositiveInt = 1
@@ -203,6 +243,21 @@ class SyncConfig(Section):
     """Deadline of each stage of a weight update."""
 
 
+class EvalConfig(Section):
+    """Evaluation of the current weights inside the run, on prompts of its own."""
+
+    interval_steps: PositiveInt | None = None
+    """Evaluate before the first step, after every so many, and after the last. Unset: never."""
+    path: str | None = None
+    """jsonl: the file with the prompts to evaluate. Other sources draw them with a seed of their own."""
+    num_prompts: PositiveInt = 64
+    """Prompts, the same in each evaluation."""
+    samples_per_prompt: PositiveInt = 1
+    """Responses to each prompt."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature of the evaluation."""
+
+
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
@@ -221,6 +276,15 @@ class MonitorConfig(Section):
     """Trajectories written to samples.jsonl each step."""
     report: bool = True
     """Write report.html at the end of the run."""
+    mismatch_alarm: PositiveFloat | None = None
+    """Warn where engine and trainer differ by more than this in the log-probs of the same weights (mean |difference| of
+    an update, nats); the run goes on. Unset: 0.001 with float32, 0.05 with bfloat16; 1e9 is never."""
+
+    def mismatch_limit(self, dtype: str) -> float:
+        """`mismatch_alarm`, or what float32 and bfloat16 never reach while engine and trainer agree."""
+        if self.mismatch_alarm is not None:
+            return self.mismatch_alarm
+        return 1e-3 if dtype == "float32" else 0.05
 
 
 class MegatronConfig(Section):
@@ -253,6 +317,7 @@ class Config(Section):
     train: TrainConfig = Field(default_factory=TrainConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     sync: SyncConfig = Field(default_factory=SyncConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = Field(default_factory=MonitorConfig)
     megatron: MegatronConfig = Field(default_factory=MegatronConfig)

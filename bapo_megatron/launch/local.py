@@ -33,7 +33,7 @@ def run(config: Config) -> int:
     """
     model_path = resolve_model_path(config.model.path)
     with RunDir.open(config, config_text=dump_config(config)) as run_dir:
-        if config.rollout.engine == "attach":
+        if config.rollout.engine in ("attach", "recorded"):
             code = _train(config, run_dir, config.rollout.urls)
         else:
             engines = sglang_servers if config.rollout.engine == "sglang" else _embedded_engines

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from bapo_megatron.algorithms.mismatch import Mismatch
 from bapo_megatron.types import ClipBounds, MiniBatch
 
 
@@ -18,6 +19,7 @@ class StepResult:
 
     metrics: dict[str, float]  # the same on every rank
     log_probs: list[Tensor] | None  # of the forward pass, before the update; like Learner.log_probs
+    mismatch: Mismatch  # between engine and learner, of the trained tokens of age 0; the same on every rank, on the CPU
 
 
 class Learner(Protocol):

@@ -11,7 +11,8 @@ from bapo_megatron.types import MicroBatch
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     """The same micro-batch with all tensors on `device`."""
-    return MicroBatch(**{field.name: getattr(batch, field.name).to(device) for field in fields(MicroBatch)})
+    tensors = {field.name: getattr(batch, field.name) for field in fields(MicroBatch)}
+    return replace(batch, **{name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None})
 
 
 def pad_to(batch: MicroBatch, num_tokens: int) -> MicroBatch:

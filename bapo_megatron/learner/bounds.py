@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithms.clip_bounds import contribution_table, empty_table, search_bounds
-from bapo_megatron.algorithms.losses import fixed_bounds, importance_ratio
+from bapo_megatron.algorithms.losses import fixed_bounds, ratio_and_weight
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import Learner
 from bapo_megatron.types import ClipBounds, MiniBatch
@@ -54,6 +54,9 @@ class BoundsFinder:
         table = empty_table(self._config.bapo)
         for mb, log_probs_R in zip(minibatch.micro_batches, log_probs, strict=True):
             log_probs_R = log_probs_R.to(mb.behaviour_logprobs_R.device)
-            ratio_R = importance_ratio(log_probs_R, mb.behaviour_logprobs_R, mb.mask_R)
-            table += contribution_table(ratio_R, mb.advantages_R, mb.mask_R, mb.behaviour_logprobs_R, self._config.bapo)
+            behaviour_R, cap = mb.behaviour_logprobs_R, self._config.loss.importance_cap
+            ratio_R, weight_R = ratio_and_weight(log_probs_R, behaviour_R, mb.proximal_logprobs_R, mb.mask_R, cap)
+            table += contribution_table(
+                ratio_R, mb.advantages_R, mb.mask_R, behaviour_R, self._config.bapo, weights=weight_R
+            )
         return self._learner.sum_over_data_ranks(table)

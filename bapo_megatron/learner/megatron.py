@@ -25,6 +25,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from bapo_megatron.algorithms.losses import LOSSES, LossInputs, LossResult
+from bapo_megatron.algorithms.mismatch import Mismatch, logprob_mismatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.learner import checkpoint
@@ -38,7 +39,7 @@ from bapo_megatron.learner.parallel import ParallelLayout, device, start_process
 from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
 
 Scores = tuple[Tensor, Tensor]  # log_probs_R, entropy_R
-Outcome = tuple[Tensor, LossResult]  # log_probs_R of a micro-batch, and its loss
+Outcome = tuple[Tensor, LossResult, Mismatch]  # of a micro-batch; first its log_probs_R
 
 
 class MegatronLearner:
@@ -130,12 +131,14 @@ class MegatronLearner:
         learning_rate = self._set_learning_rate()
         grad_norm = self._update()
         self.version += 1
-        metrics = self._metrics.reduce([result for _, result in outputs], minibatch.num_trained_tokens) | {
+        metrics, mismatch = self._metrics.reduce([o[1:] for o in outputs], minibatch.num_trained_tokens)
+        metrics |= {
             "optimizer/grad_norm": grad_norm,
             "optimizer/lr": learning_rate,
             "optimizer/skipped": float(self.num_skipped_updates),
         }
-        return StepResult(metrics, [log_probs_R for log_probs_R, _ in outputs] if self.layout.is_last_stage else None)
+        log_probs = [o[0] for o in outputs] if self.layout.is_last_stage else None
+        return StepResult(metrics, log_probs, mismatch)
 
     def _run(
         self, minibatch: MiniBatch, consume: Callable[[MicroBatch], Callable], *, with_entropy: bool, forward_only: bool
@@ -174,20 +177,23 @@ class MegatronLearner:
     ) -> tuple[Tensor, Tensor, Outcome]:
         """This micro-batch's share of the update's loss, and what to remember, as Megatron's schedules expect it."""
         log_probs_R, entropy_R = scores
+        ages_R = self.version - batch.versions_R
         inputs = LossInputs(
             log_probs_R=log_probs_R,
             behaviour_logprobs_R=batch.behaviour_logprobs_R,
             advantages_R=batch.advantages_R,
             mask_R=batch.mask_R,
-            ages_R=self.version - batch.versions_R,
+            ages_R=ages_R,
             bounds=bounds,
             entropy_R=entropy_R.detach(),
+            proximal_logprobs_R=batch.proximal_logprobs_R,
         )
         result = self._loss(inputs, self.config.loss)
         loss = result.loss_R.sum()
         if self.config.train.entropy_coef:
             loss = loss - self.config.train.entropy_coef * torch.where(batch.mask_R, entropy_R, 0.0).sum()
-        outcome = log_probs_R.detach(), dataclasses.replace(result, loss_R=result.loss_R.detach())
+        mismatch = logprob_mismatch(log_probs_R, batch.behaviour_logprobs_R, batch.mask_R & (ages_R == 0))
+        outcome = log_probs_R.detach(), dataclasses.replace(result, loss_R=result.loss_R.detach()), mismatch
         return loss / num_trained_tokens, batch.mask_R.sum(dtype=torch.int32), outcome
 
     def _set_learning_rate(self) -> float:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.algorithms.losses import LossResult
+from bapo_megatron.algorithms.mismatch import Mismatch
 from bapo_megatron.learner.parallel import ParallelLayout
 
 # Name in LossResult -> name in the run's metrics; any other name appears as loss/<name>.
@@ -21,6 +22,8 @@ _MEANS = {
     "negative_tokens": "loss/negative_token_share",
     "ratio": "loss/ratio_mean",
     "age": "staleness/mean",
+    "importance_weight": "loss/importance_weight_mean",
+    "importance_capped": "loss/importance_capped_share",
 }
 _MAXIMA = {"ratio": "loss/ratio_max", "age": "staleness/max"}
 
@@ -36,25 +39,34 @@ class TokenMetrics:
         self._layout = layout
         self._sums, self._maxima = list(example.sums), list(example.maxima)
 
-    def reduce(self, results: Sequence[LossResult], num_trained_tokens: int) -> dict[str, float]:
-        """Means per trained token, and maxima, over all micro-batches of all data ranks; two small all-reduces.
+    def reduce(
+        self, outcomes: Sequence[tuple[LossResult, Mismatch]], num_trained_tokens: int
+    ) -> tuple[dict[str, float], Mismatch]:
+        """Over all micro-batches of all data ranks: means per trained token and maxima, and the mismatch of all tokens
+        (on the CPU). Two small all-reduces.
 
         Args:
-            results: of this rank's micro-batches; empty where not on the last pipeline stage.
+            outcomes: of this rank's micro-batches; empty where not on the last pipeline stage.
         """
-        sums = self._over_data([r.sums for r in results], self._sums, dist.ReduceOp.SUM)
-        maxima = self._over_data([r.maxima for r in results], self._maxima, dist.ReduceOp.MAX)
+        num_sums = len(self._sums)
+        added = self._over_data([_table(r.sums, self._sums, m.sums) for r, m in outcomes], dist.ReduceOp.SUM)
+        largest = self._over_data([_table(r.maxima, self._maxima, m.largest) for r, m in outcomes], dist.ReduceOp.MAX)
+        sums = dict(zip(self._sums, added[:num_sums].tolist(), strict=True))
         assert sums.pop("tokens") == num_trained_tokens, "the ranks trained other tokens than the plan said"
         metrics = {_MEANS.get(name, f"loss/{name}"): value / num_trained_tokens for name, value in sums.items()}
-        metrics |= {_MAXIMA.get(name, f"loss/{name}_max"): value for name, value in maxima.items()}
+        for name, value in zip(self._maxima, largest[:-1].tolist(), strict=True):
+            metrics[_MAXIMA.get(name, f"loss/{name}_max")] = value
         metrics["train/tokens"] = float(num_trained_tokens)
-        return metrics
+        return metrics, Mismatch(added[num_sums:], largest[-1])
 
-    def _over_data(
-        self, parts: Sequence[dict[str, Tensor]], names: list[str], op: dist.ReduceOp.RedOpType
-    ) -> dict[str, float]:
+    def _over_data(self, tables: Sequence[Tensor], op: dist.ReduceOp.RedOpType) -> Tensor:
         table = None
         if self._layout.is_last_stage:
-            rows = torch.stack([torch.stack([part[name].double() for name in names]) for part in parts])
+            rows = torch.stack(list(tables))
             table = rows.sum(0) if op == dist.ReduceOp.SUM else rows.amax(0)
-        return dict(zip(names, self._layout.reduce_over_data(table, op).tolist(), strict=True))
+        return self._layout.reduce_over_data(table, op).cpu()
+
+
+def _table(scalars: dict[str, Tensor], names: list[str], more: Tensor) -> Tensor:
+    """The scalars in the order of `names`, then `more`: float64."""
+    return torch.cat([torch.stack([scalars[name].double() for name in names]), more.reshape(-1)])

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from bapo_megatron.monitor.summary import count, duration, find_problems, number, percent, summarize
 
-_SPANS = ("rollout", "score", "train", "sync", "other")
+_SPANS = ("rollout", "score", "train", "sync", "eval", "other")
 _SEPARATOR = "  "
 _DEFAULT_COLUMNS = 80
 
@@ -112,9 +112,11 @@ def step_fields(metrics: Mapping[str, float], num_steps: int) -> list[str]:
         return metrics.get(name, math.nan)
 
     step_s = get("time/step_s")
+    evaluation = [f"eval {number(get('eval/reward'))}"] if "eval/reward" in metrics else []
     fields = [
         f"{int(metrics['step']):>{len(str(num_steps))}}/{num_steps}",
         f"reward {number(get('reward/mean'))}",
+        *evaluation,
         f"entropy {number(get('loss/entropy'))}",
         f"age {number(get('staleness/mean'), 1)} (max {number(get('staleness/max'), 0)})",
         f"clip [{number(get('bapo/low'))}, {number(get('bapo/high'))}]",

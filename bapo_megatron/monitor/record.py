@@ -7,17 +7,20 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
+from bapo_megatron.algorithms.mismatch import no_mismatch
 from bapo_megatron.config.schema import Config
+from bapo_megatron.learner.base import StepResult
 from bapo_megatron.monitor.console import Console
 from bapo_megatron.monitor.jsonl import JsonlWriter, truncate_after
 from bapo_megatron.monitor.metrics import MetricsWriter, read_metrics
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.monitor.samples import sample_record
+from bapo_megatron.rollout.recorded import write_groups
 from bapo_megatron.types import ClipBounds, Group
 
 _LARGEST = ("loss/ratio_max", "staleness/max")  # over the updates of a step; all others are averaged
 _LATEST = ("optimizer/lr", "optimizer/skipped")
-_SUMMED = ("train/tokens",)
+_SUMMED = ("train/tokens", "mismatch/alarms")
 
 
 class UpdateMetrics:
@@ -27,8 +30,10 @@ class UpdateMetrics:
         searches = config.loss.name == "bapo" and config.bapo.scope != "fixed"
         self._start = (config.bapo.low.points[0], config.bapo.high.points[0]) if searches else None
         self._values: dict[str, list[float]] = defaultdict(list)
+        self._mismatch = no_mismatch()
+        self._mismatch_limit = config.monitor.mismatch_limit(config.model.dtype)
 
-    def add(self, bounds: ClipBounds, metrics: dict[str, float]) -> None:
+    def add(self, bounds: ClipBounds, result: StepResult) -> None:
         self._add("bapo/low", bounds.low)
         self._add("bapo/high", bounds.high)
         if self._start is not None:
@@ -36,11 +41,21 @@ class UpdateMetrics:
             self._add("bapo/saturated_share", float(bounds.saturated))
             self._add("bapo/inert_share", float((bounds.low, bounds.high) == self._start))
             self._add("bapo/num_moves", float(bounds.num_moves))
-        for name, value in metrics.items():
+        for name, value in result.metrics.items():
             self._add(name, value)
+        self._mismatch += result.mismatch
+        is_alarm = result.mismatch.num_tokens > 0 and not result.mismatch.mean <= self._mismatch_limit
+        self._add("mismatch/alarms", float(is_alarm))
 
     def result(self) -> dict[str, float]:
-        return {name: _reduce(name, values) for name, values in self._values.items()}
+        metrics = {name: _reduce(name, values) for name, values in self._values.items()}
+        return metrics | {
+            "mismatch/logprob_mean": self._mismatch.mean,
+            "mismatch/logprob_p99": self._mismatch.quantile(0.99),
+            "mismatch/logprob_max": float(self._mismatch.largest) if self._mismatch.num_tokens else math.nan,
+            "mismatch/kl": self._mismatch.kl,
+            "mismatch/tokens": float(self._mismatch.num_tokens),
+        }
 
     def _add(self, name: str, value: float) -> None:
         self._values[name].append(value)
@@ -81,7 +96,9 @@ class Recorder:
             self._console.note(f"resuming {self._run_dir.path} after step {first_step} of {num_steps}")
 
     def keep_samples(self, step: int, groups: Sequence[Group]) -> None:
-        """The first responses of a step's batch, for reading."""
+        """The first responses of a step's batch, for reading; all of them, for training again, with rollout.record."""
+        if self._config.rollout.record:
+            write_groups(self._run_dir.rollouts_dir, step, groups)
         trajectories = [t for g in groups for t in g.trajectories]
         for trajectory in trajectories[: self._config.monitor.samples_per_step]:
             self._samples.write(sample_record(step, trajectory, self._decode))
@@ -91,8 +108,9 @@ class Recorder:
         metrics: dict[str, float] = {"step": step, "version": version}
         for part in parts:
             metrics.update(part)
-        busy_s = metrics["time/score_s"] + metrics["time/train_s"]
-        metrics["train/tokens_per_s"] = metrics["train/tokens"] / busy_s if busy_s > 0 else math.nan
+        if "train/tokens" in metrics:
+            busy_s = metrics["time/score_s"] + metrics["time/train_s"]
+            metrics["train/tokens_per_s"] = metrics["train/tokens"] / busy_s if busy_s > 0 else math.nan
         self._metrics.write(metrics)
         assert self._console is not None
         if step == 1:

@@ -187,6 +187,22 @@ def _panels(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Panel]:
             "sampling outruns training.",
         ),
         Panel(
+            "Engine against trainer",
+            line_figure(
+                "mismatch",
+                steps,
+                [
+                    Line("mean", column("mismatch/logprob_mean")),
+                    Line("99th percentile", column("mismatch/logprob_p99")),
+                    Line("largest", column("mismatch/logprob_max")),
+                ],
+                "nats",
+                log_if_wide=True,
+            ),
+            "Difference between the log-probs that the engine reported and the trainer's at the same weights, over "
+            "tokens of age 0. Around 1e-6 with float32; a jump announces a weight update that went wrong.",
+        ),
+        Panel(
             "Throughput",
             line_figure(
                 "throughput",
@@ -205,7 +221,10 @@ def _panels(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Panel]:
             stacked_figure(
                 "time",
                 steps,
-                [Line(span, column(f"time/{span}_s")) for span in ("rollout", "score", "train", "sync", "other")],
+                [
+                    Line(span, column(f"time/{span}_s"))
+                    for span in ("rollout", "score", "train", "sync", "eval", "other")
+                ],
                 "seconds",
             ),
             "The thickest layer is what the run waits for.",

@@ -2,7 +2,7 @@
 
     runs/<name>/
         config.toml  command.txt  environment.json  git.diff     of the latest attempt
-        metrics.jsonl  samples.jsonl  report.html  checkpoints/  of the whole run
+        metrics.jsonl  samples.jsonl  rollouts/  report.html  checkpoints/  of the whole run
         logs/attempt-N/                                          logs of one attempt, with its own copy of the above
 
 Running the same name again is the next attempt of the same run.
@@ -48,6 +48,11 @@ RESUMABLE_SETTINGS = (
     "train.recompute",
     "parallel.*",
     "rollout.engine",
+    "rollout.record",
+    "rollout.recorded_from",
+    "rollout.overlap",
+    "rollout.abort_tail",
+    "rollout.max_staleness",
     "rollout.urls",
     "rollout.num_servers",
     "rollout.server_tensor_parallel",
@@ -142,6 +147,10 @@ class RunDir:
     @property
     def samples_path(self) -> Path:
         return self.path / "samples.jsonl"
+
+    @property
+    def rollouts_dir(self) -> Path:
+        return self.path / "rollouts"
 
     @property
     def report_path(self) -> Path:

@@ -19,7 +19,7 @@ class Stopwatch:
 
     def __init__(
         self,
-        spans: Sequence[str] = ("rollout", "score", "train", "sync"),
+        spans: Sequence[str] = ("rollout", "score", "train", "sync", "eval"),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock

@@ -11,6 +11,11 @@ Row = dict[str, float]
 
 _WINDOW_STEPS = 10
 _MIN_STEPS_TO_JUDGE = 5
+_MISMATCH = (
+    "engine and trainer disagree about the log-probs of the same weights (mismatch/logprob_mean is over "
+    "monitor.mismatch_alarm), so the update is off-policy unnoticed: check the engine's type, its sampling settings "
+    'and the weight sync; loss.proximal = "learner" bounds what it does to the update'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +30,10 @@ class Summary:
     staleness_mean: float
     staleness_max: float
     wall_time_s: float  # over all attempts
+    num_mismatch_alarms: int  # updates
 
     def text(self) -> str:
-        """Three lines for the end of a run."""
+        """Three lines for the end of a run, and one more where engine and trainer disagreed."""
         window = f"first and last {self.window_steps} steps" if self.window_steps > 1 else "first and last step"
         lines = [
             f"pass rate  {number(self.reward_first)} -> {number(self.reward_last)} (mean reward, {window})",
@@ -35,6 +41,8 @@ class Summary:
             f"age {number(self.staleness_mean, 1)} updates (max {number(self.staleness_max, 0)})",
             f"time       {duration(self.wall_time_s)} for {self.num_steps} steps",
         ]
+        if self.num_mismatch_alarms:
+            lines.append(f"alarms     {self.num_mismatch_alarms} updates over monitor.mismatch_alarm")
         return "\n".join(lines)
 
 
@@ -52,18 +60,21 @@ def summarize(rows: Sequence[Row]) -> Summary:
         staleness_mean=_token_mean(rows, "staleness/mean"),
         staleness_max=max(_finite(rows, "staleness/max"), default=math.nan),
         wall_time_s=math.fsum(_finite(rows, "time/step_s")),
+        num_mismatch_alarms=round(math.fsum(_finite(rows, "mismatch/alarms"))),
     )
 
 
 def find_problems(rows: Sequence[Row], window_steps: int = _WINDOW_STEPS) -> list[str]:
     """What is wrong with the latest steps, one sentence each with what to do; [] while there is nothing to say.
 
-    A window of fewer than five steps is too short to judge. The texts hold no numbers that change from step to step,
+    A window of fewer than five steps is too short to judge, but a mismatch between engine and trainer is told at once.
+    The texts hold no numbers that change from step to step,
     so that a caller can show each one once.
     """
     recent = rows[-window_steps:]
+    found = [_MISMATCH] if any(row.get("mismatch/alarms", 0.0) > 0 for row in recent) else []
     if len(recent) < min(window_steps, _MIN_STEPS_TO_JUDGE):
-        return []
+        return found
 
     def always(name: str, threshold: float) -> bool:
         values = _finite(recent, name)
@@ -85,7 +96,7 @@ def find_problems(rows: Sequence[Row], window_steps: int = _WINDOW_STEPS) -> lis
             "optimizer/skipped", 1.0
         ),
     }
-    return [text for text, is_so in problems.items() if is_so]
+    return found + [text for text, is_so in problems.items() if is_so]
 
 
 def mean(values: Sequence[float]) -> float:

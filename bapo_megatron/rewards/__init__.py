@@ -1,5 +1,6 @@
-"""Judges of responses (chains, math-verify, reasoning-gym) and the scorer that runs them under a deadline."""
+"""Judges of responses, the scorer that runs them under a deadline, and the shaping of what they say."""
 
-from bapo_megatron.rewards.scorer import RewardScorer, Verifier, build_verifier
+from bapo_megatron.rewards.scorer import RewardScorer
+from bapo_megatron.rewards.shaping import is_informative, shaped_reward
 
-__all__ = ["RewardScorer", "Verifier", "build_verifier"]
+__all__ = ["RewardScorer", "is_informative", "shaped_reward"]

@@ -1,4 +1,4 @@
-"""The engine seam: what a rollout engine must be able to do. One contract suite runs against every implementation."""
+"""The seams of the rollout room: engines (one contract suite runs against every implementation), and who uses them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from bapo_megatron.errors import EngineError
+from bapo_megatron.types import Batch, Group
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -89,3 +90,27 @@ class Engine(Protocol):
     async def end_weight_update(self) -> None: ...
     async def destroy_update_group(self, group_name: str) -> None: ...
     async def weights_checksum(self) -> dict[str, Any]: ...
+
+
+class Rollouts(Protocol):
+    """What the training loop, on trainer rank 0, asks of whoever makes its batches."""
+
+    def next_batch(self, step: int, version: int) -> tuple[Batch, list[Group]] | None:
+        """One step's batch, blocking. None asks for a push of the current weights, and to be asked again."""
+        ...
+
+    def expect(self, version: int) -> None:
+        """Weights of this version are about to be pushed."""
+        ...
+
+    def evaluate(self, version: int) -> dict[str, float]:
+        """Metrics of the weights that were just pushed, on prompts of their own."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of some tokens, special ones included."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...

@@ -7,25 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import statistics
 import threading
 import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bapo_megatron.algorithms.advantages import ADVANTAGES
-from bapo_megatron.buffer.batch import build_batch
+from bapo_megatron.buffer.batch import batch_builder
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import EngineError
 from bapo_megatron.learner.hf.shapes import load_hf_config
 from bapo_megatron.prompts.stream import PromptStream
-from bapo_megatron.rewards import RewardScorer
+from bapo_megatron.rewards import RewardScorer, is_informative
 from bapo_megatron.rollout.base import Engine
 from bapo_megatron.rollout.client import HttpEngine
+from bapo_megatron.rollout.evaluate import Evaluator
+from bapo_megatron.rollout.metrics import batch_metrics
 from bapo_megatron.rollout.pool import EnginePool
-from bapo_megatron.rollout.scheduler import RolloutStats, Scheduler
+from bapo_megatron.rollout.scheduler import RolloutStats, Scheduler, Score
 from bapo_megatron.types import Batch, Group, Trajectory
+
+_EVAL_SEED = 1_000_003  # added to run.seed, so that evaluation draws other prompts than training
 
 T = TypeVar("T")
 
@@ -63,7 +65,7 @@ class LoopThread:
 
 
 class RolloutManager:
-    """Engines, prompts, rewards and the scheduler of one run, and the batch that a step trains on."""
+    """Engines, prompts, rewards and the scheduler of one run: implements `rollout.base.Rollouts`."""
 
     def __init__(self, config: Config, tokenizer: Any, urls: Sequence[str], vocab_size: int) -> None:
         self.config = config
@@ -74,18 +76,24 @@ class RolloutManager:
         self.pool = EnginePool(self.engines)
         self.prompts = PromptStream(config, tokenizer)
         self._scorer = RewardScorer(config)
-        self._take_advantages = ADVANTAGES[config.advantage.kind]
+        self._stop_token_ids = (int(tokenizer.eos_token_id),)
+        self._build = batch_builder(config)
         self.scheduler = Scheduler(
             config.rollout,
             pool=self.pool,
             prompts=self.prompts,
-            score=self._score,
-            stop_token_ids=(int(tokenizer.eos_token_id),),
+            score=self._judge_with(self._scorer),
+            stop_token_ids=self._stop_token_ids,
             seed=config.run.seed,
+            drop_reason=self._drop_reason,
             updates_per_step=config.train.minibatches_per_step * config.train.epochs_per_step,
         )
         self._watch = self.loop.submit(self.pool.watch())
         self._last_batch_s = time.monotonic()
+        self._evaluator: Evaluator | None = None
+        self._eval_scorer: RewardScorer | None = None
+        if config.eval.interval_steps is not None:
+            self._evaluator, self._eval_scorer = self._build_evaluator()
 
     @classmethod
     def connect(cls, config: Config, model_path: Path, urls: Sequence[str]) -> RolloutManager:
@@ -129,7 +137,18 @@ class RolloutManager:
         now_s = time.monotonic()
         metrics = self._metrics(groups, stats, now_s - self._last_batch_s)
         self._last_batch_s = now_s
-        return build_batch(groups, self._take_advantages, metrics), groups
+        return self._build(groups, metrics), groups
+
+    def evaluate(self, version: int) -> dict[str, float]:
+        """Metrics of the weights of `version`, which were just pushed; nothing without eval.interval_steps.
+
+        Raises:
+            EngineError: no engine is left, or its deadline passed.
+        """
+        if self._evaluator is None:
+            return {}
+        deadline_s = self.config.rollout.request_timeout_s * (self.config.rollout.max_retries + 2)
+        return self.loop.run(self._evaluator.run(version), deadline_s, "the evaluation")
 
     def state_dict(self) -> dict[str, Any]:
         """JSON value; taken between two events of the loop, since sampling may be going on."""
@@ -148,35 +167,44 @@ class RolloutManager:
         self._watch.cancel()
         for engine in self.engines:
             self.loop.run(engine.close(), 10.0, f"{engine.url} to close")
-        self._scorer.close()
+        for scorer in (self._scorer, self._eval_scorer):
+            if scorer is not None:
+                scorer.close()
         self.loop.close()
 
-    def _score(self, trajectories: Sequence[Trajectory]) -> list[float]:
-        texts = self._tokenizer.batch_decode([t.response_ids for t in trajectories], skip_special_tokens=True)
-        return self._scorer.score([(t.prompt, text) for t, text in zip(trajectories, texts, strict=True)])
+    def _judge_with(self, scorer: RewardScorer) -> Score:
+        def score(trajectories: Sequence[Trajectory]) -> list[float]:
+            texts = self._tokenizer.batch_decode([t.response_ids for t in trajectories], skip_special_tokens=True)
+            return scorer.score([(t.prompt, text) for t, text in zip(trajectories, texts, strict=True)])
+
+        return score
+
+    def _drop_reason(self, group: Group) -> str | None:
+        """Dynamic sampling: a group that cannot change the policy makes room for another."""
+        is_kept = self.config.rollout.zero_variance == "keep" or is_informative(group, self.config)
+        return None if is_kept else "zero_variance"
+
+    def _build_evaluator(self) -> tuple[Evaluator, RewardScorer]:
+        """Prompts of `eval.path`, or of the same procedural source with another seed."""
+        config = self.config
+        run = config.run.model_copy(update={"seed": config.run.seed + _EVAL_SEED})
+        data = config.data.model_copy(update={"path": config.eval.path})
+        config = config.model_copy(update={"run": run, "data": data})
+        stream, scorer = PromptStream(config, self._tokenizer), RewardScorer(config)
+        num_prompts = min(config.eval.num_prompts, len(stream.source))
+        prompts = [stream.next() for _ in range(num_prompts)]
+        return Evaluator(config, self.pool, prompts, self._judge_with(scorer), self._stop_token_ids), scorer
 
     def _metrics(self, groups: Sequence[Group], stats: RolloutStats, elapsed_s: float) -> dict[str, float]:
-        """What this batch looks like; names are explained in docs/metrics.md."""
-        samples = [t for g in groups for t in g.trajectories]
-        lengths = [t.num_response_tokens for t in samples]
-        rewards = [r for g in groups for r in g.rewards]
+        """What this batch looks like, and what it took; names are explained in docs/metrics.md."""
         return {
-            "reward/mean": statistics.fmean(rewards),
-            "reward/std": statistics.pstdev(rewards),
-            "reward/timeouts": float(self._scorer.num_timeouts),
-            "reward/errors": float(self._scorer.num_errors),
-            "rollout/num_groups": float(len(groups)),
-            "rollout/num_samples": float(len(samples)),
+            **batch_metrics(groups),
+            **self._scorer.metrics(),
             "rollout/num_rounds": float(stats.num_rounds),
             "rollout/num_retries": float(stats.num_retries),
             "rollout/num_stale_groups": float(stats.num_stale_groups),
             "rollout/num_dropped_groups": float(stats.num_dropped_groups),
             "rollout/num_fenced": float(stats.num_fenced),
-            "rollout/response_tokens_mean": statistics.fmean(lengths),
-            "rollout/response_tokens_max": float(max(lengths)),
-            "rollout/truncated_share": sum(t.finish_reason == "length" for t in samples) / len(samples),
-            "rollout/resumed_token_share": sum(t.num_resumed_tokens for t in samples) / max(sum(lengths), 1),
-            "rollout/zero_variance_share": sum(len(set(g.rewards)) == 1 for g in groups) / len(groups),
             "rollout/tokens_generated": float(stats.num_tokens),
             "rollout/tokens_per_s": stats.num_tokens / max(elapsed_s, 1e-9),
             "data/skipped": float(self.prompts.skipped_empty + self.prompts.skipped_too_long),

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bapo_megatron.config.schema import RolloutConfig
-from bapo_megatron.errors import EngineError
+from bapo_megatron.errors import EngineError, UserError
 from bapo_megatron.rollout.base import Engine
 from bapo_megatron.rollout.book import Prompts, RolloutBook
 from bapo_megatron.rollout.dispatch import Dispatcher
@@ -28,6 +28,7 @@ from bapo_megatron.rollout.stream import Stream
 from bapo_megatron.types import Group, Trajectory
 
 _MAX_IDLE_ROUNDS = 3  # rounds in a row without a single token before the engines are declared broken
+_MAX_DROPPED_STEPS = 20  # as many groups as this many steps train may be dropped in a row
 _POLL_S = 0.2
 
 Score = Callable[[Sequence[Trajectory]], Sequence[float]]
@@ -76,6 +77,7 @@ class Scheduler:
         self._stream = Stream(config, self.book, self._dispatcher, self._judge)
         self._updates_per_step = updates_per_step
         self._num_rounds = 0
+        self._num_dropped_in_a_row = 0
 
     @property
     def ledger(self) -> Ledger:
@@ -205,7 +207,14 @@ class Scheduler:
 
     def _settle(self, group: Group, rewards: Sequence[float]) -> None:
         judged = self.book.judged(group, rewards)
-        self.book.settle(judged, self._drop_reason(judged))
+        reason = self._drop_reason(judged)
+        self.book.settle(judged, reason)
+        self._num_dropped_in_a_row = self._num_dropped_in_a_row + 1 if reason else 0
+        if self._num_dropped_in_a_row >= _MAX_DROPPED_STEPS * self.config.prompts_per_step:
+            raise UserError(
+                f"{self._num_dropped_in_a_row} groups in a row were dropped ({reason}): the prompts are far too easy "
+                'or too hard for this policy; choose others, or set rollout.zero_variance="keep"'
+            )
 
     async def _until_one_is_back(self) -> None:
         """Wait for a fenced engine to be healthy again.

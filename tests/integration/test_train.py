@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -70,18 +71,36 @@ def test_a_run_leaves_its_books(single_process: tuple[Path, list[dict[str, float
     folder, rows = single_process
     run = folder / "single"
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert set(rows[0]) == set(METRICS)
+    assert set(rows[0]) == {name for name in METRICS if not name.startswith("eval/")}
     last = rows[-1]
     assert last["version"] == 8
     in_flight = sum(last[f"ledger/{state}"] for state in ("queued", "running", "partial", "finished"))
     assert last["ledger/trained"] == 4 * 16
     assert in_flight > 0
+    assert rows[0]["mismatch/tokens"] > 0
+    assert rows[0]["mismatch/logprob_mean"] < 1e-5
+    assert sum(row["mismatch/alarms"] for row in rows) == 0
     assert last["staleness/max"] > 0
     assert last["rollout/resumed_token_share"] > 0
     assert (run / "checkpoints" / "latest").read_text() == "step-000004"
     assert "<html" in (run / "report.html").read_text()
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert {s["step"] for s in samples} == {1, 2, 3, 4}
+
+
+@pytest.mark.slow
+def test_a_mismatch_is_told_and_the_decoupled_loss_trains(tmp_path: Path) -> None:
+    """float32 rounding passes a limit of 1e-12: the run warns, counts and goes on."""
+    settings = ('loss.proximal="learner"', "monitor.mismatch_alarm=1e-12", "parallel.tensor=1", "parallel.data=2")
+    done = bapo("train", "demo", *SMALL, f"run.dir={tmp_path}", "run.name=run", "train.num_steps=2", *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert rows[0]["mismatch/alarms"] == 1, "of the first update: the second one has no token of age 0"
+    assert done.stdout.count("warning: engine and trainer disagree") == 1
+    assert "updates over monitor.mismatch_alarm" in done.stdout
+    assert 0.5 < rows[-1]["loss/importance_weight_mean"] < 2
+    assert rows[-1]["loss/importance_weight_mean"] != 1
+    assert all(math.isfinite(row["optimizer/grad_norm"]) for row in rows)
 
 
 def test_resuming_goes_on_exactly(single_process: tuple[Path, list[dict[str, float]]]) -> None:
@@ -130,3 +149,21 @@ def test_an_engine_that_cannot_be_reached_is_one_clear_error(tmp_path: Path) -> 
     assert done.returncode == 2, done.stdout + done.stderr
     assert "127.0.0.1:9" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [(), ("rollout.overlap=true", "rollout.max_staleness=5"), ("rollout.abort_tail=true",)],
+    ids=["rounds", "overlap", "abort_tail"],
+)
+def test_every_mode_samples_trains_and_evaluates(tmp_path: Path, mode: tuple[str, ...]) -> None:
+    settings = ("train.num_steps=3", "parallel.tensor=1", "eval.interval_steps=2", "eval.num_prompts=12")
+    rows = train(tmp_path, "mode", *settings, *mode)
+    assert [("eval/reward" in row) for row in rows] == [False, True, True]
+    assert all(0 <= row["eval/reward"] <= 1 and row["eval/num_samples"] == 12 for row in rows[1:])
+    for row in rows:
+        states = ("queued", "running", "partial", "finished", "trained", "dropped")
+        assert sum(row[f"ledger/{state}"] for state in states) % 4 == 0, "whole groups"
+        assert row["ledger/dropped"] == row["rollout/num_retries"] == row["rollout/num_fenced"] == 0
+    if "rollout.overlap=true" in mode:
+        assert max(row["staleness/max"] for row in rows) <= 5

@@ -45,6 +45,12 @@ def messages(*overrides: str) -> list[str]:
         ("rollout.max_staleness=2 train.minibatches_per_step=4", ["max_staleness=2", "up to 3", "max_staleness=3"]),
         ("rollout.max_response_tokens=2000", ["512 + 2000 = 2512", "2048", "data.max_prompt_tokens=48"]),
         ("rollout.max_response_tokens=4096", ["max_prompt_tokens=1024 and rollout.max_response_tokens=1024"]),
+        ("reward.overlong_penalty=1 reward.overlong_buffer_tokens=600", ["600", "512", "buffer_tokens=102"]),
+        ("reward.overlong_buffer_tokens=60", ["does nothing without a penalty", "reward.overlong_penalty=1"]),
+        ("reward.overlong_penalty=1 rollout.truncated=mask", ['truncated="mask"', "overlong_penalty=1", '"keep"']),
+        ("rollout.zero_variance=drop rollout.samples_per_prompt=2", ["most groups", "samples_per_prompt=8"]),
+        ("rollout.zero_variance=drop train.entropy_coef=0.01", ["entropy_coef=0.01", 'zero_variance="keep"']),
+        ("reward.kind=code", ["tests", "'chains'", 'data.source="jsonl"']),
         ("loss.name=clip_higher loss.clip_higher=1.1", ["clip_higher=1.1", "clip_high=1.2"]),
     ],
 )
@@ -63,6 +69,13 @@ def test_advice_works() -> None:
     assert messages("train.minibatches_per_step=8") == []
     assert messages("train.minibatches_per_step=32", "parallel.data=3") == []
     assert messages("rollout.max_response_tokens=2000", "data.max_prompt_tokens=48") == []
+
+
+def test_shaping_that_makes_no_sense_only_warns() -> None:
+    for overrides in (["reward.overlong_buffer_tokens=60"], ["rollout.zero_variance=drop", "train.entropy_coef=0.1"]):
+        (found,) = check(load_config([], overrides), hf_config=None)
+        assert found.severity == "warning"
+    assert messages("rollout.zero_variance=drop", "rollout.truncated=mask") == []
 
 
 def test_bfloat16_warns_on_a_cpu_only() -> None:

@@ -148,6 +148,8 @@ def test_metrics_count_what_they_say():
             "positive_mass": 3.45,
             "negative_mass": 2.1,
             "ratio": 7.5,
+            "importance_weight": 4,
+            "importance_capped": 0,
             "approx_kl": 7.5 - 4 - sum(log_ratios[:4]),
             "entropy": 3.0,
             "age": 8,

@@ -56,6 +56,32 @@ def test_an_empty_response_counts_in_the_advantages_but_is_not_trained() -> None
     assert batch.advantages_T[batch.mask_T].tolist() == [0.5] * 4
 
 
+def test_advantages_are_of_shaped_rewards_and_masked_responses_still_count_in_them() -> None:
+    batch = build_batch(
+        [group(1, 2, [1, 2, 3])],  # rewards 0, 1, 2
+        centred,
+        reward_of=lambda t: t.reward * 10 - t.num_response_tokens,  # -1, 8, 17
+        is_trained=lambda t: t.num_response_tokens != 2,
+    )
+    assert batch.advantages_T.tolist() == [0, 0, -9, 0, 0, 0, 0, 0, 0, 9, 9, 9]
+    assert batch.mask_T.tolist() == [False, False, True, *[False] * 6, True, True, True]
+    assert batch.num_trained_tokens == 4
+    assert batch.versions_T.tolist().count(-1) == 6, "masked tokens keep what is known about them"
+
+
+def test_masked_responses_are_forwarded_but_divide_nothing() -> None:
+    batch = build_batch([group(1, 2, [3, 5])], centred, is_trained=lambda t: t.num_response_tokens == 3)
+    (update,) = minibatches(batch, num_minibatches=1, num_epochs=1, seed=0, data_rank=0, data_size=1, max_tokens=100)
+    assert update.num_trained_tokens == 3
+    assert sum(mb.rows_R.numel() for mb in update.micro_batches) == 8
+    assert sum(int(mb.mask_R.sum()) for mb in update.micro_batches) == 3
+
+
+def test_a_batch_can_be_masked_as_a_whole() -> None:
+    batch = build_batch([group(1, 2, [3, 5])], centred, is_trained=lambda t: False)
+    assert (batch.num_sequences, batch.num_trained_tokens) == (2, 0)
+
+
 def rows(mb: MicroBatch) -> list[tuple]:
     """(token before, target, advantage, log-prob, version, position) of each response row."""
     return [

@@ -29,7 +29,7 @@ stop = 0.9
 start = 1.2
 stop = 3.0
 """
-NUM_FIGURES = 8
+NUM_FIGURES = 9
 
 
 class Page(HTMLParser):
@@ -87,6 +87,9 @@ def step(number: int) -> dict[str, float]:
         "rollout/tokens_per_s": 2000,
         "train/tokens_per_s": 5000,
         "train/tokens": 1000,
+        "mismatch/logprob_mean": 2e-7,
+        "mismatch/logprob_p99": 1e-6,
+        "mismatch/logprob_max": 4e-6,
         "time/step_s": 2,
         "time/rollout_s": 1.2,
         "time/train_s": 0.6,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,16 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import bapo_megatron.rewards.scorer as scorer_module
+import bapo_megatron.rewards.pool as pool_module
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import DataError, UserError
 from bapo_megatron.prompts.chains import ChainSource
 from bapo_megatron.prompts.reasoning_gym import ReasoningGymSource
-from bapo_megatron.rewards import RewardScorer, build_verifier
+from bapo_megatron.rewards import RewardScorer
 from bapo_megatron.rewards.chains import judge_chain
+from bapo_megatron.rewards.judges import JudgeSpec
 from bapo_megatron.rewards.math import judge_math
 from bapo_megatron.rewards.reasoning_gym import build_judge, final_answer
-from bapo_megatron.rewards.scorer import JudgeSpec
 from bapo_megatron.types import Prompt
 
 HANGS = "$9^{9^{9^9}}$"
@@ -154,15 +153,13 @@ class TestKinds:
 
     def test_judge_and_source_must_go_together(self):
         with pytest.raises(UserError, match="judges prompts of that source only, not of 'jsonl'"):
-            build_verifier(make_config({"kind": "reasoning_gym"}, source="jsonl", path="p.jsonl"))
-        with pytest.raises(UserError, match=r"cannot judge prompts of data.source = 'reasoning_gym'"):
-            build_verifier(make_config({"kind": "chains"}, source="reasoning_gym", dataset="basic_arithmetic"))
-
-    def test_verifier_reads_the_prompt_s_answer(self):
-        assert build_verifier(make_config())(prompt("2"), "1*2=2,") == 1.0
+            JudgeSpec.of(make_config({"kind": "reasoning_gym"}, source="jsonl", path="p.jsonl"))
+        for kind in ("chains", "code"):
+            with pytest.raises(UserError, match=r"cannot judge prompts of data.source = 'reasoning_gym'"):
+                JudgeSpec.of(make_config({"kind": kind}, source="reasoning_gym", dataset="basic_arithmetic"))
 
     def test_bad_data_set_is_told_at_once(self):
-        with pytest.raises(DataError, match="not one of reasoning-gym's"):
+        with pytest.raises(UserError, match="not one of reasoning-gym's"):
             RewardScorer(make_config(source="reasoning_gym", dataset="nonsense"))
 
 
@@ -176,7 +173,7 @@ def test_exact_judges_need_no_process():
 
 def worker_processes() -> list[psutil.Process]:
     children = psutil.Process().children()
-    return [p for p in children if p.status() != psutil.STATUS_ZOMBIE and "spawn_main" in " ".join(p.cmdline())]
+    return [p for p in children if p.status() != psutil.STATUS_ZOMBIE and "bapo_megatron.rewards.worker" in p.cmdline()]
 
 
 @pytest.fixture(scope="module")
@@ -201,17 +198,15 @@ class TestScorer:
 
     def test_a_worker_killed_while_idle_costs_nothing(self, math_scorer):
         before = math_scorer.num_errors, math_scorer.num_timeouts
+        assert math_scorer.score([(prompt("1"), "1")]) == [1.0]  # one at least is idle now
         os.kill(worker_processes()[0].pid, signal.SIGKILL)
         assert math_scorer.score([(prompt(str(i)), str(i)) for i in range(20)]) == [1.0] * 20
         assert (math_scorer.num_errors, math_scorer.num_timeouts) == before
 
-    def test_workers_that_never_live_are_told(self, monkeypatch):
-        monkeypatch.setattr(scorer_module, "_init_worker", sys.exit)
-        with (
-            RewardScorer(make_config(source="jsonl", path="p.jsonl")) as scorer,
-            pytest.raises(RuntimeError, match="died 3 times in a row"),
-        ):
-            scorer.score([(prompt("1"), "1")])
+    def test_processes_that_never_live_are_told(self, monkeypatch):
+        monkeypatch.setattr(pool_module.sys, "executable", "/bin/false")
+        with pytest.raises(RuntimeError, match="no process that judges responses could be started: it ended before"):
+            RewardScorer(make_config(source="jsonl", path="p.jsonl"))
 
     def test_an_exception_is_counted(self):
         config = make_config(source="reasoning_gym", dataset="basic_arithmetic", options=ONE_DIGIT)
@@ -219,11 +214,17 @@ class TestScorer:
             assert scorer.score([(prompt({"nonsense": 1}), "1")]) == [0.0]
             assert (scorer.num_errors, scorer.num_timeouts) == (1, 0)
 
-    def test_close_ends_the_workers(self):
+    def test_data_of_another_run_stops_this_one(self):
+        config = make_config(source="reasoning_gym", dataset="basic_arithmetic", options=ONE_DIGIT)
+        with RewardScorer(config) as scorer, pytest.raises(UserError, match="item 0 changed"):
+            scorer.score([(prompt({"index": 0, "answer": "none of these"}), "1")])
+
+    def test_close_ends_the_processes(self):
         others = set(worker_processes())
         scorer = RewardScorer(make_config(source="jsonl", path="p.jsonl"))
-        scorer.score([(prompt("1"), "1")])
         assert set(worker_processes()) - others
         scorer.close()
         scorer.close()
         assert set(worker_processes()) == others
+        with pytest.raises(RuntimeError, match="closed"):
+            scorer.score([(prompt("1"), "1")])

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.config.schema import RolloutConfig
-from bapo_megatron.errors import EngineError, RequestRefusedError
+from bapo_megatron.errors import EngineError, RequestRefusedError, UserError
 from bapo_megatron.rollout.base import GenerateRequest, GenerateResult, VersionSpan
 from bapo_megatron.rollout.dispatch import sample_seed
 from bapo_megatron.rollout.pool import EnginePool
@@ -242,6 +242,12 @@ def test_groups_that_are_not_worth_training_are_replaced_and_counted() -> None:
     assert stats.num_dropped_groups > 0
     assert scheduler.ledger.dropped == {"zero_variance": 3 * stats.num_dropped_groups}
     scheduler.ledger.check(scheduler.buffered())
+
+
+def test_prompts_that_never_teach_anything_end_the_run_with_advice() -> None:
+    scheduler = make(ScriptedEngine(), drop_reason=lambda group: "zero_variance")
+    with pytest.raises(UserError, match=r"40 groups in a row were dropped \(zero_variance\).*zero_variance=\"keep\""):
+        asyncio.run(scheduler.take(0, 0))
 
 
 def test_tokens_of_an_unknown_version_stop_the_run() -> None:

@@ -1,0 +1,176 @@
+"""Judges by name or by dotted path, with what they need to know about a response.
+
+A judge is a function, plain or `async`, that names the fields it wants as its parameters and returns a finite number:
+
+    def judge(answer, response): ...          async def judge(prompt, response, **other): ...
+
+This file is read by judge processes too, and imports neither torch nor the configuration.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bapo_megatron.errors import UserError
+
+if TYPE_CHECKING:
+    from bapo_megatron.config.schema import Config
+    from bapo_megatron.types import Prompt
+
+FIELDS = ("prompt", "answer", "response", "source")
+"""What a judge may ask for: the prompt's text, its answer, the response's text without special tokens, and the name of
+the prompt source."""
+
+
+def fields_of(prompt: Prompt, response: str) -> dict[str, Any]:
+    """One value for each of FIELDS, as a JSON value."""
+    return {"prompt": prompt.text, "answer": prompt.answer, "response": response, "source": prompt.source}
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeSpec:
+    """What a judge is made from: JSON values only, sent to judge processes."""
+
+    kind: str  # a key of BUILT_IN, or "package.module:function"
+    dataset: str | None
+    size: int
+    seed: int
+    options: dict[str, Any]
+    timeout_s: float
+    process_memory_bytes: int
+    code_memory_bytes: int
+
+    @classmethod
+    def of(cls, config: Config) -> JudgeSpec:
+        """Resolves reward.kind = "auto". Raises UserError where kind and source do not go together."""
+        source = config.data.source
+        kind = config.reward.kind
+        if kind == "auto":
+            kind = "math" if source == "jsonl" else source
+        if kind == "reasoning_gym" and source != "reasoning_gym":
+            raise UserError(f"reward.kind = 'reasoning_gym' judges prompts of that source only, not of {source!r}")
+        if kind in ("chains", "code") and source == "reasoning_gym":
+            raise UserError(f"reward.kind = {kind!r} cannot judge prompts of data.source = 'reasoning_gym'")
+        data, reward = config.data, config.reward
+        return cls(
+            kind=kind,
+            dataset=data.dataset,
+            size=data.size,
+            seed=config.run.seed,
+            options=data.options,
+            timeout_s=reward.timeout_s,
+            process_memory_bytes=reward.process_memory_mib << 20,
+            code_memory_bytes=reward.code_memory_mib << 20,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """A function and the fields that it is called with."""
+
+    function: Callable[..., Any]
+    names: tuple[str, ...]
+    is_async: bool
+
+    @classmethod
+    def of(cls, function: Any, where: str) -> Judge:
+        """Reads the function's signature. Raises UserError where it cannot be called with fields by name."""
+        if not callable(function):
+            raise UserError(f"{where} is not callable but {type(function).__name__}; name a function")
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):
+            raise UserError(f"{where} has no signature that can be read; wrap it in a Python function") from None
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        names = FIELDS if takes_all else tuple(p.name for p in parameters if p.kind in by_name and p.name in FIELDS)
+        unknown = [
+            p.name
+            for p in parameters
+            if p.default is p.empty and (p.kind is p.POSITIONAL_ONLY or (p.kind in by_name and p.name not in FIELDS))
+        ]
+        if unknown or "response" not in names:
+            asked = f"it asks for {', '.join(unknown)}" if unknown else "it does not ask for the response"
+            raise UserError(
+                f"{where}: {asked}; declare it as `def judge(answer, response)`, with parameters out of "
+                f"{', '.join(FIELDS)} (they are passed by name)"
+            )
+        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+        return cls(function, names, is_async)
+
+    def __call__(self, fields: dict[str, Any]) -> Any:
+        return self.function(**{name: fields[name] for name in self.names})
+
+
+def build_judge(spec: JudgeSpec) -> Judge:
+    """The judge itself. Raises UserError where it cannot be built or has the wrong signature."""
+    build = BUILT_IN.get(spec.kind)
+    return Judge.of(build(spec) if build else _load(spec.kind), f"reward.kind = {spec.kind!r}")
+
+
+def as_reward(value: Any) -> float:
+    """What a judge returned, as a finite float. Raises TypeError or ValueError."""
+    if isinstance(value, str | bytes):
+        raise TypeError(f"a judge returns a number, not {type(value).__name__} {value!r:.80}")
+    reward = float(value)
+    if not math.isfinite(reward):
+        raise ValueError(f"a judge returns a finite number, not {reward}")
+    return reward
+
+
+def _load(path: str) -> Any:
+    """The object at "package.module:name", imported anew in this process."""
+    module, _, name = path.partition(":")
+    try:
+        loaded = importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # a module of the user may fail in any way
+        raise UserError(
+            f"reward.kind = {path!r}: importing {module} failed: {type(error).__name__}: {error}; it has to be "
+            "installed, in the working directory, or on PYTHONPATH"
+        ) from error
+    try:
+        return operator.attrgetter(name)(loaded)
+    except AttributeError:
+        raise UserError(f"reward.kind = {path!r}: {loaded.__file__ or module} has no {name}") from None
+
+
+def _chains(spec: JudgeSpec) -> Callable[..., float]:
+    from bapo_megatron.rewards.chains import judge_chain
+
+    return judge_chain
+
+
+def _math(spec: JudgeSpec) -> Callable[..., float]:
+    from bapo_megatron.rewards.math import judge_math
+
+    return judge_math
+
+
+def _reasoning_gym(spec: JudgeSpec) -> Callable[..., float]:
+    from bapo_megatron.rewards.reasoning_gym import build_judge
+
+    return build_judge(spec.dataset, spec.size, spec.seed, spec.options)
+
+
+def _code(spec: JudgeSpec) -> Callable[..., float]:
+    from bapo_megatron.rewards.code import CodeJudge
+
+    return CodeJudge(spec.timeout_s, spec.code_memory_bytes).judge
+
+
+BUILT_IN: dict[str, Callable[[JudgeSpec], Callable[..., float]]] = {
+    "chains": _chains,
+    "math": _math,
+    "reasoning_gym": _reasoning_gym,
+    "code": _code,
+}
+EXACT = frozenset({"chains"})
+"""Judges that always end at once and never raise: they need no process of their own."""
+OWN_DEADLINE = frozenset({"code"})
+"""Judges that keep the deadline of a verdict themselves, as asynchronous ones do."""

@@ -1,0 +1,105 @@
+"""A judge process: `python -m bapo_megatron.rewards.worker FD`, started by `rewards/pool.py`.
+
+One JSON object a line over the socket FD.
+    in:   the JudgeSpec, then {"id": n, "fields": {...}} for each response
+    out:  {"is_async": b}, then for each id {"reward": x} or {"problem": "timeout" or "error", "message": m};
+          {"user_error": m} instead of any of these
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+from typing import Any
+
+from bapo_megatron.errors import UserError
+from bapo_megatron.rewards.judges import Judge, JudgeSpec, as_reward, build_judge
+
+MAX_LINE_BYTES = 256 << 20  # of a request: a long response and a large answer
+_MAX_MESSAGE_CHARS = 500
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve verdicts until the other side closes the socket."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # holds for a judge that hangs, too
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
+    requests = connection.makefile("rb")
+
+    def send(message: dict[str, Any]) -> None:
+        connection.sendall(_line(message))
+
+    spec = JudgeSpec(**json.loads(requests.readline()))
+    _limit_memory(spec.process_memory_bytes)
+    try:
+        judge = build_judge(spec)
+    except UserError as error:
+        send({"user_error": str(error)})
+        return
+    send({"is_async": judge.is_async})
+    if judge.is_async:
+        asyncio.run(_serve_async(judge, spec.timeout_s, connection))
+        return
+    for line in requests:
+        request = json.loads(line)
+        send({"id": request["id"], **_verdict(judge, request["fields"])})
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _verdict(judge: Judge, fields: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"reward": as_reward(judge(fields))}
+    except (Exception, SystemExit) as error:  # of a judge fed with arbitrary text
+        return _failure(error)
+
+
+async def _verdict_async(judge: Judge, fields: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    try:
+        return {"reward": as_reward(await asyncio.wait_for(judge(fields), timeout_s))}
+    except (Exception, SystemExit) as error:
+        return _failure(error)
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    if isinstance(error, UserError):
+        return {"user_error": str(error)}
+    problem = "timeout" if isinstance(error, TimeoutError) else "error"
+    return {"problem": problem, "message": repr(error)[:_MAX_MESSAGE_CHARS]}
+
+
+async def _serve_async(judge: Judge, timeout_s: float, connection: socket.socket) -> None:
+    """All requests at once: the other side bounds how many."""
+    connection.setblocking(False)
+    reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_LINE_BYTES)
+    running: set[asyncio.Task[None]] = set()
+
+    async def serve(request: dict[str, Any]) -> None:
+        writer.write(_line({"id": request["id"], **await _verdict_async(judge, request["fields"], timeout_s)}))
+
+    while line := await reader.readline():
+        task = asyncio.create_task(serve(json.loads(line)))
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """10**10**10 in an answer should cost an error, not the machine's memory."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    soft = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+if __name__ == "__main__":
+    main()
+    sys.stderr.flush()
+    os._exit(0)  # threads that a judge left behind do not count

@@ -1,0 +1,89 @@
+"""Evaluation inside a run: the current weights on prompts of their own, judged like training samples.
+
+It happens between a weight push and the next step, so all tokens are of one version, in every mode: with overlap,
+sampling for training goes on beside it. Nothing of it enters the ledger.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import EngineError
+from bapo_megatron.rollout.base import Engine
+from bapo_megatron.rollout.dispatch import Accept, Dispatcher
+from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.rollout.scheduler import Score
+from bapo_megatron.types import Prompt, Trajectory
+
+_MAX_ROUNDS = 8
+
+
+class Evaluator:
+    """Samples `eval.samples_per_prompt` responses to each prompt, the same prompts and seeds every time."""
+
+    def __init__(
+        self, config: Config, pool: EnginePool, prompts: Sequence[Prompt], score: Score, stop_token_ids: tuple[int, ...]
+    ) -> None:
+        """`score` may block: it is called in a thread."""
+        self._pool = pool
+        self._score = score
+        whole = config.rollout.model_copy(update={"temperature": config.eval.temperature, "tokens_per_round": None})
+        self._dispatcher = Dispatcher(whole, pool, stop_token_ids=stop_token_ids, run_seed=config.run.seed)
+        self._empty = [
+            Trajectory(f"eval-{prompt.prompt_id}.{i}", prompt)
+            for prompt in prompts
+            for i in range(config.eval.samples_per_prompt)
+        ]
+
+    async def run(self, version: int) -> dict[str, float]:
+        """Metrics of the weights of `version`, which every live engine holds.
+
+        Raises:
+            EngineError: no engine is left to ask.
+        """
+        self._dispatcher.version = self._dispatcher.newest_version = version
+        responses = {t.sample_id: t for t in self._empty}
+
+        def accept(trajectory: Trajectory) -> None:
+            responses[trajectory.sample_id] = trajectory
+
+        for _ in range(_MAX_ROUNDS):  # one, unless requests are aborted or engines fail
+            unfinished = [t for t in responses.values() if t.finish_reason is None]
+            if not unfinished:
+                break
+            await self._round(unfinished, accept)
+        else:
+            raise EngineError(f"responses of the evaluation were aborted {_MAX_ROUNDS} times in a row; by whom?")
+        samples = list(responses.values())
+        rewards = await asyncio.to_thread(self._score, samples)
+        return eval_metrics([replace(t, reward=float(r)) for t, r in zip(samples, rewards, strict=True)])
+
+    async def _round(self, unfinished: Sequence[Trajectory], accept: Accept) -> None:
+        calls: dict[str, tuple[Engine, list[Trajectory]]] = {}
+        for trajectory in unfinished:
+            if (home := self._pool.home(trajectory.prompt.prompt_id)) is None:
+                raise EngineError(f"no rollout engine is left for the evaluation: {self._pool.describe()}")
+            calls.setdefault(home.url, (home, []))[1].append(trajectory)
+        await asyncio.gather(*(self._dispatcher.grow(mine, engine, 0, accept) for engine, mine in calls.values()))
+
+
+def eval_metrics(samples: Sequence[Trajectory]) -> dict[str, float]:
+    """Mean reward with its standard error over prompts, and what the responses look like."""
+    by_prompt: dict[int, list[float]] = {}
+    for trajectory in samples:
+        assert trajectory.reward is not None, "judged"
+        by_prompt.setdefault(trajectory.prompt.prompt_id, []).append(trajectory.reward)
+    means = [statistics.fmean(rewards) for rewards in by_prompt.values()]
+    return {
+        "eval/reward": statistics.fmean(means),
+        "eval/reward_stderr": statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.nan,
+        "eval/best_of_group": statistics.fmean(max(rewards) for rewards in by_prompt.values()),
+        "eval/response_tokens_mean": statistics.fmean(t.num_response_tokens for t in samples),
+        "eval/truncated_share": sum(t.finish_reason == "length" for t in samples) / len(samples),
+        "eval/num_samples": float(len(samples)),
+    }

@@ -1,0 +1,114 @@
+"""Rollouts on disk: recorded by one run (`rollout.record`), trained by another without engines (`engine = "recorded"`).
+
+    rollouts/step-000001.jsonl.gz      one judged group a line, exact to the last bit
+
+A run that is replayed with its own settings repeats every loss and bound; with other losses or advantages it shows what
+these make of the very same data.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.buffer.batch import batch_builder
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import CheckpointError, DataError
+from bapo_megatron.rollout.metrics import batch_metrics
+from bapo_megatron.rollout.state import group_from_json, group_to_json
+from bapo_megatron.types import Batch, Group
+
+
+def write_groups(folder: Path, step: int, groups: Sequence[Group]) -> Path:
+    """Keep the groups that step number `step` (from 1) trains; replaces what an attempt before left there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = _path(folder, step)
+    partial = path.with_name(f".{path.name}.partial")
+    with gzip.open(partial, "wt", encoding="utf-8", compresslevel=1) as file:
+        for group in groups:
+            file.write(json.dumps(group_to_json(group)) + "\n")
+    os.replace(partial, path)
+    return path
+
+
+def read_groups(folder: Path, step: int) -> list[Group]:
+    """What `write_groups` wrote.
+
+    Raises:
+        DataError: the step is not there, or its file is damaged; names the file and the line.
+    """
+    path = _path(folder, step)
+    if not path.is_file():
+        num_steps = len(list(folder.glob("step-*.jsonl.gz")))
+        raise DataError(
+            f"{path} is missing: {folder} holds {num_steps} recorded steps; set train.num_steps to that or less, or "
+            "rollout.recorded_from to the `rollouts` folder of a run with rollout.record=true"
+        )
+    groups = []
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            for line in file:
+                groups.append(group_from_json(json.loads(line)))
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as problem:
+        raise DataError(f"{path}, line {len(groups) + 1} cannot be read: {problem}; record it again") from problem
+    return groups
+
+
+class RecordedRollouts:
+    """What the training loop asks of rollouts (`rollout.base.Rollouts`), from files."""
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        assert config.rollout.recorded_from is not None, "config.plan checks this"
+        self._folder = Path(config.rollout.recorded_from)
+        self._tokenizer = tokenizer
+        self._build = batch_builder(config)
+
+    @classmethod
+    def connect(cls, config: Config, model_path: Path) -> RecordedRollouts:
+        """With the policy's tokenizer, to show samples."""
+        from transformers import AutoTokenizer
+
+        return cls(config, AutoTokenizer.from_pretrained(model_path))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def expect(self, version: int) -> None:
+        """Nobody samples here."""
+
+    def next_batch(self, step: int, version: int) -> tuple[Batch, list[Group]]:
+        """The batch that was recorded for this step.
+
+        Raises:
+            DataError: the step was not recorded, or by a run with more updates a step: its tokens have no age here.
+        """
+        groups = read_groups(self._folder, step + 1)
+        newest = max((v for g in groups for t in g.trajectories for v in t.versions), default=0)
+        if newest > version:
+            raise DataError(
+                f"{_path(self._folder, step + 1)} holds tokens of weight version {newest}, but this run is at version "
+                f"{version}: use the train.minibatches_per_step x train.epochs_per_step that it was recorded with"
+            )
+        return self._build(groups, batch_metrics(groups)), groups
+
+    def evaluate(self, version: int) -> dict[str, float]:
+        """Nobody samples here."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"recorded_from": str(self._folder)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "recorded_from" not in state:
+            raise CheckpointError("the checkpoint is of a run with engines; give the replay another run.name")
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}.jsonl.gz"

@@ -1,0 +1,168 @@
+"""Log-probs from hidden states: ours against logits kept whole, in one run, with errors against float64.
+
+    python benchmarks/logprobs.py memory [TOKENS] [VOCAB]      peak of forward and backward (default 8192, 152064)
+    python benchmarks/logprobs.py time [TOKENS] [VOCAB]        time and error of each way (default 1024, 32000)
+
+Ways: ours (`algorithms/logprobs.py`, in chunks, logits computed again in the backward pass); a plain vocabulary-
+parallel cross-entropy (whole logits, Megatron-Core's VocabParallelCrossEntropy, one rank, no entropy); Hugging Face's
+(whole logits, log_softmax, gather). The last two keep the logits: where free memory is short they are left out.
+
+Memory is the growth of this process's resident set over what it held before the call, its peak as Linux counts it
+(/proc/self/status), gradients included; each measurement runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bapo_megatron.algorithms.logprobs import VocabShard, token_log_probs
+
+HIDDEN_SIZE = 64  # small, so that the gradients of hidden states and weights do not hide what the logits cost
+CHUNK_TOKENS = 256
+NUM_RUNS = 5
+MIB = 1 << 20
+
+Way = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def ours(hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor) -> Tensor:
+    size = weight_VH.shape[0]
+    shard = VocabShard(group=None, start=0, size=size, vocab_size=size)
+    return token_log_probs(hidden_RH, weight_VH, targets_R, shard=shard, chunk_tokens=CHUNK_TOKENS)[0]
+
+
+def ours_without_entropy(hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor) -> Tensor:
+    size = weight_VH.shape[0]
+    shard = VocabShard(group=None, start=0, size=size, vocab_size=size)
+    return token_log_probs(hidden_RH, weight_VH, targets_R, shard=shard, chunk_tokens=CHUNK_TOKENS, with_entropy=False)[
+        0
+    ]
+
+
+def vocab_parallel(hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor) -> Tensor:
+    from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+
+    return -vocab_parallel_cross_entropy((hidden_RH @ weight_VH.T)[:, None], targets_R[:, None])[:, 0]
+
+
+def hugging_face(hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor) -> Tensor:
+    return (hidden_RH @ weight_VH.T).log_softmax(-1).gather(1, targets_R[:, None])[:, 0]
+
+
+WAYS: dict[str, Way] = {
+    "ours": ours,
+    "ours, no entropy": ours_without_entropy,
+    "vocab-parallel": vocab_parallel,
+    "Hugging Face": hugging_face,
+}
+
+
+def inputs(num_tokens: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden_RH = torch.randn(num_tokens, HIDDEN_SIZE, generator=generator).requires_grad_()
+    weight_VH = torch.randn(vocab_size, HIDDEN_SIZE, generator=generator).mul_(0.3).requires_grad_()
+    return hidden_RH, weight_VH, torch.randint(vocab_size, (num_tokens,), generator=generator)
+
+
+def run(way: Way, hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor) -> tuple[Tensor, float, float]:
+    """Log-probs, and seconds of the forward and the backward pass."""
+    hidden_RH.grad = weight_VH.grad = None
+    start = time.perf_counter()
+    log_probs_R = way(hidden_RH, weight_VH, targets_R)
+    middle = time.perf_counter()
+    log_probs_R.mean().backward()
+    return log_probs_R.detach(), middle - start, time.perf_counter() - middle
+
+
+def resident_bytes(which: str) -> int:
+    """`VmRSS` (now) or `VmHWM` (peak) of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(which):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {which}: this benchmark needs Linux")
+
+
+def measure_memory(way: str, num_tokens: int, vocab_size: int) -> None:
+    """Print the peak over the inputs, in bytes. Runs in a process of its own: a peak cannot be taken back."""
+    tensors = inputs(num_tokens, vocab_size)
+    run(WAYS[way], *inputs(8, 64))  # libraries and threads that the first call loads do not count
+    before = resident_bytes("VmRSS")
+    run(WAYS[way], *tensors)
+    print(resident_bytes("VmHWM") - before)
+
+
+def memory(num_tokens: int, vocab_size: int) -> None:
+    logits = 4 * num_tokens * vocab_size
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    print(
+        f"memory: {num_tokens} tokens x {vocab_size}, chunks of {CHUNK_TOKENS}; float32 logits {logits / MIB:.0f} MiB"
+    )
+    for way in WAYS:
+        if not way.startswith("ours") and 4 * logits > free:
+            print(f"{way:>18}: left out, may need four times the logits; choose a smaller size")
+            continue
+        command = [sys.executable, __file__, "measure-memory", way, str(num_tokens), str(vocab_size)]
+        peak = int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout)
+        print(f"{way:>18}: peak {peak / MIB:6.0f} MiB = {peak / logits:.3f} of the logits")
+
+
+def timing(num_tokens: int, vocab_size: int) -> None:
+    hidden_RH, weight_VH, targets_R = inputs(num_tokens, vocab_size)
+    exact = [x.detach().double().requires_grad_() for x in (hidden_RH, weight_VH)]
+    exact_R, _, _ = run(hugging_face, exact[0], exact[1], targets_R)
+    print(f"time: {num_tokens} tokens x {vocab_size}, hidden {HIDDEN_SIZE}, median of {NUM_RUNS}, ways taking turns")
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
+    errors = {}
+    for _ in range(NUM_RUNS):
+        for name, way in WAYS.items():
+            log_probs_R, forward, backward = run(way, hidden_RH, weight_VH, targets_R)
+            seconds[name].append((forward, backward))
+            assert hidden_RH.grad is not None
+            assert weight_VH.grad is not None
+            pairs = ((log_probs_R, exact_R), (hidden_RH.grad, exact[0].grad), (weight_VH.grad, exact[1].grad))
+            errors[name] = [float((got - want).abs().max() / want.abs().max()) for got, want in pairs]
+    for name, pairs_s in seconds.items():
+        forward, backward = (statistics.median(x) for x in zip(*pairs_s, strict=True))
+        print(
+            f"{name:>18}: forward {forward * 1e3:6.0f} ms, backward {backward * 1e3:6.0f} ms, together "
+            f"{(forward + backward) * 1e3:6.0f} ms; largest relative error: log-probs {errors[name][0]:.1e}, "
+            f"gradients {errors[name][1]:.1e} {errors[name][2]:.1e}"
+        )
+
+
+def start_one_rank() -> None:
+    """Megatron's cross-entropy asks for a tensor-parallel group."""
+    from megatron.core import parallel_state
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+
+
+def main() -> None:
+    mode, *rest = sys.argv[1:] or ["memory"]
+    if mode == "measure-memory":
+        if rest[0] == "vocab-parallel":
+            start_one_rank()
+        return measure_memory(rest[0], int(rest[1]), int(rest[2]))
+    defaults = (8192, 152_064) if mode == "memory" else (1024, 32_000)
+    num_tokens, vocab_size = (int(x) for x in (*rest, *defaults[len(rest) :]))
+    print(f"{platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    if mode == "memory":
+        return memory(num_tokens, vocab_size)
+    start_one_rank()
+    return timing(num_tokens, vocab_size)
+
+
+if __name__ == "__main__":
+    main()

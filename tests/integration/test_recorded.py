@@ -1,0 +1,69 @@
+"""Rollouts on disk: a replay repeats the run bit for bit, other settings train on the same data, gaps are told."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.monitor.metrics import read_metrics
+from bapo_megatron.rollout.recorded import read_groups
+from tests.integration.test_train import SMALL, bapo, train
+
+SAME = ("loss/policy", "loss/entropy", "bapo/low", "bapo/high", "optimizer/grad_norm", "reward/mean", "staleness/mean")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
+    folder = tmp_path_factory.mktemp("runs")
+    return folder, train(folder, "original", "train.num_steps=3", "parallel.tensor=1", "rollout.record=true")
+
+
+def from_record(folder: Path) -> tuple[str, ...]:
+    return ("rollout.engine=recorded", f"rollout.recorded_from={folder / 'original' / 'rollouts'}", "parallel.tensor=1")
+
+
+def test_a_replay_repeats_every_loss_and_bound(recorded: tuple[Path, list[dict[str, float]]]) -> None:
+    folder, original = recorded
+    replayed = train(folder, "replay", "train.num_steps=3", *from_record(folder))
+    assert [[row[name] for name in SAME] for row in replayed] == [[row[name] for name in SAME] for row in original]
+
+
+def test_another_loss_trains_on_the_same_samples(recorded: tuple[Path, list[dict[str, float]]]) -> None:
+    folder, original = recorded
+    other = train(folder, "grpo", "train.num_steps=2", "loss.name=grpo", *from_record(folder))
+    assert [row["reward/mean"] for row in other] == [row["reward/mean"] for row in original[:2]]
+    assert other[0]["bapo/high"] == 1.2 != original[0]["bapo/high"]
+
+
+def test_a_step_that_was_not_recorded_or_is_damaged_is_one_clear_error(
+    recorded: tuple[Path, list[dict[str, float]]], tmp_path: Path
+) -> None:
+    folder, _ = recorded
+    arguments = (*SMALL, f"run.dir={folder}", *from_record(folder))
+    done = bapo("train", "demo", *arguments, "run.name=too-long", "train.num_steps=4")
+    assert done.returncode == 2
+    assert "step-000004.jsonl.gz is missing" in done.stderr
+    assert "holds 3 recorded steps" in done.stderr
+    done = bapo(
+        "train", "demo", *arguments, "run.name=other-steps", "train.num_steps=3", "train.minibatches_per_step=1"
+    )
+    assert done.returncode == 2
+    assert "tokens of weight version 2, but this run is at version 1" in done.stderr
+
+    with gzip.open(tmp_path / "step-000001.jsonl.gz", "wt") as file:
+        file.write('{"prompt": 3}\n')
+    with pytest.raises(ValueError, match=r"step-000001.jsonl.gz, line 1 cannot be read"):
+        read_groups(tmp_path, 1)
+
+
+def test_rollouts_alone_leave_the_weights_as_they_are(tmp_path: Path) -> None:
+    settings = ("train.num_steps=2", "parallel.tensor=1", "train.rollout_only=true", "rollout.record=true")
+    rows = train(tmp_path, "sampling", *settings)
+    assert [row["version"] for row in rows] == [0, 0]
+    assert "loss/policy" not in rows[0]
+    assert {
+        v for g in read_groups(tmp_path / "sampling" / "rollouts", 2) for t in g.trajectories for v in t.versions
+    } == {0}
+    assert read_metrics(tmp_path / "sampling" / "metrics.jsonl") == rows

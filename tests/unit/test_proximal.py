@@ -1,0 +1,173 @@
+"""The decoupled objective (loss.proximal = "learner"): loss, gradient and bound search against the formula."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bapo_megatron.algorithms.clip_bounds import ClipBoundConfig, contribution_table, positive_share
+from bapo_megatron.algorithms.losses import LossInputs, clipped_policy_loss, importance_ratio, ratio_and_weight
+from bapo_megatron.buffer.packing import minibatches
+from bapo_megatron.config.schema import LossConfig
+from bapo_megatron.types import Batch, ClipBounds
+
+BOUNDS = ClipBounds(low=0.6, high=1.45, positive_share=0.4, saturated=False, num_moves=5)
+LOW, HIGH, CAP = 0.6, 1.45, 2.0
+
+# log pi_theta - log pi_prox, log pi_prox - log pi_behaviour, advantage
+tokens = st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3), st.floats(-2, 2, width=32)), min_size=1, max_size=12)
+
+
+def make_inputs(tokens, mask=None) -> LossInputs:
+    log_ratios, log_weights, advantages = (torch.tensor(x, dtype=torch.float64) for x in zip(*tokens, strict=True))
+    behaviour_R = torch.linspace(-3, -0.5, len(tokens), dtype=torch.float64)
+    proximal_R = behaviour_R + log_weights
+    return LossInputs(
+        log_probs_R=(proximal_R + log_ratios).requires_grad_(),
+        behaviour_logprobs_R=behaviour_R,
+        advantages_R=advantages,
+        mask_R=torch.tensor(mask or [True] * len(tokens)),
+        ages_R=torch.zeros(len(tokens), dtype=torch.int64),
+        bounds=BOUNDS,
+        proximal_logprobs_R=proximal_R,
+    )
+
+
+def literal_loss(log_ratio, log_weight, advantage, cap=CAP, dual_clip=None):
+    ratio, weight = math.exp(log_ratio), min(math.exp(log_weight), cap)
+    objective = min(ratio * advantage, min(max(ratio, LOW), HIGH) * advantage)
+    if dual_clip is not None and advantage < 0:
+        objective = max(objective, dual_clip * advantage)
+    return -weight * objective
+
+
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+@pytest.mark.parametrize("cap", [1.0, 2.0, 1e9])
+@settings(max_examples=100, deadline=None)
+@given(tokens=tokens)
+def test_loss_and_gradient_equal_the_formula(dual_clip, cap, tokens):
+    inputs = make_inputs(tokens)
+    loss_R = clipped_policy_loss(inputs, LossConfig(dual_clip=dual_clip, importance_cap=cap)).loss_R
+    expected = [literal_loss(x, w, a, cap, dual_clip) for x, w, a in tokens]
+    assert loss_R.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    loss_R.sum().backward()
+    kinks = [math.log(LOW), math.log(HIGH), math.log(3.0)]
+    for (x, w, a), gradient in zip(tokens, inputs.log_probs_R.grad.tolist(), strict=True):
+        if min(abs(x - kink) for kink in kinks) > 1e-5:
+            rise = literal_loss(x + 1e-6, w, a, cap, dual_clip) - literal_loss(x - 1e-6, w, a, cap, dual_clip)
+            assert gradient == pytest.approx(rise / 2e-6, rel=1e-5, abs=1e-6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(tokens=tokens)
+def test_with_proximal_equal_to_behaviour_it_is_the_plain_loss_bit_for_bit(tokens):
+    decoupled = make_inputs([(x, 0.0, a) for x, _, a in tokens])
+    plain = LossInputs(
+        log_probs_R=decoupled.log_probs_R.detach().clone().requires_grad_(),
+        behaviour_logprobs_R=decoupled.behaviour_logprobs_R,
+        advantages_R=decoupled.advantages_R,
+        mask_R=decoupled.mask_R,
+        ages_R=decoupled.ages_R,
+        bounds=BOUNDS,
+    )
+    results = [clipped_policy_loss(inputs, LossConfig(importance_cap=2.0)) for inputs in (decoupled, plain)]
+    assert torch.equal(results[0].loss_R, results[1].loss_R)
+    assert {k: float(v) for k, v in results[0].sums.items()} == {k: float(v) for k, v in results[1].sums.items()}
+    for inputs, result in zip((decoupled, plain), results, strict=True):
+        result.loss_R.sum().backward()
+        assert inputs.log_probs_R.grad is not None
+    assert torch.equal(decoupled.log_probs_R.grad, plain.log_probs_R.grad)
+
+
+@settings(max_examples=100, deadline=None)
+@given(tokens=tokens)
+def test_an_uncapped_unclipped_token_has_the_plain_gradient(tokens):
+    """w r = pi_theta / pi_behaviour: the weights change where it is clipped, not what an unclipped token is worth."""
+    inside = [(max(min(x, 0.3), -0.3), w, a) for x, w, a in tokens]
+    inputs = make_inputs(inside)
+    clipped_policy_loss(inputs, LossConfig(importance_cap=1e9)).loss_R.sum().backward()
+    ratio_R = importance_ratio(inputs.log_probs_R.detach(), inputs.behaviour_logprobs_R, inputs.mask_R)
+    torch.testing.assert_close(inputs.log_probs_R.grad, -ratio_R * inputs.advantages_R, rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(tokens=tokens)
+def test_the_search_counts_the_masses_of_the_loss(tokens):
+    """gradient: P and N are the gradient that the loss lets through; surrogate: they are the loss's own terms."""
+    inputs = make_inputs(tokens)
+    result = clipped_policy_loss(
+        LossInputs(**{f: getattr(inputs, f) for f in inputs.__slots__} | {"bounds": ClipBounds(LOW, 1.2, 0, False, 0)}),
+        LossConfig(importance_cap=CAP),
+    )
+    result.loss_R.sum().backward()
+    log_probs_R, behaviour_R = inputs.log_probs_R.detach(), inputs.behaviour_logprobs_R
+    ratio_R, weight_R = ratio_and_weight(log_probs_R, behaviour_R, inputs.proximal_logprobs_R, inputs.mask_R, CAP)
+    gradient_R = -inputs.log_probs_R.grad
+    for contribution, part_R in (("gradient", gradient_R), ("surrogate", -result.loss_R.detach())):
+        config = ClipBoundConfig(contribution=contribution)
+        table = contribution_table(ratio_R, inputs.advantages_R, inputs.mask_R, None, config, weights=weight_R)
+        positive, negative = float(table[0]), float(table[len(config.high.points)])
+        assert positive == pytest.approx(float(part_R.clamp(min=0).sum()), rel=1e-6, abs=1e-9)
+        assert negative == pytest.approx(-float(part_R.clamp(max=0).sum()), rel=1e-6, abs=1e-9)
+        if positive + negative > 1e-6:
+            assert positive_share(table, config, LOW, 1.2) == pytest.approx(positive / (positive + negative))
+
+
+def test_masked_tokens_may_hold_anything_and_metrics_count_the_weights():
+    nan = math.nan
+    inputs = make_inputs(
+        [(0.1, math.log(3), 1.0), (0.0, math.log(0.5), -1.0), (nan, nan, nan)], mask=[True, True, False]
+    )
+    result = clipped_policy_loss(inputs, LossConfig(importance_cap=CAP))
+    result.loss_R.sum().backward()
+    assert inputs.log_probs_R.grad.tolist() == pytest.approx([-2 * math.exp(0.1), 0.5, 0.0])
+    assert float(result.sums["importance_weight"]) == pytest.approx(2.5)
+    assert float(result.sums["importance_capped"]) == 1
+    assert float(result.sums["ratio"]) == pytest.approx(math.exp(0.1) + 1)
+    behaviour_ratios = [3 * math.exp(0.1), 0.5]
+    assert float(result.sums["approx_kl"]) == pytest.approx(sum(r - 1 - math.log(r) for r in behaviour_ratios))
+    assert all(math.isfinite(float(x)) for x in result.sums.values())
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9)), min_size=2, max_size=8),
+    data_size=st.integers(1, 2),
+    max_tokens=st.integers(5, 40),
+    seed=st.integers(0, 100),
+)
+def test_packing_keeps_every_proximal_log_prob_with_its_token(lengths, data_size, max_tokens, seed):
+    prompt_lens, response_lens = torch.tensor(lengths).unbind(1)
+    num_tokens = int((prompt_lens + response_lens).sum())
+    index_T = torch.arange(num_tokens)
+    is_response_T = torch.cat([torch.arange(p + r) >= p for p, r in lengths])
+    batch = Batch(
+        token_ids_T=index_T,
+        seq_lens_S=prompt_lens + response_lens,
+        prompt_lens_S=prompt_lens,
+        advantages_T=torch.zeros(num_tokens),
+        behaviour_logprobs_T=-index_T.float(),
+        versions_T=index_T,
+        mask_T=is_response_T,
+        proximal_logprobs_T=-index_T.float() - 0.5,
+    )
+    seen = []
+    for data_rank in range(data_size):
+        for minibatch in minibatches(
+            batch,
+            num_minibatches=2,
+            num_epochs=1,
+            seed=seed,
+            data_rank=data_rank,
+            data_size=data_size,
+            max_tokens=max_tokens,
+        ):
+            for mb in minibatch.micro_batches:
+                assert torch.equal(mb.batch_rows_R, mb.targets_R)
+                assert torch.equal(mb.proximal_logprobs_R, mb.behaviour_logprobs_R - 0.5)
+                seen += mb.batch_rows_R.tolist()
+    assert sorted(seen) == is_response_T.nonzero()[:, 0].tolist()
