@@ -8,7 +8,8 @@ answers; prompts are random tokens of one length; and an optimizer step is a wai
 to the engine, as a trainer on other devices would. Weights are really pushed after it.
 
 The bound beside it is derived in rollout_bound.py. Training takes a stated share of the synchronous rollout. Speeds are
-compared within one repetition only, so that they hold on a machine that others use too.
+compared with those of the synchronous mode a moment before: the modes take turns, so that the comparison holds on a
+machine that others use too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,12 +40,12 @@ from bapo_megatron.rollout.manager import LoopThread
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.sync.channel import BroadcastChannel
-from bapo_megatron.types import Group, Prompt
+from bapo_megatron.types import Prompt
 
 TIMEOUT_S = 300.0
 VOCAB_SIZE = 128
 NUM_CALIBRATIONS = 3
-NUM_PILOT_STEPS = 2  # synchronous steps that set the training time of a repetition
+NUM_BOUND_STEPS = 32  # whose lengths the bound is taken over
 MAX_STALENESS = 8  # of the overlapped mode, in steps: a response of full length lasts several of them
 
 
@@ -178,47 +179,18 @@ class Measured:
 
     wall_s: float = 0.0
     idle_s: float = 0.0  # the trainer waited for its batch
-    push_s: float = 0.0
+    train_s: float = 0.0
     engine_cpu_s: float = 0.0
     generated_tokens: int = 0
     trained_tokens: int = 0
     ages: list[int] = field(default_factory=list)  # of trained tokens, in optimizer updates
 
 
-class Bench:
-    """One engine, its loop, its weight channel; modes run one after the other on them."""
+class ModeRun:
+    """One mode's training loop. It runs in turns with the others', and goes on where its last turn left off."""
 
-    def __init__(self, workload: Workload, url: str, pid: int, weights: dict[str, Tensor]) -> None:
-        self.workload = workload
-        self._pid = pid
-        self.loop = LoopThread()
-        self.engine = PlannedEngine(url, workload)
-        self._weights = weights
-        self._channel = BroadcastChannel([self.engine], SyncConfig(timeout_s=TIMEOUT_S), self.loop.submit)
-        self._channel.connect()
-        self._version = 0
-
-    def cost(self) -> StepCost:
-        plain = HttpEngine(self.engine.url, request_timeout_s=TIMEOUT_S)
-
-        async def measure() -> StepCost:
-            try:
-                return await measure_cost(plain, self._pid, self.workload)
-            finally:
-                await plain.close()
-
-        return self.loop.run(measure(), 4 * TIMEOUT_S)
-
-    def push(self) -> float:
-        """The next weight version. Returns the seconds for which generation was paused."""
-        self._version += 1
-        start = time.perf_counter()
-        self._channel.push(iter(self._weights.items()), self._version)
-        return time.perf_counter() - start
-
-    def run(self, mode: str, *, num_warmup: int, num_steps: int, train_s: float) -> Measured:
-        """The training loop: batch, optimizer step, push; the first steps fill the pipeline and are not counted."""
-        w = self.workload
+    def __init__(self, mode: str, bench: Bench) -> None:
+        w = bench.workload
         config = RolloutConfig(
             prompts_per_step=w.prompts_per_step,
             samples_per_prompt=w.samples_per_prompt,
@@ -227,34 +199,72 @@ class Bench:
             request_timeout_s=TIMEOUT_S,
             **MODES[mode],
         )
-        scheduler = Scheduler(
+        self._scheduler = Scheduler(
             config,
-            pool=EnginePool([self.engine]),
+            pool=EnginePool([bench.engine]),
             prompts=RandomPrompts(w),
             score=lambda trajectories: [0.0] * len(trajectories),
             stop_token_ids=(),
             seed=w.seed,
         )
-        self.push()
-        measured = Measured()
+        self._bench = bench
+        self._version = 0
+
+    def turn(self, num_steps: int, *, train_s: Callable[[float], float], num_warmup: int = 1) -> Measured:
+        """Batch, optimizer step, push; the first steps fill the slots again and are not counted.
+
+        `train_s` gives the length of the optimizer step, from the time that its batch took.
+        """
+        bench, tokens = self._bench, self._scheduler.ledger.num_tokens
+        bench.push(self._version)
         for step in range(num_warmup + num_steps):
-            if step == num_warmup:
-                measured, begin = Measured(), time.perf_counter()
-                tokens_before, cpu_before = scheduler.ledger.num_tokens["generated"], cpu_s(self._pid)
-            start = time.perf_counter()
-            groups, _ = self.loop.run(scheduler.take(step, self._version), TIMEOUT_S)
+            if step in (0, num_warmup):
+                measured, start_s = Measured(), time.perf_counter()
+                tokens_before, cpu_before_s = tokens["generated"], cpu_s(bench.pid)
+            asked_s = time.perf_counter()
+            groups, _ = bench.loop.run(self._scheduler.take(self._version, self._version), TIMEOUT_S)
             assert groups is not None, "the engine was lost"
-            measured.idle_s += time.perf_counter() - start
-            measured.ages += _ages(groups, self._version)
-            time.sleep(train_s)
-            scheduler.expect(self._version + 1)
-            measured.push_s += self.push()
-        measured.wall_s = time.perf_counter() - begin
-        measured.generated_tokens = scheduler.ledger.num_tokens["generated"] - tokens_before
-        measured.engine_cpu_s = cpu_s(self._pid) - cpu_before
+            waited_s = time.perf_counter() - asked_s
+            measured.idle_s += waited_s
+            measured.train_s += train_s(waited_s)
+            measured.ages += [self._version - v for g in groups for t in g.trajectories for v in t.versions]
+            time.sleep(train_s(waited_s))
+            self._version += 1
+            self._scheduler.expect(self._version)
+            bench.push(self._version)
+        measured.wall_s = time.perf_counter() - start_s
+        measured.generated_tokens = tokens["generated"] - tokens_before
+        measured.engine_cpu_s = cpu_s(bench.pid) - cpu_before_s
         measured.trained_tokens = len(measured.ages)
-        self.loop.run(scheduler.close(), TIMEOUT_S)
+        bench.loop.run(self._scheduler.close(), TIMEOUT_S)
         return measured
+
+
+class Bench:
+    """One engine, the loop of its requests and its weight channel, which all modes use in turns."""
+
+    def __init__(self, workload: Workload, url: str, pid: int, weights: dict[str, Tensor]) -> None:
+        self.workload = workload
+        self.pid = pid
+        self.loop = LoopThread()
+        self.engine = PlannedEngine(url, workload)
+        self._weights = weights
+        self._channel = BroadcastChannel([self.engine], SyncConfig(timeout_s=TIMEOUT_S), self.loop.submit)
+        self._channel.connect()
+
+    def cost(self) -> StepCost:
+        plain = HttpEngine(self.engine.url, request_timeout_s=TIMEOUT_S)
+
+        async def measure() -> StepCost:
+            try:
+                return await measure_cost(plain, self.pid, self.workload)
+            finally:
+                await plain.close()
+
+        return self.loop.run(measure(), 4 * TIMEOUT_S)
+
+    def push(self, version: int) -> None:
+        self._channel.push(iter(self._weights.items()), version)
 
     def close(self) -> None:
         self._channel.close()
@@ -262,21 +272,17 @@ class Bench:
         self.loop.close()
 
 
-def _ages(groups: Sequence[Group], version: int) -> list[int]:
-    return [version - v for g in groups for t in g.trajectories for v in t.versions]
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Rollout modes of one engine, side by side.")
-    parser.add_argument("--quick", action="store_true", help="a small workload, once: does it run?")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--warmup", type=int, default=5, help="steps before the count begins, but for synchronous: 1")
-    parser.add_argument("--steps", type=int, default=8, help="steps that count")
+    parser.add_argument("--quick", action="store_true", help="a small workload, few steps: does it run?")
+    parser.add_argument("--turns", type=int, default=5, help="how often each mode has its turn")
+    parser.add_argument("--steps", type=int, default=3, help="steps of a turn that count; one more comes before them")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before the first turn")
     parser.add_argument("--train-share", type=float, default=0.5, help="training time / synchronous rollout time")
     args = parser.parse_args(argv)
     workload = Workload()
     if args.quick:
-        args.repeats, args.warmup, args.steps = 1, 1, 1
+        args.turns, args.warmup, args.steps = 1, 0, 1
         workload = Workload(prompts_per_step=2, max_response_tokens=48, median_tokens=6.0)
     with tempfile.TemporaryDirectory() as folder:
         weights = save_model(Path(folder), workload.max_context)
@@ -298,55 +304,52 @@ def compare(bench: Bench, args: argparse.Namespace) -> None:
     middle = (cost.contexts[0] + cost.contexts[-1]) // 2
     print(f"engine, tokens per second of its CPU time with responses of {middle} tokens, by running responses:")
     print("   " + "   ".join(f"{n}: {n / cost(n, middle):.0f}" for n in cost.rows))
-    theory = bound(w, cost, num_steps=args.steps, train_share=args.train_share)
+    theory = bound(w, cost, num_steps=NUM_BOUND_STEPS, train_share=args.train_share)
+    runs = {mode: ModeRun(mode, bench) for mode in MODES}
     results: dict[str, list[Measured]] = {mode: [] for mode in MODES}
-    for _ in range(args.repeats):
-        pilot = bench.run("synchronous", num_warmup=0, num_steps=NUM_PILOT_STEPS, train_s=0.0)
-        train_s = args.train_share * pilot.idle_s / NUM_PILOT_STEPS
-        for mode in MODES:
-            num_warmup = 1 if mode == "synchronous" else args.warmup
-            results[mode].append(bench.run(mode, num_warmup=num_warmup, num_steps=args.steps, train_s=train_s))
+    if args.warmup:
+        for run in runs.values():
+            run.turn(0, num_warmup=args.warmup, train_s=lambda waited_s: 0.0)
+    for _ in range(args.turns):
+        first = runs["synchronous"].turn(args.steps, train_s=lambda waited_s: args.train_share * waited_s)
+        train_s = first.train_s / args.steps
         print(f"training takes {train_s:.2f} s a step: {args.train_share:g} x the rollout of a synchronous step")
-        print_table({mode: runs[-1:] for mode, runs in results.items()}, theory)
-    if args.repeats > 1:
-        print(f"medians of {args.repeats} repetitions")
-        print_table(results, theory)
+        print_header()
+        for mode, run in runs.items():
+            is_first = mode == "synchronous"
+            results[mode].append(first if is_first else run.turn(args.steps, train_s=lambda waited_s, s=train_s: s))
+            print_row(mode, results[mode][-1:], results["synchronous"][-1:], theory)
+    if args.turns > 1:
+        print(f"medians of {args.turns} turns (lowest to highest)")
+        print_header()
+        for mode, measured in results.items():
+            print_row(mode, measured, results["synchronous"], theory)
 
 
-def print_table(results: dict[str, list[Measured]], theory: Bound) -> None:
-    """One row a mode; several repetitions as median (lowest to highest), speeds against the same repetition's first."""
-    baseline = results["synchronous"]
-    columns = (
-        "mode",
-        "generated/s",
-        "trained/s",
-        "generated x",
-        "trained x",
-        "bound x",
-        "idle",
-        "bound",
-        "tokens/CPU s",
+def print_header() -> None:
+    columns = ("mode", "generated/s", "trained/s", "generated x", "trained x", "bound x", "idle", "bound", "per CPU s")
+    print("| " + " | ".join(columns) + " | age mean | max |\n" + "|---" * (len(columns) + 2) + "|", flush=True)
+
+
+def print_row(mode: str, runs: Sequence[Measured], baseline: Sequence[Measured], theory: Bound) -> None:
+    """One mode's turns: tokens per second, those against the same turn's `baseline`, the trainer's idle share, ages."""
+    generated = [r.generated_tokens / r.wall_s for r in runs]
+    trained = [r.trained_tokens / r.wall_s for r in runs]
+    ages = [age for r in runs for age in r.ages]
+    cells = (
+        mode,
+        _spread(generated, 0),
+        _spread(trained, 0),
+        _spread([v * b.wall_s / b.generated_tokens for v, b in zip(generated, baseline, strict=True)], 2),
+        _spread([v * b.wall_s / b.trained_tokens for v, b in zip(trained, baseline, strict=True)], 2),
+        f"{theory.speedup(mode):.2f}",
+        _spread([r.idle_s / r.wall_s for r in runs], 2),
+        f"{theory.idle_share(mode):.2f}",
+        _spread([r.generated_tokens / r.engine_cpu_s for r in runs], 0),
+        f"{statistics.fmean(ages):.2f}",
+        f"{max(ages)}",
     )
-    print("| " + " | ".join(columns) + " | age mean | max |\n" + "|---" * (len(columns) + 2) + "|")
-    for mode, runs in results.items():
-        generated = [r.generated_tokens / r.wall_s for r in runs]
-        trained = [r.trained_tokens / r.wall_s for r in runs]
-        generated_x = [v * b.wall_s / b.generated_tokens for v, b in zip(generated, baseline, strict=True)]
-        trained_x = [v * b.wall_s / b.trained_tokens for v, b in zip(trained, baseline, strict=True)]
-        cells = [
-            mode,
-            _spread(generated, 0),
-            _spread(trained, 0),
-            _spread(generated_x, 2),
-            _spread(trained_x, 2),
-            f"{theory.speedup(mode):.2f}",
-            _spread([r.idle_s / r.wall_s for r in runs], 2),
-            f"{theory.idle_share(mode):.2f}",
-            _spread([r.generated_tokens / r.engine_cpu_s for r in runs], 0),
-            f"{statistics.fmean(a for r in runs for a in r.ages):.2f}",
-            f"{max(a for r in runs for a in r.ages)}",
-        ]
-        print("| " + " | ".join(cells) + " |", flush=True)
+    print("| " + " | ".join(cells) + " |", flush=True)
 
 
 def _spread(values: Sequence[float], digits: int) -> str:
