@@ -9,7 +9,8 @@ to the engine, as a trainer on other devices would. Weights are really pushed af
 
 The bound beside it is derived in rollout_bound.py. Training takes a stated share of the synchronous rollout. Speeds are
 compared with those of the synchronous mode a moment before: the modes take turns, so that the comparison holds on a
-machine that others use too.
+machine that others use too. Tokens of a few steps differ by the luck of their lengths, and by what waits in the buffer;
+steps do not.
 """
 
 from __future__ import annotations
@@ -177,6 +178,7 @@ MODES: dict[str, dict[str, Any]] = {
 class Measured:
     """Some steps of one mode in steady state. Seconds of wall time; tokens of responses."""
 
+    num_steps: int = 0
     wall_s: float = 0.0
     idle_s: float = 0.0  # the trainer waited for its batch
     train_s: float = 0.0
@@ -232,7 +234,7 @@ class ModeRun:
             self._version += 1
             self._scheduler.expect(self._version)
             bench.push(self._version)
-        measured.wall_s = time.perf_counter() - start_s
+        measured.num_steps, measured.wall_s = num_steps, time.perf_counter() - start_s
         measured.generated_tokens = tokens["generated"] - tokens_before
         measured.engine_cpu_s = cpu_s(bench.pid) - cpu_before_s
         measured.trained_tokens = len(measured.ages)
@@ -327,7 +329,18 @@ def compare(bench: Bench, args: argparse.Namespace) -> None:
 
 
 def print_header() -> None:
-    columns = ("mode", "generated/s", "trained/s", "generated x", "trained x", "bound x", "idle", "bound", "per CPU s")
+    columns = (
+        "mode",
+        "generated/s",
+        "trained/s",
+        "generated x",
+        "trained x",
+        "steps x",
+        "bound x",
+        "idle",
+        "bound",
+        "per CPU s",
+    )
     print("| " + " | ".join(columns) + " | age mean | max |\n" + "|---" * (len(columns) + 2) + "|", flush=True)
 
 
@@ -342,6 +355,7 @@ def print_row(mode: str, runs: Sequence[Measured], baseline: Sequence[Measured],
         _spread(trained, 0),
         _spread([v * b.wall_s / b.generated_tokens for v, b in zip(generated, baseline, strict=True)], 2),
         _spread([v * b.wall_s / b.trained_tokens for v, b in zip(trained, baseline, strict=True)], 2),
+        _spread([r.num_steps / r.wall_s * b.wall_s / b.num_steps for r, b in zip(runs, baseline, strict=True)], 2),
         f"{theory.speedup(mode):.2f}",
         _spread([r.idle_s / r.wall_s for r in runs], 2),
         f"{theory.idle_share(mode):.2f}",
