@@ -228,7 +228,7 @@ def test_an_engine_that_fails_is_fenced_and_the_others_go_on(
     world.engines[1].faults = {stage: fault} if (stage, fault) != ("begin", "refuse") else {"begin": "die"}
     began_s, world.learner.num_read = time.monotonic(), 0
     world.push()
-    assert time.monotonic() - began_s < 2 * TIMEOUT_S + 1
+    assert time.monotonic() - began_s < 5 * TIMEOUT_S
     world.assert_goes_on(*"ac"[: num_engines - 1])
     assert world.learner.num_read % len(NAMES) == 0, "gathering is collective: every pass is read to its end"
     assert "http://b is fenced" in world.pool.describe()
