@@ -251,7 +251,7 @@ class Bench:
         self.loop = LoopThread()
         self.engine = PlannedEngine(url, workload)
         self._weights = weights
-        self._channel = BroadcastChannel([self.engine], SyncConfig(timeout_s=TIMEOUT_S), self.loop.submit)
+        self._channel = BroadcastChannel(EnginePool([self.engine]), SyncConfig(timeout_s=TIMEOUT_S), self.loop.submit)
         self._channel.connect()
 
     def cost(self) -> StepCost:

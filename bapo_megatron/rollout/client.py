@@ -133,6 +133,7 @@ class HttpEngine:
         shapes: Sequence[Sequence[int]],
         group_name: str,
         *,
+        flat: bool,
         version: int | None,
     ) -> None:
         body: dict[str, Any] = {
@@ -140,7 +141,7 @@ class HttpEngine:
             "dtypes": list(dtypes),
             "shapes": [list(shape) for shape in shapes],
             "group_name": group_name,
-            "load_format": "flattened_bucket",
+            "load_format": "flattened_bucket" if flat else None,
             "flush_cache": version is not None,
         }
         if version is not None:
