@@ -40,7 +40,8 @@ from bapo_megatron.rollout.client import HttpEngine
 from bapo_megatron.rollout.manager import LoopThread
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.scheduler import Scheduler
-from bapo_megatron.sync.channel import BroadcastChannel
+from bapo_megatron.sync.broadcast import BroadcastChannel
+from bapo_megatron.sync.buckets import TensorSpec
 from bapo_megatron.types import Prompt
 
 TIMEOUT_S = 300.0
@@ -252,7 +253,7 @@ class Bench:
         self.engine = PlannedEngine(url, workload)
         self._weights = weights
         self._channel = BroadcastChannel(EnginePool([self.engine]), SyncConfig(timeout_s=TIMEOUT_S), self.loop.submit)
-        self._channel.connect()
+        self._channel.connect([TensorSpec.of(name, tensor) for name, tensor in self._weights.items()])
 
     def cost(self) -> StepCost:
         plain = HttpEngine(self.engine.url, request_timeout_s=TIMEOUT_S)

@@ -130,7 +130,7 @@ def test_a_rewound_run_keeps_the_checkpoint_it_has_just_saved(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("after_bytes", "what"),
-    [(0, "model.safetensors"), (20_000, "model.safetensors"), (60_000, "File too large"), (3, "")],
+    [(0, "model-00000"), (20_000, "model-00000"), (60_000, "File too large"), (3, "")],
     ids=["at once", "in the weights", "in the state of the rollouts", "after three bytes"],
 )
 def test_a_full_disk_is_a_clear_error_and_the_previous_checkpoint_stays_the_latest(
