@@ -45,6 +45,7 @@ class Nursery:
 
 def kill_session(pid: int, number: signal.Signals) -> None:
     """Signal a session's processes, where there are any."""
+    assert pid > 0, "0 would be our own"
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
 
