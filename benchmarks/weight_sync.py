@@ -28,8 +28,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
+from bapo_megatron.hf.shape import hf_tensors, model_shape
 from bapo_megatron.launch import processes
-from bapo_megatron.learner.hf.shapes import hf_tensors, model_shape
 from bapo_megatron.rollout.client import HttpEngine
 from bapo_megatron.rollout.embedded import server
 from bapo_megatron.rollout.manager import LoopThread

@@ -28,12 +28,13 @@ from bapo_megatron.algorithms.losses import LOSSES, LossInputs, LossResult
 from bapo_megatron.algorithms.mismatch import Mismatch, logprob_mismatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner import checkpoint
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.batches import equal_lengths, to_device
 from bapo_megatron.learner.hf.convert import gather_weights, load_weights
 from bapo_megatron.learner.hf.names import entries
-from bapo_megatron.learner.hf.shapes import load_hf_config, model_shape, validate_layout
+from bapo_megatron.learner.hf.shapes import validate_layout
 from bapo_megatron.learner.metrics import TokenMetrics
 from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device, start_processes

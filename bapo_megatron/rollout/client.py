@@ -30,9 +30,15 @@ _FINISH_REASONS = ("stop", "length", "abort")
 class HttpEngine:
     """One server. Belongs to the event loop of its first call."""
 
-    def __init__(self, url: str, *, request_timeout_s: float, vocab_size: int | None = None) -> None:
-        """`vocab_size`, where known, bounds the token ids that are believed."""
+    def __init__(
+        self, url: str, *, request_timeout_s: float, vocab_size: int | None = None, generate_url: str | None = None
+    ) -> None:
+        """`vocab_size`, where known, bounds the token ids that are believed.
+
+        `generate_url`: a router that passes /generate on to a server of its choice; the rest goes to `url`.
+        """
         self.url = url.rstrip("/")
+        self._router_url = generate_url.rstrip("/") if generate_url else None
         self._timeout_s = request_timeout_s
         self._vocab_size = vocab_size
         self._session: aiohttp.ClientSession | None = None
@@ -49,6 +55,12 @@ class HttpEngine:
         return self._result(reply, request)
 
     async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
+        if self._router_url is not None:  # sglang-router 0.3.2 answers 422 to lists of rids and of sampling_params
+            replies = await asyncio.gather(*map(self.generate, requests), return_exceptions=True)
+            for reply in replies:
+                if isinstance(reply, BaseException) and not isinstance(reply, EngineError):
+                    raise reply
+            return replies  # type: ignore[return-value]
         for request in requests:
             self._check_vocabulary(request)
         bodies = [_generate_body(request) for request in requests]
@@ -173,11 +185,12 @@ class HttpEngine:
         """The decoded reply (None where it is not JSON). Raises EngineError for anything but an answer of 200."""
         if self._session is None:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        where = f"{self.url}{path}" + (f", {what}" if what else "")
+        base = self._router_url if self._router_url and path == "/generate" else self.url
+        where = f"{base}{path}" + (f", {what}" if what else "")
         deadline_s = timeout_s or self._timeout_s
         try:
             async with self._session.request(
-                method, self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=deadline_s)
+                method, base + path, json=body, timeout=aiohttp.ClientTimeout(total=deadline_s)
             ) as response:
                 raw = await response.read()
         except asyncio.TimeoutError:  # noqa: UP041 - the name that aiohttp documents

@@ -15,13 +15,11 @@ from pathlib import Path
 from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
-from bapo_megatron.learner.hf.writer import write_safetensors
+from bapo_megatron.hf.writer import copy_companions, write_safetensors
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.sync.base import Clock, Submit, SyncStats
 from bapo_megatron.sync.buckets import TensorSpec, WeightStream, digest
 from bapo_megatron.sync.session import Session
-
-_COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model")  # config and tokenizer, not weights
 
 
 class DiskChannel:
@@ -44,6 +42,8 @@ class DiskChannel:
         stream = WeightStream(named_weights, self._session.manifest)
         try:
             return self._push(stream, version)
+        except NoEngineLeftError:
+            return self._session.abandon()
         finally:
             stream.drain()
 
@@ -80,9 +80,6 @@ class DiskChannel:
                 digests[name] = digest(tensor)
                 yield name, tensor
 
-        write_safetensors(digested(), partial)
-        for file in self._hf_path.iterdir():
-            if file.suffix in _COPIED_SUFFIXES and "safetensors" not in file.name:
-                shutil.copy(file, partial / file.name)
+        copy_companions(self._hf_path, partial, write_safetensors(digested(), partial))
         os.replace(partial, folder)
         return digests

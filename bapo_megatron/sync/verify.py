@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError, EngineError
-from bapo_megatron.learner.hf.shapes import hf_tensors, load_hf_config, model_shape
+from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape
 from bapo_megatron.rollout.base import EMBEDDED, Engine
 from bapo_megatron.sync.buckets import DIGEST, TensorSpec
 

@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.reader import weight_files
 from bapo_megatron.rollout.embedded.engine import BatchingEngine
-from bapo_megatron.rollout.embedded.model import safetensors_files
 from bapo_megatron.rollout.embedded.protocol import (
     BadRequestError,
     InitGroupBody,
@@ -134,7 +134,7 @@ class WeightUpdater:
         with self._lock, contextlib.ExitStack() as files:
             try:
                 opened = [
-                    files.enter_context(safe_open(f, framework="pt")) for f in safetensors_files(Path(body.model_path))
+                    files.enter_context(safe_open(f, framework="pt")) for f in weight_files(Path(body.model_path))
                 ]
                 self._check_files(opened)
             except (CheckpointError, OSError, SafetensorError) as problem:
