@@ -96,9 +96,13 @@ class HttpEngine:
         await self._call("POST", "/flush_cache")
 
     async def health(self) -> bool:
-        """Whether the server answers; never raises. A paused SGLang server is not healthy."""
+        """Whether the server and its engine answer; never raises.
+
+        SGLang's /health samples a token, which a server that is paused cannot do: left so by a push that failed, it
+        would never be healthy again. /server_info asks the engine, too.
+        """
         try:
-            await self._call("GET", "/health", timeout_s=_HEALTH_TIMEOUT_S)
+            await self._call("GET", "/server_info", timeout_s=_HEALTH_TIMEOUT_S)
         except EngineError:
             return False
         return True

@@ -15,7 +15,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,7 +40,7 @@ from bapo_megatron.sync.buckets import TensorSpec
 from bapo_megatron.sync.channel import push_until_whole
 from bapo_megatron.types import Trajectory
 from tests.integration.faulty_proxy import FAULTS, Answer, FaultyProxy
-from tests.integration.nursery import kill_session
+from tests.integration.nursery import is_running, kill_session
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +116,7 @@ class Site:
     port: int
     proxy: FaultyProxy
     pid: int | None = None  # of the engine, once there was one
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # two engines cannot have the same port
 
     @property
     def url(self) -> str:
@@ -130,8 +131,11 @@ class Site:
 
     async def start(self, checkpoint: Path, version: str = "default") -> None:
         """Start an engine in the place of the one that was here."""
-        self.kill()
-        self.pid = await asyncio.to_thread(self.starter.start, self.port, checkpoint, version)
+        async with self.lock:
+            self.kill()
+            while self.pid is not None and is_running(self.pid):  # it has the port until then
+                await asyncio.sleep(0.01)
+            self.pid = await asyncio.to_thread(self.starter.start, self.port, checkpoint, version)
 
     async def post(self, path: str, body: Any) -> None:
         """From a third party, past the proxy."""

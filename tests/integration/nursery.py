@@ -50,6 +50,15 @@ def kill_session(pid: int, number: signal.Signals) -> None:
         os.killpg(pid, number)
 
 
+def is_running(pid: int) -> bool:
+    """Whether a session has processes left."""
+    try:
+        os.killpg(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def main() -> None:
     from bapo_megatron.rollout.embedded import server
 

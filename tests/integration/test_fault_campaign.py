@@ -71,6 +71,7 @@ def deal(num_legs: int, seed: int) -> list[list[list[Fault]]]:
     return [steps[i : i + STEPS_PER_LEG] for i in range(0, num_steps, STEPS_PER_LEG)]
 
 
+@pytest.mark.slow
 def test_no_fault_makes_a_run_hang_lose_samples_or_train_what_is_not_as_claimed(
     campaign: Campaign, capsys: pytest.CaptureFixture[str]
 ) -> None:
