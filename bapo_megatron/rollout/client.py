@@ -96,9 +96,13 @@ class HttpEngine:
         await self._call("POST", "/flush_cache")
 
     async def health(self) -> bool:
-        """Whether the server answers; never raises. A paused SGLang server is not healthy."""
+        """Whether the server and its engine answer; never raises.
+
+        SGLang's /health samples a token, which a server that is paused cannot do: left so by a push that failed, it
+        would never be healthy again. /server_info asks the engine, too.
+        """
         try:
-            await self._call("GET", "/health", timeout_s=_HEALTH_TIMEOUT_S)
+            await self._call("GET", "/server_info", timeout_s=_HEALTH_TIMEOUT_S)
         except EngineError:
             return False
         return True
@@ -185,7 +189,9 @@ class HttpEngine:
     ) -> Any:
         """The decoded reply (None where it is not JSON). Raises EngineError for anything but an answer of 200."""
         if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            # A connection of its own for each request: a server may close an idle one (uvicorn does after 5 s) just when
+            # it is used again, and the request would fail.
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
         base = self._router_url if self._router_url and path == "/generate" else self.url
         where = f"{base}{path}" + (f", {what}" if what else "")
         deadline_s = timeout_s or self._timeout_s

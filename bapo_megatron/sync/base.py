@@ -63,7 +63,7 @@ class Channel(Protocol):
             version: the weight version that the engines report from now on.
 
         Raises:
-            EngineError: no engine is left, or all of them refuse. The engines stay paused.
+            EngineError: all engines refuse, and stay paused; or no engine is left, and none is expected back.
         """
         ...
 

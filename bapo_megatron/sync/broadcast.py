@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
-from bapo_megatron.errors import BroadcastLostError, EngineError, UnreachableEngineError
+from bapo_megatron.errors import BroadcastLostError, EngineError, NoEngineLeftError, UnreachableEngineError
 from bapo_megatron.rollout.base import EMBEDDED, Engine
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.sync.base import Clock, Submit, SyncStats
@@ -54,6 +54,11 @@ class BroadcastChannel:
         stream = WeightStream(named_weights, self._session.manifest)
         try:
             return self._push(stream, version)
+        except NoEngineLeftError:
+            if self._group is not None:
+                self._group.abandon()
+                self._group = None
+            return self._session.abandon()
         finally:
             stream.drain()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeVar
 
-from bapo_megatron.errors import EngineError, UnreachableEngineError
+from bapo_megatron.errors import EngineError, NoEngineLeftError, UnreachableEngineError
 from bapo_megatron.rollout.base import Engine
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.sync.base import Submit
@@ -77,7 +77,7 @@ class Members:
         self._pool = pool
         self._submit = submit
         if not self.engines:
-            raise EngineError(f"no rollout engine is left: {pool.describe()}")
+            raise NoEngineLeftError(f"no rollout engine is left: {pool.describe()}")
 
     def start(self, what: str, call: Call[T], only: Collection[str] | None = None) -> Replies[T]:
         """The same call to every engine at once, or to those at the urls `only`."""
@@ -104,4 +104,4 @@ class Members:
                 self._pool.fence(engine, str(failures[engine.url]))
         self.engines = [engine for engine in self.engines if engine.url not in failures]
         if not self.engines:
-            raise EngineError(f"no rollout engine is left: {self._pool.describe()}")
+            raise NoEngineLeftError(f"no rollout engine is left: {self._pool.describe()}")

@@ -85,6 +85,16 @@ class Session:
         stats.generation_pause_s = time.monotonic() - self._paused_at
         self._paused_at, self._version, self.is_torn = None, version, False
 
+    def abandon(self) -> SyncStats:
+        """While a `NoEngineLeftError` is handled: nobody is left who holds other weights, and the push is over.
+
+        The next step waits for an engine to be back, and asks for the push again. Raises where none is expected back.
+        """
+        if self.pool.is_hopeless():
+            raise
+        self._paused_at, self.is_torn = None, False
+        return SyncStats()
+
     async def _check(self, engine: Engine) -> dict[str, Any]:
         return await check_model(engine, self.manifest)
 

@@ -460,12 +460,12 @@ def test_connecting_to_nobody_names_who_is_missing(servers: Servers) -> None:
     servers.loop.run(absent.close())
 
 
-def test_a_paused_server_answers_its_health_check_in_time(servers: Servers) -> None:
-    """Whether a paused server is healthy is its own affair (SGLang: no, after 20 s); it is after it goes on."""
+def test_a_paused_server_is_healthy(servers: Servers) -> None:
+    """Else one that a failed push has left paused would never take part again."""
     servers.loop.run(servers.engine.pause("retract"))
     started = time.monotonic()
-    servers.loop.run(servers.engine.health())
-    assert time.monotonic() - started < 10
+    assert servers.loop.run(servers.engine.health())
+    assert time.monotonic() - started < 5
     servers.loop.run(servers.engine.resume())
     assert servers.loop.run(servers.engine.health())
 

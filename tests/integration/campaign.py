@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import shutil
 import signal
 import socket
@@ -39,7 +40,9 @@ from bapo_megatron.sync.buckets import TensorSpec
 from bapo_megatron.sync.channel import push_until_whole
 from bapo_megatron.types import Trajectory
 from tests.integration.faulty_proxy import FAULTS, Answer, FaultyProxy
-from tests.integration.nursery import kill_session
+from tests.integration.nursery import is_running, kill_session
+
+log = logging.getLogger(__name__)
 
 NOISE = 0.2  # standard deviations
 UPDATES_PER_STEP = 2
@@ -112,23 +115,27 @@ class Site:
     reserved: socket.socket  # keeps the port while no engine listens
     port: int
     proxy: FaultyProxy
-    pid: int = 0
-    starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    pid: int | None = None  # of the engine, once there was one
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # two engines cannot have the same port
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def kill(self) -> None:
-        kill_session(self.pid, signal.SIGKILL)
+        self.send(signal.SIGKILL)
 
     def send(self, number: signal.Signals) -> None:
-        kill_session(self.pid, number)
+        if self.pid is not None:
+            kill_session(self.pid, number)
 
     async def start(self, checkpoint: Path, version: str = "default") -> None:
         """Start an engine in the place of the one that was here."""
-        self.kill()
-        self.pid = await asyncio.to_thread(self.starter.start, self.port, checkpoint, version)
+        async with self.lock:
+            self.kill()
+            while self.pid is not None and is_running(self.pid):  # it has the port until then
+                await asyncio.sleep(0.01)
+            self.pid = await asyncio.to_thread(self.starter.start, self.port, checkpoint, version)
 
     async def post(self, path: str, body: Any) -> None:
         """From a third party, past the proxy."""
@@ -198,6 +205,7 @@ class Campaign:
     def run_leg(self, name: str, settings: dict[str, Any], plan: Sequence[Sequence[Fault]]) -> None:
         """One training run, in which step i meets the faults of plan[i]."""
         self.leg = name
+        began_s = time.monotonic()
         began_hits = sum((Counter(site.proxy.hits) for site in self.sites), Counter())
         began_judge = Counter(hang=self._scorer.num_timeouts, crash=self._scorer.num_errors)
         self._run(self._heal())
@@ -214,6 +222,7 @@ class Campaign:
         for faults in plan:
             for fault in faults:
                 self._arm(fault)
+            log.info("%s, step %d, %.1f s: %s", name, self._num_steps, time.monotonic() - began_s, faults)
             groups = None
             while groups is None:
                 groups, _ = self._run(scheduler.take(self._num_steps, self.policy.version))
@@ -386,7 +395,7 @@ class Campaign:
             await asyncio.wait(self._strikes)
         for site in self.sites:
             site.send(signal.SIGCONT)
-            if not site.pid or not await site.is_healthy():
+            if site.pid is None or not await site.is_healthy():
                 await site.start(demo_model_path())
         for site in self.sites:
             await site.wait_healthy(self.timeouts.startup_s)

@@ -45,8 +45,18 @@ class Nursery:
 
 def kill_session(pid: int, number: signal.Signals) -> None:
     """Signal a session's processes, where there are any."""
+    assert pid > 0, "0 would be our own"
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a session has processes left."""
+    try:
+        os.killpg(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def main() -> None:

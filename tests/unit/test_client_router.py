@@ -61,7 +61,7 @@ def test_only_generate_goes_through_the_router(with_router: bool) -> None:
             await engine.close()
         generated = [("/generate", "a")] + [("/generate", rid) for rid in ("b", "bad", "c") if with_router]
         assert sorted(at_router) == (sorted(generated) if with_router else [])
-        others = ["/pause_generation", "/abort_request", "/health"]
+        others = ["/pause_generation", "/abort_request", "/server_info"]
         assert [path for path, _ in at_server] == ([] if with_router else ["/generate"]) + others
 
     asyncio.run(run())

@@ -6,6 +6,7 @@ The process group is replaced by one inside this process; what is tested is who 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -293,8 +294,34 @@ def test_no_engine_left_says_why(loop: LoopThread) -> None:
     world = World(loop, 2)
     world.engines[0].faults = {"first bucket": "die"}
     world.engines[1].faults = {"pause": "die"}
-    with pytest.raises(EngineError, match=r"no rollout engine is left: http://b is fenced \(.*; http://a is fenced \("):
+    world.push()
+    assert world.pool.live() == []
+    assert re.fullmatch(r"http://b is fenced \(.*\); http://a is fenced \(.*\)", world.pool.describe())
+
+    def push_to_the_dying() -> None:
+        for engine in world.engines:
+            engine.faults = {"pause": "die"}
+            world.pool.admit(engine)  # type: ignore[arg-type]
         world.push()
+
+    push_to_the_dying()
+    with pytest.raises(EngineError, match=r"no rollout engine is left: http://a is lost \(.*; http://b is lost \("):
+        push_to_the_dying()
+
+
+@pytest.mark.parametrize("stage", ["pause", "middle bucket", "end"])
+def test_the_last_engine_may_fail_in_a_push_and_come_back(loop: LoopThread, stage: str) -> None:
+    """The push is over, for the time being: the next step waits for an engine, and has the weights pushed again."""
+    world = World(loop, 1)
+    world.push()
+    world.learner.version = 2
+    world.engines[0].faults = {stage: "die"}
+    world.push()
+    assert world.pool.live() == []
+    world.engines[0].__init__("a")  # type: ignore[misc] - started again
+    world.pool._status[world.engines[0].url] = "back"
+    world.push()
+    world.assert_goes_on("a")
 
 
 def test_an_engine_that_is_back_is_admitted_with_the_next_version_only(loop: LoopThread) -> None:
