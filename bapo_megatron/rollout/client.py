@@ -189,8 +189,8 @@ class HttpEngine:
     ) -> Any:
         """The decoded reply (None where it is not JSON). Raises EngineError for anything but an answer of 200."""
         if self._session is None:
-            # A connection for each request: a server may close an idle one (uvicorn does after 5 s) just when it is used
-            # again, and the request would fail.
+            # A connection for each request: a server may close an idle one (uvicorn does after 5 s) just when it is
+            # used again, and the request would fail.
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
         base = self._router_url if self._router_url and path == "/generate" else self.url
         where = f"{base}{path}" + (f", {what}" if what else "")
