@@ -14,16 +14,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.learner.adam import MOMENTS, WEIGHT
 from bapo_megatron.learner.hf.convert import gather_weights, load_weights
 from bapo_megatron.learner.hf.writer import write_safetensors
 
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 FORMAT = 1
 STATE = "state.json"
 WEIGHTS = "hf"
-MOMENTS = ("exp_avg", "exp_avg_sq")
+PARTS = {WEIGHTS: WEIGHT, **{name: name for name in MOMENTS}}  # folder -> its name in AdamState
 _COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model")  # config and tokenizer, not weights
 
 
 def save(learner: MegatronLearner, folder: Path) -> None:
     """Write into `folder`, which exists and is empty. Collective; returns when rank 0 has written everything."""
     is_writer = learner.layout.rank == 0
-    for part, tensor_of in _parts(learner).items():
-        named = gather_weights(learner.model, learner.shape, learner.layout, tensor_of)
+    for part, name in PARTS.items():
+        named = gather_weights(learner.model, learner.shape, learner.layout, partial(learner.adam.gather, name=name))
         if is_writer:
             (folder / part).mkdir()
             write_safetensors(named, folder / part)
@@ -74,10 +74,14 @@ def load(learner: MegatronLearner, folder: Path) -> None:
         f"{key} is {state['model'].get(key)}, not {mine[key]}" for key in mine if state["model"].get(key) != mine[key]
     ]:
         raise CheckpointError(f"{folder} holds another model than model.path: {', '.join(different)}")
-    for part, tensor_of in _parts(learner).items():
-        load_weights(learner.model, learner.shape, learner.layout, folder / part, tensor_of)
+    for part, name in PARTS.items():
+
+        def fill(parameter: Parameter, tensor: Tensor, name: str = name) -> None:
+            learner.adam.fill(parameter, name, tensor)
+
+        load_weights(learner.model, learner.shape, learner.layout, folder / part, fill)
     learner.version, learner.num_skipped_updates = state["version"], state["skipped_updates"]
-    _after_load(learner)
+    learner.adam.set_steps(learner.version - learner.num_skipped_updates)
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
@@ -91,39 +95,3 @@ def _read_state(folder: Path) -> dict[str, Any]:
     if state.get("format") != FORMAT:
         raise CheckpointError(f"{file} has format {state.get('format')}, this version reads format {FORMAT}")
     return state
-
-
-def _parts(learner: MegatronLearner) -> dict[str, Callable[[Parameter], Tensor]]:
-    """What is saved of each parameter, by the folder it goes to."""
-
-    def moment(name: str) -> Callable[[Parameter], Tensor]:
-        return lambda parameter: _adam_state(learner.optimizer.optimizer, _main(parameter))[name]
-
-    return {WEIGHTS: lambda parameter: _main(parameter).detach(), **{name: moment(name) for name in MOMENTS}}
-
-
-def _main(parameter: Parameter) -> Tensor:
-    """The float32 weight that Adam updates: the parameter itself, or its master copy when it is bfloat16."""
-    return getattr(parameter, "main_param", parameter)
-
-
-def _adam_state(adam: torch.optim.Optimizer, weight: Tensor) -> dict[str, Tensor]:
-    """Adam's state of one weight; made here where there was no update yet, as Adam would at its first."""
-    state = adam.state[weight]
-    if not state:
-        state.update({"step": torch.tensor(0.0)} | {name: torch.zeros_like(weight) for name in MOMENTS})
-    return state
-
-
-def _after_load(learner: MegatronLearner) -> None:
-    """Adam's step counter, for its bias correction, and the bfloat16 weights under a float32 master copy."""
-    num_applied = learner.version - learner.num_skipped_updates
-    adam = learner.optimizer.optimizer
-    for group in adam.param_groups:
-        for weight in group["params"]:
-            adam.state[weight]["step"] = torch.tensor(float(num_applied))
-        if "step" in group:  # fused Adam of Transformer Engine or Apex counts per group
-            group["step"] = num_applied
-    with torch.no_grad():
-        for parameter in learner.model.parameters():
-            parameter.copy_(_main(parameter))

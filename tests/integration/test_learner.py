@@ -58,11 +58,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_config(layout: dict[str, Any], **train: Any) -> Config:
+    """`layout` is [parallel] and, as `distributed`, the kind of optimizer."""
+    parallel = {name: value for name, value in layout.items() if name != "distributed"}
     return Config.model_validate(
         {
-            "parallel": {"timeout_s": 60, **layout},
+            "parallel": {"timeout_s": 60, **parallel},
             "rollout": {"temperature": TEMPERATURE},
-            "optimizer": {"lr": LR, "eps": ADAM_EPS, "clip_grad": 1e9},
+            "optimizer": {
+                "lr": LR,
+                "eps": ADAM_EPS,
+                "clip_grad": 1e9,
+                "distributed": layout.get("distributed", False),
+            },
             "bapo": SEARCH.model_dump(),
             "train": {"logprob_chunk_tokens": 13, **train},
         }
@@ -75,9 +82,8 @@ def make_minibatch(learner: MegatronLearner, max_tokens: int, batch: Batch) -> M
         num_minibatches=1,
         num_epochs=1,
         seed=0,
-        data_rank=learner.data_rank,
-        data_size=learner.data_size,
         max_tokens=max_tokens,
+        share=learner.share,
     )
     return minibatch
 
@@ -184,6 +190,9 @@ def test_two_processes_equal_reference(folder: Path) -> None:
         ("qwen2", {"pipeline": 2}, 1000),
         ("llama", {"tensor": 2}, 60),
         ("llama", {"pipeline": 2}, 60),
+        ("qwen3", {"context": 2}, 30),
+        ("qwen2", {"pipeline": 2, "virtual_pipeline": 2}, 60),
+        ("qwen2", {"data": 2, "distributed": True}, 60),
     ]
     run_distributed(check_layouts, 2, folder, cases, timeout_s=240)
 
@@ -309,7 +318,11 @@ def check_refusals(root: Path) -> None:
     """Impossible settings are named, with what works instead."""
     for layout, message in (
         ({"tensor": 4}, "parallel.tensor=4 does not divide 2 key-value heads; parallel.tensor can be 1 or 2"),
-        ({"context": 2}, "parallel.context=2 is not supported yet"),
+        ({"context": 2}, "1 trainer processes were started, but"),
+        (
+            {"pipeline": 2, "virtual_pipeline": 4},
+            "parallel.virtual_pipeline=4 does not divide the 2 layers of a stage; it can be 1 or 2",
+        ),
         ({"tensor": 2}, "1 trainer processes were started, but"),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):

@@ -132,13 +132,14 @@ def _rope(hf_config: dict[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def validate_layout(hf_config: dict[str, Any], tensor: int, pipeline: int) -> list[str]:
+def validate_layout(hf_config: dict[str, Any], tensor: int, pipeline: int, virtual_pipeline: int = 1) -> list[str]:
     """Why this model cannot be split this way; each message names the numbers and a working alternative.
 
     Args:
         hf_config: a config.json, see `load_hf_config`.
         tensor: tensor-parallel size (parallel.tensor).
         pipeline: pipeline-parallel size (parallel.pipeline).
+        virtual_pipeline: chunks of each stage (parallel.virtual_pipeline).
     """
     problems = unsupported(hf_config)
     if problems:
@@ -159,6 +160,13 @@ def validate_layout(hf_config: dict[str, Any], tensor: int, pipeline: int) -> li
         problems.append(
             f"parallel.pipeline={pipeline} does not divide {shape.num_layers} layers; "
             f"parallel.pipeline can be {_choices(works)}"
+        )
+    elif shape.num_layers // pipeline % virtual_pipeline:
+        per_stage = shape.num_layers // pipeline
+        works = [n for n in range(1, per_stage + 1) if per_stage % n == 0]
+        problems.append(
+            f"parallel.virtual_pipeline={virtual_pipeline} does not divide the {per_stage} layers of a stage; "
+            f"it can be {_choices(works)}"
         )
     if shape.num_heads % shape.num_kv_heads:
         problems.append(f"{shape.num_heads} attention heads cannot share {shape.num_kv_heads} key-value heads")
