@@ -40,7 +40,7 @@ def transformer_config(shape: ModelShape, config: Config) -> TransformerConfig:
     """Megatron's settings for this model and layout; `[megatron.extra]` has the last word.
 
     Raises:
-        ConfigError: a name in `[megatron.extra]` is not a field of TransformerConfig.
+        ConfigError: a name in `[megatron.extra]` is not a field of TransformerConfig, or does not work here.
     """
     dtype = DTYPES[config.model.dtype]
     virtual = config.parallel.virtual_pipeline if config.parallel.virtual_pipeline > 1 else None
@@ -63,7 +63,7 @@ def transformer_config(shape: ModelShape, config: Config) -> TransformerConfig:
         "tensor_model_parallel_size": config.parallel.tensor,
         "pipeline_model_parallel_size": config.parallel.pipeline,
         "virtual_pipeline_model_parallel_size": virtual,
-        # interleaved stages mix up their messages, and silently learn from wrong ones, in batched communication
+        # over gloo, chunks mix up batched messages, and learn from wrong ones without an error
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
         "context_parallel_size": config.parallel.context,
@@ -86,7 +86,13 @@ def transformer_config(shape: ModelShape, config: Config) -> TransformerConfig:
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     if unknown := sorted(set(config.megatron.extra) - known):
         raise ConfigError(f"[megatron.extra] {', '.join(unknown)}: not a field of megatron-core's TransformerConfig")
-    return TransformerConfig(**(fields | config.megatron.extra))
+    settings = TransformerConfig(**(fields | config.megatron.extra))
+    if virtual and settings.batch_p2p_comm and not torch.cuda.is_available():
+        raise ConfigError(
+            "[megatron.extra] batch_p2p_comm=true makes the chunks of parallel.virtual_pipeline mix up their messages "
+            "over gloo, and learn from wrong ones without an error: leave it out"
+        )
+    return settings
 
 
 class RMSNorm(torch.nn.RMSNorm):

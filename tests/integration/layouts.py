@@ -145,7 +145,7 @@ class Difference:
 
     loss: float  # relative
     gradient: float  # |g - g1| / |g1| of a parameter, clipped gradients; the largest over parameters
-    norm: float  # relative, before clipping
+    norm: float  # of the gradient, before clipping; relative
     same_bounds: bool  # on every rank, in every update
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from bapo_megatron.buffer.packing import minibatches
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.learner.bounds import BoundsFinder
+from bapo_megatron.learner.hf.shapes import load_hf_config, model_shape
 from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.learner.model import transformer_config
 from bapo_megatron.types import Batch, MiniBatch
 from tests.distributed import run_distributed
 from tests.integration.learner_reference import (
@@ -197,6 +200,26 @@ def test_two_processes_equal_reference(folder: Path) -> None:
     run_distributed(check_layouts, 2, folder, cases, timeout_s=240)
 
 
+def check_fewer_sequences_than_ranks(rank: int, world_size: int, root: Path) -> None:
+    """One sequence: some packs, or some ranks' parts of one, hold no response row at all."""
+    batch = random_batch(num_sequences=1)
+    want = reference_update(load_float64(root / "qwen3"), batch)
+    for layout in ({"data": 2}, {"pipeline": 2, "virtual_pipeline": 2}, {"context": 2}):
+        learner = MegatronLearner(make_config(layout), root / "qwen3")
+        minibatch = make_minibatch(learner, 60, batch)
+        finder = make_finders(learner)["exact"]
+        bounds = finder.find(minibatch)
+        assert (bounds.low, bounds.high) == want.bounds[:2], layout
+        metrics = learner.step(minibatch, BOUNDS).metrics
+        assert metrics["loss/policy"] == pytest.approx(want.loss, rel=TOLERANCE), layout
+        assert metrics["optimizer/grad_norm"] == pytest.approx(want.grad_norm, rel=TOLERANCE), layout
+        parallel_state.destroy_model_parallel()
+
+
+def test_fewer_sequences_than_ranks(folder: Path) -> None:
+    run_distributed(check_fewer_sequences_than_ranks, 2, folder, timeout_s=180)
+
+
 @pytest.mark.slow
 def test_four_processes_equal_reference(folder: Path) -> None:
     cases: list[Case] = [
@@ -241,9 +264,9 @@ def test_resume_at_another_layout(folder: Path) -> None:
     assert weights, "the saved folder is an ordinary Hugging Face checkpoint"
 
 
-def check_broken_gradient(rank: int, world_size: int, root: Path) -> None:
+def check_broken_gradient(rank: int, world_size: int, root: Path, distributed: bool = False) -> None:
     """One nan advantage on one data rank: no rank changes its weights, all count it, and the next update works."""
-    learner = MegatronLearner(make_config({"data": 2}), root / "qwen2")
+    learner = MegatronLearner(make_config({"data": 2, "distributed": distributed}), root / "qwen2")
     minibatch = make_minibatch(learner, 60, random_batch())
     before = {name: weight.clone() for name, weight in learner.named_weights()}
     broken = minibatch
@@ -305,7 +328,12 @@ def check_options(rank: int, world_size: int, root: Path) -> None:
 
 
 def check_two_process_details(rank: int, world_size: int, root: Path) -> None:
-    for check in (check_broken_gradient, check_sums_reach_all_ranks, check_options):
+    for check in (
+        check_broken_gradient,
+        partial(check_broken_gradient, distributed=True),
+        check_sums_reach_all_ranks,
+        check_options,
+    ):
         check(rank, world_size, root)
 
 
@@ -327,6 +355,11 @@ def check_refusals(root: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             MegatronLearner(make_config(layout), root / "qwen3")
+    batched = {"batch_p2p_comm": True, "overlap_p2p_comm": False}
+    config = make_config({"pipeline": 2, "virtual_pipeline": 2})
+    config = config.model_copy(update={"megatron": config.megatron.model_copy(update={"extra": batched})})
+    with pytest.raises(ConfigError, match="mix up their messages"):
+        transformer_config(model_shape(load_hf_config(root / "qwen3")), config)
     config = make_config({})
     extra = config.megatron.model_copy(update={"extra": {"num_layrs": 3}})
     with pytest.raises(ConfigError, match="num_layrs: not a field"):
