@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from bapo_megatron.algorithms.mismatch import Mismatch
+from bapo_megatron.buffer.packing import Share
 from bapo_megatron.sync.buckets import TensorSpec
 from bapo_megatron.types import ClipBounds, MiniBatch
 
@@ -27,6 +28,7 @@ class Learner(Protocol):
     """A policy split over processes. Collective: all ranks call each method, in the same order."""
 
     version: int  # optimizer updates so far = weight version
+    share: Share  # how mini-batches are to be packed for this rank
     data_rank: int
     data_size: int
 
