@@ -27,6 +27,7 @@ CORE = [
     "matplotlib",
     "math-verify",
     "reasoning-gym",
+    "xxhash>=3",
 ]
 
 # What SGLang 0.5.23 needs to serve text models. SGLang itself pins another torch and CUDA packages, so it is installed

@@ -19,6 +19,7 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.learner.base import Learner
 
 _NAME = re.compile(r"^step-(\d{6,})$")
+_PARTIAL = ".writing-"
 _FORMAT = 1
 
 
@@ -53,21 +54,24 @@ class CheckpointStore:
             CheckpointError: the disk is full or not writable; the previous checkpoint stays the latest.
         """
         final = self.folder / f"step-{step:06d}"
-        partial = self.folder / f".writing-{final.name}"
+        partial = self.folder / f"{_PARTIAL}{final.name}"
         try:
             if _rank() == 0:
-                shutil.rmtree(partial, ignore_errors=True)
+                for torn in self.folder.glob(f"{_PARTIAL}*"):  # an attempt was killed while it saved
+                    shutil.rmtree(torn, ignore_errors=True)
                 (partial / "learner").mkdir(parents=True)
             _barrier()
             learner.save(partial / "learner")
             _barrier()
             if _rank() == 0:
                 (partial / "state.json").write_text(json.dumps({"format": _FORMAT, "step": step, **(state or {})}))
+                _flush(partial)
                 shutil.rmtree(final, ignore_errors=True)
                 os.replace(partial, final)
                 _write_atomically(self.folder / "latest", final.name)
                 self._delete_old(step)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
+            shutil.rmtree(partial, ignore_errors=True)  # it may be what has filled the disk
             raise CheckpointError(
                 f"cannot save {final}: {error}; the previous checkpoint is still the latest"
             ) from error
@@ -97,6 +101,16 @@ class CheckpointStore:
         steps = sorted(int(m[1]) for p in self.folder.iterdir() if (m := _NAME.match(p.name)) and int(m[1]) <= step)
         for old in steps[: -self._keep_last]:
             shutil.rmtree(self.folder / f"step-{old:06d}")
+
+
+def _flush(folder: Path) -> None:
+    """Bring all files to the disk: a name must not get there before what it stands for."""
+    for path in (*folder.rglob("*"), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -56,6 +56,22 @@ def _parser() -> argparse.ArgumentParser:
     _add_config_arguments(check)
     check.set_defaults(verb=_check)
 
+    convert = verbs.add_parser(
+        "convert",
+        help="check a checkpoint, or convert it: Hugging Face <-> training",
+        description="Check every tensor of SRC; with DST, also write it there. See docs/models.md.",
+    )
+    convert.add_argument("source", type=Path, metavar="SRC", help="Hugging Face folder, run, or training checkpoint")
+    convert.add_argument(
+        "target", type=Path, metavar="DST", nargs="?", help="new folder; without it SRC is only checked"
+    )
+    convert.add_argument("--to", choices=("hf", "training"), default="hf", help="what DST becomes (default: hf)")
+    convert.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as SRC has it")
+    convert.add_argument(
+        "--max-file-gb", type=_positive, default=2.0, metavar="GB", help="size of a file of weights (default: 2)"
+    )
+    convert.set_defaults(verb=_convert)
+
     report = verbs.add_parser("report", help="write a run's report.html")
     report.add_argument("run", type=Path, metavar="RUN", help="run directory, such as runs/demo")
     report.set_defaults(verb=_report)
@@ -65,6 +81,13 @@ def _parser() -> argparse.ArgumentParser:
     version = verbs.add_parser("version", help="print the version")
     version.set_defaults(verb=_version)
     return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
 
 
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +105,7 @@ def _load_checked(arguments: Sequence[str]) -> Config:
     from bapo_megatron.assets import resolve_model_path
     from bapo_megatron.config.load import load_config
     from bapo_megatron.config.plan import check
-    from bapo_megatron.learner.hf.shapes import load_hf_config
+    from bapo_megatron.hf.shape import load_hf_config
 
     overrides = [a for a in arguments if "=" in a and not Path(a).is_file()]
     config = load_config([a for a in arguments if a not in overrides], overrides)
@@ -91,7 +114,7 @@ def _load_checked(arguments: Sequence[str]) -> Config:
         hf_config = load_hf_config(resolve_model_path(config.model.path))
     except UserError as error:
         errors.append(str(error))
-    violations = check(config, hf_config=hf_config, has_gpu=_has_gpu())
+    violations = check(config, hf_config=hf_config, num_gpus=_num_gpus())
     errors += [v.message for v in violations if v.severity == "error"]
     for violation in violations:
         if violation.severity == "warning":
@@ -101,10 +124,10 @@ def _load_checked(arguments: Sequence[str]) -> Config:
     return config
 
 
-def _has_gpu() -> bool:
+def _num_gpus() -> int:
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -126,6 +149,16 @@ def _check(options: argparse.Namespace) -> int:
     from bapo_megatron.config.plan import summarize
 
     print(summarize(_load_checked(options.arguments)))
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from bapo_megatron.convert import convert
+
+    max_file_bytes = int(options.max_file_gb * 1e9)
+    print(convert(options.source, options.target, to=options.to, dtype=options.dtype, max_file_bytes=max_file_bytes))
+    if options.target:
+        print(f"written to {options.target}")
     return 0
 
 

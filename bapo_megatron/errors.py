@@ -27,3 +27,15 @@ class EngineError(UserError):
 
 class RequestRefusedError(EngineError):
     """An engine that is well refuses what it is asked (HTTP 4xx): asking again, or another engine, would not help."""
+
+
+class NoEngineLeftError(EngineError):
+    """All rollout engines are fenced off: some may come back."""
+
+
+class UnreachableEngineError(EngineError):
+    """A rollout engine that cannot be connected to, or did not answer in time."""
+
+
+class BroadcastLostError(EngineError):
+    """A rollout engine did not receive what it was about to: the sender or another receiver may be at fault."""

@@ -36,7 +36,8 @@ from bapo_megatron.monitor.stopwatch import Stopwatch
 from bapo_megatron.rollout.base import Rollouts
 from bapo_megatron.rollout.manager import RolloutManager
 from bapo_megatron.rollout.recorded import RecordedRollouts
-from bapo_megatron.sync.channel import BroadcastChannel, Channel, FollowerChannel
+from bapo_megatron.sync.base import Channel
+from bapo_megatron.sync.channel import FollowerChannel, open_channel, push_until_whole
 from bapo_megatron.types import Batch, MiniBatch
 
 
@@ -48,7 +49,7 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
     finder = BoundsFinder(config, learner)
     store = CheckpointStore(run_dir.checkpoints_dir, config.checkpoint.keep_last)
     first_step = _resume(store, learner, rollouts, finder)
-    channel = _open_channel(config, rollouts)
+    channel = _open_channel(config, rollouts, learner, run_dir)
     if recorder and rollouts:
         recorder.begin(first_step, rollouts.decode)
 
@@ -80,7 +81,8 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
             recorder.record(step + 1, learner.version, batch.metrics, updates.result(), sync, evaluation, watch.lap())
         if _is_save_due(config, step + 1):
             store.save(step + 1, learner, _rollout_state(rollouts, finder))
-    channel.close()
+    if channel:
+        channel.close()
     if rollouts:
         rollouts.close()
 
@@ -132,21 +134,27 @@ def _optimizer_steps(batch: Batch, config: Config, step: int, learner: Learner) 
     )
 
 
-def _open_channel(config: Config, rollouts: Rollouts | None) -> Channel:
-    """Rank 0 talks to the engines; the other ranks take part in gathering the weights."""
+def _open_channel(
+    config: Config, rollouts: Rollouts | None, learner: MegatronLearner, run_dir: RunDir
+) -> Channel | None:
+    """Rank 0 talks to the engines; the other ranks take part in gathering the weights. None where there are none."""
+    if config.rollout.engine == "recorded":
+        return None
     channel: Channel = FollowerChannel()
     if isinstance(rollouts, RolloutManager):
-        channel = BroadcastChannel(rollouts.engines, config.sync, rollouts.loop.submit)
-    channel.connect()
+        loop, folder = rollouts.loop, run_dir.path / "weights"
+        channel = open_channel(config.sync, rollouts.pool, loop.submit, folder=folder, hf_path=learner.hf_path)
+    channel.connect(learner.weight_specs())
     return channel
 
 
-def _push(channel: Channel, learner: Learner, rollouts: Rollouts | None) -> dict[str, float]:
+def _push(channel: Channel | None, learner: Learner, rollouts: Rollouts | None) -> dict[str, float]:
     """Hand the weights to every engine as a new version; all ranks take part in gathering them."""
+    if channel is None:
+        return {}
     if rollouts:
         rollouts.expect(learner.version)
-    stats = channel.push(learner.named_weights(), learner.version)
-    return {"sync/bytes": float(stats.num_bytes), "sync/seconds": sum(stats.seconds.values())}
+    return push_until_whole(channel, learner).metrics()
 
 
 def _resume(store: CheckpointStore, learner: Learner, rollouts: Rollouts | None, finder: BoundsFinder) -> int:

@@ -76,6 +76,17 @@ def _receive_header() -> dict[str, Any]:
     return header
 
 
+def share_flag(value: bool | None) -> bool:
+    """Rank 0's flag, on every rank of the default process group; `value` is None on the others."""
+    if dist.get_world_size() == 1:
+        assert value is not None
+        return value
+    assert (value is None) == (dist.get_rank() != 0), "rank 0 alone decides"
+    flag = torch.tensor(bool(value), dtype=torch.uint8)
+    dist.broadcast(flag, src=0)
+    return bool(flag)
+
+
 def wait_together(making: Future[Any] | None, sign_of_life_s: float = 0.0) -> None:
     """Return on all ranks once rank 0's future is done; a broadcast every `sign_of_life_s` keeps the others patient."""
     is_done = torch.zeros((), dtype=torch.uint8)

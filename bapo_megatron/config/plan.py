@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema import Config, RolloutConfig
 
 # Arguments of SGLang that the launcher sets, and where to set them instead.
 OWN_SGLANG_ARGUMENTS = {
@@ -32,25 +32,28 @@ class Violation:
     severity: Literal["error", "warning"] = "error"
 
 
-def check(config: Config, *, hf_config: dict[str, Any] | None, has_gpu: bool = False) -> list[Violation]:
+def check(config: Config, *, hf_config: dict[str, Any] | None, num_gpus: int = 0) -> list[Violation]:
     """All violations across sections, layout first.
 
     Args:
         hf_config: the model's config.json; None leaves the model's own limits unchecked.
-        has_gpu: whether the trainer will have a GPU; decides whether bfloat16 is worth a warning.
+        num_gpus: GPUs of this machine that a run may use; 0 is a run on CPUs.
     """
     found = [
         *_layout(config),
+        *_gpus(config, num_gpus),
         *_batch(config),
         *_rollout(config),
+        *_engines(config),
         *_data(config),
         *_reward(config),
         *_eval(config),
         *_loss(config),
+        *_sync(config),
     ]
     if hf_config is not None:
         found += _model(config, hf_config)
-    if config.model.dtype == "bfloat16" and not has_gpu:
+    if config.model.dtype == "bfloat16" and not num_gpus:
         message = 'model.dtype="bfloat16" is several times slower than float32 on a CPU; set model.dtype="float32"'
         found.append(Violation(message, "warning"))
     return found
@@ -134,6 +137,19 @@ def _rank_advice(config: Config) -> str:
     return f"set parallel.num_ranks={num_ranks(config)}, or leave it out"
 
 
+def _gpus(config: Config, num_gpus: int) -> Iterator[Violation]:
+    """Ranks and SGLang servers each have GPUs of their own: NCCL refuses a group with two members on one."""
+    r, ranks = config.rollout, num_ranks(config)
+    on_servers = r.num_servers * r.server_tensor_parallel if r.engine == "sglang" else 0
+    if num_gpus and ranks + on_servers > num_gpus:
+        servers = f" and {r.num_servers} SGLang servers x {r.server_tensor_parallel}" if on_servers else ""
+        yield Violation(
+            f"{ranks} trainer ranks{servers} need {ranks + on_servers} GPUs, and {num_gpus} are visible; lower "
+            f"parallel.*{', rollout.num_servers or rollout.server_tensor_parallel' if on_servers else ''}, "
+            'or set CUDA_VISIBLE_DEVICES="" to run on CPUs'
+        )
+
+
 def _batch(config: Config) -> Iterator[Violation]:
     r, t, data = config.rollout, config.train, config.parallel.data
     num_sequences = r.prompts_per_step * r.samples_per_prompt
@@ -199,6 +215,17 @@ def _rollout(config: Config) -> Iterator[Violation]:
             f"{r.prompts_per_step} groups that a step needs; set rollout.groups_in_flight={2 * r.prompts_per_step}",
             "warning",
         )
+    longest = config.data.max_prompt_tokens + r.max_response_tokens
+    if r.engine_max_context is not None and r.engine_max_context < longest:
+        yield Violation(
+            f"rollout.engine_max_context={r.engine_max_context} is shorter than data.max_prompt_tokens + "
+            f"rollout.max_response_tokens = {config.data.max_prompt_tokens} + {r.max_response_tokens} = {longest}; "
+            "set it to that or more, or leave it out"
+        )
+
+
+def _engines(config: Config) -> Iterator[Violation]:
+    r = config.rollout
     if r.engine == "attach" and not r.urls:
         yield Violation(
             'rollout.engine="attach" needs rollout.urls, such as rollout.urls=["http://127.0.0.1:30000"]; '
@@ -216,13 +243,26 @@ def _rollout(config: Config) -> Iterator[Violation]:
         )
     for name in sorted(config.sglang.extra.keys() & OWN_SGLANG_ARGUMENTS.keys()):
         yield Violation(f"sglang.extra.{name} is set by the launcher; use {OWN_SGLANG_ARGUMENTS[name]}")
-    longest = config.data.max_prompt_tokens + r.max_response_tokens
-    if r.engine_max_context is not None and r.engine_max_context < longest:
-        yield Violation(
-            f"rollout.engine_max_context={r.engine_max_context} is shorter than data.max_prompt_tokens + "
-            f"rollout.max_response_tokens = {config.data.max_prompt_tokens} + {r.max_response_tokens} = {longest}; "
-            "set it to that or more, or leave it out"
+    if r.engine == "sglang" and r.hang_timeout_s < config.sync.timeout_s:
+        message = (
+            f"rollout.hang_timeout_s={r.hang_timeout_s:g} is below sync.timeout_s={config.sync.timeout_s:g}: a server "
+            f"may be killed in the middle of a weight update; set rollout.hang_timeout_s={config.sync.timeout_s:g}"
         )
+        yield Violation(message, "warning")
+    if r.router_url is not None:
+        yield from _router(r.router_url, r)
+
+
+def _router(url: str, r: RolloutConfig) -> Iterator[Violation]:
+    if r.engine != "attach":
+        yield Violation(
+            f'rollout.router_url="{url}" is for servers of your own that the router knows; set rollout.engine="attach" '
+            "and their rollout.urls, or leave router_url out"
+        )
+    if not url.startswith(("http://", "https://")):
+        yield Violation(f'rollout.router_url="{url}" is no URL; set it to something like "http://127.0.0.1:30001"')
+    if url.rstrip("/") in {worker.rstrip("/") for worker in r.urls}:
+        yield Violation(f'rollout.router_url="{url}" is also one of rollout.urls, which are the servers behind it')
 
 
 def _data(config: Config) -> Iterator[Violation]:
@@ -300,6 +340,17 @@ def _loss(config: Config) -> Iterator[Violation]:
         yield Violation(
             f"loss.clip_higher={loss.clip_higher:g} should be above loss.clip_high={loss.clip_high:g}; "
             f'set loss.clip_higher={loss.clip_high + 0.08:g} or loss.name="grpo"'
+        )
+
+
+def _sync(config: Config) -> Iterator[Violation]:
+    wait_s, patience_s = config.sync.timeout_s, config.parallel.timeout_s
+    if num_ranks(config) > 1 and 4 * wait_s > patience_s:
+        yield Violation(
+            f"sync.timeout_s={wait_s:g}: the other trainer ranks wait at most parallel.timeout_s={patience_s:g} s for "
+            "the first one, which may have to wait for a hung engine in several stages of a weight update; set "
+            f"sync.timeout_s={patience_s / 4:g} or less, or parallel.timeout_s={4 * wait_s:g}",
+            "warning",
         )
 
 

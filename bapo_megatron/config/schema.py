@@ -25,7 +25,9 @@ class RunConfig(Section):
     dir: str = "runs"
     """Folder that holds all run directories."""
     seed: int = Field(0, ge=0)
-    """Seeds prompt order, sampling, mini-batch order; on a CPU the same seed gives the same run, up to rounding."""
+    """Seeds prompt order, sampling, mini-batch order. On a CPU, with embedded engines and neither overlap nor
+    abort_tail, the same seed, layout and threads give the same run bit for bit, interrupted or not; else see
+    docs/architecture.md, Resuming."""
 
 
 class ModelConfig(Section):
@@ -140,6 +142,15 @@ class RolloutConfig(Section):
     """How often a request is repeated after a failed or malformed reply before its server is fenced off."""
     startup_timeout_s: PositiveFloat = 180.0
     """How long a server may take until it is healthy."""
+    max_restarts: int = Field(3, ge=0)
+    """embedded, sglang: how often each server is started again, after growing delays, when it has ended or hangs. One
+    that has no restart left stays away; the run goes on with the others."""
+    hang_timeout_s: PositiveFloat = 300.0
+    """embedded, sglang: a server that has not answered for this long is killed and started again. An SGLang server does
+    not answer while it takes in a bucket of weights: keep this above sync.timeout_s."""
+    router_url: str | None = None
+    """attach: an sglang-router of yours in front of the servers in `urls`, such as "http://127.0.0.1:30001". Requests
+    for tokens go through it, one by one; everything else goes to the servers themselves."""
     engine_threads: PositiveInt | None = None
     """embedded, sglang: CPU threads of one engine process. Unset: cores / processes (trainer and engine take turns)."""
     engine_max_context: PositiveInt | None = None
@@ -244,10 +255,14 @@ class ParallelConfig(Section):
 class SyncConfig(Section):
     """Weight sync from trainer to engines."""
 
-    bucket_mib: PositiveFloat = 256.0
-    """Bytes gathered and broadcast at once."""
-    timeout_s: PositiveFloat = 300.0
-    """Deadline of each stage of a weight update."""
+    channel: Literal["broadcast", "disk"] = "broadcast"
+    """broadcast: over one process group with all engines; disk: through files that every engine can read."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """broadcast: auto is NCCL where the trainer has a GPU and the engines are SGLang's, gloo otherwise."""
+    bucket_mib: PositiveFloat = 64.0
+    """broadcast: weights gathered and sent at once. Two buckets are held: one on its way, one being gathered."""
+    timeout_s: PositiveFloat = 120.0
+    """Deadline of each stage of a weight update; an engine that misses it is fenced off."""
 
 
 class EvalConfig(Section):

@@ -1,17 +1,17 @@
 """One machine: start the engines, start the trainer ranks with torchrun's launcher, end what was started.
 
-bapo train -> run() -> engine processes (if asked for) -> torchrun -> launch/trainer.py on every rank
+bapo train -> run() -> engine processes (if asked for), under a supervisor
+                    -> torchrun -> launch/trainer.py on every rank
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from bapo_megatron.assets import resolve_model_path
@@ -19,8 +19,8 @@ from bapo_megatron.config.load import dump_config
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
-from bapo_megatron.launch import processes
-from bapo_megatron.launch.sglang import sglang_servers
+from bapo_megatron.launch import processes, sglang
+from bapo_megatron.launch.supervisor import EngineSpec, supervised
 from bapo_megatron.monitor.report import write_report
 from bapo_megatron.monitor.rundir import RunDir
 
@@ -33,12 +33,8 @@ def run(config: Config) -> int:
     """
     model_path = resolve_model_path(config.model.path)
     with RunDir.open(config, config_text=dump_config(config)) as run_dir:
-        if config.rollout.engine in ("attach", "recorded"):
-            code = _train(config, run_dir, config.rollout.urls)
-        else:
-            engines = sglang_servers if config.rollout.engine == "sglang" else _embedded_engines
-            with engines(config, model_path, run_dir.log_dir) as urls:
-                code = _train(config, run_dir, urls)
+        with _engines(config, model_path, run_dir.log_dir) as urls:
+            code = _train(config, run_dir, urls)
         if code == 0 and config.monitor.report:
             print(f"report     {write_report(run_dir.path)}")
         return code
@@ -100,43 +96,49 @@ def _raise_user_errors(run_dir: RunDir) -> None:
 
 
 @contextlib.contextmanager
-def _embedded_engines(config: Config, model_path: Path, log_dir: Path) -> Iterator[list[str]]:
-    """Embedded engines on free loopback ports; they end with the block, or with this process."""
-    engines: list[subprocess.Popen[bytes]] = []
-    ready = [log_dir / f"engine-{i}.ready" for i in range(config.rollout.num_servers)]
-    try:
-        for ready_file in ready:
-            ready_file.unlink(missing_ok=True)
-            engines.append(processes.start(_engine_command(config, model_path, ready_file), _log_of(ready_file)))
-        for engine, ready_file in zip(engines, ready, strict=True):
-            processes.wait_until(ready_file.exists, engine, _log_of(ready_file), config.rollout.startup_timeout_s)
-        with processes.naming_the_dead(engines, [_log_of(ready_file) for ready_file in ready]):
-            yield [_url_in(ready_file) for ready_file in ready]
-    finally:
-        processes.end(engines)
+def _engines(config: Config, model_path: Path, log_dir: Path) -> Iterator[list[str]]:
+    """URLs of the engines. Those that we start are looked after until the block ends, and end with this process."""
+    r = config.rollout
+    if r.engine in ("attach", "recorded"):
+        yield list(r.urls)
+        return
+    make_specs = sglang.engine_specs if r.engine == "sglang" else _embedded_specs
+    logs = [log_dir / f"engine-{i}.log" for i in range(r.num_servers)]
+    with (
+        processes.reserved_ports(r.num_servers) as ports,
+        supervised(
+            make_specs(config, model_path, logs, ports),
+            startup_timeout_s=r.startup_timeout_s,
+            max_restarts=r.max_restarts,
+            hang_timeout_s=r.hang_timeout_s,
+            tell=lambda text: _tell(text, log_dir / "supervisor.log"),
+        ) as urls,
+    ):
+        yield urls
 
 
-def _engine_command(config: Config, model_path: Path, ready_file: Path) -> list[str]:
+def _embedded_specs(config: Config, model_path: Path, logs: Sequence[Path], ports: Sequence[int]) -> list[EngineSpec]:
+    """Each start holds the weights of `model_path`, as version "default": only a push gives a server a number."""
     r = config.rollout
     threads = r.engine_threads or max(1, (os.cpu_count() or 1) // r.num_servers)
     context = r.engine_max_context or config.data.max_prompt_tokens + r.max_response_tokens
-    return [
+    command = [
         *(sys.executable, "-m", "bapo_megatron.rollout.embedded"),
         *("--model-path", str(model_path)),
-        *("--host", "127.0.0.1", "--port", "0"),
+        *("--host", processes.LOOPBACK),
         *("--max-context", str(context)),
         *("--max-running", str(r.max_concurrent_requests)),
         *("--threads", str(threads)),
         *("--dtype", config.model.dtype),
-        *("--ready-file", str(ready_file)),
         "--exit-with-parent",
+    ]
+    return [
+        EngineSpec(f"http://{processes.LOOPBACK}:{port}", [*command, "--port", str(port)], log)
+        for log, port in zip(logs, ports, strict=True)
     ]
 
 
-def _log_of(ready_file: Path) -> Path:
-    return ready_file.with_suffix(".log")
-
-
-def _url_in(ready_file: Path) -> str:
-    ready = json.loads(ready_file.read_text())
-    return f"http://{ready['host']}:{ready['port']}"
+def _tell(text: str, log: Path) -> None:
+    print(f"bapo: {text}", file=sys.stderr, flush=True)
+    with log.open("a") as lines:
+        lines.write(f"{datetime.now(UTC).isoformat(timespec='seconds')} {text}\n")

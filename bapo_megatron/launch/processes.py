@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import signal
+import socket
 import subprocess
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bapo_megatron.errors import EngineError, UserError
 
+LOOPBACK = "127.0.0.1"
+
 _END_TIMEOUT_S = 15.0
 _POLL_S = 0.1
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy stands before loopback
 
 
 def start(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
@@ -41,19 +47,47 @@ def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         try:
             process.wait(timeout=_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with its children: the session is its own
-            process.wait(timeout=_END_TIMEOUT_S)
+            kill(process)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End an engine and what it has started, at once: its session is its own. One that `has_ended` leaves children."""
+    if process.returncode is None:  # not reaped, so that its number is still its own
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=_END_TIMEOUT_S)
+    if process.stdin:
+        process.stdin.close()
+
+
+def has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether an engine has ended. Does not reap it, so that `kill` can still find its children."""
+    if process.returncode is not None:
+        return True
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # another thread has reaped it just now
+        return True
 
 
 @contextlib.contextmanager
-def naming_the_dead(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> Iterator[None]:
-    """Where the body fails with a UserError, add which engines have ended meanwhile, and their logs."""
+def reserved_ports(count: int) -> Iterator[list[int]]:
+    """Free loopback ports, kept from processes that ask for any; one that names such a port can still listen on it."""
+    with contextlib.ExitStack() as stack:
+        holders = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for holder in holders:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind((LOOPBACK, 0))
+        yield [holder.getsockname()[1] for holder in holders]
+
+
+def answers(url: str, timeout_s: float = 5.0) -> bool:
+    """Whether GET answers 200 in time."""
     try:
-        yield
-    except UserError as error:
-        dead = [(p.returncode, log) for p, log in zip(processes, logs, strict=True) if p.poll() is not None]
-        notes = [f"a rollout engine ended with exit code {code}; its log: {log}" for code, log in dead]
-        raise UserError("\n".join([str(error), *notes])) from error
+        with _OPENER.open(url, timeout=timeout_s) as response:
+            return response.status == 200
+    except (OSError, http.client.HTTPException):  # refused, reset, late, not HTTP, or another status
+        return False
 
 
 def wait_until(is_ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, timeout_s: float) -> None:

@@ -1,8 +1,9 @@
 """SGLang servers on this machine, with GPUs or without.
 
-    with sglang_servers(config, model_path, log_dir) as urls: ...
+    with started([ServerSpec(...)], logs, timeout_s) as urls: ...          # as they are
+    engine_specs(config, model_path, logs, ports) -> launch/supervisor.py  # for a run, which restarts them
 
-Every server is `python -m bapo_megatron.launch.sglang_server` on a free loopback port, with a log of its own.
+Every server is `python -m bapo_megatron.launch.sglang_server` on a loopback port of its own, with a log of its own.
 """
 
 from __future__ import annotations
@@ -11,28 +12,28 @@ import contextlib
 import importlib.metadata
 import json
 import os
-import socket
-import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
 from bapo_megatron.launch import processes
+from bapo_megatron.launch.supervisor import EngineSpec, supervised
 
 _CONTEXT_SLACK = 2  # SGLang ends a request two tokens before its context length (srt/managers/scheduler.py:2714)
 _MAX_CPU_KV_TOKENS = 32_768  # size of the key-value cache; requests that do not fit are retracted and wait
-_HEALTH_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """One SGLang server. `cpus`: one group of CPU numbers per tensor-parallel rank; empty leaves the placing to SGLang.
+    """One SGLang server.
+
+    `cpus`: one group of CPU numbers per tensor-parallel rank; `gpus`: one GPU, as CUDA_VISIBLE_DEVICES names it, per
+    tensor-parallel rank. Where empty, SGLang places its ranks itself.
 
     Example: ServerSpec(Path("model"), max_context=512, max_running=64, tensor_parallel=2, cpus=("0", "1"))
     """
@@ -44,7 +45,7 @@ class ServerSpec:
     dtype: str = "float32"
     threads: int = 1
     cpus: tuple[str, ...] = ()
-    first_gpu: int = 0
+    gpus: tuple[str, ...] = ()
     seed: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -53,7 +54,7 @@ def command(spec: ServerSpec, port: int, *, has_gpu: bool) -> list[str]:
     """The command line of one server; `extra` has the last word."""
     arguments: dict[str, Any] = {
         "model_path": str(spec.model_path),
-        "host": "127.0.0.1",
+        "host": processes.LOOPBACK,
         "port": port,
         "tensor_parallel_size": spec.tensor_parallel,
         "dtype": spec.dtype,
@@ -64,9 +65,7 @@ def command(spec: ServerSpec, port: int, *, has_gpu: bool) -> list[str]:
         "skip_server_warmup": True,
         "sleep_on_idle": True,  # an idle scheduler would burn a core
     }
-    if has_gpu:
-        arguments["base_gpu_id"] = spec.first_gpu
-    else:
+    if not has_gpu:
         kv_tokens = min(spec.max_running * arguments["context_length"], _MAX_CPU_KV_TOKENS)
         arguments |= {
             "device": "cpu",
@@ -96,18 +95,22 @@ def environment(spec: ServerSpec, *, has_gpu: bool) -> dict[str, str]:
         }
         if spec.cpus:
             variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(spec.cpus)
+    elif spec.gpus:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
     return variables
 
 
-@contextlib.contextmanager
-def sglang_servers(config: Config, model_path: Path, log_dir: Path) -> Iterator[list[str]]:
-    """Healthy servers as `config.rollout` asks for; they end with the block, or with this process.
+def engine_specs(config: Config, model_path: Path, logs: Sequence[Path], ports: Sequence[int]) -> list[EngineSpec]:
+    """The servers that `config.rollout` asks for, one for each log and port.
 
     Raises:
-        UserError: SGLang is not installed, or refuses its arguments.
-        EngineError: a server ended or was not healthy in time.
+        UserError: SGLang is not installed.
     """
+    import torch
+
     r = config.rollout
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    check_installed(has_gpu=num_gpus > 0)
     threads = r.engine_threads or max(1, (os.cpu_count() or 1) // (r.num_servers * r.server_tensor_parallel))
     specs = [
         ServerSpec(
@@ -118,37 +121,40 @@ def sglang_servers(config: Config, model_path: Path, log_dir: Path) -> Iterator[
             dtype=config.model.dtype,
             threads=threads,
             cpus=cpu_groups(i, r.server_tensor_parallel, threads, sorted(os.sched_getaffinity(0))),
-            first_gpu=i * r.server_tensor_parallel,
+            gpus=gpus(i, r.server_tensor_parallel, num_ranks(config), visible_gpus(num_gpus)),
             seed=config.run.seed + i,
             extra=config.sglang.extra,
         )
         for i in range(r.num_servers)
     ]
-    with started(specs, [log_dir / f"engine-{i}.log" for i in range(len(specs))], r.startup_timeout_s) as urls:
-        yield urls
+    return [_engine_spec(*parts, has_gpu=num_gpus > 0) for parts in zip(specs, logs, ports, strict=True)]
 
 
 @contextlib.contextmanager
 def started(specs: Sequence[ServerSpec], logs: Sequence[Path], timeout_s: float) -> Iterator[list[str]]:
-    """URLs of running servers, once all are healthy. Raises as `sglang_servers` does."""
+    """URLs of running servers, once all are healthy; they end with the block, and are not started again.
+
+    Raises:
+        UserError: SGLang is not installed, or refuses its arguments.
+        EngineError: a server ended or was not healthy in time.
+    """
     import torch
 
     has_gpu = torch.cuda.is_available()
     check_installed(has_gpu=has_gpu)
-    running: list[subprocess.Popen[bytes]] = []
-    try:
-        with contextlib.ExitStack() as reserved:
-            ports = [reserved.enter_context(_reserved_port()) for _ in specs]
-            for spec, port, log in zip(specs, ports, logs, strict=True):
-                variables = environment(spec, has_gpu=has_gpu)
-                running.append(processes.start(command(spec, port, has_gpu=has_gpu), log, variables))
-            urls = [f"http://127.0.0.1:{port}" for port in ports]
-            for url, process, log in zip(urls, running, logs, strict=True):
-                processes.wait_until(lambda url=url: _is_healthy(url), process, log, timeout_s)  # type: ignore[misc]
-        with processes.naming_the_dead(running, logs):
+    with processes.reserved_ports(len(specs)) as ports:
+        engines = [_engine_spec(*parts, has_gpu=has_gpu) for parts in zip(specs, logs, ports, strict=True)]
+        with supervised(engines, startup_timeout_s=timeout_s) as urls:
             yield urls
-    finally:
-        processes.end(running)
+
+
+def _engine_spec(spec: ServerSpec, log: Path, port: int, *, has_gpu: bool) -> EngineSpec:
+    return EngineSpec(
+        url=f"http://{processes.LOOPBACK}:{port}",
+        command=command(spec, port, has_gpu=has_gpu),
+        environment=environment(spec, has_gpu=has_gpu),
+        log=log,
+    )
 
 
 def check_installed(*, has_gpu: bool) -> None:
@@ -179,6 +185,19 @@ def cpu_groups(server: int, tensor_parallel: int, threads: int, cpus: Sequence[i
     return tuple(",".join(map(str, group)) for group in chosen)
 
 
+def visible_gpus(count: int) -> list[str]:
+    """Names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",")[:count] if named else [str(i) for i in range(count)]
+
+
+def gpus(server: int, tensor_parallel: int, num_ranks: int, visible: Sequence[str]) -> tuple[str, ...]:
+    """GPUs of one server: the first `num_ranks` are the trainer's, the next ones the servers'. Empty without GPUs."""
+    first = num_ranks + server * tensor_parallel
+    assert not visible or first + tensor_parallel <= len(visible), "config/plan.py has counted them"
+    return tuple(visible[first : first + tensor_parallel])
+
+
 def _render(name: str, value: Any) -> list[str]:
     """An argument as the command line has it; True is a bare flag, False and None leave it out."""
     flag = "--" + name.replace("_", "-")
@@ -189,20 +208,3 @@ def _render(name: str, value: Any) -> list[str]:
     if isinstance(value, list | tuple):
         return [flag, *map(str, value)]
     return [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
-
-
-@contextlib.contextmanager
-def _reserved_port() -> Iterator[int]:
-    """A free loopback port, kept from other processes that ask for one; a server that names it can still listen."""
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        yield holder.getsockname()[1]
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=_HEALTH_TIMEOUT_S) as response:
-            return response.status == 200
-    except OSError:  # refused, reset, late, or 503 while it loads
-        return False

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bapo_megatron.algorithms.mismatch import Mismatch
 from bapo_megatron.buffer.packing import Share
+from bapo_megatron.sync.buckets import TensorSpec
 from bapo_megatron.types import ClipBounds, MiniBatch
 
 
@@ -44,6 +45,10 @@ class Learner(Protocol):
 
     def step(self, minibatch: MiniBatch, bounds: ClipBounds) -> StepResult:
         """One optimizer update with the configured loss; raises `version` by one."""
+        ...
+
+    def weight_specs(self) -> list[TensorSpec]:
+        """What `named_weights` yields on rank 0, in its order. Not collective."""
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -29,15 +29,18 @@ from bapo_megatron.algorithms.losses import LOSSES, LossInputs, LossResult
 from bapo_megatron.algorithms.mismatch import Mismatch, logprob_mismatch
 from bapo_megatron.config.schema import Config, ParallelConfig
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner import checkpoint
 from bapo_megatron.learner.adam import AdamState
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.batches import check_packed_for, to_device
 from bapo_megatron.learner.hf.convert import gather_weights, load_weights
-from bapo_megatron.learner.hf.shapes import load_hf_config, model_shape, validate_layout
+from bapo_megatron.learner.hf.names import entries
+from bapo_megatron.learner.hf.shapes import validate_layout
 from bapo_megatron.learner.metrics import TokenMetrics
 from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device, start_processes
+from bapo_megatron.sync.buckets import TensorSpec
 from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
 
 Scores = tuple[Tensor, Tensor]  # log_probs_R, entropy_R
@@ -226,6 +229,15 @@ class MegatronLearner:
         return grad_norm
 
     # weights
+
+    def weight_specs(self) -> list[TensorSpec]:
+        """Names, types and shapes of `named_weights`: see `Learner.weight_specs`."""
+        dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
+        return [
+            TensorSpec(name, dtype, size)
+            for entry in entries(self.shape)
+            for name, size in zip(entry.hf_names, entry.hf_shapes, strict=True)
+        ]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Weights under Hugging Face names: see `Learner.named_weights` and `hf.convert.gather_weights`."""

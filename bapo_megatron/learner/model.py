@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -28,8 +29,9 @@ from torch import Tensor
 from bapo_megatron.algorithms.logprobs import VocabShard, token_log_probs
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.rope import rotary_frequencies
+from bapo_megatron.hf.shape import ModelShape
 from bapo_megatron.learner.attention import PackedAttention, PackedSequences
-from bapo_megatron.learner.hf.shapes import ModelShape
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.types import MicroBatch
 
@@ -55,9 +57,10 @@ def transformer_config(shape: ModelShape, config: Config) -> TransformerConfig:
         "layernorm_epsilon": shape.norm_eps,
         "gated_linear_unit": True,
         "activation_func": F.silu,
-        "add_bias_linear": False,
+        "add_bias_linear": False,  # for all linears at once: block_spec sets it for each
         "add_qkv_bias": shape.qkv_bias,
         "qk_layernorm": shape.qk_norm,
+        "softmax_scale": _softmax_scale(shape),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": config.parallel.tensor,
@@ -95,6 +98,12 @@ def transformer_config(shape: ModelShape, config: Config) -> TransformerConfig:
     return settings
 
 
+def _softmax_scale(shape: ModelShape) -> float:
+    """1 / sqrt(D), times the factor that yarn puts on cosine and sine of both queries and keys."""
+    _, factor = rotary_frequencies(shape)
+    return factor**2 / math.sqrt(shape.head_dim)
+
+
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm with the mark that makes `finalize_model_grads` sum its gradient under sequence parallelism."""
 
@@ -103,37 +112,35 @@ class RMSNorm(torch.nn.RMSNorm):
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 (Parameter has no such field)
 
 
-def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
+class BiasedColumnParallelLinear(ColumnParallelLinear):
+    """With a bias, whatever `add_bias_linear` says of all linears."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **(kwargs | {"bias": True}))
+
+
+class BiasedRowParallelLinear(RowParallelLinear):
+    """With a bias, whatever `add_bias_linear` says of all linears."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **(kwargs | {"bias": True}))
+
+
+def block_spec(config: TransformerConfig, shape: ModelShape, chunk: int | None) -> TransformerBlockSubmodules:
     """Layers out of Megatron's own parallel linears, with our norm and packed attention."""
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     parts.self_attention.submodules.core_attention = PackedAttention
+    if shape.out_bias:
+        parts.self_attention.submodules.linear_proj = BiasedRowParallelLinear
+    if shape.mlp_bias:
+        parts.mlp.submodules.linear_fc1 = BiasedColumnParallelLinear
+        parts.mlp.submodules.linear_fc2 = BiasedRowParallelLinear
     if config.qk_layernorm:
         parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = RMSNorm
     layers = [copy.deepcopy(layer) for _ in range(get_num_layers_to_build(config, vp_stage=chunk))]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
-
-
-def inverse_frequencies(shape: ModelShape) -> Tensor:
-    """Rotary frequencies, float32 [D / 2], as transformers computes them for this rope type."""
-    kind = shape.rope["rope_type"]
-    if kind == "default":
-        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64).float() / shape.head_dim
-        return 1.0 / shape.rope["rope_theta"] ** exponents
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    config = LlamaConfig(
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_positions,
-        rope_parameters=shape.rope,
-    )
-    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    assert attention_factor == 1.0, f"rope type {kind} scales attention, which is not built"
-    return frequencies
 
 
 def _mark_split_parameters(model: torch.nn.Module) -> None:
@@ -164,7 +171,7 @@ class PolicyModel(GPTModel):
         vp_stage = chunk if layout.num_chunks > 1 else None
         super().__init__(
             config=config,
-            transformer_layer_spec=block_spec(config, vp_stage),
+            transformer_layer_spec=block_spec(config, shape, vp_stage),
             vocab_size=shape.padded_vocab_size(layout.tensor_size),
             max_sequence_length=shape.max_positions,
             pre_process=layout.starts_model(chunk),
@@ -182,7 +189,7 @@ class PolicyModel(GPTModel):
         )
         self.context_group = layout.context_group
         # not a buffer: those become bfloat16 with the weights, too coarse for positions
-        self.inverse_frequencies = inverse_frequencies(shape).to(device())
+        self.inverse_frequencies = rotary_frequencies(shape)[0].to(device())
         _mark_split_parameters(self)
 
     def forward(

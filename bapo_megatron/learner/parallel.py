@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bapo_megatron.buffer.packing import Share
 from bapo_megatron.config.schema import ParallelConfig
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import CheckpointError, ConfigError
 
 _MAX_DIMS = 8
 
@@ -71,6 +71,30 @@ def stop_processes() -> None:
     dist.barrier()  # a rank that leaves early makes the others' last collective fail
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+def raise_together(error: CheckpointError | None) -> None:
+    """Raise on every rank what the first rank with an error raises, so that none waits for a rank that is gone.
+
+    Collective over all ranks; returns when no rank has an error.
+    """
+    world_size = dist.get_world_size()
+    first_failed = torch.tensor(dist.get_rank() if error else world_size)
+    dist.all_reduce(first_failed, dist.ReduceOp.MIN)
+    source = int(first_failed)
+    if source == world_size:
+        return
+    if source == dist.get_rank():
+        assert error is not None
+        text = torch.frombuffer(bytearray(str(error).encode()), dtype=torch.uint8)
+        dist.broadcast(torch.tensor(text.numel()), src=source)
+        dist.broadcast(text, src=source)
+        raise error
+    size = torch.zeros((), dtype=torch.int64)
+    dist.broadcast(size, src=source)
+    text = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(text, src=source)
+    raise CheckpointError(bytes(text.tolist()).decode())
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from bapo_megatron.types import Batch, Group
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
+EMBEDDED = "bapo_megatron.embedded"  # what our own engine calls itself in `server_info()["engine"]`
+
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
@@ -79,17 +81,26 @@ class Engine(Protocol):
         shapes: Sequence[Sequence[int]],
         group_name: str,
         *,
+        flat: bool,
         version: int | None,
     ) -> None:
-        """Announce one flattened bucket; the trainer broadcasts it on the group while this call is under way.
+        """Announce weights; the trainer broadcasts them on the group while this call is under way.
 
-        `version` is given with the last bucket only: it publishes the weights and flushes the cache.
+        `flat`: as one buffer of bytes (see sync/buckets.py), not one broadcast each. `version` is given with the last
+        bucket only: it publishes the weights and flushes the cache.
         """
         ...
 
     async def end_weight_update(self) -> None: ...
     async def destroy_update_group(self, group_name: str) -> None: ...
+    async def update_weights_from_disk(self, folder: str, *, version: int) -> None:
+        """Load and publish a Hugging Face checkpoint folder that both sides see; no session and no group needed."""
+        ...
+
     async def weights_checksum(self) -> dict[str, Any]: ...
+    async def weights_manifest(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Name, type and shape of every weight, in Hugging Face names. The embedded engine alone can tell."""
+        ...
 
 
 class Rollouts(Protocol):

@@ -7,6 +7,7 @@ Repeating a request is the scheduler's business.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from bapo_megatron.errors import EngineError, RequestRefusedError
+from bapo_megatron.errors import BroadcastLostError, EngineError, RequestRefusedError, UnreachableEngineError
 from bapo_megatron.rollout.base import GenerateRequest, GenerateResult, PauseMode, VersionSpan
 
 _HEALTH_TIMEOUT_S = 5.0
@@ -22,15 +23,22 @@ _LOGPROB_SLACK = 1e-4  # a log-prob of exactly 0 may come out this much above it
 _MAX_FLOAT = sys.float_info.max
 _UNVERSIONED = "default"  # what a server calls the weights it started with
 _REFUSALS = (400, 401, 403, 404, 405, 413, 422)  # what is asked is wrong; 408 and 429 ask to come back later
+_LOST_BROADCAST = "Failed to receive weights"  # SGLang's words (srt/managers/scheduler_components/weight_updater.py)
 _FINISH_REASONS = ("stop", "length", "abort")
 
 
 class HttpEngine:
     """One server. Belongs to the event loop of its first call."""
 
-    def __init__(self, url: str, *, request_timeout_s: float, vocab_size: int | None = None) -> None:
-        """`vocab_size`, where known, bounds the token ids that are believed."""
+    def __init__(
+        self, url: str, *, request_timeout_s: float, vocab_size: int | None = None, generate_url: str | None = None
+    ) -> None:
+        """`vocab_size`, where known, bounds the token ids that are believed.
+
+        `generate_url`: a router that passes /generate on to a server of its choice; the rest goes to `url`.
+        """
         self.url = url.rstrip("/")
+        self._router_url = generate_url.rstrip("/") if generate_url else None
         self._timeout_s = request_timeout_s
         self._vocab_size = vocab_size
         self._session: aiohttp.ClientSession | None = None
@@ -47,6 +55,12 @@ class HttpEngine:
         return self._result(reply, request)
 
     async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
+        if self._router_url is not None:  # sglang-router 0.3.2 answers 422 to lists of rids and of sampling_params
+            replies = await asyncio.gather(*map(self.generate, requests), return_exceptions=True)
+            for reply in replies:
+                if isinstance(reply, BaseException) and not isinstance(reply, EngineError):
+                    raise reply
+            return replies  # type: ignore[return-value]
         for request in requests:
             self._check_vocabulary(request)
         bodies = [_generate_body(request) for request in requests]
@@ -82,9 +96,13 @@ class HttpEngine:
         await self._call("POST", "/flush_cache")
 
     async def health(self) -> bool:
-        """Whether the server answers; never raises. A paused SGLang server is not healthy."""
+        """Whether the server and its engine answer; never raises.
+
+        SGLang's /health samples a token, which a server that is paused cannot do: left so by a push that failed, it
+        would never be healthy again. /server_info asks the engine, too.
+        """
         try:
-            await self._call("GET", "/health", timeout_s=_HEALTH_TIMEOUT_S)
+            await self._call("GET", "/server_info", timeout_s=_HEALTH_TIMEOUT_S)
         except EngineError:
             return False
         return True
@@ -119,6 +137,7 @@ class HttpEngine:
         shapes: Sequence[Sequence[int]],
         group_name: str,
         *,
+        flat: bool,
         version: int | None,
     ) -> None:
         body: dict[str, Any] = {
@@ -126,7 +145,7 @@ class HttpEngine:
             "dtypes": list(dtypes),
             "shapes": [list(shape) for shape in shapes],
             "group_name": group_name,
-            "load_format": "flattened_bucket",
+            "load_format": "flattened_bucket" if flat else None,
             "flush_cache": version is not None,
         }
         if version is not None:
@@ -140,8 +159,19 @@ class HttpEngine:
     async def destroy_update_group(self, group_name: str) -> None:
         await self._call("POST", "/destroy_weights_update_group", {"group_name": group_name})
 
+    async def update_weights_from_disk(self, folder: str, *, version: int) -> None:
+        body = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
+        await self._call("POST", "/update_weights_from_disk", body)
+
     async def weights_checksum(self) -> dict[str, Any]:
         return _as_dict(await self._call("POST", "/weights_checker", {"action": "checksum"}))
+
+    async def weights_manifest(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        reply = _as_dict(await self._call("POST", "/weights_checker", {"action": "manifest"}))
+        try:
+            return [(str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in reply["weights"]]
+        except (KeyError, TypeError, ValueError):
+            raise EngineError(f"{self.url}/weights_checker: the reply is no list of weights") from None
 
     def _check_vocabulary(self, request: GenerateRequest) -> None:
         """SGLang would embed an unknown token id as whatever lies there. Raises EngineError."""
@@ -159,24 +189,29 @@ class HttpEngine:
     ) -> Any:
         """The decoded reply (None where it is not JSON). Raises EngineError for anything but an answer of 200."""
         if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        where = f"{self.url}{path}" + (f", {what}" if what else "")
+            # A connection for each request: a server may close an idle one (uvicorn does after 5 s) just when it is
+            # used again, and the request would fail.
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
+        base = self._router_url if self._router_url and path == "/generate" else self.url
+        where = f"{base}{path}" + (f", {what}" if what else "")
         deadline_s = timeout_s or self._timeout_s
         try:
             async with self._session.request(
-                method, self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=deadline_s)
+                method, base + path, json=body, timeout=aiohttp.ClientTimeout(total=deadline_s)
             ) as response:
                 raw = await response.read()
         except asyncio.TimeoutError:  # noqa: UP041 - the name that aiohttp documents
-            raise EngineError(f"{where}: no answer within {deadline_s:g} s") from None
+            raise UnreachableEngineError(f"{where}: no answer within {deadline_s:g} s") from None
         except aiohttp.ClientError as problem:
-            raise EngineError(f"{where}: {type(problem).__name__}: {problem}; is the server running?") from None
+            raise UnreachableEngineError(
+                f"{where}: {type(problem).__name__}: {problem}; is the server running?"
+            ) from None
         if response.status != 200:
-            kind = RequestRefusedError if response.status in _REFUSALS else EngineError
-            raise kind(f"{where}: HTTP {response.status}: {raw[:1000].decode(errors='replace')}")
+            message = raw[:1000].decode(errors="replace")
+            raise _failure(response.status, message)(f"{where}: HTTP {response.status}: {message}")
         try:
             return json.loads(raw) if raw else None
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
 
 
@@ -194,6 +229,12 @@ def _generate_body(request: GenerateRequest) -> dict[str, Any]:
     }
 
 
+def _failure(status: int, message: str) -> type[EngineError]:
+    if _LOST_BROADCAST in message:
+        return BroadcastLostError
+    return RequestRefusedError if status in _REFUSALS else EngineError
+
+
 class _BadReplyError(ValueError):
     """What is wrong with a reply."""
 
@@ -204,6 +245,8 @@ def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) ->
     token_ids = _as_dict(reply).get("output_ids")
     if not isinstance(token_ids, list):
         raise _BadReplyError("the reply has no output_ids")
+    if (rid := meta.get("id", request.rid)) != request.rid:
+        raise _BadReplyError(f"the reply is of request {rid!r}")
     finish = meta.get("finish_reason")
     reason = finish.get("type") if isinstance(finish, dict) else None
     if reason not in _FINISH_REASONS:
@@ -215,13 +258,16 @@ def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) ->
     for token_id in token_ids:
         if type(token_id) is not int or token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
             raise _BadReplyError(f"token id {token_id!r} is outside the vocabulary of {vocab_size}")
+    num_prompt_tokens = _count(meta, "prompt_tokens", len(request.token_ids))
+    if num_prompt_tokens != len(request.token_ids):
+        raise _BadReplyError(f"it continues {num_prompt_tokens} prompt tokens, but {len(request.token_ids)} were sent")
     return GenerateResult(
         rid=request.rid,
         token_ids=tuple(token_ids),
         logprobs=_logprobs(meta, token_ids),
         spans=_spans(meta, len(token_ids)),
         finish_reason=reason,
-        num_prompt_tokens=_count(meta, "prompt_tokens", len(request.token_ids)),
+        num_prompt_tokens=num_prompt_tokens,
         num_cached_tokens=_count(meta, "cached_tokens", 0),
     )
 
@@ -276,10 +322,10 @@ def parse_version(version: object) -> int:
     """A server's weight version as a number; -1 for the weights it started with. Raises _BadReplyError otherwise."""
     if version == _UNVERSIONED:
         return -1
-    try:
-        return int(version)  # type: ignore[call-overload]
-    except (TypeError, ValueError):
-        raise _BadReplyError(f"weight version {version!r} is not a number") from None
+    if type(version) in (int, str):
+        with contextlib.suppress(ValueError):
+            return int(version)  # type: ignore[call-overload]
+    raise _BadReplyError(f"weight version {version!r} is not a whole number")
 
 
 def _as_dict(value: Any) -> dict[str, Any]:

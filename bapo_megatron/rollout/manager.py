@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from bapo_megatron.buffer.batch import batch_builder
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import EngineError
-from bapo_megatron.learner.hf.shapes import load_hf_config
+from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards import RewardScorer, is_informative
 from bapo_megatron.rollout.base import Engine
@@ -72,7 +72,10 @@ class RolloutManager:
         self.loop = LoopThread()
         self._tokenizer = tokenizer
         timeout_s = config.rollout.request_timeout_s
-        self.engines = [HttpEngine(url, request_timeout_s=timeout_s, vocab_size=vocab_size) for url in urls]
+        self.engines = [
+            HttpEngine(url, request_timeout_s=timeout_s, vocab_size=vocab_size, generate_url=config.rollout.router_url)
+            for url in urls
+        ]
         self.pool = EnginePool(self.engines)
         self.prompts = PromptStream(config, tokenizer)
         self._scorer = RewardScorer(config)

@@ -6,6 +6,7 @@ It is named, built on a store of its own, and independent of any default group: 
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from typing import Literal
 
@@ -43,6 +44,7 @@ class UpdateGroup:
         timeout = timedelta(seconds=timeout_s)
         store.set_timeout(timeout)
         self._store = store  # keeps rank 0's server alive as long as the group
+        self._group: dist.ProcessGroup | None
         self._group, _ = _new_process_group_helper(
             world_size,
             rank,
@@ -62,5 +64,18 @@ class UpdateGroup:
         return work
 
     def close(self) -> None:
-        """Leave the group."""
-        dist.destroy_process_group(self._group)
+        """Leave the group. While a broadcast is pending this blocks, until the broadcast's deadline."""
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+            del group  # the connections are closed with the last reference
+
+    def abandon(self) -> None:
+        """Leave a group whose broadcast may never end: NCCL aborts it, gloo lets go of it at its deadline."""
+
+        def leave() -> None:
+            if self._group is not None:
+                self._group.abort()
+            self.close()
+
+        threading.Thread(target=leave, name=f"leave-{self.name}", daemon=True).start()

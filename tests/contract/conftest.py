@@ -30,11 +30,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from bapo_megatron.config.schema import SyncConfig
 from bapo_megatron.launch import processes, sglang
 from bapo_megatron.rollout.client import HttpEngine
-from bapo_megatron.sync.channel import BroadcastChannel
+from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.sync.broadcast import BroadcastChannel
+from bapo_megatron.sync.buckets import TensorSpec
 from bapo_megatron.sync.group import UpdateGroup, host_store
 
 ROOT = Path(__file__).parents[2]
-STARTUP_TIMEOUT_S = 240.0
+STARTUP_TIMEOUT_S = 900.0  # on a busy machine an SGLang server takes minutes
 MAX_CONTEXT = 512
 MAX_RUNNING = 8
 VOCAB_SIZE = 96
@@ -71,6 +73,7 @@ class Servers:
     urls: list[str]
     models: dict[str, Qwen3ForCausalLM]
     engines: list[HttpEngine] = field(default_factory=list)
+    pool: EnginePool = field(default_factory=lambda: EnginePool([]))
     channel: BroadcastChannel | None = None
     version: int = 0
 
@@ -84,14 +87,19 @@ class Servers:
 
     def connect(self, timeout_s: float = 60.0) -> None:
         config = SyncConfig(bucket_mib=0.2, timeout_s=timeout_s)  # several buckets
-        self.channel = BroadcastChannel(self.engines, config, self.loop.submit)
-        self.channel.connect()
+        self.pool = EnginePool(self.engines)
+        self.channel = BroadcastChannel(self.pool, config, self.loop.submit)
+        self.channel.connect(self.manifest("a"))
+
+    def manifest(self, model: str) -> list[TensorSpec]:
+        return [TensorSpec.of(name, tensor) for name, tensor in self.models[model].state_dict().items()]
 
     def push(self, model: str) -> int:
         """Give all servers the weights "a" or "b"; returns the new version."""
         assert self.channel is not None
         self.version += 1
-        self.channel.push(iter(self.models[model].state_dict().items()), self.version)
+        stats = self.channel.push(iter(self.models[model].state_dict().items()), self.version)
+        assert stats.is_whole, self.pool.describe()
         return self.version
 
     def push_in_place(self, model: str) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,10 @@ from bapo_megatron.config.schema import SyncConfig
 from bapo_megatron.errors import EngineError
 from bapo_megatron.rollout.base import GenerateRequest, GenerateResult, VersionSpan
 from bapo_megatron.rollout.client import HttpEngine
-from bapo_megatron.sync.channel import BroadcastChannel
+from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.sync.broadcast import BroadcastChannel
+from bapo_megatron.sync.buckets import TensorSpec, plan_buckets
+from bapo_megatron.sync.disk import DiskChannel
 
 PROMPT = [5, 9, 33, 70, 12, 8]
 TOLERANCE = 1e-4
@@ -104,6 +109,7 @@ def test_push_reports_what_it_did(servers: Servers) -> None:
     assert stats.num_bytes == sum(t.nbytes for t in state.values())
     assert stats.num_buckets > 1
     assert set(stats.seconds) == {"pause", "gather", "broadcast", "verify", "resume"}
+    assert 0 < stats.generation_pause_s <= sum(stats.seconds.values())
 
 
 def test_retracted_requests_go_on_with_the_new_weights(servers: Servers) -> None:
@@ -368,14 +374,48 @@ def test_update_without_begin_is_refused(servers: Servers) -> None:
 @pytest.mark.parametrize(
     ("name", "shape"), [("model.norm.weight", (63,)), ("model.no_such.weight", (64,))], ids=["shape", "name"]
 )
-def test_foreign_weights_end_a_push_at_once(servers: Servers, name: str, shape: tuple[int, ...]) -> None:
+def test_foreign_weights_are_refused_before_anything_is_sent(
+    servers: Servers, name: str, shape: tuple[int, ...]
+) -> None:
+    """By the handshake; the servers go on with what they have."""
+    manifest = {spec.name: spec for spec in servers.manifest("a")} | {name: TensorSpec(name, "float32", shape)}
+    channel = BroadcastChannel(servers.pool, SyncConfig(timeout_s=30), servers.loop.submit)
+    with pytest.raises(EngineError, match=re.escape(name)) as raised:
+        channel.connect(list(manifest.values()))
+    assert servers.url in str(raised.value)
+    assert_matches(servers, "a", ask(servers))
+
+
+def test_a_vocabulary_of_another_size_is_named(servers: Servers) -> None:
+    manifest = [
+        TensorSpec(s.name, s.dtype, (s.shape[0] + 32, *s.shape[1:])) if s.shape[0] == VOCAB_SIZE else s
+        for s in servers.manifest("a")
+    ]
+    channel = BroadcastChannel(servers.pool, SyncConfig(timeout_s=30), servers.loop.submit)
+    with pytest.raises(EngineError, match=rf"vocabulary has {VOCAB_SIZE} tokens, the policy's {VOCAB_SIZE + 32}"):
+        channel.connect(manifest)
+
+
+def test_another_dtype_is_named(servers: Servers) -> None:
+    manifest = [TensorSpec(s.name, "bfloat16", s.shape) for s in servers.manifest("a")]
+    channel = BroadcastChannel(servers.pool, SyncConfig(timeout_s=30), servers.loop.submit)
+    with pytest.raises(EngineError, match=r"float32.*bfloat16"):
+        channel.connect(manifest)
+
+
+def test_weights_that_all_servers_refuse_end_a_push_at_once(servers: Servers) -> None:
+    """What the handshake cannot know of: a manifest that the learner does not keep to, or a server that changed."""
     channel, servers.channel = servers.channel, None
     assert channel is not None
+    wrong = TensorSpec("model.norm.weight", "float32", (63,))
+    channel._plan = plan_buckets([wrong], 2**20)
+    channel._session.manifest = (wrong,)
     started = time.monotonic()
     try:
-        with pytest.raises(EngineError, match=name):
-            channel.push(iter([(name, torch.zeros(shape))]), servers.version + 1)
+        with pytest.raises(EngineError, match=r"model\.norm\.weight"):
+            channel.push(iter([(wrong.name, torch.zeros(wrong.shape))]), servers.version + 1)
         assert time.monotonic() - started < 20
+        assert servers.pool.live() == servers.engines, "nobody is fenced for what is the trainer's fault"
     finally:
         for engine in servers.engines:
             with contextlib.suppress(EngineError):  # a failed update may have closed the session already
@@ -393,20 +433,39 @@ def test_an_incomplete_push_is_noticed(servers: Servers) -> None:
         servers.channel.push(iter(weights.items()), servers.version)
 
 
+def test_weights_from_disk_replace_those_of_all_servers(servers: Servers, tmp_path: Path) -> None:
+    hf_path = Path(servers.get("/model_info")["model_path"])
+    channel = DiskChannel(
+        servers.pool, SyncConfig(timeout_s=60), servers.loop.submit, folder=tmp_path / "weights", hf_path=hf_path
+    )
+    channel.connect(servers.manifest("b"))
+    for model in ("b", "a", "b"):
+        servers.version += 1
+        stats = channel.push(iter(servers.models[model].state_dict().items()), servers.version)
+        assert stats.is_whole
+        assert [folder.name for folder in (tmp_path / "weights").iterdir()] == [f"v-{servers.version}"]
+    for engine in servers.engines:
+        result: GenerateResult = servers.loop.run(engine.generate(request("from-disk", n=32)))
+        assert {span.version for span in result.spans} == {servers.version}
+        expected = reference_logprobs(servers.models["b"], PROMPT, list(result.token_ids))
+        torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=TOLERANCE, rtol=0)
+
+
 def test_connecting_to_nobody_names_who_is_missing(servers: Servers) -> None:
     absent = HttpEngine("http://127.0.0.1:9", request_timeout_s=5)
-    channel = BroadcastChannel([servers.engine, absent], SyncConfig(timeout_s=10), servers.loop.submit)
+    pool = EnginePool([servers.engine, absent])
+    channel = BroadcastChannel(pool, SyncConfig(timeout_s=10), servers.loop.submit)
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:9"):
-        channel.connect()
+        channel.connect(servers.manifest("a"))
     servers.loop.run(absent.close())
 
 
-def test_a_paused_server_answers_its_health_check_in_time(servers: Servers) -> None:
-    """Whether a paused server is healthy is its own affair (SGLang: no, after 20 s); it is after it goes on."""
+def test_a_paused_server_is_healthy(servers: Servers) -> None:
+    """Else one that a failed push has left paused would never take part again."""
     servers.loop.run(servers.engine.pause("retract"))
     started = time.monotonic()
-    servers.loop.run(servers.engine.health())
-    assert time.monotonic() - started < 10
+    assert servers.loop.run(servers.engine.health())
+    assert time.monotonic() - started < 5
     servers.loop.run(servers.engine.resume())
     assert servers.loop.run(servers.engine.health())
 

@@ -40,10 +40,14 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 FAMILIES = {
     "qwen3": lambda: transformers.Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=False),
     "qwen2": lambda: transformers.Qwen2Config(**_SIZES, tie_word_embeddings=True),
     "llama": lambda: transformers.LlamaConfig(**_SIZES, tie_word_embeddings=True, rope_parameters=_LLAMA3_ROPE),
+    "llama_biases": lambda: transformers.LlamaConfig(
+        **_SIZES, attention_bias=True, mlp_bias=True, rope_parameters=_YARN_ROPE
+    ),
 }
 
 

@@ -6,18 +6,16 @@ Sampling depends on seed, tokens and weights only, so however a run is disturbed
 from __future__ import annotations
 
 import asyncio
-import json
 import random
+import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import torch
-from aiohttp import web
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -29,19 +27,32 @@ from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rollout.base import GenerateRequest, GenerateResult, PauseMode
 from bapo_megatron.rollout.client import HttpEngine
 from bapo_megatron.rollout.manager import LoopThread
-from bapo_megatron.rollout.scheduler import Scheduler
-from bapo_megatron.sync.channel import BroadcastChannel
+from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.rollout.scheduler import RolloutStats, Scheduler
+from bapo_megatron.sync.broadcast import BroadcastChannel
+from bapo_megatron.sync.buckets import TensorSpec, plan_buckets
 from bapo_megatron.types import Trajectory
 from tests.integration.engines import EngineProcess, start_engines
+from tests.integration.faulty_proxy import CALL_FAULTS, FAULTS, RESULT_FAULTS, FaultyProxy
 
 STEPS, PROMPTS, SAMPLES, IN_FLIGHT = 4, 4, 4, 6
+MAX_UNTRAINED = 12  # groups, in every mode
+VOCAB_SIZE = 16
 SETTINGS: dict[str, Any] = {
     "prompts_per_step": PROMPTS,
     "samples_per_prompt": SAMPLES,
     "groups_in_flight": IN_FLIGHT,
     "tokens_per_round": 12,
+    "startup_timeout_s": 10.0,
+}
+MODES: dict[str, dict[str, Any]] = {
+    "rounds": {},
+    "tail": {"abort_tail": True, "tokens_per_round": None},
+    "overlap": {"overlap": True, "max_staleness": 2},
 }
 Responses = dict[str, tuple[tuple[int, ...], tuple[float, ...]]]
+
+in_every_mode = pytest.mark.parametrize("mode", MODES)
 
 
 class CountingEngine(HttpEngine):
@@ -49,10 +60,10 @@ class CountingEngine(HttpEngine):
 
     num_aborted = 0
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        result = await super().generate(request)
-        self.num_aborted += result.finish_reason == "abort"
-        return result
+    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
+        results = await super().generate_many(requests)
+        self.num_aborted += sum(isinstance(r, GenerateResult) and r.finish_reason == "abort" for r in results)
+        return results
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +86,11 @@ Make = Callable[..., Scheduler]
 def make(tokenizer: Any) -> Make:
     """Builds a scheduler with the demo's prompts, always from the first one on."""
 
-    def build(engines: list[HttpEngine], **settings: Any) -> Scheduler:
+    def build(engines: Sequence[HttpEngine], **settings: Any) -> Scheduler:
         config = load_config(["demo"], [])
         return Scheduler(
             config.rollout.model_copy(update=SETTINGS | settings),
-            engines=engines,
+            pool=EnginePool(engines),
             prompts=PromptStream(config, tokenizer),
             score=lambda trajectories: [float(t.num_response_tokens) for t in trajectories],
             stop_token_ids=(tokenizer.eos_token_id,),
@@ -87,6 +98,24 @@ def make(tokenizer: Any) -> Make:
         )
 
     return build
+
+
+def connect(*urls: str, timeout_s: float = 20) -> list[CountingEngine]:
+    return [CountingEngine(url, request_timeout_s=timeout_s, vocab_size=VOCAB_SIZE) for url in urls]
+
+
+async def take(scheduler: Scheduler, step: int, timeout_s: float = 30) -> tuple[list[Trajectory], RolloutStats]:
+    """One step's responses, within a deadline."""
+    groups, stats = await asyncio.wait_for(scheduler.take(step, 0), timeout_s)
+    assert groups is not None
+    assert len(groups) == PROMPTS
+    return [t for g in groups for t in g.trajectories], stats
+
+
+async def close(scheduler: Scheduler, engines: Sequence[HttpEngine]) -> None:
+    await asyncio.wait_for(scheduler.close(), 30)
+    for engine in engines:
+        await engine.close()
 
 
 def responses(trajectories: Any) -> Responses:
@@ -103,7 +132,8 @@ def assert_prefix(mine: Responses, whole: Responses) -> None:
 def assert_balanced(scheduler: Scheduler, trained: list[Trajectory], whole: Responses) -> None:
     """The books agree with what is really here, and every finished response is the undisturbed one, to its end."""
     scheduler.ledger.check(scheduler.buffered())
-    assert scheduler.ledger.counts()["running"] == 0
+    assert scheduler.ledger.counts()["running"] == 0 or scheduler.config.overlap
+    assert len({t.sample_id for t in trained}) == len(trained)
     buffered = list(scheduler.buffered())
     num_tokens = sum(t.num_response_tokens for t in (*trained, *buffered))
     assert scheduler.ledger.num_tokens["generated"] == num_tokens
@@ -112,21 +142,17 @@ def assert_balanced(scheduler: Scheduler, trained: list[Trajectory], whole: Resp
         assert t.num_response_tokens == len(whole[t.sample_id][0]), t.sample_id
 
 
-async def close(engines: list[HttpEngine]) -> None:
-    for engine in engines:
-        await engine.close()
-
-
 @pytest.fixture(scope="module")
 def undisturbed(servers: list[EngineProcess], make: Make) -> Responses:
     """Every response that the tests can ask for, each sampled in one piece."""
 
     async def run() -> Responses:
-        engines = [HttpEngine(server.url, request_timeout_s=60) for server in servers]
-        count = STEPS * PROMPTS + IN_FLIGHT
+        engines = connect(*(server.url for server in servers), timeout_s=60)
+        count = STEPS * PROMPTS + MAX_UNTRAINED
         scheduler = make(engines, prompts_per_step=count, groups_in_flight=count, tokens_per_round=None)
         groups, stats = await scheduler.take(0, 0)
-        await close(engines)
+        await close(scheduler, engines)
+        assert groups is not None
         assert (stats.num_rounds, stats.num_retries) == (1, 0)
         return responses(t for g in groups for t in g.trajectories)
 
@@ -135,12 +161,12 @@ def undisturbed(servers: list[EngineProcess], make: Make) -> Responses:
     return whole
 
 
-@pytest.mark.parametrize("seed", range(3))
+@in_every_mode
+@pytest.mark.parametrize("seed", range(2))
 def test_aborts_and_pauses_at_random_moments_lose_no_token(
-    servers: list[EngineProcess], make: Make, undisturbed: Responses, seed: int
+    servers: list[EngineProcess], make: Make, undisturbed: Responses, seed: int, mode: str
 ) -> None:
     chaos = random.Random(seed)
-    step = 0
 
     async def disturb(engines: list[CountingEngine], scheduler: Scheduler) -> None:
         modes: list[PauseMode] = ["retract", "in_place"]
@@ -149,9 +175,8 @@ def test_aborts_and_pauses_at_random_moments_lose_no_token(
             engine = chaos.choice(engines)
             match chaos.choice(("abort one", "abort all", "pause", "pause and abort")):
                 case "abort one":
-                    running = [t.sample_id for t in scheduler.buffered() if t.finish_reason is None]
-                    if running:
-                        await engine.abort(f"{chaos.choice(running)}-s{step}r{chaos.randrange(3)}a0")
+                    if open_rids := list(scheduler._dispatcher._open):
+                        await engine.abort(chaos.choice(open_rids))
                 case "abort all":
                     await engine.abort()
                 case what:
@@ -164,33 +189,32 @@ def test_aborts_and_pauses_at_random_moments_lose_no_token(
                         await engine.resume()
 
     async def run() -> tuple[list[Trajectory], int]:
-        nonlocal step
-        engines = [CountingEngine(server.url, request_timeout_s=20) for server in servers]
-        scheduler = make(engines)
-        trained = []
+        engines = connect(*(server.url for server in servers))
+        scheduler = make(engines, **MODES[mode])
+        trained: list[Trajectory] = []
         disturbing = asyncio.create_task(disturb(engines, scheduler))
         for step in range(STEPS):
-            groups, stats = await asyncio.wait_for(scheduler.take(step, 0), 30)
-            assert len(groups) == PROMPTS
-            assert stats.num_retries == 0
-            trained += [t for g in groups for t in g.trajectories]
+            mine, stats = await take(scheduler, step)
+            assert (stats.num_retries, stats.num_fenced) == (0, 0)
+            trained += mine
             assert_balanced(scheduler, trained, undisturbed)
         assert not disturbing.done(), disturbing.exception()
         disturbing.cancel()
         await asyncio.gather(disturbing, return_exceptions=True)
-        await close(engines)  # type: ignore[arg-type]
+        await close(scheduler, engines)
+        assert_balanced(scheduler, trained, undisturbed)
         return trained, sum(e.num_aborted for e in engines)
 
     trained, num_aborted = asyncio.run(run())
     assert num_aborted > 0
-    assert len(trained) == len({t.sample_id for t in trained}) == STEPS * PROMPTS * SAMPLES
+    assert len(trained) == STEPS * PROMPTS * SAMPLES
     assert sum(t.num_resumed_tokens for t in trained) > 0
     assert all(t.reward == t.num_response_tokens for t in trained)
 
 
 def test_a_request_that_is_aborted_before_its_first_token_comes_back_empty(servers: list[EngineProcess]) -> None:
     async def run() -> GenerateResult:
-        engine = HttpEngine(servers[0].url, request_timeout_s=10)
+        (engine,) = connect(servers[0].url)
         await engine.pause("in_place")
         request = GenerateRequest("early", (3, 4), 4, 1.0, (1,), 0)
         asking = asyncio.create_task(engine.generate(request))
@@ -207,191 +231,188 @@ def test_a_request_that_is_aborted_before_its_first_token_comes_back_empty(serve
     assert (result.token_ids, result.spans, result.finish_reason) == ((), (), "abort")
 
 
-FAULTS = {  # what the proxy does -> what the error must say
-    "status 500": "HTTP 500",
-    "garbage": "no output_ids",
-    "no log-probs": "no output_token_logprobs",
-    "wrong length": r"\d+ log-probs for \d+ tokens",
-    "nan": "log-prob nan at output token 0",
-    "bad count": "cached_tokens None is not a count",
-    "closed": "ServerDisconnectedError",
-    "silence": "no answer within 2 s",
-}
-
-
-class FaultyProxy:
-    """Stands before an engine; `fault(rid)` says what to do to a /generate reply."""
-
-    def __init__(self, target: str, fault: Callable[[str], str | None]) -> None:
-        self.fault = fault
-        self.num_faults = 0
-        self.url = ""
-        self._target = target
-
-    async def __aenter__(self) -> FaultyProxy:
-        app = web.Application()
-        app.add_routes([web.route("*", "/{path:.*}", self._forward)])
-        self._session = aiohttp.ClientSession()
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._session.close()
-        await self._runner.cleanup()
-
-    async def _forward(self, request: web.Request) -> web.StreamResponse:
-        raw = await request.read()
-        async with self._session.request(request.method, self._target + request.path, data=raw) as response:
-            reply = await response.read()
-            status = response.status
-        fault = self.fault(json.loads(raw)["rid"]) if request.path == "/generate" else None
-        if fault is None:
-            return web.Response(body=reply, status=status)
-        self.num_faults += 1
-        meta = (body := json.loads(reply))["meta_info"]
-        match fault:
-            case "status 500":
-                return web.Response(text="out of memory", status=500)
-            case "garbage":
-                return web.Response(body=b'{"output_ids": [3, \xff')
-            case "no log-probs":
-                del meta["output_token_logprobs"]
-            case "wrong length":
-                meta["output_token_logprobs"].pop()
-            case "nan":
-                meta["output_token_logprobs"][0][0] = float("nan")
-            case "bad count":
-                meta["cached_tokens"] = None
-            case "closed":
-                assert request.transport is not None
-                request.transport.close()
-            case "silence":
-                await asyncio.sleep(60)
-        return web.json_response(body)
-
-
+@in_every_mode
 def test_random_faults_of_every_kind_are_repeated_and_change_nothing(
-    servers: list[EngineProcess], make: Make, undisturbed: Responses
+    servers: list[EngineProcess], make: Make, undisturbed: Responses, mode: str
 ) -> None:
+    """Each response is spoilt twice in a row at most, within what is repeated, so that no engine is fenced."""
     chaos = random.Random(0)
     quick = [fault for fault in FAULTS if fault != "silence"]
-    seen = set()
+    num_spoilt: dict[str, int] = {}
 
-    def fault(rid: str) -> str | None:
-        if rid.endswith("a2") or chaos.random() > 0.4:  # the last attempt is answered
-            return None
-        seen.add(kind := chaos.choice(quick))
-        return kind
+    def spoil(rids: Sequence[str]) -> dict[str, str]:
+        faults = {}
+        samples = [rid.split("-")[0] for rid in rids]
+        if all(num_spoilt.get(sample, 0) < 2 for sample in samples) and chaos.random() < 0.5:
+            victims = samples if chaos.random() < 0.5 else samples[::2]
+            kind = chaos.choice(quick)
+            victims = samples if kind in CALL_FAULTS else victims
+            faults = {rid: kind for rid, sample in zip(rids, samples, strict=True) if sample in victims}
+        for rid, sample in zip(rids, samples, strict=True):
+            num_spoilt[sample] = num_spoilt.get(sample, 0) + 1 if rid in faults else 0
+        return faults
 
     async def run() -> None:
-        async with FaultyProxy(servers[0].url, fault) as proxy:
-            engines = [HttpEngine(url, request_timeout_s=20) for url in (proxy.url, servers[1].url)]
-            scheduler = make(engines, max_retries=2)
-            trained, num_retries = [], 0
-            for step in range(STEPS):
-                groups, stats = await asyncio.wait_for(scheduler.take(step, 0), 30)
-                trained += [t for g in groups for t in g.trajectories]
+        async with FaultyProxy(servers[0].url, spoil) as proxy:
+            engines = connect(proxy.url, servers[1].url)
+            scheduler = make(engines, max_retries=2, **MODES[mode])
+            trained: list[Trajectory] = []
+            num_retries = step = 0
+            while step < STEPS:
+                mine, stats = await take(scheduler, step)
+                trained += mine
                 num_retries += stats.num_retries
-                assert len(stats.errors) == stats.num_retries
-                assert all(proxy.url in error and "request " in error for error in stats.errors)
+                assert stats.num_fenced == 0
+                assert all(proxy.url in error and "request" in error for error in stats.errors)
                 assert_balanced(scheduler, trained, undisturbed)
-            assert num_retries == proxy.num_faults
-            assert seen == set(quick)
-            await close(engines)
+                step += 1
+            assert 0 < num_retries <= proxy.num_spoilt
+            assert mode == "overlap" or num_retries == proxy.num_spoilt
+            await close(scheduler, engines)
+            hits.update(proxy.hits)
 
+    hits: dict[str, int] = {}
     asyncio.run(run())
+    assert len(hits) > 3
 
 
-@pytest.mark.parametrize("kind", FAULTS)
-def test_a_fault_that_stays_is_loud_names_the_request_and_loses_nothing(
-    servers: list[EngineProcess], make: Make, undisturbed: Responses, kind: str
+def test_one_spoilt_result_of_many_costs_its_own_request_only(
+    servers: list[EngineProcess], make: Make, undisturbed: Responses
 ) -> None:
-    async def run() -> None:
-        async with FaultyProxy(servers[0].url, lambda rid: kind if rid.startswith("2.1-") else None) as proxy:
-            engines = [HttpEngine(url, request_timeout_s=2) for url in (proxy.url, servers[1].url)]
-            scheduler = make(engines, max_retries=1)
-            with pytest.raises(EngineError, match=FAULTS[kind]) as raised:
-                await asyncio.wait_for(scheduler.take(0, 0), 15)
-            message = str(raised.value)
-            assert proxy.url in message
-            assert "request 2.1-s0r0" in message
-            assert "gave up after 2 attempts" in message
-            assert_balanced(scheduler, [], undisturbed)
-            assert scheduler.ledger.num_tokens["generated"] > 0  # the others' tokens are kept
+    """Every kind of them, one after the other; the others of the same call are believed."""
+    left = list(RESULT_FAULTS)
 
-            proxy.fault = lambda rid: None
-            groups, _ = await asyncio.wait_for(scheduler.take(0, 0), 15)
-            assert_balanced(scheduler, [t for g in groups for t in g.trajectories], undisturbed)
-            await close(engines)
+    def spoil(rids: Sequence[str]) -> dict[str, str]:
+        return {rids[len(rids) // 2]: left.pop()} if left and len(rids) > 3 else {}
+
+    async def run() -> None:
+        async with FaultyProxy(servers[0].url, spoil) as proxy:
+            engines = connect(proxy.url)
+            scheduler = make(engines, max_retries=2)
+            trained: list[Trajectory] = []
+            for step in range(STEPS):
+                mine, stats = await take(scheduler, step)
+                assert stats.num_retries == len(stats.errors), "one request each"
+                trained += mine
+                assert_balanced(scheduler, trained, undisturbed)
+            assert proxy.hits == dict.fromkeys(RESULT_FAULTS, 1)
+            await close(scheduler, engines)
 
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("mode", "kind"), [*(("rounds", kind) for kind in FAULTS), ("tail", "nan"), ("tail", "closed")]
+)
+def test_a_fault_that_stays_fences_that_engine_and_the_others_finish_its_samples(
+    servers: list[EngineProcess], make: Make, undisturbed: Responses, kind: str, mode: str
+) -> None:
+    def spoil(rids: Sequence[str]) -> dict[str, str]:
+        return {rid: kind for rid in rids if rid.startswith("2.1-")}
+
+    async def run() -> None:
+        async with FaultyProxy(servers[0].url, spoil) as proxy:
+            engines = connect(proxy.url, timeout_s=1.5 if kind == "silence" else 20) + connect(servers[1].url)
+            scheduler = make(engines, max_retries=1, max_staleness=0, groups_in_flight=PROMPTS, **MODES[mode])
+            trained, stats = await take(scheduler, 0)
+            assert stats.num_fenced == 1
+            assert scheduler.pool.live() == [engines[1]]
+            reason = scheduler.pool.describe()
+            assert re.search(FAULTS[kind], reason), reason
+            assert f"{proxy.url} is fenced" in reason
+            assert "gave up after 2 attempts" in reason
+            if kind in RESULT_FAULTS:
+                assert "request 2.1-s0c" in reason
+            assert any(re.search(FAULTS[kind], error) for error in stats.errors)
+            assert_balanced(scheduler, trained, undisturbed)
+
+            proxy.spoil = lambda rids: {}
+            scheduler.pool.admit(engines[0])  # both hold the same weights, version 0
+            mine, _ = await take(scheduler, 1)
+            trained += mine
+            assert scheduler.pool.live() == engines
+            assert_balanced(scheduler, trained, undisturbed)
+            await close(scheduler, engines)
+
+    asyncio.run(run())
+
+
+@in_every_mode
 @pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL], ids=["hangs", "dies"])
-def test_an_engine_that_ends_in_the_middle_of_a_round_is_an_error_and_nothing_is_lost(
-    servers: list[EngineProcess], make: Make, undisturbed: Responses, tmp_path: Path, end: signal.Signals
+def test_an_engine_that_ends_in_the_middle_of_a_step_is_fenced_and_nothing_is_lost(
+    servers: list[EngineProcess],
+    make: Make,
+    undisturbed: Responses,
+    tmp_path: Path,
+    end: signal.Signals,
+    mode: str,
 ) -> None:
     doomed = servers[1] if end == signal.SIGSTOP else start_engines(tmp_path, 1)[0]
 
     async def run() -> None:
-        engines = [HttpEngine(url, request_timeout_s=2) for url in (servers[0].url, doomed.url)]
-        scheduler = make(engines, max_retries=1)
-        groups, _ = await scheduler.take(0, 0)
-        trained = [t for g in groups for t in g.trajectories]
+        engines = connect(servers[0].url) + connect(doomed.url, timeout_s=3)
+        scheduler = make(engines, max_retries=1, **MODES[mode])
+        watching = asyncio.create_task(scheduler.pool.watch())
+        trained, _ = await take(scheduler, 0)
         await engines[1].pause("in_place")
-        taking = asyncio.create_task(scheduler.take(1, 0))
+        taking = asyncio.create_task(take(scheduler, 1))
         while (await engines[1].server_info())["num_waiting_reqs"] == 0:
             await asyncio.sleep(0.01)
         doomed.process.send_signal(end)
-        with pytest.raises(EngineError, match=f"{doomed.url}/generate, request") as raised:
-            await asyncio.wait_for(taking, 10)
-        assert "gave up after 2 attempts" in str(raised.value)
+        trained += (await taking)[0]
+        step = 2
+        while scheduler.pool.is_live(engines[1]):  # with overlap, the others may have been quick enough
+            trained += (await take(scheduler, step))[0]
+            step += 1
+            assert step < STEPS
+        assert f"{doomed.url} is fenced ({doomed.url}/" in scheduler.pool.describe()
         assert_balanced(scheduler, trained, undisturbed)
         if end == signal.SIGSTOP:
             doomed.process.send_signal(signal.SIGCONT)
             await engines[1].resume()
-            groups, _ = await scheduler.take(1, 0)
-            trained += [t for g in groups for t in g.trajectories]
+            while not scheduler.pool.back():
+                await asyncio.sleep(0.05)
+            scheduler.pool.admit(engines[1])
+            trained += (await take(scheduler, step))[0]
+            assert scheduler.pool.live() == engines
             assert_balanced(scheduler, trained, undisturbed)
-        await close(engines)
+        watching.cancel()
+        await close(scheduler, engines)
 
     try:
-        asyncio.run(run())
+        asyncio.run(asyncio.wait_for(run(), 60))
     finally:
         doomed.process.send_signal(signal.SIGCONT)
         if doomed is not servers[1]:
             doomed.end()
 
 
-def test_giving_up_on_a_round_keeps_what_has_returned(
+def test_giving_up_on_a_step_keeps_what_has_returned(
     servers: list[EngineProcess], make: Make, undisturbed: Responses
 ) -> None:
     """A deadline of the caller cancels `take` while one engine holds its requests back."""
 
     async def run() -> None:
-        engines = [HttpEngine(server.url, request_timeout_s=20) for server in servers]
+        engines = connect(*(server.url for server in servers))
         scheduler = make(engines)
         await engines[1].pause("in_place")
         try:
             with pytest.raises(asyncio.TimeoutError):
-                await asyncio.wait_for(scheduler.take(0, 0), 2)
+                await take(scheduler, 0, timeout_s=1.5)
         finally:
             await engines[1].resume()
         assert_balanced(scheduler, [], undisturbed)
         assert scheduler.ledger.num_tokens["generated"] > 0
-        groups, _ = await asyncio.wait_for(scheduler.take(1, 0), 15)
-        assert_balanced(scheduler, [t for g in groups for t in g.trajectories], undisturbed)
-        await close(engines)
+        trained, _ = await take(scheduler, 1)
+        assert_balanced(scheduler, trained, undisturbed)
+        await close(scheduler, engines)
 
     asyncio.run(run())
 
 
 def test_a_judge_that_fails_loses_no_sample(servers: list[EngineProcess], make: Make, undisturbed: Responses) -> None:
     async def run() -> None:
-        engines = [HttpEngine(server.url, request_timeout_s=20) for server in servers]
+        engines = connect(*(server.url for server in servers))
         scheduler = make(engines)
         judge = scheduler._score
 
@@ -403,9 +424,9 @@ def test_a_judge_that_fails_loses_no_sample(servers: list[EngineProcess], make: 
             await scheduler.take(0, 0)
         assert_balanced(scheduler, [], undisturbed)
         scheduler._score = judge
-        groups, _ = await asyncio.wait_for(scheduler.take(0, 0), 15)
-        assert_balanced(scheduler, [t for g in groups for t in g.trajectories], undisturbed)
-        await close(engines)
+        trained, _ = await take(scheduler, 0)
+        assert_balanced(scheduler, trained, undisturbed)
+        await close(scheduler, engines)
 
     asyncio.run(run())
 
@@ -416,13 +437,17 @@ def test_a_refused_weight_push_is_one_clear_error_and_nothing_is_sampled_until_a
     target = start_engines(tmp_path, 1)[0]
     loop = LoopThread()
     try:
-        engine = HttpEngine(target.url, request_timeout_s=20)
+        (engine,) = connect(target.url)
         weights = load_file(next(demo_model_path().glob("*.safetensors")))
         name = sorted(weights)[len(weights) // 2]
         config = SyncConfig(bucket_mib=1.0, timeout_s=10.0)
-        channel = BroadcastChannel([engine], config, loop.submit)
-        channel.connect()
+        manifest = [TensorSpec.of(n, t) for n, t in weights.items()]
+        channel = BroadcastChannel(EnginePool([engine]), config, loop.submit)
+        channel.connect(manifest)
         wrong = {n: torch.cat([t, t]) if n == name else t for n, t in weights.items()}
+        wrong_manifest = [TensorSpec.of(n, t) for n, t in wrong.items()]
+        channel._plan = plan_buckets(wrong_manifest, 2**20)  # past the handshake, which would not let it through
+        channel._session.manifest = tuple(wrong_manifest)
         began_s = time.monotonic()
         with pytest.raises(EngineError, match="update_weights_from_distributed") as raised:
             channel.push(iter(wrong.items()), 1)
@@ -433,11 +458,11 @@ def test_a_refused_weight_push_is_one_clear_error_and_nothing_is_sampled_until_a
         assert info["paused"]
         assert info["weight_version"] == "0"
 
-        channel = BroadcastChannel([engine], config, loop.submit)
-        channel.connect()
-        channel.push(iter(weights.items()), 1)
+        channel = BroadcastChannel(EnginePool([engine]), config, loop.submit)
+        channel.connect(manifest)
+        assert channel.push(iter(weights.items()), 1).is_whole
         groups, _ = loop.run(make([engine]).take(0, 1), 30)
-        trained = [t for g in groups for t in g.trajectories]
+        trained = [t for g in groups or [] for t in g.trajectories]
         assert {v for t in trained for v in t.versions} == {1}
         assert_prefix(responses(trained), undisturbed)
         channel.close()

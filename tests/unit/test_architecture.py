@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "bapo_megatron"
 FILES = sorted(PACKAGE.rglob("*.py"))
-PURE = ("algorithms", "rewards", "buffer", "prompts", "config", "types.py", "errors.py")
+PURE = ("algorithms", "rewards", "buffer", "prompts", "config", "hf", "types.py", "errors.py")
 
 
 def imported(path: Path) -> Iterator[str]:

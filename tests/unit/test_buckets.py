@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.sync.buckets import TensorSpec, digest, pack, unpack
+from bapo_megatron.errors import EngineError
+from bapo_megatron.sync.buckets import Bucket, TensorSpec, WeightStream, digest, pack, plan_buckets, unpack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int8, torch.float8_e4m3fn]
 tensors = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(1, 5), max_size=3)), min_size=1, max_size=12)
@@ -20,19 +20,28 @@ def random_tensor(dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
     return torch.randint(0, 256, (count,), dtype=torch.uint8).view(dtype).view(shape)
 
 
+def manifest_of(named: dict[str, torch.Tensor]) -> list[TensorSpec]:
+    return [TensorSpec.of(name, tensor) for name, tensor in named.items()]
+
+
+def filled(named: dict[str, torch.Tensor], bucket: Bucket) -> torch.Tensor:
+    data = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+    pack(bucket, WeightStream(iter(named.items()), manifest_of(named)).take(bucket), data)
+    return data
+
+
 @settings(deadline=None, max_examples=200)
 @given(tensors, st.integers(1, 600))
 def test_round_trip(kinds: list[tuple[torch.dtype, list[int]]], max_bytes: int) -> None:
     named = {f"w{i}": random_tensor(dtype, shape) for i, (dtype, shape) in enumerate(kinds)}
+    stream = WeightStream(iter(named.items()), manifest_of(named))
     received: dict[str, torch.Tensor] = {}
-    for bucket in pack(iter(named.items()), max_bytes):
-        assert bucket.data.dtype == torch.uint8
-        assert len(bucket.specs) == 1 or bucket.data.nbytes <= max_bytes
-        offset = 0
-        for spec in bucket.specs:
-            assert offset % named[spec.name].element_size() == 0
-            offset += spec.num_bytes
-        received |= dict(unpack(bucket.data.clone(), bucket.specs))
+    for bucket in plan_buckets(manifest_of(named), max_bytes):
+        assert len(bucket.specs) == 1 or bucket.num_bytes <= max_bytes
+        data = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+        pack(bucket, stream.take(bucket), data)
+        received |= dict(unpack(data.clone(), bucket.specs))
+    assert stream.next() is None
     assert received.keys() == named.keys()
     for name, tensor in named.items():
         assert received[name].shape == tensor.shape
@@ -42,20 +51,34 @@ def test_round_trip(kinds: list[tuple[torch.dtype, list[int]]], max_bytes: int) 
 
 def test_layout_is_the_bytes_one_after_the_other() -> None:
     first, second = torch.tensor([1.0, 2.0]), torch.tensor([3], dtype=torch.bfloat16)
-    (bucket,) = pack([("second", second), ("first", first)], 1024)
+    named = {"second": second, "first": first}
+    (bucket,) = plan_buckets(manifest_of(named), 1024)
     assert [spec.name for spec in bucket.specs] == ["first", "second"]
     assert bucket.specs[1] == TensorSpec("second", "bfloat16", (1,))
-    assert bytes(bucket.data.tolist()) == first.numpy().tobytes() + b"\x40\x40"
+    assert bytes(filled(named, bucket).tolist()) == first.numpy().tobytes() + b"\x40\x40"
 
 
 def test_views_and_strides_are_flattened_in_row_major_order() -> None:
     tensor = torch.arange(6.0).view(2, 3).t()
-    (bucket,) = pack([("t", tensor)], 1024)
-    assert torch.equal(unpack(bucket.data, bucket.specs)[0][1], tensor)
-    assert digest(tensor) == hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+    (bucket,) = plan_buckets(manifest_of({"t": tensor}), 1024)
+    assert torch.equal(unpack(filled({"t": tensor}, bucket), bucket.specs)[0][1], tensor)
+    assert digest(tensor) == xxhash.xxh3_128_hexdigest(tensor.contiguous().numpy().tobytes())
 
 
-def test_pack_is_lazy() -> None:
+@pytest.mark.parametrize("change", ["one bit", "two weights swapped", "length"])
+def test_a_digest_tells_contents_apart(change: str) -> None:
+    tensor = torch.arange(1000.0)
+    other = tensor.clone()
+    if change == "one bit":
+        other.view(torch.uint8)[1234] ^= 1
+    elif change == "length":
+        other = torch.cat([other, torch.zeros(1)])
+    else:
+        other[[3, 700]] = other[[700, 3]]
+    assert digest(tensor) != digest(other)
+
+
+def test_no_more_is_read_than_the_bucket_holds() -> None:
     read = []
 
     def source():
@@ -63,8 +86,24 @@ def test_pack_is_lazy() -> None:
             read.append(i)
             yield f"w{i}", torch.zeros(4)
 
-    next(pack(source(), 32))
-    assert len(read) == 3, "two tensors fill the bucket, the third one closes it"
+    manifest = [TensorSpec(f"w{i}", "float32", (4,)) for i in range(10)]
+    buckets = plan_buckets(manifest, 32)
+    assert [len(bucket.specs) for bucket in buckets] == [2] * 5
+    WeightStream(source(), manifest).take(buckets[0])
+    assert read == [0, 1]
+
+
+def test_a_learner_that_yields_something_else_is_found_out() -> None:
+    manifest = [TensorSpec("a", "float32", (2,)), TensorSpec("b", "float32", (2,))]
+    for weights, message in (
+        ([("b", torch.zeros(2))], r"to send a float32 \[2\], and came up with b float32 \[2\]"),
+        ([("a", torch.zeros(3))], r"came up with a float32 \[3\]"),
+        ([("a", torch.zeros(2).half())], r"came up with a float16 \[2\]"),
+        ([("a", torch.zeros(2))], r"to send b float32 \[2\], and came up with nothing"),
+        ([("a", torch.zeros(2)), ("b", torch.zeros(2)), ("c", torch.zeros(1))], "to send nothing more"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            list(WeightStream(iter(weights), manifest))
 
 
 def test_bad_input_is_refused() -> None:
@@ -74,6 +113,6 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match=r"b: byte offset 2 is not aligned to float32"):
         unpack(data, [TensorSpec("a", "bfloat16", (1,)), TensorSpec("b", "float32", (1,))])
     with pytest.raises(ValueError, match="complex64"):
-        next(pack([("c", torch.zeros(1, dtype=torch.complex64))], 64))
+        plan_buckets([TensorSpec("c", "complex64", (1,))], 64)
     with pytest.raises(ValueError, match="empty"):
-        next(pack([("e", torch.zeros(0))], 64))
+        plan_buckets([TensorSpec("e", "float32", (0,))], 64)

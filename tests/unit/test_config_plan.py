@@ -39,6 +39,7 @@ def messages(*overrides: str) -> list[str]:
         ("rollout.groups_in_flight=3", ["groups_in_flight=3", "set rollout.groups_in_flight=16"]),
         ("rollout.engine_max_context=900", ["512 + 512 = 1024"]),
         ("rollout.engine=attach", ["rollout.urls"]),
+        ("sync.timeout_s=200 parallel.data=2", ["sync.timeout_s=150", "parallel.timeout_s=800"]),
         ("rollout.server_tensor_parallel=3", ["server_tensor_parallel=3", 'rollout.engine="sglang"']),
         ("rollout.engine=sglang rollout.server_tensor_parallel=2", ["num_attention_heads=9", "=1"]),
         ("rollout.engine=sglang sglang.extra.port=1", ["sglang.extra.port", "attach"]),
@@ -84,7 +85,7 @@ def test_bfloat16_warns_on_a_cpu_only() -> None:
     config = load_config([], ["model.dtype=bfloat16"])
     (found,) = check(config, hf_config=None)
     assert found.severity == "warning"
-    assert check(config, hf_config=None, has_gpu=True) == []
+    assert check(config, hf_config=None, num_gpus=8) == []
 
 
 def test_summary_has_the_arithmetic() -> None:
@@ -92,3 +93,37 @@ def test_summary_has_the_arithmetic() -> None:
     assert "6 ranks = tensor 1 x pipeline 3 x context 1 x data 2" in text
     assert "16 prompts x 8 samples = 128 sequences" in text
     assert "4 mini-batches of 32 sequences" in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_gpus", "message"),
+    [
+        (("rollout.engine=sglang", "rollout.num_servers=2"), 2, "1 trainer ranks and 2 SGLang servers x 1 need 3 GPUs"),
+        (("parallel.tensor=2",), 1, "2 trainer ranks need 2 GPUs, and 1 are visible"),
+    ],
+)
+def test_each_rank_and_server_needs_a_gpu_of_its_own(settings: tuple[str, ...], num_gpus: int, message: str) -> None:
+    config = load_config([], list(settings))
+    (violation,) = check(config, hf_config=None, num_gpus=num_gpus)
+    assert message in violation.message
+    assert check(config, hf_config=None, num_gpus=num_gpus + 1) == []
+    assert check(config, hf_config=None) == []
+
+
+def test_a_router_stands_before_servers_of_the_user() -> None:
+    attach = ["rollout.engine=attach", 'rollout.urls=["http://127.0.0.1:1"]']
+    assert check(load_config([], [*attach, "rollout.router_url=http://127.0.0.1:2"]), hf_config=None) == []
+    for settings, part in (
+        (["rollout.router_url=http://127.0.0.1:2"], 'rollout.engine="attach"'),
+        ([*attach, "rollout.router_url=http://127.0.0.1:1/"], "one of rollout.urls"),
+        ([*attach, "rollout.router_url=localhost"], "no URL"),
+    ):
+        (violation,) = check(load_config([], settings), hf_config=None)
+        assert part in violation.message
+
+
+def test_a_hang_timeout_leaves_time_for_a_weight_update() -> None:
+    config = load_config([], ["rollout.engine=sglang", "rollout.hang_timeout_s=10"])
+    (violation,) = check(config, hf_config=None)
+    assert violation.severity == "warning"
+    assert f"rollout.hang_timeout_s={config.sync.timeout_s:g}" in violation.message

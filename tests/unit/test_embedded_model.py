@@ -96,6 +96,19 @@ def test_a_moved_row_goes_on_as_before(tmp_path: Path) -> None:
     torch.testing.assert_close(model.decode(torch.tensor([2]), torch.tensor([4]), cache)[0], expected)
 
 
+def test_a_new_cache_is_zero_whatever_its_memory_held(tmp_path: Path) -> None:
+    """A masked position counts 0 times what lies there, and 0 times nan is nan."""
+    save(CONFIGS["qwen3"], tmp_path)
+    model = Model.from_pretrained(tmp_path, max_len=16)
+    size = model.new_cache(num_rows=2, max_len=16).data.numel()
+    used = [torch.full((size,), torch.nan) for _ in range(50)]
+    del used
+    cache = model.new_cache(num_rows=2, max_len=16)
+    assert not cache.data.any()
+    model.prefill(torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([3, 2]), cache, 0)
+    assert model.decode(torch.tensor([1, 2]), torch.tensor([3, 2]), cache).isfinite().all()
+
+
 def test_sharded_checkpoints_load(tmp_path: Path) -> None:
     reference = save(CONFIGS["qwen2"], tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -122,7 +135,7 @@ def test_named_weights_are_the_weights(tmp_path: Path) -> None:
 
 
 def test_bad_checkpoints_are_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no config\.json"):
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         Model.from_pretrained(tmp_path, max_len=8)
     save(CONFIGS["qwen3"], tmp_path)
     with pytest.raises(CheckpointError, match="300 tokens"):
@@ -130,23 +143,26 @@ def test_bad_checkpoints_are_named(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     whole = load_file(file)
     cases = [
-        ({k: v for k, v in whole.items() if k != "model.norm.weight"}, "missing.*model.norm.weight"),
-        (whole | {"model.norm.weight": torch.ones(5)}, r"model\.norm\.weight: shape \(5,\)"),
-        (whole | {"model.stray": torch.ones(5)}, "no weight 'model.stray'"),
+        ({k: v for k, v in whole.items() if k != "model.norm.weight"}, r"1 missing: model\.norm\.weight"),
+        (
+            whole | {"model.norm.weight": torch.ones(5)},
+            r"model\.norm\.weight \(model\.safetensors\) is \[5\]",
+        ),
+        (whole | {"model.stray": torch.ones(5)}, "1 unexpected: model.stray"),
     ]
     for weights, message in cases:
         save_file(weights, file)
         with pytest.raises(CheckpointError, match=message):
             Model.from_pretrained(tmp_path, max_len=8)
     file.unlink()
-    with pytest.raises(CheckpointError, match="is missing"):
+    with pytest.raises(CheckpointError, match="holds neither"):
         Model.from_pretrained(tmp_path, max_len=8)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "gpt2"),
+        ({"model_type": "gpt2"}, r"'gpt2' is not supported.*docs/models\.md"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
         ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0, "layer_types": None}, "sliding"),
@@ -215,7 +231,11 @@ def test_a_good_reply_is_read() -> None:
         ("weight_versions", None, "weight_versions"),
         ("weight_versions", [{"version": "4", "start": 0, "end": 2}], "cover"),
         ("weight_versions", [{"version": "4", "start": 1, "end": 3}], "cover"),
-        ("weight_versions", [{"version": "v4", "start": 0, "end": 3}], "'v4' is not a number"),
+        ("weight_versions", [{"version": "v4", "start": 0, "end": 3}], "'v4' is not a whole number"),
+        ("weight_versions", [{"version": 1.5, "start": 0, "end": 3}], "1.5 is not a whole number"),
+        ("weight_versions", [{"version": float("inf"), "start": 0, "end": 3}], "inf is not a whole number"),
+        ("id", "another", "the reply is of request 'another'"),
+        ("prompt_tokens", 1, "it continues 1 prompt tokens, but 2 were sent"),
     ],
 )
 def test_a_bad_reply_is_refused(path: str, value: Any, message: str) -> None:

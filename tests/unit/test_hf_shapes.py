@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.learner.hf.shapes import hf_tensors, load_hf_config, model_shape, validate_layout
+from bapo_megatron.hf.families import FAMILIES
+from bapo_megatron.hf.rope import rotary_frequencies
+from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape
+from bapo_megatron.learner.hf.shapes import validate_layout
+from tests.hf_models import MODELS, make_model_config
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -48,17 +55,96 @@ def test_all_problems_come_at_once() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mixtral"}, "'mixtral' is not supported; supported are llama, qwen2, qwen3"),
-        ({"attention_bias": True}, "attention_bias"),
+        (
+            {"model_type": "mixtral"},
+            "'mixtral' is not supported; supported are llama, qwen2, qwen3 (dense); docs",
+        ),
+        ({"model_type": ["llama"]}, "is not supported"),
+        ({"model_type": None}, "None is not supported"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope scaling 'dynamic' is not supported"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope scaling 'yarn' needs the number 'factor'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between layers"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_size": None}, "no 'hidden_size'"),
+        ({"hidden_size": "576"}, "no 'hidden_size'"),
+        ({"num_hidden_layers": 0}, "no 'num_hidden_layers'"),
+        ({"num_key_value_heads": 2}, "9 attention heads cannot share 2 key-value heads"),
+        ({"head_dim": 63}, "odd head dimension"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "dequantise"),
+        ({"layer_types": ["sliding_attention"] * 30}, "sliding-window"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "sliding-window"),
     ],
 )
 def test_unsupported_models_are_refused(change: dict[str, Any], message: str) -> None:
     assert message in validate_layout(CONFIG | change, 1, 1)[0]
-    with pytest.raises(CheckpointError, match=message.replace("(", r"\(")):
+    with pytest.raises(CheckpointError, match=re.escape(message)):
         model_shape(CONFIG | change)
+
+
+def test_the_error_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path / 'config.json'}: model_type 'gpt2'")):
+        model_shape({"model_type": "gpt2"}, tmp_path)
+
+
+def test_a_window_that_no_layer_uses_is_accepted() -> None:
+    assert validate_layout(CONFIG | {"use_sliding_window": True}, 1, 1) == []  # Llama has no such option
+    qwen = CONFIG | {"model_type": "qwen2", "use_sliding_window": True}
+    assert validate_layout(qwen | {"max_window_layers": 30}, 1, 1) == []
+    assert validate_layout(qwen | {"max_window_layers": 29}, 1, 1) != []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_where_a_config_is_silent_transformers_is_believed(family: str, tmp_path: Path) -> None:
+    """The smallest config.json of each family, read by transformers and by us."""
+    sizes = {"vocab_size": 11, "hidden_size": 64, "intermediate_size": 20, "num_hidden_layers": 2}
+    silent: dict[str, Any] = {"model_type": family, "num_attention_heads": 32, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(silent))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    ours = model_shape(silent)
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 64 // 32)
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.tied_embeddings == theirs.tie_word_embeddings
+    assert ours.max_positions == theirs.max_position_embeddings
+    assert ours.rope == theirs.rope_parameters
+    assert ours.eos_token_ids == frozenset([] if theirs.eos_token_id is None else [theirs.eos_token_id])
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        {"type": "linear", "factor": 2.0},
+        {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+        {"rope_type": "yarn", "factor": 4.0},
+        {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ],
+)
+def test_files_from_before_transformers_5_mean_the_same(scaling: dict[str, Any] | None, tmp_path: Path) -> None:
+    old = CONFIG | {"rope_scaling": scaling, "torch_dtype": "bfloat16", "eos_token_id": [7, 8]}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)
+    frequencies, factor = rotary_frequencies(model_shape(old))
+    assert torch.equal(frequencies, rotary.inv_freq)
+    assert factor == rotary.attention_scaling
+    assert model_shape(old).eos_token_ids == {7, 8}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rotary_frequencies_are_those_of_transformers(name: str) -> None:
+    config = make_model_config(name)
+    rotary = transformers.AutoModelForCausalLM.from_config(config).model.rotary_emb
+    frequencies, factor = rotary_frequencies(model_shape(config.to_dict()))
+    assert torch.equal(frequencies, rotary.inv_freq)
+    assert factor == rotary.attention_scaling
 
 
 def test_rope_is_read_from_old_and_new_config_files() -> None:
@@ -68,28 +154,19 @@ def test_rope_is_read_from_old_and_new_config_files() -> None:
     assert model_shape(new).rope == {"rope_type": "default", "rope_theta": 5000.0}
 
 
-def test_tensor_names_are_those_of_transformers() -> None:
-    """Built by transformers itself, for each family, with and without tied embeddings."""
-    import transformers
+@pytest.mark.parametrize("name", MODELS)
+def test_tensor_names_are_those_of_transformers(name: str) -> None:
+    config = make_model_config(name)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert hf_tensors(model_shape(config.to_dict())) == expected
 
-    sizes: dict[str, Any] = {
-        "vocab_size": 11,
-        "hidden_size": 16,
-        "intermediate_size": 20,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    for cls in (transformers.LlamaConfig, transformers.Qwen2Config, transformers.Qwen3Config):
-        for tied in (True, False):
-            config = (
-                cls(**sizes, head_dim=8, tie_word_embeddings=tied)
-                if cls is not transformers.Qwen2Config
-                else cls(**sizes, tie_word_embeddings=tied)
-            )
-            model = transformers.AutoModelForCausalLM.from_config(config)
-            expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
-            assert hf_tensors(model_shape(config.to_dict())) == expected, (cls.__name__, tied)
+
+def test_stop_tokens_do_not_make_another_model() -> None:
+    one, other = model_shape(CONFIG | {"eos_token_id": [1, 2]}), model_shape(CONFIG | {"eos_token_id": 3})
+    assert one.eos_token_ids == {1, 2}
+    assert one == other
+    assert json.loads(json.dumps(one.to_json())) == other.to_json()
 
 
 def test_config_file_errors_name_the_file(tmp_path: Path) -> None:
@@ -98,6 +175,12 @@ def test_config_file_errors_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
         load_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"config\.json does not hold a JSON object"):
+        load_hf_config(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=r"cannot read .*config\.json"):
+        load_hf_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert load_hf_config(tmp_path) == CONFIG
 
@@ -105,6 +188,6 @@ def test_config_file_errors_name_the_file(tmp_path: Path) -> None:
 def test_module_needs_neither_torch_nor_megatron() -> None:
     code = (
         "import sys, bapo_megatron.learner.hf.shapes\n"
-        "assert not any(m.split('.')[0] == 'megatron' for m in sys.modules), 'megatron was imported'"
+        "assert not {m.split('.')[0] for m in sys.modules} & {'megatron', 'torch', 'transformers'}"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -47,12 +47,25 @@ def test_extra_arguments_have_the_last_word() -> None:
 
 
 def test_nothing_of_the_cpu_is_set_where_there_is_a_gpu() -> None:
-    spec = sglang.ServerSpec(Path("model"), max_context=64, max_running=8, tensor_parallel=2, first_gpu=4)
+    spec = sglang.ServerSpec(Path("model"), max_context=64, max_running=8, tensor_parallel=2, gpus=("4", "5"))
     arguments = sglang.command(spec, 1, has_gpu=True)
-    assert option(arguments, "--base-gpu-id") == "4"
     assert option(arguments, "--tensor-parallel-size") == "2"
     assert "--device" not in arguments
-    assert "SGLANG_USE_CPU_ENGINE" not in sglang.environment(spec, has_gpu=True)
+    variables = sglang.environment(spec, has_gpu=True)
+    assert "SGLANG_USE_CPU_ENGINE" not in variables
+    assert variables["CUDA_VISIBLE_DEVICES"] == "4,5"
+
+
+def test_servers_and_trainer_ranks_share_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank r of the trainer takes visible GPU r (learner/parallel.py)."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert sglang.visible_gpus(4) == ["0", "1", "2", "3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,3,GPU-5,1")
+    visible = sglang.visible_gpus(4)
+    assert sglang.gpus(0, 1, 2, visible) == ("GPU-5",)
+    assert sglang.gpus(1, 1, 2, visible) == ("1",)
+    assert sglang.gpus(0, 2, 2, visible) == ("GPU-5", "1")
+    assert sglang.gpus(0, 2, 2, []) == ()
 
 
 def test_ranks_get_cpus_of_their_own_while_there_are_some() -> None:
@@ -64,7 +77,7 @@ def test_ranks_get_cpus_of_their_own_while_there_are_some() -> None:
 
 
 def test_a_reserved_port_can_be_served_on_and_is_not_given_twice() -> None:
-    with sglang._reserved_port() as port, sglang._reserved_port() as other, socket.socket() as server:
+    with processes.reserved_ports(2) as (port, other), socket.socket() as server:
         assert port != other
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind(("127.0.0.1", port))

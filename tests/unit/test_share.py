@@ -43,6 +43,15 @@ def on_every_rank(rank: int, world_size: int) -> None:
         share.share_batch(fail if is_first else None, sign_of_life_s=0.1)
 
 
+def flags_on_every_rank(rank: int, world_size: int) -> None:
+    for value in (True, False, True):
+        assert share.share_flag(value if rank == 0 else None) is value
+
+
+def test_every_rank_gets_the_flag() -> None:
+    run_distributed(flags_on_every_rank, 3)
+
+
 def test_every_rank_gets_the_batch_or_the_error() -> None:
     run_distributed(on_every_rank, 2)
 

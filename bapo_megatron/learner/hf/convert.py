@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
 
+from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.reader import HFReader
+from bapo_megatron.hf.shape import ModelShape
 from bapo_megatron.learner.hf.names import EMBEDDING, OUTPUT, Entry, entries, from_shards, to_shard
-from bapo_megatron.learner.hf.reader import HFReader
-from bapo_megatron.learner.hf.shapes import ModelShape
-from bapo_megatron.learner.parallel import ParallelLayout, device
+from bapo_megatron.learner.parallel import ParallelLayout, device, raise_together
 
 
 def parameters_by_global_name(chunks: Iterable[Module]) -> dict[str, Parameter]:
@@ -38,15 +39,31 @@ def load_weights(
     path: str | Path,
     fill: Callable[[Parameter, Tensor], object] = Parameter.copy_,
 ) -> None:
-    """Fill this rank's parameters from a checkpoint folder, reading only the slices they need.
+    """Fill this rank's parameters from a checkpoint folder, reading only the slices they need. Collective.
 
     Args:
         model: this rank's chunks of the model.
         fill: what to do with the tensor of a parameter, e.g. put it into its optimizer state.
 
     Raises:
-        CheckpointError: names or shapes of the tensors do not fit config.json; lists them.
+        CheckpointError: names or shapes of the tensors do not fit config.json (lists them), or a tensor holds nan or
+            infinity; on every rank, also where only one rank reads what is wrong.
     """
+    try:
+        _load_part(model, shape, layout, Path(path), fill)
+    except CheckpointError as error:
+        raise_together(error)
+    else:
+        raise_together(None)
+
+
+def _load_part(
+    model: ModuleList,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    path: Path,
+    fill: Callable[[Parameter, Tensor], object],
+) -> None:
     parameters = parameters_by_global_name(model)
     with HFReader(path) as read:
         read.check(shape)

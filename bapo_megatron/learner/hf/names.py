@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from bapo_megatron.learner.hf.shapes import ModelShape, hf_tensors
+from bapo_megatron.hf.shape import ModelShape, hf_tensors
 
 Kind = Literal["copy", "vocab", "column", "gate_up", "qkv"]
 
@@ -38,9 +38,12 @@ _LAYER: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "self_attention.q_layernorm.weight": ("copy", ("self_attn.q_norm.weight",)),
     "self_attention.k_layernorm.weight": ("copy", ("self_attn.k_norm.weight",)),
     "self_attention.linear_proj.weight": ("column", ("self_attn.o_proj.weight",)),
+    "self_attention.linear_proj.bias": ("copy", ("self_attn.o_proj.bias",)),
     "pre_mlp_layernorm.weight": ("copy", ("post_attention_layernorm.weight",)),
     "mlp.linear_fc1.weight": ("gate_up", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+    "mlp.linear_fc1.bias": ("gate_up", ("mlp.gate_proj.bias", "mlp.up_proj.bias")),
     "mlp.linear_fc2.weight": ("column", ("mlp.down_proj.weight",)),
+    "mlp.linear_fc2.bias": ("copy", ("mlp.down_proj.bias",)),
 }
 _AFTER_LAYERS: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "decoder.final_layernorm.weight": ("copy", ("model.norm.weight",)),

@@ -12,7 +12,7 @@ import queue
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -211,7 +211,7 @@ class BatchingEngine:
                 f"{len(self._rows)} running"
             )
 
-    def set_weights(self, tensors: list[tuple[str, Tensor]], *, version: str | None) -> None:
+    def set_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: str | None) -> None:
         """Copy checked weights into place; `version` publishes them. Runs through `call_when_still`."""
         self._torn = True
         with torch.inference_mode():

@@ -11,85 +11,33 @@ Hugging Face names, so that loading and updating copy into place without any fur
 
 from __future__ import annotations
 
-import json
+import math
+import mmap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from bapo_megatron.errors import CheckpointError
-
-_MODEL_TYPES = ("qwen2", "qwen3", "llama")
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not depend on the length
-_IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # a buffer that old checkpoints carry; it is computed here
+from bapo_megatron.hf.reader import HFReader
+from bapo_megatron.hf.rope import rotary_frequencies
+from bapo_megatron.hf.shape import ModelShape, hf_tensors, load_hf_config, model_shape
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """What of a Hugging Face config decides the computation."""
-
-    num_layers: int
-    hidden_size: int
-    ffn_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    norm_eps: float
-    tied: bool
-    qkv_bias: bool
-    out_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    max_positions: int
-    eos_token_ids: frozenset[int]
-
-    @classmethod
-    def from_hf(cls, config: Any, where: str) -> ModelSpec:
-        """Raises CheckpointError for an architecture or option that this engine does not compute."""
-        kind = config.model_type
-        if kind not in _MODEL_TYPES:
-            raise CheckpointError(f"{where}: model_type {kind!r} is not served here; use one of {_MODEL_TYPES}")
-        if config.hidden_act != "silu":
-            raise CheckpointError(f"{where}: hidden_act {config.hidden_act!r} is not served here, only 'silu'")
-        if any(layer != "full_attention" for layer in getattr(config, "layer_types", None) or ()):
-            raise CheckpointError(f"{where}: sliding-window attention is not served here; set use_sliding_window=false")
-        bias = bool(getattr(config, "attention_bias", False))
-        eos = config.eos_token_id
-        return cls(
-            num_layers=config.num_hidden_layers,
-            hidden_size=config.hidden_size,
-            ffn_size=config.intermediate_size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            vocab_size=config.vocab_size,
-            norm_eps=config.rms_norm_eps,
-            tied=config.tie_word_embeddings,
-            qkv_bias=kind == "qwen2" or bias,
-            out_bias=kind != "qwen2" and bias,
-            mlp_bias=kind == "llama" and bool(getattr(config, "mlp_bias", False)),
-            qk_norm=kind == "qwen3",
-            max_positions=config.max_position_embeddings,
-            eos_token_ids=frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos),
-        )
 
 
 class KVCache:
     """Keys and values of up to `num_rows` sequences of up to `max_len` tokens: data[layer, k or v, B, K, L, D]."""
 
-    def __init__(self, spec: ModelSpec, *, num_rows: int, max_len: int, dtype: torch.dtype) -> None:
-        # Left uninitialised: the operating system hands out the memory when a row is first written.
-        self.data = torch.empty(spec.num_layers, 2, num_rows, spec.num_kv_heads, max_len, spec.head_dim, dtype=dtype)
+    def __init__(self, spec: ModelShape, *, num_rows: int, max_len: int, dtype: torch.dtype) -> None:
+        shape = (spec.num_layers, 2, num_rows, spec.num_kv_heads, max_len, spec.head_dim)
+        # Zeros, since masked positions are multiplied by 0 and a nan there would stay one. Mapped, not allocated: the
+        # operating system hands out zeroed memory only where a row is written.
+        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.data = torch.frombuffer(memory, dtype=dtype).view(shape)
         self.num_rows = num_rows
         self.max_len = max_len
 
@@ -117,16 +65,17 @@ class _Layer:
 class Model:
     """One checkpoint, ready to sample from."""
 
-    def __init__(self, spec: ModelSpec, inv_freq: Tensor, rope_scale: float, *, max_len: int, dtype: torch.dtype):
+    def __init__(self, spec: ModelShape, *, max_len: int, dtype: torch.dtype) -> None:
         self.spec = spec
         self.dtype = dtype
         self.named_weights: dict[str, Tensor] = {}
         self._embed_VE = self._add("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         self._layers = [self._add_layer(f"model.layers.{i}") for i in range(spec.num_layers)]
         self._norm_E = self._add("model.norm.weight", spec.hidden_size)
-        tied = spec.tied
+        tied = spec.tied_embeddings
         self._head_VE = self._embed_VE if tied else self._add("lm_head.weight", spec.vocab_size, spec.hidden_size)
-        angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inv_freq.float()
+        inv_freq, rope_scale = rotary_frequencies(spec)
+        angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inv_freq
         self._cos_LD = (torch.cat((angles, angles), -1).cos() * rope_scale).to(dtype)
         self._sin_LD = (torch.cat((-angles, angles), -1).sin() * rope_scale).to(dtype)  # sign of rotate-half included
 
@@ -138,17 +87,16 @@ class Model:
             CheckpointError: a missing file, an unsupported architecture, or weights that do not fit the config.
         """
         folder = Path(path)
-        if not (folder / "config.json").is_file():
-            raise CheckpointError(f"{folder}: no config.json; give the folder of a Hugging Face checkpoint")
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        spec = ModelSpec.from_hf(config, str(folder))
+        spec = model_shape(load_hf_config(folder), folder)
         if max_len > spec.max_positions:
             raise CheckpointError(
                 f"{folder}: a context of {max_len} tokens is beyond the model's {spec.max_positions} positions"
             )
-        inv_freq, scale = _rope_frequencies(config, spec.head_dim, str(folder))
-        model = cls(spec, inv_freq, scale, max_len=max_len, dtype=dtype)
-        model._load(folder)
+        model = cls(spec, max_len=max_len, dtype=dtype)
+        with HFReader(folder) as read:
+            read.check(spec)
+            for name in hf_tensors(spec):
+                model.named_weights[name].copy_(read(name))
         return model
 
     def new_cache(self, *, num_rows: int, max_len: int) -> KVCache:
@@ -284,23 +232,6 @@ class Model:
             down_bias_E=self._add(f"{mlp}.down_proj.bias", hidden) if s.mlp_bias else None,
         )
 
-    def _load(self, folder: Path) -> None:
-        missing = set(self.named_weights)
-        for file in _safetensors_files(folder):
-            with safe_open(file, framework="pt") as weights:
-                for name in weights.keys():  # noqa: SIM118 - safe_open is not a mapping
-                    if name.endswith(_IGNORED_SUFFIX) or (name == "lm_head.weight" and self.spec.tied):
-                        continue
-                    tensor = weights.get_tensor(name)
-                    try:
-                        self.check_weight(name, _dtype_name(self.dtype), tensor.shape)
-                    except CheckpointError as problem:
-                        raise CheckpointError(f"{file}: {problem}") from None
-                    self.named_weights[name].copy_(tensor)
-                    missing.discard(name)
-        if missing:
-            raise CheckpointError(f"{folder}: {len(missing)} weights are missing, such as {min(missing)!r}")
-
 
 def _suffixed(sizes: dict[str, int], suffix: str) -> dict[str, int]:
     return {f"{name}.{suffix}": size for name, size in sizes.items()}
@@ -314,27 +245,3 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding in Hugging Face's half-split layout; `sin` carries the sign of the first half."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((second, first), dim=-1) * sin
-
-
-def _rope_frequencies(config: Any, head_dim: int, where: str) -> tuple[Tensor, float]:
-    """Inverse frequencies float32 [D / 2] and the factor on cos and sin."""
-    rope = config.rope_parameters
-    kind = rope.get("rope_type", "default")
-    if kind not in _ROPE_TYPES:
-        raise CheckpointError(f"{where}: rope_type {kind!r} is not served here; use one of {_ROPE_TYPES}")
-    if kind == "default":
-        return rope["rope_theta"] ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim), 1.0
-    return ROPE_INIT_FUNCTIONS[kind](config)
-
-
-def _safetensors_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
-    files = [folder / name for name in names]
-    for file in files:
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing; weights must be safetensors")
-    return files

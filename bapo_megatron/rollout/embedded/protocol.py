@@ -117,12 +117,22 @@ class UpdateWeightsBody(_Body):
     load_format: Literal["flattened_bucket"] | None = None
 
 
+class UpdateFromDiskBody(_Body):
+    model_path: str
+    load_format: Literal["auto", "safetensors"] | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+
+
 class DestroyGroupBody(_Body):
     group_name: str = "weight_update_group"
 
 
 class WeightsCheckerBody(_Body):
-    action: Literal["checksum"]
+    """checksum: as SGLang; manifest: names, types and shapes of the weights, which SGLang does not tell."""
+
+    action: Literal["checksum", "manifest"]
 
 
 def parse(kind: type[Body], raw: bytes) -> Body:

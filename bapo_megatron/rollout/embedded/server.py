@@ -24,6 +24,7 @@ import torch
 from aiohttp import web
 
 from bapo_megatron.errors import UserError
+from bapo_megatron.rollout.base import EMBEDDED
 from bapo_megatron.rollout.embedded import protocol
 from bapo_megatron.rollout.embedded.engine import BatchingEngine, Sequence
 from bapo_megatron.rollout.embedded.model import Model
@@ -63,6 +64,7 @@ class Server:
                 web.post("/begin_weight_update", self.begin_weight_update),
                 web.post("/update_weights_from_distributed", self.update_weights_from_distributed),
                 web.post("/end_weight_update", self.end_weight_update),
+                web.post("/update_weights_from_disk", self.update_weights_from_disk),
                 web.post("/weights_checker", self.weights_checker),
             ]
         )
@@ -130,10 +132,15 @@ class Server:
         await asyncio.to_thread(self._updater.end)
         return _success("Success")
 
+    async def update_weights_from_disk(self, request: web.Request) -> web.Response:
+        body = protocol.parse(protocol.UpdateFromDiskBody, await request.read())
+        await asyncio.to_thread(self._updater.update_from_disk, body)
+        return _success("Succeeded to update model weights.")
+
     async def weights_checker(self, request: web.Request) -> web.Response:
-        protocol.parse(protocol.WeightsCheckerBody, await request.read())
-        checksum = await asyncio.to_thread(self._updater.checksum)
-        return web.json_response({"success": True, "message": "Success"} | checksum)
+        body = protocol.parse(protocol.WeightsCheckerBody, await request.read())
+        answer = self._updater.checksum if body.action == "checksum" else self._updater.manifest
+        return web.json_response({"success": True, "message": "Success"} | await asyncio.to_thread(answer))
 
     async def health(self, request: web.Request) -> web.Response:
         """200 while the engine thread lives, paused or not (SGLang answers 503 while paused)."""
@@ -147,7 +154,7 @@ class Server:
     async def server_info(self, request: web.Request) -> web.Response:
         engine = self._engine
         info = {
-            "engine": "bapo_megatron.embedded",
+            "engine": EMBEDDED,
             "model_path": self._model_path,
             "context_length": engine.max_context,
             "max_running_requests": engine.max_running,

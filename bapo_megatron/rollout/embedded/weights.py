@@ -1,22 +1,31 @@
-"""Weight updates over a torch.distributed group, as SGLang's scheduler does them: begin, buckets, end."""
+"""Weight updates over a torch.distributed group or from a folder, as SGLang's scheduler does them."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.reader import weight_files
 from bapo_megatron.rollout.embedded.engine import BatchingEngine
-from bapo_megatron.rollout.embedded.protocol import BadRequestError, InitGroupBody, UpdateWeightsBody
-from bapo_megatron.sync.buckets import TensorSpec, digest, unpack
+from bapo_megatron.rollout.embedded.protocol import (
+    BadRequestError,
+    InitGroupBody,
+    UpdateFromDiskBody,
+    UpdateWeightsBody,
+)
+from bapo_megatron.sync.buckets import DIGEST, TensorSpec, digest, unpack
 from bapo_megatron.sync.group import UpdateGroup, connect_store
 
-Receive = Callable[[], list[tuple[str, Tensor]]]
+_SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class WeightUpdater:
@@ -30,6 +39,7 @@ class WeightUpdater:
         self._lock = threading.Lock()  # one command at a time
         self._in_session = False
         self._has_failed = False  # a bucket of this session was refused or lost
+        self._digests: dict[str, str] = {}  # of weights as they are; those of others are not known yet
 
     def init_group(self, body: InitGroupBody) -> None:
         """Join the trainer's group. Raises BadRequestError when the name is taken or the others do not come."""
@@ -82,7 +92,7 @@ class WeightUpdater:
             self._engine.call(lambda: self._engine.publish(None)).result(self._timeout_s)
 
     def update(self, body: UpdateWeightsBody) -> None:
-        """Receive one announced broadcast and put it in place. A refusal comes before anything is received.
+        """Receive what was announced, and put it in place. A refusal comes before anything is received.
 
         Raises:
             BadRequestError: no session, no group, or tensors that are not this model's; the group is then closed, so
@@ -97,9 +107,11 @@ class WeightUpdater:
                         f"group_name: {body.group_name!r} does not exist; call init_weights_update_group"
                     )
                 if body.abort_all_requests:
-                    self._engine.call(lambda: self._engine.abort(None)).result(self._timeout_s)
-                receive = self._receiver(group, specs, flat=body.load_format == "flattened_bucket")
-                self._wait_until_installed(receive, body)
+                    self._abort_all()
+                self._run_when_still(lambda: self._engine.set_weights([], version=None))  # torn: it samples no more
+                self._receive(group, specs, flat=body.load_format == "flattened_bucket")
+                if body.flush_cache or body.weight_version is not None:
+                    self._run_when_still(lambda: self._finish(body))
             except Exception:
                 self._has_failed = True
                 if group is not None:
@@ -107,34 +119,78 @@ class WeightUpdater:
                     group.close()
                 raise
 
-    def _wait_until_installed(self, receive: Receive, body: UpdateWeightsBody) -> None:
-        """Once the engine is still; the broadcast itself has the group's deadline."""
-        installed = self._engine.call_when_still(lambda: self._install(receive, body))
-        try:
-            installed.result(self._timeout_s)
-        except TimeoutError:
-            if installed.cancel():
-                raise BadRequestError(
-                    f"requests were still running after {self._timeout_s:g} s; pause generation before an update"
-                ) from None
-            installed.result(2 * self._timeout_s)
+    def update_from_disk(self, body: UpdateFromDiskBody) -> None:
+        """Load a checkpoint folder; all of it is checked before any of it is put in place.
+
+        Raises:
+            BadRequestError: the folder cannot be read, or does not hold exactly this model's names, types and shapes.
+        """
+        with self._lock, contextlib.ExitStack() as files:
+            try:
+                opened = [
+                    files.enter_context(safe_open(f, framework="pt")) for f in weight_files(Path(body.model_path))
+                ]
+                self._check_files(opened)
+            except (CheckpointError, OSError, SafetensorError) as problem:
+                raise BadRequestError(f"model_path: {problem}") from None
+            if body.abort_all_requests:
+                self._abort_all()
+            tensors = ((name, file.get_tensor(name)) for file in opened for name in file.keys())  # noqa: SIM118
+            self._digests.clear()
+            self._run_when_still(lambda: self._install_all(tensors, body))
 
     def checksum(self) -> dict[str, Any]:
-        """SHA-256 of each weight under its Hugging Face name, and of all together."""
+        """Digest of each weight that the model holds under its Hugging Face name, and of all together."""
         weights = self._engine.model.named_weights
-        checksums = self._engine.call(lambda: {name: digest(t) for name, t in weights.items()}).result(self._timeout_s)
+        with self._lock:
+            checksums = {name: self._digests.get(name) or digest(tensor) for name, tensor in weights.items()}
+            self._digests = checksums
         whole = hashlib.sha256("".join(f"{n}{checksums[n]}" for n in sorted(checksums)).encode()).hexdigest()
         return {
-            "algorithm": "sha256",
+            "algorithm": DIGEST,
             "ranks": [{"checksums": checksums, "per_gpu_checksum": whole}],
             "per_engine_checksum": hashlib.sha256(whole.encode()).hexdigest(),
         }
+
+    def manifest(self) -> dict[str, Any]:
+        """Name, type and shape of each weight."""
+        specs = [TensorSpec.of(name, tensor) for name, tensor in self._engine.model.named_weights.items()]
+        return {"weights": [(spec.name, spec.dtype, spec.shape) for spec in specs]}
+
+    def _abort_all(self) -> None:
+        self._engine.call(lambda: self._engine.abort(None)).result(self._timeout_s)
+
+    def _run_when_still(self, command: Callable[[], None]) -> None:
+        """Run it on the engine thread once nothing is being decoded, or the engine is paused."""
+        done = self._engine.call_when_still(command)
+        try:
+            done.result(self._timeout_s)
+        except TimeoutError:
+            if done.cancel():
+                raise BadRequestError(
+                    f"requests were still running after {self._timeout_s:g} s; pause generation before an update"
+                ) from None
+            done.result(self._timeout_s)
+
+    def _check_files(self, files: list[safe_open]) -> None:
+        """Raises CheckpointError unless the files hold exactly the model's weights."""
+        missing = set(self._engine.model.named_weights)
+        for file in files:
+            for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
+                part = file.get_slice(name)
+                dtype = _SAFETENSORS_DTYPES.get(part.get_dtype(), part.get_dtype())
+                self._engine.model.check_weight(name, dtype, part.get_shape())
+                missing.discard(name)
+        if missing:
+            raise CheckpointError(f"{len(missing)} weights are missing, such as {min(missing)!r}")
 
     def _checked(self, body: UpdateWeightsBody) -> list[TensorSpec]:
         if not self._in_session:
             raise BadRequestError(
                 "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
             )
+        if self._has_failed:
+            raise BadRequestError("an earlier part of this weight update failed: end it and push all weights again")
         if not len(body.names) == len(body.dtypes) == len(body.shapes):
             raise BadRequestError(
                 f"names, dtypes, shapes: {len(body.names)}, {len(body.dtypes)} and {len(body.shapes)} entries"
@@ -148,28 +204,39 @@ class WeightUpdater:
             specs.append(TensorSpec(name, dtype, tuple(shape)))
         return specs
 
-    def _receiver(self, group: UpdateGroup, specs: list[TensorSpec], *, flat: bool) -> Receive:
-        """A function that receives one flat bucket, or one broadcast per tensor."""
+    def _receive(self, group: UpdateGroup, specs: list[TensorSpec], *, flat: bool) -> None:
+        """One flat bucket, or one broadcast per weight straight into its place, digested while the next one travels.
 
-        def receive_flat() -> list[tuple[str, Tensor]]:
-            data = torch.empty(sum(spec.num_bytes for spec in specs), dtype=torch.uint8)
-            group.broadcast(data).wait()
-            return unpack(data, specs)
-
-        def receive_each() -> list[tuple[str, Tensor]]:
-            tensors = [(spec.name, torch.empty(spec.shape, dtype=spec.torch_dtype)) for spec in specs]
-            for work in [group.broadcast(tensor) for _, tensor in tensors]:
-                work.wait()
-            return tensors
-
-        return receive_flat if flat else receive_each
-
-    def _install(self, receive: Receive, body: UpdateWeightsBody) -> None:
-        """Runs on the engine thread: nothing is sampled meanwhile."""
-        if body.flush_cache:
-            self._engine.flush_cache()
+        Raises:
+            BadRequestError: it does not arrive.
+        """
+        places = {spec.name: self._engine.model.named_weights[spec.name] for spec in specs}
+        for name in places:
+            self._digests.pop(name, None)
         try:
-            tensors = receive()
+            if flat:
+                data = torch.empty(sum(spec.num_bytes for spec in specs), dtype=torch.uint8)
+                group.broadcast(data).wait()
+                for name, tensor in unpack(data, specs):
+                    places[name].copy_(tensor)
+                return
+            works = [group.broadcast(place) for place in places.values()]
+            for (name, place), work in zip(places.items(), works, strict=True):
+                work.wait()
+                self._digests[name] = digest(place)
         except (RuntimeError, ValueError) as problem:
             raise BadRequestError(f"Failed to receive weights: {problem}") from problem
-        self._engine.set_weights(tensors, version=body.weight_version)
+
+    def _finish(self, body: UpdateWeightsBody) -> None:
+        """Runs on the engine thread."""
+        if body.flush_cache:
+            self._engine.flush_cache()
+        if body.weight_version is not None:
+            self._engine.publish(body.weight_version)
+
+    def _install_all(self, tensors: Iterable[tuple[str, Tensor]], body: UpdateFromDiskBody) -> None:
+        """Runs on the engine thread; should a file fail half-way, nothing is sampled from the mixture."""
+        if body.flush_cache:
+            self._engine.flush_cache()
+        self._engine.set_weights(tensors, version=None)
+        self._engine.publish(body.weight_version)

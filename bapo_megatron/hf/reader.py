@@ -1,0 +1,168 @@
+"""Reading tensors, or slices of them, from a Hugging Face checkpoint folder (one safetensors file, or several)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.shape import ModelShape, hf_tensors
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = {"F64", "F32", "F16", "BF16"}
+_COMPUTED_SUFFIX = "rotary_emb.inv_freq"  # a buffer that old checkpoints carry
+EVERYTHING = (slice(None),)
+
+
+class HFReader:
+    """Slices of the tensors in a checkpoint folder; files are opened once and mapped, not loaded.
+
+    Example:
+        with HFReader(path) as read:
+            top = read("model.embed_tokens.weight", (slice(0, 100),))  # [100, hidden]
+
+    Raises:
+        CheckpointError: the folder has no safetensors weights, a file is missing or torn, or the index disagrees with
+            what the files hold.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        weight_map = _weight_map(self.path)
+        files = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]
+        self._handles = {name: self._open(self.path / name) for name in files}
+        self._file_of = {tensor: name for name, handle in self._handles.items() for tensor in handle.keys()}  # noqa: SIM118
+        if weight_map is not None:
+            self._compare_with_index(weight_map)
+
+    @staticmethod
+    def _open(file: Path) -> safe_open:
+        try:
+            return safe_open(file, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read {file}: {error}") from error
+
+    def _compare_with_index(self, weight_map: dict[str, str]) -> None:
+        for tensor, name in weight_map.items():
+            if tensor not in self._handles[name].keys():  # noqa: SIM118
+                raise CheckpointError(f"{self.path / INDEX} says that {tensor} is in {name}, which does not hold it")
+        for name, handle in self._handles.items():
+            for tensor in handle.keys():  # noqa: SIM118
+                if weight_map.get(tensor) != name:
+                    raise CheckpointError(f"{self.path / name} holds {tensor}, which {INDEX} does not place there")
+
+    def __enter__(self) -> HFReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file_of.clear()
+        self._handles.clear()  # closes the files: safetensors has no close()
+
+    def __call__(self, name: str, index: tuple[slice, ...] = EVERYTHING) -> Tensor:
+        """One tensor, or a slice of it, in the checkpoint's own dtype.
+
+        Raises:
+            CheckpointError: it holds nan or infinity, or the file cannot be read.
+        """
+        file = self._file_of[name]
+        try:
+            tensor = self._handles[file].get_slice(name)[index]
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read {name} of {self.path / file}: {error}") from error
+        check_finite(tensor, f"{name} in {self.path / file}")
+        return tensor
+
+    def check(self, shape: ModelShape) -> None:
+        """Compare names, shapes and types with what config.json promises.
+
+        Raises:
+            CheckpointError: lists missing, unexpected, mis-shaped and quantised tensors; or a tied output layer
+            differs from the embedding.
+        """
+        wanted = hf_tensors(shape)
+        slices = {name: self._handles[file].get_slice(name) for name, file in self._file_of.items()}
+        embedding = wanted["model.embed_tokens.weight"]
+        tied = {"lm_head.weight": embedding} if shape.tied_embeddings else {}
+
+        def named(name: str) -> str:
+            return f"{name} ({self._file_of[name]})"
+
+        complaints = {
+            "missing": [name for name in wanted if name not in slices],
+            "unexpected": [
+                named(name)
+                for name in slices
+                if name not in wanted and name not in tied and not name.endswith(_COMPUTED_SUFFIX)
+            ],
+            "of another shape": [
+                f"{named(name)} is {slices[name].get_shape()}, config.json says {list(size)}"
+                for name, size in (wanted | tied).items()
+                if name in slices and tuple(slices[name].get_shape()) != size
+            ],
+            "of a type that is not supported": [
+                f"{named(name)} is {slices[name].get_dtype()}"
+                for name in wanted
+                if name in slices and slices[name].get_dtype() not in _DTYPES
+            ],
+        }
+        found = [f"{len(names)} {what}: {_some(names)}" for what, names in complaints.items() if names]
+        if found:
+            raise CheckpointError(f"weights in {self.path} do not fit its config.json; " + "; ".join(found))
+        if shape.tied_embeddings and "lm_head.weight" in slices:
+            self._check_tied(shape.vocab_size)
+
+    def _check_tied(self, num_rows: int, chunk_rows: int = 4096) -> None:
+        """An output layer beside tied embeddings must say the same: transformers would use it where it differs."""
+        for start in range(0, num_rows, chunk_rows):
+            rows = (slice(start, start + chunk_rows),)
+            if not torch.equal(self("lm_head.weight", rows), self("model.embed_tokens.weight", rows)):
+                raise CheckpointError(
+                    f"lm_head.weight in {self.path / self._file_of['lm_head.weight']} differs from the embedding, but "
+                    "config.json sets tie_word_embeddings: set it to false, or remove the tensor"
+                )
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder. Raises CheckpointError where it has none, or one is missing."""
+    weight_map = _weight_map(path)
+    files = [path / name for name in (sorted(set(weight_map.values())) if weight_map is not None else [SINGLE])]
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing")
+    return files
+
+
+def check_finite(tensor: Tensor, what: str) -> None:
+    """Raises CheckpointError where a value is nan or infinite; takes no memory of the tensor's size."""
+    if tensor.numel() and not torch.isfinite(torch.stack(tensor.aminmax())).all():
+        raise CheckpointError(f"{what} holds nan or infinity")
+
+
+def _weight_map(path: Path) -> dict[str, str] | None:
+    """Tensor name -> file name by the index; None for a folder with one file."""
+    index = path / INDEX
+    if (path / SINGLE).exists():
+        if index.exists():
+            raise CheckpointError(f"{path} holds both {SINGLE} and {INDEX}: delete the one that is not meant")
+        return None
+    if not index.exists():
+        raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}: save the model as safetensors")
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = set(weight_map.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is not an index of safetensors files: {error!r}") from error
+    if strange := sorted(str(name) for name in names if not isinstance(name, str) or Path(name).name != name):
+        raise CheckpointError(f"{index} names {strange[0]!r}, which is not a file of this folder")
+    return weight_map
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -1,0 +1,143 @@
+"""Writing a Hugging Face checkpoint folder: weights as a stream of tensors, and the files that go with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.reader import INDEX, SINGLE
+
+MAX_FILE_BYTES = 2 << 30
+_COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model")  # tokenizer, chat template, generation settings
+_CONFIG = "config.json"
+
+
+def write_safetensors(
+    named: Iterable[tuple[str, Tensor]], folder: Path, max_file_bytes: int = MAX_FILE_BYTES
+) -> set[str]:
+    """Write tensors as one file, or as several and the index that names them; holds one file's tensors in memory.
+
+    Args:
+        folder: exists, and holds no weights.
+        max_file_bytes: tensor bytes per file; a larger tensor has a file to itself.
+
+    Returns: the types of the tensors, such as {"float32"}.
+
+    Raises:
+        CheckpointError: the disk is full, or the folder is not writable.
+    """
+    pending: dict[str, Tensor] = {}
+    files: list[list[str]] = []  # names of the tensors in each
+    num_bytes = total_bytes = 0
+    dtypes = set()
+
+    def flush() -> None:
+        nonlocal num_bytes
+        _save(pending, _partial_file(folder, len(files)))
+        files.append(list(pending))
+        pending.clear()
+        num_bytes = 0
+
+    for name, tensor in named:
+        if pending and num_bytes + tensor.nbytes > max_file_bytes:
+            flush()
+        pending[name] = tensor.detach().cpu().contiguous().clone()  # it may alias a weight, or another tensor
+        num_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
+        dtypes.add(str(tensor.dtype).removeprefix("torch."))
+    flush()
+    if len(files) == 1:
+        _partial_file(folder, 0).rename(folder / SINGLE)
+        return dtypes
+    weight_map = {}
+    for i, tensors in enumerate(files):
+        name = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+        _partial_file(folder, i).rename(folder / name)
+        weight_map.update(dict.fromkeys(tensors, name))
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    write_durably(folder / INDEX, json.dumps(index, indent=1))
+    return dtypes
+
+
+def _partial_file(folder: Path, number: int) -> Path:
+    """Where a file stands until it is known how many there are."""
+    return folder / f"model-{number:05d}.partial"
+
+
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+        with file.open("rb") as written:
+            os.fsync(written.fileno())
+        file.chmod(0o644)  # safetensors makes it readable for the owner alone
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write {file}: {error}") from error
+
+
+def write_durably(file: Path, text: str) -> None:
+    """Write a small text file, and wait until the disk has it.
+
+    Raises:
+        CheckpointError: the disk is full, or the folder is not writable.
+    """
+    try:
+        with file.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        raise CheckpointError(f"cannot write {file}: {error}") from error
+
+
+def copy_companions(source: Path, target: Path, dtypes: set[str]) -> None:
+    """Copy what is not weights; config.json, which makes the folder a checkpoint, comes last.
+
+    Args:
+        dtypes: of the weights in `target`; where there is one, config.json names it.
+
+    Raises:
+        CheckpointError: a file cannot be copied.
+    """
+    try:
+        for file in sorted(source.iterdir()):
+            if file.suffix in _COPIED_SUFFIXES and "safetensors" not in file.name and file.name != _CONFIG:
+                shutil.copyfile(file, target / file.name)
+        config = json.loads((source / _CONFIG).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"cannot copy {source} to {target}: {error}") from error
+    if len(dtypes) == 1:
+        config.pop("torch_dtype", None)  # the name before transformers 5
+        config["dtype"] = next(iter(dtypes))
+    write_durably(target / _CONFIG, json.dumps(config, indent=2) + "\n")
+
+
+@contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """A folder to write into; it becomes `target` when the block ends well, and goes away when it does not.
+
+    A process that is killed leaves `.writing-<name>` beside the target, which the next attempt removes.
+
+    Raises:
+        CheckpointError: the target exists and is not empty, or cannot be written.
+    """
+    partial = target.with_name(f".writing-{target.name}")
+    try:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise CheckpointError(f"{target} exists: remove it, or name another folder")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        os.replace(partial, target)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {target}: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

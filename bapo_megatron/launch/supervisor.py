@@ -1,0 +1,179 @@
+"""Engine processes of a run: started, watched, and started again on the same URL where one ends or hangs.
+
+    starting --answers--> running --ended, or silent for hang_timeout_s--> killed --delay--> starting
+       \\--ended, or silent for startup_timeout_s--> killed                    \\--no restart left--> given up
+
+The URL is all that the trainer knows of an engine, and the two never talk: the trainer fences an engine that fails, and
+takes it back when it is healthy again and holds weights that were pushed and verified (rollout/pool.py). A restarted
+engine holds the checkpoint of the run's start as version "default", which no push ever has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bapo_megatron.errors import UserError
+from bapo_megatron.launch import processes
+
+_POLL_S = 0.2
+_PROBE_INTERVAL_S = 5.0
+_PROBE_TIMEOUT_S = 5.0
+_FIRST_DELAY_S = 1.0
+_MAX_DELAY_S = 30.0
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """How one engine is started, any number of times. A restart writes to a log of its own, beside `log`.
+
+    Example: EngineSpec("http://127.0.0.1:30000", ["python", "-m", "engine", "--port", "30000"], Path("engine-0.log"))
+    """
+
+    url: str
+    command: Sequence[str]
+    log: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def supervised(
+    specs: Sequence[EngineSpec],
+    *,
+    startup_timeout_s: float,
+    max_restarts: int = 0,
+    hang_timeout_s: float = math.inf,
+    tell: Tell = lambda text: print(text, file=sys.stderr),
+) -> Iterator[list[str]]:
+    """URLs of running engines, once all are healthy; they are looked after, and end, with the block.
+
+    Args:
+        startup_timeout_s: how long each start may take.
+        max_restarts: how often each engine is started again.
+        hang_timeout_s: an engine that has not answered for this long is killed and started again.
+        tell: gets one line for each restart and each engine given up; called from the supervisor's threads.
+
+    Raises:
+        UserError: an engine refused its arguments; or the block's own, with the engines that are down named in it.
+        EngineError: an engine ended, or was not healthy in time, at its first start.
+    """
+    ended = threading.Event()
+    engines = [_Engine(spec, startup_timeout_s, max_restarts, hang_timeout_s, tell, ended) for spec in specs]
+    threads = [threading.Thread(target=engine.look_after, name=engine.name, daemon=True) for engine in engines]
+    running: list[_Engine] = []
+    try:
+        for engine in engines:
+            engine.start()
+            running.append(engine)
+        for engine in engines:
+            engine.wait_until_healthy()
+        for thread in threads:
+            thread.start()
+        with _naming_the_dead(engines):
+            yield [spec.url for spec in specs]
+    finally:
+        ended.set()
+        for thread in threads:
+            if thread.is_alive():
+                thread.join()  # at most one probe long
+        processes.end([engine.process for engine in running])
+
+
+class _Engine:
+    """One engine and its restarts. `look_after` runs in a thread of its own."""
+
+    process: subprocess.Popen[bytes]
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        startup_timeout_s: float,
+        max_restarts: int,
+        hang_timeout_s: float,
+        tell: Tell,
+        ended: threading.Event,
+    ) -> None:
+        self.name = spec.log.stem
+        self.log = spec.log
+        self.problem: str | None = None  # what is wrong with it, from when that is noticed until it answers again
+        self._spec = spec
+        self._startup_timeout_s = startup_timeout_s
+        self._max_restarts = max_restarts
+        self._hang_timeout_s = hang_timeout_s
+        self._tell = tell
+        self._ended = ended
+
+    def start(self) -> None:
+        self.process = processes.start(self._spec.command, self.log, self._spec.environment)
+
+    def wait_until_healthy(self) -> None:
+        """The first start. Raises as `processes.wait_until` does."""
+        url = f"{self._spec.url}/health"
+        processes.wait_until(lambda: processes.answers(url), self.process, self.log, self._startup_timeout_s)
+
+    def look_after(self) -> None:
+        """Restart it whenever that is needed, until the run ends or no restart is left."""
+        for attempt in range(1, self._max_restarts + 1):
+            if not self._wait_for_a_problem():
+                return
+            old_log, self.log = self.log, self._spec.log.with_name(f"{self.name}.restart-{attempt}.log")
+            restart = f"restart {attempt} of {self._max_restarts}, log: {self.log}"
+            self._tell(f"{self} {self.problem} (its log: {old_log}); {restart}")
+            if self._ended.wait(min(_FIRST_DELAY_S * 2 ** (attempt - 1), _MAX_DELAY_S)):
+                return
+            self.start()
+        if self._wait_for_a_problem():
+            self._tell(f"{self} {self.problem} (its log: {self.log}); no restart is left, the run goes on without it")
+
+    def _wait_for_a_problem(self) -> bool:
+        """True with `problem` set and the process gone; False at the end of the run."""
+        # Asks the scheduler, and is answered while generation is paused, as SGLang's /health is not.
+        probe = f"{self._spec.url}/server_info"
+        limit_s, name = self._startup_timeout_s, "rollout.startup_timeout_s"
+        answered_at = time.monotonic()
+        probe_at = answered_at
+        while not self._ended.wait(_POLL_S):
+            if processes.has_ended(self.process):
+                processes.kill(self.process)  # what it may have left behind
+                self.problem = f"ended with exit code {self.process.returncode}"
+                return True
+            if time.monotonic() < probe_at:
+                continue
+            if processes.answers(probe, min(_PROBE_TIMEOUT_S, self._hang_timeout_s)):
+                limit_s, name = self._hang_timeout_s, "rollout.hang_timeout_s"
+                answered_at = time.monotonic()
+                self.problem = None
+            elif time.monotonic() - answered_at > limit_s:
+                processes.kill(self.process)
+                self.problem = f"did not answer for {name} = {limit_s:g} s and was killed"
+                return True
+            probe_at = time.monotonic() + min(_PROBE_INTERVAL_S, limit_s / 4)
+        return False
+
+    def describe(self) -> str | None:
+        """What is wrong with it, if anything; also what nobody has noticed yet."""
+        if self.problem is None and not processes.has_ended(self.process):
+            return None
+        return f"{self} {self.problem or 'has ended'}; its log: {self.log}"
+
+    def __str__(self) -> str:
+        return f"rollout {self.name} ({self._spec.url})"
+
+
+@contextlib.contextmanager
+def _naming_the_dead(engines: Sequence[_Engine]) -> Iterator[None]:
+    """Where the body fails with a UserError, add which engines are down, and their logs."""
+    try:
+        yield
+    except UserError as error:
+        notes = [note for engine in engines if (note := engine.describe())]
+        raise UserError("\n".join([str(error), *notes])) from error

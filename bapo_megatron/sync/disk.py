@@ -1,0 +1,86 @@
+"""Weights as files: the trainer writes a Hugging Face checkpoint that every engine loads. Where no group can be formed.
+
+    write <folder>/v-N (renamed into place) -> pause(retract) -> load -> verify -> continue -> older versions removed
+
+The folder must be seen by trainer and engines alike. An engine that fails is fenced off; the others are not affected.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from bapo_megatron.config.schema import SyncConfig
+from bapo_megatron.errors import NoEngineLeftError
+from bapo_megatron.hf.writer import copy_companions, write_safetensors
+from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.sync.base import Clock, Submit, SyncStats
+from bapo_megatron.sync.buckets import TensorSpec, WeightStream, digest
+from bapo_megatron.sync.session import Session
+
+
+class DiskChannel:
+    """Implements `Channel`, for the trainer's first process and its main thread."""
+
+    def __init__(self, pool: EnginePool, config: SyncConfig, submit: Submit, *, folder: Path, hf_path: Path) -> None:
+        """`folder` is for the versions; config and tokenizer are copied from `hf_path`, as SGLang reads them, too."""
+        self._session = Session(pool, submit, config.timeout_s)
+        self._folder = folder.absolute()
+        self._hf_path = hf_path
+
+    def connect(self, manifest: Sequence[TensorSpec]) -> None:
+        """See `Channel.connect`."""
+        self._session.connect(manifest)
+        shutil.rmtree(self._folder, ignore_errors=True)  # what a dead trainer left
+        self._folder.mkdir(parents=True)
+
+    def push(self, named_weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
+        """See `Channel.push`; never incomplete, since no engine's failure affects another."""
+        stream = WeightStream(named_weights, self._session.manifest)
+        try:
+            return self._push(stream, version)
+        except NoEngineLeftError:
+            return self._session.abandon()
+        finally:
+            stream.drain()
+
+    def close(self) -> None:
+        """Keep the last version: an engine may be loading it."""
+
+    def _push(self, stream: WeightStream, version: int) -> SyncStats:
+        stats = SyncStats(num_tensors=len(self._session.manifest), num_buckets=1)
+        stats.num_bytes = sum(spec.num_bytes for spec in self._session.manifest)
+        clock = Clock(stats.seconds)
+        folder = self._folder / f"v-{version}"
+        digests = self._write(stream, folder)
+        clock.lap("gather")
+        members, _, _ = self._session.pause()
+        clock.lap("pause")
+        members.all("load the weights", lambda engine: engine.update_weights_from_disk(str(folder), version=version))
+        clock.lap("broadcast")
+        self._session.finish(members, digests, version, stats, clock)
+        for other in self._folder.iterdir():
+            if other != folder:
+                shutil.rmtree(other)
+        return stats
+
+    def _write(self, stream: WeightStream, folder: Path) -> dict[str, str]:
+        """One version, whole or not at all. Returns the digest of each weight."""
+        partial = folder.with_name(f"{folder.name}.partial")
+        for old in (partial, folder):
+            shutil.rmtree(old, ignore_errors=True)
+        partial.mkdir()
+        digests: dict[str, str] = {}
+
+        def digested() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in stream:
+                digests[name] = digest(tensor)
+                yield name, tensor
+
+        copy_companions(self._hf_path, partial, write_safetensors(digested(), partial))
+        os.replace(partial, folder)
+        return digests

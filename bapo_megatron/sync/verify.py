@@ -1,0 +1,160 @@
+"""Whether an engine is the right one before weights are sent, and holds the right ones afterwards.
+
+The embedded engine names its weights as the trainer does, with types, shapes and a digest of each: all are compared.
+An SGLang server tells the names of its fused weights and checksums of its own: names are compared with what is sent,
+shapes with the config.json that it was started with (where this machine can read it), checksums between servers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.errors import CheckpointError, EngineError
+from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape
+from bapo_megatron.rollout.base import EMBEDDED, Engine
+from bapo_megatron.sync.buckets import DIGEST, TensorSpec
+
+_STACKED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+async def check_model(engine: Engine, manifest: Sequence[TensorSpec]) -> dict[str, Any]:
+    """Compare the engine's model with what will be sent to it; returns its `server_info`.
+
+    Raises:
+        EngineError: it is not reachable, no such server, or serves another model; names the url and what differs.
+    """
+    info = await engine.server_info()
+    if info.get("weight_version") is None:
+        raise EngineError(
+            f"{engine.url} answers, but not as SGLang or the embedded engine do (no weight_version at /model_info); "
+            "is the URL right?"
+        )
+    if info.get("engine") == EMBEDDED:
+        held = {n: TensorSpec(n, dtype, shape) for n, dtype, shape in await engine.weights_manifest()}
+        _check_specs(engine.url, manifest, held)
+    else:
+        _check_started_with(engine.url, manifest, info)
+        _check_names(engine.url, [spec.name for spec in manifest], await engine.weights_checksum())
+    return info
+
+
+def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
+    """Whether every id that the tokenizer can produce has a row in the model's embedding.
+
+    Raises:
+        CheckpointError: it has not; names the token.
+    """
+    token, token_id = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if token_id >= vocab_size:
+        raise CheckpointError(
+            f"tokenizer and model disagree: token {token!r} has id {token_id}, and the model's vocabulary has "
+            f"{vocab_size} (model.path); use the tokenizer that belongs to the checkpoint"
+        )
+
+
+def check_version(url: str, info: Mapping[str, Any], version: int) -> None:
+    """Raises EngineError unless the engine reports this version."""
+    if str(info.get("weight_version")) != str(version):
+        raise EngineError(f"{url} reports weight version {info.get('weight_version')!r} after {version} was sent")
+
+
+def check_weights(url: str, digests: Mapping[str, str], checksum: Mapping[str, Any]) -> None:
+    """One engine's checksum against what was sent. Raises EngineError naming what differs."""
+    if checksum.get("algorithm") != DIGEST:
+        _check_names(url, list(digests), checksum)
+        return
+    held = checksum["ranks"][0]["checksums"]
+    wrong = sorted(name for name in digests.keys() | held.keys() if digests.get(name) != held.get(name))
+    if wrong:
+        raise EngineError(f"{url} holds other weights than were sent: {len(wrong)} differ, such as {wrong[0]!r}")
+
+
+def minority(checksums: Mapping[str, Mapping[str, Any]]) -> dict[str, EngineError]:
+    """Servers with checksums of their own that hold other weights than most of their kind, by url.
+
+    Servers of equal sharding are compared. Where there is no majority, all of them are in it.
+    """
+    wrong: dict[str, EngineError] = {}
+    kinds: dict[int, dict[str, str]] = {}
+    for url, checksum in checksums.items():
+        if checksum.get("algorithm") != DIGEST:
+            kinds.setdefault(len(checksum.get("ranks", ())), {})[url] = str(checksum.get("per_engine_checksum"))
+    for of_url in kinds.values():
+        (most, count), *others = Counter(of_url.values()).most_common()
+        is_tie = bool(others) and others[0][1] == count
+        for url, whole in of_url.items():
+            if others and (is_tie or whole != most):
+                wrong[url] = EngineError(f"{url} holds other weights than the other servers after the same push")
+    return wrong
+
+
+def _check_specs(url: str, manifest: Sequence[TensorSpec], held: Mapping[str, TensorSpec]) -> None:
+    """The first difference between what is sent and what is held, as an EngineError."""
+    sent = {spec.name: spec for spec in manifest}
+    vocabulary = sent.get(_EMBEDDING), held.get(_EMBEDDING)
+    if vocabulary[0] and vocabulary[1] and vocabulary[0].shape[0] != vocabulary[1].shape[0]:
+        raise EngineError(
+            f"{url} serves another model: its vocabulary has {vocabulary[1].shape[0]} tokens, the policy's "
+            f"{vocabulary[0].shape[0]}"
+        )
+    for name, spec in sent.items():
+        if name not in held:
+            raise EngineError(f"{url} serves another model: it has no weight {name!r}")
+        if held[name] != spec:
+            raise EngineError(f"{url} serves another model: it has {held[name]}, the policy {spec}")
+    extra = next((name for name in held if name not in sent), None)
+    if extra is not None:
+        raise EngineError(f"{url} serves another model: the policy has no weight {extra!r}")
+
+
+def _check_started_with(url: str, manifest: Sequence[TensorSpec], info: Mapping[str, Any]) -> None:
+    """An SGLang server's arguments, and the config.json of its model where this machine can read that."""
+    dtype, sent = info.get("dtype"), manifest[0].dtype
+    if dtype not in (None, "auto", sent):
+        raise EngineError(f"{url} computes in {dtype}, the policy is sent in {sent}: start it with --dtype {sent}")
+    try:
+        shapes = hf_tensors(model_shape(load_hf_config(Path(str(info.get("model_path"))))))
+    except CheckpointError:
+        return  # on another machine, or of a family that only SGLang knows: names alone are compared
+    specs = {name: TensorSpec(name, sent, shape) for name, shape in shapes.items()}
+    _check_specs(url, manifest, specs)
+
+
+def _check_names(url: str, sent: Sequence[str], checksum: Mapping[str, Any]) -> None:
+    """The names that are sent against those of an SGLang server, which skips weights that its model does not have.
+
+    Raises:
+        EngineError: a weight is sent that the server does not have, or one that it has is not sent.
+    """
+    fused = {_fused(name): name for name in sent}
+    held = {
+        name for rank in checksum.get("ranks", ()) for name in rank["checksums"] if name.endswith((".weight", ".bias"))
+    }
+    if "lm_head.weight" not in fused:
+        held.discard("lm_head.weight")  # tied to the embedding
+    unknown = sorted(fused[name] for name in fused.keys() - held)
+    missing = sorted(held - fused.keys())
+    if unknown:
+        raise EngineError(
+            f"{url} serves another model: it has no place for {len(unknown)} of the policy's weights, such as "
+            f"{unknown[0]!r}"
+        )
+    if missing:
+        raise EngineError(
+            f"{url} serves another model: it holds {len(missing)} weights that the policy does not have, such as "
+            f"{missing[0]!r}"
+        )
+
+
+def _fused(name: str) -> str:
+    """SGLang's name of a weight: it stacks q, k, v and gate, up (srt/models/qwen3.py, stacked_params_mapping)."""
+    for part, whole in _STACKED.items():
+        name = name.replace(f".{part}.", f".{whole}.")
+    return name

@@ -1,0 +1,69 @@
+"""Tiny models of every supported family and option, in shapes that no layout divides evenly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+VOCAB_SIZE = 37
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,  # divides by no tensor-parallel size
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": 3,
+}
+_ODD_HEAD = {"head_dim": 10}  # hidden_size / num_attention_heads is 4
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "llama2": (LlamaConfig, SIZES | {"num_key_value_heads": 6}),
+    "llama3-tied": (LlamaConfig, dict(**SIZES, rope_parameters=_LLAMA3, tie_word_embeddings=True)),
+    "llama-biases": (LlamaConfig, dict(**SIZES, **_ODD_HEAD, attention_bias=True, mlp_bias=True)),
+    "llama-attention-bias": (LlamaConfig, dict(**SIZES, attention_bias=True, tie_word_embeddings=True)),
+    "llama-mlp-bias-yarn": (LlamaConfig, dict(**SIZES, mlp_bias=True, rope_parameters=_YARN)),
+    "qwen2": (Qwen2Config, SIZES),
+    "qwen2-tied-linear": (Qwen2Config, dict(**SIZES, tie_word_embeddings=True, rope_parameters=_LINEAR)),
+    "qwen3": (Qwen3Config, dict(**SIZES, **_ODD_HEAD)),
+    "qwen3-tied-yarn": (Qwen3Config, dict(**SIZES, **_ODD_HEAD, tie_word_embeddings=True, rope_parameters=_YARN)),
+    "qwen3-biases": (Qwen3Config, dict(**SIZES, **_ODD_HEAD, attention_bias=True)),
+}
+
+
+def make_model_config(name: str, **change: Any) -> PreTrainedConfig:
+    cls, options = MODELS[name]
+    return cls(**options | change)
+
+
+def save_model(name: str, folder: Path, **change: Any) -> PreTrainedModel:
+    return save_randomised(make_model_config(name, **change), folder)
+
+
+def save_randomised(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
+    """Save and return a model in which no weight has a value that a mistake in a name map could hit by chance."""
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.2 * noise)
+    model.save_pretrained(folder)
+    return model

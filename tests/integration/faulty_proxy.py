@@ -1,0 +1,180 @@
+"""A proxy before an engine that spoils replies to /generate, in every way that a network or a server might."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+RESULT_FAULTS = {  # of one result among many: what is done to it -> what the client must say
+    "no tokens": "no output_ids",
+    "no log-probs": "no output_token_logprobs",
+    "wrong length": r"\d+ log-probs for \d+ tokens",
+    "nan": "log-prob nan at output token 0",
+    "bad count": "cached_tokens None is not a count",
+    "other tokens": "does not belong to token",
+    "foreign token": "is outside the vocabulary",
+    "other request": "is of request",
+    "other prompt": "prompt tokens, but",
+    "bad version": "weight version inf is not a whole number",
+}
+CALL_FAULTS = {  # of the whole reply
+    "status 500": "HTTP 500",
+    "garbage": "no output_ids|not a list",
+    "deep garbage": "no output_ids|not a list",
+    "truncated": "no output_ids|not a list",
+    "cut off": "ClientPayloadError|ContentLengthError|Disconnected",
+    "closed": "ServerDisconnectedError",
+    "silence": "no answer within",
+}
+FAULTS = RESULT_FAULTS | CALL_FAULTS
+
+Answer = Callable[[], Awaitable[web.StreamResponse]]
+"""Forwards the call and returns what came back."""
+
+Trap = Callable[[Answer], Awaitable[web.StreamResponse]]
+"""Handles one call in the place of the proxy."""
+
+Spoil = Callable[[Sequence[str]], dict[str, str]]
+"""Chooses the faults of one call: the rids in it -> the fault of each result that is spoilt."""
+
+
+class FaultyProxy:
+    """Forwards everything; `spoil` says what to do to replies to /generate. A fault of a call spoils all its results.
+
+    `set_trap` hands the next call of a path to somebody else.
+
+    Example: FaultyProxy(url, lambda rids: {rids[0]: "nan"})
+    """
+
+    def __init__(self, target: str, spoil: Spoil = lambda rids: {}) -> None:
+        self.spoil = spoil
+        self.hits: Counter[str] = Counter()  # calls and results spoilt, by fault
+        self.num_spoilt = 0  # results that did not arrive as they were sent
+        self.url = ""
+        self._target = target
+        self._traps: list[tuple[str, Trap]] = []
+
+    def set_trap(self, path: str, trap: Trap) -> None:
+        """For one call; several of the same path are used one by one."""
+        self._traps.append((path, trap))
+
+    def disarm(self) -> None:
+        """Forward faithfully from now on."""
+        self._traps.clear()
+        self.spoil = lambda rids: {}
+
+    async def __aenter__(self) -> FaultyProxy:
+        app = web.Application(client_max_size=2**26)
+        app.add_routes([web.route("*", "/{path:.*}", self._forward)])
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+        await self._runner.cleanup()
+
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+
+        async def answer() -> web.StreamResponse:
+            return await self._answer(request, raw)
+
+        trap = next((entry for entry in self._traps if entry[0] == request.path), None)
+        if trap is None:
+            return await answer()
+        self._traps.remove(trap)
+        return await trap[1](answer)
+
+    async def _answer(self, request: web.Request, raw: bytes) -> web.StreamResponse:
+        headers = {"Content-Type": "application/json"} if raw else {}
+        try:
+            async with self._session.request(
+                request.method, self._target + request.path, data=raw, headers=headers
+            ) as response:
+                reply, status = await response.read(), response.status
+        except aiohttp.ClientError:
+            return self._hang_up(request)
+        if request.path != "/generate" or status != 200:
+            return web.Response(body=reply, status=status)
+        return await self._spoilt(request, json.loads(raw)["rid"], reply)
+
+    async def _spoilt(self, request: web.Request, rid: str | list[str], reply: bytes) -> web.StreamResponse:
+        rids = [rid] if isinstance(rid, str) else rid
+        faults = self.spoil(rids)
+        whole = next((fault for fault in faults.values() if fault in CALL_FAULTS), None)
+        if whole is not None:
+            self.hits[whole] += 1
+            self.num_spoilt += len(rids)
+            return await self._spoil_call(request, whole, reply)
+        if not faults:
+            return web.Response(body=reply)
+        body = json.loads(reply)
+        for result, name in zip(body if isinstance(body, list) else [body], rids, strict=True):
+            if name in faults and result["output_ids"]:  # nothing to spoil in one that was aborted at once
+                self.hits[faults[name]] += 1
+                self.num_spoilt += 1
+                _spoil_result(result, faults[name])
+        return web.json_response(body)
+
+    async def _spoil_call(self, request: web.Request, fault: str, reply: bytes) -> web.StreamResponse:
+        match fault:
+            case "status 500":
+                return web.Response(text="out of memory", status=500)
+            case "garbage":
+                return web.Response(body=b'{"output_ids": [3, \xff')
+            case "deep garbage":
+                return web.Response(body=b"[" * 200_000)
+            case "truncated":
+                return web.Response(body=reply[: len(reply) // 2])
+            case "cut off":
+                response = web.StreamResponse(headers={"Content-Length": str(len(reply))})
+                await response.prepare(request)
+                await response.write(reply[: len(reply) // 2])
+                return self._hang_up(request, response)
+            case "silence":
+                await asyncio.sleep(600)
+        return self._hang_up(request)
+
+    @staticmethod
+    def _hang_up(request: web.Request, response: web.StreamResponse | None = None) -> web.StreamResponse:
+        with contextlib.suppress(AttributeError):  # the client may have done it first
+            request.transport.close()  # type: ignore[union-attr]
+        return response or web.Response()
+
+
+def _spoil_result(result: dict[str, Any], fault: str) -> None:
+    meta = result["meta_info"]
+    match fault:
+        case "no tokens":
+            del result["output_ids"]
+        case "no log-probs":
+            del meta["output_token_logprobs"]
+        case "wrong length":
+            meta["output_token_logprobs"].pop()
+        case "nan":
+            meta["output_token_logprobs"][0][0] = float("nan")
+        case "bad count":
+            meta["cached_tokens"] = None
+        case "other tokens":
+            result["output_ids"] = [token_id + 1 for token_id in result["output_ids"]]
+        case "foreign token":
+            result["output_ids"][-1] = meta["output_token_logprobs"][-1][1] = 10**6
+        case "other request":
+            meta["id"] = "somebody-else"
+        case "other prompt":
+            meta["prompt_tokens"] -= 1
+        case "bad version":
+            meta["weight_versions"][0]["version"] = float("inf")
+        case _:
+            raise AssertionError(fault)

@@ -1,0 +1,286 @@
+"""Runs that are killed often: ranks and engine are forked from a server that has done the imports, not started anew.
+
+The ranks run the trainer's own entry point, as torchrun would start it. Rank 0 also keeps a journal of what the losses
+and checkpoints are made from: every batch that was handed out, every update's bounds.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import asdict
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.assets import demo_model_path
+from bapo_megatron.config.load import load_config
+from bapo_megatron.config.plan import num_ranks
+from bapo_megatron.config.schema import Config
+from bapo_megatron.monitor.jsonl import JsonlWriter, read_jsonl
+from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.rollout.state import group_to_json
+from bapo_megatron.types import ClipBounds, MiniBatch
+
+PRELOAD = ("bapo_megatron.launch.trainer", "bapo_megatron.train", "bapo_megatron.rollout.embedded.server")
+_POLL_S = 0.004
+_FROZEN_REPLY_S = 2.0  # an engine that says nothing for so long is inside a broadcast that its trainer has left
+_START_S = 180.0
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    return context
+
+
+class Engine:
+    """An embedded engine with the demo model, in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        ready = folder / "ready.json"
+        ready.unlink(missing_ok=True)
+        self.process: BaseProcess = _context().Process(target=_serve, args=(ready, folder / "engine.log"), daemon=True)
+        self.process.start()
+        _wait(ready.exists, self.process, _START_S, "the engine started")
+        self.url = f"http://127.0.0.1:{json.loads(ready.read_text())['port']}"
+
+    def info(self, timeout_s: float) -> dict[str, Any] | None:
+        """What /server_info says; None where it says nothing in time."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/server_info", timeout=timeout_s) as reply:
+                return json.loads(reply.read())
+        except (TimeoutError, urllib.error.URLError):
+            return None
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+class Attempt:
+    """One attempt of a run: all its ranks, which can be frozen, let go on, and killed. A context manager."""
+
+    def __init__(self, config: Config, engine: Engine) -> None:
+        self.engine = engine
+        self._lock = RunDir.open(config)
+        self.run_dir = self._lock.path
+        self.first_step = _latest_step(self.run_dir)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._journal = self.run_dir / "journal" / f"attempt-{self._lock.attempt:03d}.jsonl"
+        size = num_ranks(config)
+        self.ranks: list[BaseProcess] = [
+            _context().Process(
+                target=_train, args=(rank, size, port, self.run_dir, engine.url, self._journal), daemon=True
+            )
+            for rank in range(size)
+        ]
+        for rank in self.ranks:
+            rank.start()
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._lock.close()
+
+    def has_ended(self) -> bool:
+        """All ranks have ended well. Fails where one has not."""
+        codes = [rank.exitcode for rank in self.ranks]
+        assert all(code in (None, 0) for code in codes), f"exit codes {codes}: {self.complaints()}"
+        return None not in codes
+
+    def finish(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self.has_ended():
+            assert time.monotonic() < deadline, f"{self.run_dir.name} did not end in {timeout_s:g} s"
+            time.sleep(0.05)
+
+    def signal(self, number: signal.Signals) -> None:
+        for rank in self.ranks:
+            if rank.is_alive():
+                assert rank.pid is not None
+                os.kill(rank.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        for rank in self.ranks:
+            rank.join()
+
+    def kill_when(self, condition: Callable[[], bool], timeout_s: float = 240.0) -> bool:
+        """Kill all ranks at a moment at which `condition` holds while they stand still; False if the run ended first.
+
+        Who is stopped cannot leave the moment again before it is killed.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self.has_ended():
+            if condition():
+                self.signal(signal.SIGSTOP)
+                if condition() and not any(rank.exitcode is not None for rank in self.ranks):
+                    self.kill()
+                    return True
+                self.signal(signal.SIGCONT)
+            assert time.monotonic() < deadline, f"waited {timeout_s:g} s for the moment to kill {self.run_dir.name}"
+            time.sleep(_POLL_S)
+        return False
+
+    # moments
+
+    def has_begun(self) -> bool:
+        """The attempt's first batch has been handed out."""
+        return self._journal.exists() and self._journal.stat().st_size > 0
+
+    def is_saving(self) -> bool:
+        return any((self.run_dir / "checkpoints").glob(".writing-*"))
+
+    def is_pushing(self) -> bool:
+        """The engine is paused for new weights, or waits for the rest of a broadcast."""
+        info = self.engine.info(_FROZEN_REPLY_S)
+        return info is None or info["paused"] is not None
+
+    def num_done(self) -> int:
+        """Steps whose checkpoints were saved by this attempt."""
+        return _latest_step(self.run_dir) - self.first_step
+
+    def progress(self) -> str:
+        """For the test's output."""
+        return f"{self.num_done()} steps of attempt {self._lock.attempt}, which began at step {self.first_step}"
+
+    def complaints(self) -> str:
+        logs = sorted(self._lock.log_dir.glob("trainer-*.log"))
+        return "\n".join(log.read_text()[-2000:] for log in logs)
+
+
+SMALL = (
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "rollout.groups_in_flight=6",
+    "rollout.engine_threads=1",
+    "train.minibatches_per_step=2",
+    "parallel.threads_per_rank=1",
+    "sync.bucket_mib=0.5",
+    "sync.timeout_s=120",
+    "checkpoint.interval_steps=1",
+    "checkpoint.keep_last=1000",
+    "monitor.samples_per_step=1000",
+    "monitor.progress=lines",
+    "monitor.report=false",
+)
+"""The demo with few prompts; saves after every step, and keeps all checkpoints."""
+
+
+def small_run(folder: Path, name: str, *settings: str) -> Config:
+    return load_config(["demo"], [f"run.dir={folder}", f"run.name={name}", *SMALL, *settings])
+
+
+def kill_at_random(attempt: Attempt, kind: str, rng: random.Random, step_s: float) -> bool:
+    """Kill inside a save, inside a push, or anywhere within a few steps; False if the run ended before that."""
+    num_done = rng.randrange(2)
+    delay_s = rng.uniform(0.0, 2.5 * step_s)
+    if kind == "save":
+        return attempt.kill_when(lambda: attempt.num_done() >= num_done and attempt.is_saving())
+    if kind == "push":
+        return attempt.kill_when(lambda: attempt.num_done() >= num_done and attempt.is_pushing())
+    assert kind == "anywhere"
+    began: list[float] = []
+
+    def is_time() -> bool:
+        if not began and attempt.has_begun():
+            began.append(time.monotonic())
+        return bool(began) and time.monotonic() > began[0] + delay_s
+
+    return attempt.kill_when(is_time)
+
+
+def surviving(run_dir: Path, key: str) -> dict[int, dict[str, Any]]:
+    """Journal entries with `key`, by step or version: where several attempts got there, the last one counts."""
+    journals = sorted((run_dir / "journal").glob("attempt-*.jsonl"))
+    return {entry[key]: entry for journal in journals for entry in read_jsonl(journal) if key in entry}
+
+
+def repeated(run_dir: Path, key: str) -> dict[int, list[dict[str, Any]]]:
+    """The same, of all attempts."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for journal in sorted((run_dir / "journal").glob("attempt-*.jsonl")):
+        for entry in read_jsonl(journal):
+            if key in entry:
+                found.setdefault(entry[key], []).append(entry)
+    return found
+
+
+def _latest_step(run_dir: Path) -> int:
+    latest = run_dir / "checkpoints" / "latest"
+    return int(latest.read_text().removeprefix("step-")) if latest.exists() else 0
+
+
+def _wait(condition: Callable[[], bool], process: BaseProcess, timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert process.exitcode is None, f"{process.name} ended with exit code {process.exitcode} before {what}"
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s until {what}"
+        time.sleep(0.02)
+
+
+# in the forked processes
+
+
+def _serve(ready: Path, log: Path) -> None:
+    from bapo_megatron.rollout.embedded.server import main
+
+    _write_to(log)
+    arguments = ["--model-path", str(demo_model_path()), "--max-context", "64", "--max-running", "64"]
+    main([*arguments, "--update-timeout-s", "120", "--ready-file", str(ready)])
+
+
+def _train(rank: int, size: int, port: int, run_dir: Path, url: str, journal: Path) -> None:
+    import torch
+
+    from bapo_megatron.launch import trainer
+
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), **address}
+    torch.set_num_threads(1)
+    _write_to(Path(os.devnull))
+    if rank == 0:
+        _keep_journal(journal)
+    raise SystemExit(trainer.main(["--run-dir", str(run_dir), "--engine-url", url]))
+
+
+def _write_to(log: Path) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+
+
+def _keep_journal(path: Path) -> None:
+    """Write down every batch before it is trained, and the bounds of every update."""
+    from bapo_megatron.learner.bounds import BoundsFinder
+    from bapo_megatron.rollout.manager import RolloutManager
+
+    journal = JsonlWriter(path)
+    next_batch, find = RolloutManager.next_batch, BoundsFinder.find
+
+    def keep_batch(self: RolloutManager, step: int, version: int) -> Any:
+        made = next_batch(self, step, version)
+        if made is not None:
+            journal.write({"step": step + 1, "version": version, "groups": [group_to_json(g) for g in made[1]]})
+        return made
+
+    def keep_bounds(self: BoundsFinder, minibatch: MiniBatch) -> ClipBounds:
+        bounds = find(self, minibatch)
+        journal.write({"update": self._learner.version, **asdict(bounds)})
+        return bounds
+
+    RolloutManager.next_batch, BoundsFinder.find = keep_batch, keep_bounds  # type: ignore[method-assign]

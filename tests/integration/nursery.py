@@ -1,0 +1,78 @@
+"""Engine processes that start in a fraction of a second: forked from a process that has imported everything."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+class Nursery:
+    """Starts embedded engines, each in a session of its own; they end with it."""
+
+    def __init__(self) -> None:
+        self._pids: list[int] = []
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.nursery"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+
+    def start(self, arguments: Sequence[str]) -> int:
+        """The process id of a new engine server, which is not healthy yet."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(list(arguments)), file=self._process.stdin, flush=True)
+        self._pids.append(int(self._process.stdout.readline()))
+        return self._pids[-1]
+
+    def end(self) -> None:
+        for pid in self._pids:
+            kill_session(pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.wait(20)
+
+
+def kill_session(pid: int, number: signal.Signals) -> None:
+    """Signal a session's processes, where there are any."""
+    assert pid > 0, "0 would be our own"
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, number)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a session has processes left."""
+    try:
+        os.killpg(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def main() -> None:
+    from bapo_megatron.rollout.embedded import server
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            server.main(json.loads(line))
+        print(pid, flush=True)
+
+
+if __name__ == "__main__":
+    main()

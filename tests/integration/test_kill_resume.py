@@ -1,0 +1,199 @@
+"""kill -9 of the trainer at seeded random moments, and what the resumed run has in common with one left alone.
+
+Synchronous mode: everything, bit for bit. Overlapped mode: no token is lost, no sample is trained twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Set
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from bapo_megatron.monitor.jsonl import read_jsonl
+from bapo_megatron.rollout.ledger import Ledger
+from bapo_megatron.rollout.state import group_from_json
+from bapo_megatron.types import Trajectory
+from tests.integration.killable import SMALL, Attempt, Engine, kill_at_random, repeated, small_run, surviving
+
+NUM_STEPS = 8
+TIMEOUT_S = 240.0
+# Measured times, and what is counted since the attempt began.
+NOT_COMPARED = ("time/", "sync/seconds", "train/tokens_per_s", "rollout/tokens_per_s", "rollout/num_fenced", "reward/")
+COMPARED_ALL_THE_SAME = ("reward/mean", "reward/std")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was left alone."""
+    folder = tmp_path_factory.mktemp("reference")
+    engine = Engine(folder / "engine")
+    try:
+        with Attempt(small_run(folder, "alone", f"train.num_steps={NUM_STEPS}"), engine) as attempt:
+            attempt.finish(TIMEOUT_S)
+            return attempt.run_dir
+    finally:
+        engine.kill()
+
+
+def kill_and_resume(folder: Path, settings: tuple[str, ...], *, num_kills: int, seed: int, step_s: float) -> list[Path]:
+    """Runs that were killed `num_kills` times in all, each resumed until it was done.
+
+    Half of the kills leave the engine alive, paused and with half of its weights where it happens so; the next attempt
+    has to get it going again.
+    """
+    rng = random.Random(seed)
+    kinds = [("anywhere", "save", "push", "anywhere")[i % 4] for i in range(num_kills)]
+    rng.shuffle(kinds)
+    runs: list[Path] = []
+    engine = Engine(folder / "engine")
+    try:
+        while kinds:
+            config = small_run(folder, f"killed-{len(runs)}", *settings)
+            is_done = False
+            while not is_done:
+                with Attempt(config, engine) as attempt:
+                    is_done = not kinds or not kill_at_random(attempt, kinds[-1], rng, step_s)
+                    attempt.finish(TIMEOUT_S) if is_done else print("killed:", kinds.pop(), "after", attempt.progress())
+                if not is_done and rng.random() < 0.5:
+                    engine.kill()
+                    engine = Engine(folder / "engine")
+            runs.append(attempt.run_dir)
+    finally:
+        engine.kill()
+    assert sum(len(list((run / "logs").glob("attempt-*"))) - 1 for run in runs) == num_kills
+    return runs
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    """What was computed."""
+    return [
+        {k: v for k, v in row.items() if k in COMPARED_ALL_THE_SAME or not k.startswith(NOT_COMPARED)}
+        for row in read_jsonl(run / "metrics.jsonl")
+    ]
+
+
+def longest_step_s(run: Path) -> float:
+    return max(row["time/step_s"] for row in read_jsonl(run / "metrics.jsonl"))
+
+
+def checkpoint_of(run: Path, step: int) -> dict[str, Any]:
+    """Weights, both moments, version, rollout state, lagged bounds."""
+    folder = run / "checkpoints" / f"step-{step:06d}"
+    found = {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*.safetensors")}
+    assert len(found) == 3
+    return found | {name: json.loads((folder / name).read_text()) for name in ("state.json", "learner/state.json")}
+
+
+def assert_same(run: Path, reference: Path, num_steps: int) -> None:
+    """Bit for bit."""
+    assert metrics_of(run) == metrics_of(reference)[:num_steps]
+    samples = [s for s in read_jsonl(reference / "samples.jsonl") if s["step"] <= num_steps]
+    assert read_jsonl(run / "samples.jsonl") == samples
+    assert len(samples) == num_steps * 16
+    for step in range(1, num_steps + 1):
+        assert checkpoint_of(run, step) == checkpoint_of(reference, step), f"step {step}"
+
+
+@pytest.mark.slow
+def test_a_synchronous_run_is_repeated_bit_for_bit(reference: Path, tmp_path: Path) -> None:
+    settings = (f"train.num_steps={NUM_STEPS}",)
+    runs = kill_and_resume(tmp_path, settings, num_kills=10, seed=1, step_s=longest_step_s(reference))
+    for run in runs:
+        assert_same(run, reference, NUM_STEPS)
+        # Batches (tokens, log-probs) and bounds, also those that were lost with their attempt and computed again.
+        for key in ("step", "update"):
+            expected = surviving(reference, key)
+            assert surviving(run, key).keys() == expected.keys()
+            for number, entries in repeated(run, key).items():
+                assert all(entry == expected[number] for entry in entries), f"{run.name}, {key} {number}"
+
+
+@pytest.mark.slow
+def test_the_same_command_goes_on_after_everything_was_killed(reference: Path, tmp_path: Path) -> None:
+    """As a user sees it: launcher, ranks and engine die at once, as at the end of a cluster job."""
+    command = [sys.executable, "-m", "bapo_megatron", "train", "demo", f"run.dir={tmp_path}", "run.name=killed"]
+    command += [*SMALL, "train.num_steps=3"]
+    latest = tmp_path / "killed" / "checkpoints" / "latest"
+    with (tmp_path / "output").open("wb") as output:
+        run = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        started = [run.pid]
+        try:
+            deadline = time.monotonic() + TIMEOUT_S
+            while not latest.exists():
+                assert run.poll() is None, (tmp_path / "output").read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            time.sleep(random.Random(3).uniform(0.0, 1.0) * longest_step_s(reference))
+            started += [child.pid for child in psutil.Process(run.pid).children(recursive=True)]
+        finally:
+            for pid in started:
+                os.kill(pid, signal.SIGKILL)
+            run.wait()
+    assert len(read_jsonl(tmp_path / "killed" / "metrics.jsonl")) < 3, "killed too late"
+    again = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "resuming" in again.stdout
+    assert_same(tmp_path / "killed", reference, 3)
+
+
+@pytest.mark.slow
+def test_an_overlapped_run_loses_nothing_and_trains_nothing_twice(reference: Path, tmp_path: Path) -> None:
+    settings = ("rollout.overlap=true", "rollout.max_staleness=5", "parallel.tensor=1", "train.num_steps=10")
+    step_s = longest_step_s(reference)
+    for run in kill_and_resume(tmp_path, settings, num_kills=5, seed=2, step_s=step_s):
+        assert_nothing_lost(run, num_steps=10, max_staleness=5)
+
+
+def assert_nothing_lost(run: Path, *, num_steps: int, max_staleness: int) -> None:
+    rows = read_jsonl(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, num_steps + 1))
+    assert max(row["staleness/max"] for row in rows) <= max_staleness
+    trained: dict[str, Trajectory] = {}
+    seen: dict[str, Trajectory] = {}  # buffered in the checkpoint before
+    for step in range(1, num_steps + 1):
+        batch = surviving(run, "step")[step]
+        now = [t for g in batch["groups"] for t in group_from_json(g).trajectories]
+        assert not trained.keys() & {t.sample_id for t in now}, "trained twice"
+        assert all(
+            batch["version"] - t.oldest_version + 1 <= max_staleness for t in now if t.oldest_version is not None
+        )
+        for t in now:
+            assert_grown(seen.get(t.sample_id), t)
+        trained |= {t.sample_id: t for t in now}
+        seen = buffered_in(run, step, trained.keys())
+        assert seen, "sampling goes on while the trainer trains"
+
+
+def buffered_in(run: Path, step: int, trained: Set[str]) -> dict[str, Trajectory]:
+    """What a checkpoint holds, once its books were found in order: admitted = trained + buffered, none dropped."""
+    state = json.loads((run / "checkpoints" / f"step-{step:06d}" / "state.json").read_text())["rollout"]
+    groups = [group_from_json(g) for g in state["active"] + state["finished"]]
+    held = {t.sample_id: t for g in groups for t in g.trajectories}
+    ledger = Ledger()
+    ledger.load_state_dict(state["ledger"])
+    ledger.check(held.values())
+    assert not ledger.dropped
+    assert ledger.num_samples["trained"] == len(trained)
+    admitted = {f"{prompt_id}.{i}" for prompt_id in range(state["prompts"]["next_id"]) for i in range(4)}
+    assert admitted == held.keys() | trained, "lost"
+    assert not held.keys() & trained, "trained and kept"
+    return held
+
+
+def assert_grown(before: Trajectory | None, after: Trajectory) -> None:
+    """Tokens that were sampled are kept as they were."""
+    if before is not None:
+        n = before.num_response_tokens
+        assert after.response_ids[:n] == before.response_ids
+        assert after.behaviour_logprobs[:n] == before.behaviour_logprobs
+        assert after.versions[:n] == before.versions

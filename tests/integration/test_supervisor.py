@@ -1,0 +1,218 @@
+"""Engines that end or hang are started again on the same URL; with real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from bapo_megatron.assets import demo_model_path
+from bapo_megatron.errors import EngineError, UserError
+from bapo_megatron.launch import processes, sglang, supervisor
+from bapo_megatron.launch.supervisor import EngineSpec, supervised
+
+STARTUP_TIMEOUT_S = 180.0
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.1)
+
+
+def spec(port: int, log: Path) -> EngineSpec:
+    command = [sys.executable, "-m", "bapo_megatron.rollout.embedded", "--model-path", str(demo_model_path())]
+    command += ["--max-context", "64", "--port", str(port), "--exit-with-parent"]
+    return EngineSpec(f"http://127.0.0.1:{port}", command, log)
+
+
+@contextlib.contextmanager
+def engines(folder: Path, told: list[str], count: int = 1, **options: Any) -> Iterator[list[str]]:
+    with processes.reserved_ports(count) as ports:
+        specs = [spec(port, folder / f"engine-{i}.log") for i, port in enumerate(ports)]
+        options = {"startup_timeout_s": STARTUP_TIMEOUT_S, "max_restarts": 3} | options
+        with supervised(specs, tell=told.append, **options) as urls:
+            yield urls
+
+
+def pid_of(url: str) -> int:
+    """The process below ours that serves on this URL's port."""
+    pid = find_pid(url)
+    assert pid is not None, f"nobody serves on {url}"
+    return pid
+
+
+def find_pid(url: str) -> int | None:
+    port = int(url.rsplit(":", 1)[1])
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if any(c.laddr.port == port for c in child.net_connections("inet") if c.status == psutil.CONN_LISTEN):
+                return child.pid
+    return None
+
+
+def version_of(url: str) -> str:
+    with urllib.request.urlopen(f"{url}/model_info", timeout=10) as response:
+        return json.loads(response.read())["weight_version"]
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = STARTUP_TIMEOUT_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s until {what}"
+        time.sleep(0.1)
+
+
+def is_up_again(url: str, old_pid: int) -> bool:
+    return find_pid(url) not in (None, old_pid) and processes.answers(f"{url}/health")
+
+
+def test_a_killed_engine_comes_back_on_its_url_with_the_weights_of_the_start(tmp_path: Path) -> None:
+    told: list[str] = []
+    with engines(tmp_path, told, count=2) as (url, other):
+        first, untouched = pid_of(url), pid_of(other)
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: is_up_again(url, first), "the engine was up again")
+        assert version_of(url) == "default"
+        assert pid_of(other) == untouched
+        second = pid_of(url)
+    assert len(told) == 1
+    for part in (url, "exit code -9", "restart 1 of 3", "engine-0.log", "engine-0.restart-1.log"):
+        assert part in told[0]
+    assert (tmp_path / "engine-0.restart-1.log").read_text().startswith("serving on")
+    assert not any(map(psutil.pid_exists, (first, second, untouched)))
+
+
+def test_a_hung_engine_is_killed_and_started_again(tmp_path: Path) -> None:
+    told: list[str] = []
+    with engines(tmp_path, told, hang_timeout_s=3.0) as (url,):
+        first = pid_of(url)
+        time.sleep(5)  # answering all the while
+        assert told == []
+        os.kill(first, signal.SIGSTOP)
+        wait_until(lambda: is_up_again(url, first), "the engine was up again")
+        assert not psutil.pid_exists(first)
+    assert len(told) == 1
+    assert "did not answer for rollout.hang_timeout_s = 3 s and was killed" in told[0]
+
+
+def test_a_paused_engine_does_not_count_as_hung(tmp_path: Path) -> None:
+    told: list[str] = []
+    with engines(tmp_path, told, hang_timeout_s=3.0) as (url,):
+        body = json.dumps({"mode": "retract"}).encode()
+        request = urllib.request.Request(f"{url}/pause_generation", body, {"Content-Type": "application/json"})
+        urllib.request.urlopen(request, timeout=10).close()
+        time.sleep(5)
+    assert told == []
+
+
+def test_an_engine_without_restarts_left_stays_away_and_is_named(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    def run() -> None:
+        with engines(tmp_path, told, count=2, max_restarts=1) as (url, other):
+            first = pid_of(url)
+            os.kill(first, signal.SIGKILL)
+            wait_until(lambda: is_up_again(url, first), "the engine was up again")
+            os.kill(pid_of(url), signal.SIGKILL)
+            wait_until(lambda: len(told) == 2, "the engine was given up")
+            time.sleep(1)
+            assert find_pid(url) is None
+            assert processes.answers(f"{other}/health")
+            raise UserError("no engine is left")
+
+    with pytest.raises(UserError) as raised:
+        run()
+    assert "no restart is left" in told[1]
+    lines = str(raised.value).splitlines()
+    assert lines[0] == "no engine is left"
+    assert len(lines) == 2
+    assert "engine-0" in lines[1]
+    assert "exit code -9" in lines[1]
+    assert str(tmp_path / "engine-0.restart-1.log") in lines[1]
+
+
+def test_a_port_that_someone_else_has_taken_uses_up_the_restarts(tmp_path: Path) -> None:
+    told: list[str] = []
+    with engines(tmp_path, told, max_restarts=1) as (url,), socket.socket() as thief:
+        os.kill(pid_of(url), signal.SIGKILL)
+        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+        def take() -> bool:
+            with contextlib.suppress(OSError):
+                thief.bind(("127.0.0.1", int(url.rsplit(":", 1)[1])))
+                thief.listen()
+                return True
+            return False
+
+        wait_until(take, "the port was taken", 5)
+        wait_until(lambda: len(told) == 2, "the engine was given up")
+    assert "ended with exit code" in told[1]
+    assert "address already in use" in (tmp_path / "engine-0.restart-1.log").read_text()
+
+
+def test_a_failure_at_the_first_start_is_an_error_at_once(tmp_path: Path) -> None:
+    told: list[str] = []
+    bad = EngineSpec("http://127.0.0.1:9", [sys.executable, "-c", "raise SystemExit(7)"], tmp_path / "engine-0.log")
+    with (
+        pytest.raises(EngineError, match=r"exit code 7.*engine-0\.log"),
+        supervised([bad], startup_timeout_s=30, max_restarts=3, tell=told.append),
+    ):
+        raise AssertionError("it must not get here")
+    assert told == []
+
+
+def test_nothing_is_left_behind_by_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    """Also not an engine that was restarted."""
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from tests.integration.test_supervisor import engines\n"
+        "with engines(Path(sys.argv[1]), []) as (url,): print(url, flush=True); time.sleep(120)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout is not None
+        url = owner.stdout.readline().strip()
+        first = pid_of(url)
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: is_up_again(url, first), "the engine was up again")
+        second = pid_of(url)
+        owner.kill()
+        owner.wait(10)
+        wait_until(lambda: not psutil.pid_exists(second), "the engine had ended", 10)
+    finally:
+        owner.kill()
+        owner.wait(10)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+def test_a_killed_sglang_server_comes_back(tmp_path: Path) -> None:
+    told: list[str] = []
+    server = sglang.ServerSpec(demo_model_path(), max_context=64, max_running=8)
+    with processes.reserved_ports(1) as ports:
+        engine = sglang._engine_spec(server, tmp_path / "engine-0.log", ports[0], has_gpu=False)
+        with supervised(
+            [engine], startup_timeout_s=240, max_restarts=1, hang_timeout_s=math.inf, tell=told.append
+        ) as urls:
+            first = pid_of(urls[0])
+            below = [child.pid for child in psutil.Process(first).children(recursive=True)]
+            os.kill(first, signal.SIGKILL)
+            wait_until(lambda: is_up_again(urls[0], first), "the server was up again", 240)
+            assert version_of(urls[0]) == "default"
+            assert not any(map(psutil.pid_exists, (first, *below)))
+    assert len(told) == 1

@@ -1,0 +1,331 @@
+"""Weight pushes to real engine processes that are killed, stopped, started again, or are the wrong ones."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from bapo_megatron.assets import demo_model_path
+from bapo_megatron.config.schema import SyncConfig
+from bapo_megatron.errors import CheckpointError, EngineError
+from bapo_megatron.rollout.base import GenerateRequest, GenerateResult
+from bapo_megatron.rollout.client import HttpEngine
+from bapo_megatron.rollout.manager import LoopThread
+from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.sync import channel as channels
+from bapo_megatron.sync.base import SyncStats
+from bapo_megatron.sync.buckets import TensorSpec
+from bapo_megatron.sync.channel import Channel, open_channel, push_until_whole
+from bapo_megatron.sync.verify import check_tokenizer
+from tests.integration.engines import EngineProcess, start_engines
+
+TIMEOUT_S = 10.0  # also on a busy machine, an engine that is well answers in time
+UPDATE_TIMEOUT = ("--update-timeout-s", str(TIMEOUT_S))
+REQUEST = GenerateRequest("ask", (3, 4, 5), 8, 1.0, (), 1)
+
+
+class Learner:
+    """The demo's weights, scaled by what the test likes; may do something while they are gathered."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.weights = load_file(next(demo_model_path().glob("*.safetensors")))
+        self.while_gathering: Callable[[int], None] = lambda index: None
+        self.num_read = 0
+
+    def weight_specs(self) -> list[TensorSpec]:
+        return [TensorSpec.of(name, tensor) for name, tensor in self.weights.items()]
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for index, (name, tensor) in enumerate(self.weights.items()):
+            self.while_gathering(index)
+            self.num_read += 1
+            yield name, tensor
+
+    def step(self) -> None:
+        self.version += 1
+        self.weights = {name: tensor * 1.01 for name, tensor in self.weights.items()}
+
+
+class World:
+    """Some engines, their pool, a channel and a learner."""
+
+    def __init__(self, processes: list[EngineProcess], folder: Path, channel: str = "broadcast") -> None:
+        self.processes = processes
+        self.loop = LoopThread()
+        self.engines = [HttpEngine(p.url, request_timeout_s=20) for p in processes]
+        self.pool = EnginePool(self.engines)
+        self.learner = Learner()
+        config = SyncConfig(channel=channel, bucket_mib=0.25, timeout_s=TIMEOUT_S)  # type: ignore[call-arg, arg-type]
+        self.channel: Channel = open_channel(
+            config, self.pool, self.loop.submit, folder=folder / "weights", hf_path=demo_model_path()
+        )
+        self.channel.connect(self.learner.weight_specs())
+
+    def push(self) -> SyncStats:
+        self.learner.step()
+        return push_until_whole(self.channel, self.learner)  # type: ignore[arg-type]
+
+    def ask(self, engine: HttpEngine) -> GenerateResult:
+        return self.loop.run(engine.generate(REQUEST), 20)
+
+    def assert_live(self, *indices: int) -> None:
+        """These engines alone are asked, and what they say is of the learner's version."""
+        assert self.pool.live() == [self.engines[i] for i in indices]
+        answers = {self.ask(self.engines[i]).logprobs for i in indices}
+        assert len(answers) == 1, "the same seed and weights give the same answer"
+        for i in indices:
+            assert {span.version for span in self.ask(self.engines[i]).spans} == {self.learner.version}
+
+    def wait_until_back(self, timeout_s: float = 30.0) -> None:
+        watching = self.loop.submit(self.pool.watch())
+        deadline = time.monotonic() + timeout_s
+        while not self.pool.back():
+            assert time.monotonic() < deadline, f"not back after {timeout_s:g} s: {self.pool.describe()}"
+            time.sleep(0.05)
+        watching.cancel()
+
+    def close(self) -> None:
+        self.channel.close()
+        for engine in self.engines:
+            self.loop.run(engine.close(), 10)
+        self.loop.close()
+        for process in self.processes:
+            process.process.send_signal(signal.SIGCONT)
+            process.end()
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
+    monkeypatch.setattr(channels, "share_flag", lambda value: value)  # one trainer process, without a group
+    worlds = []
+
+    def build(num_engines: int = 2, channel: str = "broadcast") -> World:
+        worlds.append(World(start_engines(tmp_path / "engines", num_engines, *UPDATE_TIMEOUT), tmp_path, channel))
+        return worlds[-1]
+
+    yield build
+    for world in worlds:
+        world.close()
+
+
+def restart(world: World, index: int, folder: Path) -> None:
+    """A new process on the old port, with the weights of the beginning."""
+    port = world.processes[index].url.rsplit(":", 1)[1]
+    world.processes[index] = start_engines(folder / "again", 1, *UPDATE_TIMEOUT, "--port", port)[0]
+    assert world.processes[index].url == world.engines[index].url
+
+
+@pytest.mark.parametrize("channel", ["broadcast", "disk"])
+def test_killed_engines_are_fenced_and_admitted_again_with_verified_weights(
+    make: Callable[..., World], tmp_path: Path, channel: str
+) -> None:
+    world = make(2, channel)
+    world.push()
+    world.assert_live(0, 1)
+
+    world.processes[1].end()
+    world.push()
+    world.assert_live(0)
+
+    restart(world, 1, tmp_path)
+    world.wait_until_back()
+    assert world.pool.live() == world.engines[:1]
+    assert world.loop.run(world.engines[1].server_info(), 10)["weight_version"] == "0"
+    world.push()
+    world.assert_live(0, 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("index", [0, 1])
+def test_an_engine_that_ends_or_hangs_in_a_push_tears_it_for_nobody_else(
+    make: Callable[..., World], number: signal.Signals, index: int
+) -> None:
+    world = make(2)
+    world.push()
+    middle = len(world.learner.weights) // 2
+    others = [i for i in range(2) if i != index]
+
+    def strike(position: int) -> None:
+        if position == middle and world.pool.is_live(world.engines[index]):
+            world.processes[index].process.send_signal(number)
+
+    world.learner.while_gathering = strike
+    world.learner.num_read = 0
+    began_s = time.monotonic()
+    world.push()
+    assert time.monotonic() - began_s < 3 * TIMEOUT_S
+    assert world.learner.num_read == 2 * len(world.learner.weights), "broken off, read to its end, and repeated"
+    world.assert_live(*others)
+    assert world.engines[index].url in world.pool.describe()
+    world.learner.while_gathering = lambda position: None
+    if number == signal.SIGSTOP:  # the engine goes on, torn: it answers its health check, and is given all weights
+        world.processes[index].process.send_signal(signal.SIGCONT)
+        world.wait_until_back()
+        world.push()
+        world.assert_live(0, 1)
+
+
+def test_who_waits_for_a_hung_member_gets_out_of_the_torn_group_and_takes_part_again(
+    make: Callable[..., World],
+) -> None:
+    """gloo sends along a tree: the third engine receives from the first one, which hangs."""
+    world = make(3)
+    world.push()
+    world.learner.while_gathering = lambda i: world.processes[0].process.send_signal(signal.SIGSTOP) if i == 5 else None
+    began_s = time.monotonic()
+    world.push()
+    assert time.monotonic() - began_s < 4 * TIMEOUT_S
+    assert world.engines[1] in world.pool.live()
+    assert world.engines[0] not in world.pool.live()
+    world.learner.while_gathering = lambda i: None
+    if world.engines[2] not in world.pool.live():
+        world.wait_until_back()
+        world.push()
+    world.assert_live(1, 2)
+
+
+def test_an_engine_that_cannot_join_does_not_hold_up_the_others(make: Callable[..., World]) -> None:
+    world = make(2)
+
+    async def refuse(*_: Any) -> None:
+        await asyncio.sleep(0.2)
+        raise EngineError(f"{world.engines[1].url}: HTTP 400: no more groups")
+
+    world.engines[1].init_update_group = refuse  # type: ignore[method-assign]
+    began_s = time.monotonic()
+    world.push()
+    assert time.monotonic() - began_s < TIMEOUT_S, "the other one waited in the rendezvous, and was let go"
+    world.assert_live(0)
+    assert "no more groups" in world.pool.describe()
+
+
+# the handshake
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    (process,) = start_engines(tmp_path_factory.mktemp("engine"), 1)
+    yield process
+    process.end()
+
+
+@pytest.fixture
+def loop() -> Iterator[LoopThread]:
+    thread = LoopThread()
+    yield thread
+    thread.close()
+
+
+def connect(url: str, specs: list[TensorSpec], loop: LoopThread, folder: Path, channel: str = "broadcast") -> None:
+    engine = HttpEngine(url, request_timeout_s=5)
+    config = SyncConfig(channel=channel, timeout_s=8)  # type: ignore[call-arg, arg-type]
+    try:
+        open_channel(config, EnginePool([engine]), loop.submit, folder=folder, hf_path=demo_model_path()).connect(specs)
+    finally:
+        loop.run(engine.close(), 5)
+
+
+def with_spec(specs: list[TensorSpec], which: str, **changes: Any) -> list[TensorSpec]:
+    fields = {"name", "dtype", "shape"}
+    return [TensorSpec(**{f: changes.get(f, getattr(s, f)) for f in fields}) if s.name == which else s for s in specs]
+
+
+NORM = "model.norm.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("channel", ["broadcast", "disk"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: with_spec(s, NORM, name="model.final.weight"), r"it has no weight 'model\.final\.weight'"),
+        (lambda s: [x for x in s if x.name != NORM], rf"the policy has no weight '{NORM}'"),
+        (lambda s: with_spec(s, NORM, shape=(7,)), rf"it has {NORM} float32 \[\d+\], the policy {NORM} float32 \[7\]"),
+        (lambda s: with_spec(s, NORM, dtype="bfloat16"), rf"it has {NORM} float32 .* the policy {NORM} bfloat16"),
+        (lambda s: with_spec(s, EMBEDDING, shape=(999, 4)), r"its vocabulary has \d+ tokens, the policy's 999"),
+    ],
+    ids=["unknown name", "missing name", "shape", "dtype", "vocabulary"],
+)
+def test_another_model_is_one_clear_error(
+    engine: EngineProcess, loop: LoopThread, tmp_path: Path, change: Any, message: str, channel: str
+) -> None:
+    specs = change(Learner().weight_specs())
+    with pytest.raises(EngineError, match=message) as raised:
+        connect(engine.url, specs, loop, tmp_path, channel)
+    assert engine.url in str(raised.value)
+    assert "\n" not in str(raised.value)
+    connect(engine.url, Learner().weight_specs(), loop, tmp_path, channel)
+
+
+def test_nobody_at_the_url(loop: LoopThread, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:9/.*is the server running\?"):
+        connect("http://127.0.0.1:9", Learner().weight_specs(), loop, tmp_path)
+
+
+@pytest.mark.parametrize(("status", "body"), [(200, b"<html>hello</html>"), (200, b"[1, 2]"), (404, b"not here")])
+def test_something_else_at_the_url(loop: LoopThread, tmp_path: Path, status: int, body: bytes) -> None:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        with pytest.raises(EngineError, match=r"HTTP 404" if status == 404 else r"is the URL right\?") as raised:
+            connect(url, Learner().weight_specs(), loop, tmp_path)
+        assert url in str(raised.value)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_tokenizer_with_ids_beyond_the_vocabulary_is_named() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
+    vocab_size = max(tokenizer.get_vocab().values()) + 1
+    check_tokenizer(tokenizer, vocab_size)
+    with pytest.raises(CheckpointError, match=rf"has id {vocab_size - 1}, .* vocabulary has {vocab_size - 1}"):
+        check_tokenizer(tokenizer, vocab_size - 1)
+
+
+def test_an_engine_that_is_torn_samples_nothing_until_a_whole_push(make: Callable[..., World]) -> None:
+    """Also where somebody lets it go on by mistake."""
+    world = make(1)
+    world.push()
+    engine = world.engines[0]
+    before = world.ask(engine)
+    world.learner.weights = {n: torch.cat([t, t]) if n == NORM else t for n, t in world.learner.weights.items()}
+    with pytest.raises(EngineError):
+        world.push()  # the stream no longer is what the manifest says
+    world.loop.run(engine.resume(), 10)
+    asking = world.loop.submit(engine.generate(REQUEST))
+    time.sleep(0.5)
+    assert not asking.done()
+    world.learner = Learner()
+    world.learner.version = 8
+    world.push()
+    after = asking.result(20)
+    assert {span.version for span in after.spans} == {9}
+    assert after.logprobs != before.logprobs

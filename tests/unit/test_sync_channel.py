@@ -1,0 +1,402 @@
+"""Pushes to scripted engines that refuse, are late, die or hold other weights, at every stage.
+
+The process group is replaced by one inside this process; what is tested is who is fenced, who goes on, and with what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bapo_megatron.config.schema import SyncConfig
+from bapo_megatron.errors import BroadcastLostError, EngineError, UnreachableEngineError
+from bapo_megatron.rollout.base import EMBEDDED
+from bapo_megatron.rollout.manager import LoopThread
+from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.sync import broadcast
+from bapo_megatron.sync.broadcast import BroadcastChannel
+from bapo_megatron.sync.buckets import DIGEST, TensorSpec, digest
+from bapo_megatron.sync.channel import push_until_whole
+from bapo_megatron.sync.members import Members
+
+TIMEOUT_S = 1.0
+NAMES = [f"w{i}" for i in range(6)]
+STAGES = ["pause", "begin", "first bucket", "middle bucket", "last bucket", "end", "checksum", "resume"]
+
+
+class FakeGroup:
+    """Hands what is sent to every engine in it."""
+
+    backend = "gloo"
+    name = "fake"
+    num_formed = 0
+
+    def __init__(self, members: Members) -> None:
+        self.urls = frozenset(engine.url for engine in members.engines)
+        self.sent: list[Tensor] = []
+        self.is_abandoned = False
+        for engine in members.engines:
+            engine.group = self  # type: ignore[attr-defined]
+
+    @classmethod
+    def form(cls, members: Members, num_ranks: dict[str, int], **_: Any) -> FakeGroup:
+        cls.num_formed += 1
+        assert set(num_ranks) >= {engine.url for engine in members.engines}
+        return cls(members)
+
+    def broadcast(self, data: Tensor) -> FakeGroup:
+        self.sent.append(data.clone())
+        return self
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> bool:
+        return True
+
+    def leave(self, members: Members) -> None:
+        self.abandon()
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
+
+
+class ScriptedEngine:
+    """Holds weights like an embedded engine. `faults`: stage -> what happens there, once."""
+
+    def __init__(self, name: str) -> None:
+        self.url = f"http://{name}"
+        self.faults: dict[str, str] = {}
+        self.is_dead = False
+        self.paused = False
+        self.is_torn = False
+        self.version = "default"
+        self.weights = {name: torch.zeros(8) for name in NAMES}
+        self.group: FakeGroup | None = None
+        self.calls: list[str] = []
+        self._num_taken = 0
+        self._num_received: list[int] = []
+        self._one_at_a_time = asyncio.Lock()
+
+    async def _stage(self, name: str) -> None:
+        self.calls.append(name)
+        fault = self.faults.pop(name, None)
+        if fault == "die":
+            self.is_dead = True
+        if self.is_dead:
+            raise UnreachableEngineError(f"{self.url}: connection refused")
+        if fault == "refuse":
+            raise EngineError(f"{self.url}: HTTP 400: not today")
+        if fault == "lose":
+            raise BroadcastLostError(f"{self.url}: HTTP 400: Failed to receive weights")
+        if fault == "hang":
+            await asyncio.sleep(60)
+
+    async def pause(self, mode: str) -> None:
+        await self._stage("pause")
+        self.paused = True
+
+    async def server_info(self) -> dict[str, Any]:
+        if self.is_dead:
+            raise UnreachableEngineError(f"{self.url}: connection refused")
+        return {"engine": EMBEDDED, "weight_version": self.version, "tp_size": 1}
+
+    async def weights_manifest(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        return [(name, "float32", tuple(tensor.shape)) for name, tensor in self.weights.items()]
+
+    async def begin_weight_update(self) -> None:
+        await self._stage("begin")
+        self._num_taken = 0
+        self._num_received = []
+
+    async def update_weights(
+        self, names: Sequence[str], dtypes: Any, shapes: Any, group_name: str, *, flat: bool, version: int | None
+    ) -> None:
+        index, self._num_taken = self._num_taken, self._num_taken + 1
+        await self._stage("first bucket" if index == 0 else "last bucket" if version is not None else "middle bucket")
+        async with self._one_at_a_time:
+            await self._take(names, shapes, version)
+
+    async def _take(self, names: Sequence[str], shapes: Any, version: int | None) -> None:
+        assert self.group is not None
+        num_before = sum(self._num_received)
+        while len(self.group.sent) < num_before + len(names):
+            if self.group.is_abandoned:
+                raise BroadcastLostError(f"{self.url}: HTTP 400: Failed to receive weights")
+            await asyncio.sleep(0.001)
+        self.is_torn = True
+        self._num_received.append(len(names))
+        received = self.group.sent[num_before : num_before + len(names)]
+        for name, shape, tensor in zip(names, shapes, received, strict=True):
+            assert tuple(tensor.shape) == tuple(shape)
+            self.weights[name] = tensor
+        if version is not None:
+            self.version, self.is_torn = str(version), False
+
+    async def end_weight_update(self) -> None:
+        await self._stage("end")
+        if self.group is not None:
+            self.group.sent.clear()
+
+    async def weights_checksum(self) -> dict[str, Any]:
+        await self._stage("checksum")
+        if self.faults.pop("weights", None):
+            self.weights["w3"] = self.weights["w3"] + 1
+        return {"algorithm": DIGEST, "ranks": [{"checksums": {n: digest(t) for n, t in self.weights.items()}}]}
+
+    async def resume(self) -> None:
+        await self._stage("resume")
+        assert not self.is_torn, "a torn engine must not go on"
+        self.paused = False
+
+    async def health(self) -> bool:
+        return not self.is_dead
+
+
+class FakeLearner:
+    """Six weights that all hold the version; counts how many were read."""
+
+    def __init__(self) -> None:
+        self.version = 1
+        self.num_read = 0
+
+    def weight_specs(self) -> list[TensorSpec]:
+        return [TensorSpec(name, "float32", (8,)) for name in NAMES]
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name in NAMES:
+            self.num_read += 1
+            yield name, torch.full((8,), float(self.version))
+
+
+class World:
+    def __init__(self, loop: LoopThread, num_engines: int) -> None:
+        self.engines = [ScriptedEngine(name) for name in "abc"[:num_engines]]
+        self.pool = EnginePool(self.engines)  # type: ignore[arg-type]
+        self.learner = FakeLearner()
+        config = SyncConfig(bucket_mib=64 / 2**20, timeout_s=TIMEOUT_S)  # type: ignore[call-arg] - 2 weights a bucket
+        self.channel = BroadcastChannel(self.pool, config, loop.submit)
+        self.channel.connect(self.learner.weight_specs())
+
+    def push(self) -> None:
+        push_until_whole(self.channel, self.learner)  # type: ignore[arg-type]
+
+    def assert_goes_on(self, *names: str) -> None:
+        """These hold the learner's weights and generate; no other one may be asked."""
+        assert [engine.url for engine in self.pool.live()] == [f"http://{name}" for name in names]
+        for engine in self.engines:
+            if self.pool.is_live(engine):  # type: ignore[arg-type]
+                assert (engine.version, engine.paused) == (str(self.learner.version), False)
+                assert all(
+                    torch.equal(t, torch.full((8,), float(self.learner.version))) for t in engine.weights.values()
+                )
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[LoopThread]:
+    thread = LoopThread()
+    yield thread
+    thread.close()
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broadcast, "EngineGroup", FakeGroup)
+    monkeypatch.setattr("bapo_megatron.sync.channel.share_flag", lambda value: value)
+
+
+@pytest.mark.parametrize("num_engines", [1, 3])
+def test_every_engine_gets_every_version(loop: LoopThread, num_engines: int) -> None:
+    world = World(loop, num_engines)
+    FakeGroup.num_formed = 0
+    for version in (1, 2, 3):
+        world.learner.version = version
+        world.push()
+        world.assert_goes_on(*"abc"[:num_engines])
+    assert FakeGroup.num_formed == 1, "the group is kept while its members stay"
+
+
+@pytest.mark.parametrize("fault", ["refuse", "die", "hang"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("num_engines", [2, 3])
+def test_an_engine_that_fails_is_fenced_and_the_others_go_on(
+    loop: LoopThread, num_engines: int, stage: str, fault: str
+) -> None:
+    world = World(loop, num_engines)
+    world.push()
+    world.learner.version = 2
+    world.engines[1].faults = {stage: fault} if (stage, fault) != ("begin", "refuse") else {"begin": "die"}
+    began_s, world.learner.num_read = time.monotonic(), 0
+    world.push()
+    assert time.monotonic() - began_s < 5 * TIMEOUT_S
+    world.assert_goes_on(*"ac"[: num_engines - 1])
+    assert world.learner.num_read % len(NAMES) == 0, "gathering is collective: every pass is read to its end"
+    assert "http://b is fenced" in world.pool.describe()
+    if fault == "hang":
+        assert f"waited {TIMEOUT_S:g} s for http://b to" in world.pool.describe()
+
+
+@pytest.mark.parametrize("what", ["weights", "version"])
+def test_an_engine_that_holds_something_else_never_goes_on(loop: LoopThread, what: str) -> None:
+    world = World(loop, 2)
+    bad = world.engines[1]
+    if what == "weights":
+        bad.faults = {"weights": "differ"}
+    else:
+        bad.server_info = _stuck_at("default", bad.server_info)  # type: ignore[method-assign]
+    world.push()
+    world.assert_goes_on("a")
+    assert bad.paused
+    assert "resume" not in bad.calls
+    assert ("w3" if what == "weights" else "weight version 'default'") in world.pool.describe()
+
+
+def _stuck_at(version: str, server_info: Any) -> Any:
+    async def stuck() -> dict[str, Any]:
+        return await server_info() | {"weight_version": version}
+
+    return stuck
+
+
+def test_an_engine_that_only_lost_the_broadcast_is_not_to_blame(loop: LoopThread) -> None:
+    world = World(loop, 3)
+    world.engines[0].faults = {"middle bucket": "lose"}
+    world.engines[2].faults = {"middle bucket": "die"}
+    world.push()
+    world.assert_goes_on("a", "b")
+
+
+@pytest.mark.parametrize("fault", ["refuse", "lose"])
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_what_all_refuse_is_nobodys_fault_and_an_error(loop: LoopThread, num_engines: int, fault: str) -> None:
+    world = World(loop, num_engines)
+    world.push()
+    for engine in world.engines:
+        engine.faults = {"middle bucket": fault}
+    world.learner.num_read = 0
+    with pytest.raises(EngineError, match=r"not today|Failed to receive"):
+        world.push()
+    assert world.learner.num_read == len(NAMES)
+    assert all(engine.paused for engine in world.engines)
+    assert world.pool.live() == world.engines
+    world.push()
+    world.assert_goes_on(*"ab"[:num_engines])
+
+
+def test_no_engine_left_says_why(loop: LoopThread) -> None:
+    world = World(loop, 2)
+    world.engines[0].faults = {"first bucket": "die"}
+    world.engines[1].faults = {"pause": "die"}
+    world.push()
+    assert world.pool.live() == []
+    assert re.fullmatch(r"http://b is fenced \(.*\); http://a is fenced \(.*\)", world.pool.describe())
+
+    def push_to_the_dying() -> None:
+        for engine in world.engines:
+            engine.faults = {"pause": "die"}
+            world.pool.admit(engine)  # type: ignore[arg-type]
+        world.push()
+
+    push_to_the_dying()
+    with pytest.raises(EngineError, match=r"no rollout engine is left: http://a is lost \(.*; http://b is lost \("):
+        push_to_the_dying()
+
+
+@pytest.mark.parametrize("stage", ["pause", "middle bucket", "end"])
+def test_the_last_engine_may_fail_in_a_push_and_come_back(loop: LoopThread, stage: str) -> None:
+    """The push is over, for the time being: the next step waits for an engine, and has the weights pushed again."""
+    world = World(loop, 1)
+    world.push()
+    world.learner.version = 2
+    world.engines[0].faults = {stage: "die"}
+    world.push()
+    assert world.pool.live() == []
+    world.engines[0].__init__("a")  # type: ignore[misc] - started again
+    world.pool._status[world.engines[0].url] = "back"
+    world.push()
+    world.assert_goes_on("a")
+
+
+def test_an_engine_that_is_back_is_admitted_with_the_next_version_only(loop: LoopThread) -> None:
+    world = World(loop, 2)
+    world.push()
+    doomed = world.engines[1]
+    doomed.faults = {"middle bucket": "die"}
+    world.learner.version = 2
+    world.push()
+    world.assert_goes_on("a")
+    doomed.__init__("b")  # type: ignore[misc] - started again, with the weights of the beginning
+    world.pool._status[doomed.url] = "back"
+    assert world.pool.live() == world.engines[:1]
+    world.learner.version = 3
+    world.push()
+    world.assert_goes_on("a", "b")
+
+
+def test_an_engine_started_again_unnoticed_gets_a_new_group(loop: LoopThread) -> None:
+    world = World(loop, 2)
+    world.push()
+    world.engines[1].__init__("b")  # type: ignore[misc]
+    FakeGroup.num_formed = 0
+    world.learner.version = 2
+    world.push()
+    world.assert_goes_on("a", "b")
+    assert FakeGroup.num_formed == 1
+
+
+def test_an_engine_back_with_another_model_is_fenced_before_anything_is_sent(loop: LoopThread) -> None:
+    world = World(loop, 2)
+    world.push()
+    other = world.engines[1]
+    other.weights["w2"] = torch.zeros(9)
+    world.pool.fence(other, "test")  # type: ignore[arg-type]
+    world.pool._status[other.url] = "back"
+    world.learner.version = 2
+    world.push()
+    world.assert_goes_on("a")
+    assert "w2" in world.pool.describe()
+    assert other.calls.count("begin") == 1
+
+
+def test_a_flapping_engine_does_not_keep_a_push_from_ending(loop: LoopThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is back at once and fails in every broadcast: repeated pushes leave it out."""
+    world = World(loop, 2)
+    flapping = world.engines[1]
+    fence = world.pool.fence
+
+    def fence_and_come_back(engine: Any, reason: str) -> None:
+        fence(engine, reason)
+        world.pool._status[engine.url] = "back"
+
+    monkeypatch.setattr(world.pool, "fence", fence_and_come_back)
+    flapping.faults = {"middle bucket": "refuse"}
+    world.push()
+    world.assert_goes_on("a")
+
+
+def test_a_learner_that_breaks_its_word_is_an_error_and_nothing_goes_on(loop: LoopThread) -> None:
+    world = World(loop, 2)
+    world.learner.named_weights = lambda: iter([("w0", torch.zeros(8)), ("w2", torch.zeros(8))])  # type: ignore
+    with pytest.raises(EngineError, match=r"was to send w1 .* came up with w2"):
+        world.push()
+    assert all(engine.paused for engine in world.engines)
+
+
+def test_stats_say_where_the_time_went(loop: LoopThread) -> None:
+    world = World(loop, 2)
+    stats = push_until_whole(world.channel, world.learner)  # type: ignore[arg-type]
+    assert (stats.num_bytes, stats.num_tensors, stats.num_buckets) == (6 * 32, 6, 3)
+    metrics = stats.metrics()
+    stages = ["pause", "gather", "broadcast", "verify", "resume"]
+    assert sorted(metrics) == sorted(
+        ["sync/bytes", "sync/seconds", "sync/generation_pause_s", *(f"sync/{s}_s" for s in stages)]
+    )
+    assert metrics["sync/seconds"] == pytest.approx(sum(metrics[f"sync/{s}_s"] for s in stages))
+    assert 0 < metrics["sync/generation_pause_s"] <= metrics["sync/seconds"]
