@@ -14,10 +14,10 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 from torch.nn import Parameter
 
+from bapo_megatron.learner.folder import MOMENTS
 from bapo_megatron.learner.parallel import ParallelLayout
 
 WEIGHT = "weight"  # the float32 weight that Adam updates: the parameter itself, or its master copy when it is bfloat16
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamState:

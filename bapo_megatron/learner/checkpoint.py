@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bapo_megatron.hf.writer import copy_companions, write_safetensors
-from bapo_megatron.learner.adam import MOMENTS, WEIGHT
-from bapo_megatron.learner.folder import WEIGHTS, read_state, write_state
+from bapo_megatron.learner.adam import WEIGHT
+from bapo_megatron.learner.folder import MOMENTS, WEIGHTS, read_state, write_state
 from bapo_megatron.learner.hf.convert import gather_weights, load_weights
 
 if TYPE_CHECKING:

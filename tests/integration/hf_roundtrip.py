@@ -65,7 +65,7 @@ def packed(sequences: list[Tensor]) -> MiniBatch:
 
 def fill_padding(learner: MegatronLearner) -> None:
     """Give the rows that pad the vocabulary a value that would be seen if any result depended on them."""
-    shard = learner.model.shard
+    shard = learner.model[-1].shard
     for name, parameter in learner.model.named_parameters():
         if "word_embeddings" in name or "output_layer" in name:
             with torch.no_grad():
