@@ -291,12 +291,21 @@ def test_no_engine_left_says_why(loop: LoopThread) -> None:
     world.push()
     assert world.pool.live() == []
     assert re.fullmatch(r"http://b is fenced \(.*\); http://a is fenced \(.*\)", world.pool.describe())
+
+
+def test_no_engine_left_that_could_come_back_is_an_error(loop: LoopThread) -> None:
+    world = World(loop, 2)
+
+    def die() -> None:
+        for engine in world.engines:
+            engine.faults = {"pause": "die"}
+            world.pool.admit(engine)  # type: ignore[arg-type]
+        world.push()
+
+    die()
+    die()
     with pytest.raises(EngineError, match=r"no rollout engine is left: http://a is lost \(.*; http://b is lost \("):
-        for _ in range(3):
-            for engine in world.engines:
-                engine.faults = {"pause": "die"}
-                world.pool.admit(engine)  # type: ignore[arg-type]
-            world.push()
+        die()
 
 
 @pytest.mark.parametrize("stage", ["pause", "middle bucket", "end"])
