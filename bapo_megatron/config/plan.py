@@ -49,6 +49,7 @@ def check(config: Config, *, hf_config: dict[str, Any] | None, num_gpus: int = 0
         *_reward(config),
         *_eval(config),
         *_loss(config),
+        *_sync(config),
     ]
     if hf_config is not None:
         found += _model(config, hf_config)
@@ -329,6 +330,17 @@ def _loss(config: Config) -> Iterator[Violation]:
         yield Violation(
             f"loss.clip_higher={loss.clip_higher:g} should be above loss.clip_high={loss.clip_high:g}; "
             f'set loss.clip_higher={loss.clip_high + 0.08:g} or loss.name="grpo"'
+        )
+
+
+def _sync(config: Config) -> Iterator[Violation]:
+    wait_s, patience_s = config.sync.timeout_s, config.parallel.timeout_s
+    if num_ranks(config) > 1 and 4 * wait_s > patience_s:
+        yield Violation(
+            f"sync.timeout_s={wait_s:g}: the other trainer ranks wait at most parallel.timeout_s={patience_s:g} s for "
+            "the first one, which may have to wait for a hung engine in several stages of a weight update; set "
+            f"sync.timeout_s={patience_s / 4:g} or less, or parallel.timeout_s={4 * wait_s:g}",
+            "warning",
         )
 
 

@@ -81,11 +81,13 @@ class Engine(Protocol):
         shapes: Sequence[Sequence[int]],
         group_name: str,
         *,
+        flat: bool,
         version: int | None,
     ) -> None:
-        """Announce one flattened bucket; the trainer broadcasts it on the group while this call is under way.
+        """Announce weights; the trainer broadcasts them on the group while this call is under way.
 
-        `version` is given with the last bucket only: it publishes the weights and flushes the cache.
+        `flat`: as one buffer of bytes (see sync/buckets.py), not one broadcast each. `version` is given with the last
+        bucket only: it publishes the weights and flushes the cache.
         """
         ...
 

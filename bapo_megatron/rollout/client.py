@@ -137,6 +137,7 @@ class HttpEngine:
         shapes: Sequence[Sequence[int]],
         group_name: str,
         *,
+        flat: bool,
         version: int | None,
     ) -> None:
         body: dict[str, Any] = {
@@ -144,7 +145,7 @@ class HttpEngine:
             "dtypes": list(dtypes),
             "shapes": [list(shape) for shape in shapes],
             "group_name": group_name,
-            "load_format": "flattened_bucket",
+            "load_format": "flattened_bucket" if flat else None,
             "flush_cache": version is not None,
         }
         if version is not None:
@@ -188,7 +189,9 @@ class HttpEngine:
     ) -> Any:
         """The decoded reply (None where it is not JSON). Raises EngineError for anything but an answer of 200."""
         if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            # A connection for each request: a server may close an idle one (uvicorn does after 5 s) just when it is
+            # used again, and the request would fail.
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
         base = self._router_url if self._router_url and path == "/generate" else self.url
         where = f"{base}{path}" + (f", {what}" if what else "")
         deadline_s = timeout_s or self._timeout_s

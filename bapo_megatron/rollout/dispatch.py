@@ -62,7 +62,10 @@ class Dispatcher:
             except EngineError as failure:
                 self.pool.fence(engine, str(failure))
 
-        await asyncio.gather(*(abort(rid, engine) for rid, engine in self._open.items() if self.pool.is_live(engine)))
+        live = self.pool.live()
+        by_router = self._config.router_url is not None  # which chose the server
+        asked = [(rid, e) for rid, engine in self._open.items() for e in (live if by_router else [engine])]
+        await asyncio.gather(*(abort(rid, engine) for rid, engine in asked if self.pool.is_live(engine)))
 
     async def grow(self, trajectories: Sequence[Trajectory], engine: Engine, step: int, accept: Accept) -> None:
         """One more piece of each response, in one call, which the engine takes up together.

@@ -1,8 +1,8 @@
-"""Weights laid out in flat byte buffers, one broadcast each: planned from the manifest, filled, and taken apart again.
+"""Weights that are announced together, in the order of the manifest; over NCCL they travel as one flat byte buffer.
 
-The layout is that of SGLang's FlattenedTensorBucket (srt/weight_sync/tensor_bucket.py, 0.5.23): the bytes of each
-tensor one after the other, uint8, no padding, each offset a multiple of the tensor's item size. Placing larger items
-first inside a bucket keeps every offset aligned.
+The layout of that buffer is SGLang's FlattenedTensorBucket (srt/weight_sync/tensor_bucket.py, 0.5.23): the bytes of
+each tensor one after the other, uint8, no padding, each offset a multiple of the tensor's item size. Placing larger
+items first inside a bucket keeps every offset aligned.
 """
 
 from __future__ import annotations
@@ -85,6 +85,12 @@ def plan_buckets(manifest: Sequence[TensorSpec], max_bytes: int) -> list[Bucket]
     return buckets
 
 
+def pack(bucket: Bucket, tensors: Sequence[Tensor], data: Tensor) -> None:
+    """Copy a bucket's tensors, in its order, into its bytes: uint8 [bucket.num_bytes], on any device."""
+    for (_, place), tensor in zip(unpack(data, bucket.specs), tensors, strict=True):
+        place.copy_(tensor)
+
+
 def unpack(data: Tensor, specs: Sequence[TensorSpec]) -> list[tuple[str, Tensor]]:
     """Views into a bucket's bytes.
 
@@ -137,13 +143,14 @@ class WeightStream:
             )
         return pair
 
-    def fill(self, bucket: Bucket, data: Tensor) -> None:
-        """Copy the bucket's weights, the next of the stream, into its bytes: uint8 [bucket.num_bytes]."""
-        places = dict(unpack(data, bucket.specs))
+    def take(self, bucket: Bucket) -> list[Tensor]:
+        """The bucket's weights, the next of the stream, in the order of its specs; they may alias live weights."""
+        held: dict[str, Tensor] = {}
         for _ in bucket.specs:
             pair = self.next()
             assert pair is not None, "the buckets were planned from the same manifest"
-            places[pair[0]].copy_(pair[1])
+            held[pair[0]] = pair[1].detach()
+        return [held[spec.name] for spec in bucket.specs]
 
     def drain(self) -> None:
         """Take part in what is left of the gathering, so that no other rank waits for this one."""

@@ -151,21 +151,27 @@ def test_an_overlapped_run_loses_nothing_and_trains_nothing_twice(reference: Pat
     settings = ("rollout.overlap=true", "rollout.max_staleness=5", "parallel.tensor=1", "train.num_steps=10")
     step_s = longest_step_s(reference)
     for run in kill_and_resume(tmp_path, settings, num_kills=5, seed=2, step_s=step_s):
-        rows = read_jsonl(run / "metrics.jsonl")
-        assert [row["step"] for row in rows] == list(range(1, 11))
-        assert max(row["staleness/max"] for row in rows) <= 5
-        assert any(row["rollout/resumed_token_share"] > 0 for row in rows)
-        trained: dict[str, Trajectory] = {}
-        seen: dict[str, Trajectory] = {}  # buffered in the checkpoint before
-        for step in range(1, 11):
-            batch = surviving(run, "step")[step]
-            now = [t for g in batch["groups"] for t in group_from_json(g).trajectories]
-            assert not trained.keys() & {t.sample_id for t in now}, "trained twice"
-            assert all(batch["version"] - t.oldest_version + 1 <= 5 for t in now if t.oldest_version is not None)
-            for t in now:
-                assert_grown(seen.get(t.sample_id), t)
-            trained |= {t.sample_id: t for t in now}
-            seen = buffered_in(run, step, trained.keys())
+        assert_nothing_lost(run, num_steps=10, max_staleness=5)
+
+
+def assert_nothing_lost(run: Path, *, num_steps: int, max_staleness: int) -> None:
+    rows = read_jsonl(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, num_steps + 1))
+    assert max(row["staleness/max"] for row in rows) <= max_staleness
+    trained: dict[str, Trajectory] = {}
+    seen: dict[str, Trajectory] = {}  # buffered in the checkpoint before
+    for step in range(1, num_steps + 1):
+        batch = surviving(run, "step")[step]
+        now = [t for g in batch["groups"] for t in group_from_json(g).trajectories]
+        assert not trained.keys() & {t.sample_id for t in now}, "trained twice"
+        assert all(
+            batch["version"] - t.oldest_version + 1 <= max_staleness for t in now if t.oldest_version is not None
+        )
+        for t in now:
+            assert_grown(seen.get(t.sample_id), t)
+        trained |= {t.sample_id: t for t in now}
+        seen = buffered_in(run, step, trained.keys())
+        assert seen, "sampling goes on while the trainer trains"
 
 
 def buffered_in(run: Path, step: int, trained: Set[str]) -> dict[str, Trajectory]:

@@ -30,7 +30,7 @@ from bapo_megatron.sync.channel import Channel, open_channel, push_until_whole
 from bapo_megatron.sync.verify import check_tokenizer
 from tests.integration.engines import EngineProcess, start_engines
 
-TIMEOUT_S = 4.0
+TIMEOUT_S = 10.0  # also on a busy machine, an engine that is well answers in time
 UPDATE_TIMEOUT = ("--update-timeout-s", str(TIMEOUT_S))
 REQUEST = GenerateRequest("ask", (3, 4, 5), 8, 1.0, (), 1)
 
@@ -165,7 +165,7 @@ def test_an_engine_that_ends_or_hangs_in_a_push_tears_it_for_nobody_else(
     world.learner.num_read = 0
     began_s = time.monotonic()
     world.push()
-    assert time.monotonic() - began_s < 2 * TIMEOUT_S + 5
+    assert time.monotonic() - began_s < 3 * TIMEOUT_S
     assert world.learner.num_read == 2 * len(world.learner.weights), "broken off, read to its end, and repeated"
     world.assert_live(*others)
     assert world.engines[index].url in world.pool.describe()
@@ -186,7 +186,7 @@ def test_who_waits_for_a_hung_member_gets_out_of_the_torn_group_and_takes_part_a
     world.learner.while_gathering = lambda i: world.processes[0].process.send_signal(signal.SIGSTOP) if i == 5 else None
     began_s = time.monotonic()
     world.push()
-    assert time.monotonic() - began_s < 3 * TIMEOUT_S + 5
+    assert time.monotonic() - began_s < 4 * TIMEOUT_S
     assert world.engines[1] in world.pool.live()
     assert world.engines[0] not in world.pool.live()
     world.learner.while_gathering = lambda i: None

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.errors import EngineError
-from bapo_megatron.sync.buckets import Bucket, TensorSpec, WeightStream, digest, plan_buckets, unpack
+from bapo_megatron.sync.buckets import Bucket, TensorSpec, WeightStream, digest, pack, plan_buckets, unpack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int8, torch.float8_e4m3fn]
 tensors = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(1, 5), max_size=3)), min_size=1, max_size=12)
@@ -26,7 +26,7 @@ def manifest_of(named: dict[str, torch.Tensor]) -> list[TensorSpec]:
 
 def filled(named: dict[str, torch.Tensor], bucket: Bucket) -> torch.Tensor:
     data = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-    WeightStream(iter(named.items()), manifest_of(named)).fill(bucket, data)
+    pack(bucket, WeightStream(iter(named.items()), manifest_of(named)).take(bucket), data)
     return data
 
 
@@ -39,7 +39,7 @@ def test_round_trip(kinds: list[tuple[torch.dtype, list[int]]], max_bytes: int) 
     for bucket in plan_buckets(manifest_of(named), max_bytes):
         assert len(bucket.specs) == 1 or bucket.num_bytes <= max_bytes
         data = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-        stream.fill(bucket, data)
+        pack(bucket, stream.take(bucket), data)
         received |= dict(unpack(data.clone(), bucket.specs))
     assert stream.next() is None
     assert received.keys() == named.keys()
@@ -78,7 +78,7 @@ def test_a_digest_tells_contents_apart(change: str) -> None:
     assert digest(tensor) != digest(other)
 
 
-def test_a_bucket_is_filled_with_no_more_than_its_own() -> None:
+def test_no_more_is_read_than_the_bucket_holds() -> None:
     read = []
 
     def source():
@@ -89,7 +89,7 @@ def test_a_bucket_is_filled_with_no_more_than_its_own() -> None:
     manifest = [TensorSpec(f"w{i}", "float32", (4,)) for i in range(10)]
     buckets = plan_buckets(manifest, 32)
     assert [len(bucket.specs) for bucket in buckets] == [2] * 5
-    WeightStream(source(), manifest).fill(buckets[0], torch.empty(32, dtype=torch.uint8))
+    WeightStream(source(), manifest).take(buckets[0])
     assert read == [0, 1]
 
 

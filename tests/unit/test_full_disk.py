@@ -52,9 +52,8 @@ def test_a_full_disk_is_a_clear_error_and_the_previous_checkpoint_stays_the_late
     store = CheckpointStore(tmp_path, keep_last=1)
     state: dict[str, Any] = {"rollout": "x" * 100_000}
     first = store.save(1, TinyLearner(1.0), state)  # type: ignore[arg-type]
-    with full_disk(after_bytes), pytest.raises(CheckpointError, match="step-000002") as raised:
+    with full_disk(after_bytes), pytest.raises(CheckpointError, match=r"cannot save .*step-000002") as raised:
         store.save(2, TinyLearner(2.0), state)  # type: ignore[arg-type]
-    assert str(raised.value).startswith("cannot save ")
     assert what in str(raised.value)
     assert "the previous checkpoint is still the latest" in str(raised.value)
     assert {p.name for p in tmp_path.iterdir()} == {"step-000001", "latest"}, "nothing half-written takes up room"

@@ -22,7 +22,7 @@ from bapo_megatron.rollout.manager import LoopThread
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.sync import broadcast
 from bapo_megatron.sync.broadcast import BroadcastChannel
-from bapo_megatron.sync.buckets import DIGEST, TensorSpec, digest, unpack
+from bapo_megatron.sync.buckets import DIGEST, TensorSpec, digest
 from bapo_megatron.sync.channel import push_until_whole
 from bapo_megatron.sync.members import Members
 
@@ -82,6 +82,7 @@ class ScriptedEngine:
         self.group: FakeGroup | None = None
         self.calls: list[str] = []
         self._num_taken = 0
+        self._num_received: list[int] = []
         self._one_at_a_time = asyncio.Lock()
 
     async def _stage(self, name: str) -> None:
@@ -113,24 +114,29 @@ class ScriptedEngine:
     async def begin_weight_update(self) -> None:
         await self._stage("begin")
         self._num_taken = 0
+        self._num_received = []
 
     async def update_weights(
-        self, names: Sequence[str], dtypes: Any, shapes: Any, group_name: str, *, version: int | None
+        self, names: Sequence[str], dtypes: Any, shapes: Any, group_name: str, *, flat: bool, version: int | None
     ) -> None:
         index, self._num_taken = self._num_taken, self._num_taken + 1
         await self._stage("first bucket" if index == 0 else "last bucket" if version is not None else "middle bucket")
         async with self._one_at_a_time:
-            await self._take(names, dtypes, shapes, index, version)
+            await self._take(names, shapes, version)
 
-    async def _take(self, names: Sequence[str], dtypes: Any, shapes: Any, index: int, version: int | None) -> None:
+    async def _take(self, names: Sequence[str], shapes: Any, version: int | None) -> None:
         assert self.group is not None
-        while len(self.group.sent) <= index:
+        num_before = sum(self._num_received)
+        while len(self.group.sent) < num_before + len(names):
             if self.group.is_abandoned:
                 raise BroadcastLostError(f"{self.url}: HTTP 400: Failed to receive weights")
             await asyncio.sleep(0.001)
         self.is_torn = True
-        specs = [TensorSpec(n, d, tuple(s)) for n, d, s in zip(names, dtypes, shapes, strict=True)]
-        self.weights |= {name: tensor.clone() for name, tensor in unpack(self.group.sent[index], specs)}
+        self._num_received.append(len(names))
+        received = self.group.sent[num_before : num_before + len(names)]
+        for name, shape, tensor in zip(names, shapes, received, strict=True):
+            assert tuple(tensor.shape) == tuple(shape)
+            self.weights[name] = tensor
         if version is not None:
             self.version, self.is_torn = str(version), False
 
@@ -229,7 +235,7 @@ def test_an_engine_that_fails_is_fenced_and_the_others_go_on(
     world.engines[1].faults = {stage: fault} if (stage, fault) != ("begin", "refuse") else {"begin": "die"}
     began_s, world.learner.num_read = time.monotonic(), 0
     world.push()
-    assert time.monotonic() - began_s < 2 * TIMEOUT_S + 1
+    assert time.monotonic() - began_s < 5 * TIMEOUT_S
     world.assert_goes_on(*"ac"[: num_engines - 1])
     assert world.learner.num_read % len(NAMES) == 0, "gathering is collective: every pass is read to its end"
     assert "http://b is fenced" in world.pool.describe()
@@ -292,20 +298,15 @@ def test_no_engine_left_says_why(loop: LoopThread) -> None:
     assert world.pool.live() == []
     assert re.fullmatch(r"http://b is fenced \(.*\); http://a is fenced \(.*\)", world.pool.describe())
 
-
-def test_no_engine_left_that_could_come_back_is_an_error(loop: LoopThread) -> None:
-    world = World(loop, 2)
-
-    def die() -> None:
+    def push_to_the_dying() -> None:
         for engine in world.engines:
             engine.faults = {"pause": "die"}
             world.pool.admit(engine)  # type: ignore[arg-type]
         world.push()
 
-    die()
-    die()
+    push_to_the_dying()
     with pytest.raises(EngineError, match=r"no rollout engine is left: http://a is lost \(.*; http://b is lost \("):
-        die()
+        push_to_the_dying()
 
 
 @pytest.mark.parametrize("stage", ["pause", "middle bucket", "end"])

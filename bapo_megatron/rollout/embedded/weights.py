@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
-from collections import deque
-from collections.abc import Iterable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +39,7 @@ class WeightUpdater:
         self._lock = threading.Lock()  # one command at a time
         self._in_session = False
         self._has_failed = False  # a bucket of this session was refused or lost
-        self._buffers = deque(torch.empty(0, dtype=torch.uint8) for _ in range(2))
-        self._buffer_users: deque[Future[None]] = deque()  # the copies out of buffers that are not known to be over
+        self._digests: dict[str, str] = {}  # of weights as they are; those of others are not known yet
 
     def init_group(self, body: InitGroupBody) -> None:
         """Join the trainer's group. Raises BadRequestError when the name is taken or the others do not come."""
@@ -90,15 +87,12 @@ class WeightUpdater:
             if not self._in_session:
                 raise BadRequestError("no weight update session is open; call begin_weight_update first")
             self._in_session = False
-            self._buffers = deque(torch.empty(0, dtype=torch.uint8) for _ in range(2))
             if self._has_failed and self._engine.is_torn:
                 raise BadRequestError("the weight update is incomplete: push all weights again")
             self._engine.call(lambda: self._engine.publish(None)).result(self._timeout_s)
 
     def update(self, body: UpdateWeightsBody) -> None:
-        """Receive one announced broadcast and put it in place; the next one may be received meanwhile.
-
-        A refusal comes before anything is received.
+        """Receive what was announced, and put it in place. A refusal comes before anything is received.
 
         Raises:
             BadRequestError: no session, no group, or tensors that are not this model's; the group is then closed, so
@@ -114,16 +108,16 @@ class WeightUpdater:
                     )
                 if body.abort_all_requests:
                     self._abort_all()
-                tensors = self._receive(group, specs, flat=body.load_format == "flattened_bucket")
+                self._run_when_still(lambda: self._engine.set_weights([], version=None))  # torn: it samples no more
+                self._receive(group, specs, flat=body.load_format == "flattened_bucket")
+                if body.flush_cache or body.weight_version is not None:
+                    self._run_when_still(lambda: self._finish(body))
             except Exception:
                 self._has_failed = True
                 if group is not None:
                     del self._groups[body.group_name]
                     group.close()
                 raise
-            installing = self._engine.call_when_still(lambda: self._install(tensors, body))
-            self._buffer_users.append(installing)
-        self._wait_until_installed(installing)
 
     def update_from_disk(self, body: UpdateFromDiskBody) -> None:
         """Load a checkpoint folder; all of it is checked before any of it is put in place.
@@ -142,12 +136,15 @@ class WeightUpdater:
             if body.abort_all_requests:
                 self._abort_all()
             tensors = ((name, file.get_tensor(name)) for file in opened for name in file.keys())  # noqa: SIM118
-            self._wait_until_installed(self._engine.call_when_still(lambda: self._install_all(tensors, body)))
+            self._digests.clear()
+            self._run_when_still(lambda: self._install_all(tensors, body))
 
     def checksum(self) -> dict[str, Any]:
         """Digest of each weight that the model holds under its Hugging Face name, and of all together."""
         weights = self._engine.model.named_weights
-        checksums = self._engine.call(lambda: {name: digest(t) for name, t in weights.items()}).result(self._timeout_s)
+        with self._lock:
+            checksums = {name: self._digests.get(name) or digest(tensor) for name, tensor in weights.items()}
+            self._digests = checksums
         whole = hashlib.sha256("".join(f"{n}{checksums[n]}" for n in sorted(checksums)).encode()).hexdigest()
         return {
             "algorithm": DIGEST,
@@ -163,17 +160,17 @@ class WeightUpdater:
     def _abort_all(self) -> None:
         self._engine.call(lambda: self._engine.abort(None)).result(self._timeout_s)
 
-    def _wait_until_installed(self, installing: Future[None]) -> None:
-        """Once the engine is still."""
+    def _run_when_still(self, command: Callable[[], None]) -> None:
+        """Run it on the engine thread once nothing is being decoded, or the engine is paused."""
+        done = self._engine.call_when_still(command)
         try:
-            installing.result(self._timeout_s)
+            done.result(self._timeout_s)
         except TimeoutError:
-            if installing.cancel():
-                self._has_failed = True
+            if done.cancel():
                 raise BadRequestError(
                     f"requests were still running after {self._timeout_s:g} s; pause generation before an update"
                 ) from None
-            installing.result(self._timeout_s)
+            done.result(self._timeout_s)
 
     def _check_files(self, files: list[safe_open]) -> None:
         """Raises CheckpointError unless the files hold exactly the model's weights."""
@@ -207,42 +204,35 @@ class WeightUpdater:
             specs.append(TensorSpec(name, dtype, tuple(shape)))
         return specs
 
-    def _receive(self, group: UpdateGroup, specs: list[TensorSpec], *, flat: bool) -> list[tuple[str, Tensor]]:
-        """One flat bucket, or one broadcast per tensor. Raises BadRequestError where it does not arrive."""
+    def _receive(self, group: UpdateGroup, specs: list[TensorSpec], *, flat: bool) -> None:
+        """One flat bucket, or one broadcast per weight straight into its place, digested while the next one travels.
+
+        Raises:
+            BadRequestError: it does not arrive.
+        """
+        places = {spec.name: self._engine.model.named_weights[spec.name] for spec in specs}
+        for name in places:
+            self._digests.pop(name, None)
         try:
             if flat:
-                data = self._free_buffer(sum(spec.num_bytes for spec in specs))
+                data = torch.empty(sum(spec.num_bytes for spec in specs), dtype=torch.uint8)
                 group.broadcast(data).wait()
-                return unpack(data, specs)
-            tensors = [(spec.name, torch.empty(spec.shape, dtype=spec.torch_dtype)) for spec in specs]
-            for work in [group.broadcast(tensor) for _, tensor in tensors]:
+                for name, tensor in unpack(data, specs):
+                    places[name].copy_(tensor)
+                return
+            works = [group.broadcast(place) for place in places.values()]
+            for (name, place), work in zip(places.items(), works, strict=True):
                 work.wait()
-            return tensors
+                self._digests[name] = digest(place)
         except (RuntimeError, ValueError) as problem:
             raise BadRequestError(f"Failed to receive weights: {problem}") from problem
 
-    def _free_buffer(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes] of one of two buffers that take turns: one is received into while the other is copied."""
-        while len(self._buffer_users) >= len(self._buffers):
-            user = self._buffer_users.popleft()
-            with contextlib.suppress(Exception):  # its own request tells what went wrong
-                user.result(self._timeout_s)
-        self._buffers.rotate()
-        if self._buffers[0].numel() < num_bytes:
-            self._buffers[0] = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._buffers[0][:num_bytes]
-
-    def _install(self, tensors: list[tuple[str, Tensor]], body: UpdateWeightsBody) -> None:
-        """Runs on the engine thread: nothing is sampled meanwhile."""
-        if self._has_failed:
-            raise BadRequestError("an earlier part of this weight update failed")
-        try:
-            if body.flush_cache:
-                self._engine.flush_cache()
-            self._engine.set_weights(tensors, version=body.weight_version)
-        except Exception:
-            self._has_failed = True
-            raise
+    def _finish(self, body: UpdateWeightsBody) -> None:
+        """Runs on the engine thread."""
+        if body.flush_cache:
+            self._engine.flush_cache()
+        if body.weight_version is not None:
+            self._engine.publish(body.weight_version)
 
     def _install_all(self, tensors: Iterable[tuple[str, Tensor]], body: UpdateFromDiskBody) -> None:
         """Runs on the engine thread; should a file fail half-way, nothing is sampled from the mixture."""

@@ -1,0 +1,376 @@
+"""Synchronous, partial, over-sampled and overlapped rollouts of one engine, side by side in one run, and their bounds.
+
+    python benchmarks/rollout.py [--quick]
+
+One embedded engine process, the scheduler and the weight channel are the real ones. Three things are made up: response
+lengths are drawn from a long-tailed (log-normal) distribution, the same for every mode, and imposed on the engine's
+answers; prompts are random tokens of one length; and an optimizer step is a wait of a stated length that leaves the CPU
+to the engine, as a trainer on other devices would. Weights are really pushed after it.
+
+The bound beside it is derived in rollout_bound.py. Training takes a stated share of the synchronous rollout. Speeds are
+compared with those of the synchronous mode a moment before: the modes take turns, so that the comparison holds on a
+machine that others use too. Tokens of a few steps differ by the luck of their lengths, and by what waits in the buffer;
+steps do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rollout_bound import CALIBRATION_TOKENS, Bound, StepCost, Workload, bound
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from bapo_megatron.config.schema import RolloutConfig, SyncConfig
+from bapo_megatron.errors import EngineError
+from bapo_megatron.launch import processes
+from bapo_megatron.rollout.base import GenerateRequest, GenerateResult
+from bapo_megatron.rollout.client import HttpEngine
+from bapo_megatron.rollout.manager import LoopThread
+from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.rollout.scheduler import Scheduler
+from bapo_megatron.sync.broadcast import BroadcastChannel
+from bapo_megatron.sync.buckets import TensorSpec
+from bapo_megatron.types import Prompt
+
+TIMEOUT_S = 300.0
+VOCAB_SIZE = 128
+NUM_CALIBRATIONS = 3
+NUM_BOUND_STEPS = 32  # whose lengths the bound is taken over
+MAX_STALENESS = 8  # of the overlapped mode, in steps: a response of full length lasts several of them
+
+
+class PlannedEngine(HttpEngine):
+    """The real engine; a response ends ("stop") when it has the length that the workload gives it."""
+
+    def __init__(self, url: str, workload: Workload) -> None:
+        super().__init__(url, request_timeout_s=TIMEOUT_S, vocab_size=VOCAB_SIZE)
+        self._workload = workload
+
+    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
+        left = [self._tokens_left(request) for request in requests]
+        capped = [replace(r, max_new_tokens=min(r.max_new_tokens, n)) for r, n in zip(requests, left, strict=True)]
+        results = await super().generate_many(capped)
+        return [_stopped(result, n) for result, n in zip(results, left, strict=True)]
+
+    def _tokens_left(self, request: GenerateRequest) -> int:
+        sample_id = request.rid.split("-")[0]
+        return self._workload.length(sample_id) - (len(request.token_ids) - self._workload.prompt_tokens)
+
+
+def _stopped(result: GenerateResult | EngineError, tokens_left: int) -> GenerateResult | EngineError:
+    if isinstance(result, EngineError) or len(result.token_ids) < tokens_left:
+        return result
+    return replace(result, finish_reason="stop")
+
+
+class RandomPrompts:
+    """An endless stream of prompts of one length."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._next_id = 0
+
+    def next(self) -> Prompt:
+        prompt_id, self._next_id = self._next_id, self._next_id + 1
+        return Prompt(prompt_id, random_tokens(self._workload.prompt_tokens, seed=prompt_id), "", "", "random")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next_id": self._next_id}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._next_id = state["next_id"]
+
+
+def random_tokens(num_tokens: int, seed: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(VOCAB_SIZE, size=num_tokens).tolist())
+
+
+def save_model(folder: Path, max_context: int) -> dict[str, Tensor]:
+    """A random policy of the demo model's size that never ends a response by itself; returns its weights."""
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=max_context,
+        tie_word_embeddings=False,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    return dict(model.state_dict())
+
+
+@contextmanager
+def engine_process(folder: Path, workload: Workload) -> Iterator[tuple[str, int]]:
+    """URL and process id of an embedded engine with one CPU thread."""
+    ready = folder / "engine.json"
+    command = [
+        sys.executable,
+        "-m",
+        "bapo_megatron.rollout.embedded",
+        "--model-path",
+        str(folder),
+        "--exit-with-parent",
+    ]
+    command += ["--max-context", str(workload.max_context), "--max-running", str(workload.slots)]
+    engine = processes.start([*command, "--ready-file", str(ready)], folder / "engine.log", {"OMP_NUM_THREADS": "1"})
+    try:
+        processes.wait_until(ready.exists, engine, folder / "engine.log", TIMEOUT_S)
+        yield f"http://127.0.0.1:{json.loads(ready.read_text())['port']}", engine.pid
+    finally:
+        processes.end([engine])
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time that the threads of a process have used, in seconds, to the nanosecond (Linux, proc(5))."""
+    return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+
+
+async def measure_cost(engine: HttpEngine, pid: int, workload: Workload) -> StepCost:
+    """Time decode steps alone: a call for many tokens less a call for one, which has the same prefill."""
+    rows = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n < workload.slots] + [workload.slots]
+    contexts = [workload.prompt_tokens, workload.max_response_tokens]
+
+    async def call_s(num_rows: int, context: int, num_tokens: int) -> float:
+        requests = [
+            GenerateRequest(f"cost-{i}", random_tokens(context, seed=i), num_tokens, 1.0, (), seed=i)
+            for i in range(num_rows)
+        ]
+        start = cpu_s(pid)
+        await engine.generate_many(requests)
+        return cpu_s(pid) - start
+
+    async def step_s(num_rows: int, context: int) -> float:
+        one = [await call_s(num_rows, context, 1) for _ in range(NUM_CALIBRATIONS)]
+        many = [await call_s(num_rows, context, 1 + CALIBRATION_TOKENS) for _ in range(NUM_CALIBRATIONS)]
+        return (min(many) - min(one)) / CALIBRATION_TOKENS
+
+    return StepCost(rows, contexts, [[await step_s(n, c) for c in contexts] for n in rows])
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "synchronous": {},
+    "partial": {"tokens_per_round": 32},
+    "over-sampled": {"abort_tail": True},
+    "overlapped": {"overlap": True, "max_staleness": MAX_STALENESS},
+}
+
+
+@dataclass(slots=True)
+class Measured:
+    """Some steps of one mode in steady state. Seconds of wall time; tokens of responses."""
+
+    num_steps: int = 0
+    wall_s: float = 0.0
+    idle_s: float = 0.0  # the trainer waited for its batch
+    train_s: float = 0.0
+    engine_cpu_s: float = 0.0
+    generated_tokens: int = 0
+    trained_tokens: int = 0
+    ages: list[int] = field(default_factory=list)  # of trained tokens, in optimizer updates
+
+
+class ModeRun:
+    """One mode's training loop. It runs in turns with the others', and goes on where its last turn left off."""
+
+    def __init__(self, mode: str, bench: Bench) -> None:
+        w = bench.workload
+        config = RolloutConfig(
+            prompts_per_step=w.prompts_per_step,
+            samples_per_prompt=w.samples_per_prompt,
+            max_response_tokens=w.max_response_tokens,
+            max_concurrent_requests=w.slots,
+            request_timeout_s=TIMEOUT_S,
+            **MODES[mode],
+        )
+        self._scheduler = Scheduler(
+            config,
+            pool=EnginePool([bench.engine]),
+            prompts=RandomPrompts(w),
+            score=lambda trajectories: [0.0] * len(trajectories),
+            stop_token_ids=(),
+            seed=w.seed,
+        )
+        self._bench = bench
+        self._version = 0
+
+    def turn(self, num_steps: int, *, train_s: Callable[[float], float], num_warmup: int = 1) -> Measured:
+        """Batch, optimizer step, push; the first steps fill the slots again and are not counted.
+
+        `train_s` gives the length of the optimizer step, from the time that its batch took.
+        """
+        bench, tokens = self._bench, self._scheduler.ledger.num_tokens
+        bench.push(self._version)
+        for step in range(num_warmup + num_steps):
+            if step in (0, num_warmup):
+                measured, start_s = Measured(), time.perf_counter()
+                tokens_before, cpu_before_s = tokens["generated"], cpu_s(bench.pid)
+            asked_s = time.perf_counter()
+            groups, _ = bench.loop.run(self._scheduler.take(self._version, self._version), TIMEOUT_S)
+            assert groups is not None, "the engine was lost"
+            waited_s = time.perf_counter() - asked_s
+            measured.idle_s += waited_s
+            measured.train_s += train_s(waited_s)
+            measured.ages += [self._version - v for g in groups for t in g.trajectories for v in t.versions]
+            time.sleep(train_s(waited_s))
+            self._version += 1
+            self._scheduler.expect(self._version)
+            bench.push(self._version)
+        measured.num_steps, measured.wall_s = num_steps, time.perf_counter() - start_s
+        measured.generated_tokens = tokens["generated"] - tokens_before
+        measured.engine_cpu_s = cpu_s(bench.pid) - cpu_before_s
+        measured.trained_tokens = len(measured.ages)
+        bench.loop.run(self._scheduler.close(), TIMEOUT_S)
+        return measured
+
+
+class Bench:
+    """One engine, the loop of its requests and its weight channel, which all modes use in turns."""
+
+    def __init__(self, workload: Workload, url: str, pid: int, weights: dict[str, Tensor]) -> None:
+        self.workload = workload
+        self.pid = pid
+        self.loop = LoopThread()
+        self.engine = PlannedEngine(url, workload)
+        self._weights = weights
+        self._channel = BroadcastChannel(EnginePool([self.engine]), SyncConfig(timeout_s=TIMEOUT_S), self.loop.submit)
+        self._channel.connect([TensorSpec.of(name, tensor) for name, tensor in self._weights.items()])
+
+    def cost(self) -> StepCost:
+        plain = HttpEngine(self.engine.url, request_timeout_s=TIMEOUT_S)
+
+        async def measure() -> StepCost:
+            try:
+                return await measure_cost(plain, self.pid, self.workload)
+            finally:
+                await plain.close()
+
+        return self.loop.run(measure(), 4 * TIMEOUT_S)
+
+    def push(self, version: int) -> None:
+        self._channel.push(iter(self._weights.items()), version)
+
+    def close(self) -> None:
+        self._channel.close()
+        self.loop.run(self.engine.close(), TIMEOUT_S)
+        self.loop.close()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Rollout modes of one engine, side by side.")
+    parser.add_argument("--quick", action="store_true", help="a small workload, few steps: does it run?")
+    parser.add_argument("--turns", type=int, default=5, help="how often each mode has its turn")
+    parser.add_argument("--steps", type=int, default=3, help="steps of a turn that count; one more comes before them")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before the first turn")
+    parser.add_argument("--train-share", type=float, default=0.5, help="training time / synchronous rollout time")
+    args = parser.parse_args(argv)
+    workload = Workload()
+    if args.quick:
+        args.turns, args.warmup, args.steps = 1, 0, 1
+        workload = Workload(prompts_per_step=2, max_response_tokens=48, median_tokens=6.0)
+    with tempfile.TemporaryDirectory() as folder:
+        weights = save_model(Path(folder), workload.max_context)
+        with engine_process(Path(folder), workload) as (url, pid):
+            bench = Bench(workload, url, pid, weights)
+            compare(bench, args)
+            bench.close()
+
+
+def compare(bench: Bench, args: argparse.Namespace) -> None:
+    w = bench.workload
+    lengths = w.lengths(500)
+    print(
+        f"{w.prompts_per_step} prompts x {w.samples_per_prompt} responses a step, {w.slots} slots; response tokens: "
+        f"median {statistics.median(lengths):.0f}, mean {statistics.fmean(lengths):.0f}, at most {max(lengths)} "
+        f"(log-normal, sigma {w.sigma:g})"
+    )
+    cost = bench.cost()
+    middle = (cost.contexts[0] + cost.contexts[-1]) // 2
+    print(f"engine, tokens per second of its CPU time with responses of {middle} tokens, by running responses:")
+    print("   " + "   ".join(f"{n}: {n / cost(n, middle):.0f}" for n in cost.rows))
+    theory = bound(w, cost, num_steps=NUM_BOUND_STEPS, train_share=args.train_share)
+    runs = {mode: ModeRun(mode, bench) for mode in MODES}
+    results: dict[str, list[Measured]] = {mode: [] for mode in MODES}
+    if args.warmup:
+        for run in runs.values():
+            run.turn(0, num_warmup=args.warmup, train_s=lambda waited_s: 0.0)
+    for _ in range(args.turns):
+        first = runs["synchronous"].turn(args.steps, train_s=lambda waited_s: args.train_share * waited_s)
+        train_s = first.train_s / args.steps
+        print(f"training takes {train_s:.2f} s a step: {args.train_share:g} x the rollout of a synchronous step")
+        print_header()
+        for mode, run in runs.items():
+            is_first = mode == "synchronous"
+            results[mode].append(first if is_first else run.turn(args.steps, train_s=lambda waited_s, s=train_s: s))
+            print_row(mode, results[mode][-1:], results["synchronous"][-1:], theory)
+    if args.turns > 1:
+        print(f"medians of {args.turns} turns (lowest to highest)")
+        print_header()
+        for mode, measured in results.items():
+            print_row(mode, measured, results["synchronous"], theory)
+
+
+def print_header() -> None:
+    columns = (
+        "mode",
+        "generated/s",
+        "trained/s",
+        "generated x",
+        "trained x",
+        "steps x",
+        "bound x",
+        "idle",
+        "bound",
+        "per CPU s",
+    )
+    print("| " + " | ".join(columns) + " | age mean | max |\n" + "|---" * (len(columns) + 2) + "|", flush=True)
+
+
+def print_row(mode: str, runs: Sequence[Measured], baseline: Sequence[Measured], theory: Bound) -> None:
+    """One mode's turns: tokens per second, those against the same turn's `baseline`, the trainer's idle share, ages."""
+    generated = [r.generated_tokens / r.wall_s for r in runs]
+    trained = [r.trained_tokens / r.wall_s for r in runs]
+    ages = [age for r in runs for age in r.ages]
+    cells = (
+        mode,
+        _spread(generated, 0),
+        _spread(trained, 0),
+        _spread([v * b.wall_s / b.generated_tokens for v, b in zip(generated, baseline, strict=True)], 2),
+        _spread([v * b.wall_s / b.trained_tokens for v, b in zip(trained, baseline, strict=True)], 2),
+        _spread([r.num_steps / r.wall_s * b.wall_s / b.num_steps for r, b in zip(runs, baseline, strict=True)], 2),
+        f"{theory.speedup(mode):.2f}",
+        _spread([r.idle_s / r.wall_s for r in runs], 2),
+        f"{theory.idle_share(mode):.2f}",
+        _spread([r.generated_tokens / r.engine_cpu_s for r in runs], 0),
+        f"{statistics.fmean(ages):.2f}",
+        f"{max(ages)}",
+    )
+    print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    middle = f"{statistics.median(values):.{digits}f}"
+    return middle if len(values) == 1 else f"{middle} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+if __name__ == "__main__":
+    main()
