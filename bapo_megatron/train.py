@@ -127,10 +127,8 @@ def _optimizer_steps(batch: Batch, config: Config, step: int, learner: Learner) 
         num_minibatches=config.train.minibatches_per_step,
         num_epochs=config.train.epochs_per_step,
         seed=config.run.seed * 1_000_003 + step,
-        data_rank=learner.data_rank,
-        data_size=learner.data_size,
         max_tokens=config.train.max_tokens_per_microbatch,
-        pad_multiple=config.parallel.tensor if config.parallel.sequence else 1,
+        share=learner.share,
     )
 
 

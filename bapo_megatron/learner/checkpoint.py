@@ -52,10 +52,7 @@ def load(learner: MegatronLearner, folder: Path) -> None:
     """
     state = read_state(folder, learner.shape)
     for part, name in PARTS.items():
-
-        def fill(parameter: Parameter, tensor: Tensor, name: str = name) -> None:
-            learner.adam.fill(parameter, name, tensor)
-
+        fill = partial(_fill, learner, name)
         if part == WEIGHTS or state["version"] > 0 or (folder / part).exists():
             load_weights(learner.model, learner.shape, learner.layout, folder / part, fill)
         else:
@@ -63,3 +60,7 @@ def load(learner: MegatronLearner, folder: Path) -> None:
                 fill(parameter, torch.zeros_like(parameter))
     learner.version, learner.num_skipped_updates = state["version"], state["skipped_updates"]
     learner.adam.set_steps(learner.version - learner.num_skipped_updates)
+
+
+def _fill(learner: MegatronLearner, name: str, parameter: Parameter, tensor: Tensor) -> None:
+    learner.adam.fill(parameter, name, tensor)

@@ -193,10 +193,10 @@ def test_two_processes_equal_reference(folder: Path) -> None:
         ("qwen2", {"pipeline": 2}, 1000),
         ("llama", {"tensor": 2}, 60),
         ("llama", {"pipeline": 2}, 60),
+        ("llama_biases", {"tensor": 2, "sequence": True}, 60),
         ("qwen3", {"context": 2}, 30),
         ("qwen2", {"pipeline": 2, "virtual_pipeline": 2}, 60),
         ("qwen2", {"data": 2, "distributed": True}, 60),
-        ("llama_biases", {"tensor": 2, "sequence": True}, 60),
     ]
     run_distributed(check_layouts, 2, folder, cases, timeout_s=240)
 
