@@ -46,26 +46,14 @@ class Share:
 
 
 def minibatches(
-    batch: Batch,
-    *,
-    num_minibatches: int,
-    num_epochs: int,
-    seed: int,
-    max_tokens: int,
-    share: Share | None = None,
-    data_rank: int = 0,
-    data_size: int = 1,
-    pad_multiple: int = 1,
+    batch: Batch, *, num_minibatches: int, num_epochs: int, seed: int, max_tokens: int, share: Share
 ) -> Iterator[MiniBatch]:
     """The optimizer steps of one rollout batch: `num_epochs` passes of `num_minibatches` each, newly shuffled.
 
     Args:
         max_tokens: tokens of one micro-batch on one rank; a longer single sequence gets a micro-batch of its own.
-        share: this rank's part and its form; the other ranks call with the same arguments and their own share. Unset:
-            made of the last three arguments, for layouts without context parallelism and virtual pipeline.
+        share: this rank's part and its form; the other ranks call with the same arguments and their own share.
     """
-    if share is None:
-        share = Share(data_rank, data_size, tokens_multiple=pad_multiple, equal_lengths=True)
     starts_S = batch.seq_lens_S.cumsum(0) - batch.seq_lens_S
     padded_lens_S = round_up(batch.seq_lens_S, share.num_chunks)
     num_bins_multiple = share.data_size * share.packs_multiple

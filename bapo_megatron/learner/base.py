@@ -29,8 +29,6 @@ class Learner(Protocol):
 
     version: int  # optimizer updates so far = weight version
     share: Share  # how mini-batches are to be packed for this rank
-    data_rank: int
-    data_size: int
 
     def log_probs(self, minibatch: MiniBatch) -> list[Tensor] | None:
         """Log-probs at the current weights, no gradient: one float32 [R] per micro-batch; None off the last stage."""

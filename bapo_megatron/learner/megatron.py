@@ -77,7 +77,6 @@ class MegatronLearner:
         self.num_skipped_updates = 0
         self.settings = transformer_config(self.shape, config)
         self.share = self.layout.share(sequence_parallel=self.settings.sequence_parallel)
-        self.data_rank, self.data_size = self.layout.data_rank, self.layout.data_size
         chunks = range(self.layout.num_chunks)
         self.model = ModuleList(PolicyModel(self.settings, self.shape, self.layout, i) for i in chunks).to(device())
         load_weights(self.model, self.shape, self.layout, hf_path)
@@ -128,7 +127,7 @@ class MegatronLearner:
         return outputs if self.layout.is_last_stage else None
 
     def sum_over_data_ranks(self, table: Tensor | None) -> Tensor:
-        """Sum of a small fp64 table over data ranks, on every rank: see `Learner.sum_over_data_ranks`."""
+        """Sum of a small fp64 table over data and context ranks, on every rank: see `Learner.sum_over_data_ranks`."""
         return self.layout.reduce_over_data(table)
 
     # learning

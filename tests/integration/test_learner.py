@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bapo_megatron.buffer.packing import minibatches
+from bapo_megatron.buffer.packing import Share, minibatches
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
@@ -193,10 +193,10 @@ def test_two_processes_equal_reference(folder: Path) -> None:
         ("qwen2", {"pipeline": 2}, 1000),
         ("llama", {"tensor": 2}, 60),
         ("llama", {"pipeline": 2}, 60),
+        ("llama_biases", {"tensor": 2, "sequence": True}, 60),
         ("qwen3", {"context": 2}, 30),
         ("qwen2", {"pipeline": 2, "virtual_pipeline": 2}, 60),
         ("qwen2", {"data": 2, "distributed": True}, 60),
-        ("llama_biases", {"tensor": 2, "sequence": True}, 60),
     ]
     run_distributed(check_layouts, 2, folder, cases, timeout_s=240)
 
@@ -214,6 +214,10 @@ def check_fewer_sequences_than_ranks(rank: int, world_size: int, root: Path) -> 
         metrics = learner.step(minibatch, BOUNDS).metrics
         assert metrics["loss/policy"] == pytest.approx(want.loss, rel=TOLERANCE), layout
         assert metrics["optimizer/grad_norm"] == pytest.approx(want.grad_norm, rel=TOLERANCE), layout
+        if "context" in layout:
+            learner.share = Share()
+            with pytest.raises(AssertionError, match="packed for other context ranks"):
+                learner.step(make_minibatch(learner, 60, batch), BOUNDS)
         parallel_state.destroy_model_parallel()
 
 
@@ -271,7 +275,7 @@ def check_broken_gradient(rank: int, world_size: int, root: Path, distributed: b
     minibatch = make_minibatch(learner, 60, random_batch())
     before = {name: weight.clone() for name, weight in learner.named_weights()}
     broken = minibatch
-    if learner.data_rank == 1:
+    if learner.layout.data_rank == 1:
         micro = minibatch.micro_batches[0]
         advantages_R = torch.where(micro.mask_R, torch.nan, micro.advantages_R)
         micro = dataclasses.replace(micro, advantages_R=advantages_R)
