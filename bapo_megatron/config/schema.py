@@ -145,9 +145,9 @@ class RolloutConfig(Section):
     max_restarts: int = Field(3, ge=0)
     """embedded, sglang: how often each server is started again, after growing delays, when it has ended or hangs. One
     that has no restart left stays away; the run goes on with the others."""
-    hang_timeout_s: PositiveFloat = 300.0
+    hang_timeout_s: PositiveFloat = 600.0
     """embedded, sglang: a server that has not answered for this long is killed and started again. An SGLang server does
-    not answer while it takes in a bucket of weights: keep this above sync.timeout_s."""
+    not answer within a forward pass, or while it takes in a bucket of weights: keep this above sync.timeout_s."""
     router_url: str | None = None
     """attach: an sglang-router of yours in front of the servers in `urls`, such as "http://127.0.0.1:30001". Requests
     for tokens go through it, one by one; everything else goes to the servers themselves."""

@@ -298,7 +298,7 @@ class Campaign:
         await site.post("/pause_generation", {"mode": "in_place"})
         reply = asyncio.get_running_loop().create_task(answer())  # type: ignore[arg-type]
         self._keep(reply)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(self.timeouts.request_s / 40)
         return reply
 
     def later(self, *actions: Awaitable[Any]) -> None:
