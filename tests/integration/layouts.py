@@ -1,11 +1,10 @@
 """The table of docs/layouts.md: every layout against one process, measured.
 
-python -m tests.integration.layouts > docs/layouts.md
+python -m tests.integration.layouts        measures, and writes the table into docs/layouts.md
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -202,13 +201,13 @@ def table(differences: dict[str, dict[str, Difference]]) -> str:
 
 
 def main() -> None:
-    """Write the page with newly measured numbers to standard output."""
+    """Measure, and write the numbers into the page."""
     with tempfile.TemporaryDirectory() as folder:
         differences = measure_all(Path(folder))
     text = PAGE.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    sys.stdout.write(f"{before}{BEGIN}\n{table(differences)}\n{END}{after}")
+    PAGE.write_text(f"{before}{BEGIN}\n{table(differences)}\n{END}{after}", encoding="utf-8")
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "layouts.md"
