@@ -152,15 +152,17 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward pass on one data-parallel rank: packed sequences, and which hidden rows predict a response token.
+    """One forward pass on one rank: packed sequences, and which hidden rows predict a response token.
 
-    Padding, where the layout asks for equal lengths, is one extra sequence at the end without response rows.
-    rows_R[i] is the index t-1 of the hidden state that predicts the response token targets_R[i] = token_ids_T[t].
+    Padding, where the layout asks for it, ends a sequence or is one extra sequence at the end; it has no response rows.
+    rows_R[i] is where the hidden state that predicts the response token targets_R[i] is among this rank's tokens.
+    With context parallelism the T tokens are this rank's part of the pack (`buffer.packing.context_tokens`), the R rows
+    those of its hidden states, and cu_seqlens_S1 describes the whole pack.
     """
 
     token_ids_T: Tensor  # int64
     position_ids_T: Tensor  # int64, restarts at 0 in each sequence
-    cu_seqlens_S1: Tensor  # int32, [S + 1], starts with 0, ends with T
+    cu_seqlens_S1: Tensor  # int32, [S + 1], starts with 0, ends with T x context ranks
     rows_R: Tensor  # int64, ascending
     batch_rows_R: Tensor  # int64: where in the Batch each response token is
     targets_R: Tensor  # int64
@@ -177,13 +179,14 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """One optimizer step: this data-parallel rank's micro-batches, and the token count of all ranks together.
+    """One optimizer step: this rank's micro-batches, and the token count of all ranks together.
 
-    Every data-parallel rank holds the same number of micro-batches, each padded to the same number of tokens.
+    Every data-parallel rank holds the same number of micro-batches. Where the layout has pipeline stages, those of a
+    data-parallel rank have the same number of tokens.
     """
 
     micro_batches: tuple[MicroBatch, ...]
-    num_trained_tokens: int  # over all data-parallel ranks: the divisor of loss and gradient
+    num_trained_tokens: int  # over all data and context ranks: the divisor of loss and gradient
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,8 @@ def max_microbatches(config: Config) -> int:
     """Micro-batches of one update on one data rank if every prompt and response is as long as allowed."""
     per_rank = -(-_sequences_per_minibatch(config) // config.parallel.data)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    per_microbatch = max(1, config.train.max_tokens_per_microbatch // longest)
+    budget = config.train.max_tokens_per_microbatch * config.parallel.context
+    per_microbatch = max(1, budget // longest)
     return -(-per_rank // per_microbatch)
 
 
@@ -109,8 +110,17 @@ def _layout(config: Config) -> Iterator[Violation]:
             f"parallel.num_ranks={p.num_ranks}, but tensor x pipeline x context x data = "
             f"{p.tensor} x {p.pipeline} x {p.context} x {p.data} = {product}; {_rank_advice(config)}"
         )
-    if p.context > 1:
-        yield Violation(f"parallel.context={p.context} is not supported yet; set parallel.context=1")
+    if p.virtual_pipeline > 1 and p.pipeline == 1:
+        yield Violation(
+            f"parallel.virtual_pipeline={p.virtual_pipeline} cuts pipeline stages into chunks and needs "
+            "parallel.pipeline above 1; set parallel.virtual_pipeline=1"
+        )
+    if config.optimizer.distributed and p.data * p.context == 1:
+        yield Violation(
+            "optimizer.distributed=true splits Adam's state over parallel.data x context ranks, and there is one; "
+            "set optimizer.distributed=false",
+            "warning",
+        )
     if p.sequence and p.tensor == 1:
         yield Violation(
             "parallel.sequence=true splits within the tensor-parallel group and needs parallel.tensor above 1; "
@@ -348,7 +358,7 @@ def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:
     from bapo_megatron.learner.hf.shapes import validate_layout
 
     p = config.parallel
-    yield from (Violation(message) for message in validate_layout(hf_config, p.tensor, p.pipeline))
+    yield from (Violation(message) for message in validate_layout(hf_config, p.tensor, p.pipeline, p.virtual_pipeline))
     heads, ranks = hf_config.get("num_attention_heads"), config.rollout.server_tensor_parallel
     if isinstance(heads, int) and heads % ranks:
         yield Violation(

@@ -145,9 +145,9 @@ class RolloutConfig(Section):
     max_restarts: int = Field(3, ge=0)
     """embedded, sglang: how often each server is started again, after growing delays, when it has ended or hangs. One
     that has no restart left stays away; the run goes on with the others."""
-    hang_timeout_s: PositiveFloat = 300.0
+    hang_timeout_s: PositiveFloat = 600.0
     """embedded, sglang: a server that has not answered for this long is killed and started again. An SGLang server does
-    not answer while it takes in a bucket of weights: keep this above sync.timeout_s."""
+    not answer within a forward pass, or while it takes in a bucket of weights: keep this above sync.timeout_s."""
     router_url: str | None = None
     """attach: an sglang-router of yours in front of the servers in `urls`, such as "http://127.0.0.1:30001". Requests
     for tokens go through it, one by one; everything else goes to the servers themselves."""
@@ -201,6 +201,9 @@ class OptimizerConfig(Section):
     """Added to the root of Adam's second moment."""
     clip_grad: PositiveFloat = 1.0
     """Largest global gradient norm."""
+    distributed: bool = False
+    """Split Adam's state (and the float32 copy of bfloat16 weights) over the data and context ranks, as Megatron's
+    distributed optimizer does. The same update for less memory."""
 
 
 class TrainConfig(Section):
@@ -215,7 +218,8 @@ class TrainConfig(Section):
     epochs_per_step: PositiveInt = 1
     """Passes over each rollout batch (sample replay)."""
     max_tokens_per_microbatch: PositiveInt = 8192
-    """Packed tokens in one forward pass; a longer single sequence gets a micro-batch of its own."""
+    """Packed tokens in one forward pass of one rank; a longer single sequence gets a micro-batch of its own. With
+    context parallelism a pack is shared by parallel.context ranks and holds that many times more."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Rows whose logits exist at once when log-probs are computed."""
     entropy_coef: float = Field(0.0, ge=0)
@@ -231,8 +235,11 @@ class ParallelConfig(Section):
     """Ranks that share each layer; must divide attention heads and key-value heads."""
     pipeline: PositiveInt = 1
     """Stages that the layers are cut into; must divide the number of layers."""
+    virtual_pipeline: PositiveInt = 1
+    """Chunks of layers on each stage, visited in turn: smaller bubbles, more messages. Above 1 it needs pipeline
+    stages, and pipeline x virtual_pipeline must divide the number of layers."""
     context: PositiveInt = 1
-    """Ranks that share each sequence. Not supported yet: leave it at 1."""
+    """Ranks that share each sequence, for long ones: attention gathers keys and values, all else stays split."""
     data: PositiveInt = 1
     """Copies of the model, each with a share of every mini-batch."""
     sequence: bool = False

@@ -130,6 +130,7 @@ def _embedded_specs(config: Config, model_path: Path, logs: Sequence[Path], port
         *("--max-running", str(r.max_concurrent_requests)),
         *("--threads", str(threads)),
         *("--dtype", config.model.dtype),
+        *("--update-timeout-s", str(config.sync.timeout_s)),
         "--exit-with-parent",
     ]
     return [

@@ -3,52 +3,114 @@
 Sequences of similar length are laid side by side in padded blocks, one call of scaled_dot_product_attention per block.
 Padding stands at the end of a sequence, where a causal query never looks, so the result is exact.
 
-Shape legend: T packed tokens, N query heads, K key-value heads, D head dimension, S sequences of a block, L its length
+With context parallelism each rank holds two chunks of every sequence (`buffer.packing.context_tokens`). Keys and values
+of all ranks are gathered, once per layer, and each chunk of queries sees the keys up to its own end, through a mask.
+Exact and simple, at the price of one layer's keys and values of the whole pack on each rank. Transformer Engine's
+attention takes the same cut of "thd" packs and passes keys around a ring instead: to use it, give its
+`TEDotProductAttention` this pack's `cu_seqlens` in place of `PackedAttention` (`model.block_spec`).
+
+Shape legend: T packed tokens of this rank, U of the whole pack, N query heads, K key-value heads, D head dimension,
+    S sequences of a block, Q and L the longest of their queries and keys
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from bapo_megatron.buffer.packing import context_tokens
+
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Sequences of similar length: where their tokens are in the pack, and where in the padded block."""
+class Ragged:
+    """Some tokens of each of S sequences, side by side: where they are in the pack, and where in the padded block."""
 
-    packed_B: Tensor  # int64, tokens of these sequences in the pack
-    padded_B: Tensor  # int64, the same tokens in the block, flattened to [S * L]
+    packed_B: Tensor  # int64
+    padded_B: Tensor  # int64, the same tokens in the block, flattened to [S * length]
     num_sequences: int
     length: int
 
+    @classmethod
+    def of(cls, starts_S: Tensor, lengths_S: Tensor) -> Ragged:
+        """The tokens starts_S[s] to starts_S[s] + lengths_S[s] - 1 of the pack, for each s."""
+        length = int(lengths_S.max())
+        position_SL = torch.arange(length, device=lengths_S.device).expand(lengths_S.numel(), length)
+        is_token_SL = position_SL < lengths_S[:, None]
+        packed_B = (starts_S[:, None] + position_SL)[is_token_SL]
+        return cls(packed_B, is_token_SL.flatten().nonzero()[:, 0], lengths_S.numel(), length)
 
-def make_blocks(cu_seqlens_S1: Tensor) -> list[Block]:
+    def pad(self, x_TND: Tensor) -> Tensor:
+        """Packed [T, heads, D] to [S, heads, length, D]; zeros where a sequence is shorter."""
+        padded = _Place.apply(x_TND, self.packed_B, self.padded_B, self.num_sequences * self.length)
+        return padded.unflatten(0, (self.num_sequences, self.length)).transpose(1, 2)
+
+    def unpad(self, x_SNLD: Tensor, num_tokens: int) -> Tensor:
+        """[S, heads, length, D] to packed [T, heads * D], zero for tokens of other blocks."""
+        x_BX = x_SNLD.transpose(1, 2).reshape(self.num_sequences * self.length, -1)
+        return _Place.apply(x_BX, self.padded_B, self.packed_B, num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Sequences of similar length, and which of their keys each query sees."""
+
+    queries: Ragged  # among this rank's tokens
+    keys: Ragged  # among the gathered tokens
+    visible_S1QL: Tensor | None  # bool; None: queries and keys are the same tokens, and causal
+
+
+def make_blocks(cu_seqlens_S1: Tensor, context_rank: int = 0, context_size: int = 1) -> list[Block]:
     """Sort sequences into blocks whose lengths differ by less than a factor of two, so padding stays under half.
 
+    With context parallelism each of the rank's two chunks of the sequences makes a block of its own.
+
     Args:
-        cu_seqlens_S1: int [S + 1], starts with 0, ends with the number of packed tokens.
+        cu_seqlens_S1: int [S + 1], of the whole pack: starts with 0, ends with its number of tokens.
     """
     starts_S, lengths_S = cu_seqlens_S1[:-1].long(), cu_seqlens_S1.diff().long()
+    num_chunks = 1 if context_size == 1 else 2 * context_size
+    mine = (0,) if context_size == 1 else (context_rank, num_chunks - 1 - context_rank)
+    gathered_U = _gathered_places(cu_seqlens_S1, context_size)
     powers_S = torch.where(lengths_S > 0, lengths_S.double().log2().floor().long(), -1)
     blocks = []
     for power in powers_S.unique().tolist():
         if power < 0:
             continue  # empty sequences have no tokens
         chosen = powers_S == power
-        starts, lengths = starts_S[chosen], lengths_S[chosen]
-        longest = int(lengths.max())
-        position_SL = torch.arange(longest, device=lengths.device).expand(lengths.numel(), longest)
-        is_token_SL = position_SL < lengths[:, None]
-        packed_B = (starts[:, None] + position_SL)[is_token_SL]
-        blocks.append(Block(packed_B, is_token_SL.flatten().nonzero()[:, 0], lengths.numel(), longest))
+        starts, chunk_S = starts_S[chosen], lengths_S[chosen] // num_chunks
+        for slot, chunk in enumerate(mine):
+            queries = Ragged.of(starts // context_size + slot * chunk_S, chunk_S)
+            keys = Ragged.of(starts, (chunk + 1) * chunk_S)
+            visible = None if chunk == 0 else _visible(chunk * chunk_S, queries.length, keys.length)
+            if gathered_U is not None:
+                keys = replace(keys, packed_B=gathered_U[keys.packed_B])
+            blocks.append(Block(queries, keys, visible))
     return blocks
+
+
+def _visible(first_S: Tensor, num_queries: int, num_keys: int) -> Tensor:
+    """bool [S, 1, Q, L]: the query at position first_S[s] + q of its sequence sees the keys up to that position.
+
+    Queries that are padding see keys too: a row without any would become nan.
+    """
+    queries_SQ = first_S[:, None] + torch.arange(num_queries, device=first_S.device)
+    return (torch.arange(num_keys, device=first_S.device) <= queries_SQ[:, :, None])[:, None]
+
+
+def _gathered_places(cu_seqlens_S1: Tensor, context_size: int) -> Tensor | None:
+    """Where each token of the pack is after all context ranks' tokens were gathered: int64 [U]; None: in its place."""
+    if context_size == 1:
+        return None
+    return torch.cat([context_tokens(cu_seqlens_S1, rank, context_size) for rank in range(context_size)]).argsort()
 
 
 @dataclass
@@ -60,15 +122,26 @@ class PackedSequences(PackedSeqParams):
     """
 
     blocks: list[Block] | None = None
+    context_group: dist.ProcessGroup | None = None  # None: this rank holds whole sequences
 
     @classmethod
-    def of(cls, cu_seqlens_S1: Tensor) -> PackedSequences:
+    def of(cls, cu_seqlens_S1: Tensor, context_group: dist.ProcessGroup | None = None) -> PackedSequences:
+        rank, size = (context_group.rank(), context_group.size()) if context_group is not None else (0, 1)
         return cls(
             qkv_format="sbhd",
             cu_seqlens_q=cu_seqlens_S1,
             cu_seqlens_kv=cu_seqlens_S1,
-            blocks=make_blocks(cu_seqlens_S1),
+            blocks=make_blocks(cu_seqlens_S1, rank, size),
+            context_group=context_group if size > 1 else None,
         )
+
+    def gather(self, k_T1KD: Tensor, v_T1KD: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [U, K, D] of all context ranks, rank after rank; the backward sums over the ranks."""
+        if self.context_group is None:
+            return k_T1KD[:, 0], v_T1KD[:, 0]
+        both = torch.cat((k_T1KD[:, 0], v_T1KD[:, 0]), dim=1)
+        k_UKD, v_UKD = gather_from_sequence_parallel_region(both, group=self.context_group).chunk(2, dim=1)
+        return k_UKD, v_UKD
 
 
 class _Place(torch.autograd.Function):
@@ -108,21 +181,22 @@ class PackedAttention(torch.nn.Module):
         assert packed_seq_params is not None, "this attention is for packed sequences only"
         assert packed_seq_params.blocks is not None, "use PackedSequences.of"
         num_tokens = q_T1ND.shape[0]
-        out_T = None
+        k_UKD, v_UKD = packed_seq_params.gather(k_T1KD, v_T1KD)
+        out_TX = None
         for block in packed_seq_params.blocks:
-            q, k, v = (self._pad(x[:, 0], block) for x in (q_T1ND, k_T1KD, v_T1KD))
-            out_SNLD = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
-            out_BX = out_SNLD.transpose(1, 2).reshape(block.num_sequences * block.length, -1)
-            part_T = _Place.apply(out_BX, block.padded_B, block.packed_B, num_tokens)
-            out_T = part_T if out_T is None else out_T + part_T
-        assert out_T is not None, "a pack holds at least one token"
-        return out_T[:, None]
-
-    @staticmethod
-    def _pad(x_TND: Tensor, block: Block) -> Tensor:
-        """Packed [T, heads, D] to the block's [S, heads, L, D]."""
-        padded = _Place.apply(x_TND, block.packed_B, block.padded_B, block.num_sequences * block.length)
-        return padded.unflatten(0, (block.num_sequences, block.length)).transpose(1, 2)
+            out_SNQD = F.scaled_dot_product_attention(
+                block.queries.pad(q_T1ND[:, 0]),
+                block.keys.pad(k_UKD),
+                block.keys.pad(v_UKD),
+                attn_mask=block.visible_S1QL,
+                is_causal=block.visible_S1QL is None,
+                scale=self.scale,
+                enable_gqa=True,
+            )
+            part_TX = block.queries.unpad(out_SNQD, num_tokens)
+            out_TX = part_TX if out_TX is None else out_TX + part_TX
+        assert out_TX is not None, "a pack holds at least one token"
+        return out_TX[:, None]
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Nothing to save: attention has no parameters."""

@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from bapo_megatron.algorithms.mismatch import Mismatch
+from bapo_megatron.buffer.packing import Share
 from bapo_megatron.sync.buckets import TensorSpec
 from bapo_megatron.types import ClipBounds, MiniBatch
 
@@ -27,8 +28,7 @@ class Learner(Protocol):
     """A policy split over processes. Collective: all ranks call each method, in the same order."""
 
     version: int  # optimizer updates so far = weight version
-    data_rank: int
-    data_size: int
+    share: Share  # how mini-batches are to be packed for this rank
 
     def log_probs(self, minibatch: MiniBatch) -> list[Tensor] | None:
         """Log-probs at the current weights, no gradient: one float32 [R] per micro-batch; None off the last stage."""

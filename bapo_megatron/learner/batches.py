@@ -1,4 +1,4 @@
-"""Micro-batches as Megatron's schedules want them."""
+"""Micro-batches on the way to the model. All padding is done before, by `buffer/packing.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import fields, replace
 
 import torch
 
-from bapo_megatron.types import MicroBatch
+from bapo_megatron.learner.parallel import ParallelLayout
+from bapo_megatron.types import MicroBatch, MiniBatch
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
@@ -15,27 +16,10 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     return replace(batch, **{name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None})
 
 
-def pad_to(batch: MicroBatch, num_tokens: int) -> MicroBatch:
-    """Append one sequence of zeros without response rows, so that the pack has `num_tokens` tokens."""
-    missing = num_tokens - batch.num_tokens
-    if missing == 0:
-        return batch
-    assert missing > 0, f"cannot pad {batch.num_tokens} tokens to {num_tokens}"
-    ids_T, ends_S1 = batch.token_ids_T, batch.cu_seqlens_S1
-    return replace(
-        batch,
-        token_ids_T=torch.cat([ids_T, ids_T.new_zeros(missing)]),
-        position_ids_T=torch.cat([batch.position_ids_T, torch.arange(missing).to(batch.position_ids_T)]),
-        cu_seqlens_S1=torch.cat([ends_S1, ends_S1.new_tensor([num_tokens])]),
-    )
-
-
-def equal_lengths(batches: list[MicroBatch], *, multiple_of: int, all_equal: bool) -> list[MicroBatch]:
-    """Pad packs to a multiple of the tensor-parallel size (sequence parallelism) and, for pipelines, to one length.
-
-    Pipeline stages exchange hidden states whose shape is agreed once per step.
-    """
-    lengths = [-(-batch.num_tokens // multiple_of) * multiple_of for batch in batches]
-    if all_equal:
-        lengths = [max(lengths)] * len(lengths)
-    return [pad_to(batch, length) for batch, length in zip(batches, lengths, strict=True)]
+def check_packed_for(layout: ParallelLayout, minibatch: MiniBatch) -> None:
+    """A mini-batch that was packed for another rank would give wrong numbers, not an error."""
+    for pack in minibatch.micro_batches:
+        assert int(pack.cu_seqlens_S1[-1]) == pack.num_tokens * layout.context_size, "packed for other context ranks"
+    if layout.pipeline_size > 1:
+        lengths = {pack.num_tokens for pack in minibatch.micro_batches}
+        assert len(lengths) == 1, f"packs of a pipeline need one length, not {sorted(lengths)}"

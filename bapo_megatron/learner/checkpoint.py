@@ -6,7 +6,7 @@ That is simple and exact, at the price of a single writer: megatron's dist_check
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,18 +16,21 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bapo_megatron.hf.writer import copy_companions, write_safetensors
+from bapo_megatron.learner.adam import WEIGHT
 from bapo_megatron.learner.folder import MOMENTS, WEIGHTS, read_state, write_state
 from bapo_megatron.learner.hf.convert import gather_weights, load_weights
 
 if TYPE_CHECKING:
     from bapo_megatron.learner.megatron import MegatronLearner
 
+PARTS = {WEIGHTS: WEIGHT, **{name: name for name in MOMENTS}}  # folder -> its name in AdamState
+
 
 def save(learner: MegatronLearner, folder: Path) -> None:
     """Write into `folder`, which exists and is empty. Collective; returns when rank 0 has written everything."""
     is_writer = learner.layout.rank == 0
-    for part, tensor_of in _parts(learner).items():
-        named = gather_weights(learner.model, learner.shape, learner.layout, tensor_of)
+    for part, name in PARTS.items():
+        named = gather_weights(learner.model, learner.shape, learner.layout, partial(learner.adam.gather, name=name))
         if is_writer:
             (folder / part).mkdir()
             dtypes = write_safetensors(named, folder / part)
@@ -48,47 +51,16 @@ def load(learner: MegatronLearner, folder: Path) -> None:
         CheckpointError: a part is missing or torn, or the checkpoint is of another model.
     """
     state = read_state(folder, learner.shape)
-    for part, tensor_of in _parts(learner).items():
+    for part, name in PARTS.items():
+        fill = partial(_fill, learner, name)
         if part == WEIGHTS or state["version"] > 0 or (folder / part).exists():
-            load_weights(learner.model, learner.shape, learner.layout, folder / part, tensor_of)
+            load_weights(learner.model, learner.shape, learner.layout, folder / part, fill)
         else:
             for parameter in learner.model.parameters():
-                tensor_of(parameter).zero_()
+                fill(parameter, torch.zeros_like(parameter))
     learner.version, learner.num_skipped_updates = state["version"], state["skipped_updates"]
-    _after_load(learner)
+    learner.adam.set_steps(learner.version - learner.num_skipped_updates)
 
 
-def _parts(learner: MegatronLearner) -> dict[str, Callable[[Parameter], Tensor]]:
-    """What is saved of each parameter, by the folder it goes to."""
-
-    def moment(name: str) -> Callable[[Parameter], Tensor]:
-        return lambda parameter: _adam_state(learner.optimizer.optimizer, _main(parameter))[name]
-
-    return {WEIGHTS: lambda parameter: _main(parameter).detach(), **{name: moment(name) for name in MOMENTS}}
-
-
-def _main(parameter: Parameter) -> Tensor:
-    """The float32 weight that Adam updates: the parameter itself, or its master copy when it is bfloat16."""
-    return getattr(parameter, "main_param", parameter)
-
-
-def _adam_state(adam: torch.optim.Optimizer, weight: Tensor) -> dict[str, Tensor]:
-    """Adam's state of one weight; made here where there was no update yet, as Adam would at its first."""
-    state = adam.state[weight]
-    if not state:
-        state.update({"step": torch.tensor(0.0)} | {name: torch.zeros_like(weight) for name in MOMENTS})
-    return state
-
-
-def _after_load(learner: MegatronLearner) -> None:
-    """Adam's step counter, for its bias correction, and the bfloat16 weights under a float32 master copy."""
-    num_applied = learner.version - learner.num_skipped_updates
-    adam = learner.optimizer.optimizer
-    for group in adam.param_groups:
-        for weight in group["params"]:
-            adam.state[weight]["step"] = torch.tensor(float(num_applied))
-        if "step" in group:  # fused Adam of Transformer Engine or Apex counts per group
-            group["step"] = num_applied
-    with torch.no_grad():
-        for parameter in learner.model.parameters():
-            parameter.copy_(_main(parameter))
+def _fill(learner: MegatronLearner, name: str, parameter: Parameter, tensor: Tensor) -> None:
+    learner.adam.fill(parameter, name, tensor)

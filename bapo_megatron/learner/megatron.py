@@ -1,10 +1,10 @@
 """The policy on Megatron-Core: scoring, one optimizer update, weights under Hugging Face names, checkpoints.
 
-    MiniBatch -> micro-batches of equal length -> Megatron's schedule -> per-token log-probs (last stage)
-              -> loss summed over tokens / tokens of ALL data ranks -> gradients summed over data ranks -> Adam
+    MiniBatch -> its micro-batches through Megatron's schedule -> per-token log-probs (last stage)
+              -> loss summed over tokens / tokens of ALL ranks -> gradients summed over data and context ranks -> Adam
 
 Loss and gradient are divided once, by the global token count of the update, so they do not depend on how the batch is
-split over data ranks, stages or micro-batches.
+split over data or context ranks, stages or micro-batches.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
+from torch.nn import Module, ModuleList
 
 from bapo_megatron.algorithms.losses import LOSSES, LossInputs, LossResult
 from bapo_megatron.algorithms.mismatch import Mismatch, logprob_mismatch
-from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema import Config, ParallelConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner import checkpoint
+from bapo_megatron.learner.adam import AdamState
 from bapo_megatron.learner.base import StepResult
-from bapo_megatron.learner.batches import equal_lengths, to_device
+from bapo_megatron.learner.batches import check_packed_for, to_device
 from bapo_megatron.learner.hf.convert import gather_weights, load_weights
 from bapo_megatron.learner.hf.names import entries
 from bapo_megatron.learner.hf.shapes import validate_layout
@@ -59,7 +61,7 @@ class MegatronLearner:
 
     def __init__(self, config: Config, hf_path: str | Path) -> None:
         hf_config = load_hf_config(hf_path)
-        if problems := validate_layout(hf_config, config.parallel.tensor, config.parallel.pipeline):
+        if problems := _layout_problems(hf_config, config.parallel):
             raise ConfigError("; ".join(problems))
         if config.model.dtype == "bfloat16" and not torch.cuda.is_available():
             raise ConfigError('model.dtype="bfloat16" needs a GPU: set it to "float32" on this machine')
@@ -73,22 +75,29 @@ class MegatronLearner:
         self.layout = ParallelLayout.current()
         self.version = 0
         self.num_skipped_updates = 0
-        self.data_rank, self.data_size = self.layout.data_rank, self.layout.data_size
-        self.model = PolicyModel(transformer_config(self.shape, config), self.shape, self.layout).to(device())
+        self.settings = transformer_config(self.shape, config)
+        self.share = self.layout.share(sequence_parallel=self.settings.sequence_parallel)
+        chunks = range(self.layout.num_chunks)
+        self.model = ModuleList(PolicyModel(self.settings, self.shape, self.layout, i) for i in chunks).to(device())
         load_weights(self.model, self.shape, self.layout, hf_path)
-        self._wrapped = self._wrap(self.model)
+        self._wrapped = [self._wrap(chunk) for chunk in self.model]
         self.optimizer = get_megatron_optimizer(
-            self._optimizer_config(), [self._wrapped], use_gloo_process_groups=torch.cuda.is_available()
+            self._optimizer_config(), self._wrapped, use_gloo_process_groups=torch.cuda.is_available()
         )
+        self.adam = AdamState(self.optimizer, self.layout)
         self._forward_backward = get_forward_backward_func()
         self._loss = LOSSES[config.loss.name]
         self._metrics = TokenMetrics(self.layout, self._loss(_nothing(), config.loss))
 
-    def _wrap(self, model: PolicyModel) -> DistributedDataParallel:
-        settings = model.config
-        settings.finalize_model_grads_func = _finalize_sums
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, check_for_nan_in_grad=False)
-        return DistributedDataParallel(settings, ddp, Float16Module(settings, model) if settings.bf16 else model)
+    def _wrap(self, chunk: Module) -> DistributedDataParallel:
+        self.settings.finalize_model_grads_func = _finalize_sums
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            check_for_nan_in_grad=False,
+            use_distributed_optimizer=self.config.optimizer.distributed,
+        )
+        module = Float16Module(self.settings, chunk) if self.settings.bf16 else chunk
+        return DistributedDataParallel(self.settings, ddp, module)
 
     def _optimizer_config(self) -> OptimizerConfig:
         adam = self.config.optimizer
@@ -100,8 +109,9 @@ class MegatronLearner:
             adam_beta2=adam.beta2,
             adam_eps=adam.eps,
             clip_grad=adam.clip_grad,
-            bf16=self.model.config.bf16,
-            params_dtype=self.model.config.params_dtype,
+            bf16=self.settings.bf16,
+            params_dtype=self.settings.params_dtype,
+            use_distributed_optimizer=adam.distributed,
         )
 
     # scoring
@@ -117,7 +127,7 @@ class MegatronLearner:
         return outputs if self.layout.is_last_stage else None
 
     def sum_over_data_ranks(self, table: Tensor | None) -> Tensor:
-        """Sum of a small fp64 table over data ranks, on every rank: see `Learner.sum_over_data_ranks`."""
+        """Sum of a small fp64 table over data and context ranks, on every rank: see `Learner.sum_over_data_ranks`."""
         return self.layout.reduce_over_data(table)
 
     # learning
@@ -128,7 +138,8 @@ class MegatronLearner:
         def loss_of(batch: MicroBatch) -> Callable[[Scores], tuple[Tensor, Tensor, Outcome]]:
             return lambda scores: self._micro_batch_loss(batch, scores, bounds, minibatch.num_trained_tokens)
 
-        self._wrapped.zero_grad_buffer()
+        for chunk in self._wrapped:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         outputs = self._run(minibatch, loss_of, with_entropy=True, forward_only=False)
         learning_rate = self._set_learning_rate()
@@ -147,14 +158,10 @@ class MegatronLearner:
         self, minibatch: MiniBatch, consume: Callable[[MicroBatch], Callable], *, with_entropy: bool, forward_only: bool
     ) -> list[Any]:
         """All micro-batches through Megatron's schedule; on the last stage what `consume(batch)` returned of each."""
-        settings = self.model.config
-        batches = equal_lengths(
-            [to_device(batch, device()) for batch in minibatch.micro_batches],
-            multiple_of=self.layout.tensor_size if settings.sequence_parallel else 1,
-            all_equal=self.layout.pipeline_size > 1,
-        )
+        check_packed_for(self.layout, minibatch)
+        batches = [to_device(batch, device()) for batch in minibatch.micro_batches]
 
-        def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Any, Callable]:
+        def forward_step(iterator: Iterator[MicroBatch], model: Module) -> tuple[Any, Callable]:
             batch = next(iterator)
             output = model(
                 batch,
@@ -166,10 +173,10 @@ class MegatronLearner:
 
         return self._forward_backward(
             forward_step_func=forward_step,
-            data_iterator=iter(batches),
+            data_iterator=[iter(batches) for _ in self._wrapped],
             model=self._wrapped,
             num_microbatches=len(batches),
-            seq_length=batches[0].num_tokens,
+            seq_length=batches[0].num_tokens * self.layout.context_size,
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -237,7 +244,7 @@ class MegatronLearner:
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The last update's gradient, clipped, like `named_weights`: for tests and diagnostics."""
-        return gather_weights(self.model, self.shape, self.layout, _main_grad)
+        return gather_weights(self.model, self.shape, self.layout, self.adam.gather_gradient)
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer state and version into an existing folder."""
@@ -252,14 +259,13 @@ class MegatronLearner:
         checkpoint.load(self, folder)
 
 
-def _finalize_sums(model: list[torch.nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
-    """Sum gradients over data ranks and tied or replicated weights; the loss was divided by the token count already."""
+def _layout_problems(hf_config: dict[str, Any], parallel: ParallelConfig) -> list[str]:
+    return validate_layout(hf_config, parallel.tensor, parallel.pipeline, parallel.virtual_pipeline)
+
+
+def _finalize_sums(model: list[Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
+    """Sum gradients over data and context ranks and tied or replicated weights; the loss is divided already."""
     finalize_model_grads(model, None, **kwargs)
-
-
-def _main_grad(parameter: torch.nn.Parameter) -> Tensor:
-    """Megatron's float32 gradient, which its DDP attaches to the parameter."""
-    return parameter.main_grad  # type: ignore[attr-defined]
 
 
 def _nothing() -> LossInputs:

@@ -42,9 +42,10 @@ def transformer_config(shape: ModelShape, config: Config) -> TransformerConfig:
     """Megatron's settings for this model and layout; `[megatron.extra]` has the last word.
 
     Raises:
-        ConfigError: a name in `[megatron.extra]` is not a field of TransformerConfig.
+        ConfigError: a name in `[megatron.extra]` is not a field of TransformerConfig, or does not work here.
     """
     dtype = DTYPES[config.model.dtype]
+    virtual = config.parallel.virtual_pipeline if config.parallel.virtual_pipeline > 1 else None
     fields: dict[str, Any] = {
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
@@ -64,6 +65,10 @@ def transformer_config(shape: ModelShape, config: Config) -> TransformerConfig:
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": config.parallel.tensor,
         "pipeline_model_parallel_size": config.parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": virtual,
+        # over gloo, chunks mix up batched messages, and learn from wrong ones without an error
+        "overlap_p2p_comm": virtual is not None,
+        "batch_p2p_comm": virtual is None,
         "context_parallel_size": config.parallel.context,
         "sequence_parallel": config.parallel.sequence and config.parallel.tensor > 1,
         "params_dtype": dtype,
@@ -84,7 +89,13 @@ def transformer_config(shape: ModelShape, config: Config) -> TransformerConfig:
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     if unknown := sorted(set(config.megatron.extra) - known):
         raise ConfigError(f"[megatron.extra] {', '.join(unknown)}: not a field of megatron-core's TransformerConfig")
-    return TransformerConfig(**(fields | config.megatron.extra))
+    settings = TransformerConfig(**(fields | config.megatron.extra))
+    if virtual and settings.batch_p2p_comm and not torch.cuda.is_available():
+        raise ConfigError(
+            "[megatron.extra] batch_p2p_comm=true makes the chunks of parallel.virtual_pipeline mix up their messages "
+            "over gloo, and learn from wrong ones without an error: leave it out"
+        )
+    return settings
 
 
 def _softmax_scale(shape: ModelShape) -> float:
@@ -115,7 +126,7 @@ class BiasedRowParallelLinear(RowParallelLinear):
         super().__init__(*args, **(kwargs | {"bias": True}))
 
 
-def block_spec(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubmodules:
+def block_spec(config: TransformerConfig, shape: ModelShape, chunk: int | None) -> TransformerBlockSubmodules:
     """Layers out of Megatron's own parallel linears, with our norm and packed attention."""
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     parts = layer.submodules
@@ -128,7 +139,7 @@ def block_spec(config: TransformerConfig, shape: ModelShape) -> TransformerBlock
         parts.mlp.submodules.linear_fc2 = BiasedRowParallelLinear
     if config.qk_layernorm:
         parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = RMSNorm
-    layers = [copy.deepcopy(layer) for _ in range(get_num_layers_to_build(config))]
+    layers = [copy.deepcopy(layer) for _ in range(get_num_layers_to_build(config, vp_stage=chunk))]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
@@ -150,22 +161,24 @@ def _mark_split_parameters(model: torch.nn.Module) -> None:
 
 
 class PolicyModel(GPTModel):
-    """This rank's part of the policy.
+    """A part of the policy: this rank's layers or, with a virtual pipeline, those of one of its chunks.
 
-    The last pipeline stage returns (log_probs_R, entropy_R), float32, of the distribution at `temperature`;
-    other stages return hidden states [T or T / tensor, 1, H].
+    The end of the model returns (log_probs_R, entropy_R), float32, of the distribution at `temperature`;
+    other parts return hidden states [T or T / tensor, 1, H].
     """
 
-    def __init__(self, config: TransformerConfig, shape: ModelShape, layout: ParallelLayout) -> None:
+    def __init__(self, config: TransformerConfig, shape: ModelShape, layout: ParallelLayout, chunk: int = 0) -> None:
+        vp_stage = chunk if layout.num_chunks > 1 else None
         super().__init__(
             config=config,
-            transformer_layer_spec=block_spec(config, shape),
+            transformer_layer_spec=block_spec(config, shape, vp_stage),
             vocab_size=shape.padded_vocab_size(layout.tensor_size),
             max_sequence_length=shape.max_positions,
-            pre_process=layout.is_first_stage,
-            post_process=layout.is_last_stage,
+            pre_process=layout.starts_model(chunk),
+            post_process=layout.ends_model(chunk),
             share_embeddings_and_output_weights=shape.tied_embeddings,
             position_embedding_type="none",  # rotary embeddings are passed to the decoder, by position, below
+            vp_stage=vp_stage,
         )
         rows = self.vocab_size // layout.tensor_size
         self.shard = VocabShard(
@@ -174,6 +187,7 @@ class PolicyModel(GPTModel):
             size=rows,
             vocab_size=shape.vocab_size,
         )
+        self.context_group = layout.context_group
         # not a buffer: those become bfloat16 with the weights, too coarse for positions
         self.inverse_frequencies = rotary_frequencies(shape)[0].to(device())
         _mark_split_parameters(self)
@@ -186,7 +200,7 @@ class PolicyModel(GPTModel):
             hidden_states=hidden_T1H,
             attention_mask=None,
             rotary_pos_emb=self._rotary(batch.position_ids_T),
-            packed_seq_params=PackedSequences.of(batch.cu_seqlens_S1),
+            packed_seq_params=PackedSequences.of(batch.cu_seqlens_S1, self.context_group),
         )
         if not self.post_process:
             return hidden_T1H

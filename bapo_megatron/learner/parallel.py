@@ -1,7 +1,8 @@
 """Process groups of the trainer, and the few collectives that this package makes itself.
 
 The only file that asks megatron's `parallel_state`. Ranks are ordered tensor, context, data, pipeline (fastest first),
-as `initialize_model_parallel` orders them. A *replica* is one whole copy of the model: tensor x pipeline ranks.
+as `initialize_model_parallel` orders them. A *replica* is one whole copy of the model: tensor x pipeline ranks. There
+are data x context replicas; those that differ in the context rank only work on the same sequences.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from bapo_megatron.buffer.packing import Share
 from bapo_megatron.config.schema import ParallelConfig
 from bapo_megatron.errors import CheckpointError, ConfigError
 
@@ -32,10 +34,8 @@ def start_processes(config: ParallelConfig) -> None:
     """Join the process group that torchrun describes in the environment (or stand alone) and form Megatron's groups.
 
     Raises:
-        ConfigError: the number of processes is not tensor x pipeline x context x data, or context is above 1.
+        ConfigError: the number of processes is not tensor x pipeline x context x data.
     """
-    if config.context > 1:
-        raise ConfigError(f"parallel.context={config.context} is not supported yet: set it to 1")
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -57,6 +57,7 @@ def start_processes(config: ParallelConfig) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
         context_parallel_size=config.context,
         distributed_timeout_minutes=math.ceil(config.timeout_s / 60),
         create_gloo_process_groups=cuda,
@@ -107,10 +108,14 @@ class ParallelLayout:
     pipeline_rank: int
     pipeline_size: int
     pipeline_group: dist.ProcessGroup
+    num_chunks: int  # parts of the model on this rank, more than one with a virtual pipeline
+    context_rank: int
+    context_size: int
+    context_group: dist.ProcessGroup
     data_rank: int
     data_size: int
     data_context_group: dist.ProcessGroup
-    replica_group: dist.ProcessGroup  # all tensor and pipeline ranks of this data rank
+    replica_group: dist.ProcessGroup  # all tensor and pipeline ranks of this data and context rank
 
     @classmethod
     def current(cls) -> ParallelLayout:
@@ -123,6 +128,10 @@ class ParallelLayout:
             pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
             pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
             pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
+            num_chunks=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+            context_rank=parallel_state.get_context_parallel_rank(),
+            context_size=parallel_state.get_context_parallel_world_size(),
+            context_group=parallel_state.get_context_parallel_group(),
             data_rank=parallel_state.get_data_parallel_rank(),
             data_size=parallel_state.get_data_parallel_world_size(),
             data_context_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -130,12 +139,38 @@ class ParallelLayout:
         )
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.pipeline_rank == 0
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the end of the model (its last chunk does)."""
+        return self.pipeline_rank == self.pipeline_size - 1
 
     @property
-    def is_last_stage(self) -> bool:
-        return self.pipeline_rank == self.pipeline_size - 1
+    def is_first_replica(self) -> bool:
+        return self.data_rank == 0 and self.context_rank == 0
+
+    def starts_model(self, chunk: int) -> bool:
+        """Whether this rank's chunk holds the embedding."""
+        return self.pipeline_rank == 0 and chunk == 0
+
+    def ends_model(self, chunk: int) -> bool:
+        """Whether this rank's chunk holds the output layer."""
+        return self.is_last_stage and chunk == self.num_chunks - 1
+
+    def stage_of_layer(self, layer: int, num_layers: int) -> int:
+        """The pipeline rank that holds a layer: chunk after chunk goes around the stages."""
+        layers_per_chunk = num_layers // (self.pipeline_size * self.num_chunks)
+        return layer // layers_per_chunk % self.pipeline_size
+
+    def share(self, *, sequence_parallel: bool) -> Share:
+        """How mini-batches are packed for this rank."""
+        return Share(
+            data_rank=self.data_rank,
+            data_size=self.data_size,
+            context_rank=self.context_rank,
+            context_size=self.context_size,
+            tokens_multiple=self.tensor_size if sequence_parallel else 1,
+            packs_multiple=self.pipeline_size if self.num_chunks > 1 else 1,
+            equal_lengths=self.pipeline_size > 1,
+        )
 
     def from_last_stage(self, tensor: Tensor) -> None:
         """Overwrite `tensor` on every rank of the replica with that of the last stage's first tensor rank.
@@ -155,7 +190,7 @@ class ParallelLayout:
         """Combine over data x context ranks of the last stage, with one all-reduce; the result is on every rank.
 
         Args:
-            table: float64, up to 8 dimensions: this data rank's part; None where not on the last stage.
+            table: float64, up to 8 dimensions: this replica's part; None where not on the last stage.
         """
         assert (table is not None) == self.is_last_stage, "the table lives on the last pipeline stage, and only there"
         if table is not None:

@@ -23,10 +23,8 @@ def with_proximal_logprobs(batch: Batch, learner: Learner, config: Config) -> Ba
         num_minibatches=1,
         num_epochs=1,
         seed=0,
-        data_rank=learner.data_rank,
-        data_size=learner.data_size,
         max_tokens=config.train.max_tokens_per_microbatch,
-        pad_multiple=config.parallel.tensor if config.parallel.sequence else 1,
+        share=learner.share,
     )
     log_probs = learner.log_probs(whole)
     mine_T = None

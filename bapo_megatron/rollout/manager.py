@@ -25,6 +25,7 @@ from bapo_megatron.rollout.evaluate import Evaluator
 from bapo_megatron.rollout.metrics import batch_metrics
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.scheduler import RolloutStats, Scheduler, Score
+from bapo_megatron.sync.verify import check_tokenizer
 from bapo_megatron.types import Batch, Group, Trajectory
 
 _EVAL_SEED = 1_000_003  # added to run.seed, so that evaluation draws other prompts than training
@@ -108,7 +109,9 @@ class RolloutManager:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(model_path)
-        rollouts = cls(config, tokenizer, urls, load_hf_config(model_path)["vocab_size"])
+        vocab_size = load_hf_config(model_path)["vocab_size"]
+        check_tokenizer(tokenizer, vocab_size)
+        rollouts = cls(config, tokenizer, urls, vocab_size)
         timeout_s = config.rollout.startup_timeout_s
         for engine in rollouts.engines:
             rollouts.loop.run(wait_healthy(engine, timeout_s), 2 * timeout_s + 10, f"{engine.url} to be healthy")

@@ -57,11 +57,17 @@ class UpdateGroup:
         # torch looks the ranks of a group up here; a group outside the default one has to say so itself.
         _world.pg_group_ranks[self._group] = {i: i for i in range(world_size)}
 
-    def broadcast(self, tensor: Tensor) -> dist.Work:
-        """Start sending (rank 0) or receiving into `tensor`; the caller waits for the returned work."""
-        work = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
-        assert work is not None, "an asynchronous broadcast of a member returns its work"
-        return work
+    def broadcast(self, tensor: Tensor, timeout_s: float | None = None) -> dist.Work:
+        """Start sending (rank 0) or receiving into `tensor`; the caller waits for the returned work.
+
+        `timeout_s` bounds it instead of the group's deadline.
+        """
+        assert self._group is not None, "the group was left"
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        if timeout_s is not None:
+            options.timeout = timedelta(seconds=timeout_s)
+        return self._group.broadcast([tensor], options)
 
     def close(self) -> None:
         """Leave the group. While a broadcast is pending this blocks, until the broadcast's deadline."""

@@ -9,7 +9,8 @@ tensor_parallel/mappings.py:91. The arithmetic itself runs anywhere.
 How: inside the modules of `MODULES`, and only there, the global name `torch` is bound to a view of the torch module
 that puts such tensors on the CPU. The torch module itself stays as it is: other libraries see no change.
 `LanguageModule.setup_embeddings_and_output_layer` (language_module.py:244) calls `Tensor.cuda()`, which is an
-identity during that call only.
+identity during that call only. `DistributedOptimizer._build_model_and_main_param_groups` (distrib_optimizer.py:361)
+tells types by names such as "torch.cuda.FloatTensor", which `Tensor.type()` answers during that call only.
 
 When it can go: when megatron-core takes the device from the process group or the parameters.
 """
@@ -37,6 +38,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "distributed.param_and_grad_buffer": ("zeros", "cuda"),
     "distributed.distributed_data_parallel": ("cuda",),
     "optimizer.optimizer": ("tensor", "cuda"),
+    "optimizer.distrib_optimizer": ("cuda",),
     "optimizer.clip_grads": ("tensor", "zeros"),
 }
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")
@@ -109,6 +111,22 @@ def _cuda_is_identity() -> Iterator[None]:
         torch.Tensor.cuda = original  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def _types_are_of_cuda() -> Iterator[None]:
+    """`Tensor.type()` says "torch.cuda.FloatTensor" of a CPU tensor while this context is open."""
+    original = torch.Tensor.type
+
+    def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    torch.Tensor.type = named  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.type = original  # type: ignore[method-assign]
+
+
 @functools.cache
 def apply() -> None:
     """Bind the CPU view of torch inside the megatron-core modules listed above (once per process)."""
@@ -129,3 +147,13 @@ def apply() -> None:
             setup(self)
 
     language_module.LanguageModule.setup_embeddings_and_output_layer = setup_on_cpu
+
+    distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    build = distributed._build_model_and_main_param_groups
+
+    @functools.wraps(build)
+    def build_on_cpu(*args: Any, **kwargs: Any) -> Any:
+        with _types_are_of_cuda():
+            return build(*args, **kwargs)
+
+    distributed._build_model_and_main_param_groups = staticmethod(build_on_cpu)

@@ -54,6 +54,7 @@ def packed(sequences: list[Tensor]) -> MiniBatch:
         position_ids_T=torch.cat([torch.arange(len(s)) for s in sequences]),
         cu_seqlens_S1=ends_S1.int(),
         rows_R=rows_R,
+        batch_rows_R=rows_R + 1,
         targets_R=ids_T[rows_R + 1],
         advantages_R=advantages_R,
         behaviour_logprobs_R=zeros_R,
@@ -65,7 +66,7 @@ def packed(sequences: list[Tensor]) -> MiniBatch:
 
 def fill_padding(learner: MegatronLearner) -> None:
     """Give the rows that pad the vocabulary a value that would be seen if any result depended on them."""
-    shard = learner.model.shard
+    shard = learner.model[-1].shard
     for name, parameter in learner.model.named_parameters():
         if "word_embeddings" in name or "output_layer" in name:
             with torch.no_grad():

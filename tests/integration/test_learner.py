@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bapo_megatron.buffer.packing import minibatches
+from bapo_megatron.buffer.packing import Share, minibatches
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.learner.model import transformer_config
 from bapo_megatron.types import Batch, MiniBatch
 from tests.distributed import run_distributed
 from tests.integration.learner_reference import (
@@ -58,11 +61,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_config(layout: dict[str, Any], **train: Any) -> Config:
+    """`layout` is [parallel] and, as `distributed`, the kind of optimizer."""
+    parallel = {name: value for name, value in layout.items() if name != "distributed"}
     return Config.model_validate(
         {
-            "parallel": {"timeout_s": 60, **layout},
+            "parallel": {"timeout_s": 60, **parallel},
             "rollout": {"temperature": TEMPERATURE},
-            "optimizer": {"lr": LR, "eps": ADAM_EPS, "clip_grad": 1e9},
+            "optimizer": {
+                "lr": LR,
+                "eps": ADAM_EPS,
+                "clip_grad": 1e9,
+                "distributed": layout.get("distributed", False),
+            },
             "bapo": SEARCH.model_dump(),
             "train": {"logprob_chunk_tokens": 13, **train},
         }
@@ -75,9 +85,8 @@ def make_minibatch(learner: MegatronLearner, max_tokens: int, batch: Batch) -> M
         num_minibatches=1,
         num_epochs=1,
         seed=0,
-        data_rank=learner.data_rank,
-        data_size=learner.data_size,
         max_tokens=max_tokens,
+        share=learner.share,
     )
     return minibatch
 
@@ -185,8 +194,35 @@ def test_two_processes_equal_reference(folder: Path) -> None:
         ("llama", {"tensor": 2}, 60),
         ("llama", {"pipeline": 2}, 60),
         ("llama_biases", {"tensor": 2, "sequence": True}, 60),
+        ("qwen3", {"context": 2}, 30),
+        ("qwen2", {"pipeline": 2, "virtual_pipeline": 2}, 60),
+        ("qwen2", {"data": 2, "distributed": True}, 60),
     ]
     run_distributed(check_layouts, 2, folder, cases, timeout_s=240)
+
+
+def check_fewer_sequences_than_ranks(rank: int, world_size: int, root: Path) -> None:
+    """One sequence: some packs, or some ranks' parts of one, hold no response row at all."""
+    batch = random_batch(num_sequences=1)
+    want = reference_update(load_float64(root / "qwen3"), batch)
+    for layout in ({"data": 2}, {"pipeline": 2, "virtual_pipeline": 2}, {"context": 2}):
+        learner = MegatronLearner(make_config(layout), root / "qwen3")
+        minibatch = make_minibatch(learner, 60, batch)
+        finder = make_finders(learner)["exact"]
+        bounds = finder.find(minibatch)
+        assert (bounds.low, bounds.high) == want.bounds[:2], layout
+        metrics = learner.step(minibatch, BOUNDS).metrics
+        assert metrics["loss/policy"] == pytest.approx(want.loss, rel=TOLERANCE), layout
+        assert metrics["optimizer/grad_norm"] == pytest.approx(want.grad_norm, rel=TOLERANCE), layout
+        if "context" in layout:
+            learner.share = Share()
+            with pytest.raises(AssertionError, match="packed for other context ranks"):
+                learner.step(make_minibatch(learner, 60, batch), BOUNDS)
+        parallel_state.destroy_model_parallel()
+
+
+def test_fewer_sequences_than_ranks(folder: Path) -> None:
+    run_distributed(check_fewer_sequences_than_ranks, 2, folder, timeout_s=180)
 
 
 @pytest.mark.slow
@@ -233,13 +269,13 @@ def test_resume_at_another_layout(folder: Path) -> None:
     assert weights, "the saved folder is an ordinary Hugging Face checkpoint"
 
 
-def check_broken_gradient(rank: int, world_size: int, root: Path) -> None:
+def check_broken_gradient(rank: int, world_size: int, root: Path, distributed: bool = False) -> None:
     """One nan advantage on one data rank: no rank changes its weights, all count it, and the next update works."""
-    learner = MegatronLearner(make_config({"data": 2}), root / "qwen2")
+    learner = MegatronLearner(make_config({"data": 2, "distributed": distributed}), root / "qwen2")
     minibatch = make_minibatch(learner, 60, random_batch())
     before = {name: weight.clone() for name, weight in learner.named_weights()}
     broken = minibatch
-    if learner.data_rank == 1:
+    if learner.layout.data_rank == 1:
         micro = minibatch.micro_batches[0]
         advantages_R = torch.where(micro.mask_R, torch.nan, micro.advantages_R)
         micro = dataclasses.replace(micro, advantages_R=advantages_R)
@@ -297,7 +333,12 @@ def check_options(rank: int, world_size: int, root: Path) -> None:
 
 
 def check_two_process_details(rank: int, world_size: int, root: Path) -> None:
-    for check in (check_broken_gradient, check_sums_reach_all_ranks, check_options):
+    for check in (
+        check_broken_gradient,
+        partial(check_broken_gradient, distributed=True),
+        check_sums_reach_all_ranks,
+        check_options,
+    ):
         check(rank, world_size, root)
 
 
@@ -310,11 +351,20 @@ def check_refusals(root: Path) -> None:
     """Impossible settings are named, with what works instead."""
     for layout, message in (
         ({"tensor": 4}, "parallel.tensor=4 does not divide 2 key-value heads; parallel.tensor can be 1 or 2"),
-        ({"context": 2}, "parallel.context=2 is not supported yet"),
+        ({"context": 2}, "1 trainer processes were started, but"),
+        (
+            {"pipeline": 2, "virtual_pipeline": 4},
+            "parallel.virtual_pipeline=4 does not divide the 2 layers of a stage; it can be 1 or 2",
+        ),
         ({"tensor": 2}, "1 trainer processes were started, but"),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             MegatronLearner(make_config(layout), root / "qwen3")
+    batched = {"batch_p2p_comm": True, "overlap_p2p_comm": False}
+    config = make_config({"pipeline": 2, "virtual_pipeline": 2})
+    config = config.model_copy(update={"megatron": config.megatron.model_copy(update={"extra": batched})})
+    with pytest.raises(ConfigError, match="mix up their messages"):
+        transformer_config(model_shape(load_hf_config(root / "qwen3")), config)
     config = make_config({})
     extra = config.megatron.model_copy(update={"extra": {"num_layrs": 3}})
     with pytest.raises(ConfigError, match="num_layrs: not a field"):

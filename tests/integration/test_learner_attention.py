@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bapo_megatron.buffer.packing import context_tokens
 from bapo_megatron.learner.attention import PackedAttention, PackedSequences, make_blocks
 
 LENGTHS = [[5], [1, 1, 1], [3, 17, 4, 100, 1, 33, 8, 7], [6, 0, 6]]
@@ -45,8 +46,37 @@ def test_packed_attention_equals_one_sequence_at_a_time(lengths: list[int]) -> N
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_blocks_hold_every_token_once_and_are_at_least_half_full(lengths: list[int]) -> None:
     blocks = make_blocks(torch.tensor([0, *lengths]).cumsum(0).int())
-    tokens = torch.cat([block.packed_B for block in blocks])
+    tokens = torch.cat([block.queries.packed_B for block in blocks])
     assert tokens.sort().values.tolist() == list(range(sum(lengths)))
     for block in blocks:
-        assert 2 * block.packed_B.numel() > block.num_sequences * block.length
-        assert block.padded_B.unique().numel() == block.packed_B.numel()
+        assert block.visible_S1QL is None
+        for part in (block.queries, block.keys):
+            assert torch.equal(part.packed_B, block.queries.packed_B)
+            assert 2 * part.packed_B.numel() > part.num_sequences * part.length
+            assert part.padded_B.unique().numel() == part.packed_B.numel()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_context_ranks_together_equal_one_sequence_at_a_time(lengths: list[int], size: int) -> None:
+    """Each rank's queries against what the ranks' keys and values are after the gather: rank after rank."""
+    torch.manual_seed(0)
+    lengths = [2 * size * length for length in lengths]
+    cu_seqlens_S1 = torch.tensor([0, *lengths]).cumsum(0).int()
+    inputs = [torch.randn(sum(lengths), 1, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (6, 2, 2)]
+    q, k, v = inputs
+    tokens = [context_tokens(cu_seqlens_S1, rank, size) for rank in range(size)]
+    gathered = torch.cat(tokens)
+    attention = PackedAttention(config=None)  # type: ignore[arg-type]  # it reads nothing from it
+    out = torch.zeros(sum(lengths), 1, 48, dtype=torch.float64)
+    for rank in range(size):
+        packed = PackedSequences(qkv_format="sbhd", blocks=make_blocks(cu_seqlens_S1, rank, size))
+        part = attention(q[tokens[rank]], k[gathered], v[gathered], None, packed_seq_params=packed)
+        out = out.index_copy(0, tokens[rank], part)
+    expected = one_at_a_time(*inputs, lengths)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    weight = torch.randn_like(expected)
+    got = torch.autograd.grad((out * weight).sum(), inputs)
+    wanted = torch.autograd.grad((expected * weight).sum(), inputs)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

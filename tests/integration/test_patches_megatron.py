@@ -37,12 +37,17 @@ def test_functions_that_are_replaced_exist() -> None:
     language = importlib.import_module("megatron.core.models.common.language_module.language_module")
     setup = inspect.unwrap(language.LanguageModule.setup_embeddings_and_output_layer)
     assert ".cuda()" in inspect.getsource(setup)
+    distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    assert "'torch.cuda.FloatTensor'" in inspect.getsource(
+        inspect.unwrap(distributed._build_model_and_main_param_groups)
+    )
 
 
 def test_torch_itself_stays_as_it_is() -> None:
     code = """
 import torch
 before = {name: id(value) for name, value in vars(torch).items()}, torch.Tensor.cuda, dict(vars(torch.cuda))
+tensor_type = torch.Tensor.type
 import bapo_megatron_patches.megatron_core as patches
 import megatron.core
 import megatron.core.pipeline_parallel.schedules as schedules
@@ -53,6 +58,8 @@ assert schedules.torch.zeros(1, device="cuda").device.type == "cpu"
 for factory in ("tensor", "zeros", "ones", "empty", "full", "arange"):
     assert id(getattr(torch, factory)) == before[0][factory], factory
 assert torch.Tensor.cuda is before[1]
+assert torch.Tensor.type is tensor_type
+assert torch.zeros(1).type() == "torch.FloatTensor"
 assert torch.cuda.current_device is before[2]["current_device"]
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)

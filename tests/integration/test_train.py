@@ -53,8 +53,9 @@ def single_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list
     [
         ("parallel.tensor=2", "parallel.pipeline=2"),
         ("parallel.tensor=1", "parallel.data=2", "train.max_tokens_per_microbatch=200"),
+        ("parallel.tensor=1", "parallel.context=2", "optimizer.distributed=true"),
     ],
-    ids=["tp2-pp2", "dp2"],
+    ids=["tp2-pp2", "dp2", "cp2-distributed-optimizer"],
 )
 def test_every_layout_trains_like_a_single_process(
     single_process: tuple[Path, list[dict[str, float]]], layout: tuple[str, ...]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.buffer.batch import build_batch
-from bapo_megatron.buffer.packing import balanced_bins, longest_first, minibatches
+from bapo_megatron.buffer.packing import Share, balanced_bins, context_tokens, longest_first, minibatches
 from bapo_megatron.types import Batch, Group, MicroBatch, Prompt, Segment, Trajectory
 
 
@@ -71,7 +71,7 @@ def test_advantages_are_of_shaped_rewards_and_masked_responses_still_count_in_th
 
 def test_masked_responses_are_forwarded_but_divide_nothing() -> None:
     batch = build_batch([group(1, 2, [3, 5])], centred, is_trained=lambda t: t.num_response_tokens == 3)
-    (update,) = minibatches(batch, num_minibatches=1, num_epochs=1, seed=0, data_rank=0, data_size=1, max_tokens=100)
+    (update,) = minibatches(batch, num_minibatches=1, num_epochs=1, seed=0, max_tokens=100, share=Share())
     assert update.num_trained_tokens == 3
     assert sum(mb.rows_R.numel() for mb in update.micro_batches) == 8
     assert sum(int(mb.mask_R.sum()) for mb in update.micro_batches) == 3
@@ -112,15 +112,30 @@ def reference_rows(groups: list[Group]) -> list[tuple]:
     return sorted(out)
 
 
+LAYOUTS = st.builds(
+    dict,
+    data_size=st.integers(1, 3),
+    context_size=st.integers(1, 3),
+    tokens_multiple=st.sampled_from([1, 4]),
+    packs_multiple=st.sampled_from([1, 2]),
+    equal_lengths=st.booleans(),
+)
+
+
 @settings(max_examples=150, deadline=None)
-@given(GROUPS, st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.integers(8, 120), st.sampled_from([1, 4]))
+@given(GROUPS, st.integers(1, 3), st.integers(1, 2), st.integers(8, 120), LAYOUTS)
 def test_every_response_token_is_trained_exactly_once_per_epoch(
-    shapes: list, num_minibatches: int, num_epochs: int, data_size: int, max_tokens: int, pad_multiple: int
+    shapes: list, num_minibatches: int, num_epochs: int, max_tokens: int, layout: dict
 ) -> None:
     groups = [group(i + 1, p, lengths) for i, (p, lengths) in enumerate(shapes)]
     batch = build_batch(groups, centred)
     if batch.num_sequences < num_minibatches:
         return
+    shares = [
+        Share(data_rank=data_rank, context_rank=context_rank, **layout)
+        for data_rank in range(layout["data_size"])
+        for context_rank in range(layout["context_size"])
+    ]
     ranks = [
         list(
             minibatches(
@@ -128,36 +143,73 @@ def test_every_response_token_is_trained_exactly_once_per_epoch(
                 num_minibatches=num_minibatches,
                 num_epochs=num_epochs,
                 seed=7,
-                data_rank=r,
-                data_size=data_size,
                 max_tokens=max_tokens,
-                pad_multiple=pad_multiple,
+                share=share,
             )
         )
-        for r in range(data_size)
+        for share in shares
     ]
     seen = []
     for steps in zip(*ranks, strict=True):
-        assert len({len(s.micro_batches) for s in steps}) == 1
-        lengths = {mb.num_tokens for s in steps for mb in s.micro_batches}
-        assert len(lengths) == 1
-        assert lengths.pop() % pad_multiple == 0
+        (num_packs,) = {len(s.micro_batches) for s in steps}
+        assert num_packs % layout["packs_multiple"] == 0
         here = [row for s in steps for mb in s.micro_batches for row in rows(mb)]
         assert {s.num_trained_tokens for s in steps} == {len(here)}
         seen += here
-        for mb in (mb for s in steps for mb in s.micro_batches):
-            _check_structure(mb, max_tokens)
+        for share, step in zip(shares, steps, strict=True):
+            if share.equal_lengths:
+                assert len({mb.num_tokens for mb in step.micro_batches}) == 1
+            for mb in step.micro_batches:
+                _check_structure(mb, share, max_tokens)
     assert sorted(seen) == sorted(reference_rows(groups) * num_epochs)
 
 
-def _check_structure(mb: MicroBatch, max_tokens: int) -> None:
+def _check_structure(mb: MicroBatch, share: Share, max_tokens: int) -> None:
     cu = mb.cu_seqlens_S1.tolist()
     assert cu[0] == 0
-    assert cu[-1] == mb.num_tokens
-    assert all(a < b for a, b in pairwise(cu))
-    assert mb.position_ids_T.tolist() == [i for a, b in pairwise(cu) for i in range(b - a)]
+    assert cu[-1] == mb.num_tokens * share.context_size
+    assert mb.num_tokens % share.tokens_multiple == 0
+    assert all(a < b and (b - a) % share.num_chunks == 0 for a, b in pairwise(cu))
+    mine_T = context_tokens(mb.cu_seqlens_S1, share.context_rank, share.context_size)
+    positions = torch.tensor([i for a, b in pairwise(cu) for i in range(b - a)])
+    assert torch.equal(mb.position_ids_T, positions[mine_T])
     assert mb.rows_R.tolist() == sorted(set(mb.rows_R.tolist()))
-    assert torch.equal(mb.token_ids_T[mb.rows_R + 1], mb.targets_R)
+    if share.context_size == 1:
+        assert torch.equal(mb.token_ids_T[mb.rows_R + 1], mb.targets_R)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(2, 4))
+def test_context_ranks_share_every_sequence_evenly_by_tokens_and_by_cost(chunks: list[int], size: int) -> None:
+    lengths = [2 * size * n for n in chunks]
+    cu_seqlens_S1 = torch.tensor([0, *lengths]).cumsum(0)
+    parts = [context_tokens(cu_seqlens_S1, rank, size) for rank in range(size)]
+    assert torch.cat(parts).sort().values.tolist() == list(range(sum(lengths)))
+    for start, length in zip(cu_seqlens_S1.tolist(), lengths, strict=False):
+        mine = [part[(part >= start) & (part < start + length)] - start for part in parts]
+        assert {m.numel() for m in mine} == {length // size}
+        assert len({int((m + 1).sum()) for m in mine}) == 1, "the keys that the queries of a rank see"
+
+
+def test_only_padding_that_the_layout_needs() -> None:
+    batch = build_batch([group(1, 2, [3, 8])], centred)  # sequences of 5 and 10 tokens
+
+    def lengths(**share: object) -> list[int]:
+        (step,) = minibatches(
+            batch,
+            num_minibatches=1,
+            num_epochs=1,
+            seed=0,
+            max_tokens=12,
+            share=Share(**share),  # type: ignore[arg-type]
+        )
+        return sorted(mb.num_tokens for mb in step.micro_batches)
+
+    assert lengths() == [5, 10]
+    assert lengths(tokens_multiple=4) == [8, 12]
+    assert lengths(equal_lengths=True) == [10, 10]
+    assert lengths(context_size=2) == [10]  # 8 and 12 padded tokens fit in two ranks' 24: 10 on each
+    assert lengths(packs_multiple=3) == [1, 5, 10]
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(1, 4), st.integers(50, 300))
@@ -181,13 +233,13 @@ def test_the_longest_sequence_is_placed_first() -> None:
 
 
 def test_equal_sequences_are_balanced_without_waste() -> None:
-    bins = balanced_bins([10] * 64, data_size=2, max_tokens=80)
+    bins = balanced_bins([10] * 64, multiple=2, max_tokens=80)
     assert [len(b) for b in bins] == [8] * 8
 
 
 def test_minibatches_are_shuffled_anew_each_epoch_and_reproducibly() -> None:
     batch = build_batch([group(i, 2, [4, 5, 6]) for i in range(1, 5)], centred)
-    options = {"num_minibatches": 2, "num_epochs": 2, "data_rank": 0, "data_size": 1, "max_tokens": 999}
+    options = {"num_minibatches": 2, "num_epochs": 2, "max_tokens": 999, "share": Share()}
 
     def order(seed: int) -> list[list[int]]:
         return [s.micro_batches[0].targets_R.sort().values.tolist() for s in minibatches(batch, seed=seed, **options)]

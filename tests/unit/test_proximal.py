@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bapo_megatron.algorithms.clip_bounds import ClipBoundConfig, contribution_table, positive_share
 from bapo_megatron.algorithms.losses import LossInputs, clipped_policy_loss, importance_ratio, ratio_and_weight
-from bapo_megatron.buffer.packing import minibatches
+from bapo_megatron.buffer.packing import Share, minibatches
 from bapo_megatron.config.schema import LossConfig
 from bapo_megatron.types import Batch, ClipBounds
 
@@ -162,9 +162,8 @@ def test_packing_keeps_every_proximal_log_prob_with_its_token(lengths, data_size
             num_minibatches=2,
             num_epochs=1,
             seed=seed,
-            data_rank=data_rank,
-            data_size=data_size,
             max_tokens=max_tokens,
+            share=Share(data_rank, data_size),
         ):
             for mb in minibatch.micro_batches:
                 assert torch.equal(mb.batch_rows_R, mb.targets_R)

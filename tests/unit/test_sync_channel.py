@@ -51,7 +51,7 @@ class FakeGroup:
         assert set(num_ranks) >= {engine.url for engine in members.engines}
         return cls(members)
 
-    def broadcast(self, data: Tensor) -> FakeGroup:
+    def broadcast(self, data: Tensor, timeout_s: float) -> FakeGroup:
         self.sent.append(data.clone())
         return self
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module, ModuleList, Parameter
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.reader import HFReader
@@ -17,38 +17,40 @@ from bapo_megatron.learner.hf.names import EMBEDDING, OUTPUT, Entry, entries, fr
 from bapo_megatron.learner.parallel import ParallelLayout, device, raise_together
 
 
-def parameters_by_global_name(model: Module) -> dict[str, Parameter]:
-    """This rank's parameters, with layers numbered within the whole model instead of within the stage."""
-    layers = model.decoder.layers  # type: ignore[union-attr]
-    first = layers[0].layer_number - 1 if len(layers) else 0  # type: ignore[arg-type, index, union-attr]
+def parameters_by_global_name(chunks: Iterable[Module]) -> dict[str, Parameter]:
+    """This rank's parameters, with layers numbered within the whole model instead of within the chunk."""
     named = {}
-    for name, parameter in model.named_parameters():
-        if name.startswith("decoder.layers."):
-            _, _, local, rest = name.split(".", 3)
-            name = f"decoder.layers.{int(local) + first}.{rest}"
-        named[name] = parameter
+    for chunk in chunks:
+        layers = chunk.decoder.layers  # type: ignore[union-attr]
+        first = layers[0].layer_number - 1 if len(layers) else 0  # type: ignore[arg-type, index, union-attr]
+        for name, parameter in chunk.named_parameters():
+            if name.startswith("decoder.layers."):
+                _, _, local, rest = name.split(".", 3)
+                name = f"decoder.layers.{int(local) + first}.{rest}"
+            named[name] = parameter
     return named
 
 
 @torch.no_grad()
 def load_weights(
-    model: Module,
+    model: ModuleList,
     shape: ModelShape,
     layout: ParallelLayout,
     path: str | Path,
-    tensor_of: Callable[[Parameter], Tensor] = lambda parameter: parameter.detach(),
+    fill: Callable[[Parameter, Tensor], object] = Parameter.copy_,
 ) -> None:
     """Fill this rank's parameters from a checkpoint folder, reading only the slices they need. Collective.
 
     Args:
-        tensor_of: what to fill for a parameter, e.g. its optimizer state; must have the parameter's shape.
+        model: this rank's chunks of the model.
+        fill: what to do with the tensor of a parameter, e.g. put it into its optimizer state.
 
     Raises:
         CheckpointError: names or shapes of the tensors do not fit config.json (lists them), or a tensor holds nan or
             infinity; on every rank, also where only one rank reads what is wrong.
     """
     try:
-        _load_part(model, shape, layout, Path(path), tensor_of)
+        _load_part(model, shape, layout, Path(path), fill)
     except CheckpointError as error:
         raise_together(error)
     else:
@@ -56,7 +58,11 @@ def load_weights(
 
 
 def _load_part(
-    model: Module, shape: ModelShape, layout: ParallelLayout, path: Path, tensor_of: Callable[[Parameter], Tensor]
+    model: ModuleList,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    path: Path,
+    fill: Callable[[Parameter, Tensor], object],
 ) -> None:
     parameters = parameters_by_global_name(model)
     with HFReader(path) as read:
@@ -69,13 +75,13 @@ def _load_part(
                 shard = to_shard(entry, shape, read, layout.tensor_rank, layout.tensor_size)
                 for target in present:
                     assert target.shape == shard.shape, f"{entry.megatron_name}: {target.shape} != {shard.shape}"
-                    tensor_of(target).copy_(shard)
+                    fill(target, shard)
     assert not parameters, f"the name map does not know {sorted(parameters)}"
 
 
 @torch.no_grad()
 def gather_weights(
-    model: Module,
+    model: ModuleList,
     shape: ModelShape,
     layout: ParallelLayout,
     tensor_of: Callable[[Parameter], Tensor] = lambda parameter: parameter.detach(),
@@ -86,16 +92,19 @@ def gather_weights(
     A tensor may alias the live weight: use it before the next update, or copy it.
 
     Args:
-        tensor_of: what to gather of a parameter, e.g. its gradient; must have the parameter's shape.
+        model: this rank's chunks of the model.
+        tensor_of: what to gather of a parameter, e.g. its gradient; must have the parameter's shape. Called on all
+            ranks that hold the parameter, in the same order: it may be collective over data ranks.
     """
     parameters = parameters_by_global_name(model)
     dtype = tensor_of(next(model.parameters())).dtype
     for entry in entries(shape):
         stage = _stage(entry, shape, layout)
         tensors: list[Tensor] = []
-        if layout.data_rank == 0:
-            if layout.pipeline_rank == stage:
-                tensors = from_shards(entry, shape, _shards(tensor_of(parameters[entry.megatron_name]), layout))
+        mine = tensor_of(parameters[entry.megatron_name]) if layout.pipeline_rank == stage else None
+        if layout.is_first_replica:
+            if mine is not None:
+                tensors = from_shards(entry, shape, _shards(mine, layout))
             if layout.tensor_rank == 0 and stage > 0:
                 tensors = _send_to_first_stage(entry, tensors, stage, layout, dtype)
         for i, name in enumerate(entry.hf_names):
@@ -104,7 +113,7 @@ def gather_weights(
 
 def _stage(entry: Entry, shape: ModelShape, layout: ParallelLayout) -> int:
     if entry.layer is not None:
-        return entry.layer // (shape.num_layers // layout.pipeline_size)
+        return layout.stage_of_layer(entry.layer, shape.num_layers)
     return 0 if entry.megatron_name == EMBEDDING else layout.pipeline_size - 1
 
 

@@ -7,13 +7,14 @@ from typing import Any
 from bapo_megatron.hf.shape import model_shape, unsupported
 
 
-def validate_layout(hf_config: dict[str, Any], tensor: int, pipeline: int) -> list[str]:
+def validate_layout(hf_config: dict[str, Any], tensor: int, pipeline: int, virtual_pipeline: int = 1) -> list[str]:
     """Why this model cannot be split this way; each message names the numbers and a working alternative.
 
     Args:
         hf_config: a config.json, see `hf.shape.load_hf_config`.
         tensor: tensor-parallel size (parallel.tensor).
         pipeline: pipeline-parallel size (parallel.pipeline).
+        virtual_pipeline: chunks of each stage (parallel.virtual_pipeline).
     """
     problems = unsupported(hf_config)
     if problems:
@@ -34,6 +35,13 @@ def validate_layout(hf_config: dict[str, Any], tensor: int, pipeline: int) -> li
         problems.append(
             f"parallel.pipeline={pipeline} does not divide {shape.num_layers} layers; "
             f"parallel.pipeline can be {_choices(works)}"
+        )
+    elif shape.num_layers // pipeline % virtual_pipeline:
+        per_stage = shape.num_layers // pipeline
+        works = [n for n in range(1, per_stage + 1) if per_stage % n == 0]
+        problems.append(
+            f"parallel.virtual_pipeline={virtual_pipeline} does not divide the {per_stage} layers of a stage; "
+            f"it can be {_choices(works)}"
         )
     return problems
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -220,10 +221,13 @@ class WeightUpdater:
                 for name, tensor in unpack(data, specs):
                     places[name].copy_(tensor)
                 return
-            works = [group.broadcast(place) for place in places.values()]
-            for (name, place), work in zip(places.items(), works, strict=True):
-                work.wait()
-                self._digests[name] = digest(place)
+            works = {name: group.broadcast(place) for name, place in places.items()}
+            try:
+                for name, work in works.items():
+                    work.wait()
+                    self._digests[name] = digest(places[name])
+            finally:
+                _wait_for_all(works.values())  # none may write into its place once this update is over
         except (RuntimeError, ValueError) as problem:
             raise BadRequestError(f"Failed to receive weights: {problem}") from problem
 
@@ -240,3 +244,10 @@ class WeightUpdater:
             self._engine.flush_cache()
         self._engine.set_weights(tensors, version=None)
         self._engine.publish(body.weight_version)
+
+
+def _wait_for_all(works: Iterable[dist.Work]) -> None:
+    """Until each has ended, well or not: after a failure the others fail at once, or at the group's deadline."""
+    for work in works:
+        with contextlib.suppress(RuntimeError):
+            work.wait()

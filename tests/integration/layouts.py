@@ -1,0 +1,218 @@
+"""The table of docs/layouts.md: every layout against one process, measured.
+
+python -m tests.integration.layouts > docs/layouts.md
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from bapo_megatron.buffer.packing import minibatches
+from bapo_megatron.config.schema import Config
+from bapo_megatron.learner.bounds import BoundsFinder
+from bapo_megatron.learner.megatron import MegatronLearner
+from tests.distributed import run_distributed
+from tests.integration.learner_reference import (
+    ADAM_EPS,
+    SEARCH,
+    TEMPERATURE,
+    random_batch,
+    save_random_model,
+)
+
+NUM_UPDATES = 3
+# Query and key norms, and an output layer of its own; biases and tied embeddings. With the target of the search for
+# bounds, chosen so that its outcome is inside the range and differs between updates.
+FAMILIES = {"qwen3": 0.3, "qwen2": 0.4}
+LOSS_LIMIT, GRADIENT_LIMIT = 1e-6, 1e-5
+LR = 3e-4
+CLIP_GRAD = 0.05  # far below the norms of these gradients: clipping acts in every update
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One row of the table."""
+
+    title: str
+    parallel: dict[str, Any] = field(default_factory=dict)  # of [parallel]
+    distributed: bool = False
+    recompute: bool = False
+    max_tokens: int = 40
+
+    @property
+    def num_processes(self) -> int:
+        product = 1
+        for name in ("tensor", "pipeline", "context", "data"):
+            product *= self.parallel.get(name, 1)
+        return product
+
+    def config(self, rho0: float = SEARCH.rho0) -> Config:
+        return Config.model_validate(
+            {
+                "parallel": {"timeout_s": 240, **self.parallel},
+                "rollout": {"temperature": TEMPERATURE},
+                "optimizer": {"lr": LR, "eps": ADAM_EPS, "clip_grad": CLIP_GRAD, "distributed": self.distributed},
+                "bapo": {**SEARCH.model_dump(), "rho0": rho0},
+                "train": {
+                    "logprob_chunk_tokens": 13,
+                    "recompute": self.recompute,
+                    "max_tokens_per_microbatch": self.max_tokens,
+                },
+            }
+        )
+
+
+TP, SP, PP, VPP = (
+    {"tensor": 2},
+    {"tensor": 2, "sequence": True},
+    {"pipeline": 2},
+    {"pipeline": 2, "virtual_pipeline": 2},
+)
+CP, DP = {"context": 2}, {"data": 2}
+LAYOUTS = (
+    Layout("one process"),
+    Layout("one process, other micro-batches", max_tokens=90),
+    Layout("recompute", recompute=True),
+    Layout("TP2", TP),
+    Layout("TP2 + SP", SP),
+    Layout("PP2", PP),
+    Layout("PP2 x VPP2", VPP),
+    Layout("CP2", CP),
+    Layout("DP2", DP),
+    Layout("DP2, distributed optimizer", DP, distributed=True),
+    Layout("CP2, distributed optimizer, recompute", CP, distributed=True, recompute=True),
+    Layout("TP2 x PP2", TP | PP),
+    Layout("TP2 + SP x PP2 x VPP2, recompute", SP | VPP, recompute=True),
+    Layout("TP2 + SP x CP2", SP | CP),
+    Layout("PP2 x VPP2 x CP2, distributed optimizer", VPP | CP, distributed=True),
+    Layout("CP2 x DP2, distributed optimizer", CP | DP, distributed=True),
+    Layout("CP4", {"context": 4}),
+    Layout("TP2 + SP x DP2, distributed optimizer", SP | DP, distributed=True),
+    Layout("TP2 x PP2 x CP2", TP | PP | CP),
+    Layout("TP2 + SP x PP2 x VPP2 x CP2, distributed optimizer, recompute", SP | VPP | CP, True, True),
+    Layout("TP2 + SP x PP2 x DP2, distributed optimizer", SP | PP | DP, distributed=True),
+)
+
+
+def measure(rank: int, world_size: int, root: Path) -> None:
+    """What NUM_UPDATES updates of every layout with `world_size` processes give: one file for each model."""
+    for number, layout in enumerate(LAYOUTS):
+        if layout.num_processes == world_size:
+            for family, rho0 in FAMILIES.items():
+                result = _updates(layout.config(rho0), root / family)
+                if rank == 0:
+                    torch.save(result, root / f"{family}-{number}.pt")
+
+
+def _updates(config: Config, model: Path) -> dict[str, list[Any]]:
+    learner = MegatronLearner(config, model)
+    finder = BoundsFinder(config, learner)
+    (minibatch,) = minibatches(
+        random_batch(),
+        num_minibatches=1,
+        num_epochs=1,
+        seed=0,
+        max_tokens=config.train.max_tokens_per_microbatch,
+        share=learner.share,
+    )
+    result: dict[str, list[Any]] = {"losses": [], "norms": [], "gradients": [], "bounds": []}
+    for _ in range(NUM_UPDATES):
+        bounds = finder.find(minibatch)
+        mine = torch.tensor([bounds.low, bounds.high, bounds.num_moves], dtype=torch.float64)
+        of_all = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(of_all, mine)
+        metrics = learner.step(minibatch, bounds).metrics
+        result["losses"].append(metrics["loss/policy"])
+        result["norms"].append(metrics["optimizer/grad_norm"])
+        result["gradients"].append({name: gradient.clone() for name, gradient in learner.named_gradients()})
+        result["bounds"].append([tuple(bounds.tolist()) for bounds in of_all])
+    parallel_state.destroy_model_parallel()
+    return result
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one layout and model from the single process: the largest of all updates."""
+
+    loss: float  # relative
+    gradient: float  # |g - g1| / |g1| of a parameter, clipped gradients; the largest over parameters
+    norm: float  # of the gradient, before clipping; relative
+    same_bounds: bool  # on every rank, in every update
+
+
+def compare(got: dict[str, list[Any]], single: dict[str, list[Any]]) -> Difference:
+    def relative(name: str) -> float:
+        return max(abs(a - b) / abs(b) for a, b in zip(got[name], single[name], strict=True))
+
+    def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+        assert a.keys() == b.keys()
+        return max(float((a[name] - b[name]).norm() / b[name].norm()) for name in b)
+
+    wanted = [bounds for (bounds,) in single["bounds"]]
+    return Difference(
+        relative("losses"),
+        max(distance(a, b) for a, b in zip(got["gradients"], single["gradients"], strict=True)),
+        relative("norms"),
+        all(set(bounds) == {want} for bounds, want in zip(got["bounds"], wanted, strict=True)),
+    )
+
+
+def measure_all(root: Path) -> dict[str, dict[str, Difference]]:
+    """{title: {model: Difference}} of every layout but the first, the single process. Runs 1, 2, 4 and 8 processes."""
+    for family in FAMILIES:
+        save_random_model(family, root / family)
+    for world_size in sorted({layout.num_processes for layout in LAYOUTS}):
+        run_distributed(measure, world_size, root, timeout_s=600)
+
+    def load(family: str, number: int) -> dict[str, list[Any]]:
+        return torch.load(root / f"{family}-{number}.pt", weights_only=True)
+
+    singles = {family: load(family, 0) for family in FAMILIES}
+    for single in singles.values():
+        assert min(single["norms"]) > 2 * CLIP_GRAD, f"clipping would not act on gradients of norm {single['norms']}"
+        assert len({bounds for (bounds,) in single["bounds"]}) == NUM_UPDATES, "the bounds should move between updates"
+    return {
+        layout.title: {family: compare(load(family, number), singles[family]) for family in FAMILIES}
+        for number, layout in enumerate(LAYOUTS)
+        if number > 0
+    }
+
+
+def table(differences: dict[str, dict[str, Difference]]) -> str:
+    """Markdown."""
+    processes = {layout.title: layout.num_processes for layout in LAYOUTS}
+    lines = [
+        "| layout | processes | " + " | ".join(f"{f}: loss | gradient | norm" for f in FAMILIES) + " | bounds |",
+        "|---|---" + "|---|---|---" * len(FAMILIES) + "|---|",
+    ]
+    for title, by_family in differences.items():
+        cells = [f"{value:.1e}" for d in by_family.values() for value in (d.loss, d.gradient, d.norm)]
+        same = "identical" if all(d.same_bounds for d in by_family.values()) else "DIFFERENT"
+        lines.append(" | ".join([f"| {title}", str(processes[title]), *cells, f"{same} |"]))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Write the page with newly measured numbers to standard output."""
+    with tempfile.TemporaryDirectory() as folder:
+        differences = measure_all(Path(folder))
+    text = PAGE.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    sys.stdout.write(f"{before}{BEGIN}\n{table(differences)}\n{END}{after}")
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "layouts.md"
+BEGIN, END = "<!-- table -->", "<!-- end of table -->"
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Every layout of docs/layouts.md against one process, and checkpoints that move between layouts."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from bapo_megatron.buffer.packing import minibatches
+from bapo_megatron.learner.megatron import MegatronLearner
+from tests.distributed import run_distributed
+from tests.integration.layouts import BEGIN, END, GRADIENT_LIMIT, LAYOUTS, LOSS_LIMIT, PAGE, Layout, measure_all, table
+from tests.integration.learner_reference import BOUNDS, random_batch, save_random_model
+
+
+def rows(markdown: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.strip().splitlines()]
+
+
+@pytest.mark.slow
+def test_every_layout_equals_one_process(tmp_path: Path) -> None:
+    differences = measure_all(tmp_path)
+    print(table(differences))
+    wrong = {
+        title: by_family
+        for title, by_family in differences.items()
+        for d in by_family.values()
+        if not (d.loss <= LOSS_LIMIT and d.gradient <= GRADIENT_LIMIT and d.norm <= GRADIENT_LIMIT and d.same_bounds)
+    }
+    assert not wrong
+
+
+def test_the_page_shows_these_layouts_within_their_limits() -> None:
+    """Its numbers are rounding errors of one machine; the rows, and that they are small, hold everywhere."""
+    _, _, *shown = rows(PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0])
+    assert [(row[0], row[1]) for row in shown] == [(layout.title, str(layout.num_processes)) for layout in LAYOUTS[1:]]
+    for _, _, *numbers, bounds in shown:
+        loss, gradient, norm = (max(map(float, numbers[i::3])) for i in range(3))
+        assert (loss <= LOSS_LIMIT, gradient <= GRADIENT_LIMIT, norm <= GRADIENT_LIMIT) == (True, True, True)
+        assert bounds == "identical"
+
+
+def check_resumed(rank: int, world_size: int, root: Path, layout: Layout, load: int | None, save: int) -> None:
+    """From checkpoint `load`, or from the start by two updates, to checkpoint `save`; then one more update."""
+    config = layout.config()
+    learner = MegatronLearner(config, root / "model")
+    (minibatch,) = minibatches(
+        random_batch(),
+        num_minibatches=1,
+        num_epochs=1,
+        seed=0,
+        max_tokens=config.train.max_tokens_per_microbatch,
+        share=learner.share,
+    )
+
+    def losses(num_updates: int) -> list[float]:
+        return [learner.step(minibatch, BOUNDS).metrics["loss/policy"] for _ in range(num_updates)]
+
+    seen: dict[int, float] = {}  # loss of the update at each version
+    if load is None:
+        losses(2)
+    else:
+        learner.load(root / f"checkpoint-{load}")
+        assert learner.version == load
+        (seen[load],) = losses(1)
+    assert learner.version == save
+    if rank == 0:
+        (root / f"checkpoint-{save}").mkdir()
+    dist.barrier()
+    learner.save(root / f"checkpoint-{save}")
+    (seen[save],) = losses(1)
+    if rank == 0:
+        (root / f"losses-{save}.json").write_text(json.dumps(seen))
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.slow
+def test_checkpoints_move_between_layouts(tmp_path: Path) -> None:
+    """TP2 x PP2 -> DP2 with a distributed optimizer -> TP2 x PP2 x VPP2 -> CP2: the next loss is the one without."""
+    save_random_model("qwen2", tmp_path / "model")
+    four, two = {"tensor": 2, "pipeline": 2}, {"data": 2}
+    chain: list[tuple[Layout, int | None, int]] = [
+        (Layout("", four), None, 2),
+        (Layout("", two, distributed=True), 2, 3),
+        (Layout("", four | {"virtual_pipeline": 2, "sequence": True}, distributed=True), 3, 4),
+        (Layout("", {"context": 2}), 4, 5),
+    ]
+    seen: list[dict[str, Any]] = []
+    for layout, load, save in chain:
+        run_distributed(check_resumed, layout.num_processes, tmp_path, layout, load, save, timeout_s=240)
+        seen.append(json.loads((tmp_path / f"losses-{save}.json").read_text()))
+    for before, after in pairwise(seen):
+        (version,) = before.keys() & after.keys()
+        assert after[version] == pytest.approx(before[version], rel=LOSS_LIMIT), f"the update at version {version}"
+    values = [loss for step in seen for loss in step.values()]
+    assert len({round(value, 5) for value in values}) == len(chain), "each update should change the loss"
