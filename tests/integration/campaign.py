@@ -190,8 +190,8 @@ class Campaign:
         self.timeouts = timeouts
         self.num_fenced = 0
         self.leg = ""
+        self.num_steps = 0
         self._folder = folder
-        self._num_steps = 0
         self._num_trained_in_leg = 0
         self._strikes: set[asyncio.Task[Any]] = set()
         self._loop = LoopThread()
@@ -222,15 +222,15 @@ class Campaign:
         for faults in plan:
             for fault in faults:
                 self._arm(fault)
-            log.info("%s, step %d, %.1f s: %s", name, self._num_steps, time.monotonic() - began_s, faults)
+            log.info("%s, step %d, %.1f s: %s", name, self.num_steps, time.monotonic() - began_s, faults)
             groups = None
             while groups is None:
-                groups, _ = self._run(scheduler.take(self._num_steps, self.policy.version))
+                groups, _ = self._run(scheduler.take(self.num_steps, self.policy.version))
                 if groups is None:
                     self._push(channel, scheduler)
             mine = [t for g in groups for t in g.trajectories]
             self._audit(scheduler, mine)
-            self._num_steps += 1
+            self.num_steps += 1
             time.sleep(TRAIN_S)
             self.policy.version += UPDATES_PER_STEP
             self._push(channel, scheduler)
@@ -246,6 +246,11 @@ class Campaign:
         judge = Counter(hang=self._scorer.num_timeouts, crash=self._scorer.num_errors) - began_judge
         for kind, count in (hits + Counter({f"judge: {k}": n for k, n in judge.items()})).items():
             self.hits[name, kind] += count
+
+    @property
+    def kinds(self) -> set[str]:
+        """Of the faults that happened."""
+        return {kind for _, kind in self.hits}
 
     def table(self) -> str:
         """Faults that happened: a row for each kind, a column for each leg."""
@@ -317,9 +322,9 @@ class Campaign:
     # the run
 
     def _arm(self, fault: Fault) -> None:
-        site = self.sites[self._num_steps % len(self.sites)]
+        site = self.sites[self.num_steps % len(self.sites)]
         if fault.is_of_push:
-            site = self.sites[(self._num_steps + 1) % len(self.sites)]
+            site = self.sites[(self.num_steps + 1) % len(self.sites)]
 
         async def trap(answer: Answer) -> web.StreamResponse:
             if fault.kind not in FAULTS:  # those are counted by the proxy
@@ -375,7 +380,7 @@ class Campaign:
             prompts=PromptStream(self.config, self._tokenizer),
             score=score,
             stop_token_ids=(self._tokenizer.eos_token_id,),
-            seed=self._num_steps,
+            seed=self.num_steps,
             updates_per_step=UPDATES_PER_STEP,
         )
 
@@ -406,7 +411,7 @@ class Campaign:
         task.add_done_callback(self._strikes.discard)
 
     def _run(self, coroutine: Any) -> Any:
-        return self._loop.run(coroutine, self.timeouts.step_s, f"leg {self.leg!r}, step {self._num_steps}")
+        return self._loop.run(coroutine, self.timeouts.step_s, f"leg {self.leg!r}, step {self.num_steps}")
 
 
 def _logprobs(

@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +21,7 @@ class Nursery:
 
     def __init__(self) -> None:
         self._pids: list[int] = []
+        self._lock = threading.Lock()  # engines are started from several threads
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.integration.nursery"],
             stdin=subprocess.PIPE,
@@ -32,9 +35,11 @@ class Nursery:
         """The process id of a new engine server, which is not healthy yet."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(json.dumps(list(arguments)), file=self._process.stdin, flush=True)
-        self._pids.append(int(self._process.stdout.readline()))
-        return self._pids[-1]
+        with self._lock:
+            print(json.dumps(list(arguments)), file=self._process.stdin, flush=True)
+            pid = int(self._process.stdout.readline())
+            self._pids.append(pid)
+        return pid
 
     def end(self) -> None:
         for pid in self._pids:
@@ -71,6 +76,8 @@ def main() -> None:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             server.main(json.loads(line))
+        while os.getsid(pid) != pid:  # until then it could not be ended as a session
+            time.sleep(0.001)
         print(pid, flush=True)
 
 

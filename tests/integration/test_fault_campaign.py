@@ -106,14 +106,20 @@ def fight(
     campaign: Campaign,
     plans: dict[str, list[list[Fault]]],
     limit_s: float,
-    expected: set[str],
+    expected: Sequence[Fault],
     capsys: pytest.CaptureFixture[str],
 ) -> int:
-    """All legs, and what must hold after them. Returns how many faults happened."""
+    """All legs, and what must hold after them. Returns how many faults happened.
+
+    A fault whose server was not asked for anything while it was due has a second chance at the end.
+    """
     began_s = time.monotonic()
     for name, plan in plans.items():
         campaign.run_leg(name, LEGS[name], plan)
         assert time.monotonic() - began_s < limit_s
+    for attempt in range(2):
+        if missing := {f.kind: f for f in expected if f.kind not in campaign.kinds}:
+            campaign.run_leg(f"again {attempt + 1}", {"tokens_per_round": 9}, [[f] for f in missing.values()])
     elapsed_s = time.monotonic() - began_s
     num_tokens, worst, betrayed = campaign.check_logprobs()
     num_faults = sum(campaign.hits.values())
@@ -123,10 +129,9 @@ def fight(
             f"{num_faults} faults in {elapsed_s:.0f} s, engines fenced {campaign.num_fenced} times; "
             f"{num_tokens} tokens are of their versions within {worst:.1g}, other weights betray {betrayed:.0%}"
         )
-    kinds = {kind for _, kind in campaign.hits}
-    assert kinds >= expected, f"never happened: {expected - kinds}"
+    assert campaign.kinds >= {fault.kind for fault in expected}
     num_samples = ROLLOUT["prompts_per_step"] * ROLLOUT["samples_per_prompt"]
-    assert len(campaign.trained) == sum(map(len, plans.values())) * num_samples
+    assert len(campaign.trained) == campaign.num_steps * num_samples
     assert betrayed > 0.9, "the oracle would not notice wrong weights"
     return num_faults
 
@@ -136,10 +141,11 @@ def test_no_fault_makes_a_run_hang_lose_samples_or_train_what_is_not_as_claimed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     timeouts = Timeouts(request_s=4.0, sync_s=5.0, startup_s=60.0, step_s=90.0)
-    expected = {fault.kind for fault in (*SAMPLING, *PUSHES, *REPLIES)} | set(JUDGE)
+    expected = [*SAMPLING, *PUSHES, *REPLIES]
     with opened(Embedded(timeouts), 3, tmp_path, timeouts) as campaign:
         plans = dict(zip(LEGS, deal(len(LEGS), SEED), strict=True))
         assert fight(campaign, plans, LIMIT_S, expected, capsys) >= 30
+        assert campaign.kinds >= set(JUDGE)
 
 
 @pytest.mark.slow
@@ -149,23 +155,27 @@ def test_real_sglang_servers_under_fire(tmp_path: Path, capsys: pytest.CaptureFi
         pytest.skip("SGLang is not installed; scripts/install_sglang_cpu.sh does that")
     fault = {fault.kind: fault for fault in (*SAMPLING, *PUSHES)}
     plans = {
-        "rounds, 9": [
-            [fault["aborted by a third party"]],
+        "rounds, 9": [  # step i strikes server i % 2, its push the other one
+            [fault["killed, restarted"]],
             [spoilt("garbage", 1)],
+            [],
             [fault["hung, then goes on"]],
+            [],
+            [fault["aborted by a third party"]],
+            [],
             [fault["paused by a third party"]],
+            [],
+            [],
         ],
         "both, 9": [
             [spoilt("nan", 1)],
             [fault["push: torn, killed between buckets"]],
             [],
             [fault["aborted by a third party"]],
-            [fault["killed, restarted"]],
-            [],
             [],
         ],
     }
-    expected = {each.kind for plan in plans.values() for faults in plan for each in faults}
+    expected = [each for plan in plans.values() for faults in plan for each in faults]
     timeouts = Timeouts(request_s=30.0, sync_s=60.0, startup_s=240.0, step_s=400.0)
     with opened(SGLang(tmp_path), 2, tmp_path, timeouts) as campaign:
         assert fight(campaign, plans, 900.0, expected, capsys) >= 5
