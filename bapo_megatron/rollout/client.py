@@ -19,6 +19,7 @@ from bapo_megatron.errors import BroadcastLostError, EngineError, RequestRefused
 from bapo_megatron.rollout.base import GenerateRequest, GenerateResult, PauseMode, VersionSpan
 
 _HEALTH_TIMEOUT_S = 5.0
+_ABORT_TIMEOUT_S = 20.0
 _LOGPROB_SLACK = 1e-4  # a log-prob of exactly 0 may come out this much above it
 _MAX_FLOAT = sys.float_info.max
 _UNVERSIONED = "default"  # what a server calls the weights it started with
@@ -84,7 +85,8 @@ class HttpEngine:
             return problem
 
     async def abort(self, rid: str | None = None) -> None:
-        await self._call("POST", "/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
+        body = {"abort_all": True} if rid is None else {"rid": rid}
+        await self._call("POST", "/abort_request", body, timeout_s=min(_ABORT_TIMEOUT_S, self._timeout_s))
 
     async def pause(self, mode: PauseMode) -> None:
         await self._call("POST", "/pause_generation", {"mode": mode})

@@ -229,6 +229,6 @@ async def wait_healthy(engine: Engine, timeout_s: float) -> None:
         if time.monotonic() > deadline:
             raise EngineError(
                 f"{engine.url} is not healthy after rollout.startup_timeout_s = {timeout_s:g} s; is a server running "
-                "there, and is it not paused?"
+                "there?"
             )
         await asyncio.sleep(0.2)

@@ -54,8 +54,9 @@ class Stream:
     def start(self, step: int, version: int) -> None:
         """Sample for the batch of `step` with weights of `version`; goes on with what is under way."""
         self.step, self.version, self.next_version = step, version, version
+        self._raise_failure()  # of a request or a verdict since the last batch was taken
         self._turns.clear()
-        self._failure, self._num_empty, self._is_open = None, 0, True
+        self._num_empty, self._is_open = 0, True
         self._ready = [self._rank(t) for t in self._book.unfinished() if t.sample_id not in self._requests]
         heapq.heapify(self._ready)
         for group in self._book.complete():
@@ -74,8 +75,7 @@ class Stream:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), timeout_s)
         self._changed.clear()
-        if self._failure is not None:
-            raise self._failure
+        self._raise_failure()
 
     async def halt(self) -> None:
         """Stop sampling: running requests are aborted and keep what they have; verdicts are awaited."""
@@ -96,8 +96,7 @@ class Stream:
         if self._ticker is not None:
             self._ticker.cancel()
             self._ticker = None
-        if self._failure is not None:
-            raise self._failure
+        self._raise_failure()
 
     def _pump(self) -> None:
         """Admit what the bound allows, and give every free slot to the response that comes first."""
@@ -105,11 +104,11 @@ class Stream:
             return
         for trajectory in self._book.admit(self.version, self.next_version):
             heapq.heappush(self._ready, self._rank(trajectory))
-        load = Counter({engine.url: 0 for engine in self._dispatcher.pool.live()})
+        engines = {engine.url: engine for engine in self._dispatcher.pool.live()}
+        load = Counter(dict.fromkeys(engines, 0))
         for _, engine in self._requests.values():
             if engine.url in load:
                 load[engine.url] += 1
-        engines = {engine.url: engine for engine in self._dispatcher.pool.live()}
         while self._ready and any(n < self._config.max_concurrent_requests for n in load.values()):
             *_, prompt_id, sample_id = heapq.heappop(self._ready)
             home = self._dispatcher.pool.home(prompt_id)
@@ -166,6 +165,11 @@ class Stream:
             self._fail(task.exception())
         self._changed.set()
         self._pump()
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def _fail(self, problem: BaseException | None) -> None:
         self._failure = self._failure or problem

@@ -211,6 +211,27 @@ def test_a_failing_judge_is_loud() -> None:
         asyncio.run(asyncio.wait_for(scheduler.take(0, 0), 20))
 
 
+def test_a_failure_between_two_batches_is_told_once_by_the_next() -> None:
+    scheduler = make(TimedEngine(), overlap=True, max_staleness=9, **OPTIONS)
+    judge = scheduler._score
+
+    def broken(_: Any) -> list[float]:
+        raise RuntimeError("no verdict")
+
+    async def run() -> None:
+        await scheduler.take(0, 0)
+        scheduler._score = broken
+        await asyncio.sleep(0.1)
+        scheduler._score = judge
+        with pytest.raises(RuntimeError, match="no verdict"):
+            await scheduler.take(1, 1)
+        groups, _ = await asyncio.wait_for(scheduler.take(1, 1), 20)
+        assert groups is not None
+        await scheduler.close()
+
+    asyncio.run(run())
+
+
 def test_state_saved_while_sampling_goes_on_loses_and_repeats_nothing() -> None:
     options = {"overlap": True, "max_staleness": 5, **OPTIONS}
 
