@@ -67,6 +67,23 @@ class Dispatcher:
         asked = [(rid, e) for rid, engine in self._open.items() for e in (live if by_router else [engine])]
         await asyncio.gather(*(abort(rid, engine) for rid, engine in asked if self.pool.is_live(engine)))
 
+    async def grow_together(self, trajectories: Sequence[Trajectory], step: int, accept: Accept) -> None:
+        """One more piece of each response, in one call to each live engine; ends when all calls have ended.
+
+        Raises:
+            RequestRefusedError, EngineError: as `grow`.
+        """
+        calls: dict[str, tuple[Engine, list[Trajectory]]] = {}
+        for trajectory in trajectories:
+            if (home := self.pool.home(trajectory.prompt.prompt_id)) is not None:
+                calls.setdefault(home.url, (home, []))[1].append(trajectory)
+        outcomes = await asyncio.gather(
+            *(self.grow(mine, engine, step, accept) for engine, mine in calls.values()), return_exceptions=True
+        )
+        for failure in outcomes:
+            if failure is not None:
+                raise failure
+
     async def grow(self, trajectories: Sequence[Trajectory], engine: Engine, step: int, accept: Accept) -> None:
         """One more piece of each response, in one call, which the engine takes up together.
 

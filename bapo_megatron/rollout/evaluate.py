@@ -14,8 +14,7 @@ from dataclasses import replace
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import EngineError
-from bapo_megatron.rollout.base import Engine
-from bapo_megatron.rollout.dispatch import Accept, Dispatcher
+from bapo_megatron.rollout.dispatch import Dispatcher
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.scheduler import Score
 from bapo_megatron.types import Prompt, Trajectory
@@ -56,20 +55,14 @@ class Evaluator:
             unfinished = [t for t in responses.values() if t.finish_reason is None]
             if not unfinished:
                 break
-            await self._round(unfinished, accept)
+            if not self._pool.live():
+                raise EngineError(f"no rollout engine is left for the evaluation: {self._pool.describe()}")
+            await self._dispatcher.grow_together(unfinished, 0, accept)
         else:
             raise EngineError(f"responses of the evaluation were aborted {_MAX_ROUNDS} times in a row; by whom?")
         samples = list(responses.values())
         rewards = await asyncio.to_thread(self._score, samples)
         return eval_metrics([replace(t, reward=float(r)) for t, r in zip(samples, rewards, strict=True)])
-
-    async def _round(self, unfinished: Sequence[Trajectory], accept: Accept) -> None:
-        calls: dict[str, tuple[Engine, list[Trajectory]]] = {}
-        for trajectory in unfinished:
-            if (home := self._pool.home(trajectory.prompt.prompt_id)) is None:
-                raise EngineError(f"no rollout engine is left for the evaluation: {self._pool.describe()}")
-            calls.setdefault(home.url, (home, []))[1].append(trajectory)
-        await asyncio.gather(*(self._dispatcher.grow(mine, engine, 0, accept) for engine, mine in calls.values()))
 
 
 def eval_metrics(samples: Sequence[Trajectory]) -> dict[str, float]:

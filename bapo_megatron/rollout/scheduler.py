@@ -18,7 +18,6 @@ from typing import Any
 
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.errors import EngineError, UserError
-from bapo_megatron.rollout.base import Engine
 from bapo_megatron.rollout.book import Prompts, RolloutBook
 from bapo_megatron.rollout.dispatch import Dispatcher
 from bapo_megatron.rollout.ledger import Ledger
@@ -150,30 +149,17 @@ class Scheduler:
 
     async def _run_round(self, step: int) -> bool:
         """One piece of every unfinished response. Returns whether it came to anything: tokens, or a fenced engine."""
-        calls: dict[str, list[Trajectory]] = {}
-        engines = {engine.url: engine for engine in self.pool.live()}
-        for trajectory in self.book.unfinished():
-            home = self.pool.home(trajectory.prompt.prompt_id)
-            assert home is not None, "a round has a live engine"
-            calls.setdefault(home.url, []).append(trajectory)
-        num_before = self.ledger.num_tokens["generated"]
-        outcomes = await asyncio.gather(
-            *(self._grow(engines[url], mine, step) for url, mine in calls.items()), return_exceptions=True
-        )
-        for failure in outcomes:
-            if failure is not None:
-                raise failure
-        self._num_rounds += 1
-        return self.ledger.num_tokens["generated"] > num_before or not all(map(self.pool.is_live, engines.values()))
-
-    async def _grow(self, engine: Engine, trajectories: list[Trajectory], step: int) -> None:
-        for trajectory in trajectories:
+        engines, num_before = self.pool.live(), self.ledger.num_tokens["generated"]
+        unfinished = self.book.unfinished()
+        for trajectory in unfinished:
             self.book.start(trajectory)
         try:
-            await self._dispatcher.grow(trajectories, engine, step, self.book.grow)
+            await self._dispatcher.grow_together(unfinished, step, self.book.grow)
         finally:
-            for trajectory in trajectories:
+            for trajectory in unfinished:
                 self.book.release(trajectory.sample_id)
+        self._num_rounds += 1
+        return self.ledger.num_tokens["generated"] > num_before or not all(map(self.pool.is_live, engines))
 
     async def _judge_complete(self) -> None:
         """All complete groups at once, settled in the order of their prompts, whatever the order of the verdicts."""

@@ -26,6 +26,16 @@ def one_at_a_time(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor
     return torch.cat(outputs)
 
 
+def assert_same(out: torch.Tensor, expected: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+    """Values and gradients, of a random weighting of the outputs."""
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    weight = torch.randn_like(expected)
+    got = torch.autograd.grad((out * weight).sum(), inputs)
+    wanted = torch.autograd.grad((expected * weight).sum(), inputs)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_packed_attention_equals_one_sequence_at_a_time(lengths: list[int]) -> None:
     torch.manual_seed(0)
@@ -34,13 +44,7 @@ def test_packed_attention_equals_one_sequence_at_a_time(lengths: list[int]) -> N
     attention = PackedAttention(config=None)  # type: ignore[arg-type]  # it reads nothing from it
     out = attention(*inputs, None, packed_seq_params=packed)
     expected = one_at_a_time(*inputs, lengths)
-    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-
-    weight = torch.randn_like(expected)
-    got = torch.autograd.grad((out * weight).sum(), inputs)
-    wanted = torch.autograd.grad((expected * weight).sum(), inputs)
-    for a, b in zip(got, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert_same(out, expected, inputs)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -74,9 +78,4 @@ def test_context_ranks_together_equal_one_sequence_at_a_time(lengths: list[int],
         part = attention(q[tokens[rank]], k[gathered], v[gathered], None, packed_seq_params=packed)
         out = out.index_copy(0, tokens[rank], part)
     expected = one_at_a_time(*inputs, lengths)
-    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    weight = torch.randn_like(expected)
-    got = torch.autograd.grad((out * weight).sum(), inputs)
-    wanted = torch.autograd.grad((expected * weight).sum(), inputs)
-    for a, b in zip(got, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert_same(out, expected, inputs)
