@@ -21,6 +21,10 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, torn, or of another model or layout."""
 
 
+class TornCheckpointError(CheckpointError):
+    """A checkpoint of which a file is missing, cut short or changed: the one before it may be whole."""
+
+
 class EngineError(UserError):
     """A rollout engine that is unreachable, answers nonsense, or holds the wrong weights."""
 

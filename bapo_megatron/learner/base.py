@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bapo_megatron.algorithms.mismatch import Mismatch
 from bapo_megatron.buffer.packing import Share
+from bapo_megatron.learner.shards import Snapshot
 from bapo_megatron.sync.buckets import TensorSpec
 from bapo_megatron.types import ClipBounds, MiniBatch
 
@@ -53,5 +54,17 @@ class Learner(Protocol):
         """The weights under Hugging Face names, whole, one by one, on global rank 0; elsewhere empty tensors."""
         ...
 
-    def save(self, folder: Path) -> None: ...
-    def load(self, folder: Path) -> None: ...
+    def snapshot(self) -> Snapshot:
+        """This rank's part of weights, optimizer state and version, to be written before the next update.
+
+        With `Snapshot.detach` it may be written later.
+        """
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Read back what all ranks of any layout wrote.
+
+        Raises:
+            CheckpointError: on every rank: the folder is torn, or holds another model.
+        """
+        ...

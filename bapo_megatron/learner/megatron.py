@@ -40,6 +40,7 @@ from bapo_megatron.learner.hf.shapes import validate_layout
 from bapo_megatron.learner.metrics import TokenMetrics
 from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device, start_processes
+from bapo_megatron.learner.shards import Snapshot
 from bapo_megatron.sync.buckets import TensorSpec
 from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
 
@@ -246,17 +247,15 @@ class MegatronLearner:
         """The last update's gradient, clipped, like `named_weights`: for tests and diagnostics."""
         return gather_weights(self.model, self.shape, self.layout, self.adam.gather_gradient)
 
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer state and version into an existing folder."""
-        checkpoint.save(self, folder)
+    def snapshot(self) -> Snapshot:
+        """Weights, optimizer state and version: see `Learner.snapshot`."""
+        facts = {"version": self.version, "skipped_updates": self.num_skipped_updates}
+        return checkpoint.take_snapshot(self.model, self.shape, self.layout, self.adam, facts, self.hf_path)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote.
-
-        Raises:
-            CheckpointError: the folder is incomplete, or of another model.
-        """
-        checkpoint.load(self, folder)
+        """Read what a snapshot wrote: see `Learner.load`."""
+        facts = checkpoint.load(self.model, self.shape, self.layout, self.adam, folder)
+        self.version, self.num_skipped_updates = facts["version"], facts["skipped_updates"]
 
 
 def _layout_problems(hf_config: dict[str, Any], parallel: ParallelConfig) -> list[str]:

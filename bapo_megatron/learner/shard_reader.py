@@ -1,0 +1,105 @@
+"""Reading tensors, or slices of them, from the shards of a saved model: whatever layout wrote them."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from bapo_megatron.errors import CheckpointError, TornCheckpointError
+from bapo_megatron.hf.reader import EVERYTHING, check_finite, list_some
+from bapo_megatron.hf.shape import ModelShape, hf_tensors
+from bapo_megatron.learner.folder import Box, Index, Saved
+
+
+class ShardReader:
+    """One part of a saved model (its weights, or a moment); reads like `hf.reader.HFReader`.
+
+    Files are opened when first needed and mapped, not loaded: reading a slice touches the bytes of that slice.
+
+    Args:
+        part: `folder.WEIGHT` or one of `folder.MOMENTS`.
+    """
+
+    def __init__(self, index: Index, part: str) -> None:
+        self._index = index
+        self._part = part
+        self._tensors = index.tensors.get(part, {})
+        self._handles: dict[str, safe_open] = {}
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._handles.clear()  # closes the files: safetensors has no close()
+
+    def __call__(self, name: str, index: tuple[slice, ...] = EVERYTHING) -> Tensor:
+        """One tensor, or a slice of it, put together from its boxes.
+
+        Raises:
+            TornCheckpointError: a file cannot be read, or does not hold what the index says.
+            CheckpointError: a value is nan or infinite.
+        """
+        saved = self._tensors[name]
+        wanted = _ranges(saved, index)
+        shape = [max(stop - start, 0) for start, stop in wanted]
+        tensor = None
+        for box in saved.boxes:
+            bounds = zip(wanted, box.start, box.size, strict=True)
+            common = [(max(a, start), min(b, start + size)) for (a, b), start, size in bounds]
+            if any(a >= b for a, b in common):
+                continue
+            values = self._read(
+                name, box, tuple(slice(a - s, b - s) for (a, b), s in zip(common, box.start, strict=True))
+            )
+            if list(values.shape) == shape:
+                tensor = values
+                break
+            if tensor is None:
+                tensor = torch.empty(shape, dtype=values.dtype)
+            tensor[tuple(slice(a - w, b - w) for (a, b), (w, _) in zip(common, wanted, strict=True))] = values
+        if tensor is None:
+            return torch.empty(shape, dtype=getattr(torch, saved.dtype))
+        check_finite(tensor, f"{self._part} of {name} in {self._index.folder}")
+        return tensor
+
+    def check(self, shape: ModelShape) -> None:
+        """Compare names and shapes with those of the model.
+
+        Raises:
+            CheckpointError: lists missing, unexpected and mis-shaped tensors.
+        """
+        wanted = hf_tensors(shape)
+        complaints = {
+            "missing": [name for name in wanted if name not in self._tensors],
+            "unexpected": [name for name in self._tensors if name not in wanted],
+            "of another shape": [
+                f"{name} is {list(self._tensors[name].shape)}, config.json says {list(size)}"
+                for name, size in wanted.items()
+                if name in self._tensors and self._tensors[name].shape != size
+            ],
+        }
+        if found := [f"{len(names)} {what}: {list_some(names)}" for what, names in complaints.items() if names]:
+            raise CheckpointError(f"{self._part} in {self._index.folder} does not fit its model; " + "; ".join(found))
+
+    def _read(self, name: str, box: Box, index: tuple[slice, ...]) -> Tensor:
+        file, key = self._index.folder / box.file, f"{self._part}/{name}"
+        try:
+            if box.file not in self._handles:
+                self._handles[box.file] = safe_open(file, framework="pt")
+            stored = self._handles[box.file].get_slice(key)
+            if tuple(stored.get_shape()) == box.size:
+                return stored[index]
+        except (OSError, SafetensorError) as error:
+            raise TornCheckpointError(f"cannot read {key} of {file}: {error}") from error
+        raise TornCheckpointError(f"{key} of {file} is {stored.get_shape()}, the index says {list(box.size)}")
+
+
+def _ranges(saved: Saved, index: tuple[slice, ...]) -> list[tuple[int, int]]:
+    """First and one past the last, along each dimension; those that the index leaves out are whole."""
+    full = (*index, *(slice(None),) * (len(saved.shape) - len(index)))
+    return [part.indices(length)[:2] for part, length in zip(full, saved.shape, strict=True)]
