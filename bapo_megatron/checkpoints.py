@@ -4,8 +4,8 @@ checkpoints/step-000020/{learner/, state.json}     a folder appears only when it
 checkpoints/latest                                  the name of the newest complete one
 
 Every rank writes its own files into .writing-step-000020. Once all have, which they find out together, rank 0 adds the
-indices, waits for the disk and renames the folder. With `checkpoint.asynchronous` training goes on while they write, and
-the rest happens at a later step boundary: the threads that write take part in no collective.
+indices, waits for the disk and renames the folder. With `checkpoint.asynchronous` training goes on while they write,
+and the rest happens at a later step boundary: the threads that write take part in no collective.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ class CheckpointStore:
         Raises:
             CheckpointError: `latest` names a folder that is not there.
         """
-        if not (self.folder / "latest").exists():
+        candidates = self._candidates()
+        if candidates is None:
             return None
-        (path, *_) = self._candidates()
-        if not (path / _STATE).is_file():
+        if not candidates or not (candidates[0] / _STATE).is_file():
             raise CheckpointError(
-                f"{self.folder / 'latest'} names {path.name}, which is not a complete checkpoint; write the name of a "
-                f"complete folder in {self.folder} into it, or delete it to start over"
+                f"{self.folder / 'latest'} does not name a complete checkpoint; write the name of a complete folder in "
+                f"{self.folder} into it, or delete it to start over"
             )
-        return path
+        return candidates[0]
 
     # saving
 
@@ -177,20 +177,19 @@ class CheckpointStore:
         Raises:
             CheckpointError: on every rank: none is whole; or one is of another format or model, or refused by a part.
         """
-        candidates = gather_json([path.name for path in self._candidates()] if rank_and_size()[0] == 0 else None)[0]
+        candidates = self._candidates() if rank_and_size()[0] == 0 else []
+        names = gather_json(None if candidates is None else [path.name for path in candidates])[0]
+        if names is None:
+            return None
         complaints = []
-        for name in candidates:
-            path = self.folder / name
+        for path in (self.folder / name for name in names):
             torn = self._find_torn(path, parts)
             if torn is None:
                 return self.load(path, parts)
             complaints.append(torn)
             self._warn(f"warning: passing over {path.name}: {torn}")
-        if complaints:
-            raise CheckpointError(
-                f"no checkpoint in {self.folder} is whole: {'; '.join(complaints)}; remove {self.folder} to start over"
-            )
-        return None
+        found = "; ".join(complaints) or "there is no folder step-N"
+        raise CheckpointError(f"no checkpoint in {self.folder} is whole: {found}; remove {self.folder} to start over")
 
     @staticmethod
     def load(path: Path, parts: Mapping[str, Saveable]) -> dict[str, Any]:
@@ -219,14 +218,14 @@ class CheckpointStore:
             raise CheckpointError(found)
         return first_complaint(torn)
 
-    def _candidates(self) -> list[Path]:
-        """What `latest` names, and older ones, the newest first."""
+    def _candidates(self) -> list[Path] | None:
+        """What `latest` names, and older ones, the newest first; all, where it names none; None without `latest`."""
         pointer = self.folder / "latest"
         if not pointer.exists():
-            return []
+            return None
         named = _NAME.match(pointer.read_text(errors="replace").strip())
         if named is None:
-            return [self.folder / "latest", *self._steps()]
+            return self._steps()
         first = self.folder / named[0]
         return [first, *(path for path in self._steps(int(named[1])) if path != first)]
 

@@ -56,9 +56,8 @@ def take_snapshot(
 @torch.no_grad()
 def _pieces(model: ModuleList, shape: ModelShape, layout: ParallelLayout, adam: AdamState) -> Iterator[Piece]:
     parameters = parameters_by_global_name(model)
-    mine = [
-        (entry, parameters.pop(entry.megatron_name)) for entry in entries(shape) if entry.megatron_name in parameters
-    ]
+    present = [entry for entry in entries(shape) if entry.megatron_name in parameters]
+    mine = [(entry, parameters.pop(entry.megatron_name)) for entry in present]
     if shape.tied_embeddings:
         parameters.pop(OUTPUT, None)  # the last stage's copy: the first stage has the same
     assert not parameters, f"the name map does not know {sorted(parameters)}"

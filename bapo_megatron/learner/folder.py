@@ -12,7 +12,7 @@ At version 0 the moments may be missing: they are zero then.
 
 Why a format of our own: megatron's dist_checkpointing and torch.distributed.checkpoint keep their metadata in a pickle.
 The latter's HuggingFaceStorageWriter (torch 2.13) does not, but its planner sends pickled plans between ranks, it has
-neither checksums nor an index (the global shape is guessed from the shards found, so a missing file goes unnoticed), and
+neither checksums nor an index (shapes are guessed from the shards that it finds: a missing file goes unnoticed); and
 its asynchronous save runs collectives in the background. The files themselves are safetensors' own.
 """
 
@@ -117,7 +117,8 @@ def write_index(folder: Path, facts: dict[str, Any], manifests: Iterable[Manifes
         for part, named in manifest["tensors"].items():
             for name, saved in named.items():
                 whole = tensors.setdefault(part, {}).setdefault(name, saved | {"boxes": []})
-                assert whole["shape"] == saved["shape"] and whole["dtype"] == saved["dtype"], f"{part} of {name}"
+                assert whole["shape"] == saved["shape"], f"{part} of {name}"
+                assert whole["dtype"] == saved["dtype"], f"{part} of {name}"
                 whole["boxes"] = sorted([*whole["boxes"], *saved["boxes"]])
     body = {"format": FORMAT, "facts": facts, "files": files, "tensors": tensors}
     _check_covered(_parse(folder, body))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 
 import torch
@@ -49,19 +50,16 @@ class ShardReader:
         shape = [max(stop - start, 0) for start, stop in wanted]
         tensor = None
         for box in saved.boxes:
-            bounds = zip(wanted, box.start, box.size, strict=True)
-            common = [(max(a, start), min(b, start + size)) for (a, b), start, size in bounds]
+            common = _common(wanted, box)
             if any(a >= b for a, b in common):
                 continue
-            values = self._read(
-                name, box, tuple(slice(a - s, b - s) for (a, b), s in zip(common, box.start, strict=True))
-            )
+            values = self._read(name, box, _within(common, box.start))
             if list(values.shape) == shape:
                 tensor = values
                 break
             if tensor is None:
                 tensor = torch.empty(shape, dtype=values.dtype)
-            tensor[tuple(slice(a - w, b - w) for (a, b), (w, _) in zip(common, wanted, strict=True))] = values
+            tensor[_within(common, [start for start, _ in wanted])] = values
         if tensor is None:
             return torch.empty(shape, dtype=getattr(torch, saved.dtype))
         check_finite(tensor, f"{self._part} of {name} in {self._index.folder}")
@@ -99,7 +97,21 @@ class ShardReader:
         raise TornCheckpointError(f"{key} of {file} is {stored.get_shape()}, the index says {list(box.size)}")
 
 
-def _ranges(saved: Saved, index: tuple[slice, ...]) -> list[tuple[int, int]]:
-    """First and one past the last, along each dimension; those that the index leaves out are whole."""
+Ranges = list[tuple[int, int]]  # first and one past the last, along each dimension
+
+
+def _ranges(saved: Saved, index: tuple[slice, ...]) -> Ranges:
+    """What a Python index means; dimensions that it leaves out are whole."""
     full = (*index, *(slice(None),) * (len(saved.shape) - len(index)))
     return [part.indices(length)[:2] for part, length in zip(full, saved.shape, strict=True)]
+
+
+def _common(wanted: Ranges, box: Box) -> Ranges:
+    """What of the wanted values lies in the box; empty along a dimension where nothing does."""
+    sides = zip(wanted, box.start, box.size, strict=True)
+    return [(max(a, start), min(b, start + size)) for (a, b), start, size in sides]
+
+
+def _within(ranges: Ranges, origin: Sequence[int]) -> tuple[slice, ...]:
+    """As an index into a tensor that begins at `origin`."""
+    return tuple(slice(a - o, b - o) for (a, b), o in zip(ranges, origin, strict=True))

@@ -101,10 +101,13 @@ class Snapshot:
         Raises:
             CheckpointError: the disk is full.
         """
+        files = {}
         if self._hf_path is not None:
             (folder / HF_CONFIG).mkdir()
             copy_companions(self._hf_path, folder / HF_CONFIG, set())
-        write_index(folder, self.facts, manifests)
+            copied = sorted((folder / HF_CONFIG).iterdir())
+            files = {f"{HF_CONFIG}/{file.name}": [file.stat().st_size, digest_of(file)] for file in copied}
+        write_index(folder, self.facts, [*manifests, {"files": files, "tensors": {}}])
 
 
 def _copy(values: Tensor) -> Tensor:

@@ -12,7 +12,9 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bapo_megatron.config.schema import Config
+from bapo_megatron.checkpoints import CheckpointStore
+from bapo_megatron.config.schema import CheckpointConfig, Config
+from bapo_megatron.convert import convert
 from bapo_megatron.learner import model as learner_model
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.types import MicroBatch, MiniBatch
@@ -111,11 +113,7 @@ def check_model(folder: Path, layout: dict[str, Any], tolerance: float) -> None:
         torch.testing.assert_close(
             log_probs_R, all_log_probs.gather(1, targets_R[:, None])[:, 0], rtol=0, atol=tolerance
         )
-    target = folder.with_name(f"{folder.name}-saved")
-    if learner.layout.rank == 0:
-        target.mkdir()
-    dist.barrier()
-    learner.save(target)
+    CheckpointStore(folder.with_name(f"{folder.name}-saved"), CheckpointConfig()).save(1, {"learner": learner}, None)
     parallel_state.destroy_model_parallel()
 
 
@@ -141,14 +139,15 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 
 
 def check_saved(folder: Path) -> None:
-    """What the learner saved is what it was given, and transformers takes it as it is."""
-    saved = folder.with_name(f"{folder.name}-saved") / "hf"
-    original, exported = weights_of(folder), weights_of(saved)
+    """What the learner saved and `bapo convert` exports is what it was given, and transformers takes it as it is."""
+    saved, target = (folder.with_name(f"{folder.name}-{what}") for what in ("saved", "exported"))
+    convert(saved / "step-000001", target)
+    original, exported = weights_of(folder), weights_of(target)
     assert exported.keys() == original.keys()
     for name, weight in original.items():
         assert exported[name].dtype == weight.dtype
         assert torch.equal(exported[name], weight), name
-    _, info = transformers.AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
+    _, info = transformers.AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
     assert not any(info.values()), info
 
 

@@ -120,7 +120,7 @@ class Placed(NamedTuple):
 
 
 def place_shard(entry: Entry, shape: ModelShape, shard: Tensor, rank: int, size: int) -> Iterator[Placed]:
-    """Where the part of tensor-parallel rank `rank` of `size` belongs; undoes `to_shard` of one rank, without padding."""
+    """Where the part of tensor-parallel rank `rank` of `size` belongs, without padding; undoes `to_shard`."""
 
     def placed(i: int, first: int, values: Tensor, dim: int = 0) -> Placed:
         whole = entry.hf_shapes[i]
