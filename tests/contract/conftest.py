@@ -251,7 +251,7 @@ LAUNCHERS: dict[str, Launcher] = {
 
 
 @pytest.fixture(
-    scope="session",
+    scope="module",  # ended before other tests begin: an idle SGLang server spins on its cores
     params=[pytest.param(kind, marks=pytest.mark.slow if "sglang" in kind else ()) for kind in LAUNCHERS],
 )
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
