@@ -149,6 +149,7 @@ def check_one_process(rank: int, world_size: int, root: Path) -> None:
     check_nan(root)
     check_auto(root)
     check_scores_of_another_minibatch(root)
+    check_supervised(root)
     check_first_minibatch_is_scored_once(root, "interleaved")
 
 
@@ -193,6 +194,23 @@ def check_scores_of_another_minibatch(root: Path) -> None:
     assert learner.num_forwards == 2
     learner.step(first, bounds)  # its scores are of older weights
     assert learner.num_forwards == 3
+    close(learner)
+
+
+def check_supervised(root: Path) -> None:
+    """loss.name = "sft": the mean negative log-prob of the trained tokens, which falls."""
+    config = make_config({}, SMALL)
+    config = config.model_copy(update={"loss": config.loss.model_copy(update={"name": "sft"})})
+    learner = MegatronLearner(config, root / "qwen2")
+    finder = BoundsFinder(config, learner)
+    (minibatch,) = pack(learner)
+    losses = []
+    for _ in range(NUM_UPDATES):
+        log_probs = learner.log_probs(minibatch) or []
+        trained = [x[batch.mask_R] for x, batch in zip(log_probs, minibatch.micro_batches, strict=True)]
+        losses.append(learner.step(minibatch, finder.find(minibatch)).metrics["loss/policy"])
+        assert losses[-1] == pytest.approx(-float(torch.cat(trained).mean()), rel=1e-5)
+    assert losses[1] < losses[0]
     close(learner)
 
 
