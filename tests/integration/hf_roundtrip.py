@@ -98,7 +98,7 @@ def scores(learner: MegatronLearner, minibatch: MiniBatch) -> tuple[Tensor, Tens
 
 
 def check_model(folder: Path, layout: dict[str, Any], tolerance: float) -> None:
-    """Load, compare with what transformers computed, save to <folder>-saved."""
+    """Load, compare with what transformers computed, save to <folder>-saved, export to <folder>-exported."""
     learner = MegatronLearner(make_config(layout), folder)
     fill_padding(learner)
     want = torch.load(folder.with_suffix(".pt"), weights_only=True)
@@ -113,7 +113,10 @@ def check_model(folder: Path, layout: dict[str, Any], tolerance: float) -> None:
         torch.testing.assert_close(
             log_probs_R, all_log_probs.gather(1, targets_R[:, None])[:, 0], rtol=0, atol=tolerance
         )
-    CheckpointStore(folder.with_name(f"{folder.name}-saved"), CheckpointConfig()).save(1, {"learner": learner}, None)
+    store = CheckpointStore(folder.with_name(f"{folder.name}-saved"), CheckpointConfig())
+    saved = store.save(1, {"learner": learner}, None)
+    if learner.layout.rank == 0:
+        convert(saved, folder.with_name(f"{folder.name}-exported"))
     parallel_state.destroy_model_parallel()
 
 
@@ -140,8 +143,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 
 def check_saved(folder: Path) -> None:
     """What the learner saved and `bapo convert` exports is what it was given, and transformers takes it as it is."""
-    saved, target = (folder.with_name(f"{folder.name}-{what}") for what in ("saved", "exported"))
-    convert(saved / "step-000001", target)
+    target = folder.with_name(f"{folder.name}-exported")
     original, exported = weights_of(folder), weights_of(target)
     assert exported.keys() == original.keys()
     for name, weight in original.items():
