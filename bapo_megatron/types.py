@@ -139,6 +139,7 @@ class Batch:
     versions_T: Tensor  # int64, -1 on prompts
     mask_T: Tensor  # bool: the response tokens that are trained
     proximal_logprobs_T: Tensor | None = None  # float32, 0 on prompts; of the learner at the start of the step, if used
+    reference_logprobs_T: Tensor | None = None  # float32, 0 on prompts; of the reference policy, if used
     metrics: dict[str, float] = field(default_factory=dict)  # about the rollout behind it
 
     @property
@@ -171,6 +172,7 @@ class MicroBatch:
     versions_R: Tensor  # int64
     mask_R: Tensor  # bool
     proximal_logprobs_R: Tensor | None = None  # float32; None unless the Batch has them
+    reference_logprobs_R: Tensor | None = None  # float32; None unless the Batch has them
 
     @property
     def num_tokens(self) -> int:

@@ -16,7 +16,8 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.types import Batch
 
 T = TypeVar("T")
-_TENSORS = tuple(f.name for f in fields(Batch) if f.name not in ("metrics", "proximal_logprobs_T"))
+_ADDED_LATER = ("proximal_logprobs_T", "reference_logprobs_T")  # by all ranks together
+_TENSORS = tuple(f.name for f in fields(Batch) if f.name not in ("metrics", *_ADDED_LATER))
 
 
 def share_batch(make_batch: Callable[[], Batch | None] | None, *, sign_of_life_s: float) -> Batch | None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from bapo_megatron.config.plan_learning import check_learning
 from bapo_megatron.config.schema import Config, RolloutConfig
+from bapo_megatron.config.violation import Violation
+
+__all__ = ["Violation", "check", "max_microbatches", "num_ranks", "summarize"]
 
 # Arguments of SGLang that the launcher sets, and where to set them instead.
 OWN_SGLANG_ARGUMENTS = {
@@ -19,17 +22,6 @@ OWN_SGLANG_ARGUMENTS = {
     "context_length": "rollout.engine_max_context",
     "max_running_requests": "rollout.max_concurrent_requests",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """Something wrong with a combination of settings. An error stops the run, a warning does not.
-
-    Example: Violation("parallel.num_ranks=3, but tensor x pipeline x context x data = 2 x 1 x 1 x 1 = 2; set ...")
-    """
-
-    message: str
-    severity: Literal["error", "warning"] = "error"
 
 
 def check(config: Config, *, hf_config: dict[str, Any] | None, num_gpus: int = 0) -> list[Violation]:
@@ -49,6 +41,7 @@ def check(config: Config, *, hf_config: dict[str, Any] | None, num_gpus: int = 0
         *_reward(config),
         *_eval(config),
         *_loss(config),
+        *check_learning(config),
         *_sync(config),
     ]
     if hf_config is not None:

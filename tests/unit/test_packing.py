@@ -60,7 +60,7 @@ def test_advantages_are_of_shaped_rewards_and_masked_responses_still_count_in_th
     batch = build_batch(
         [group(1, 2, [1, 2, 3])],  # rewards 0, 1, 2
         centred,
-        reward_of=lambda t: t.reward * 10 - t.num_response_tokens,  # -1, 8, 17
+        rewards=[[-1.0, 8.0, 17.0]],
         is_trained=lambda t: t.num_response_tokens != 2,
     )
     assert batch.advantages_T.tolist() == [0, 0, -9, 0, 0, 0, 0, 0, 0, 9, 9, 9]
