@@ -34,9 +34,10 @@ def learning_rate(num_attempted: int, settings: OptimizerConfig, num_updates: in
     """
     assert num_attempted >= 0, "updates are counted from 0"
     if num_attempted < settings.warmup_updates:
-        return settings.lr * (num_attempted + 1) / settings.warmup_updates
+        return settings.lr * ((num_attempted + 1) / settings.warmup_updates)
+    if settings.schedule == "constant":
+        return settings.lr
     peak = max(settings.warmup_updates - 1, 0)
     progress = min(1.0, (num_attempted - peak) / max(num_updates - 1 - peak, 1))
-    height = {"constant": 1.0, "linear": 1.0 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
-    floor = settings.min_lr_ratio
-    return settings.lr * (floor + (1 - floor) * height[settings.schedule])
+    height = 1 - progress if settings.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * height)
