@@ -33,7 +33,7 @@ from bapo_megatron.config.schema import Config, ParallelConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner import checkpoint
-from bapo_megatron.learner.adam import AdamState
+from bapo_megatron.learner.adam import AdamState, set_rates
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.batches import check_packed_for, to_device
 from bapo_megatron.learner.gradient_guard import GradientGuard
@@ -217,12 +217,10 @@ class MegatronLearner:
         return loss / num_trained_tokens, batch.mask_R.sum(dtype=torch.int32), outcome
 
     def _set_learning_rate(self) -> float:
-        """That of this update, by the schedule; Megatron leaves it to its caller, weight decay of each group too."""
+        """That of this update, by the schedule."""
         settings = self.config.optimizer
         rate = learning_rate(self.version, settings, planned_updates(self.config))
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-            group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+        set_rates(self.optimizer, rate, settings.weight_decay)
         return rate
 
     def _update(self) -> dict[str, float]:
