@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from bapo_megatron.algorithms.lr_schedule import planned_updates
 from bapo_megatron.config.schema import Config
@@ -14,6 +15,24 @@ def check_learning(config: Config) -> Iterator[Violation]:
     yield from _schedule(config)
     yield from _kl(config)
     yield from _rewards(config)
+
+
+def check_reference(config: Config, reference: dict[str, Any], policy: dict[str, Any]) -> Iterator[Violation]:
+    """Whether the model of `loss.reference_path` can be compared with the policy, and split like it.
+
+    Args:
+        reference, policy: their config.json.
+    """
+    from bapo_megatron.learner.hf.shapes import validate_layout
+
+    p, name = config.parallel, f"loss.reference_path={config.loss.reference_path!r}"
+    if (size := reference.get("vocab_size")) != policy.get("vocab_size"):
+        yield Violation(
+            f"{name} has a vocabulary of {size} tokens, the policy one of {policy.get('vocab_size')}: log-probs of the "
+            "same tokens cannot be compared; set it to a model of the policy's family, or leave it out"
+        )
+    for problem in validate_layout(reference, p.tensor, p.pipeline, p.virtual_pipeline):
+        yield Violation(f"{name}: {problem}")
 
 
 def _schedule(config: Config) -> Iterator[Violation]:

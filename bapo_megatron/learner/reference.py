@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from bapo_megatron.assets import resolve_model_path
+from bapo_megatron.config.plan_learning import check_reference
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner.hf.convert import load_weights
-from bapo_megatron.learner.hf.shapes import validate_layout
 from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.learner.scoring import batch_log_probs, minibatch_log_probs
@@ -40,7 +40,8 @@ class ReferencePolicy:
         path = config.loss.reference_path
         folder = started_from if path is None else resolve_model_path(path, setting="loss.reference_path")
         hf_config = load_hf_config(folder)
-        _check_fits(config, hf_config, load_hf_config(started_from))
+        if problems := [v.message for v in check_reference(config, hf_config, load_hf_config(started_from))]:
+            raise ConfigError("; ".join(problems))
         self._config, self._layout = config, layout
         shape = model_shape(hf_config)
         settings = transformer_config(shape, config)
@@ -64,15 +65,3 @@ def with_reference_logprobs(batch: Batch, reference: ReferencePolicy | None, con
     if reference is None or not batch.num_trained_tokens or config.train.rollout_only:
         return batch
     return replace(batch, reference_logprobs_T=batch_log_probs(batch, reference, config))
-
-
-def _check_fits(config: Config, hf_config: dict, policy: dict) -> None:
-    name, p = config.loss.reference_path, config.parallel
-    if hf_config.get("vocab_size") != policy.get("vocab_size"):
-        raise ConfigError(
-            f"loss.reference_path={name!r} has a vocabulary of {hf_config.get('vocab_size')} tokens, the policy one of "
-            f"{policy.get('vocab_size')}: log-probs of the same tokens cannot be compared; set it to a model of the "
-            "policy's family, or leave it out"
-        )
-    if problems := validate_layout(hf_config, p.tensor, p.pipeline, p.virtual_pipeline):
-        raise ConfigError(f"loss.reference_path={name!r} does not fit the layout: {'; '.join(problems)}")

@@ -192,6 +192,7 @@ def check_weight_decay(root: Path, layout: dict[str, Any]) -> None:
 def check_two_processes(rank: int, world_size: int, root: Path) -> None:
     check_kl(root, {"tensor": 2, "sequence": True}, "k3")
     check_kl(root, {"pipeline": 2}, "k2")
+    check_kl(root, {"context": 2}, "k3")
     check_kl(root, {"data": 2, "distributed": True}, "k3")
     check_weight_decay(root, {"tensor": 2})
     check_weight_decay(root, {"data": 2, "distributed": True})

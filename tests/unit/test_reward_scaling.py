@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.algorithms.advantages import ADVANTAGES, whiten
+from bapo_megatron.algorithms.clip_bounds import ClipBoundConfig, contribution_table, search_bounds
 from bapo_megatron.buffer.batch import BatchBuilder
 from bapo_megatron.config.schema import Config, RewardConfig
 from bapo_megatron.rewards.scaling import Moments, RewardScaler
@@ -129,6 +130,21 @@ def test_groups_without_a_difference_keep_their_zeros(kind):
     assert all(per_response(batch)[3:])
     assert whiten(torch.zeros(3)).tolist() == [0.0] * 3
     assert whiten(torch.zeros(0)).tolist() == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.lists(st.tuples(st.floats(0.1, 4), st.floats(-2, 2)), min_size=1, max_size=20),
+    factor=st.sampled_from([0.25, 2.0, 8.0]),  # powers of two: no rounding decides a probe
+    contribution=st.sampled_from(["gradient", "surrogate", "net", "official"]),
+)
+def test_a_factor_does_not_move_bapos_bounds(tokens, factor, contribution):
+    ratios, advantages = (torch.tensor(x, dtype=torch.float64) for x in zip(*tokens, strict=True))
+    config, mask = ClipBoundConfig(rho0=0.5, contribution=contribution), torch.ones(len(tokens), dtype=torch.bool)
+    base, stretched = (
+        search_bounds(contribution_table(ratios, f * advantages, mask, None, config), config) for f in (1.0, factor)
+    )
+    assert (stretched.low, stretched.high) == (base.low, base.high)
 
 
 def test_clipping_makes_rewards_equal_and_groups_uninformative():
