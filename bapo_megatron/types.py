@@ -139,6 +139,7 @@ class Batch:
     versions_T: Tensor  # int64, -1 on prompts
     mask_T: Tensor  # bool: the response tokens that are trained
     proximal_logprobs_T: Tensor | None = None  # float32, 0 on prompts; of the learner at the start of the step, if used
+    proximal_version: int | None = None  # weight version that computed them
     reference_logprobs_T: Tensor | None = None  # float32, 0 on prompts; of the reference policy, if used
     metrics: dict[str, float] = field(default_factory=dict)  # about the rollout behind it
 
@@ -189,6 +190,7 @@ class MiniBatch:
 
     micro_batches: tuple[MicroBatch, ...]
     num_trained_tokens: int  # over all data and context ranks: the divisor of loss and gradient
+    proximal_version: int | None = None  # weight version that computed the proximal log-probs; None without them
 
 
 @dataclass(frozen=True, slots=True)

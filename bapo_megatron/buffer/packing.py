@@ -73,7 +73,7 @@ def minibatches(
             if share.equal_lengths:
                 lengths = [max(lengths)] * len(lengths)
             packs = [pack(batch, starts_S, s, length, share) for s, length in zip(mine, lengths, strict=True)]
-            yield MiniBatch(tuple(packs), num_trained)
+            yield MiniBatch(tuple(packs), num_trained, batch.proximal_version)
 
 
 def balanced_bins(lengths: list[int], multiple: int, max_tokens: int) -> list[list[int]]:

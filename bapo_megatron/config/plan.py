@@ -117,6 +117,11 @@ def _layout(config: Config) -> Iterator[Violation]:
             f"parallel.virtual_pipeline={p.virtual_pipeline} cuts pipeline stages into chunks and needs "
             "parallel.pipeline above 1; set parallel.virtual_pipeline=1"
         )
+    if config.train.schedule == "forwards_first" and p.pipeline > 1:
+        yield Violation(
+            f'train.schedule="forwards_first" is not possible with parallel.pipeline={p.pipeline}, whose stages pass '
+            'micro-batches on in an order of their own; set train.schedule="auto"'
+        )
     if config.optimizer.distributed and p.data * p.context == 1:
         yield Violation(
             "optimizer.distributed=true splits Adam's state over parallel.data x context ranks, and there is one; "

@@ -176,8 +176,9 @@ class AdvantageConfig(Section):
 class LossConfig(Section):
     """The policy loss."""
 
-    name: Literal["bapo", "grpo", "clip_higher"] = "bapo"
-    """bapo: bounds found by the search of [bapo]; grpo: fixed bounds; clip_higher: fixed with a wider upper bound."""
+    name: Literal["bapo", "grpo", "clip_higher", "sft"] = "bapo"
+    """bapo: bounds found by the search of [bapo]; grpo: fixed bounds; clip_higher: fixed with a wider upper bound;
+    sft: maximum likelihood of all trained tokens, without advantages, such as a warm start from recorded responses."""
     clip_low: float = Field(0.8, gt=0, le=1)
     """grpo, clip_higher: lower ratio bound (0.8 is 1 - epsilon for epsilon = 0.2)."""
     clip_high: float = Field(1.2, ge=1)
@@ -256,6 +257,10 @@ class TrainConfig(Section):
     """Weight of an entropy bonus in the loss."""
     recompute: bool = False
     """Recompute all activations in the backward pass."""
+    schedule: Literal["auto", "forwards_first", "interleaved"] = "auto"
+    """Where bounds are searched with scope exact: forwards_first runs all forward passes of an update, whose log-probs
+    give the bounds, before its backward passes, and keeps all activations in between; interleaved scores in a pass of
+    its own. auto: the first with one micro-batch, or with recompute while layer inputs take under a tenth of memory."""
 
 
 class ParallelConfig(Section):

@@ -34,6 +34,14 @@ class Learner(Protocol):
         """Log-probs at the current weights, no gradient: one float32 [R] per micro-batch; None off the last stage."""
         ...
 
+    def score(self, minibatch: MiniBatch) -> list[Tensor] | None:
+        """The same as `log_probs`, before the mini-batch's `step`: call it where that comes next.
+
+        It may cost nothing. Log-probs that the mini-batch brings along (`proximal_version`) are handed out; and forward
+        passes that can run now are kept, with their activations, for the step to go on from.
+        """
+        ...
+
     def sum_over_data_ranks(self, table: Tensor | None) -> Tensor:
         """Sum of a small fp64 table over data x context ranks of the last stage, handed to every rank (one all-reduce).
 

@@ -1,6 +1,6 @@
 """The policy on Megatron-Core: scoring, one optimizer update, weights under Hugging Face names, checkpoints.
 
-    MiniBatch -> its micro-batches through Megatron's schedule -> per-token log-probs (last stage)
+    MiniBatch -> its micro-batches through a schedule (schedule.py) -> per-token log-probs (last stage)
               -> loss summed over tokens / tokens of ALL ranks -> gradients summed over data and context ranks -> Adam
 
 Loss and gradient are divided once, by the global token count of the update, so they do not depend on how the batch is
@@ -19,7 +19,6 @@ import torch
 from bapo_megatron_patches.megatron_core import apply_cpu_compat
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
@@ -35,7 +34,6 @@ from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner import checkpoint
 from bapo_megatron.learner.adam import AdamState, set_rates
 from bapo_megatron.learner.base import StepResult
-from bapo_megatron.learner.batches import check_packed_for, to_device
 from bapo_megatron.learner.gradient_guard import GradientGuard
 from bapo_megatron.learner.hf.convert import gather_weights, load_weights
 from bapo_megatron.learner.hf.names import entries
@@ -43,11 +41,12 @@ from bapo_megatron.learner.hf.shapes import validate_layout
 from bapo_megatron.learner.metrics import TokenMetrics
 from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device, start_processes
+from bapo_megatron.learner.proximal import known_log_probs
 from bapo_megatron.learner.reference import ReferencePolicy
+from bapo_megatron.learner.schedule import ForwardPasses, Schedule, Scores
 from bapo_megatron.sync.buckets import TensorSpec
 from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
 
-Scores = tuple[Tensor, Tensor]  # log_probs_R, entropy_R
 Outcome = tuple[Tensor, LossResult, Mismatch]  # of a micro-batch; first its log_probs_R
 
 
@@ -89,7 +88,8 @@ class MegatronLearner:
             self._optimizer_config(), self._wrapped, use_gloo_process_groups=torch.cuda.is_available()
         )
         self.adam = AdamState(self.optimizer, self.layout)
-        self._forward_backward = get_forward_backward_func()
+        self._schedule = Schedule(self._wrapped, self.settings, self.layout, config)
+        self._scored: ForwardPasses | None = None  # of the mini-batch whose step comes next
         self.reference = ReferencePolicy(config, self.hf_path, self.layout) if config.loss.kl_coef else None
         self.kl_coefficient = KLCoefficient(config.loss)
         self.guard = GradientGuard(config)
@@ -124,13 +124,18 @@ class MegatronLearner:
 
     def log_probs(self, minibatch: MiniBatch) -> list[Tensor] | None:
         """Log-probs at the current weights and the rollout's temperature: see `Learner.log_probs`."""
+        log_probs = self._schedule.log_probs(minibatch)
+        return log_probs if self.layout.is_last_stage else None
 
-        def collect(scores: Scores, non_loss_data: bool) -> Tensor:
-            return scores[0]
-
-        with torch.no_grad():
-            outputs = self._run(minibatch, lambda batch: collect, with_entropy=False, forward_only=True)
-        return outputs if self.layout.is_last_stage else None
+    def score(self, minibatch: MiniBatch) -> list[Tensor] | None:
+        """Log-probs before the mini-batch's `step`, at no cost where they are known already, or the step's forward
+        passes can run now: see `Learner.score`."""
+        if minibatch.proximal_version == self.version:
+            return known_log_probs(minibatch) if self.layout.is_last_stage else None
+        if not self._schedule.runs_forwards_first(minibatch):
+            return self.log_probs(minibatch)
+        self._scored = self._schedule.forward(minibatch)
+        return self._scored.log_probs
 
     def sum_over_data_ranks(self, table: Tensor | None) -> Tensor:
         """Sum of a small fp64 table over data and context ranks, on every rank: see `Learner.sum_over_data_ranks`."""
@@ -151,7 +156,11 @@ class MegatronLearner:
         for chunk in self._wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        outputs = self._run(minibatch, loss_of, with_entropy=True, forward_only=False)
+        scored, self._scored = self._scored, None
+        if scored is not None and scored.minibatch is minibatch:
+            outputs = self._schedule.backward(scored, loss_of)
+        else:
+            outputs = self._schedule.forward_backward(minibatch, loss_of)
         rate = self._set_learning_rate()
         update_metrics = self._update()
         self.version += 1
@@ -162,34 +171,6 @@ class MegatronLearner:
             self.kl_coefficient.observe(metrics["loss/kl_reference"])
         log_probs = [o[0] for o in outputs] if self.layout.is_last_stage else None
         return StepResult(metrics, log_probs, mismatch)
-
-    def _run(
-        self, minibatch: MiniBatch, consume: Callable[[MicroBatch], Callable], *, with_entropy: bool, forward_only: bool
-    ) -> list[Any]:
-        """All micro-batches through Megatron's schedule; on the last stage what `consume(batch)` returned of each."""
-        check_packed_for(self.layout, minibatch)
-        batches = [to_device(batch, device()) for batch in minibatch.micro_batches]
-
-        def forward_step(iterator: Iterator[MicroBatch], model: Module) -> tuple[Any, Callable]:
-            batch = next(iterator)
-            output = model(
-                batch,
-                temperature=self.config.rollout.temperature,
-                chunk_tokens=self.config.train.logprob_chunk_tokens,
-                with_entropy=with_entropy,
-            )
-            return output, consume(batch)
-
-        return self._forward_backward(
-            forward_step_func=forward_step,
-            data_iterator=[iter(batches) for _ in self._wrapped],
-            model=self._wrapped,
-            num_microbatches=len(batches),
-            seq_length=batches[0].num_tokens * self.layout.context_size,
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
 
     def _micro_batch_loss(
         self, batch: MicroBatch, scores: Scores, bounds: ClipBounds, num_trained_tokens: int
@@ -274,6 +255,7 @@ class MegatronLearner:
         Raises:
             CheckpointError: the folder is incomplete, or of another model.
         """
+        self._scored = None
         checkpoint.load(self, folder)
 
 

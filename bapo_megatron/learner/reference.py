@@ -21,7 +21,8 @@ from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner.hf.convert import load_weights
 from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device
-from bapo_megatron.learner.scoring import batch_log_probs, minibatch_log_probs
+from bapo_megatron.learner.schedule import Schedule
+from bapo_megatron.learner.scoring import batch_log_probs
 from bapo_megatron.types import Batch, MiniBatch
 
 
@@ -42,18 +43,20 @@ class ReferencePolicy:
         hf_config = load_hf_config(folder)
         if problems := [v.message for v in check_reference(config, hf_config, load_hf_config(started_from))]:
             raise ConfigError("; ".join(problems))
-        self._config, self._layout = config, layout
+        self._layout = layout
         shape = model_shape(hf_config)
         settings = transformer_config(shape, config)
         self.share = layout.share(sequence_parallel=settings.sequence_parallel)
         model = ModuleList(PolicyModel(settings, shape, layout, i) for i in range(layout.num_chunks)).to(device())
         load_weights(model, shape, layout, folder)
         model.requires_grad_(False)
-        self._chunks: list[Module] = [Float16Module(settings, c) if settings.bf16 else c for c in model.eval()]
+        chunks: list[Module] = [Float16Module(settings, c) if settings.bf16 else c for c in model.eval()]
+        self._schedule = Schedule(chunks, settings, layout, config)
 
     def log_probs(self, minibatch: MiniBatch) -> list[Tensor] | None:
         """See `Learner.log_probs`."""
-        return minibatch_log_probs(self._chunks, minibatch, self._layout, self._config)
+        log_probs = self._schedule.log_probs(minibatch)
+        return log_probs if self._layout.is_last_stage else None
 
     def sum_over_data_ranks(self, table: Tensor | None) -> Tensor:
         """See `Learner.sum_over_data_ranks`."""
