@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -61,5 +61,10 @@ class Learner(Protocol):
         """The weights under Hugging Face names, whole, one by one, on global rank 0; elsewhere empty tensors."""
         ...
 
+    def state_dict(self) -> dict[str, Any]:
+        """What steers the updates beside what `save` writes: a JSON value, saved with the run's counters."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def save(self, folder: Path) -> None: ...
     def load(self, folder: Path) -> None: ...
