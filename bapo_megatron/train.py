@@ -28,6 +28,7 @@ from bapo_megatron.learner.base import Learner
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.proximal import with_proximal_logprobs
+from bapo_megatron.learner.reference import with_reference_logprobs
 from bapo_megatron.monitor.record import Recorder, UpdateMetrics
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.monitor.stopwatch import Stopwatch
@@ -62,8 +63,9 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
         with watch.span("rollout"):
             while (batch := rollouts.next_batch(step, learner.version)) is None:
                 _push(channel, learner, rollouts)  # an engine came back, without weights
-        if config.loss.proximal == "learner":
-            with watch.span("score"):
+        with watch.span("score"):
+            batch = with_reference_logprobs(batch, learner.reference, config)
+            if config.loss.proximal == "learner":
                 batch = with_proximal_logprobs(batch, learner, config)
         for minibatch in _optimizer_steps(batch, config, step, learner):
             with watch.span("score"):
@@ -80,7 +82,7 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
             recorder.record(step + 1, learner.version, batch.metrics, updates.result(), sync, evaluation, watch.lap())
         store.poll()
         if _is_save_due(config, step + 1):
-            state = {"rollout": rollouts.state_dict(), "bounds": finder.state_dict()}
+            state = {"rollout": rollouts.state_dict(), "bounds": finder.state_dict(), "updates": learner.state_dict()}
             store.save(step + 1, {"learner": learner}, state)
     store.close()
     if channel:
@@ -137,6 +139,7 @@ def _resume(store: CheckpointStore, learner: Learner, rollouts: SharedRollouts, 
     if state is None:
         return 0
     finder.load_state_dict(state["bounds"])
+    learner.load_state_dict(state["updates"])
     rollouts.load_state_dict(state["rollout"])
     return int(state["step"])
 

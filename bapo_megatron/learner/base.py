@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -61,6 +61,12 @@ class Learner(Protocol):
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights under Hugging Face names, whole, one by one, on global rank 0; elsewhere empty tensors."""
         ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What steers the updates beside what a snapshot holds: a JSON value, saved with the run's counters."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def snapshot(self) -> Snapshot:
         """This rank's part of weights, optimizer state and version, to be written before the next update.
