@@ -48,7 +48,7 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
     first = _connect(config, model_path, urls) if recorder else None
     rollouts = SharedRollouts(config, first, recorder.keep_samples if recorder else _keep_nothing)
     finder = BoundsFinder(config, learner)
-    store = CheckpointStore(run_dir.checkpoints_dir, config.checkpoint.keep_last)
+    store = CheckpointStore(run_dir.checkpoints_dir, config.checkpoint, warn=recorder.note if recorder else print)
     first_step = _resume(store, learner, rollouts, finder)
     channel = _open_channel(config, first, learner, run_dir)
     if recorder and first:
@@ -80,9 +80,11 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
             evaluation = rollouts.evaluate(step + 1, learner.version)
         if recorder:
             recorder.record(step + 1, learner.version, batch.metrics, updates.result(), sync, evaluation, watch.lap())
+        store.poll()
         if _is_save_due(config, step + 1):
             state = {"rollout": rollouts.state_dict(), "bounds": finder.state_dict(), "updates": learner.state_dict()}
-            store.save(step + 1, learner, state)
+            store.save(step + 1, {"learner": learner}, state)
+    store.close()
     if channel:
         channel.close()
     rollouts.close()
@@ -132,11 +134,10 @@ def _push(channel: Channel | None, learner: Learner, rollouts: SharedRollouts) -
 
 
 def _resume(store: CheckpointStore, learner: Learner, rollouts: SharedRollouts, finder: BoundsFinder) -> int:
-    """Restore the latest checkpoint, if there is one; returns the number of finished steps."""
-    latest = store.latest()
-    if latest is None:
+    """Restore the newest whole checkpoint, if there is one; returns the number of finished steps."""
+    state = store.resume({"learner": learner})
+    if state is None:
         return 0
-    state = store.load(latest, learner)
     finder.load_state_dict(state["bounds"])
     learner.load_state_dict(state["updates"])
     rollouts.load_state_dict(state["rollout"])

@@ -44,6 +44,7 @@ from bapo_megatron.learner.parallel import ParallelLayout, device, start_process
 from bapo_megatron.learner.proximal import known_log_probs
 from bapo_megatron.learner.reference import ReferencePolicy
 from bapo_megatron.learner.schedule import ForwardPasses, Schedule, Scores
+from bapo_megatron.learner.shards import Snapshot
 from bapo_megatron.sync.buckets import TensorSpec
 from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
 
@@ -245,18 +246,16 @@ class MegatronLearner:
         self.kl_coefficient.load_state_dict(state["kl"])
         self.guard.load_state_dict(state["gradients"])
 
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer state and version into an existing folder."""
-        checkpoint.save(self, folder)
+    def snapshot(self) -> Snapshot:
+        """Weights, optimizer state and version: see `Learner.snapshot`."""
+        facts = {"version": self.version, "skipped_updates": self.num_skipped_updates}
+        return checkpoint.take_snapshot(self.model, self.shape, self.layout, self.adam, facts, self.hf_path)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote.
-
-        Raises:
-            CheckpointError: the folder is incomplete, or of another model.
-        """
+        """Read what a snapshot wrote: see `Learner.load`."""
         self._scored = None
-        checkpoint.load(self, folder)
+        facts = checkpoint.load(self.model, self.shape, self.layout, self.adam, folder)
+        self.version, self.num_skipped_updates = facts["version"], facts["skipped_updates"]
 
 
 def _layout_problems(hf_config: dict[str, Any], parallel: ParallelConfig) -> list[str]:
