@@ -1,7 +1,7 @@
 """The training loop. Every trainer rank runs this file; rank 0 also talks to the rollout engines and to the user.
 
     prompts -> engines -> rewards -> advantages       rank 0, SharedRollouts.next_batch: finished groups, stalest first
-        |  broadcast: the same Batch on every rank
+        |  broadcast: the same Batch on every rank; a critic, where there is one, gives each token its own advantage
         v
     minibatches -> score -> BAPO bounds -> step       all ranks: one optimizer update per mini-batch; sample replay
         |                                             makes later mini-batches older
@@ -28,6 +28,7 @@ from bapo_megatron.learner.base import Learner
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.proximal import with_proximal_logprobs
+from bapo_megatron.learner.values import ValueAdvantages
 from bapo_megatron.monitor.record import Recorder, UpdateMetrics
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.monitor.stopwatch import Stopwatch
@@ -44,6 +45,7 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
     """Train from the run's latest checkpoint, or from the start, to `train.num_steps`. Rank 0 has a recorder."""
     model_path = resolve_model_path(config.model.path)
     learner = MegatronLearner(config, model_path)
+    advantages = ValueAdvantages(config, learner)
     first = _connect(config, model_path, urls) if recorder else None
     rollouts = SharedRollouts(config, first, recorder.keep_samples if recorder else _keep_nothing)
     finder = BoundsFinder(config, learner)
@@ -62,6 +64,8 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
         with watch.span("rollout"):
             while (batch := rollouts.next_batch(step, learner.version)) is None:
                 _push(channel, learner, rollouts)  # an engine came back, without weights
+        with watch.span("critic"):
+            batch = advantages.on(batch, step)
         if config.loss.proximal == "learner":
             with watch.span("score"):
                 batch = with_proximal_logprobs(batch, learner, config)
@@ -96,7 +100,7 @@ def _keep_nothing(step: int, groups: Sequence[Group]) -> None:
 
 
 def _optimizer_steps(batch: Batch, config: Config, step: int, learner: Learner) -> Iterator[MiniBatch]:
-    if config.train.rollout_only:
+    if config.train.rollout_only or step < config.critic.warmup_steps:
         return iter(())
     return minibatches(
         batch,

@@ -22,9 +22,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-TOKEN_KINDS = ("gae", "n_step")
-"""The values of `advantage.kind` that need a critic."""
-
 _EPSILON = 1e-8  # added to the standard deviation that advantages are divided by
 
 
@@ -83,6 +80,23 @@ def whitened(advantages_T: Tensor, mask_T: Tensor) -> Tensor:
     if trained.numel() < 2:
         return torch.where(mask_T, advantages_T, 0.0)
     return torch.where(mask_T, (advantages_T - trained.mean()) / (trained.std() + _EPSILON), 0.0)
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
+    """Per token, 0.5 (V - R)^2; and whether clipping took its gradient.
+
+    Args:
+        old_values: V before the first update with this batch.
+        clip: with clip c, the larger of that and 0.5 (V' - R)^2, where V' is V within c of its old value: a token has
+            no gradient once V has come closer to R by more than c (as PPO's first implementation does it).
+    """
+    loss = 0.5 * (values - returns) ** 2
+    if clip is None:
+        return loss, torch.zeros_like(loss, dtype=torch.bool)
+    bounded = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
+    bounded_loss = 0.5 * (bounded - returns) ** 2
+    is_clipped = (bounded_loss > loss) & (bounded != values)
+    return torch.where(is_clipped, bounded_loss.detach(), loss), is_clipped
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:

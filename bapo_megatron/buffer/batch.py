@@ -20,7 +20,7 @@ def batch_builder(config: Config) -> Callable[[Sequence[Group], dict[str, float]
     def build(groups: Sequence[Group], metrics: dict[str, float]) -> Batch:
         return build_batch(
             groups,
-            ADVANTAGES[config.advantage.kind],
+            ADVANTAGES.get(config.advantage.kind, torch.zeros_like),  # a critic's come later, from `rewards_S`
             metrics,
             reward_of=lambda trajectory: shaped_reward(trajectory, config),
             is_trained=lambda trajectory: is_trained(trajectory, config),
@@ -47,13 +47,15 @@ def build_batch(
         is_trained: False for a response that counts in its group's advantages, but whose tokens are masked.
     """
     per_sequence: list[float] = []
+    kept_rewards: list[float] = []
     trajectories = []
     for group in groups:
         rewards = [reward_of(t) for t in group.trajectories] if reward_of else group.rewards
         values = advantages(torch.tensor(rewards, dtype=torch.float64)).tolist()
-        for trajectory, value in zip(group.trajectories, values, strict=True):
+        for trajectory, reward, value in zip(group.trajectories, rewards, values, strict=True):
             if trajectory.num_response_tokens:
                 trajectories.append(trajectory)
+                kept_rewards.append(reward)
                 per_sequence.append(value)
     prompt_lens = torch.tensor([len(t.prompt.token_ids) for t in trajectories], dtype=torch.int64)
     response_lens = torch.tensor([t.num_response_tokens for t in trajectories], dtype=torch.int64)
@@ -81,5 +83,6 @@ def build_batch(
         ),
         versions_T=on_responses(list(chain.from_iterable(t.versions for t in trajectories)), torch.int64, -1),
         mask_T=on_responses(is_trained_S.repeat_interleave(response_lens), torch.bool, 0.0),
+        rewards_S=torch.tensor(kept_rewards, dtype=torch.float32),
         metrics=metrics or {},
     )

@@ -39,6 +39,8 @@ def check(config: Config, *, hf_config: dict[str, Any] | None, num_gpus: int = 0
         hf_config: the model's config.json; None leaves the model's own limits unchecked.
         num_gpus: GPUs of this machine that a run may use; 0 is a run on CPUs.
     """
+    from bapo_megatron.config.plan_critic import critic_checks
+
     found = [
         *_layout(config),
         *_gpus(config, num_gpus),
@@ -49,6 +51,7 @@ def check(config: Config, *, hf_config: dict[str, Any] | None, num_gpus: int = 0
         *_reward(config),
         *_eval(config),
         *_loss(config),
+        *critic_checks(config),
         *_sync(config),
     ]
     if hf_config is not None:
@@ -172,10 +175,10 @@ def _batch(config: Config) -> Iterator[Violation]:
             f"each mini-batch has {num_sequences} / {t.minibatches_per_step} = {each} sequences, "
             f"fewer than parallel.data={data} ranks; {advice}"
         )
-    if r.samples_per_prompt < 2:
+    if r.samples_per_prompt < 2 and config.advantage.compares_responses:
         yield Violation(
             f"rollout.samples_per_prompt={r.samples_per_prompt}: an advantage compares the responses to one prompt "
-            "and needs at least 2; set rollout.samples_per_prompt=8"
+            'and needs at least 2; set rollout.samples_per_prompt=8, or advantage.kind="gae", which has a critic instead'
         )
     own_age = t.minibatches_per_step * t.epochs_per_step - 1
     if r.max_staleness is not None and r.max_staleness < own_age:

@@ -12,6 +12,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from bapo_megatron.algorithms.clip_bounds import ClipBoundConfig
 from bapo_megatron.config.base import Section
+from bapo_megatron.config.schema_critic import CriticConfig
 
 REWARD_KINDS = ("auto", "chains", "reasoning_gym", "math", "code")
 _DOTTED_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -160,8 +161,23 @@ class RolloutConfig(Section):
 class AdvantageConfig(Section):
     """From the rewards of a group to advantages."""
 
-    kind: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """grpo: (r - mean) / std; dr_grpo: r - mean; rloo: r - mean of the others."""
+    kind: Literal["grpo", "dr_grpo", "rloo", "gae", "n_step"] = "grpo"
+    """One for each response, of its group: grpo: (r - mean) / std; dr_grpo: r - mean; rloo: r - mean of the others.
+    One for each token, by a critic (see [critic]): gae: generalized advantage estimation; n_step: n-step returns."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """gae, n_step: discount of rewards per token; 1 is none, as usual where the reward comes at the end."""
+    lam: float = Field(1.0, ge=0, le=1)
+    """gae: 1 is the whole return less the value, without bias; smaller trusts the critic more: the reward fades by this
+    factor per token, and values take its place."""
+    n_step: PositiveInt = 128
+    """n_step: tokens until the critic's value stands in for the rest of the response."""
+    whiten: bool = True
+    """gae, n_step: give the advantages of a batch's trained tokens mean 0 and standard deviation 1, as PPO does."""
+
+    @property
+    def compares_responses(self) -> bool:
+        """Whether an advantage is made from the rewards of its group; else from a critic's values."""
+        return self.kind not in ("gae", "n_step")
 
 
 class LossConfig(Section):
@@ -336,6 +352,7 @@ class Config(Section):
     loss: LossConfig = Field(default_factory=LossConfig)
     bapo: ClipBoundConfig = Field(default_factory=ClipBoundConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     sync: SyncConfig = Field(default_factory=SyncConfig)

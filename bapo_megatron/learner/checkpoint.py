@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,15 @@ from bapo_megatron.learner.folder import MOMENTS, WEIGHTS, read_state, write_sta
 from bapo_megatron.learner.hf.convert import gather_weights, load_weights
 
 if TYPE_CHECKING:
+    from bapo_megatron.learner.critic import Critic
     from bapo_megatron.learner.megatron import MegatronLearner
+
+    Trained: TypeAlias = MegatronLearner | Critic
 
 PARTS = {WEIGHTS: WEIGHT, **{name: name for name in MOMENTS}}  # folder -> its name in AdamState
 
 
-def save(learner: MegatronLearner, folder: Path) -> None:
+def save(learner: Trained, folder: Path) -> None:
     """Write into `folder`, which exists and is empty. Collective; returns when rank 0 has written everything."""
     is_writer = learner.layout.rank == 0
     for part, name in PARTS.items():
@@ -44,7 +47,7 @@ def save(learner: MegatronLearner, folder: Path) -> None:
     dist.barrier()
 
 
-def load(learner: MegatronLearner, folder: Path) -> None:
+def load(learner: Trained, folder: Path) -> None:
     """Read weights, Adam's moments and the version back, at any layout.
 
     Raises:
@@ -62,5 +65,5 @@ def load(learner: MegatronLearner, folder: Path) -> None:
     learner.adam.set_steps(learner.version - learner.num_skipped_updates)
 
 
-def _fill(learner: MegatronLearner, name: str, parameter: Parameter, tensor: Tensor) -> None:
+def _fill(learner: Trained, name: str, parameter: Parameter, tensor: Tensor) -> None:
     learner.adam.fill(parameter, name, tensor)

@@ -13,15 +13,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from bapo_megatron_patches.megatron_core import apply_cpu_compat
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
@@ -34,6 +31,7 @@ from bapo_megatron.learner import checkpoint
 from bapo_megatron.learner.adam import AdamState
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.batches import check_packed_for, to_device
+from bapo_megatron.learner.build import for_training
 from bapo_megatron.learner.hf.convert import gather_weights, load_weights
 from bapo_megatron.learner.hf.names import entries
 from bapo_megatron.learner.hf.shapes import validate_layout
@@ -42,6 +40,9 @@ from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device, start_processes
 from bapo_megatron.sync.buckets import TensorSpec
 from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
+
+if TYPE_CHECKING:
+    from bapo_megatron.learner.critic import Critic
 
 Scores = tuple[Tensor, Tensor]  # log_probs_R, entropy_R
 Outcome = tuple[Tensor, LossResult, Mismatch]  # of a micro-batch; first its log_probs_R
@@ -80,39 +81,12 @@ class MegatronLearner:
         chunks = range(self.layout.num_chunks)
         self.model = ModuleList(PolicyModel(self.settings, self.shape, self.layout, i) for i in chunks).to(device())
         load_weights(self.model, self.shape, self.layout, hf_path)
-        self._wrapped = [self._wrap(chunk) for chunk in self.model]
-        self.optimizer = get_megatron_optimizer(
-            self._optimizer_config(), self._wrapped, use_gloo_process_groups=torch.cuda.is_available()
-        )
+        self._wrapped, self.optimizer = for_training(self.model, self.settings, config.optimizer)
         self.adam = AdamState(self.optimizer, self.layout)
+        self.companions: dict[str, Critic] = {}  # saved together, each in a folder of its name
         self._forward_backward = get_forward_backward_func()
         self._loss = LOSSES[config.loss.name]
         self._metrics = TokenMetrics(self.layout, self._loss(_nothing(), config.loss))
-
-    def _wrap(self, chunk: Module) -> DistributedDataParallel:
-        self.settings.finalize_model_grads_func = _finalize_sums
-        ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            check_for_nan_in_grad=False,
-            use_distributed_optimizer=self.config.optimizer.distributed,
-        )
-        module = Float16Module(self.settings, chunk) if self.settings.bf16 else chunk
-        return DistributedDataParallel(self.settings, ddp, module)
-
-    def _optimizer_config(self) -> OptimizerConfig:
-        adam = self.config.optimizer
-        return OptimizerConfig(
-            optimizer="adam",
-            lr=adam.lr,
-            weight_decay=adam.weight_decay,
-            adam_beta1=adam.beta1,
-            adam_beta2=adam.beta2,
-            adam_eps=adam.eps,
-            clip_grad=adam.clip_grad,
-            bf16=self.settings.bf16,
-            params_dtype=self.settings.params_dtype,
-            use_distributed_optimizer=adam.distributed,
-        )
 
     # scoring
 
@@ -247,8 +221,12 @@ class MegatronLearner:
         return gather_weights(self.model, self.shape, self.layout, self.adam.gather_gradient)
 
     def save(self, folder: Path) -> None:
-        """Write weights, optimizer state and version into an existing folder."""
+        """Write weights, optimizer state and version into an existing folder; those of companions too."""
         checkpoint.save(self, folder)
+        for name, model in self.companions.items():
+            if self.layout.rank == 0:
+                (folder / name).mkdir()
+            model.save(folder / name)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote.
@@ -257,15 +235,12 @@ class MegatronLearner:
             CheckpointError: the folder is incomplete, or of another model.
         """
         checkpoint.load(self, folder)
+        for name, model in self.companions.items():
+            model.load(folder / name)
 
 
 def _layout_problems(hf_config: dict[str, Any], parallel: ParallelConfig) -> list[str]:
     return validate_layout(hf_config, parallel.tensor, parallel.pipeline, parallel.virtual_pipeline)
-
-
-def _finalize_sums(model: list[Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
-    """Sum gradients over data and context ranks and tied or replicated weights; the loss is divided already."""
-    finalize_model_grads(model, None, **kwargs)
 
 
 def _nothing() -> LossInputs:

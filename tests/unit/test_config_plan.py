@@ -54,6 +54,14 @@ def messages(*overrides: str) -> list[str]:
         ("rollout.zero_variance=drop rollout.samples_per_prompt=2", ["most groups", "samples_per_prompt=8"]),
         ("rollout.zero_variance=drop train.entropy_coef=0.01", ["entropy_coef=0.01", 'zero_variance="keep"']),
         ("reward.kind=code", ["tests", "'chains'", 'data.source="jsonl"']),
+        ("critic.lr=1e-4", ["critic.lr", 'advantage.kind="grpo" has no critic', '"gae"']),
+        ("advantage.kind=gae critic.warmup_steps=100", ["warmup_steps=100", "never change", "train.num_steps"]),
+        ("advantage.kind=gae rollout.zero_variance=drop", ["samples_per_prompt=8", 'zero_variance="keep"']),
+        ("advantage.kind=n_step rollout.truncated=mask", ['truncated="mask"', "does not learn"]),
+        (
+            "advantage.kind=gae rollout.samples_per_prompt=1 rollout.zero_variance=drop",
+            ["are all there are", 'zero_variance="keep"'],
+        ),
         ("loss.name=clip_higher loss.clip_higher=1.1", ["clip_higher=1.1", "clip_high=1.2"]),
     ],
 )
@@ -79,6 +87,10 @@ def test_shaping_that_makes_no_sense_only_warns() -> None:
         (found,) = check(load_config([], overrides), hf_config=None)
         assert found.severity == "warning"
     assert messages("rollout.zero_variance=drop", "rollout.truncated=mask") == []
+
+
+def test_a_critic_needs_no_groups() -> None:
+    assert messages("advantage.kind=gae", "rollout.samples_per_prompt=1", "critic.lr=1e-4") == []
 
 
 def test_bfloat16_warns_on_a_cpu_only() -> None:

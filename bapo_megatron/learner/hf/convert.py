@@ -38,19 +38,21 @@ def load_weights(
     layout: ParallelLayout,
     path: str | Path,
     fill: Callable[[Parameter, Tensor], object] = Parameter.copy_,
+    keep: frozenset[str] = frozenset(),
 ) -> None:
     """Fill this rank's parameters from a checkpoint folder, reading only the slices they need. Collective.
 
     Args:
         model: this rank's chunks of the model.
         fill: what to do with the tensor of a parameter, e.g. put it into its optimizer state.
+        keep: names of parameters that a model of this shape does not have, and that stay as they are.
 
     Raises:
         CheckpointError: names or shapes of the tensors do not fit config.json (lists them), or a tensor holds nan or
             infinity; on every rank, also where only one rank reads what is wrong.
     """
     try:
-        _load_part(model, shape, layout, Path(path), fill)
+        _load_part(model, shape, layout, Path(path), fill, keep)
     except CheckpointError as error:
         raise_together(error)
     else:
@@ -63,6 +65,7 @@ def _load_part(
     layout: ParallelLayout,
     path: Path,
     fill: Callable[[Parameter, Tensor], object],
+    keep: frozenset[str],
 ) -> None:
     parameters = parameters_by_global_name(model)
     with HFReader(path) as read:
@@ -76,7 +79,7 @@ def _load_part(
                 for target in present:
                     assert target.shape == shard.shape, f"{entry.megatron_name}: {target.shape} != {shard.shape}"
                     fill(target, shard)
-    assert not parameters, f"the name map does not know {sorted(parameters)}"
+    assert parameters.keys() <= keep, f"the name map does not know {sorted(parameters.keys() - keep)}"
 
 
 @torch.no_grad()
