@@ -181,6 +181,7 @@ def check_steps(rank: int, world_size: int, root: Path, cases: list[Case]) -> No
 def check_one_process(rank: int, world_size: int, root: Path) -> None:
     check_steps(rank, world_size, root, [("qwen3", {}, 1000), ("qwen2", {}, 50), ("llama_biases", {}, 50)])
     check_new_critic(root)
+    check_learning(root)
     check_refusals(root)
 
 
@@ -224,6 +225,32 @@ def check_new_critic(root: Path) -> None:
     parallel_state.destroy_model_parallel()
     _, advantages, critic = make_advantages(critic_config, root / "qwen2")
     assert advantages.on(masked, step=0) is masked
+    parallel_state.destroy_model_parallel()
+
+
+def check_learning(root: Path) -> None:
+    """Responses of two kinds of tokens, one of them rewarded: the values of batches not seen before tell them apart."""
+    config = make_config(None, {}, 400, critic={"lr": 1e-2, "epochs_per_step": 2}, advantage={"kind": "n_step"})
+    _, advantages, _ = make_advantages(config, root / "qwen3")
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for step in range(8):
+        kinds_S = torch.randint(0, 2, (24,), generator=generator)
+        lens_S = torch.randint(6, 14, (24,), generator=generator)
+        kinds_T = kinds_S.repeat_interleave(lens_S)
+        batch = Batch(
+            token_ids_T=torch.randint(0, 16, kinds_T.shape, generator=generator) + 16 * kinds_T,
+            seq_lens_S=lens_S,
+            prompt_lens_S=torch.full_like(lens_S, 3),
+            advantages_T=torch.zeros(kinds_T.shape),
+            behaviour_logprobs_T=torch.zeros(kinds_T.shape),
+            versions_T=torch.zeros_like(kinds_T),
+            mask_T=torch.cat([torch.arange(n) >= 3 for n in lens_S]),
+            rewards_S=kinds_S.float(),
+        )
+        found.append(advantages.on(batch, step).metrics["critic/explained_variance"])
+    assert found[0] == 0, "all values of a new critic are equal"
+    assert min(found[-2:]) > 0.8, found
     parallel_state.destroy_model_parallel()
 
 
