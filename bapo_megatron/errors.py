@@ -21,6 +21,10 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, torn, or of another model or layout."""
 
 
+class DivergedError(UserError):
+    """Training that cannot go on: its updates are skipped one after the other."""
+
+
 class EngineError(UserError):
     """A rollout engine that is unreachable, answers nonsense, or holds the wrong weights."""
 

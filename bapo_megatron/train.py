@@ -27,7 +27,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import Learner
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.learner.proximal import with_proximal_logprobs
+from bapo_megatron.learner.proximal import with_fixed_logprobs
 from bapo_megatron.learner.values import ValueAdvantages
 from bapo_megatron.monitor.record import Recorder, UpdateMetrics
 from bapo_megatron.monitor.rundir import RunDir
@@ -66,9 +66,8 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
                 _push(channel, learner, rollouts)  # an engine came back, without weights
         with watch.span("critic"):
             batch = advantages.on(batch, step)
-        if config.loss.proximal == "learner":
-            with watch.span("score"):
-                batch = with_proximal_logprobs(batch, learner, config)
+        with watch.span("score"):
+            batch = with_fixed_logprobs(batch, learner, config)
         for minibatch in _optimizer_steps(batch, config, step, learner):
             with watch.span("score"):
                 bounds = finder.find(minibatch)
@@ -83,7 +82,8 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
         if recorder:
             recorder.record(step + 1, learner.version, batch.metrics, updates.result(), sync, evaluation, watch.lap())
         if _is_save_due(config, step + 1):
-            store.save(step + 1, learner, {"rollout": rollouts.state_dict(), "bounds": finder.state_dict()})
+            state = {"rollout": rollouts.state_dict(), "bounds": finder.state_dict(), "updates": learner.state_dict()}
+            store.save(step + 1, learner, state)
     if channel:
         channel.close()
     rollouts.close()
@@ -139,6 +139,7 @@ def _resume(store: CheckpointStore, learner: Learner, rollouts: SharedRollouts, 
         return 0
     state = store.load(latest, learner)
     finder.load_state_dict(state["bounds"])
+    learner.load_state_dict(state["updates"])
     rollouts.load_state_dict(state["rollout"])
     return int(state["step"])
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bapo_megatron.config.plan import Violation
 from bapo_megatron.config.schema import Config
-from bapo_megatron.config.schema_critic import CriticConfig
+from bapo_megatron.config.schema_advantage import CriticConfig
+from bapo_megatron.config.violation import Violation
 
 
-def critic_checks(config: Config) -> Iterator[Violation]:
+def check_critic(config: Config) -> Iterator[Violation]:
     """Settings of a critic that no advantage asks for, and groups that one does not need."""
     advantage, critic, r = config.advantage, config.critic, config.rollout
     if advantage.compares_responses:
@@ -19,6 +19,11 @@ def critic_checks(config: Config) -> Iterator[Violation]:
                 f'advantage.kind="gae" or "n_step", or leave [critic] out'
             )
         return
+    if advantage.whiten_batch:
+        yield Violation(
+            f'advantage.whiten_batch=true is for one advantage per response, and advantage.kind="{advantage.kind}" has '
+            "one per token; set advantage.whiten_tokens instead"
+        )
     if critic.warmup_steps >= config.train.num_steps and not config.train.rollout_only:
         yield Violation(
             f"critic.warmup_steps={critic.warmup_steps} of train.num_steps={config.train.num_steps} steps train the "

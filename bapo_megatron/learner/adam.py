@@ -20,6 +20,14 @@ from bapo_megatron.learner.parallel import ParallelLayout
 WEIGHT = "weight"  # the float32 weight that Adam updates: the parameter itself, or its master copy when it is bfloat16
 
 
+def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
+    """Of the next update. Megatron marks the groups of norms and biases (wd_mult), but leaves it to the schedule of its
+    caller to heed the mark: without this every parameter decays."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+        group["weight_decay"] = weight_decay * group["wd_mult"]
+
+
 class AdamState:
     """Reads and writes whole tensors, in the shape of the parameter, whoever holds which part.
 

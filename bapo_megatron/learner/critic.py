@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     set_defaults_if_not_set_tensor_model_parallel_attributes,
@@ -29,14 +28,14 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.reader import HFReader
 from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape
 from bapo_megatron.learner import checkpoint
-from bapo_megatron.learner.adam import AdamState
-from bapo_megatron.learner.batches import check_packed_for, to_device
+from bapo_megatron.learner.adam import AdamState, set_rates
 from bapo_megatron.learner.build import for_training
 from bapo_megatron.learner.hf.convert import gather_weights, load_weights
 from bapo_megatron.learner.hf.names import VALUE_HEAD
 from bapo_megatron.learner.hf.shapes import validate_layout
 from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device
+from bapo_megatron.learner.schedule import Schedule
 from bapo_megatron.types import MicroBatch, MiniBatch
 
 Outcome = Tensor  # float64 [3] of a micro-batch: value loss, clipped tokens, trained tokens
@@ -113,17 +112,13 @@ class Critic:
             load_weights(self.model, language_model, self.layout, hf_path, keep=frozenset({VALUE_HEAD}))
         self._wrapped, self.optimizer = for_training(self.model, settings, config.optimizer)
         self.adam = AdamState(self.optimizer, self.layout)
-        self._forward_backward = get_forward_backward_func()
+        self._schedule = Schedule(self._wrapped, settings, self.layout, config)
 
     def values(self, minibatch: MiniBatch) -> list[Tensor] | None:
         """V of each response token's state, no gradient: one float32 [R] per micro-batch; None off the last stage."""
 
-        def collect(values_R: Tensor, non_loss_data: bool) -> Tensor:
-            return values_R
-
-        with torch.no_grad():
-            outputs = self._run(minibatch, lambda batch: collect, forward_only=True)
-        return outputs if self.layout.is_last_stage else None
+        values = self._schedule.without_gradient(minibatch, lambda values_R: values_R)
+        return values if self.layout.is_last_stage else None
 
     def fit(self, minibatch: MiniBatch, old_values_T: Tensor, returns_T: Tensor) -> dict[str, float]:
         """One Adam update towards the returns; metrics, the same on every rank. A gradient that is not finite is
@@ -144,7 +139,7 @@ class Critic:
         for chunk in self._wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        outputs = self._run(minibatch, loss_of, forward_only=False)
+        outputs = self._schedule.forward_backward(minibatch, loss_of)
         learning_rate = self._set_learning_rate()
         grad_norm = self._update()
         self.version += 1
@@ -183,26 +178,6 @@ class Critic:
         """
         checkpoint.load(self, folder)
 
-    def _run(self, minibatch: MiniBatch, consume: Callable[[MicroBatch], Callable], *, forward_only: bool) -> list[Any]:
-        """All micro-batches through Megatron's schedule; on the last stage what `consume(batch)` returned of each."""
-        check_packed_for(self.layout, minibatch)
-        batches = [to_device(batch, device()) for batch in minibatch.micro_batches]
-
-        def forward_step(iterator: Iterator[MicroBatch], model: Module) -> tuple[Any, Callable]:
-            batch = next(iterator)
-            return model(batch), consume(batch)
-
-        return self._forward_backward(
-            forward_step_func=forward_step,
-            data_iterator=[iter(batches) for _ in self._wrapped],
-            model=self._wrapped,
-            num_microbatches=len(batches),
-            seq_length=batches[0].num_tokens * self.layout.context_size,
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
-
     def _micro_batch_loss(
         self, batch: MicroBatch, values_R: Tensor, old_R: Tensor, returns_R: Tensor, num_trained_tokens: int
     ) -> tuple[Tensor, Tensor, Outcome]:
@@ -217,8 +192,7 @@ class Critic:
         """Linear warm-up from lr / warmup_updates, then constant."""
         settings = self.config.critic
         share = min(1.0, (self.version + 1) / settings.warmup_updates) if settings.warmup_updates else 1.0
-        for group in self.optimizer.param_groups:
-            group["lr"] = settings.lr * share
+        set_rates(self.optimizer, settings.lr * share, self.config.optimizer.weight_decay)
         return settings.lr * share
 
     def _update(self) -> float:

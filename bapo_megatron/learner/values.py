@@ -7,7 +7,6 @@ Batch -> critic.values (no gradient, all micro-batches) -> one all-reduce: V of 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 from math import fsum
 
@@ -21,7 +20,8 @@ from bapo_megatron.config.schema import AdvantageConfig, Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.learner.critic import Critic
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.types import Batch, MiniBatch
+from bapo_megatron.learner.scoring import of_batch
+from bapo_megatron.types import Batch
 
 
 class ValueAdvantages:
@@ -53,33 +53,24 @@ class ValueAdvantages:
         """
         if self.critic is None or not batch.num_trained_tokens:
             return batch
-        values_T = self._values(self.critic, batch)
+        values_T = of_batch(batch, self.critic.values, self.critic, self._config).cpu()
         advantages_T, returns_T = token_advantages(batch, values_T, self._config.advantage)
         metrics = _describe(values_T[batch.mask_T], returns_T[batch.mask_T], advantages_T[batch.mask_T])
         metrics |= self._fit(self.critic, batch, step, values_T, returns_T)
-        if self._config.advantage.whiten:
+        if self._config.advantage.whiten_tokens:
             advantages_T = whitened(advantages_T, batch.mask_T)
         return replace(batch, advantages_T=advantages_T.float(), metrics=batch.metrics | metrics)
-
-    def _values(self, critic: Critic, batch: Batch) -> Tensor:
-        """V of every response token, float64 [T] on the CPU, 0 on prompts."""
-        (whole,) = self._cut(batch, num_minibatches=1, num_epochs=1, seed=0)
-        values = critic.values(whole)
-        mine_T = None
-        if values is not None:
-            mine_T = torch.zeros(batch.token_ids_T.shape, dtype=torch.float64)
-            for micro_batch, values_R in zip(whole.micro_batches, values, strict=True):
-                mine_T[micro_batch.batch_rows_R] = values_R.to(mine_T)
-        return critic.sum_over_data_ranks(mine_T).cpu()
 
     def _fit(self, critic: Critic, batch: Batch, step: int, values_T: Tensor, returns_T: Tensor) -> dict[str, float]:
         """The critic's updates of one step; metrics are means over them, and the latest where that says more."""
         collected: dict[str, list[float]] = defaultdict(list)
-        for minibatch in self._cut(
+        for minibatch in minibatches(
             batch,
             num_minibatches=self._config.train.minibatches_per_step,
             num_epochs=self._config.critic.epochs_per_step,
             seed=self._config.run.seed * 1_000_003 + step,
+            max_tokens=self._config.train.max_tokens_per_microbatch,
+            share=critic.share,
         ):
             for name, value in critic.fit(minibatch, values_T, returns_T).items():
                 collected[name].append(value)
@@ -87,17 +78,6 @@ class ValueAdvantages:
             name: values[-1] if name in ("critic/lr", "critic/skipped") else fsum(values) / len(values)
             for name, values in collected.items()
         }
-
-    def _cut(self, batch: Batch, *, num_minibatches: int, num_epochs: int, seed: int) -> Iterator[MiniBatch]:
-        assert self.critic is not None
-        return minibatches(
-            batch,
-            num_minibatches=num_minibatches,
-            num_epochs=num_epochs,
-            seed=seed,
-            max_tokens=self._config.train.max_tokens_per_microbatch,
-            share=self.critic.share,
-        )
 
 
 def token_advantages(batch: Batch, values_T: Tensor, config: AdvantageConfig) -> tuple[Tensor, Tensor]:

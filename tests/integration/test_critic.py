@@ -126,7 +126,7 @@ def make_config(folder: Path | None, layout: dict[str, Any], max_tokens: int = 6
     return Config.model_validate(
         {
             "parallel": {"timeout_s": 60, **parallel},
-            "advantage": {"kind": "gae", "gamma": GAMMA, "lam": LAM, "whiten": False},
+            "advantage": {"kind": "gae", "gamma": GAMMA, "lam": LAM, "whiten_tokens": False},
             "critic": {"path": folder and str(folder), "lr": LR, "clip": CLIP, "epochs_per_step": NUM_UPDATES},
             "optimizer": {"eps": ADAM_EPS, "clip_grad": 1e9, "distributed": layout.get("distributed", False)},
             "train": {"max_tokens_per_microbatch": max_tokens},
