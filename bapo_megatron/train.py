@@ -17,12 +17,13 @@ With rollout.overlap, the engines go on sampling while all below the first line 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.buffer.packing import minibatches
-from bapo_megatron.checkpoints import CheckpointStore
+from bapo_megatron.checkpoints import CheckpointStore, Saveable
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import Learner
 from bapo_megatron.learner.bounds import BoundsFinder
@@ -38,7 +39,7 @@ from bapo_megatron.rollout.recorded import RecordedRollouts
 from bapo_megatron.rollout.shared import SharedRollouts
 from bapo_megatron.sync.base import Channel
 from bapo_megatron.sync.channel import FollowerChannel, open_channel, push_until_whole
-from bapo_megatron.types import Batch, Group, MiniBatch
+from bapo_megatron.types import Batch, MiniBatch
 
 
 def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder | None) -> None:
@@ -47,10 +48,11 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
     learner = MegatronLearner(config, model_path)
     advantages = ValueAdvantages(config, learner)
     first = _connect(config, model_path, urls) if recorder else None
-    rollouts = SharedRollouts(config, first, recorder.keep_samples if recorder else _keep_nothing)
+    rollouts = SharedRollouts(config, first, recorder.keep_samples if recorder else lambda *_: None)
     finder = BoundsFinder(config, learner)
-    store = CheckpointStore(run_dir.checkpoints_dir, config.checkpoint.keep_last)
-    first_step = _resume(store, learner, rollouts, finder)
+    store = CheckpointStore(run_dir.checkpoints_dir, config.checkpoint, warn=recorder.note if recorder else print)
+    models: dict[str, Saveable] = {"learner": learner, **advantages.parts}
+    first_step = _restore(store.resume(models), learner, rollouts, finder)
     channel = _open_channel(config, first, learner, run_dir)
     if recorder and first:
         recorder.begin(first_step, first.decode)
@@ -81,9 +83,11 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
             evaluation = rollouts.evaluate(step + 1, learner.version)
         if recorder:
             recorder.record(step + 1, learner.version, batch.metrics, updates.result(), sync, evaluation, watch.lap())
+        store.poll()
         if _is_save_due(config, step + 1):
             state = {"rollout": rollouts.state_dict(), "bounds": finder.state_dict(), "updates": learner.state_dict()}
-            store.save(step + 1, learner, state)
+            store.save(step + 1, models, state)
+    store.close()
     if channel:
         channel.close()
     rollouts.close()
@@ -93,10 +97,6 @@ def _connect(config: Config, model_path: Path, urls: list[str]) -> Rollouts:
     if config.rollout.engine == "recorded":
         return RecordedRollouts.connect(config, model_path)
     return RolloutManager.connect(config, model_path, urls)
-
-
-def _keep_nothing(step: int, groups: Sequence[Group]) -> None:
-    """Rank 0 writes samples down."""
 
 
 def _optimizer_steps(batch: Batch, config: Config, step: int, learner: Learner) -> Iterator[MiniBatch]:
@@ -132,12 +132,10 @@ def _push(channel: Channel | None, learner: Learner, rollouts: SharedRollouts) -
     return push_until_whole(channel, learner).metrics()
 
 
-def _resume(store: CheckpointStore, learner: Learner, rollouts: SharedRollouts, finder: BoundsFinder) -> int:
-    """Restore the latest checkpoint, if there is one; returns the number of finished steps."""
-    latest = store.latest()
-    if latest is None:
+def _restore(state: dict[str, Any] | None, learner: Learner, rollouts: SharedRollouts, finder: BoundsFinder) -> int:
+    """Go on where a checkpoint's state says; returns the number of finished steps."""
+    if state is None:
         return 0
-    state = store.load(latest, learner)
     finder.load_state_dict(state["bounds"])
     learner.load_state_dict(state["updates"])
     rollouts.load_state_dict(state["rollout"])

@@ -36,6 +36,7 @@ from bapo_megatron.learner.hf.shapes import validate_layout
 from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.learner.schedule import Schedule
+from bapo_megatron.learner.shards import Snapshot
 from bapo_megatron.types import MicroBatch, MiniBatch
 
 Outcome = Tensor  # float64 [3] of a micro-batch: value loss, clipped tokens, trained tokens
@@ -166,17 +167,15 @@ class Critic:
         """The last update's gradient, clipped, like `named_weights`: for tests and diagnostics."""
         return gather_weights(self.model, self.shape, self.layout, self.adam.gather_gradient)
 
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer state and version into an existing folder, as the policy's are."""
-        checkpoint.save(self, folder)
+    def snapshot(self) -> Snapshot:
+        """Weights, optimizer state and version: see `Learner.snapshot`."""
+        facts = {"version": self.version, "skipped_updates": self.num_skipped_updates}
+        return checkpoint.take_snapshot(self.model, self.shape, self.layout, self.adam, facts, self.hf_path)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote.
-
-        Raises:
-            CheckpointError: the folder is incomplete, or of another model.
-        """
-        checkpoint.load(self, folder)
+        """Read what a snapshot wrote: see `Learner.load`."""
+        facts = checkpoint.load(self.model, self.shape, self.layout, self.adam, folder)
+        self.version, self.num_skipped_updates = facts["version"], facts["skipped_updates"]
 
     def _micro_batch_loss(
         self, batch: MicroBatch, values_R: Tensor, old_R: Tensor, returns_R: Tensor, num_trained_tokens: int

@@ -13,7 +13,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from bapo_megatron_patches.megatron_core import apply_cpu_compat
@@ -42,11 +42,9 @@ from bapo_megatron.learner.parallel import ParallelLayout, device, start_process
 from bapo_megatron.learner.proximal import known_log_probs
 from bapo_megatron.learner.reference import ReferencePolicy
 from bapo_megatron.learner.schedule import ForwardPasses, Schedule, Scores
+from bapo_megatron.learner.shards import Snapshot
 from bapo_megatron.sync.buckets import TensorSpec
 from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
-
-if TYPE_CHECKING:
-    from bapo_megatron.learner.critic import Critic
 
 Outcome = tuple[Tensor, LossResult, Mismatch]  # of a micro-batch; first its log_probs_R
 
@@ -86,7 +84,6 @@ class MegatronLearner:
         load_weights(self.model, self.shape, self.layout, hf_path)
         self._wrapped, self.optimizer = for_training(self.model, self.settings, config.optimizer)
         self.adam = AdamState(self.optimizer, self.layout)
-        self.companions: dict[str, Critic] = {}  # saved together, each in a folder of its name
         self._schedule = Schedule(self._wrapped, self.settings, self.layout, config)
         self._scored: ForwardPasses | None = None  # of the mini-batch whose step comes next
         self.reference = ReferencePolicy(config, self.hf_path, self.layout) if config.loss.kl_coef else None
@@ -219,24 +216,16 @@ class MegatronLearner:
         self.kl_coefficient.load_state_dict(state["kl"])
         self.guard.load_state_dict(state["gradients"])
 
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer state and version into an existing folder; those of companions too."""
-        checkpoint.save(self, folder)
-        for name, model in self.companions.items():
-            if self.layout.rank == 0:
-                (folder / name).mkdir()
-            model.save(folder / name)
+    def snapshot(self) -> Snapshot:
+        """Weights, optimizer state and version: see `Learner.snapshot`."""
+        facts = {"version": self.version, "skipped_updates": self.num_skipped_updates}
+        return checkpoint.take_snapshot(self.model, self.shape, self.layout, self.adam, facts, self.hf_path)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote.
-
-        Raises:
-            CheckpointError: the folder is incomplete, or of another model.
-        """
+        """Read what a snapshot wrote: see `Learner.load`."""
         self._scored = None
-        checkpoint.load(self, folder)
-        for name, model in self.companions.items():
-            model.load(folder / name)
+        facts = checkpoint.load(self.model, self.shape, self.layout, self.adam, folder)
+        self.version, self.num_skipped_updates = facts["version"], facts["skipped_updates"]
 
 
 def _layout_problems(hf_config: dict[str, Any], parallel: ParallelConfig) -> list[str]:

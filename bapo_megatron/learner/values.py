@@ -30,7 +30,7 @@ class ValueAdvantages:
     For the group-relative kinds there is no critic, and batches stay as they are.
 
     Args:
-        policy: constructed before. The critic starts from its weights unless critic.path is set, and is saved with it.
+        policy: constructed before; the critic starts from its weights unless critic.path is set.
 
     Raises:
         ConfigError: critic.path is a model that the layout does not fit, or whose vocabulary is smaller.
@@ -44,7 +44,11 @@ class ValueAdvantages:
             path = config.critic.path
             self.critic = Critic(config, resolve_model_path(path, setting="critic.path") if path else policy.hf_path)
             _check_vocabulary(self.critic, policy)
-            policy.companions["critic"] = self.critic
+
+    @property
+    def parts(self) -> dict[str, Critic]:
+        """What a checkpoint holds beside the learner, by the name of its folder."""
+        return {} if self.critic is None else {"critic": self.critic}
 
     def on(self, batch: Batch, step: int) -> Batch:
         """The batch with its tokens' advantages, and the critic's metrics; then the critic learns from it.
