@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from bapo_megatron.config.plan_critic import check_critic
 from bapo_megatron.config.plan_learning import check_learning, check_reference
 from bapo_megatron.config.schema import Config, RolloutConfig
 from bapo_megatron.config.violation import Violation
@@ -49,6 +50,7 @@ def check(
         *_eval(config),
         *_loss(config),
         *check_learning(config),
+        *check_critic(config),
         *_sync(config),
     ]
     if hf_config is not None:
@@ -179,10 +181,10 @@ def _batch(config: Config) -> Iterator[Violation]:
             f"each mini-batch has {num_sequences} / {t.minibatches_per_step} = {each} sequences, "
             f"fewer than parallel.data={data} ranks; {advice}"
         )
-    if r.samples_per_prompt < 2:
+    if r.samples_per_prompt < 2 and config.advantage.compares_responses:
         yield Violation(
             f"rollout.samples_per_prompt={r.samples_per_prompt}: an advantage compares the responses to one prompt "
-            "and needs at least 2; set rollout.samples_per_prompt=8"
+            'and needs at least 2; set rollout.samples_per_prompt=8, or advantage.kind="gae", which has a critic'
         )
     own_age = t.minibatches_per_step * t.epochs_per_step - 1
     if r.max_staleness is not None and r.max_staleness < own_age:

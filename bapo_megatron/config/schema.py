@@ -12,6 +12,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from bapo_megatron.algorithms.clip_bounds import ClipBoundConfig
 from bapo_megatron.config.base import Section
+from bapo_megatron.config.schema_advantage import AdvantageConfig, CriticConfig
 
 REWARD_KINDS = ("auto", "chains", "reasoning_gym", "math", "code")
 _DOTTED_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -162,15 +163,6 @@ class RolloutConfig(Section):
     """embedded, sglang: CPU threads of one engine process. Unset: cores / processes (trainer and engine take turns)."""
     engine_max_context: PositiveInt | None = None
     """embedded, sglang: longest prompt + response. Unset: max_prompt_tokens + max_response_tokens."""
-
-
-class AdvantageConfig(Section):
-    """From the rewards of a group to advantages."""
-
-    kind: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """grpo: (r - mean) / std; dr_grpo: r - mean; rloo: r - mean of the others."""
-    whiten_batch: bool = False
-    """Whiten the advantages over the responses of the batch: with dr_grpo, REINFORCE++ with a group baseline."""
 
 
 class LossConfig(Section):
@@ -382,6 +374,7 @@ class Config(Section):
     loss: LossConfig = Field(default_factory=LossConfig)
     bapo: ClipBoundConfig = Field(default_factory=ClipBoundConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     sync: SyncConfig = Field(default_factory=SyncConfig)

@@ -17,12 +17,9 @@ from typing import Any
 
 import torch
 from bapo_megatron_patches.megatron_core import apply_cpu_compat
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer.module import Float16Module
 from torch import Tensor
-from torch.nn import Module, ModuleList
+from torch.nn import ModuleList
 
 from bapo_megatron.algorithms.kl import KLCoefficient, loss_with_kl
 from bapo_megatron.algorithms.losses import LossInputs, LossResult
@@ -34,6 +31,7 @@ from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner import checkpoint
 from bapo_megatron.learner.adam import AdamState, set_rates
 from bapo_megatron.learner.base import StepResult
+from bapo_megatron.learner.build import for_training
 from bapo_megatron.learner.gradient_guard import GradientGuard
 from bapo_megatron.learner.hf.convert import gather_weights, load_weights
 from bapo_megatron.learner.hf.names import entries
@@ -84,10 +82,7 @@ class MegatronLearner:
         chunks = range(self.layout.num_chunks)
         self.model = ModuleList(PolicyModel(self.settings, self.shape, self.layout, i) for i in chunks).to(device())
         load_weights(self.model, self.shape, self.layout, hf_path)
-        self._wrapped = [self._wrap(chunk) for chunk in self.model]
-        self.optimizer = get_megatron_optimizer(
-            self._optimizer_config(), self._wrapped, use_gloo_process_groups=torch.cuda.is_available()
-        )
+        self._wrapped, self.optimizer = for_training(self.model, self.settings, config.optimizer)
         self.adam = AdamState(self.optimizer, self.layout)
         self._schedule = Schedule(self._wrapped, self.settings, self.layout, config)
         self._scored: ForwardPasses | None = None  # of the mini-batch whose step comes next
@@ -95,31 +90,6 @@ class MegatronLearner:
         self.kl_coefficient = KLCoefficient(config.loss)
         self.guard = GradientGuard(config)
         self._metrics = TokenMetrics(self.layout, loss_with_kl(_nothing(config), config.loss, 0.0))
-
-    def _wrap(self, chunk: Module) -> DistributedDataParallel:
-        self.settings.finalize_model_grads_func = _finalize_sums
-        ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            check_for_nan_in_grad=False,
-            use_distributed_optimizer=self.config.optimizer.distributed,
-        )
-        module = Float16Module(self.settings, chunk) if self.settings.bf16 else chunk
-        return DistributedDataParallel(self.settings, ddp, module)
-
-    def _optimizer_config(self) -> OptimizerConfig:
-        adam = self.config.optimizer
-        return OptimizerConfig(
-            optimizer="adam",
-            lr=adam.lr,
-            weight_decay=adam.weight_decay,
-            adam_beta1=adam.beta1,
-            adam_beta2=adam.beta2,
-            adam_eps=adam.eps,
-            clip_grad=adam.clip_grad,
-            bf16=self.settings.bf16,
-            params_dtype=self.settings.params_dtype,
-            use_distributed_optimizer=adam.distributed,
-        )
 
     # scoring
 
@@ -260,11 +230,6 @@ class MegatronLearner:
 
 def _layout_problems(hf_config: dict[str, Any], parallel: ParallelConfig) -> list[str]:
     return validate_layout(hf_config, parallel.tensor, parallel.pipeline, parallel.virtual_pipeline)
-
-
-def _finalize_sums(model: list[Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
-    """Sum gradients over data and context ranks and tied or replicated weights; the loss is divided already."""
-    finalize_model_grads(model, None, **kwargs)
 
 
 def _nothing(config: Config) -> LossInputs:

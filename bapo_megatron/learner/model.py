@@ -195,13 +195,7 @@ class PolicyModel(GPTModel):
     def forward(
         self, batch: MicroBatch, *, temperature: float, chunk_tokens: int, with_entropy: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
-        hidden_T1H = self.embedding(batch.token_ids_T[None], None) if self.pre_process else None
-        hidden_T1H = self.decoder(
-            hidden_states=hidden_T1H,
-            attention_mask=None,
-            rotary_pos_emb=self._rotary(batch.position_ids_T),
-            packed_seq_params=PackedSequences.of(batch.cu_seqlens_S1, self.context_group),
-        )
+        hidden_T1H = self.hidden_states(batch)
         if not self.post_process:
             return hidden_T1H
         if self.config.sequence_parallel:
@@ -219,6 +213,15 @@ class PolicyModel(GPTModel):
             shard=self.shard,
             chunk_tokens=chunk_tokens,
             with_entropy=with_entropy,
+        )
+
+    def hidden_states(self, batch: MicroBatch) -> Tensor:
+        """What this part's layers make of the tokens, or of the hidden states before it: [T or T / tensor, 1, H]."""
+        return self.decoder(
+            hidden_states=self.embedding(batch.token_ids_T[None], None) if self.pre_process else None,
+            attention_mask=None,
+            rotary_pos_emb=self._rotary(batch.position_ids_T),
+            packed_seq_params=PackedSequences.of(batch.cu_seqlens_S1, self.context_group),
         )
 
     def _rotary(self, position_ids_T: Tensor) -> Tensor:

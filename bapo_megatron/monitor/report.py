@@ -226,7 +226,7 @@ def _panels(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Panel]:
                 steps,
                 [
                     Line(span, column(f"time/{span}_s"))
-                    for span in ("rollout", "score", "train", "sync", "eval", "other")
+                    for span in ("rollout", "critic", "score", "train", "sync", "eval", "other")
                 ],
                 "seconds",
             ),

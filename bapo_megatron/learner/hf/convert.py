@@ -38,11 +38,13 @@ def load_weights(
     shape: ModelShape,
     layout: ParallelLayout,
     path: str | Path,
+    keep: frozenset[str] = frozenset(),
 ) -> None:
     """Fill this rank's parameters from a Hugging Face folder, reading only the slices they need. Collective.
 
     Args:
         model: this rank's chunks of the model.
+        keep: names of parameters that a model of this shape does not have, and that stay as they are.
 
     Raises:
         CheckpointError: names or shapes of the tensors do not fit config.json (lists them), or a tensor holds nan or
@@ -50,7 +52,7 @@ def load_weights(
     """
     with raising_together(), HFReader(path) as read:
         read.check(shape)
-        fill_parameters(model, shape, layout, read, Parameter.copy_)
+        fill_parameters(model, shape, layout, read, Parameter.copy_, keep)
 
 
 @torch.no_grad()
@@ -60,6 +62,7 @@ def fill_parameters(
     layout: ParallelLayout,
     read: Slicer,
     fill: Callable[[Parameter, Tensor], object],
+    keep: frozenset[str] = frozenset(),
 ) -> None:
     """Hand to `fill` each of this rank's parameters and its shard, read slice by slice. Not collective."""
     parameters = parameters_by_global_name(model)
@@ -72,7 +75,7 @@ def fill_parameters(
             for target in present:
                 assert target.shape == shard.shape, f"{entry.megatron_name}: {target.shape} != {shard.shape}"
                 fill(target, shard)
-    assert not parameters, f"the name map does not know {sorted(parameters)}"
+    assert parameters.keys() <= keep, f"the name map does not know {sorted(parameters.keys() - keep)}"
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from bapo_megatron.hf.shape import ModelShape, hf_tensors
 
 Kind = Literal["copy", "vocab", "column", "gate_up", "qkv"]
 
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+EMBEDDING, OUTPUT, VALUE_HEAD = "embedding.word_embeddings.weight", "output_layer.weight", "score.weight"
 
 _BEFORE_LAYERS: dict[str, tuple[Kind, tuple[str, ...]]] = {EMBEDDING: ("vocab", ("model.embed_tokens.weight",))}
 _LAYER: dict[str, tuple[Kind, tuple[str, ...]]] = {
@@ -49,6 +49,7 @@ _LAYER: dict[str, tuple[Kind, tuple[str, ...]]] = {
 _AFTER_LAYERS: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "decoder.final_layernorm.weight": ("copy", ("model.norm.weight",)),
     OUTPUT: ("vocab", ("lm_head.weight",)),
+    VALUE_HEAD: ("copy", ("score.weight",)),
 }
 
 
