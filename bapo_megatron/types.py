@@ -140,6 +140,7 @@ class Batch:
     mask_T: Tensor  # bool: the response tokens that are trained
     proximal_logprobs_T: Tensor | None = None  # float32, 0 on prompts; of the learner at the start of the step, if used
     proximal_version: int | None = None  # weight version that computed them
+    reference_logprobs_T: Tensor | None = None  # float32, 0 on prompts; of the reference policy, if used
     metrics: dict[str, float] = field(default_factory=dict)  # about the rollout behind it
 
     @property
@@ -172,6 +173,7 @@ class MicroBatch:
     versions_R: Tensor  # int64
     mask_R: Tensor  # bool
     proximal_logprobs_R: Tensor | None = None  # float32; None unless the Batch has them
+    reference_logprobs_R: Tensor | None = None  # float32; None unless the Batch has them
 
     @property
     def num_tokens(self) -> int:

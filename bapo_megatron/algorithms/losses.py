@@ -46,6 +46,7 @@ class LossInputs:
     bounds: ClipBounds
     entropy_R: Tensor | None = None  # float32, nats; only for the metrics
     proximal_logprobs_R: Tensor | None = None  # float32, nats, of the learner at the start of the step, if decoupled
+    reference_logprobs_R: Tensor | None = None  # float32, nats, of the reference policy, where there is a KL term
 
 
 @dataclass(frozen=True, slots=True)

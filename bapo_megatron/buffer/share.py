@@ -16,7 +16,7 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.types import Batch
 
 T = TypeVar("T")
-_LATER = ("proximal_logprobs_T", "proximal_version")  # each rank adds them
+_LATER = ("proximal_logprobs_T", "proximal_version", "reference_logprobs_T")  # each rank adds them
 _TENSORS = tuple(f.name for f in fields(Batch) if f.name not in ("metrics", *_LATER))
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from bapo_megatron.algorithms.mismatch import Mismatch
 from bapo_megatron.buffer.packing import Share
+from bapo_megatron.learner.shards import Snapshot
 from bapo_megatron.sync.buckets import TensorSpec
 from bapo_megatron.types import ClipBounds, MiniBatch
 
@@ -61,5 +62,23 @@ class Learner(Protocol):
         """The weights under Hugging Face names, whole, one by one, on global rank 0; elsewhere empty tensors."""
         ...
 
-    def save(self, folder: Path) -> None: ...
-    def load(self, folder: Path) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        """What steers the updates beside what a snapshot holds: a JSON value, saved with the run's counters."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def snapshot(self) -> Snapshot:
+        """This rank's part of weights, optimizer state and version, to be written before the next update.
+
+        With `Snapshot.detach` it may be written later.
+        """
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Read back what all ranks of any layout wrote.
+
+        Raises:
+            CheckpointError: on every rank: the folder is torn, or holds another model.
+        """
+        ...

@@ -196,7 +196,7 @@ def test_fixed_bounds():
     grpo, clip_higher = fixed_bounds(LossConfig(name="grpo")), fixed_bounds(LossConfig(name="clip_higher"))
     assert (grpo.low, grpo.high) == (0.8, 1.2)
     assert (clip_higher.low, clip_higher.high) == (0.8, 1.28)
-    assert set(LOSSES) == {"bapo", "grpo", "clip_higher"}
+    assert set(LOSSES) == {"bapo", "grpo", "clip_higher", "sft"}
     with pytest.raises(AssertionError, match="search"):
         fixed_bounds(LossConfig(name="bapo"))
 
