@@ -115,7 +115,7 @@ def _layout(config: Config) -> Iterator[Violation]:
             f"parallel.virtual_pipeline={p.virtual_pipeline} cuts pipeline stages into chunks and needs "
             "parallel.pipeline above 1; set parallel.virtual_pipeline=1"
         )
-    if config.optimizer.distributed and p.data * p.context == 1:
+    if config.optimizer.distributed and p.data * p.context == 1 and config.cluster.gpu is None:
         yield Violation(
             "optimizer.distributed=true splits Adam's state over parallel.data x context ranks, and there is one; "
             "set optimizer.distributed=false",

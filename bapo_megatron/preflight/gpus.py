@@ -26,8 +26,8 @@ class GPU:
         return self.bf16_flops if dtype == "bfloat16" else self.bf16_flops / 2
 
 
-# Sources: NVIDIA data sheets "A100 Tensor Core GPU" (2022), "H100 Tensor Core GPU" (2023), "H200 Tensor Core GPU" (2024),
-# "DGX B200" (2024, an eighth of the system).
+# Sources: NVIDIA's data sheets "A100 Tensor Core GPU" (2022), "H100 Tensor Core GPU" (2023), "H200 Tensor Core GPU"
+# (2024), "DGX B200" (2024, an eighth of the system).
 GPUS = {
     "a100": GPU("A100 SXM 80 GB", 79.1, 312e12, 0.0, 2.039e12, 300e9),
     "h100": GPU("H100 SXM 80 GB", 79.1, 989e12, 1979e12, 3.35e12, 450e9),

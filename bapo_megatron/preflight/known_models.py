@@ -9,6 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bapo_megatron.assets import resolve_model_path
+from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape
+
 _QWEN2_7B: dict[str, Any] = {
     "model_type": "qwen2",
     "hidden_size": 3584,
@@ -93,3 +96,12 @@ def known_config(path: str) -> dict[str, Any] | None:
     """
     folder = Path(path).expanduser()
     return None if folder.exists() else KNOWN_MODELS.get(folder.name)
+
+
+def planned_shape(path: str) -> ModelShape:
+    """Of `model.path`, known or read from its folder.
+
+    Raises:
+        CheckpointError: neither, or a model that is not supported.
+    """
+    return model_shape(known_config(path) or load_hf_config(resolve_model_path(path)))

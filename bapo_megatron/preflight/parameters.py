@@ -41,7 +41,7 @@ def rank_parameters(shape: ModelShape, *, tensor: int, pipeline: int, stage: int
 
 
 def largest_parameter(shape: ModelShape, tensor: int) -> int:
-    """Values in the largest parameter of a rank: its gradient exists for a moment beside the buffer of all gradients."""
+    """Values in the largest parameter of a rank: its gradient exists for a moment beside the buffer of all."""
     H, F = shape.hidden_size, shape.ffn_size
     qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim * H
     return max(embedding_parameters(shape, tensor), 2 * F * H // tensor, qkv // tensor)

@@ -84,7 +84,9 @@ R1_32B, QWEN3_32B = "DeepSeek-R1-Distill-Qwen-32B", "Qwen3-32B"
         pytest.param(QWEN3_32B, 256, {"tensor": 8, "pipeline": 4, "context": 2, "data": 4}, marks=SLOW),
     ],
 )
-def test_every_rank_of_a_32b_model_holds_what_the_plan_says(model: str, world_size: int, layout: dict[str, int]) -> None:
+def test_every_rank_of_a_32b_model_holds_what_the_plan_says(
+    model: str, world_size: int, layout: dict[str, int]
+) -> None:
     config = make_config(**layout, sequence=True)
     check_ranks(model_shape(KNOWN_MODELS[model]), config, world_size, range(world_size))
 
