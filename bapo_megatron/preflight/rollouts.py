@@ -60,5 +60,7 @@ def decode_seconds(config: Config, shape: ModelShape, gpu: GPU, memory: ServerMe
     cached = (tokens.prompt + tokens.response / 2) * memory.kv_bytes_per_token
     reading = (parameters * item + concurrency * cached) / gpu.memory_bytes_per_s
     multiplying = 2 * parameters * concurrency / gpu.flops(config.model.dtype)
-    waves = max(1.0, tokens.num_sequences / r.num_servers / concurrency)
+    waves = tokens.num_sequences / r.num_servers / concurrency
+    if not (r.abort_tail or r.overlap):
+        waves = max(1.0, waves)  # the step waits for its last response; else other groups fill the time
     return waves * tokens.response * max(reading, multiplying)

@@ -1,4 +1,4 @@
-"""What torch allocates in a real update, against the plan: one process per rank, every allocation recorded."""
+"""What torch allocates in a real update: one process per rank, every allocation recorded."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from bapo_megatron.types import Batch
 from tests.integration.learner_reference import BOUNDS
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 3001,
-    "hidden_size": 192,
-    "intermediate_size": 512,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 6,
+    "vocab_size": 2001,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 4096,
     "pad_token_id": None,
     "bos_token_id": None,
     "eos_token_id": None,
 }
-PROMPT_TOKENS, RESPONSE_TOKENS, NUM_SEQUENCES = 24, 1000, 4
+PROMPT_TOKENS, RESPONSE_TOKENS, NUM_SEQUENCES = 12, 500, 4
 
 
 @dataclass(frozen=True)
