@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bapo_megatron import __version__
 from bapo_megatron.errors import ConfigError, UserError
@@ -145,24 +145,21 @@ def _load_checked(arguments: Sequence[str], *, elsewhere: bool = False, memory: 
         elsewhere: where the configuration names a cluster, check for that instead of this machine.
         memory: whether what does not fit into the cluster's GPUs is a violation.
     """
-    from bapo_megatron.assets import resolve_model_path
     from bapo_megatron.config.load import load_config
     from bapo_megatron.config.plan import check
-    from bapo_megatron.hf.shape import load_hf_config
     from bapo_megatron.preflight.known_models import known_config
     from bapo_megatron.preflight.plan import check_cluster
 
     overrides = [a for a in arguments if "=" in a and not Path(a).is_file()]
     config = load_config([a for a in arguments if a not in overrides], overrides)
     elsewhere = elsewhere and config.cluster.gpu is not None
-    errors, hf_config = [], known_config(config.model.path) if elsewhere else None
-    if hf_config is None:
-        try:
-            hf_config = load_hf_config(resolve_model_path(config.model.path))
-        except UserError as error:
-            errors.append(str(error))
+    errors: list[str] = []
+    known = known_config(config.model.path) if elsewhere else None
+    hf_config = known or _hf_config(config.model.path, "model.path", errors)
+    reference = config.loss.reference_path if config.loss.kl_coef else None
+    reference_config = _hf_config(reference, "loss.reference_path", errors) if reference else None
     num_gpus = config.cluster.nodes * config.cluster.gpus_per_node if elsewhere else _num_gpus()
-    violations = check(config, hf_config=hf_config, num_gpus=num_gpus)
+    violations = check(config, hf_config=hf_config, reference_config=reference_config, num_gpus=num_gpus)
     errors += [v.message for v in violations if v.severity == "error"]
     if not errors:
         errors += [v.message for v in check_cluster(config, hf_config, memory=memory)]
@@ -172,6 +169,18 @@ def _load_checked(arguments: Sequence[str], *, elsewhere: bool = False, memory: 
     if errors:
         raise ConfigError("\n".join(errors))
     return config
+
+
+def _hf_config(path: str, setting: str, errors: list[str]) -> dict[str, Any] | None:
+    """The config.json of a model; what is wrong with its folder goes to `errors`."""
+    from bapo_megatron.assets import resolve_model_path
+    from bapo_megatron.hf.shape import load_hf_config
+
+    try:
+        return load_hf_config(resolve_model_path(path, setting=setting))
+    except UserError as error:
+        errors.append(str(error))
+        return None
 
 
 def _num_gpus() -> int:

@@ -28,6 +28,7 @@ from bapo_megatron.learner.base import Learner
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.proximal import with_proximal_logprobs
+from bapo_megatron.learner.reference import with_reference_logprobs
 from bapo_megatron.monitor.record import Recorder, UpdateMetrics
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.monitor.stopwatch import Stopwatch
@@ -47,7 +48,7 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
     first = _connect(config, model_path, urls) if recorder else None
     rollouts = SharedRollouts(config, first, recorder.keep_samples if recorder else _keep_nothing)
     finder = BoundsFinder(config, learner)
-    store = CheckpointStore(run_dir.checkpoints_dir, config.checkpoint.keep_last)
+    store = CheckpointStore(run_dir.checkpoints_dir, config.checkpoint, warn=recorder.note if recorder else print)
     first_step = _resume(store, learner, rollouts, finder)
     channel = _open_channel(config, first, learner, run_dir)
     if recorder and first:
@@ -62,8 +63,9 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
         with watch.span("rollout"):
             while (batch := rollouts.next_batch(step, learner.version)) is None:
                 _push(channel, learner, rollouts)  # an engine came back, without weights
-        if config.loss.proximal == "learner":
-            with watch.span("score"):
+        with watch.span("score"):
+            batch = with_reference_logprobs(batch, learner.reference, config)
+            if config.loss.proximal == "learner":
                 batch = with_proximal_logprobs(batch, learner, config)
         for minibatch in _optimizer_steps(batch, config, step, learner):
             with watch.span("score"):
@@ -78,8 +80,11 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
             evaluation = rollouts.evaluate(step + 1, learner.version)
         if recorder:
             recorder.record(step + 1, learner.version, batch.metrics, updates.result(), sync, evaluation, watch.lap())
+        store.poll()
         if _is_save_due(config, step + 1):
-            store.save(step + 1, learner, {"rollout": rollouts.state_dict(), "bounds": finder.state_dict()})
+            state = {"rollout": rollouts.state_dict(), "bounds": finder.state_dict(), "updates": learner.state_dict()}
+            store.save(step + 1, {"learner": learner}, state)
+    store.close()
     if channel:
         channel.close()
     rollouts.close()
@@ -129,12 +134,12 @@ def _push(channel: Channel | None, learner: Learner, rollouts: SharedRollouts) -
 
 
 def _resume(store: CheckpointStore, learner: Learner, rollouts: SharedRollouts, finder: BoundsFinder) -> int:
-    """Restore the latest checkpoint, if there is one; returns the number of finished steps."""
-    latest = store.latest()
-    if latest is None:
+    """Restore the newest whole checkpoint, if there is one; returns the number of finished steps."""
+    state = store.resume({"learner": learner})
+    if state is None:
         return 0
-    state = store.load(latest, learner)
     finder.load_state_dict(state["bounds"])
+    learner.load_state_dict(state["updates"])
     rollouts.load_state_dict(state["rollout"])
     return int(state["step"])
 

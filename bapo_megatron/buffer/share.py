@@ -16,7 +16,8 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.types import Batch
 
 T = TypeVar("T")
-_TENSORS = tuple(f.name for f in fields(Batch) if f.name not in ("metrics", "proximal_logprobs_T"))
+_LATER = ("proximal_logprobs_T", "proximal_version", "reference_logprobs_T")  # each rank adds them
+_TENSORS = tuple(f.name for f in fields(Batch) if f.name not in ("metrics", *_LATER))
 
 
 def share_batch(make_batch: Callable[[], Batch | None] | None, *, sign_of_life_s: float) -> Batch | None:
@@ -107,7 +108,7 @@ def _send(batch: Batch) -> None:
 def _receive(header: dict[str, Any]) -> Batch | None:
     if "none" in header:
         return None
-    tensors = {
+    tensors: dict[str, Any] = {
         name: _broadcast(torch.empty(shape, dtype=getattr(torch, dtype)))
         for name, (dtype, shape) in header["tensors"].items()
     }

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from bapo_megatron.config.plan_learning import check_learning, check_reference
 from bapo_megatron.config.schema import Config, RolloutConfig
+from bapo_megatron.config.violation import Violation
+
+__all__ = ["Violation", "check", "max_microbatches", "num_ranks", "summarize"]
 
 # Arguments of SGLang that the launcher sets, and where to set them instead.
 OWN_SGLANG_ARGUMENTS = {
@@ -21,22 +24,18 @@ OWN_SGLANG_ARGUMENTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """Something wrong with a combination of settings. An error stops the run, a warning does not.
-
-    Example: Violation("parallel.num_ranks=3, but tensor x pipeline x context x data = 2 x 1 x 1 x 1 = 2; set ...")
-    """
-
-    message: str
-    severity: Literal["error", "warning"] = "error"
-
-
-def check(config: Config, *, hf_config: dict[str, Any] | None, num_gpus: int = 0) -> list[Violation]:
+def check(
+    config: Config,
+    *,
+    hf_config: dict[str, Any] | None,
+    reference_config: dict[str, Any] | None = None,
+    num_gpus: int = 0,
+) -> list[Violation]:
     """All violations across sections, layout first.
 
     Args:
         hf_config: the model's config.json; None leaves the model's own limits unchecked.
+        reference_config: that of `loss.reference_path`, where a KL term has one.
         num_gpus: GPUs of this machine that a run may use; 0 is a run on CPUs.
     """
     found = [
@@ -49,10 +48,13 @@ def check(config: Config, *, hf_config: dict[str, Any] | None, num_gpus: int = 0
         *_reward(config),
         *_eval(config),
         *_loss(config),
+        *check_learning(config),
         *_sync(config),
     ]
     if hf_config is not None:
         found += _model(config, hf_config)
+        if reference_config is not None:
+            found += check_reference(config, reference_config, hf_config)
     if config.model.dtype == "bfloat16" and not num_gpus:
         message = 'model.dtype="bfloat16" is several times slower than float32 on a CPU; set model.dtype="float32"'
         found.append(Violation(message, "warning"))
@@ -114,6 +116,11 @@ def _layout(config: Config) -> Iterator[Violation]:
         yield Violation(
             f"parallel.virtual_pipeline={p.virtual_pipeline} cuts pipeline stages into chunks and needs "
             "parallel.pipeline above 1; set parallel.virtual_pipeline=1"
+        )
+    if config.train.schedule == "forwards_first" and p.pipeline > 1:
+        yield Violation(
+            f'train.schedule="forwards_first" is not possible with parallel.pipeline={p.pipeline}, whose stages pass '
+            'micro-batches on in an order of their own; set train.schedule="auto"'
         )
     if config.optimizer.distributed and p.data * p.context == 1 and config.cluster.gpu is None:
         yield Violation(

@@ -23,6 +23,7 @@ from bapo_megatron.preflight.parameters import (
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MASTER_BYTES = 4  # gradients, Adam's moments and the master copy of bfloat16 weights are float32
+_AUTO_MEMORY_SHARE = 0.1  # as in learner/schedule.py
 BATCH_BYTES = 64  # token and position ids, rows, targets, advantages, log-probs, versions of one token: MicroBatch
 
 # Assumed, not measured: CUDA context with cuBLAS workspaces, and NCCL's buffers for the groups of one rank.
@@ -40,6 +41,7 @@ class TrainerMemory:
     weights: int
     gradients: int
     optimizer: int
+    reference: int  # weights of the KL term's reference policy
     batch: int
     context: int
     # forward and backward
@@ -53,21 +55,22 @@ class TrainerMemory:
     @property
     def total(self) -> int:
         """The peak of a step."""
-        always = self.weights + self.gradients + self.optimizer + self.batch + self.context
+        always = self.weights + self.gradients + self.optimizer + self.reference + self.batch + self.context
         return always + max(self.activations + self.working + self.logits, self.update, self.sync)
 
 
-def trainer_memory(config: Config, shape: ModelShape, *, stage: int = 0, on_gpu: bool = True) -> TrainerMemory:
+def trainer_memory(config: Config, shape: ModelShape, *, stage: int = 0, gpu_bytes: int | None = None) -> TrainerMemory:
     """Of a rank on this pipeline stage; of tensor, context and data ranks the fullest.
 
     Args:
-        on_gpu: False: torch on a CPU, which keeps more for a norm and has no context.
+        gpu_bytes: memory of a GPU; None: torch on a CPU, which keeps more for a norm and has no context.
     """
+    on_gpu = gpu_bytes is not None
     p, item = config.parallel, ITEM_BYTES[config.model.dtype]
     count = rank_parameters(shape, tensor=p.tensor, pipeline=p.pipeline, stage=stage)
     num_shards = p.data * p.context if config.optimizer.distributed else 1
     owned = -(-count // num_shards)
-    layers = _Activations(config, shape, on_gpu=on_gpu)
+    layers = _Activations(config, shape, gpu_bytes)
     working, logits = layers.backward() + largest_parameter(shape, p.tensor) * item, 0
     if stage == p.pipeline - 1 and layers.rows() + layers.logits() > working:
         working, logits = layers.rows(), layers.logits()
@@ -77,6 +80,7 @@ def trainer_memory(config: Config, shape: ModelShape, *, stage: int = 0, on_gpu:
         weights=count * item,
         gradients=count * MASTER_BYTES,
         optimizer=owned * MASTER_BYTES * (2 if item == MASTER_BYTES and num_shards == 1 else 3),
+        reference=count * item if config.loss.kl_coef else 0,
         batch=_tokens_of_update(config) * BATCH_BYTES,
         context=CONTEXT_BYTES + NCCL_BYTES if on_gpu else 0,
         activations=layers.kept(stage),
@@ -87,10 +91,39 @@ def trainer_memory(config: Config, shape: ModelShape, *, stage: int = 0, on_gpu:
     )
 
 
-def fullest_rank(config: Config, shape: ModelShape, *, on_gpu: bool = True) -> TrainerMemory:
+def fullest_rank(config: Config, shape: ModelShape, gpu_bytes: int | None = None) -> TrainerMemory:
     """The rank that runs out of memory first."""
     stages = range(config.parallel.pipeline)
-    return max((trainer_memory(config, shape, stage=s, on_gpu=on_gpu) for s in stages), key=lambda m: m.total)
+    return max((trainer_memory(config, shape, stage=s, gpu_bytes=gpu_bytes) for s in stages), key=lambda m: m.total)
+
+
+def runs_forwards_first(config: Config, shape: ModelShape, gpu_bytes: int | None) -> bool:
+    """Whether all forward passes of a full-length update come before its backward passes."""
+    return forwards_under_way(config, shape, gpu_bytes) == max_microbatches(config)
+
+
+def forwards_under_way(config: Config, shape: ModelShape, gpu_bytes: int | None) -> int:
+    """Micro-batches whose forward passes may all come before the first backward pass: `learner/schedule.py` decides
+    alike, by how many there are. Shorter responses make fewer, so that `auto` may do it up to this number.
+
+    On a CPU, whose memory is not known here, `auto` is taken to do so with one micro-batch only.
+    """
+    order, num_microbatches = config.train.schedule, max_microbatches(config)
+    if not searches_exactly(config) or config.parallel.pipeline > 1 or order == "interleaved":
+        return 0
+    if order == "forwards_first":
+        return num_microbatches
+    if not config.train.recompute or gpu_bytes is None:
+        return 1
+    hidden = microbatch_tokens(config) * shape.hidden_size * ITEM_BYTES[config.model.dtype]
+    if config.parallel.sequence:
+        hidden //= config.parallel.tensor
+    return max(1, min(num_microbatches, int(_AUTO_MEMORY_SHARE * gpu_bytes / (shape.num_layers * hidden))))
+
+
+def searches_exactly(config: Config) -> bool:
+    """Whether bounds are searched with the ratios of the update's own tokens."""
+    return config.loss.name == "bapo" and config.bapo.scope == "exact"
 
 
 def microbatch_tokens(config: Config) -> int:
@@ -125,9 +158,10 @@ def _sync(config: Config, shape: ModelShape) -> int:
 class _Activations:
     """Bytes that autograd keeps for the layers of one rank."""
 
-    def __init__(self, config: Config, shape: ModelShape, *, on_gpu: bool) -> None:
+    def __init__(self, config: Config, shape: ModelShape, gpu_bytes: int | None) -> None:
         p = config.parallel
-        self._config, self._shape, self._on_gpu = config, shape, on_gpu
+        self._config, self._shape, self._on_gpu = config, shape, gpu_bytes is not None
+        self._forwards_first = forwards_under_way(config, shape, gpu_bytes)
         self._item = ITEM_BYTES[config.model.dtype]
         self._T = microbatch_tokens(config)
         self._rows = -(-self._T // p.tensor) if p.sequence else self._T  # of hidden states between the linears
@@ -141,7 +175,9 @@ class _Activations:
         p = self._config.parallel
         layers_per_chunk = self._shape.num_layers // (p.pipeline * p.virtual_pipeline)
         layer = self._rows * self._H * self._item if self._config.train.recompute else self.layer()
-        return layers_per_chunk * layer * self._chunks_under_way(stage) + self._shared()
+        rows = self._T * self._H * self._item * (2 if self._config.parallel.sequence else 1)  # before the vocabulary
+        by_turns = layers_per_chunk * layer * self._chunks_under_way(stage) + self._shared()
+        return max(by_turns, self._forwards_first * (layers_per_chunk * layer + self._shared() + rows))
 
     def _chunks_under_way(self, stage: int) -> int:
         """One forward, one backward (Megatron's schedules): later stages have fewer micro-batches under way."""

@@ -16,7 +16,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.preflight import work
 from bapo_megatron.preflight.gpus import GIB, GPU, GPUS
-from bapo_megatron.preflight.memory import TrainerMemory, fullest_rank
+from bapo_megatron.preflight.memory import TrainerMemory, fullest_rank, runs_forwards_first
 from bapo_megatron.preflight.rollouts import ServerMemory, decode_seconds, server_memory
 
 COMPUTE_SHARE = 0.4  # of the peak rate of matrix products
@@ -62,7 +62,9 @@ def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = N
     gpu = GPUS[config.cluster.gpu]
     memory_gib = config.cluster.gpu_memory_gib or gpu.memory_gib
     tokens = work.StepTokens.of(config, response_tokens)
-    trainer = fullest_rank(config, shape)
+    trainer = fullest_rank(config, shape, int(memory_gib * GIB))
+    passes = work.num_scoring_passes(config, runs_forwards_first(config, shape, int(memory_gib * GIB)))
+    flops = work.step_flops(config, shape, tokens, passes)
     server = server_memory(config, shape, memory_gib) if config.rollout.engine == "sglang" else None
     rollout = None
     if server is not None:
@@ -74,8 +76,8 @@ def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = N
         trainer=trainer,
         server=server,
         tokens=tokens,
-        flops=work.step_flops(config, shape, tokens),
-        train=_train_seconds(config, shape, gpu, tokens, trainer.num_parameters),
+        flops=flops,
+        train=_train_seconds(config, shape, gpu, tokens, trainer.num_parameters, passes),
         rollout=rollout,
         sync=_sync_seconds(config, shape, gpu),
         sync_bytes=work.sync_bytes(config, shape),
@@ -133,16 +135,18 @@ def memory_problems(config: Config, plan: Plan) -> list[str]:
     return found
 
 
-def _train_seconds(config: Config, shape: ModelShape, gpu: GPU, tokens: work.StepTokens, parameters: int) -> Seconds:
+def _train_seconds(
+    config: Config, shape: ModelShape, gpu: GPU, tokens: work.StepTokens, parameters: int, passes: int
+) -> Seconds:
     """One step's updates and scoring passes."""
     p, t = config.parallel, config.train
-    computing = work.step_flops(config, shape, tokens) / num_ranks(config) / gpu.flops(config.model.dtype)
+    computing = work.step_flops(config, shape, tokens, passes) / num_ranks(config) / gpu.flops(config.model.dtype)
     computing *= work.bubble(config, _num_microbatches(config, tokens))
     network = config.cluster.network_gbit_per_s * 1e9 / 8
     spans = work.trainer_spans_nodes(config)
     context_link = network if p.tensor * p.context > config.cluster.gpus_per_node else gpu.nvlink_bytes_per_s
-    sending = work.tensor_parallel_bytes(config, shape, tokens) / gpu.nvlink_bytes_per_s
-    sending += work.context_parallel_bytes(config, shape, tokens) / context_link
+    sending = work.tensor_parallel_bytes(config, shape, tokens, passes) / gpu.nvlink_bytes_per_s
+    sending += work.context_parallel_bytes(config, shape, tokens, passes) / context_link
     updates = t.minibatches_per_step * t.epochs_per_step
     sending += updates * work.gradient_bytes(config, parameters) / (network if spans else gpu.nvlink_bytes_per_s)
     return Seconds(computing + sending, computing / COMPUTE_SHARE + sending / LINK_SHARE)

@@ -27,7 +27,7 @@ def explain(config: Config, response_tokens: int | None = None) -> tuple[str, li
     """
     shape = planned_shape(config.model.path)
     if config.cluster.gpu is None:
-        return "\n".join(_memory(fullest_rank(config, shape, on_gpu=False), "process on CPUs")), []
+        return "\n".join(_memory(fullest_rank(config, shape), "process on CPUs")), []
     plan = make_plan(config, shape, response_tokens)
     lines = [*_lines(config, plan), *_suggestions(suggest(config, shape, plan))]
     return "\n".join(lines), memory_problems(config, plan)
@@ -81,6 +81,7 @@ def _parts(memory: TrainerMemory) -> list[tuple[str, int, str]]:
         ("weights", memory.weights, ""),
         ("gradients", memory.gradients, "float32"),
         ("optimizer", memory.optimizer, "Adam's moments and float32 weights"),
+        *([("reference", memory.reference, "weights of the KL term's policy")] if memory.reference else []),
         ("batch", memory.batch, "token ids, log-probs, advantages"),
         ("CUDA, NCCL", memory.context, "assumed"),
         ("activations", memory.activations, "kept for the backward pass"),

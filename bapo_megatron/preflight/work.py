@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape
-from bapo_megatron.preflight.memory import ITEM_BYTES, MASTER_BYTES
+from bapo_megatron.preflight.memory import ITEM_BYTES, MASTER_BYTES, searches_exactly
 from bapo_megatron.preflight.parameters import layer_parameters, model_parameters
 
 
@@ -47,18 +47,18 @@ def forward_flops(shape: ModelShape, tokens: StepTokens) -> tuple[float, float]:
     return float(2 * matrices + attention) * tokens.total, float(output)
 
 
-def step_flops(config: Config, shape: ModelShape, tokens: StepTokens) -> float:
+def step_flops(config: Config, shape: ModelShape, tokens: StepTokens, scoring_passes: int) -> float:
     """Of all ranks together: scoring passes, forward, backward, and what is computed again."""
     layers, output = forward_flops(shape, tokens)
     epochs = config.train.epochs_per_step
     trained = epochs * ((4 if config.train.recompute else 3) * layers + 4 * output)  # logits are always computed again
-    return trained + num_scoring_passes(config) * (layers + output)
+    return trained + scoring_passes * (layers + output)
 
 
-def num_scoring_passes(config: Config) -> int:
-    """Passes over a step's tokens without gradient: the search for bounds, and proximal log-probs."""
-    searches = config.loss.name == "bapo" and config.bapo.scope == "exact"
-    return (config.train.epochs_per_step if searches else 0) + (1 if config.loss.proximal == "learner" else 0)
+def num_scoring_passes(config: Config, forwards_first: bool) -> int:
+    """Passes over a step's tokens without gradient: the search for bounds, proximal and reference log-probs."""
+    searching = config.train.epochs_per_step if searches_exactly(config) and not forwards_first else 0
+    return searching + (config.loss.proximal == "learner") + bool(config.loss.kl_coef)
 
 
 def bubble(config: Config, num_microbatches: int) -> float:
@@ -67,29 +67,29 @@ def bubble(config: Config, num_microbatches: int) -> float:
     return 1 + (p.pipeline - 1) / (p.virtual_pipeline * num_microbatches)
 
 
-def tensor_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens) -> float:
+def tensor_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens, scoring_passes: int) -> float:
     """Sent by one rank in a step: two all-reduces of hidden states per layer and pass, in each direction."""
     p = config.parallel
     if p.tensor == 1:
         return 0.0
     share = 2 * (p.tensor - 1) / p.tensor
     hidden = tokens.total / (p.data * p.context) * shape.hidden_size * ITEM_BYTES[config.model.dtype]
-    return share * hidden * shape.num_layers / p.pipeline * 2 * _passes(config)
+    return share * hidden * shape.num_layers / p.pipeline * 2 * _passes(config, scoring_passes)
 
 
-def context_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens) -> float:
+def context_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens, scoring_passes: int) -> float:
     """Sent by one rank in a step: keys and values of every layer and pass go to all context ranks."""
     p = config.parallel
     if p.context == 1:
         return 0.0
     heads = 2 * shape.num_kv_heads * shape.head_dim / p.tensor * ITEM_BYTES[config.model.dtype]
     pack = tokens.total / p.data * heads * (p.context - 1) / p.context
-    return pack * shape.num_layers / p.pipeline * _passes(config)
+    return pack * shape.num_layers / p.pipeline * _passes(config, scoring_passes)
 
 
-def _passes(config: Config) -> float:
+def _passes(config: Config, scoring_passes: int) -> float:
     """Forward passes, and backward ones, which send as much as a forward pass."""
-    return config.train.epochs_per_step * (3 if config.train.recompute else 2) + num_scoring_passes(config)
+    return config.train.epochs_per_step * (3 if config.train.recompute else 2) + scoring_passes
 
 
 def gradient_bytes(config: Config, num_parameters: int) -> float:

@@ -42,7 +42,7 @@ def check_cases(models: Path, cases: list[Case], num_processes: int) -> None:
         for case in cases:
             shape = model_shape(load_hf_config(models / case.family))
             stage = rank if "pipeline" in case.parallel else 0
-            plan = trainer_memory(case.config(), shape, stage=stage, on_gpu=False).total
+            plan = trainer_memory(case.config(), shape, stage=stage).total
             if abs(plan / peaks[case.title] - 1) > LIMIT:
                 far.append(f"{case.title}, rank {rank}: planned {plan:,}, measured {peaks[case.title]:,}")
             print(f"{case.title:40} rank {rank}: planned / measured = {plan / peaks[case.title]:.3f}")

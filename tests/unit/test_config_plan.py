@@ -31,6 +31,7 @@ def messages(*overrides: str) -> list[str]:
         ("parallel.num_ranks=3 parallel.pipeline=2", ["num_ranks=3", "set parallel.num_ranks=2"]),
         ("parallel.virtual_pipeline=2", ["virtual_pipeline=2", "parallel.pipeline above 1", "virtual_pipeline=1"]),
         ("parallel.pipeline=5 parallel.virtual_pipeline=4", ["virtual_pipeline=4", "6 layers", "1, 2, 3 or 6"]),
+        ("train.schedule=forwards_first parallel.pipeline=2", ["pipeline=2", 'schedule="auto"']),
         ("optimizer.distributed=true", ["parallel.data x context", "optimizer.distributed=false"]),
         ("parallel.sequence=true", ["parallel.sequence=true", "parallel.tensor above 1"]),
         ("parallel.tensor=2", ["9 attention heads", "3 key-value heads", "1 or 3"]),
