@@ -218,8 +218,9 @@ def check_new_critic(root: Path) -> None:
     parallel_state.destroy_model_parallel()
 
     grpo = MegatronLearner(Config(), root / "qwen2")
-    assert ValueAdvantages(Config(), grpo).on(batch, step=0) is batch
-    assert grpo.companions == {}
+    without = ValueAdvantages(Config(), grpo)
+    assert without.on(batch, step=0) is batch
+    assert without.parts == {}
     masked = replace(batch, mask_T=torch.zeros_like(batch.mask_T))
     parallel_state.destroy_model_parallel()
     _, advantages, critic = make_advantages(critic_config, root / "qwen2")
