@@ -54,7 +54,7 @@ def examine(config: Config | None, ports: Sequence[int], rendezvous: Rendezvous 
         yield software.check_sglang(has_gpu, config is not None and config.rollout.engine == "sglang")
         yield software.check_apex(has_gpu)
         if config is not None:
-            yield from _needs(config)
+            yield from examine_needs(config)
         probes.wait()
         yield from software.check_torch(probes.facts, driver)
         yield software.check_transformer_engine(probes.facts, needed=False)
@@ -105,11 +105,11 @@ def _disk_needed(config: Config | None) -> int:
     try:
         shape = model_shape(load_hf_config(resolve_model_path(config.model.path)))
     except UserError:
-        return _LITTLE_DISK_BYTES  # `_needs` tells that there is no model
+        return _LITTLE_DISK_BYTES  # `examine_needs` tells that there is no model
     return _LITTLE_DISK_BYTES + (config.checkpoint.keep_last + 1) * _CHECKPOINT_BYTES * model_parameters(shape)
 
 
-def _needs(config: Config) -> Iterator[Finding]:
+def examine_needs(config: Config) -> Iterator[Finding]:
     """Files and servers that the configuration names."""
     try:
         yield Finding("model", "ok", str(resolve_model_path(config.model.path)))

@@ -1,6 +1,6 @@
-"""The table of docs/recipes.md: what each shipped model needs on each cluster that it fits.
+"""The figures of docs/recipes.md: one plan as an example, and what each model needs on each cluster that it fits.
 
-python -m bapo_megatron.preflight.recipes        plans, and writes the table into the page
+python -m bapo_megatron.preflight.recipes        plans, and writes them into the page
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from bapo_megatron.config.load import load_config, shipped_configs
+from bapo_megatron.config.plan import summarize
 from bapo_megatron.config.schema import Config
 from bapo_megatron.preflight.gpus import GIB
 from bapo_megatron.preflight.known_models import planned_shape
 from bapo_megatron.preflight.plan import make_plan
-from bapo_megatron.preflight.report import amount
+from bapo_megatron.preflight.report import amount, explain
 
 # Files that are merged between that of the model and that of the cluster.
 ALGORITHMS = {
@@ -22,7 +23,8 @@ ALGORITHMS = {
 }
 RESPONSE_SHARE = 4  # times are for responses that are this many times shorter than allowed, on average
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
-BEGIN, END = "<!-- table -->", "<!-- end of table -->"
+EXAMPLE = ("models/r1-distill-qwen-7b-32k", "algorithms/bapo", "clusters/4x8-h100")
+EXAMPLE_TOKENS = 8000
 
 
 def combinations() -> list[tuple[str, str]]:
@@ -71,11 +73,24 @@ def _cells(model: str, cluster: str) -> list[str]:
     ]
 
 
+def example() -> str:
+    """What `bapo plan` prints of the example, as an indented block."""
+    config = load_config(EXAMPLE)
+    text, _ = explain(config, EXAMPLE_TOKENS)
+    command = f"$ bapo plan {' '.join(EXAMPLE)} --response-tokens {EXAMPLE_TOKENS}"
+    return "\n".join(f"    {line}" for line in [command, *summarize(config).splitlines(), *text.splitlines()])
+
+
 def filled_page(text: str) -> str:
-    """The page with the table in its place."""
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    """The page with the example and the table in their places."""
+    return _fill(_fill(text, "plan", example()), "table", table())
+
+
+def _fill(text: str, name: str, content: str) -> str:
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    before, rest = text.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n{content}\n{end}{after}"
 
 
 if __name__ == "__main__":
