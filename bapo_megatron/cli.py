@@ -106,6 +106,7 @@ def _load_checked(arguments: Sequence[str]) -> Config:
     from bapo_megatron.config.load import load_config
     from bapo_megatron.config.plan import check
     from bapo_megatron.hf.shape import load_hf_config
+    from bapo_megatron.learner.machine import this_machine
 
     overrides = [a for a in arguments if "=" in a and not Path(a).is_file()]
     config = load_config([a for a in arguments if a not in overrides], overrides)
@@ -114,7 +115,8 @@ def _load_checked(arguments: Sequence[str]) -> Config:
         hf_config = load_hf_config(resolve_model_path(config.model.path))
     except UserError as error:
         errors.append(str(error))
-    violations = check(config, hf_config=hf_config, num_gpus=_num_gpus())
+    num_gpus = _num_gpus()
+    violations = check(config, hf_config=hf_config, num_gpus=num_gpus, machine=this_machine() if num_gpus else None)
     errors += [v.message for v in violations if v.severity == "error"]
     for violation in violations:
         if violation.severity == "warning":

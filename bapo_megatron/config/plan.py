@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from bapo_megatron.config import precision
+from bapo_megatron.config.precision import Machine
 from bapo_megatron.config.schema import Config, RolloutConfig
+from bapo_megatron.hf.shape import model_shape, unsupported
 
 # Arguments of SGLang that the launcher sets, and where to set them instead.
 OWN_SGLANG_ARGUMENTS = {
@@ -32,12 +35,15 @@ class Violation:
     severity: Literal["error", "warning"] = "error"
 
 
-def check(config: Config, *, hf_config: dict[str, Any] | None, num_gpus: int = 0) -> list[Violation]:
+def check(
+    config: Config, *, hf_config: dict[str, Any] | None, num_gpus: int = 0, machine: Machine | None = None
+) -> list[Violation]:
     """All violations across sections, layout first.
 
     Args:
         hf_config: the model's config.json; None leaves the model's own limits unchecked.
         num_gpus: GPUs of this machine that a run may use; 0 is a run on CPUs.
+        machine: what FP8 asks of it; None leaves that unchecked.
     """
     found = [
         *_layout(config),
@@ -50,6 +56,7 @@ def check(config: Config, *, hf_config: dict[str, Any] | None, num_gpus: int = 0
         *_eval(config),
         *_loss(config),
         *_sync(config),
+        *_precision(config, hf_config, num_gpus, machine),
     ]
     if hf_config is not None:
         found += _model(config, hf_config)
@@ -352,6 +359,14 @@ def _sync(config: Config) -> Iterator[Violation]:
             f"sync.timeout_s={patience_s / 4:g} or less, or parallel.timeout_s={4 * wait_s:g}",
             "warning",
         )
+
+
+def _precision(
+    config: Config, hf_config: dict[str, Any] | None, num_gpus: int, machine: Machine | None
+) -> Iterator[Violation]:
+    shape = None if hf_config is None or unsupported(hf_config) else model_shape(hf_config)
+    yield from (Violation(message) for message in precision.problems(config, shape=shape, machine=machine))
+    yield from (Violation(message, "warning") for message in precision.warnings(config, num_gpus=num_gpus))
 
 
 def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:

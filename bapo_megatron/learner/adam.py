@@ -58,8 +58,7 @@ class AdamState:
         for group in adam.param_groups:
             for weight in group["params"]:
                 self._state(weight)["step"] = torch.tensor(float(num_applied))
-            if "step" in group:  # fused Adam of Transformer Engine or Apex counts per group
-                group["step"] = num_applied
+            group["step"] = num_applied  # where fused Adam of Transformer Engine or Apex counts, from its first step on
 
     def _owns(self, parameter: Parameter) -> bool:
         return not self._is_split or parameter in self._optimizer.model_param_group_index_map

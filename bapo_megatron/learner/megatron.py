@@ -23,23 +23,26 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
-from torch.nn import Module, ModuleList
+from torch.nn import Module, ModuleList, Parameter
 
 from bapo_megatron.algorithms.losses import LOSSES, LossInputs, LossResult
 from bapo_megatron.algorithms.mismatch import Mismatch, logprob_mismatch
+from bapo_megatron.config.precision import tokens_multiple
 from bapo_megatron.config.schema import Config, ParallelConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner import checkpoint
-from bapo_megatron.learner.adam import AdamState
+from bapo_megatron.learner.adam import WEIGHT, AdamState
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.batches import check_packed_for, to_device
 from bapo_megatron.learner.hf.convert import gather_weights, load_weights
 from bapo_megatron.learner.hf.names import entries
 from bapo_megatron.learner.hf.shapes import validate_layout
+from bapo_megatron.learner.machine import this_machine
 from bapo_megatron.learner.metrics import TokenMetrics
 from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device, start_processes
+from bapo_megatron.learner.precision import check_machine, has_quantised, is_quantised
 from bapo_megatron.sync.buckets import TensorSpec
 from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
 
@@ -65,6 +68,7 @@ class MegatronLearner:
             raise ConfigError("; ".join(problems))
         if config.model.dtype == "bfloat16" and not torch.cuda.is_available():
             raise ConfigError('model.dtype="bfloat16" needs a GPU: set it to "float32" on this machine')
+        check_machine(config, model_shape(hf_config), this_machine())
         apply_cpu_compat()
         start_processes(config.parallel)
         model_parallel_cuda_manual_seed(config.run.seed)
@@ -76,7 +80,9 @@ class MegatronLearner:
         self.version = 0
         self.num_skipped_updates = 0
         self.settings = transformer_config(self.shape, config)
-        self.share = self.layout.share(sequence_parallel=self.settings.sequence_parallel)
+        self.share = self.layout.share(
+            sequence_parallel=self.settings.sequence_parallel, tokens_multiple=tokens_multiple(config)
+        )
         chunks = range(self.layout.num_chunks)
         self.model = ModuleList(PolicyModel(self.settings, self.shape, self.layout, i) for i in chunks).to(device())
         load_weights(self.model, self.shape, self.layout, hf_path)
@@ -85,6 +91,8 @@ class MegatronLearner:
             self._optimizer_config(), self._wrapped, use_gloo_process_groups=torch.cuda.is_available()
         )
         self.adam = AdamState(self.optimizer, self.layout)
+        if has_quantised(self.model):  # Megatron made float32 weights of what the parameters held before they were read
+            load_weights(self.model, self.shape, self.layout, hf_path, fill=self._fill_weight)
         self._forward_backward = get_forward_backward_func()
         self._loss = LOSSES[config.loss.name]
         self._metrics = TokenMetrics(self.layout, self._loss(_nothing(), config.loss))
@@ -95,6 +103,7 @@ class MegatronLearner:
             grad_reduce_in_fp32=True,
             check_for_nan_in_grad=False,
             use_distributed_optimizer=self.config.optimizer.distributed,
+            fp8_param_gather=self.settings.fp8_param,
         )
         module = Float16Module(self.settings, chunk) if self.settings.bf16 else chunk
         return DistributedDataParallel(self.settings, ddp, module)
@@ -112,6 +121,7 @@ class MegatronLearner:
             bf16=self.settings.bf16,
             params_dtype=self.settings.params_dtype,
             use_distributed_optimizer=adam.distributed,
+            fp8_recipe=self.settings.fp8_recipe if self.settings.fp8 else None,
         )
 
     # scoring
@@ -240,7 +250,16 @@ class MegatronLearner:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Weights under Hugging Face names: see `Learner.named_weights` and `hf.convert.gather_weights`."""
-        return gather_weights(self.model, self.shape, self.layout)
+        return gather_weights(self.model, self.shape, self.layout, self._unquantised)
+
+    def _unquantised(self, parameter: Parameter) -> Tensor:
+        """What engines and checkpoints hold of a parameter: with FP8, the rounded float32 weight that Adam updates."""
+        if is_quantised(parameter):
+            return self.adam.gather(parameter, WEIGHT).to(parameter.dtype)
+        return parameter.detach()
+
+    def _fill_weight(self, parameter: Parameter, tensor: Tensor) -> None:
+        self.adam.fill(parameter, WEIGHT, tensor)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The last update's gradient, clipped, like `named_weights`: for tests and diagnostics."""

@@ -13,12 +13,15 @@ from torch.nn import Module, ModuleList, Parameter
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.reader import HFReader
 from bapo_megatron.hf.shape import ModelShape
-from bapo_megatron.learner.hf.names import EMBEDDING, OUTPUT, Entry, entries, from_shards, to_shard
+from bapo_megatron.learner.hf.names import EMBEDDING, OUTPUT, Entry, canonical, entries, from_shards, to_shard
 from bapo_megatron.learner.parallel import ParallelLayout, device, raise_together
 
 
 def parameters_by_global_name(chunks: Iterable[Module]) -> dict[str, Parameter]:
-    """This rank's parameters, with layers numbered within the whole model instead of within the chunk."""
+    """This rank's parameters, with layers numbered within the whole model instead of within the chunk.
+
+    Names are those of `names.entries`, also where the layers are Transformer Engine's.
+    """
     named = {}
     for chunk in chunks:
         layers = chunk.decoder.layers  # type: ignore[union-attr]
@@ -26,7 +29,7 @@ def parameters_by_global_name(chunks: Iterable[Module]) -> dict[str, Parameter]:
         for name, parameter in chunk.named_parameters():
             if name.startswith("decoder.layers."):
                 _, _, local, rest = name.split(".", 3)
-                name = f"decoder.layers.{int(local) + first}.{rest}"
+                name = f"decoder.layers.{int(local) + first}.{canonical(rest)}"
             named[name] = parameter
     return named
 
