@@ -8,14 +8,16 @@ Shape legend: R rows (one per response token), H hidden size, V vocabulary rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+Backend = Literal["torch", "triton"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ def token_log_probs(
     shard: VocabShard,
     chunk_tokens: int = 1024,
     with_entropy: bool = True,
+    backend: Backend = "torch",
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of each row's distribution softmax(hidden @ weight.T / temperature), in nats.
 
@@ -55,6 +58,7 @@ def token_log_probs(
         temperature: the one that the tokens were sampled with.
         chunk_tokens: rows whose logits exist at once: chunk_tokens x V values in float32.
         with_entropy: False skips its arithmetic; the entropies returned are then zeros.
+        backend: what works on a chunk of logits; triton needs a GPU and no float64.
 
     Returns log_probs_R and entropy_R, float32 (float64 for float64 inputs), the same on all ranks of the group. Both
     are differentiable: hidden_RH receives its gradient summed over the group (do not sum it again), weight_VH that of
@@ -62,7 +66,18 @@ def token_log_probs(
     """
     assert weight_VH.shape[0] == shard.size, f"{weight_VH.shape[0]} vocabulary rows, but the shard has {shard.size}"
     assert min(temperature, chunk_tokens) > 0, "temperature and chunk_tokens must be positive"
-    return _TokenLogProbs.apply(hidden_RH, weight_VH, targets_R, temperature, shard, chunk_tokens, with_entropy)
+    return _TokenLogProbs.apply(
+        hidden_RH, weight_VH, targets_R, temperature, shard, chunk_tokens, with_entropy, backend
+    )
+
+
+def _kernels(backend: Backend) -> tuple[Callable[..., tuple[Tensor, ...]], Callable[..., Tensor]]:
+    """`row_statistics` and `logit_gradients`, of torch or of Triton."""
+    if backend == "torch":
+        return row_statistics, logit_gradients
+    from bapo_megatron.algorithms import logprobs_triton  # Triton comes with torch's CUDA builds only
+
+    return logprobs_triton.row_statistics, logprobs_triton.logit_gradients
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -76,21 +91,19 @@ class _TokenLogProbs(torch.autograd.Function):
         shard: VocabShard,
         chunk_tokens: int,
         with_entropy: bool,
+        backend: Backend,
     ) -> tuple[Tensor, Tensor]:
         num_rows, real_VH = hidden_RH.shape[0], weight_VH[: shard.num_real]
         dtype = _accumulator(hidden_RH)
         max_R = hidden_RH.new_full((num_rows,), torch.finfo(dtype).min, dtype=dtype)
         sums_3R = hidden_RH.new_zeros((3, num_rows), dtype=dtype)  # exp(logit - max), the same * logit, target's logit
+        statistics, _ = _kernels(backend)
         for rows in _chunks(num_rows if shard.num_real else 0, chunk_tokens):
-            logits_CV = _matmul(hidden_RH[rows], real_VH.T).div_(temperature)
-            target_C, here_C = _local_targets(targets_R[rows], shard)
-            sums_3R[2, rows] = logits_CV.gather(1, target_C[:, None])[:, 0] * here_C
-            max_R[rows] = logits_CV.amax(dim=1)
-            weights_CV = (logits_CV - max_R[rows, None]).exp_()
-            sums_3R[0, rows] = weights_CV.sum(dim=1)
-            if with_entropy:
-                sums_3R[1, rows] = weights_CV.mul_(logits_CV).sum(dim=1)
-            del logits_CV, weights_CV  # before the next chunk's are made
+            logits_CV = _matmul(hidden_RH[rows], real_VH.T)
+            columns_C = _local_columns(targets_R[rows], shard)
+            max_R[rows], *sums = statistics(logits_CV, columns_C, temperature, with_entropy)
+            del logits_CV  # before the next chunk's are made
+            sums_3R[:, rows] = torch.stack(sums)
 
         global_max_R = max_R.clone()
         if shard.group is not None:
@@ -102,7 +115,7 @@ class _TokenLogProbs(torch.autograd.Function):
         entropy_R = log_z_R - sums_3R[1] / sums_3R[0] if with_entropy else torch.zeros_like(log_z_R)
 
         ctx.save_for_backward(hidden_RH, weight_VH, targets_R, log_z_R, entropy_R)
-        ctx.temperature, ctx.shard, ctx.chunk_tokens = temperature, shard, chunk_tokens
+        ctx.temperature, ctx.shard, ctx.chunk_tokens, ctx.backend = temperature, shard, chunk_tokens, backend
         ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy_R)
@@ -119,39 +132,84 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_hidden_RH = torch.zeros_like(hidden_RH, dtype=dtype) if need_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if need_weight else None
         pull_R = torch.zeros_like(log_z_R) if grad_log_probs_R is None else grad_log_probs_R / ctx.temperature
+        entropy_pull_R = None if grad_entropy_R is None else grad_entropy_R / ctx.temperature
+        _, gradients = _kernels(ctx.backend)
         for rows in _chunks(hidden_RH.shape[0] if shard.num_real else 0, ctx.chunk_tokens):
-            log_p_CV = _matmul(hidden_RH[rows], real_VH.T).div_(ctx.temperature).sub_(log_z_R[rows, None])
-            grad_CV = log_p_CV.exp()
-            if grad_entropy_R is None:
-                grad_CV.mul_(-pull_R[rows, None])
-            else:
-                log_p_CV.add_(entropy_R[rows, None]).mul_(grad_entropy_R[rows, None] / ctx.temperature)
-                grad_CV.mul_(log_p_CV.add_(pull_R[rows, None]).neg_())
-            target_C, here_C = _local_targets(targets_R[rows], shard)
-            grad_CV.scatter_add_(1, target_C[:, None], (pull_R[rows] * here_C)[:, None])
+            grad_CV = gradients(
+                _matmul(hidden_RH[rows], real_VH.T),
+                _local_columns(targets_R[rows], shard),
+                ctx.temperature,
+                log_z_R[rows],
+                pull_R[rows],
+                entropy_R[rows],
+                None if entropy_pull_R is None else entropy_pull_R[rows],
+            )
             if grad_hidden_RH is not None:
                 grad_hidden_RH[rows] = _matmul(grad_CV, real_VH)
             if grad_weight_VH is not None:
                 _add_matmul(grad_weight_VH[: shard.num_real], grad_CV.T, hidden_RH[rows])
-            del log_p_CV, grad_CV  # before the next chunk's are made
+            del grad_CV  # before the next chunk's are made
         if grad_hidden_RH is not None:
             if shard.group is not None:
                 dist.all_reduce(grad_hidden_RH, group=shard.group)
             grad_hidden_RH = grad_hidden_RH.to(hidden_RH.dtype)
         if grad_weight_VH is not None:
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
-        return grad_hidden_RH, grad_weight_VH, None, None, None, None, None
+        return grad_hidden_RH, grad_weight_VH, None, None, None, None, None, None
 
 
 def _chunks(num_rows: int, chunk_tokens: int) -> Iterator[slice]:
     return (slice(i, min(i + chunk_tokens, num_rows)) for i in range(0, num_rows, chunk_tokens))
 
 
-def _local_targets(targets_C: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Column of each target among this rank's real rows (0 if it is elsewhere), and whether it is here."""
+def row_statistics(
+    logits_CV: Tensor, columns_C: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a rank knows of its columns: with l = logits / temperature, the max of l, the sums of exp(l - max) and of
+    exp(l - max) * l (0 without entropy), and the target's l (0 where it is elsewhere). Overwrites the logits.
+
+    Args:
+        columns_C: int64, each row's target among the columns, -1 if it is on another rank.
+    """
+    l_CV = logits_CV.div_(temperature)
+    target_C = l_CV.gather(1, columns_C.clamp(min=0)[:, None])[:, 0] * (columns_C >= 0)
+    max_C = l_CV.amax(dim=1)
+    weights_CV = (l_CV - max_C[:, None]).exp_()
+    sum_C = weights_CV.sum(dim=1)
+    weighted_C = weights_CV.mul_(l_CV).sum(dim=1) if with_entropy else torch.zeros_like(sum_C)
+    return max_C, sum_C, weighted_C, target_C
+
+
+def logit_gradients(
+    logits_CV: Tensor,
+    columns_C: Tensor,
+    temperature: float,
+    log_z_C: Tensor,
+    pull_C: Tensor,
+    entropy_C: Tensor,
+    entropy_pull_C: Tensor | None,
+) -> Tensor:
+    """The loss's gradient with respect to the logits, in their place or in new memory. Overwrites the logits.
+
+    Args:
+        columns_C: as in `row_statistics`.
+        log_z_C: logarithm of the sum of exp(logits / temperature) over all ranks.
+        pull_C, entropy_pull_C: gradients of the log-probs and entropies, divided by the temperature; None: zero.
+    """
+    log_p_CV = logits_CV.div_(temperature).sub_(log_z_C[:, None])
+    grad_CV = log_p_CV.exp()
+    if entropy_pull_C is None:
+        grad_CV.mul_(-pull_C[:, None])
+    else:
+        log_p_CV.add_(entropy_C[:, None]).mul_(entropy_pull_C[:, None])
+        grad_CV.mul_(log_p_CV.add_(pull_C[:, None]).neg_())
+    return grad_CV.scatter_add_(1, columns_C.clamp(min=0)[:, None], (pull_C * (columns_C >= 0))[:, None])
+
+
+def _local_columns(targets_C: Tensor, shard: VocabShard) -> Tensor:
+    """Column of each target among this rank's real rows, -1 if it is elsewhere."""
     column_C = targets_C - shard.start
-    here_C = (column_C >= 0) & (column_C < shard.num_real)
-    return torch.where(here_C, column_C, 0), here_C
+    return torch.where((column_C >= 0) & (column_C < shard.num_real), column_C, -1)
 
 
 def _accumulator(x: Tensor) -> torch.dtype:

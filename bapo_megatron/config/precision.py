@@ -121,7 +121,7 @@ def warnings(config: Config, *, num_gpus: int) -> list[str]:
         )
     if p.uses_fp8 and p.recipe == "delayed":
         found.append(
-            'precision.recipe="delayed" learns its scales from training passes, from 1 on, and they are in no checkpoint: '
+            'precision.recipe="delayed" learns its scales from training passes, from 1 on, and checkpoints lack them: '
             'log-probs before the first update of each start are coarse; set precision.recipe="tensorwise"'
         )
     if p.margin and p.recipe != "delayed":
