@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import TEDotProductAttention  # cannot be built without it
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
@@ -233,8 +234,6 @@ class TransformerEngineAttention(torch.nn.Module):
     """
 
     def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
-        from megatron.core.extensions.transformer_engine import TEDotProductAttention  # cannot be built without it
-
         super().__init__()
         self.core = TEDotProductAttention(config=config, **kwargs)
 

@@ -10,6 +10,7 @@ import copy
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import TENorm  # there without Transformer Engine, but cannot be built
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -68,8 +69,6 @@ def _local(config: TransformerConfig) -> tuple[ModuleSpec, type]:
 
 def _transformer_engine(config: TransformerConfig) -> tuple[ModuleSpec, type]:
     """Transformer Engine's linears, with the norms inside, and attention."""
-    from megatron.core.extensions.transformer_engine import TENorm  # imports without it, but cannot be built
-
     layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     layer.submodules.self_attention.submodules.core_attention = TransformerEngineAttention
     return layer, TENorm

@@ -42,7 +42,7 @@ from bapo_megatron.learner.machine import this_machine
 from bapo_megatron.learner.metrics import TokenMetrics
 from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device, start_processes
-from bapo_megatron.learner.precision import check_machine, has_quantised, is_quantised
+from bapo_megatron.learner.precision import check_machine, has_quantised, is_quantised, logprob_backend
 from bapo_megatron.sync.buckets import TensorSpec
 from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
 
@@ -83,8 +83,9 @@ class MegatronLearner:
         self.share = self.layout.share(
             sequence_parallel=self.settings.sequence_parallel, tokens_multiple=tokens_multiple(config)
         )
-        chunks = range(self.layout.num_chunks)
-        self.model = ModuleList(PolicyModel(self.settings, self.shape, self.layout, i) for i in chunks).to(device())
+        chunks, backend = range(self.layout.num_chunks), logprob_backend(config)
+        self.model = ModuleList(PolicyModel(self.settings, self.shape, self.layout, i, backend) for i in chunks)
+        self.model.to(device())
         load_weights(self.model, self.shape, self.layout, hf_path)
         self._wrapped = [self._wrap(chunk) for chunk in self.model]
         self.optimizer = get_megatron_optimizer(

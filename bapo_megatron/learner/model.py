@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from bapo_megatron.algorithms.logprobs import VocabShard, token_log_probs
+from bapo_megatron.algorithms.logprobs import Backend, VocabShard, token_log_probs
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.rope import rotary_frequencies
@@ -129,7 +129,14 @@ class PolicyModel(GPTModel):
     other parts return hidden states [T or T / tensor, 1, H].
     """
 
-    def __init__(self, config: TransformerConfig, shape: ModelShape, layout: ParallelLayout, chunk: int = 0) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        shape: ModelShape,
+        layout: ParallelLayout,
+        chunk: int = 0,
+        logprob_backend: Backend = "torch",
+    ) -> None:
         vp_stage = chunk if layout.num_chunks > 1 else None
         super().__init__(
             config=config,
@@ -149,6 +156,7 @@ class PolicyModel(GPTModel):
             size=rows,
             vocab_size=shape.vocab_size,
         )
+        self.logprob_backend = logprob_backend
         self.context_group = layout.context_group
         is_engine = config.transformer_impl == "transformer_engine"
         self._describe_pack = PackedSequences.for_transformer_engine if is_engine else PackedSequences.of
@@ -183,6 +191,7 @@ class PolicyModel(GPTModel):
             shard=self.shard,
             chunk_tokens=chunk_tokens,
             with_entropy=with_entropy,
+            backend=self.logprob_backend,
         )
 
     def _rotary(self, position_ids_T: Tensor) -> Tensor:

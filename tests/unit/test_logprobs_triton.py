@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -124,8 +130,6 @@ def test_what_the_kernels_cannot_read_is_refused(bad: str) -> None:
 
 
 def _parallel_rank(rank: int, size: int) -> None:
-    import torch.distributed as dist
-
     hidden_RH, weight_VH, targets_R = inputs(6, 50)
     wanted = brute_force([hidden_RH, weight_VH, targets_R], 0.8)
     rows = 52 // size
@@ -143,9 +147,32 @@ def test_vocabulary_over_two_ranks() -> None:
     run_distributed(_parallel_rank, 2)
 
 
-def test_torch_and_triton_have_one_interface() -> None:
-    import inspect
+_COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from bapo_megatron.algorithms import logprobs_triton as kernels
 
+statistics = {"logits": "*fp32", "columns": "*i64", "out": "*fp32", "num_rows": "i32", "num_columns": "i32"}
+rows = dict.fromkeys(("log_zs", "pulls", "entropies", "entropy_pulls"), "*fp32")
+gradients = {"logits": "*fp32", "columns": "*i64", **rows, "num_columns": "i32"}
+for kernel, types, flag in (
+    (kernels._row_statistics, statistics, "with_entropy"), (kernels._logit_gradients, gradients, "has_entropy")
+):
+    types |= {"scale": "fp32", flag: "constexpr", "block": "constexpr"}
+    source = ASTSource(kernel, types, {flag: True, "block": kernels._BLOCK})
+    done = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": kernels._NUM_WARPS})
+    assert done.asm["cubin"]
+    assert "st.local" not in done.asm["ptx"], "registers are spilled"
+"""
+
+
+def test_the_kernels_compile_for_hopper() -> None:
+    """Down to machine code, which needs no GPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", _COMPILE], check=True, env=environment, timeout=300)
+
+
+def test_torch_and_triton_have_one_interface() -> None:
     for name in ("row_statistics", "logit_gradients"):
         parameters = [list(inspect.signature(getattr(m, name)).parameters) for m in (logprobs, logprobs_triton)]
         assert parameters[0] == parameters[1]
