@@ -157,11 +157,11 @@ def timing(num_tokens: int, vocab_size: int, device: str, ways: dict[str, Way]) 
         )
 
 
-def start_one_rank() -> None:
+def start_one_rank(device: str = "cpu") -> None:
     """Megatron's cross-entropy asks for a tensor-parallel group."""
     from megatron.core import parallel_state
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
 
 
@@ -187,7 +187,7 @@ def main() -> None:
         print(torch.cuda.get_device_name())
     ours = {} if options.backend == "triton" else {name: way for name, way in WAYS.items() if name.startswith("ours")}
     others = {name: way for name, way in WAYS.items() if not name.startswith("ours")}
-    start_one_rank()
+    start_one_rank(options.device)
     triton = {} if options.backend == "torch" else TRITON_WAYS
     return timing(num_tokens, vocab_size, options.device, ours | triton | others)
 
