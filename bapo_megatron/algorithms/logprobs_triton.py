@@ -11,8 +11,6 @@ Shape legend: C rows of a chunk, V vocabulary rows of this rank that are not pad
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -71,15 +69,15 @@ def _checked(logits_CV: Tensor) -> Tensor:
 
 @triton.jit
 def _row_statistics(
-    logits: Any,
-    columns: Any,
-    out: Any,
-    num_rows: Any,
-    num_columns: Any,
-    scale: Any,
+    logits,
+    columns,
+    out,
+    num_rows,
+    num_columns,
+    scale,
     with_entropy: tl.constexpr,
     block: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     logits += row * num_columns
     top, total, weighted = -float("inf"), 0.0, 0.0
@@ -104,17 +102,17 @@ def _row_statistics(
 
 @triton.jit
 def _logit_gradients(
-    logits: Any,
-    columns: Any,
-    log_zs: Any,
-    pulls: Any,
-    entropies: Any,
-    entropy_pulls: Any,
-    num_columns: Any,
-    scale: Any,
+    logits,
+    columns,
+    log_zs,
+    pulls,
+    entropies,
+    entropy_pulls,
+    num_columns,
+    scale,
     has_entropy: tl.constexpr,
     block: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < num_columns
