@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bapo_megatron import __version__
 from bapo_megatron.errors import ConfigError, UserError
@@ -102,21 +102,24 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _load_checked(arguments: Sequence[str]) -> Config:
     """Load, check across sections, print warnings; raises ConfigError with every violation."""
-    from bapo_megatron.assets import resolve_model_path
     from bapo_megatron.config.load import load_config
     from bapo_megatron.config.plan import check
-    from bapo_megatron.hf.shape import load_hf_config
     from bapo_megatron.learner.machine import this_machine
 
     overrides = [a for a in arguments if "=" in a and not Path(a).is_file()]
     config = load_config([a for a in arguments if a not in overrides], overrides)
-    errors, hf_config = [], None
-    try:
-        hf_config = load_hf_config(resolve_model_path(config.model.path))
-    except UserError as error:
-        errors.append(str(error))
+    errors: list[str] = []
+    hf_config = _hf_config(config.model.path, "model.path", errors)
+    reference = config.loss.reference_path if config.loss.kl_coef else None
+    reference_config = _hf_config(reference, "loss.reference_path", errors) if reference else None
     num_gpus = _num_gpus()
-    violations = check(config, hf_config=hf_config, num_gpus=num_gpus, machine=this_machine() if num_gpus else None)
+    violations = check(
+        config,
+        hf_config=hf_config,
+        reference_config=reference_config,
+        num_gpus=num_gpus,
+        machine=this_machine() if num_gpus else None,
+    )
     errors += [v.message for v in violations if v.severity == "error"]
     for violation in violations:
         if violation.severity == "warning":
@@ -124,6 +127,18 @@ def _load_checked(arguments: Sequence[str]) -> Config:
     if errors:
         raise ConfigError("\n".join(errors))
     return config
+
+
+def _hf_config(path: str, setting: str, errors: list[str]) -> dict[str, Any] | None:
+    """The config.json of a model; what is wrong with its folder goes to `errors`."""
+    from bapo_megatron.assets import resolve_model_path
+    from bapo_megatron.hf.shape import load_hf_config
+
+    try:
+        return load_hf_config(resolve_model_path(path, setting=setting))
+    except UserError as error:
+        errors.append(str(error))
+        return None
 
 
 def _num_gpus() -> int:

@@ -19,11 +19,14 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.checkpoints import CheckpointStore
+from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.reader import HFReader, check_finite
 from bapo_megatron.hf.shape import ModelShape, hf_tensors, load_hf_config, model_shape
 from bapo_megatron.hf.writer import MAX_FILE_BYTES, atomic_folder, copy_companions, write_safetensors
-from bapo_megatron.learner.folder import STATE, WEIGHTS, read_state, write_state
+from bapo_megatron.learner.folder import HF_CONFIG, INDEX, WEIGHT, Index, read_index
+from bapo_megatron.learner.shard_reader import ShardReader
+from bapo_megatron.learner.shards import Piece, Snapshot
 
 Target = Literal["hf", "training"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -68,14 +71,16 @@ def convert(
         CheckpointError: the source is torn, of an unsupported model, or does not fit `dtype`; the target exists or
             cannot be written. The target is then as it was.
     """
-    weights, learner_folder = _find_weights(source)
-    shape = model_shape(load_hf_config(weights), weights)
-    version = read_state(learner_folder, shape)["version"] if learner_folder else None
-    if target is not None and to == "training" and learner_folder:
-        raise CheckpointError(f"{source} is a training checkpoint already: copy it, or convert it with --to hf")
+    found = _find(source)
+    shape = model_shape(load_hf_config(found.companions), found.companions)
+    if found.index is not None:
+        found.index.check_model(shape)
+        found.index.verify()
+        if target is not None and to == "training":
+            raise CheckpointError(f"{source} is a training checkpoint already: copy it, or convert it with --to hf")
     counts: Counter[str] = Counter()
     num_parameters = 0
-    with HFReader(weights) as read, atomic_folder(target) if target else nullcontext() as folder:
+    with found.reader() as read, atomic_folder(target) if target else nullcontext() as folder:
         read.check(shape)
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -84,31 +89,43 @@ def convert(
                 tensor = read(name)
                 counts[str(tensor.dtype).removeprefix("torch.")] += 1
                 num_parameters += tensor.numel()
-                yield name, _cast(tensor, dtype, f"{name} of {weights}")
+                yield name, _cast(tensor, dtype, f"{name} of {found.folder}")
 
         if folder is None:
             for _ in tensors():
                 pass
+        elif to == "hf":
+            copy_companions(found.companions, folder, write_safetensors(tensors(), folder, max_file_bytes))
         else:
-            _write(tensors(), weights, folder, shape, to, max_file_bytes)
+            _write_training(tensors(), found.companions, folder, shape, max_file_bytes)
+    version = found.index.facts["version"] if found.index else None
     return Summary(shape, version, counts.total(), num_parameters, tuple(name for name, _ in counts.most_common()))
 
 
-def _find_weights(source: Path) -> tuple[Path, Path | None]:
-    """The Hugging Face folder within `source`, and the learner checkpoint that it belongs to, if any."""
+@dataclass(frozen=True, slots=True)
+class _Source:
+    folder: Path  # of the weights
+    companions: Path  # of config.json and tokenizer
+    index: Index | None  # of a training checkpoint
+
+    def reader(self) -> HFReader | ShardReader:
+        return HFReader(self.folder) if self.index is None else ShardReader(self.index, WEIGHT)
+
+
+def _find(source: Path) -> _Source:
     if (source / "checkpoints").is_dir():
-        latest = CheckpointStore(source / "checkpoints", keep_last=1).latest()
+        latest = CheckpointStore(source / "checkpoints", CheckpointConfig()).latest()
         if latest is None:
             raise CheckpointError(f"{source} is a run without a checkpoint yet")
         source = latest
-    for learner_folder in (source / "learner", source):
-        if (learner_folder / STATE).is_file() and (learner_folder / WEIGHTS).is_dir():
-            return learner_folder / WEIGHTS, learner_folder
+    for folder in (source / "learner", source):
+        if (folder / INDEX).is_file() or (folder / HF_CONFIG).is_dir() or (folder / "state.json").is_file():
+            return _Source(folder, folder / HF_CONFIG, read_index(folder))
     if not (source / "config.json").is_file():
         raise CheckpointError(
             f"{source} is neither a Hugging Face folder (no config.json) nor a run or training checkpoint"
         )
-    return source, None
+    return _Source(source, source, None)
 
 
 def _cast(tensor: Tensor, dtype: str | None, what: str) -> Tensor:
@@ -119,16 +136,11 @@ def _cast(tensor: Tensor, dtype: str | None, what: str) -> Tensor:
     return cast
 
 
-def _write(
-    tensors: Iterator[tuple[str, Tensor]],
-    source: Path,
-    folder: Path,
-    shape: ModelShape,
-    to: Target,
-    max_file_bytes: int,
+def _write_training(
+    tensors: Iterator[tuple[str, Tensor]], companions: Path, folder: Path, shape: ModelShape, max_file_bytes: int
 ) -> None:
-    target = folder / WEIGHTS if to == "training" else folder
-    target.mkdir(exist_ok=True)
-    copy_companions(source, target, write_safetensors(tensors, target, max_file_bytes))
-    if to == "training":
-        write_state(folder, shape, version=0, skipped_updates=0)
+    """Whole tensors, of version 0 and without moments, as rank 0 of one would have written them."""
+    pieces = (Piece.whole(WEIGHT, name, tensor) for name, tensor in tensors)
+    facts = {"version": 0, "skipped_updates": 0, "model": shape.to_json()}
+    snapshot = Snapshot(pieces, facts, hf_path=companions)
+    snapshot.complete(folder, [snapshot.write(folder, max_file_bytes)])

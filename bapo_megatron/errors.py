@@ -21,6 +21,14 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, torn, or of another model or layout."""
 
 
+class DivergedError(UserError):
+    """Training that cannot go on: its updates are skipped one after the other."""
+
+
+class TornCheckpointError(CheckpointError):
+    """A checkpoint of which a file is missing, cut short or changed: the one before it may be whole."""
+
+
 class EngineError(UserError):
     """A rollout engine that is unreachable, answers nonsense, or holds the wrong weights."""
 

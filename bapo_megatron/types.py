@@ -138,7 +138,10 @@ class Batch:
     behaviour_logprobs_T: Tensor  # float32, 0 on prompts
     versions_T: Tensor  # int64, -1 on prompts
     mask_T: Tensor  # bool: the response tokens that are trained
+    rewards_S: Tensor | None = None  # float32, shaped: what advantages are made of; a critic needs them
     proximal_logprobs_T: Tensor | None = None  # float32, 0 on prompts; of the learner at the start of the step, if used
+    proximal_version: int | None = None  # weight version that computed them
+    reference_logprobs_T: Tensor | None = None  # float32, 0 on prompts; of the reference policy, if used
     metrics: dict[str, float] = field(default_factory=dict)  # about the rollout behind it
 
     @property
@@ -171,6 +174,7 @@ class MicroBatch:
     versions_R: Tensor  # int64
     mask_R: Tensor  # bool
     proximal_logprobs_R: Tensor | None = None  # float32; None unless the Batch has them
+    reference_logprobs_R: Tensor | None = None  # float32; None unless the Batch has them
 
     @property
     def num_tokens(self) -> int:
@@ -187,6 +191,7 @@ class MiniBatch:
 
     micro_batches: tuple[MicroBatch, ...]
     num_trained_tokens: int  # over all data and context ranks: the divisor of loss and gradient
+    proximal_version: int | None = None  # weight version that computed the proximal log-probs; None without them
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 """From the rewards of one group (all responses to one prompt) to advantages, one per response.
 
-Each function maps float rewards_G to advantages_G of the same shape and type. A group whose rewards are all equal,
-and so a group of one, tells nothing: its advantages are exactly 0, whatever rounding does to its mean.
+Each of `ADVANTAGES` maps float rewards_G to advantages_G of the same shape and type. A group whose rewards are all
+equal, and so a group of one, tells nothing: its advantages are exactly 0, whatever rounding does to its mean. `whiten`
+then brings the advantages of a whole batch to one scale, where a run asks for it.
 
-Shape legend: G responses in the group.
+Shape legend: G responses in the group, S responses in the batch.
 """
 
 from __future__ import annotations
@@ -30,6 +31,20 @@ def rloo(rewards_G: Tensor) -> Tensor:
     """r - mean of the other responses: leave-one-out, arXiv 2402.14740."""
     num = rewards_G.numel()
     return _centred(rewards_G) * num / (num - 1) if _is_informative(rewards_G) else _zeros(rewards_G)
+
+
+def whiten(advantages_S: Tensor) -> Tensor:
+    """advantages / (std + 1e-6), with the sample standard deviation over the batch.
+
+    After `dr_grpo` that is REINFORCE++ with a group baseline (arXiv 2501.03262): (A - mean of the batch) / std of the
+    batch, where A = r - mean of the group. The mean is not taken off: in every group A sums to 0, so it is rounding,
+    and a response that teaches nothing keeps its exact 0. Statistics over responses, not over tokens (as in OpenRLHF):
+    the length of a response does not change what the others are worth. Unlike `grpo`, a group of nearly equal rewards
+    is not blown up to the size of the others.
+    """
+    if not bool(advantages_S.any()):
+        return advantages_S
+    return advantages_S / (advantages_S.std() + _EPSILON)
 
 
 def _centred(rewards_G: Tensor) -> Tensor:

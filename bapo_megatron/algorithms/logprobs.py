@@ -3,7 +3,8 @@
 Logits exist for one chunk of rows at a time; the backward pass computes them again. The vocabulary may be split over a
 tensor-parallel group: each call then makes two small all-reduces forward and one backward, whatever the chunk size.
 
-Shape legend: R rows (one per response token), H hidden size, V vocabulary rows held by this rank, C rows of a chunk.
+Shape legend: R rows (one per response token), H hidden size, V vocabulary rows held by this rank, C rows of a chunk,
+B rows of a block of it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 Backend = Literal["torch", "triton"]
+_CACHED_VALUES = 1 << 17  # 512 KiB of float32: half of a usual second-level cache, for the logits and one temporary
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +173,15 @@ def row_statistics(
     Args:
         columns_C: int64, each row's target among the columns, -1 if it is on another rank.
     """
-    l_CV = logits_CV.div_(temperature)
-    target_C = l_CV.gather(1, columns_C.clamp(min=0)[:, None])[:, 0] * (columns_C >= 0)
-    max_C = l_CV.amax(dim=1)
-    weights_CV = (l_CV - max_C[:, None]).exp_()
-    sum_C = weights_CV.sum(dim=1)
-    weighted_C = weights_CV.mul_(l_CV).sum(dim=1) if with_entropy else torch.zeros_like(sum_C)
+    max_C, sum_C, weighted_C = logits_CV.new_zeros((3, logits_CV.shape[0]))
+    target_C = logits_CV.gather(1, columns_C.clamp(min=0)[:, None])[:, 0].div_(temperature) * (columns_C >= 0)
+    for rows in _cached_rows(logits_CV):
+        l_BV = _divided(logits_CV[rows], temperature)
+        max_C[rows] = l_BV.amax(dim=1)
+        weights_BV = (l_BV - max_C[rows, None]).exp_()
+        sum_C[rows] = weights_BV.sum(dim=1)
+        if with_entropy:
+            weighted_C[rows] = weights_BV.mul_(l_BV).sum(dim=1)
     return max_C, sum_C, weighted_C, target_C
 
 
@@ -189,21 +194,32 @@ def logit_gradients(
     entropy_C: Tensor,
     entropy_pull_C: Tensor | None,
 ) -> Tensor:
-    """The loss's gradient with respect to the logits, in their place or in new memory. Overwrites the logits.
+    """The loss's gradient with respect to the logits, in their place.
 
     Args:
         columns_C: as in `row_statistics`.
         log_z_C: logarithm of the sum of exp(logits / temperature) over all ranks.
         pull_C, entropy_pull_C: gradients of the log-probs and entropies, divided by the temperature; None: zero.
     """
-    log_p_CV = logits_CV.div_(temperature).sub_(log_z_C[:, None])
-    grad_CV = log_p_CV.exp()
-    if entropy_pull_C is None:
-        grad_CV.mul_(-pull_C[:, None])
-    else:
-        log_p_CV.add_(entropy_C[:, None]).mul_(entropy_pull_C[:, None])
-        grad_CV.mul_(log_p_CV.add_(pull_C[:, None]).neg_())
-    return grad_CV.scatter_add_(1, columns_C.clamp(min=0)[:, None], (pull_C * (columns_C >= 0))[:, None])
+    for rows in _cached_rows(logits_CV):
+        log_p_BV = _divided(logits_CV[rows], temperature).sub_(log_z_C[rows, None])
+        if entropy_pull_C is None:
+            log_p_BV.exp_().mul_(-pull_C[rows, None])
+        else:
+            p_BV = log_p_BV.exp()
+            log_p_BV.add_(entropy_C[rows, None]).mul_(entropy_pull_C[rows, None])
+            log_p_BV.add_(pull_C[rows, None]).mul_(p_BV).neg_()
+    return logits_CV.scatter_add_(1, columns_C.clamp(min=0)[:, None], (pull_C * (columns_C >= 0))[:, None])
+
+
+def _cached_rows(logits_CV: Tensor) -> Iterator[slice]:
+    """Blocks of B rows, small enough that a CPU's cache holds one from the first operation to the last."""
+    num_rows, num_columns = logits_CV.shape
+    return _chunks(num_rows, num_rows if logits_CV.is_cuda else max(1, _CACHED_VALUES // num_columns))
+
+
+def _divided(logits: Tensor, temperature: float) -> Tensor:
+    return logits if temperature == 1 else logits.div_(temperature)
 
 
 def _local_columns(targets_C: Tensor, shard: VocabShard) -> Tensor:

@@ -1,12 +1,14 @@
 """Policy losses per token, and the sums that their metrics are made of.
 
-All losses maximise sum_t w_t min(r_t A_t, clip(r_t, c_low, c_high) A_t). They differ in where the bounds come from:
+Policy losses maximise sum_t w_t min(r_t A_t, clip(r_t, c_low, c_high) A_t). They differ in where the bounds come from:
 BAPO's search, or the configuration (`fixed_bounds`). Two ways to measure how far a token's policy has moved:
 
     proximal = "behaviour"   r_t = pi_theta / pi_rollout, w_t = 1. pi_rollout is the policy that sampled this very token
                              (BAPO, arXiv 2510.18927; PPO, arXiv 1707.06347).
     proximal = "learner"     r_t = pi_theta / pi_prox, w_t = min(pi_prox / pi_rollout, cap), a constant. pi_prox is the
                              learner at the start of the step (decoupled PPO, arXiv 2110.00641, 2505.24298).
+
+The supervised loss maximises sum_t log pi_theta(t).
 
 Nothing here is a mean: losses and metrics are summed over tokens, micro-batches and ranks, and divided once, by the
 token count of the whole optimizer step.
@@ -44,6 +46,7 @@ class LossInputs:
     bounds: ClipBounds
     entropy_R: Tensor | None = None  # float32, nats; only for the metrics
     proximal_logprobs_R: Tensor | None = None  # float32, nats, of the learner at the start of the step, if decoupled
+    reference_logprobs_R: Tensor | None = None  # float32, nats, of the reference policy, where there is a KL term
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +137,32 @@ def clipped_policy_loss(inputs: LossInputs, config: LossConfig) -> LossResult:
     return LossResult(loss_R, sums, maxima)
 
 
+def supervised_loss(inputs: LossInputs, config: LossConfig) -> LossResult:
+    """-log pi per token, in nats: maximum likelihood of the trained tokens. Advantages and bounds play no part."""
+    mask_R = inputs.mask_R
+    loss_R = -torch.where(mask_R, inputs.log_probs_R, 0.0)
+    with torch.no_grad():
+        ages_R = torch.where(mask_R, inputs.ages_R, 0)
+        entropy_R = torch.zeros_like(loss_R) if inputs.entropy_R is None else torch.where(mask_R, inputs.entropy_R, 0.0)
+        per_token = {"tokens": mask_R, "policy_loss": loss_R, "entropy": entropy_R, "age": ages_R}
+        sums = {name: value_R.sum(dtype=torch.float32) for name, value_R in per_token.items()}
+        oldest = ages_R.float().amax() if mask_R.numel() else loss_R.new_zeros(()).float()
+    return LossResult(loss_R, sums, {"age": oldest})
+
+
 LOSSES: dict[str, Callable[[LossInputs, LossConfig], LossResult]] = {
     "bapo": clipped_policy_loss,
     "grpo": clipped_policy_loss,
     "clip_higher": clipped_policy_loss,
+    "sft": supervised_loss,
 }
 """Losses by `loss.name`. A new one takes (LossInputs, LossConfig) and returns a LossResult."""
 
 
 def fixed_bounds(config: LossConfig) -> ClipBounds:
-    """The bounds of the losses that do not search for them (grpo, clip_higher)."""
+    """The bounds of the losses that do not search for them (grpo, clip_higher); nan for sft, which has none."""
     assert config.name != "bapo", "bapo's bounds come from its search"
+    if config.name == "sft":
+        return ClipBounds(low=math.nan, high=math.nan, positive_share=math.nan, saturated=False, num_moves=0)
     high = config.clip_higher if config.name == "clip_higher" else config.clip_high
     return ClipBounds(low=config.clip_low, high=high, positive_share=math.nan, saturated=False, num_moves=0)

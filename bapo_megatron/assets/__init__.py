@@ -14,8 +14,8 @@ def demo_model_path() -> Path:
     return Path(__file__).parent / "demo-model"
 
 
-def resolve_model_path(path: str) -> Path:
-    """The checkpoint folder that `model.path` means: the shipped model for "demo", else a local Hugging Face folder.
+def resolve_model_path(path: str, *, setting: str = "model.path") -> Path:
+    """The checkpoint folder that `setting` means: the shipped model for "demo", else a local Hugging Face folder.
 
     Raises CheckpointError if the folder or one of its parts is missing.
     """
@@ -31,7 +31,7 @@ def resolve_model_path(path: str) -> Path:
         advice = (
             "give a local folder with config.json, *.safetensors and tokenizer files (hub names are not downloaded)"
         )
-    raise CheckpointError(f"model.path = {path!r}: {missing}; {advice}")
+    raise CheckpointError(f"{setting} = {path!r}: {missing}; {advice}")
 
 
 def _missing_part(folder: Path) -> str | None:

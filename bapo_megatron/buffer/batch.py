@@ -4,29 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bapo_megatron.algorithms.advantages import ADVANTAGES
+from bapo_megatron.algorithms.advantages import ADVANTAGES, whiten
 from bapo_megatron.config.schema import Config
+from bapo_megatron.rewards.scaling import RewardScaler
 from bapo_megatron.rewards.shaping import is_trained, shaped_reward
 from bapo_megatron.types import Batch, Group, Trajectory
 
 
-def batch_builder(config: Config) -> Callable[[Sequence[Group], dict[str, float]], Batch]:
-    """`build_batch` with the advantages, reward shaping and masking of a run."""
+class BatchBuilder:
+    """`build_batch` with the advantages, rewards and masking of a run: one batch after the other."""
 
-    def build(groups: Sequence[Group], metrics: dict[str, float]) -> Batch:
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._scaler = RewardScaler(config.reward)
+
+    def build(self, groups: Sequence[Group], metrics: dict[str, float]) -> Batch:
+        """The batch of the next step; its rewards enter the running statistics, so build each once."""
+        config = self._config
+        shaped = [[shaped_reward(t, config) for t in group.trajectories] for group in groups]
+        rewards, reward_metrics = self._scaler.scaled(shaped)
         return build_batch(
             groups,
-            ADVANTAGES[config.advantage.kind],
-            metrics,
-            reward_of=lambda trajectory: shaped_reward(trajectory, config),
+            ADVANTAGES.get(config.advantage.kind, torch.zeros_like),  # a critic's come later, from `rewards_S`
+            metrics | reward_metrics,
+            rewards=rewards,
+            whiten_batch=config.advantage.whiten_batch,
             is_trained=lambda trajectory: is_trained(trajectory, config),
         )
 
-    return build
+    def state_dict(self) -> dict[str, Any]:
+        """JSON value: what the next batch depends on."""
+        return {"rewards": self._scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._scaler.load_state_dict(state["rewards"])
 
 
 def build_batch(
@@ -34,7 +50,8 @@ def build_batch(
     advantages: Callable[[Tensor], Tensor],
     metrics: dict[str, float] | None = None,
     *,
-    reward_of: Callable[[Trajectory], float] | None = None,
+    rewards: Sequence[Sequence[float]] | None = None,
+    whiten_batch: bool = False,
     is_trained: Callable[[Trajectory], bool] = lambda trajectory: True,
 ) -> Batch:
     """Pack all responses of all groups, with one advantage per response spread over its tokens.
@@ -43,18 +60,20 @@ def build_batch(
 
     Args:
         advantages: maps the rewards of one group, float64 [G], to advantages [G] (see algorithms.advantages).
-        reward_of: what advantages are made of (see rewards.shaping.shaped_reward); the verdict where left out.
+        rewards: what advantages are made of, for each group (see `rewards.scaling`); the verdicts where left out.
+        whiten_batch: whether `algorithms.advantages.whiten` comes after, over all responses of the batch.
         is_trained: False for a response that counts in its group's advantages, but whose tokens are masked.
     """
-    per_sequence: list[float] = []
-    trajectories = []
-    for group in groups:
-        rewards = [reward_of(t) for t in group.trajectories] if reward_of else group.rewards
-        values = advantages(torch.tensor(rewards, dtype=torch.float64)).tolist()
-        for trajectory, value in zip(group.trajectories, values, strict=True):
-            if trajectory.num_response_tokens:
-                trajectories.append(trajectory)
-                per_sequence.append(value)
+    rewards_of = [torch.tensor(values, dtype=torch.float64) for values in rewards or [g.rewards for g in groups]]
+    of_groups = [advantages(rewards_G) for rewards_G in rewards_of]
+    rewards_S = torch.cat(rewards_of) if rewards_of else torch.zeros(0, dtype=torch.float64)
+    advantages_S = torch.cat(of_groups) if of_groups else torch.zeros(0, dtype=torch.float64)
+    if whiten_batch:
+        advantages_S = whiten(advantages_S)
+    trajectories = [t for group in groups for t in group.trajectories]
+    has_tokens_S = torch.tensor([t.num_response_tokens > 0 for t in trajectories], dtype=torch.bool)
+    advantages_S = advantages_S[has_tokens_S].float()
+    trajectories = [t for t in trajectories if t.num_response_tokens]
     prompt_lens = torch.tensor([len(t.prompt.token_ids) for t in trajectories], dtype=torch.int64)
     response_lens = torch.tensor([t.num_response_tokens for t in trajectories], dtype=torch.int64)
     is_response_T = torch.repeat_interleave(
@@ -68,7 +87,6 @@ def build_batch(
         return out_T
 
     is_trained_S = torch.tensor([is_trained(t) for t in trajectories], dtype=torch.bool)
-    advantages_S = torch.tensor(per_sequence, dtype=torch.float32)
     return Batch(
         token_ids_T=torch.tensor(
             [i for t in trajectories for i in (*t.prompt.token_ids, *t.response_ids)], dtype=torch.int64
@@ -81,5 +99,6 @@ def build_batch(
         ),
         versions_T=on_responses(list(chain.from_iterable(t.versions for t in trajectories)), torch.int64, -1),
         mask_T=on_responses(is_trained_S.repeat_interleave(response_lens), torch.bool, 0.0),
+        rewards_S=rewards_S[has_tokens_S].float(),
         metrics=metrics or {},
     )

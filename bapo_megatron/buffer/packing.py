@@ -73,7 +73,7 @@ def minibatches(
             if share.equal_lengths:
                 lengths = [max(lengths)] * len(lengths)
             packs = [pack(batch, starts_S, s, length, share) for s, length in zip(mine, lengths, strict=True)]
-            yield MiniBatch(tuple(packs), num_trained)
+            yield MiniBatch(tuple(packs), num_trained, batch.proximal_version)
 
 
 def balanced_bins(lengths: list[int], multiple: int, max_tokens: int) -> list[list[int]]:
@@ -138,6 +138,7 @@ def pack(batch: Batch, starts_S: Tensor, sequences: Tensor, length: int, share: 
         versions_R=batch.versions_T[source_R],
         mask_R=batch.mask_T[source_R],
         proximal_logprobs_R=None if batch.proximal_logprobs_T is None else batch.proximal_logprobs_T[source_R],
+        reference_logprobs_R=None if batch.reference_logprobs_T is None else batch.reference_logprobs_T[source_R],
     )
 
 

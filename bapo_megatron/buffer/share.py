@@ -16,7 +16,8 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.types import Batch
 
 T = TypeVar("T")
-_TENSORS = tuple(f.name for f in fields(Batch) if f.name not in ("metrics", "proximal_logprobs_T"))
+_LATER = ("proximal_logprobs_T", "proximal_version", "reference_logprobs_T")  # each rank adds them
+_TENSORS = tuple(f.name for f in fields(Batch) if f.name not in ("metrics", *_LATER))
 
 
 def share_batch(make_batch: Callable[[], Batch | None] | None, *, sign_of_life_s: float) -> Batch | None:
@@ -97,7 +98,7 @@ def wait_together(making: Future[Any] | None, sign_of_life_s: float = 0.0) -> No
 
 
 def _send(batch: Batch) -> None:
-    tensors = {name: getattr(batch, name) for name in _TENSORS}
+    tensors = {name: tensor for name in _TENSORS if (tensor := getattr(batch, name)) is not None}
     described = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
     _broadcast_json({"metrics": batch.metrics, "tensors": described})
     for tensor in tensors.values():
@@ -107,7 +108,7 @@ def _send(batch: Batch) -> None:
 def _receive(header: dict[str, Any]) -> Batch | None:
     if "none" in header:
         return None
-    tensors = {
+    tensors: dict[str, Any] = {
         name: _broadcast(torch.empty(shape, dtype=getattr(torch, dtype)))
         for name, (dtype, shape) in header["tensors"].items()
     }

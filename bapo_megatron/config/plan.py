@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from bapo_megatron.config import precision
-from bapo_megatron.config.precision import Machine
+from bapo_megatron.config.plan_critic import check_critic
+from bapo_megatron.config.plan_learning import check_learning, check_reference
+from bapo_megatron.config.precision import Machine, check_precision
 from bapo_megatron.config.schema import Config, RolloutConfig
-from bapo_megatron.hf.shape import model_shape, unsupported
+from bapo_megatron.config.violation import Violation
+
+__all__ = ["Violation", "check", "max_microbatches", "num_ranks", "summarize"]
 
 # Arguments of SGLang that the launcher sets, and where to set them instead.
 OWN_SGLANG_ARGUMENTS = {
@@ -24,24 +26,19 @@ OWN_SGLANG_ARGUMENTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """Something wrong with a combination of settings. An error stops the run, a warning does not.
-
-    Example: Violation("parallel.num_ranks=3, but tensor x pipeline x context x data = 2 x 1 x 1 x 1 = 2; set ...")
-    """
-
-    message: str
-    severity: Literal["error", "warning"] = "error"
-
-
 def check(
-    config: Config, *, hf_config: dict[str, Any] | None, num_gpus: int = 0, machine: Machine | None = None
+    config: Config,
+    *,
+    hf_config: dict[str, Any] | None,
+    reference_config: dict[str, Any] | None = None,
+    num_gpus: int = 0,
+    machine: Machine | None = None,
 ) -> list[Violation]:
     """All violations across sections, layout first.
 
     Args:
         hf_config: the model's config.json; None leaves the model's own limits unchecked.
+        reference_config: that of `loss.reference_path`, where a KL term has one.
         num_gpus: GPUs of this machine that a run may use; 0 is a run on CPUs.
         machine: what FP8 asks of it; None leaves that unchecked.
     """
@@ -55,11 +52,15 @@ def check(
         *_reward(config),
         *_eval(config),
         *_loss(config),
+        *check_learning(config),
+        *check_critic(config),
         *_sync(config),
-        *_precision(config, hf_config, num_gpus, machine),
+        *check_precision(config, hf_config, num_gpus, machine),
     ]
     if hf_config is not None:
         found += _model(config, hf_config)
+        if reference_config is not None:
+            found += check_reference(config, reference_config, hf_config)
     if config.model.dtype == "bfloat16" and not num_gpus:
         message = 'model.dtype="bfloat16" is several times slower than float32 on a CPU; set model.dtype="float32"'
         found.append(Violation(message, "warning"))
@@ -122,6 +123,11 @@ def _layout(config: Config) -> Iterator[Violation]:
             f"parallel.virtual_pipeline={p.virtual_pipeline} cuts pipeline stages into chunks and needs "
             "parallel.pipeline above 1; set parallel.virtual_pipeline=1"
         )
+    if config.train.schedule == "forwards_first" and p.pipeline > 1:
+        yield Violation(
+            f'train.schedule="forwards_first" is not possible with parallel.pipeline={p.pipeline}, whose stages pass '
+            'micro-batches on in an order of their own; set train.schedule="auto"'
+        )
     if config.optimizer.distributed and p.data * p.context == 1:
         yield Violation(
             "optimizer.distributed=true splits Adam's state over parallel.data x context ranks, and there is one; "
@@ -179,10 +185,10 @@ def _batch(config: Config) -> Iterator[Violation]:
             f"each mini-batch has {num_sequences} / {t.minibatches_per_step} = {each} sequences, "
             f"fewer than parallel.data={data} ranks; {advice}"
         )
-    if r.samples_per_prompt < 2:
+    if r.samples_per_prompt < 2 and config.advantage.compares_responses:
         yield Violation(
             f"rollout.samples_per_prompt={r.samples_per_prompt}: an advantage compares the responses to one prompt "
-            "and needs at least 2; set rollout.samples_per_prompt=8"
+            'and needs at least 2; set rollout.samples_per_prompt=8, or advantage.kind="gae", which has a critic'
         )
     own_age = t.minibatches_per_step * t.epochs_per_step - 1
     if r.max_staleness is not None and r.max_staleness < own_age:
@@ -359,14 +365,6 @@ def _sync(config: Config) -> Iterator[Violation]:
             f"sync.timeout_s={patience_s / 4:g} or less, or parallel.timeout_s={4 * wait_s:g}",
             "warning",
         )
-
-
-def _precision(
-    config: Config, hf_config: dict[str, Any] | None, num_gpus: int, machine: Machine | None
-) -> Iterator[Violation]:
-    shape = None if hf_config is None or unsupported(hf_config) else model_shape(hf_config)
-    yield from (Violation(message) for message in precision.problems(config, shape=shape, machine=machine))
-    yield from (Violation(message, "warning") for message in precision.warnings(config, num_gpus=num_gpus))
 
 
 def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:

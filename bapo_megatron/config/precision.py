@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PositiveInt
 
 from bapo_megatron.config.base import Section
-from bapo_megatron.hf.shape import ModelShape
+from bapo_megatron.config.violation import Violation
+from bapo_megatron.hf.shape import ModelShape, model_shape, unsupported
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config
@@ -85,6 +86,15 @@ RECIPES = {
 def tokens_multiple(config: Config) -> int:
     """Tokens of a pack on one rank (of one tensor rank, with sequence parallelism) must be a multiple of this."""
     return RECIPES[config.precision.recipe].tokens_multiple if config.precision.uses_fp8 else 1
+
+
+def check_precision(
+    config: Config, hf_config: dict[str, Any] | None, num_gpus: int, machine: Machine | None
+) -> Iterator[Violation]:
+    """All that can be known: see `problems` and `warnings`."""
+    shape = None if hf_config is None or unsupported(hf_config) else model_shape(hf_config)
+    yield from (Violation(message) for message in problems(config, shape=shape, machine=machine))
+    yield from (Violation(message, "warning") for message in warnings(config, num_gpus=num_gpus))
 
 
 def problems(config: Config, *, shape: ModelShape | None, machine: Machine | None) -> list[str]:

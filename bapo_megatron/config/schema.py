@@ -13,6 +13,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 from bapo_megatron.algorithms.clip_bounds import ClipBoundConfig
 from bapo_megatron.config.base import Section
 from bapo_megatron.config.precision import PrecisionConfig
+from bapo_megatron.config.schema_advantage import AdvantageConfig, CriticConfig
 
 REWARD_KINDS = ("auto", "chains", "reasoning_gym", "math", "code")
 _DOTTED_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -86,6 +87,13 @@ class RewardConfig(Section):
     rollout.max_response_tokens (DAPO). Shapes advantages; the reward metrics show the verdict."""
     overlong_buffer_tokens: int = Field(0, ge=0)
     """Tokens before rollout.max_response_tokens over which overlong_penalty grows. 0: truncated responses only."""
+    scale: PositiveFloat = 1.0
+    """Factor of the shaped reward on its way to the advantages."""
+    running_std: bool = False
+    """Divide the shaped rewards by the standard deviation of all that the run has trained on, the batch itself included
+    (the reward scaling of PPO implementations, without a mean)."""
+    clip: PositiveFloat | None = None
+    """Bound the scaled reward to [-clip, clip], after scale and running_std. Unset: no bound."""
 
     @field_validator("kind")
     @classmethod
@@ -161,18 +169,12 @@ class RolloutConfig(Section):
     """embedded, sglang: longest prompt + response. Unset: max_prompt_tokens + max_response_tokens."""
 
 
-class AdvantageConfig(Section):
-    """From the rewards of a group to advantages."""
-
-    kind: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """grpo: (r - mean) / std; dr_grpo: r - mean; rloo: r - mean of the others."""
-
-
 class LossConfig(Section):
     """The policy loss."""
 
-    name: Literal["bapo", "grpo", "clip_higher"] = "bapo"
-    """bapo: bounds found by the search of [bapo]; grpo: fixed bounds; clip_higher: fixed with a wider upper bound."""
+    name: Literal["bapo", "grpo", "clip_higher", "sft"] = "bapo"
+    """bapo: bounds found by the search of [bapo]; grpo: fixed bounds; clip_higher: fixed with a wider upper bound;
+    sft: maximum likelihood of all trained tokens, without advantages, such as a warm start from recorded responses."""
     clip_low: float = Field(0.8, gt=0, le=1)
     """grpo, clip_higher: lower ratio bound (0.8 is 1 - epsilon for epsilon = 0.2)."""
     clip_high: float = Field(1.2, ge=1)
@@ -186,6 +188,18 @@ class LossConfig(Section):
     learner: the learner at the start of the step (one more scoring pass), with truncated importance weights."""
     importance_cap: float = Field(2.0, ge=1)
     """proximal = "learner": largest weight pi_prox / pi_behaviour of a token's term; 1e9 is no bound."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of KL(policy || reference) per trained token in the loss; with kl_target, where it starts. Above 0, the
+    learner holds the reference's weights too, and scores each rollout batch with them once. 0: no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """With d = log policy - log reference. k1: d (its gradient is 0 on average); k2: d^2 / 2; k3: e^-d - 1 + d, as in
+    GRPO."""
+    kl_target: PositiveFloat | None = None
+    """Steer kl_coef so that the KL per token stays near this, in nats (Ziegler et al.). Unset: kl_coef is constant."""
+    kl_horizon: float = Field(10.0, ge=1)
+    """kl_target: an update changes the coefficient by at most a share of 0.2 / kl_horizon."""
+    reference_path: str | None = None
+    """Hugging Face folder of the reference policy, with the policy's vocabulary. Unset: model.path."""
 
 
 class OptimizerConfig(Section):
@@ -193,8 +207,15 @@ class OptimizerConfig(Section):
 
     lr: PositiveFloat = 1e-6
     """Learning rate after warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up: constant, or down to lr x min_lr_ratio at the last of total_updates."""
     warmup_updates: int = Field(0, ge=0)
-    """Linear warm-up over this many optimizer updates; constant afterwards."""
+    """Linear warm-up over this many optimizer updates."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """linear, cosine: where the learning rate ends, as a share of lr."""
+    total_updates: PositiveInt | None = None
+    """linear, cosine: the update at which the floor is reached; it stays there. Unset: train.num_steps x
+    minibatches_per_step x epochs_per_step; set it where the run may be prolonged later."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay (AdamW), of matrices; norms and biases are left alone, as Megatron does it."""
     beta1: float = Field(0.9, gt=0, lt=1)
@@ -205,6 +226,8 @@ class OptimizerConfig(Section):
     """Added to the root of Adam's second moment."""
     clip_grad: PositiveFloat = 1.0
     """Largest global gradient norm."""
+    max_skipped_in_a_row: PositiveInt = 20
+    """An update whose gradient is not finite is skipped and counted; so many in a row end the run with an error."""
     distributed: bool = False
     """Split Adam's state (and the float32 copy of bfloat16 weights) over the data and context ranks, as Megatron's
     distributed optimizer does. The same update for less memory."""
@@ -233,6 +256,10 @@ class TrainConfig(Section):
     """Weight of an entropy bonus in the loss."""
     recompute: bool = False
     """Recompute all activations in the backward pass."""
+    schedule: Literal["auto", "forwards_first", "interleaved"] = "auto"
+    """Where bounds are searched with scope exact: forwards_first runs all forward passes of an update, whose log-probs
+    give the bounds, before its backward passes, and keeps all activations in between; interleaved scores in a pass of
+    its own. auto: the first with one micro-batch, or with recompute while layer inputs take under a tenth of memory."""
 
 
 class ParallelConfig(Section):
@@ -294,6 +321,11 @@ class CheckpointConfig(Section):
     """Save after every so many steps, and after the last. Unset: never."""
     keep_last: PositiveInt = 2
     """Checkpoints kept; older ones are deleted after a newer one is complete."""
+    asynchronous: bool = False
+    """Copy weights and optimizer state to CPU memory (12 bytes a parameter, divided among the ranks) and write them
+    while training goes on; the checkpoint counts from the next step boundary at which all ranks have written."""
+    timeout_s: PositiveFloat = 1800.0
+    """The run ends with an error where a rank takes longer to write one checkpoint."""
 
 
 class MonitorConfig(Section):
@@ -308,6 +340,12 @@ class MonitorConfig(Section):
     mismatch_alarm: PositiveFloat | None = None
     """Warn where engine and trainer differ by more than this in the log-probs of the same weights (mean |difference| of
     an update, nats); the run goes on. Unset: 0.001 with float32, 0.05 with bfloat16; 1e9 is never."""
+
+    grad_norm_alarm: PositiveFloat | None = None
+    """Warn of an update whose gradient norm, before clipping, is over this. Unset: only grad_spike."""
+    grad_spike: float = Field(10.0, gt=1)
+    """Warn of an update whose gradient norm is over this multiple of the median of the (up to 101) norms before it,
+    once there are 11; 1e9 is never."""
 
     def mismatch_limit(self, dtype: str) -> float:
         """`mismatch_alarm`, or what float32 and bfloat16 never reach while engine and trainer agree."""
@@ -344,6 +382,7 @@ class Config(Section):
     loss: LossConfig = Field(default_factory=LossConfig)
     bapo: ClipBoundConfig = Field(default_factory=ClipBoundConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     sync: SyncConfig = Field(default_factory=SyncConfig)

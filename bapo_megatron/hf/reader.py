@@ -79,6 +79,9 @@ class HFReader:
         check_finite(tensor, f"{name} in {self.path / file}")
         return tensor
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
     def check(self, shape: ModelShape) -> None:
         """Compare names, shapes and types with what config.json promises.
 
@@ -112,7 +115,7 @@ class HFReader:
                 if name in slices and slices[name].get_dtype() not in _DTYPES
             ],
         }
-        found = [f"{len(names)} {what}: {_some(names)}" for what, names in complaints.items() if names]
+        found = [f"{len(names)} {what}: {list_some(names)}" for what, names in complaints.items() if names]
         if found:
             raise CheckpointError(f"weights in {self.path} do not fit its config.json; " + "; ".join(found))
         if shape.tied_embeddings and "lm_head.weight" in slices:
@@ -164,5 +167,6 @@ def _weight_map(path: Path) -> dict[str, str] | None:
     return weight_map
 
 
-def _some(names: list[str], limit: int = 8) -> str:
+def list_some(names: list[str], limit: int = 8) -> str:
+    """The first few, for a message."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def write_safetensors(
 
     def flush() -> None:
         nonlocal num_bytes
-        _save(pending, _partial_file(folder, len(files)))
+        save_tensors(pending, _partial_file(folder, len(files)))
         files.append(list(pending))
         pending.clear()
         num_bytes = 0
@@ -73,9 +73,19 @@ def _partial_file(folder: Path, number: int) -> Path:
     return folder / f"model-{number:05d}.partial"
 
 
-def _save(tensors: dict[str, Tensor], file: Path) -> None:
+def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Write one safetensors file, and wait until the disk has it.
+
+    safetensors writes from the tensors' own memory, without a copy and without the interpreter's lock.
+
+    Args:
+        tensors: contiguous, on the CPU; they must not change meanwhile.
+
+    Raises:
+        CheckpointError: the disk is full, or the folder is not writable.
+    """
     try:
-        save_file(tensors, file, metadata={"format": "pt"})
+        save_file(dict(tensors), file, metadata={"format": "pt"})
         with file.open("rb") as written:
             os.fsync(written.fileno())
         file.chmod(0o644)  # safetensors makes it readable for the owner alone

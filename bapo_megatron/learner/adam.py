@@ -6,6 +6,8 @@ without regard for the borders of parameters: a rank owns a range of some parame
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
@@ -14,14 +16,22 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 from torch.nn import Parameter
 
-from bapo_megatron.learner.folder import MOMENTS
+from bapo_megatron.learner.folder import MOMENTS, WEIGHT
 from bapo_megatron.learner.parallel import ParallelLayout
 
-WEIGHT = "weight"  # the float32 weight that Adam updates: the parameter itself, or its master copy when it is bfloat16
+
+def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
+    """Of the next update. Megatron marks the groups of norms and biases (wd_mult), but leaves it to the schedule of its
+    caller to heed the mark: without this every parameter decays."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+        group["weight_decay"] = weight_decay * group["wd_mult"]
 
 
 class AdamState:
     """Reads and writes whole tensors, in the shape of the parameter, whoever holds which part.
+
+    WEIGHT is the float32 weight that Adam updates: the parameter itself, or its master copy when it is bfloat16.
 
     Args:
         optimizer: what `get_megatron_optimizer` returned for a dense model: a chain of one.
@@ -31,11 +41,43 @@ class AdamState:
         assert isinstance(optimizer, ChainedOptimizer)
         (self._optimizer,) = optimizer.chained_optimizers
         self._is_split = isinstance(self._optimizer, DistributedOptimizer)
+        if not torch.cuda.is_available():
+            for group in self._optimizer.optimizer.param_groups:
+                group["fused"] = True  # one pass over weights, gradients and moments instead of ten
         self._group = layout.data_context_group
 
     def gather(self, parameter: Parameter, name: str) -> Tensor:
         """The parameter's tensor `name` (WEIGHT or one of MOMENTS), float32; collective over data ranks if split."""
         return self._whole(parameter, self._part(parameter, name))
+
+    def writers(self, parameters: Sequence[Parameter]) -> list[tuple[int, bool]]:
+        """Which data x context rank is to write each parameter, and whether it must be gathered for that.
+
+        Replicated parameters are dealt out so that all write about as much. A split one is written by whoever owns most
+        of it: nearly all lie within one rank's range, only those across a border have to be gathered. Collective over
+        data ranks; the parameters are the same on all of them, in the same order.
+        """
+        num_ranks = self._group.size()
+        if not self._is_split:
+            loads = [0] * num_ranks
+            chosen = {}
+            for i in sorted(range(len(parameters)), key=lambda i: -parameters[i].numel()):
+                chosen[i] = loads.index(min(loads))
+                loads[chosen[i]] += parameters[i].numel()
+            return [(chosen[i], False) for i in range(len(parameters))]
+        owned = [len(range(p.numel())[self._range(p)]) if self._owns(p) else 0 for p in parameters]
+        mine = torch.tensor(owned, dtype=torch.int64, device=parameters[0].device)
+        of_all = [torch.empty_like(mine) for _ in range(num_ranks)]
+        dist.all_gather(of_all, mine, group=self._group)
+        most, writer = torch.stack(of_all).max(dim=0)
+        return [(int(r), int(n) < p.numel()) for r, n, p in zip(writer, most, parameters, strict=True)]
+
+    def local(self, parameter: Parameter, name: str) -> Tensor:
+        """What `gather` gives, of a parameter that lies on this rank as a whole. Not collective, no copy."""
+        part = self._part(parameter, name)
+        assert part is not None
+        assert part.numel() == parameter.numel()
+        return part.view(parameter.shape)
 
     def gather_gradient(self, parameter: Parameter) -> Tensor:
         """The last update's gradient, float32; collective over data ranks if split."""
@@ -47,7 +89,7 @@ class AdamState:
     def fill(self, parameter: Parameter, name: str, tensor: Tensor) -> None:
         """Overwrite this rank's part of what `gather` reads, and of WEIGHT the parameter as a whole."""
         if name == WEIGHT:
-            parameter.copy_(tensor)
+            parameter.copy_(tensor.to(parameter.dtype))  # FP8 ones, too, are made of bfloat16 after an update
         part = self._part(parameter, name)
         if part is not None:
             part.copy_(tensor.reshape(-1)[self._range(parameter)] if self._is_split else tensor)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from bapo_megatron.algorithms.mismatch import Mismatch
 from bapo_megatron.buffer.packing import Share
+from bapo_megatron.learner.shards import Snapshot
 from bapo_megatron.sync.buckets import TensorSpec
 from bapo_megatron.types import ClipBounds, MiniBatch
 
@@ -34,6 +35,14 @@ class Learner(Protocol):
         """Log-probs at the current weights, no gradient: one float32 [R] per micro-batch; None off the last stage."""
         ...
 
+    def score(self, minibatch: MiniBatch) -> list[Tensor] | None:
+        """The same as `log_probs`, before the mini-batch's `step`: call it where that comes next.
+
+        It may cost nothing. Log-probs that the mini-batch brings along (`proximal_version`) are handed out; and forward
+        passes that can run now are kept, with their activations, for the step to go on from.
+        """
+        ...
+
     def sum_over_data_ranks(self, table: Tensor | None) -> Tensor:
         """Sum of a small fp64 table over data x context ranks of the last stage, handed to every rank (one all-reduce).
 
@@ -53,5 +62,23 @@ class Learner(Protocol):
         """The weights under Hugging Face names, whole, one by one, on global rank 0; elsewhere empty tensors."""
         ...
 
-    def save(self, folder: Path) -> None: ...
-    def load(self, folder: Path) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        """What steers the updates beside what a snapshot holds: a JSON value, saved with the run's counters."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def snapshot(self) -> Snapshot:
+        """This rank's part of weights, optimizer state and version, to be written before the next update.
+
+        With `Snapshot.detach` it may be written later.
+        """
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Read back what all ranks of any layout wrote.
+
+        Raises:
+            CheckpointError: on every rank: the folder is torn, or holds another model.
+        """
+        ...

@@ -15,7 +15,7 @@ from bapo_megatron.types import ClipBounds, MiniBatch
 class BoundsFinder:
     """Bounds for one optimizer step, the same on every rank.
 
-    exact: the ratios of the whole global mini-batch at the current weights, by one scoring pass without gradient.
+    exact: the ratios of the whole global mini-batch at the current weights (`Learner.score`).
     lagged: the ratios that the previous optimizer step saw in its own forward pass; no extra pass, one step late.
     fixed, and the losses with fixed bounds: no search.
     """
@@ -34,7 +34,7 @@ class BoundsFinder:
             return search_bounds(empty_table(self._config.bapo), self._config.bapo)
         if self._lagged is not None:
             return search_bounds(self._lagged, self._config.bapo)
-        return search_bounds(self._global_table(minibatch, self._learner.log_probs(minibatch)), self._config.bapo)
+        return search_bounds(self._global_table(minibatch, self._learner.score(minibatch)), self._config.bapo)
 
     def observe(self, minibatch: MiniBatch, log_probs: list[Tensor] | None) -> None:
         """After the step, with the log-probs of its forward pass: what `lagged` uses next time."""

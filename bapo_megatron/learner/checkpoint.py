@@ -1,66 +1,107 @@
-"""Saving and loading the learner: the folder of `folder.py`, from and to the parts of a layout.
+"""Saving and loading a Megatron model with its optimizer's state, from and to the parts of any layout.
 
-Everything goes through global rank 0, one tensor at a time, so any tensor, pipeline and data sizes can read it back.
-That is simple and exact, at the price of a single writer: megatron's dist_checkpointing writes from all ranks at once.
+Every rank writes its own part at the same time: a tensor that several ranks hold is written by one of them (copies of
+a tensor group by its first rank, data replicas in turns, ranges of the distributed optimizer by who owns most), and
+reads just the slices that it needs. The files: `folder.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import ModuleList, Parameter
 
-from bapo_megatron.hf.writer import copy_companions, write_safetensors
-from bapo_megatron.learner.adam import WEIGHT
-from bapo_megatron.learner.folder import MOMENTS, WEIGHTS, read_state, write_state
-from bapo_megatron.learner.hf.convert import gather_weights, load_weights
+from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.shape import ModelShape
+from bapo_megatron.learner.adam import AdamState
+from bapo_megatron.learner.folder import MOMENTS, WEIGHT, Index, read_index
+from bapo_megatron.learner.hf.convert import fill_parameters, parameters_by_global_name, raising_together
+from bapo_megatron.learner.hf.names import OUTPUT, entries, place_shard
+from bapo_megatron.learner.parallel import ParallelLayout
+from bapo_megatron.learner.shard_reader import ShardReader
+from bapo_megatron.learner.shards import Piece, Snapshot
 
-if TYPE_CHECKING:
-    from bapo_megatron.learner.megatron import MegatronLearner
-
-PARTS = {WEIGHTS: WEIGHT, **{name: name for name in MOMENTS}}  # folder -> its name in AdamState
-
-
-def save(learner: MegatronLearner, folder: Path) -> None:
-    """Write into `folder`, which exists and is empty. Collective; returns when rank 0 has written everything."""
-    is_writer = learner.layout.rank == 0
-    for part, name in PARTS.items():
-        named = gather_weights(learner.model, learner.shape, learner.layout, partial(learner.adam.gather, name=name))
-        if is_writer:
-            (folder / part).mkdir()
-            dtypes = write_safetensors(named, folder / part)
-            if part == WEIGHTS:
-                copy_companions(learner.hf_path, folder / WEIGHTS, dtypes)
-        else:
-            for _ in named:  # takes part in the collectives
-                pass
-    if is_writer:
-        write_state(folder, learner.shape, version=learner.version, skipped_updates=learner.num_skipped_updates)
-    dist.barrier()
+PARTS = (WEIGHT, *MOMENTS)
 
 
-def load(learner: MegatronLearner, folder: Path) -> None:
-    """Read weights, Adam's moments and the version back, at any layout.
+def take_snapshot(
+    model: ModuleList,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    adam: AdamState,
+    facts: dict[str, Any],
+    hf_path: Path,
+) -> Snapshot:
+    """What this rank is to write. Collective over data x context ranks.
+
+    Takes no memory, but for parameters across a border of the distributed optimizer (on the CPU) and, until they are
+    written, what `Snapshot.detach` copies: the pieces are views of the live tensors.
+
+    Args:
+        model: this rank's chunks of the model.
+        facts: JSON, the same on every rank: `version` and `skipped_updates` (of these the moments have seen none), and
+            whatever else belongs to the model.
+        hf_path: the Hugging Face folder whose config and tokenizer go along.
+    """
+    pieces = list(_pieces(model, shape, layout, adam))
+    return Snapshot(pieces, facts | {"model": shape.to_json()}, rank=layout.rank, hf_path=hf_path)
+
+
+@torch.no_grad()
+def _pieces(model: ModuleList, shape: ModelShape, layout: ParallelLayout, adam: AdamState) -> Iterator[Piece]:
+    parameters = parameters_by_global_name(model)
+    present = [entry for entry in entries(shape) if entry.megatron_name in parameters]
+    mine = [(entry, parameters.pop(entry.megatron_name)) for entry in present]
+    if shape.tied_embeddings:
+        parameters.pop(OUTPUT, None)  # the last stage's copy: the first stage has the same
+    assert not parameters, f"the name map does not know {sorted(parameters)}"
+    data_rank = dist.get_rank(layout.data_context_group)
+    writers = adam.writers([parameter for _, parameter in mine])
+    for (entry, parameter), (writer, is_cut) in zip(mine, writers, strict=True):
+        for part in PARTS:
+            whole = adam.gather(parameter, part).cpu() if is_cut else None
+            if writer == data_rank and (entry.kind != "copy" or layout.tensor_rank == 0):
+                tensor = adam.local(parameter, part) if whole is None else whole
+                for placed in place_shard(entry, shape, tensor, layout.tensor_rank, layout.tensor_size):
+                    yield Piece(part, *placed)
+
+
+@torch.no_grad()
+def load(model: ModuleList, shape: ModelShape, layout: ParallelLayout, adam: AdamState, folder: Path) -> dict[str, Any]:
+    """Fill weights and optimizer state with what any layout has saved; returns its facts. Collective.
 
     Raises:
-        CheckpointError: a part is missing or torn, or the checkpoint is of another model.
+        CheckpointError: on every rank: the folder is torn or of another format, a tensor is missing, unexpected,
+            mis-shaped or not finite, or it is another model.
     """
-    state = read_state(folder, learner.shape)
-    for part, name in PARTS.items():
-        fill = partial(_fill, learner, name)
-        if part == WEIGHTS or state["version"] > 0 or (folder / part).exists():
-            load_weights(learner.model, learner.shape, learner.layout, folder / part, fill)
-        else:
-            for parameter in learner.model.parameters():
-                fill(parameter, torch.zeros_like(parameter))
-    learner.version, learner.num_skipped_updates = state["version"], state["skipped_updates"]
-    learner.adam.set_steps(learner.version - learner.num_skipped_updates)
+    with raising_together():
+        index = read_index(folder)
+        index.check_model(shape)
+        facts = index.facts
+        for part in PARTS:
+            if part in index.tensors or part == WEIGHT or facts["version"] > 0:
+                _load_part(model, shape, layout, adam, index, part)
+            else:
+                for parameter in model.parameters():
+                    adam.fill(parameter, part, torch.zeros(parameter.shape, device=parameter.device))
+        if unknown := sorted(index.tensors.keys() - set(PARTS)):
+            raise CheckpointError(f"{folder} holds {', '.join(unknown)}, which this model does not have")
+    adam.set_steps(facts["version"] - facts["skipped_updates"])
+    return facts
 
 
-def _fill(learner: MegatronLearner, name: str, parameter: Parameter, tensor: Tensor) -> None:
-    learner.adam.fill(parameter, name, tensor)
+def _load_part(
+    model: ModuleList, shape: ModelShape, layout: ParallelLayout, adam: AdamState, index: Index, part: str
+) -> None:
+    def fill(name: str, parameter: Parameter, tensor: Tensor) -> None:
+        adam.fill(parameter, name, tensor)
+
+    with ShardReader(index, part) as read:
+        read.check(shape)
+        fill_parameters(model, shape, layout, read, partial(fill, part))

@@ -1,56 +1,222 @@
-"""The learner's part of a checkpoint, as files: independent of the layout, free of pickle, and servable.
+"""A saved model as files: shards of every rank and one index; independent of the layout, and free of pickle.
 
-    <folder>/state.json      version, skipped updates, the model's shape
-    <folder>/hf/             an ordinary Hugging Face checkpoint: weights, config.json, tokenizer
-    <folder>/exp_avg/        Adam's first moment, under the names and in the shapes of the weights
-    <folder>/exp_avg_sq/     Adam's second moment
+    <folder>/index.json                     facts (format, version, model), a digest of each file, and where each slice
+                                            of each tensor lies; written last
+    <folder>/rank-00002-000.safetensors     what rank 2 wrote: float32 boxes of Hugging Face tensors, by part:
+                                            weight, exp_avg, exp_avg_sq (Adam's moments)
+    <folder>/hf_config/                     config.json and tokenizer, for export (`bapo convert`)
 
-A checkpoint at version 0 may lack the moments, which are zero then. Imports no Megatron.
+Tensors have the names and shapes of Hugging Face's, so that any layout can read them: query, key and value are apart,
+and so are gate and up; the padding of the vocabulary is not stored. A box is a contiguous range along each dimension.
+At version 0 the moments may be missing: they are zero then.
+
+Why a format of our own: megatron's dist_checkpointing and torch.distributed.checkpoint keep their metadata in a pickle.
+The latter's HuggingFaceStorageWriter (torch 2.13) does not, but its planner sends pickled plans between ranks, it has
+neither checksums nor an index (shapes are guessed from the shards that it finds: a missing file goes unnoticed); and
+its asynchronous save runs collectives in the background. The files themselves are safetensors' own.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import combinations
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.errors import CheckpointError
+import xxhash
+
+from bapo_megatron.errors import CheckpointError, TornCheckpointError
 from bapo_megatron.hf.shape import ModelShape
 from bapo_megatron.hf.writer import write_durably
 
-FORMAT = 1
-STATE = "state.json"
-WEIGHTS = "hf"
+FORMAT = 2
+INDEX = "index.json"
+HF_CONFIG = "hf_config"
+WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+DIGEST = "xxh3_128"
+_CHUNK_BYTES = 8 << 20
+
+Manifest = dict[str, Any]  # JSON: {"files": {file: [bytes, digest]}, "tensors": {part: {name: Saved}}} of one rank
 
 
-def write_state(folder: Path, shape: ModelShape, *, version: int, skipped_updates: int) -> None:
-    """The file that makes a folder a learner checkpoint: to be written last.
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a tensor, and the file that holds it."""
+
+    file: str
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    def overlaps(self, other: Box) -> bool:
+        sides = zip(self.start, self.size, other.start, other.size, strict=True)
+        return all(a < b + m and b < a + n for a, n, b, m in sides)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One whole tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What index.json says."""
+
+    folder: Path
+    facts: dict[str, Any]
+    files: dict[str, tuple[int, str]]  # bytes, digest
+    tensors: dict[str, dict[str, Saved]]  # part -> Hugging Face name
+
+    def verify(self, share: int = 0, num_shares: int = 1) -> None:
+        """Compare every file's size, and the digests of each `num_shares`-th file, with what was written.
+
+        Raises:
+            TornCheckpointError: names the first file that is missing, or that differs.
+        """
+        for number, (name, (num_bytes, digest)) in enumerate(self.files.items()):
+            file = self.folder / name
+            try:
+                found_bytes = file.stat().st_size
+                if found_bytes != num_bytes:
+                    raise TornCheckpointError(f"{file} is torn: it has {found_bytes} of {num_bytes} bytes")
+                if number % num_shares == share and digest_of(file) != digest:
+                    raise TornCheckpointError(f"{file} is torn: its {DIGEST} is not the one in {INDEX}")
+            except FileNotFoundError:
+                raise TornCheckpointError(f"{file} is missing") from None
+            except OSError as error:
+                raise TornCheckpointError(f"cannot read {file}: {error}") from error
+
+    def check_model(self, shape: ModelShape) -> None:
+        """Raises CheckpointError where another model than `shape` was saved."""
+        saved = self.facts["model"]
+        if other := [f"{k} is {saved[k]}, not {v}" for k, v in shape.to_json().items() if saved.get(k, v) != v]:
+            raise CheckpointError(f"{self.folder} holds another model than model.path: {', '.join(other)}")
+
+
+def write_index(folder: Path, facts: dict[str, Any], manifests: Iterable[Manifest]) -> None:
+    """The file that makes a folder of shards a saved model.
+
+    Args:
+        facts: JSON, kept as they are.
+        manifests: of every rank, see `shards.Snapshot.write`.
 
     Raises:
         CheckpointError: the disk is full.
     """
-    state = {"format": FORMAT, "version": version, "skipped_updates": skipped_updates, "model": shape.to_json()}
-    write_durably(folder / STATE, json.dumps(state, indent=1))
+    files: dict[str, list[Any]] = {}
+    tensors: dict[str, dict[str, Any]] = {}
+    for manifest in manifests:
+        files |= manifest["files"]
+        for part, named in manifest["tensors"].items():
+            for name, saved in named.items():
+                whole = tensors.setdefault(part, {}).setdefault(name, saved | {"boxes": []})
+                assert whole["shape"] == saved["shape"], f"{part} of {name}"
+                assert whole["dtype"] == saved["dtype"], f"{part} of {name}"
+                whole["boxes"] = sorted([*whole["boxes"], *saved["boxes"]])
+    body = {"format": FORMAT, "facts": facts, "files": files, "tensors": tensors}
+    _check_covered(_parse(folder, body))
+    write_durably(folder / INDEX, seal(body))
 
 
-def read_state(folder: Path, shape: ModelShape) -> dict[str, Any]:
-    """What `write_state` wrote, of a model of this shape.
+def read_index(folder: Path) -> Index:
+    """What `write_index` wrote; the files it names are not looked at.
 
     Raises:
-        CheckpointError: missing, torn, of another format, or of another model.
+        TornCheckpointError: index.json is missing or torn.
+        CheckpointError: it has another format.
     """
-    file = folder / STATE
+    if not (folder / INDEX).exists() and (folder / "state.json").exists():
+        raise _other_format(folder, 1)
+    index = _parse(folder, read_sealed(folder / INDEX))
+    _check_covered(index)
+    return index
+
+
+def seal(body: dict[str, Any]) -> str:
+    """JSON that carries a digest of itself."""
+    return json.dumps({DIGEST: _digest(body), **body})
+
+
+def read_sealed(file: Path) -> dict[str, Any]:
+    """What was sealed.
+
+    Raises:
+        TornCheckpointError: the file is missing, or not as it was written.
+        CheckpointError: it has another format.
+    """
     try:
-        state = json.loads(file.read_text(encoding="utf-8"))
+        body = json.loads(file.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} is not a learner checkpoint: {file} is missing") from None
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{file} is torn: {error}") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found = state.get("format") if isinstance(state, dict) else None
-        raise CheckpointError(f"{file} has format {found}, this version reads format {FORMAT}")
-    saved = state["model"]
-    if different := [f"{k} is {saved[k]}, not {v}" for k, v in shape.to_json().items() if saved.get(k, v) != v]:
-        raise CheckpointError(f"{folder} holds another model than model.path: {', '.join(different)}")
-    return state
+        raise TornCheckpointError(f"{file} is missing") from None
+    except OSError as error:
+        raise TornCheckpointError(f"cannot read {file}: {error}") from error
+    except ValueError as error:
+        raise TornCheckpointError(f"{file} is torn: {error}") from error
+    if not isinstance(body, dict):
+        raise TornCheckpointError(f"{file} is torn: it does not hold a JSON object")
+    digest = body.pop(DIGEST, None)
+    if body.get("format") == 1 and digest is None:
+        raise _other_format(file.parent, 1)
+    if digest != _digest(body):
+        raise TornCheckpointError(f"{file} is torn: its {DIGEST} is not the one it names")
+    if body["format"] != FORMAT:
+        raise _other_format(file.parent, body["format"])
+    return body
+
+
+def digest_of(file: Path) -> str:
+    """xxh3_128 of a file's bytes: against loss and mix-up, not against an adversary."""
+    state, buffer = xxhash.xxh3_128(), bytearray(_CHUNK_BYTES)
+    view = memoryview(buffer)
+    with file.open("rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            state.update(view[:count])
+    return state.hexdigest()
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(body).encode())
+
+
+def _other_format(folder: Path, found: Any) -> CheckpointError:
+    old = "; if it has a folder hf/, start a new run from that (model.path)" if found == 1 else ""
+    return CheckpointError(f"{folder} has format {found}, this version reads format {FORMAT}{old}")
+
+
+def _parse(folder: Path, body: dict[str, Any]) -> Index:
+    tensors = {
+        part: {
+            name: Saved(
+                saved["dtype"],
+                tuple(saved["shape"]),
+                tuple(Box(file, tuple(start), tuple(size)) for file, start, size in saved["boxes"]),
+            )
+            for name, saved in named.items()
+        }
+        for part, named in body["tensors"].items()
+    }
+    return Index(folder, body["facts"], {name: tuple(entry) for name, entry in body["files"].items()}, tensors)
+
+
+def _check_covered(index: Index) -> None:
+    """Every value of every tensor lies in one box, and that in a file of this folder."""
+    for part, named in index.tensors.items():
+        for name, saved in named.items():
+            what = f"{part} of {name} in {index.folder / INDEX}"
+            if any(box.file not in index.files or Path(box.file).name != box.file for box in saved.boxes):
+                raise CheckpointError(f"{what} lies in a file that is not listed")
+            inside = all(a >= 0 and a + n <= m for box in saved.boxes for a, n, m in _sides(box, saved.shape))
+            apart = not any(one.overlaps(other) for one, other in combinations(saved.boxes, 2))
+            if not (inside and apart and sum(prod(box.size) for box in saved.boxes) == prod(saved.shape)):
+                raise CheckpointError(f"{what} is not covered by its boxes, each value once")
+
+
+def _sides(box: Box, shape: tuple[int, ...]) -> Iterable[tuple[int, int, int]]:
+    return zip(box.start, box.size, shape, strict=True)

@@ -1,6 +1,6 @@
 """The policy on Megatron-Core: scoring, one optimizer update, weights under Hugging Face names, checkpoints.
 
-    MiniBatch -> its micro-batches through Megatron's schedule -> per-token log-probs (last stage)
+    MiniBatch -> its micro-batches through a schedule (schedule.py) -> per-token log-probs (last stage)
               -> loss summed over tokens / tokens of ALL ranks -> gradients summed over data and context ranks -> Adam
 
 Loss and gradient are divided once, by the global token count of the update, so they do not depend on how the batch is
@@ -17,24 +17,23 @@ from typing import Any
 
 import torch
 from bapo_megatron_patches.megatron_core import apply_cpu_compat
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer.module import Float16Module
 from torch import Tensor
-from torch.nn import Module, ModuleList, Parameter
+from torch.nn import ModuleList, Parameter
 
-from bapo_megatron.algorithms.losses import LOSSES, LossInputs, LossResult
+from bapo_megatron.algorithms.kl import KLCoefficient, loss_with_kl
+from bapo_megatron.algorithms.losses import LossInputs, LossResult
+from bapo_megatron.algorithms.lr_schedule import learning_rate, planned_updates
 from bapo_megatron.algorithms.mismatch import Mismatch, logprob_mismatch
 from bapo_megatron.config.precision import tokens_multiple
 from bapo_megatron.config.schema import Config, ParallelConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner import checkpoint
-from bapo_megatron.learner.adam import WEIGHT, AdamState
+from bapo_megatron.learner.adam import WEIGHT, AdamState, set_rates
 from bapo_megatron.learner.base import StepResult
-from bapo_megatron.learner.batches import check_packed_for, to_device
+from bapo_megatron.learner.build import for_training
+from bapo_megatron.learner.gradient_guard import GradientGuard
 from bapo_megatron.learner.hf.convert import gather_weights, load_weights
 from bapo_megatron.learner.hf.names import entries
 from bapo_megatron.learner.hf.shapes import validate_layout
@@ -43,10 +42,13 @@ from bapo_megatron.learner.metrics import TokenMetrics
 from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device, start_processes
 from bapo_megatron.learner.precision import check_machine, has_quantised, is_quantised, logprob_backend
+from bapo_megatron.learner.proximal import known_log_probs
+from bapo_megatron.learner.reference import ReferencePolicy
+from bapo_megatron.learner.schedule import ForwardPasses, Schedule, Scores
+from bapo_megatron.learner.shards import Snapshot
 from bapo_megatron.sync.buckets import TensorSpec
 from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
 
-Scores = tuple[Tensor, Tensor]  # log_probs_R, entropy_R
 Outcome = tuple[Tensor, LossResult, Mismatch]  # of a micro-batch; first its log_probs_R
 
 
@@ -79,7 +81,7 @@ class MegatronLearner:
         self.layout = ParallelLayout.current()
         self.version = 0
         self.num_skipped_updates = 0
-        self.settings = transformer_config(self.shape, config)
+        self.settings = transformer_config(self.shape, config, fp8_params=config.precision.fp8_params)
         self.share = self.layout.share(
             sequence_parallel=self.settings.sequence_parallel, tokens_multiple=tokens_multiple(config)
         )
@@ -87,55 +89,33 @@ class MegatronLearner:
         self.model = ModuleList(PolicyModel(self.settings, self.shape, self.layout, i, backend) for i in chunks)
         self.model.to(device())
         load_weights(self.model, self.shape, self.layout, hf_path)
-        self._wrapped = [self._wrap(chunk) for chunk in self.model]
-        self.optimizer = get_megatron_optimizer(
-            self._optimizer_config(), self._wrapped, use_gloo_process_groups=torch.cuda.is_available()
-        )
+        self._wrapped, self.optimizer = for_training(self.model, self.settings, config.optimizer)
         self.adam = AdamState(self.optimizer, self.layout)
         if has_quantised(self.model):  # Megatron made float32 weights of what the parameters held before they were read
             load_weights(self.model, self.shape, self.layout, hf_path, fill=self._fill_weight)
-        self._forward_backward = get_forward_backward_func()
-        self._loss = LOSSES[config.loss.name]
-        self._metrics = TokenMetrics(self.layout, self._loss(_nothing(), config.loss))
-
-    def _wrap(self, chunk: Module) -> DistributedDataParallel:
-        self.settings.finalize_model_grads_func = _finalize_sums
-        ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            check_for_nan_in_grad=False,
-            use_distributed_optimizer=self.config.optimizer.distributed,
-            fp8_param_gather=self.settings.fp8_param,
-        )
-        module = Float16Module(self.settings, chunk) if self.settings.bf16 else chunk
-        return DistributedDataParallel(self.settings, ddp, module)
-
-    def _optimizer_config(self) -> OptimizerConfig:
-        adam = self.config.optimizer
-        return OptimizerConfig(
-            optimizer="adam",
-            lr=adam.lr,
-            weight_decay=adam.weight_decay,
-            adam_beta1=adam.beta1,
-            adam_beta2=adam.beta2,
-            adam_eps=adam.eps,
-            clip_grad=adam.clip_grad,
-            bf16=self.settings.bf16,
-            params_dtype=self.settings.params_dtype,
-            use_distributed_optimizer=adam.distributed,
-            fp8_recipe=self.settings.fp8_recipe if self.settings.fp8 else None,
-        )
+        self._schedule = Schedule(self._wrapped, self.settings, self.layout, config)
+        self._scored: ForwardPasses | None = None  # of the mini-batch whose step comes next
+        self.reference = ReferencePolicy(config, self.hf_path, self.layout) if config.loss.kl_coef else None
+        self.kl_coefficient = KLCoefficient(config.loss)
+        self.guard = GradientGuard(config)
+        self._metrics = TokenMetrics(self.layout, loss_with_kl(_nothing(config), config.loss, 0.0))
 
     # scoring
 
     def log_probs(self, minibatch: MiniBatch) -> list[Tensor] | None:
         """Log-probs at the current weights and the rollout's temperature: see `Learner.log_probs`."""
+        log_probs = self._schedule.log_probs(minibatch)
+        return log_probs if self.layout.is_last_stage else None
 
-        def collect(scores: Scores, non_loss_data: bool) -> Tensor:
-            return scores[0]
-
-        with torch.no_grad():
-            outputs = self._run(minibatch, lambda batch: collect, with_entropy=False, forward_only=True)
-        return outputs if self.layout.is_last_stage else None
+    def score(self, minibatch: MiniBatch) -> list[Tensor] | None:
+        """Log-probs before the mini-batch's `step`, at no cost where they are known already, or the step's forward
+        passes can run now: see `Learner.score`."""
+        if minibatch.proximal_version == self.version:
+            return known_log_probs(minibatch) if self.layout.is_last_stage else None
+        if not self._schedule.runs_forwards_first(minibatch):
+            return self.log_probs(minibatch)
+        self._scored = self._schedule.forward(minibatch)
+        return self._scored.log_probs
 
     def sum_over_data_ranks(self, table: Tensor | None) -> Tensor:
         """Sum of a small fp64 table over data and context ranks, on every rank: see `Learner.sum_over_data_ranks`."""
@@ -144,7 +124,11 @@ class MegatronLearner:
     # learning
 
     def step(self, minibatch: MiniBatch, bounds: ClipBounds) -> StepResult:
-        """One Adam update; a gradient that is not finite is counted and leaves the weights as they are."""
+        """One Adam update; a gradient that is not finite is counted and leaves weights and moments as they are.
+
+        Raises:
+            DivergedError: `optimizer.max_skipped_in_a_row` updates had no finite gradient.
+        """
 
         def loss_of(batch: MicroBatch) -> Callable[[Scores], tuple[Tensor, Tensor, Outcome]]:
             return lambda scores: self._micro_batch_loss(batch, scores, bounds, minibatch.num_trained_tokens)
@@ -152,46 +136,21 @@ class MegatronLearner:
         for chunk in self._wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        outputs = self._run(minibatch, loss_of, with_entropy=True, forward_only=False)
-        learning_rate = self._set_learning_rate()
-        grad_norm = self._update()
+        scored, self._scored = self._scored, None
+        if scored is not None and scored.minibatch is minibatch:
+            outputs = self._schedule.backward(scored, loss_of)
+        else:
+            outputs = self._schedule.forward_backward(minibatch, loss_of)
+        rate = self._set_learning_rate()
+        update_metrics = self._update()
         self.version += 1
         metrics, mismatch = self._metrics.reduce([o[1:] for o in outputs], minibatch.num_trained_tokens)
-        metrics |= {
-            "optimizer/grad_norm": grad_norm,
-            "optimizer/lr": learning_rate,
-            "optimizer/skipped": float(self.num_skipped_updates),
-        }
+        metrics |= {"optimizer/lr": rate} | update_metrics
+        if self.reference is not None:
+            metrics["loss/kl_coef"] = self.kl_coefficient.value
+            self.kl_coefficient.observe(metrics["loss/kl_reference"])
         log_probs = [o[0] for o in outputs] if self.layout.is_last_stage else None
         return StepResult(metrics, log_probs, mismatch)
-
-    def _run(
-        self, minibatch: MiniBatch, consume: Callable[[MicroBatch], Callable], *, with_entropy: bool, forward_only: bool
-    ) -> list[Any]:
-        """All micro-batches through Megatron's schedule; on the last stage what `consume(batch)` returned of each."""
-        check_packed_for(self.layout, minibatch)
-        batches = [to_device(batch, device()) for batch in minibatch.micro_batches]
-
-        def forward_step(iterator: Iterator[MicroBatch], model: Module) -> tuple[Any, Callable]:
-            batch = next(iterator)
-            output = model(
-                batch,
-                temperature=self.config.rollout.temperature,
-                chunk_tokens=self.config.train.logprob_chunk_tokens,
-                with_entropy=with_entropy,
-            )
-            return output, consume(batch)
-
-        return self._forward_backward(
-            forward_step_func=forward_step,
-            data_iterator=[iter(batches) for _ in self._wrapped],
-            model=self._wrapped,
-            num_microbatches=len(batches),
-            seq_length=batches[0].num_tokens * self.layout.context_size,
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
 
     def _micro_batch_loss(
         self, batch: MicroBatch, scores: Scores, bounds: ClipBounds, num_trained_tokens: int
@@ -208,8 +167,9 @@ class MegatronLearner:
             bounds=bounds,
             entropy_R=entropy_R.detach(),
             proximal_logprobs_R=batch.proximal_logprobs_R,
+            reference_logprobs_R=batch.reference_logprobs_R,
         )
-        result = self._loss(inputs, self.config.loss)
+        result = loss_with_kl(inputs, self.config.loss, self.kl_coefficient.value)
         loss = result.loss_R.sum()
         if self.config.train.entropy_coef:
             loss = loss - self.config.train.entropy_coef * torch.where(batch.mask_R, entropy_R, 0.0).sum()
@@ -218,25 +178,25 @@ class MegatronLearner:
         return loss / num_trained_tokens, batch.mask_R.sum(dtype=torch.int32), outcome
 
     def _set_learning_rate(self) -> float:
-        """Linear warm-up from lr / warmup_updates, then constant."""
+        """That of this update, by the schedule."""
         settings = self.config.optimizer
-        share = min(1.0, (self.version + 1) / settings.warmup_updates) if settings.warmup_updates else 1.0
-        for group in self.optimizer.param_groups:
-            group["lr"] = settings.lr * share
-        return settings.lr * share
+        rate = learning_rate(self.version, settings, planned_updates(self.config))
+        set_rates(self.optimizer, rate, settings.weight_decay)
+        return rate
 
-    def _update(self) -> float:
-        """Clip by the global norm and step; returns the norm before clipping (the same on every rank)."""
+    def _update(self) -> dict[str, float]:
+        """Clip by the global norm and step; returns metrics, with the norm before clipping (the same on every rank)."""
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
-        if not math.isfinite(grad_norm):
+        if math.isfinite(grad_norm):
+            norm = torch.tensor(grad_norm, device=device())
+            clip_grad = self.config.optimizer.clip_grad
+            torch.nn.utils.clip_grads_with_norm_(self.optimizer.get_parameters(), clip_grad, norm)
+            self.optimizer.step_with_ready_grads()
+        else:
             self.num_skipped_updates += 1
-            return grad_norm
-        torch.nn.utils.clip_grads_with_norm_(
-            self.optimizer.get_parameters(), self.config.optimizer.clip_grad, torch.tensor(grad_norm, device=device())
-        )
-        self.optimizer.step_with_ready_grads()
-        return grad_norm
+        skipped = float(self.num_skipped_updates)
+        return {"optimizer/grad_norm": grad_norm, "optimizer/skipped": skipped} | self.guard.observe(grad_norm)
 
     # weights
 
@@ -266,29 +226,33 @@ class MegatronLearner:
         """The last update's gradient, clipped, like `named_weights`: for tests and diagnostics."""
         return gather_weights(self.model, self.shape, self.layout, self.adam.gather_gradient)
 
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer state and version into an existing folder."""
-        checkpoint.save(self, folder)
+    def state_dict(self) -> dict[str, Any]:
+        """What steers the updates beside weights, optimizer and version: a JSON value, the same on every rank."""
+        return {"kl": self.kl_coefficient.state_dict(), "gradients": self.guard.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kl_coefficient.load_state_dict(state["kl"])
+        self.guard.load_state_dict(state["gradients"])
+
+    def snapshot(self) -> Snapshot:
+        """Weights, optimizer state and version: see `Learner.snapshot`."""
+        facts = {"version": self.version, "skipped_updates": self.num_skipped_updates}
+        return checkpoint.take_snapshot(self.model, self.shape, self.layout, self.adam, facts, self.hf_path)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote.
-
-        Raises:
-            CheckpointError: the folder is incomplete, or of another model.
-        """
-        checkpoint.load(self, folder)
+        """Read what a snapshot wrote: see `Learner.load`."""
+        self._scored = None
+        facts = checkpoint.load(self.model, self.shape, self.layout, self.adam, folder)
+        self.version, self.num_skipped_updates = facts["version"], facts["skipped_updates"]
 
 
 def _layout_problems(hf_config: dict[str, Any], parallel: ParallelConfig) -> list[str]:
     return validate_layout(hf_config, parallel.tensor, parallel.pipeline, parallel.virtual_pipeline)
 
 
-def _finalize_sums(model: list[Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
-    """Sum gradients over data and context ranks and tied or replicated weights; the loss is divided already."""
-    finalize_model_grads(model, None, **kwargs)
-
-
-def _nothing() -> LossInputs:
+def _nothing(config: Config) -> LossInputs:
     """A micro-batch without tokens."""
     none = torch.zeros(0)
-    return LossInputs(none, none, none, none.bool(), none.long(), ClipBounds(1.0, 1.0, math.nan, False, 0), none)
+    reference = none if config.loss.kl_coef else None
+    bounds = ClipBounds(1.0, 1.0, math.nan, False, 0)
+    return LossInputs(none, none, none, none.bool(), none.long(), bounds, none, reference_logprobs_R=reference)

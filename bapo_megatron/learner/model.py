@@ -38,8 +38,11 @@ from bapo_megatron.types import MicroBatch
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def transformer_config(shape: ModelShape, config: Config) -> TransformerConfig:
+def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = False) -> TransformerConfig:
     """Megatron's settings for this model and layout; `[megatron.extra]` has the last word.
+
+    Args:
+        fp8_params: keep matrices in FP8: for a model whose distributed optimizer has float32 weights.
 
     Raises:
         ConfigError: a name in `[megatron.extra]` is not a field of TransformerConfig, or does not work here.
@@ -84,7 +87,7 @@ def transformer_config(shape: ModelShape, config: Config) -> TransformerConfig:
         "bias_dropout_fusion": False,
         "apply_rope_fusion": False,
         "persist_layer_norm": False,
-    } | fp8_fields(config)
+    } | fp8_fields(config, fp8_params)
     if config.train.recompute:
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
@@ -167,13 +170,7 @@ class PolicyModel(GPTModel):
     def forward(
         self, batch: MicroBatch, *, temperature: float, chunk_tokens: int, with_entropy: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
-        hidden_T1H = self.embedding(batch.token_ids_T[None], None) if self.pre_process else None
-        hidden_T1H = self.decoder(
-            hidden_states=hidden_T1H,
-            attention_mask=None,
-            rotary_pos_emb=self._rotary(batch.position_ids_T),
-            packed_seq_params=self._describe_pack(batch.cu_seqlens_S1, self.context_group),
-        )
+        hidden_T1H = self.hidden_states(batch)
         if not self.post_process:
             return hidden_T1H
         if self.config.sequence_parallel:
@@ -192,6 +189,15 @@ class PolicyModel(GPTModel):
             chunk_tokens=chunk_tokens,
             with_entropy=with_entropy,
             backend=self.logprob_backend,
+        )
+
+    def hidden_states(self, batch: MicroBatch) -> Tensor:
+        """What this part's layers make of the tokens, or of the hidden states before it: [T or T / tensor, 1, H]."""
+        return self.decoder(
+            hidden_states=self.embedding(batch.token_ids_T[None], None) if self.pre_process else None,
+            attention_mask=None,
+            rotary_pos_emb=self._rotary(batch.position_ids_T),
+            packed_seq_params=self._describe_pack(batch.cu_seqlens_S1, self.context_group),
         )
 
     def _rotary(self, position_ids_T: Tensor) -> Tensor:

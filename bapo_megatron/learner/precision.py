@@ -45,12 +45,12 @@ def logprob_backend(config: Config) -> Backend:
     return "triton" if config.train.logprob_backend == "triton" else "torch"
 
 
-def fp8_fields(config: Config) -> dict[str, Any]:
+def fp8_fields(config: Config, fp8_params: bool = False) -> dict[str, Any]:
     """Fields of Megatron's TransformerConfig; empty without FP8."""
     p = config.precision
     if not p.uses_fp8:
         return {}
-    fields: dict[str, Any] = {"fp8": p.fp8, "fp8_recipe": p.recipe, "fp8_param": p.fp8_params}
+    fields: dict[str, Any] = {"fp8": p.fp8, "fp8_recipe": p.recipe, "fp8_param": fp8_params}
     if p.recipe == "delayed":
         fields |= {
             "fp8_margin": p.margin,

@@ -18,9 +18,10 @@ from bapo_megatron.monitor.samples import sample_record
 from bapo_megatron.rollout.recorded import write_groups
 from bapo_megatron.types import ClipBounds, Group
 
-_LARGEST = ("loss/ratio_max", "staleness/max")  # over the updates of a step; all others are averaged
+# Over the updates of a step; all others are averaged.
+_LARGEST = ("loss/ratio_max", "staleness/max", "optimizer/grad_norm_max")
 _LATEST = ("optimizer/lr", "optimizer/skipped")
-_SUMMED = ("train/tokens", "mismatch/alarms")
+_SUMMED = ("train/tokens", "mismatch/alarms", "optimizer/grad_alarms")
 
 
 class UpdateMetrics:

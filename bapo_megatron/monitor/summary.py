@@ -16,6 +16,11 @@ _MISMATCH = (
     "monitor.mismatch_alarm), so the update is off-policy unnoticed: check the engine's type, its sampling settings "
     'and the weight sync; loss.proximal = "learner" bounds what it does to the update'
 )
+_GRADIENT_SPIKE = (
+    "the gradient norm of an update spiked (optimizer/grad_norm_max is over monitor.grad_spike times the usual, or "
+    "over monitor.grad_norm_alarm); the update was made, cut to optimizer.clip_grad: look at the samples and ratios of "
+    "that step, and lower optimizer.lr if it happens often"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +36,10 @@ class Summary:
     staleness_max: float
     wall_time_s: float  # over all attempts
     num_mismatch_alarms: int  # updates
+    num_gradient_alarms: int  # updates
 
     def text(self) -> str:
-        """Three lines for the end of a run, and one more where engine and trainer disagreed."""
+        """Three lines for the end of a run, and one more for each kind of alarm that there was."""
         window = f"first and last {self.window_steps} steps" if self.window_steps > 1 else "first and last step"
         lines = [
             f"pass rate  {number(self.reward_first)} -> {number(self.reward_last)} (mean reward, {window})",
@@ -43,6 +49,8 @@ class Summary:
         ]
         if self.num_mismatch_alarms:
             lines.append(f"alarms     {self.num_mismatch_alarms} updates over monitor.mismatch_alarm")
+        if self.num_gradient_alarms:
+            lines.append(f"alarms     {self.num_gradient_alarms} updates with a spike of the gradient norm")
         return "\n".join(lines)
 
 
@@ -61,18 +69,20 @@ def summarize(rows: Sequence[Row]) -> Summary:
         staleness_max=max(_finite(rows, "staleness/max"), default=math.nan),
         wall_time_s=math.fsum(_finite(rows, "time/step_s")),
         num_mismatch_alarms=round(math.fsum(_finite(rows, "mismatch/alarms"))),
+        num_gradient_alarms=round(math.fsum(_finite(rows, "optimizer/grad_alarms"))),
     )
 
 
 def find_problems(rows: Sequence[Row], window_steps: int = _WINDOW_STEPS) -> list[str]:
     """What is wrong with the latest steps, one sentence each with what to do; [] while there is nothing to say.
 
-    A window of fewer than five steps is too short to judge, but a mismatch between engine and trainer is told at once.
-    The texts hold no numbers that change from step to step,
-    so that a caller can show each one once.
+    A window of fewer than five steps is too short to judge, but alarms (a mismatch between engine and trainer, a spike
+    of the gradient) are told at once. The texts hold no numbers that change from step to step, so that a caller can
+    show each one once.
     """
     recent = rows[-window_steps:]
-    found = [_MISMATCH] if any(row.get("mismatch/alarms", 0.0) > 0 for row in recent) else []
+    alarms = {"mismatch/alarms": _MISMATCH, "optimizer/grad_alarms": _GRADIENT_SPIKE}
+    found = [text for name, text in alarms.items() if any(row.get(name, 0.0) > 0 for row in recent)]
     if len(recent) < min(window_steps, _MIN_STEPS_TO_JUDGE):
         return found
 

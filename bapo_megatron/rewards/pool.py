@@ -5,6 +5,9 @@
 A plain judge has `concurrency` processes, one response in each; an asynchronous one has a single process that judges
 `concurrency` responses at once. A process that dies or hangs with several responses is given up, and each of them is
 judged again in a process that judges nothing else meanwhile, so that only the one to blame is lost.
+
+Why not a library: process pools (concurrent.futures, pebble) unpickle what their workers send, and here workers run
+text that a model wrote; none has asynchronous workers with a deadline for each of many responses at once.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from bapo_megatron.rewards.scaling import bounded
+
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config
     from bapo_megatron.types import Group, Trajectory
@@ -35,7 +37,11 @@ def is_informative(group: Group, config: Config) -> bool:
     """Whether a scored group can change the policy: its shaped rewards differ, and it has a token that is trained.
 
     DAPO's dynamic sampling, arXiv 2503.14476, section 3.2, drops the others where rollout.zero_variance = "drop".
+    Rewards that reward.clip makes equal do not differ; with reward.running_std that shows when the batch is made.
     """
     if not any(t.num_response_tokens and is_trained(t, config) for t in group.trajectories):
         return False
-    return len({shaped_reward(t, config) for t in group.trajectories}) > 1
+    rewards = [shaped_reward(t, config) for t in group.trajectories]
+    if config.reward.clip is not None and not config.reward.running_std:
+        rewards = [bounded(config.reward.scale * reward, config.reward.clip) for reward in rewards]
+    return len(set(rewards)) > 1

@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bapo_megatron.buffer.batch import batch_builder
+from bapo_megatron.buffer.batch import BatchBuilder
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import EngineError
 from bapo_megatron.hf.shape import load_hf_config
@@ -81,7 +81,7 @@ class RolloutManager:
         self.prompts = PromptStream(config, tokenizer)
         self._scorer = RewardScorer(config)
         self._stop_token_ids = (int(tokenizer.eos_token_id),)
-        self._build = batch_builder(config)
+        self._builder = BatchBuilder(config)
         self.scheduler = Scheduler(
             config.rollout,
             pool=self.pool,
@@ -143,7 +143,7 @@ class RolloutManager:
         now_s = time.monotonic()
         metrics = self._metrics(groups, stats, now_s - self._last_batch_s)
         self._last_batch_s = now_s
-        return self._build(groups, metrics), groups
+        return self._builder.build(groups, metrics), groups
 
     def evaluate(self, version: int) -> dict[str, float]:
         """Metrics of the weights of `version`, which were just pushed; nothing without eval.interval_steps.
@@ -162,10 +162,12 @@ class RolloutManager:
         async def on_loop() -> dict[str, Any]:
             return self.scheduler.state_dict()
 
-        return self.loop.run(on_loop(), 60.0, "the state of the rollouts")
+        sampling = self.loop.run(on_loop(), 60.0, "the state of the rollouts")
+        return {**sampling, "batches": self._builder.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scheduler.load_state_dict(state)
+        self._builder.load_state_dict(state["batches"])
 
     def close(self) -> None:
         """Stop sampling; let go of connections and workers."""

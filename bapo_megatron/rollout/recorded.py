@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.buffer.batch import batch_builder
+from bapo_megatron.buffer.batch import BatchBuilder
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, DataError
 from bapo_megatron.rollout.metrics import batch_metrics
@@ -65,7 +65,7 @@ class RecordedRollouts:
         assert config.rollout.recorded_from is not None, "config.plan checks this"
         self._folder = Path(config.rollout.recorded_from)
         self._tokenizer = tokenizer
-        self._build = batch_builder(config)
+        self._builder = BatchBuilder(config)
 
     @classmethod
     def connect(cls, config: Config, model_path: Path) -> RecordedRollouts:
@@ -93,18 +93,19 @@ class RecordedRollouts:
                 f"{_path(self._folder, step + 1)} holds tokens of weight version {newest}, but this run is at version "
                 f"{version}: use the train.minibatches_per_step x train.epochs_per_step that it was recorded with"
             )
-        return self._build(groups, batch_metrics(groups)), groups
+        return self._builder.build(groups, batch_metrics(groups)), groups
 
     def evaluate(self, version: int) -> dict[str, float]:
         """Nobody samples here."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"recorded_from": str(self._folder)}
+        return {"recorded_from": str(self._folder), "batches": self._builder.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "recorded_from" not in state:
             raise CheckpointError("the checkpoint is of a run with engines; give the replay another run.name")
+        self._builder.load_state_dict(state["batches"])
 
     def close(self) -> None:
         """Nothing is open."""

@@ -43,6 +43,7 @@ class Stream:
         self._judge = judge
         self._is_open = False
         self._requests: dict[str, tuple[asyncio.Task[None], Engine]] = {}  # by sample id
+        self._withdrawn: set[str] = set()  # sample ids whose request was cancelled, to be sent elsewhere
         self._verdicts: dict[int, asyncio.Task[None]] = {}  # by prompt id
         self._ready: list[tuple[bool, int, int, str]] = []  # heap: not urgent, turns, prompt id, sample id
         self._turns: Counter[str] = Counter()  # requests per response in this step
@@ -132,6 +133,9 @@ class Stream:
         _, engine = self._requests.pop(sample_id)
         self._book.release(sample_id)
         trajectory = self._book.get(sample_id)
+        if task.cancelled() and sample_id not in self._withdrawn:
+            self._is_open = False  # the event loop is ending: a new request would outlive it
+        self._withdrawn.discard(sample_id)
         if not task.cancelled() and task.exception() is not None:
             self._fail(task.exception())
         elif trajectory.finish_reason is None:
@@ -178,8 +182,9 @@ class Stream:
     async def _tick(self) -> None:
         """Take requests back from engines that are no longer live, and use those that have joined."""
         while True:
-            for task, engine in list(self._requests.values()):
+            for sample_id, (task, engine) in list(self._requests.items()):
                 if not self._dispatcher.pool.is_live(engine):
+                    self._withdrawn.add(sample_id)
                     task.cancel()
             if not self._dispatcher.pool.live():
                 self._changed.set()

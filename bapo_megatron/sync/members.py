@@ -7,13 +7,21 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeVar
 
-from bapo_megatron.errors import EngineError, NoEngineLeftError, UnreachableEngineError
+from bapo_megatron.errors import (
+    BroadcastLostError,
+    EngineError,
+    NoEngineLeftError,
+    RequestRefusedError,
+    UnreachableEngineError,
+)
 from bapo_megatron.rollout.base import Engine
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.sync.base import Submit
 
 T = TypeVar("T")
 Call = Callable[[Engine], Coroutine[Any, Any, T]]
+
+_OF_THE_TRAINER = (RequestRefusedError, BroadcastLostError)  # what all engines say of a push that is at fault itself
 
 
 class Replies(Generic[T]):
@@ -94,11 +102,12 @@ class Members:
         """Fence the engines at these urls.
 
         Raises:
-            EngineError: all engines answered, and refused, so that the fault is not one engine's; or none is left.
+            RequestRefusedError, BroadcastLostError: all engines are well and say so; the fault is the trainer's.
+            NoEngineLeftError: none is left.
         """
-        answered = [error for error in failures.values() if not isinstance(error, UnreachableEngineError)]
-        if failures and len(answered) == len(self.engines):
-            raise answered[0]
+        complaints = [error for error in failures.values() if isinstance(error, _OF_THE_TRAINER)]
+        if failures and len(complaints) == len(self.engines):
+            raise complaints[0]
         for engine in self.engines:
             if engine.url in failures:
                 self._pool.fence(engine, str(failures[engine.url]))

@@ -37,7 +37,7 @@ from bapo_megatron.sync.group import UpdateGroup, host_store
 
 ROOT = Path(__file__).parents[2]
 STARTUP_TIMEOUT_S = 900.0  # on a busy machine an SGLang server takes minutes
-MAX_CONTEXT = 512
+MAX_CONTEXT = {"embedded": 2048, "sglang": 512, "sglang-tp2": 512}
 MAX_RUNNING = 8
 VOCAB_SIZE = 96
 EOS = 1
@@ -80,6 +80,15 @@ class Servers:
     @property
     def url(self) -> str:
         return self.urls[0]
+
+    @property
+    def max_context(self) -> int:
+        return MAX_CONTEXT[self.kind]
+
+    @property
+    def num_long(self) -> int:
+        """Tokens of a response that is still running when the test comes to it, on a busy machine, too (seconds)."""
+        return self.max_context - 62
 
     @property
     def engine(self) -> HttpEngine:
@@ -170,7 +179,7 @@ class Servers:
         raise AssertionError(f"{count} requests were not running after {timeout_s:g} s")
 
 
-def tiny_model(folder: Path, seed: int) -> Qwen3ForCausalLM:
+def tiny_model(folder: Path, seed: int, max_context: int) -> Qwen3ForCausalLM:
     """A random Qwen3 whose distributions are neither flat nor certain, saved and returned."""
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -181,7 +190,7 @@ def tiny_model(folder: Path, seed: int) -> Qwen3ForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=24,
-        max_position_embeddings=MAX_CONTEXT,
+        max_position_embeddings=max_context,
         tie_word_embeddings=False,
         eos_token_id=EOS,
         pad_token_id=0,
@@ -197,7 +206,7 @@ def tiny_model(folder: Path, seed: int) -> Qwen3ForCausalLM:
 def embedded(checkpoint: Path, folder: Path) -> Iterator[list[str]]:
     """Two embedded engines."""
     command = [sys.executable, "-m", "bapo_megatron.rollout.embedded", "--model-path", str(checkpoint)]
-    command += ["--max-context", str(MAX_CONTEXT), "--max-running", str(MAX_RUNNING)]
+    command += ["--max-context", str(MAX_CONTEXT["embedded"]), "--max-running", str(MAX_RUNNING)]
     command += ["--update-timeout-s", "60", "--exit-with-parent"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ready = [folder / f"ready-{i}.json" for i in range(2)]
@@ -220,7 +229,7 @@ def sglang_servers(num_servers: int, tensor_parallel: int) -> Launcher:
         specs = [
             sglang.ServerSpec(
                 checkpoint,
-                max_context=MAX_CONTEXT,
+                max_context=MAX_CONTEXT["sglang"],
                 max_running=MAX_RUNNING,
                 tensor_parallel=tensor_parallel,
                 cpus=sglang.cpu_groups(i, tensor_parallel, 1, sorted(os.sched_getaffinity(0))),
@@ -242,12 +251,12 @@ LAUNCHERS: dict[str, Launcher] = {
 
 
 @pytest.fixture(
-    scope="session",
+    scope="module",  # ended before other tests begin: an idle SGLang server spins on its cores
     params=[pytest.param(kind, marks=pytest.mark.slow if "sglang" in kind else ()) for kind in LAUNCHERS],
 )
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     folder = tmp_path_factory.mktemp(request.param)
-    models = {name: tiny_model(folder / name, seed) for seed, name in enumerate("ab")}
+    models = {name: tiny_model(folder / name, seed, MAX_CONTEXT[request.param]) for seed, name in enumerate("ab")}
     loop = EventLoop()
     with contextlib.ExitStack() as stack:
         stack.callback(loop.stop)

@@ -208,7 +208,8 @@ class Campaign:
         began_s = time.monotonic()
         began_hits = sum((Counter(site.proxy.hits) for site in self.sites), Counter())
         began_judge = Counter(hang=self._scorer.num_timeouts, crash=self._scorer.num_errors)
-        self._run(self._heal())
+        num_starts = len(self.sites) + 1
+        self._loop.run(self._heal(), num_starts * self.timeouts.startup_s, f"the engines to recover before {name!r}")
         engines = [
             HttpEngine(s.proxy.url, request_timeout_s=self.timeouts.request_s, vocab_size=VOCAB_SIZE)
             for s in self.sites

@@ -12,7 +12,9 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bapo_megatron.config.schema import Config
+from bapo_megatron.checkpoints import CheckpointStore
+from bapo_megatron.config.schema import CheckpointConfig, Config
+from bapo_megatron.convert import convert
 from bapo_megatron.learner import model as learner_model
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.types import MicroBatch, MiniBatch
@@ -96,7 +98,7 @@ def scores(learner: MegatronLearner, minibatch: MiniBatch) -> tuple[Tensor, Tens
 
 
 def check_model(folder: Path, layout: dict[str, Any], tolerance: float) -> None:
-    """Load, compare with what transformers computed, save to <folder>-saved."""
+    """Load, compare with what transformers computed, save to <folder>-saved, export to <folder>-exported."""
     learner = MegatronLearner(make_config(layout), folder)
     fill_padding(learner)
     want = torch.load(folder.with_suffix(".pt"), weights_only=True)
@@ -111,11 +113,10 @@ def check_model(folder: Path, layout: dict[str, Any], tolerance: float) -> None:
         torch.testing.assert_close(
             log_probs_R, all_log_probs.gather(1, targets_R[:, None])[:, 0], rtol=0, atol=tolerance
         )
-    target = folder.with_name(f"{folder.name}-saved")
+    store = CheckpointStore(folder.with_name(f"{folder.name}-saved"), CheckpointConfig())
+    saved = store.save(1, {"learner": learner}, None)
     if learner.layout.rank == 0:
-        target.mkdir()
-    dist.barrier()
-    learner.save(target)
+        convert(saved, folder.with_name(f"{folder.name}-exported"))
     parallel_state.destroy_model_parallel()
 
 
@@ -141,14 +142,14 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 
 
 def check_saved(folder: Path) -> None:
-    """What the learner saved is what it was given, and transformers takes it as it is."""
-    saved = folder.with_name(f"{folder.name}-saved") / "hf"
-    original, exported = weights_of(folder), weights_of(saved)
+    """What the learner saved and `bapo convert` exports is what it was given, and transformers takes it as it is."""
+    target = folder.with_name(f"{folder.name}-exported")
+    original, exported = weights_of(folder), weights_of(target)
     assert exported.keys() == original.keys()
     for name, weight in original.items():
         assert exported[name].dtype == weight.dtype
         assert torch.equal(exported[name], weight), name
-    _, info = transformers.AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
+    _, info = transformers.AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
     assert not any(info.values()), info
 
 

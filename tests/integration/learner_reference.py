@@ -114,8 +114,12 @@ def reference_update(
     optimizer: torch.optim.Optimizer | None = None,
     entropy_coef: float = 0.0,
     version: int = 0,
+    kl: tuple[Tensor, str, float] | None = None,
 ) -> Reference:
-    """Scores, loss and gradient at the model's weights; then steps `optimizer` if one is given."""
+    """Scores, loss and gradient at the model's weights; then steps `optimizer` if one is given.
+
+    `kl` is a term of the loss that counts in the gradient only: log-probs of the reference policy, estimator, weight.
+    """
     log_probs, entropies, start = [], [], 0
     for length in batch.seq_lens_S.tolist():
         ids = batch.token_ids_T[start : start + length]
@@ -128,8 +132,11 @@ def reference_update(
     log_probs_T, entropy_T = torch.cat(log_probs), torch.cat(entropies)
     loss = literal_loss(log_probs_T, batch)
     model.zero_grad()
-    bonus = entropy_coef * entropy_T[batch.mask_T].mean()
-    (loss - bonus).backward()
+    total = loss - entropy_coef * entropy_T[batch.mask_T].mean()
+    if kl is not None:
+        reference_T, estimator, weight = kl
+        total = total + weight * literal_kl(log_probs_T, reference_T, estimator, batch)
+    total.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     grad_norm = float(torch.stack([g.norm() for g in gradients.values()]).norm())
     if optimizer is not None:
@@ -147,6 +154,13 @@ def literal_loss(log_probs_T: Tensor, batch: Batch) -> Tensor:
         advantage = batch.advantages_T[t].double()
         total = total - torch.minimum(ratio * advantage, ratio.clamp(BOUNDS.low, BOUNDS.high) * advantage)
     return total / int(batch.mask_T.sum())
+
+
+def literal_kl(log_probs_T: Tensor, reference_T: Tensor, estimator: str, batch: Batch) -> Tensor:
+    """Mean over trained tokens."""
+    difference = (log_probs_T - reference_T)[batch.mask_T]
+    terms = {"k1": difference, "k2": difference**2 / 2, "k3": torch.exp(-difference) - 1 + difference}
+    return terms[estimator].mean()
 
 
 def literal_bounds(log_probs_T: Tensor, batch: Batch) -> tuple[float, float, float]:

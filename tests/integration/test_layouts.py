@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from bapo_megatron.buffer.packing import minibatches
+from bapo_megatron.checkpoints import CheckpointStore
+from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.learner.megatron import MegatronLearner
 from tests.distributed import run_distributed
 from tests.integration.layouts import BEGIN, END, GRADIENT_LIMIT, LAYOUTS, LOSS_LIMIT, PAGE, Layout, measure_all, table
@@ -65,14 +66,11 @@ def check_resumed(rank: int, world_size: int, root: Path, layout: Layout, load: 
     if load is None:
         losses(2)
     else:
-        learner.load(root / f"checkpoint-{load}")
+        CheckpointStore.load(root / f"step-{load:06d}", {"learner": learner})
         assert learner.version == load
         (seen[load],) = losses(1)
     assert learner.version == save
-    if rank == 0:
-        (root / f"checkpoint-{save}").mkdir()
-    dist.barrier()
-    learner.save(root / f"checkpoint-{save}")
+    CheckpointStore(root, CheckpointConfig(keep_last=9)).save(save, {"learner": learner}, None)
     (seen[save],) = losses(1)
     if rank == 0:
         (root / f"losses-{save}.json").write_text(json.dumps(seen))

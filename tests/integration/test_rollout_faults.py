@@ -100,11 +100,11 @@ def make(tokenizer: Any) -> Make:
     return build
 
 
-def connect(*urls: str, timeout_s: float = 20) -> list[CountingEngine]:
+def connect(*urls: str, timeout_s: float = 60) -> list[CountingEngine]:
     return [CountingEngine(url, request_timeout_s=timeout_s, vocab_size=VOCAB_SIZE) for url in urls]
 
 
-async def take(scheduler: Scheduler, step: int, timeout_s: float = 30) -> tuple[list[Trajectory], RolloutStats]:
+async def take(scheduler: Scheduler, step: int, timeout_s: float = 120) -> tuple[list[Trajectory], RolloutStats]:
     """One step's responses, within a deadline."""
     groups, stats = await asyncio.wait_for(scheduler.take(step, 0), timeout_s)
     assert groups is not None
@@ -147,7 +147,7 @@ def undisturbed(servers: list[EngineProcess], make: Make) -> Responses:
     """Every response that the tests can ask for, each sampled in one piece."""
 
     async def run() -> Responses:
-        engines = connect(*(server.url for server in servers), timeout_s=60)
+        engines = connect(*(server.url for server in servers))
         count = STEPS * PROMPTS + MAX_UNTRAINED
         scheduler = make(engines, prompts_per_step=count, groups_in_flight=count, tokens_per_round=None)
         groups, stats = await scheduler.take(0, 0)
@@ -171,6 +171,9 @@ def test_aborts_and_pauses_at_random_moments_lose_no_token(
     async def disturb(engines: list[CountingEngine], scheduler: Scheduler) -> None:
         modes: list[PauseMode] = ["retract", "in_place"]
         while True:
+            num_before = scheduler.ledger.num_tokens["generated"]
+            while scheduler.ledger.num_tokens["generated"] == num_before:  # else a slow machine would never get on
+                await asyncio.sleep(0.002)
             await asyncio.sleep(chaos.uniform(0.0, 0.03))
             engine = chaos.choice(engines)
             match chaos.choice(("abort one", "abort all", "pause", "pause and abort")):
@@ -312,7 +315,7 @@ def test_a_fault_that_stays_fences_that_engine_and_the_others_finish_its_samples
 
     async def run() -> None:
         async with FaultyProxy(servers[0].url, spoil) as proxy:
-            engines = connect(proxy.url, timeout_s=1.5 if kind == "silence" else 20) + connect(servers[1].url)
+            engines = connect(proxy.url, timeout_s=5 if kind == "silence" else 60) + connect(servers[1].url)
             scheduler = make(engines, max_retries=1, max_staleness=0, groups_in_flight=PROMPTS, **MODES[mode])
             trained, stats = await take(scheduler, 0)
             assert stats.num_fenced == 1
@@ -350,8 +353,8 @@ def test_an_engine_that_ends_in_the_middle_of_a_step_is_fenced_and_nothing_is_lo
     doomed = servers[1] if end == signal.SIGSTOP else start_engines(tmp_path, 1)[0]
 
     async def run() -> None:
-        engines = connect(servers[0].url) + connect(doomed.url, timeout_s=3)
-        scheduler = make(engines, max_retries=1, **MODES[mode])
+        engines = connect(servers[0].url) + connect(doomed.url, timeout_s=6)
+        scheduler = make(engines, max_retries=0, **MODES[mode])
         watching = asyncio.create_task(scheduler.pool.watch())
         trained, _ = await take(scheduler, 0)
         await engines[1].pause("in_place")
@@ -377,7 +380,7 @@ def test_an_engine_that_ends_in_the_middle_of_a_step_is_fenced_and_nothing_is_lo
         await close(scheduler, engines)
 
     try:
-        asyncio.run(asyncio.wait_for(run(), 60))
+        asyncio.run(asyncio.wait_for(run(), 240))
     finally:
         doomed.process.send_signal(signal.SIGCONT)
         if doomed is not servers[1]:
@@ -395,7 +398,7 @@ def test_giving_up_on_a_step_keeps_what_has_returned(
         await engines[1].pause("in_place")
         try:
             with pytest.raises(asyncio.TimeoutError):
-                await take(scheduler, 0, timeout_s=1.5)
+                await take(scheduler, 0, timeout_s=5)
         finally:
             await engines[1].resume()
         assert_balanced(scheduler, [], undisturbed)

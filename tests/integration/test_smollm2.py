@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bapo_megatron.convert import convert
 from bapo_megatron.rollout.base import GenerateRequest, GenerateResult
 from bapo_megatron.rollout.client import HttpEngine
 from tests.integration.hf_roundtrip import check_models, write_reference
@@ -114,8 +115,8 @@ def test_a_real_model_trains_and_its_log_probs_are_served_exactly(smollm2: Path,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"untrained pass rate \d\.\d\d \(8 responses\)", done.stdout)
-    trained = tmp_path / "smollm2" / "checkpoints" / "step-000001" / "learner" / "hf"
-    check_log_probs(trained, tmp_path / "after.ready")
+    convert(tmp_path / "smollm2", tmp_path / "trained")
+    check_log_probs(tmp_path / "trained", tmp_path / "after.ready")
 
 
 @pytest.mark.parametrize("layout", [{"tensor": 3}, {"pipeline": 2}], ids=str)

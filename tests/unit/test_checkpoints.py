@@ -1,61 +1,62 @@
-"""Checkpoints of a whole run: which are kept, which is the latest, and that kill -9 leaves a whole one."""
+"""Checkpoints of a whole run: which are kept, which is the latest, and that whatever is torn is passed over."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import os
 import random
+import re
+import shutil
+import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from bapo_megatron.checkpoints import CheckpointStore
-
-NUM_FILES = 20
-
-
-class Counting:
-    """A learner whose weights are the number of the step, in many files."""
-
-    def __init__(self, step: int = 0) -> None:
-        self.step = step
-
-    def save(self, folder: Path) -> None:
-        for i in range(NUM_FILES):
-            (folder / str(i)).write_text(str(self.step))
-
-    def load(self, folder: Path) -> None:
-        steps = {(folder / str(i)).read_text() for i in range(NUM_FILES)}
-        assert len(steps) == 1, f"files of different steps: {steps}"
-        self.step = int(steps.pop())
+from bapo_megatron.errors import CheckpointError
+from bapo_megatron.learner.folder import Manifest
+from bapo_megatron.learner.shards import Snapshot
+from tests.unit.saveable import TinyModel, save_whole, settings
 
 
-def resume(folder: Path) -> Counting:
-    learner = Counting()
-    store = CheckpointStore(folder, keep_last=1)
-    if (latest := store.latest()) is not None:
-        state = store.load(latest, learner)  # type: ignore[arg-type]
-        assert state["step"] == state["also"] == learner.step
-    return learner
+def save(folder: Path, step: int, **change: object) -> Path:
+    return CheckpointStore(folder, settings(**change)).save(step, {"learner": TinyModel(step)}, {"also": step})
 
 
-def save_for_ever(folder: Path, saved: Connection) -> None:
-    learner = resume(folder)
-    store = CheckpointStore(folder, keep_last=1)
+def resume(folder: Path, warn: Callable[[str], None] = print) -> float:
+    """The step that a run would go on from; 0 at the start."""
+    model = TinyModel(0)
+    state = CheckpointStore(folder, settings(), warn).resume({"learner": model})
+    if state is not None:
+        assert state["step"] == state["also"] == model.value
+    return model.value
+
+
+def save_for_ever(folder: Path, asynchronous: bool, saved: Connection) -> None:
+    model = TinyModel(resume(folder))
+    store = CheckpointStore(folder, settings(asynchronous=asynchronous))
     while True:
-        learner.step += 1
-        store.save(learner.step, learner, {"also": learner.step})  # type: ignore[arg-type]
-        saved.send(learner.step)
+        model.weight += 1
+        step = int(model.value)
+        store.save(step, {"learner": model}, {"also": step})
+        saved.send(step - 1 if asynchronous else step)
 
 
-def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    """Whoever is killed while saving goes on after the last save that returned, or the one that was under way."""
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path: Path, asynchronous: bool) -> None:
+    """Whoever is killed while saving goes on after the last save that was completed, or the one under way."""
     rng = random.Random(0)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["bapo_megatron.checkpoints"])
     last = num_torn = 0
-    for _ in range(15):
+    for _ in range(6):
         reader, writer = context.Pipe(duplex=False)
-        process = context.Process(target=save_for_ever, args=(tmp_path, writer), daemon=True)
+        process = context.Process(target=save_for_ever, args=(tmp_path, asynchronous, writer), daemon=True)
         process.start()
         writer.close()
         assert reader.poll(60), "no checkpoint was saved in 60 s"
@@ -68,26 +69,236 @@ def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
         except EOFError:
             pass
         num_torn += any(tmp_path.glob(".writing-*"))
-        assert resume(tmp_path).step in (last, last + 1)
+        assert resume(tmp_path) in (last, last + 1)
     assert num_torn > 0, "no kill came in the middle of a save"
 
 
 def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
     (tmp_path / ".writing-step-000007" / "learner").mkdir(parents=True)
-    CheckpointStore(tmp_path, keep_last=1).save(8, Counting(8), None)  # type: ignore[arg-type]
+    save(tmp_path, 8)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-000008"]
 
 
 def test_a_rewound_run_keeps_the_checkpoint_it_has_just_saved(tmp_path: Path) -> None:
-    class Weightless:
-        def save(self, folder: Path) -> None:
-            pass
-
     for step in (10, 20, 30):
-        CheckpointStore(tmp_path, keep_last=2).save(step, Weightless(), None)  # type: ignore[arg-type]
+        save(tmp_path, step, keep_last=2)
     assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-000020", "step-000030"]
-    store = CheckpointStore(tmp_path, keep_last=1)
     (tmp_path / "latest").write_text("step-000020")
-    store.save(25, Weightless(), None)  # type: ignore[arg-type]
-    assert store.latest() == tmp_path / "step-000025"
+    assert resume(tmp_path) == 20
+    assert CheckpointStore(tmp_path, settings()).latest() == tmp_path / "step-000020"
+    assert save(tmp_path, 25) == CheckpointStore(tmp_path, settings()).latest()
     assert (tmp_path / "step-000030").is_dir()
+    assert resume(tmp_path) == 25
+    save(tmp_path, 30)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-000030"]
+
+
+# torn checkpoints
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints, of two models each, with companions."""
+    folder, hf_path = tmp_path_factory.mktemp("checkpoints"), tmp_path_factory.mktemp("hf")
+    (hf_path / "config.json").write_text('{"model_type": "llama"}')
+    (hf_path / "tokenizer.json").write_text("{}")
+    store = CheckpointStore(folder, settings(keep_last=2))
+    for step in (1, 2):
+        parts = {"learner": TinyModel(step, 3, 5, hf_path), "critic": TinyModel(-step, 2, 3)}
+        store.save(step, parts, {"text": "x" * 30})
+    return folder
+
+
+def both(folder: Path) -> tuple[float | None, str]:
+    """Which step is resumed from, both models of it, and what was said on the way."""
+    models = {"learner": TinyModel(0, 3, 5), "critic": TinyModel(0, 2, 3)}
+    said: list[str] = []
+    state = CheckpointStore(folder, settings(), said.append).resume(models)
+    assert state is None or models["learner"].value == -models["critic"].value == state["step"]
+    return (None if state is None else models["learner"].value), "\n".join(said)
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_any_file_cut_at_any_byte_changed_or_missing_is_named_and_the_one_before_is_used(two_steps: Path) -> None:
+    assert both(two_steps) == (2, "")
+    files = files_of(two_steps / "step-000002")
+    assert {file.name for file in files} == {
+        "state.json",
+        "index.json",
+        "config.json",
+        "tokenizer.json",
+        "rank-00000-000.safetensors",
+    }
+    assert len(files) == 7
+    for file in files:
+        whole = file.read_bytes()
+        for i in range(len(whole)):
+            if i % 24 == 0 or not 4 <= i < len(whole) - 4:
+                for torn in (whole[:i], whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :]):
+                    file.write_bytes(torn)
+                    assert_passed_over(two_steps, file)
+        file.unlink()
+        assert_passed_over(two_steps, file)
+        file.write_bytes(whole)
+    assert both(two_steps) == (2, "")
+
+
+def assert_passed_over(folder: Path, file: Path) -> None:
+    step, said = both(folder)
+    assert step == 1
+    assert re.fullmatch(rf"warning: passing over step-000002: .*{re.escape(str(file))}.*", said), said
+
+
+def test_a_pointer_that_is_cut_or_names_nothing(two_steps: Path) -> None:
+    pointer = two_steps / "latest"
+    for length in range(len("step-000002")):
+        pointer.write_text("step-000002"[:length])
+        assert both(two_steps) == (2, "")
+    pointer.write_text("step-000009")
+    missing = two_steps / "step-000009" / "state.json"
+    assert both(two_steps) == (2, f"warning: passing over step-000009: {missing} is missing")
+    with pytest.raises(CheckpointError, match="does not name a complete checkpoint"):
+        CheckpointStore(two_steps, settings()).latest()
+    pointer.write_text("step-000001")
+    assert both(two_steps) == (1, "")
+    pointer.unlink()
+    assert both(two_steps) == (None, "")
+    pointer.write_text("step-000002")
+
+
+def test_when_none_is_whole_nothing_starts_over_silently(two_steps: Path, tmp_path: Path) -> None:
+    shutil.copytree(two_steps, tmp_path / "copy")
+    for step in (1, 2):
+        (tmp_path / "copy" / f"step-{step:06d}" / "critic" / "index.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint .* is whole: .*2/critic/index.json is missing; .*1/"):
+        both(tmp_path / "copy")
+    for folder in (tmp_path / "copy").glob("step-*"):
+        shutil.rmtree(folder)
+    (tmp_path / "copy" / "latest").write_text("")
+    with pytest.raises(CheckpointError, match=r"there is no folder step-N"):
+        both(tmp_path / "copy")
+
+
+def test_a_checkpoint_of_the_first_format_is_not_passed_over(tmp_path: Path) -> None:
+    save(tmp_path, 1, keep_last=2)
+    (tmp_path / "step-000002" / "learner" / "hf").mkdir(parents=True)
+    for place in ("", "learner"):
+        (tmp_path / "step-000002" / place / "state.json").write_text('{"format": 1, "step": 2}')
+    (tmp_path / "latest").write_text("step-000002")
+    with pytest.raises(CheckpointError, match="has format 1, this version reads format 2"):
+        resume(tmp_path)
+
+
+# saving in the background
+
+
+class Gate:
+    """Holds every write of a snapshot until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_open = threading.Event()
+        original = Snapshot.write
+
+        def write(snapshot: Snapshot, folder: Path) -> Manifest:
+            assert self.is_open.wait(60)
+            return original(snapshot, folder)
+
+        monkeypatch.setattr(Snapshot, "write", write)
+
+
+def poll_until(condition: Callable[[], Any], store: CheckpointStore) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        store.poll()
+        time.sleep(0.01)
+
+
+def test_training_goes_on_while_the_moment_of_the_save_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    gate, model = Gate(monkeypatch), TinyModel(2)
+    store = CheckpointStore(tmp_path, settings(asynchronous=True))
+    state = {"also": 2, "list": [1]}
+    store.save(2, {"learner": model}, state)
+    model.weight.fill_(7.0)
+    state["list"].append(2)  # type: ignore[attr-defined]
+    store.poll()
+    assert resume(tmp_path) == 1, "not there before all is written"
+    gate.is_open.set()
+    poll_until(lambda: (tmp_path / "latest").read_text() == "step-000002", store)
+    assert resume(tmp_path) == 2
+    assert json.loads((tmp_path / "step-000002" / "state.json").read_text())["list"] == [1]
+    store.save(3, {"learner": model}, {"also": 3})
+    store.close()
+    assert store.latest() == tmp_path / "step-000003", "the end of the run waits"
+    store.close()
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    store = CheckpointStore(tmp_path, settings(asynchronous=True, keep_last=5))
+    store.save(1, {"learner": TinyModel(1)}, {"also": 1})
+    opener = threading.Timer(0.3, gate.is_open.set)
+    opener.start()
+    assert not (tmp_path / "latest").exists()
+    store.save(2, {"learner": TinyModel(2)}, {"also": 2})
+    assert gate.is_open.is_set()
+    assert (tmp_path / "latest").read_text() == "step-000001"
+    store.close()
+    assert resume(tmp_path) == 2
+
+
+go_on: dict[str, Callable[[CheckpointStore], Any]] = {
+    "poll": lambda store: poll_until(lambda: False, store),
+    "save": lambda store: store.save(3, {"learner": TinyModel(3)}, {"also": 3}),
+    "close": CheckpointStore.close,
+}
+
+
+@pytest.mark.parametrize("when", go_on)
+def test_an_error_of_the_background_surfaces_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    save(tmp_path, 1)
+    store = CheckpointStore(tmp_path, settings(asynchronous=True))
+
+    def fail(snapshot: Snapshot, folder: Path) -> Manifest:
+        raise RuntimeError("the disk is on fire")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Snapshot, "write", fail)
+        store.save(2, {"learner": TinyModel(2)}, {"also": 2})
+        with pytest.raises(CheckpointError, match=r"cannot save .*step-000002: .*on fire; the previous checkpoint is"):
+            go_on[when](store)
+    assert resume(tmp_path) == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-000001"]
+    store.close()
+    store.save(4, {"learner": TinyModel(4)}, {"also": 4})
+    store.close()
+    assert resume(tmp_path) == 4
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_disk_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
+    gate = Gate(monkeypatch)
+    store = CheckpointStore(tmp_path, settings(asynchronous=asynchronous, timeout_s=0.2))
+    with pytest.raises(CheckpointError, match=r"has not taken .*step-000001 within checkpoint.timeout_s=0.2"):
+        save_whole(store, 1, 1.0)
+    gate.is_open.set()
+    assert not (tmp_path / "latest").exists()
+
+
+def test_a_checkpoint_that_could_not_be_loaded_is_not_written(tmp_path: Path) -> None:
+    """nan in the weights: it would push out the checkpoints that can be."""
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"weight/w holds nan or infinity; the previous checkpoint is still"):
+        CheckpointStore(tmp_path, settings()).save(2, {"learner": TinyModel(float("nan"))}, None)
+    assert resume(tmp_path) == 1
+
+
+def test_files_are_readable_for_others(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    assert {oct(os.stat(file).st_mode & 0o777) for file in files_of(folder)} == {"0o644"}

@@ -22,6 +22,7 @@ from bapo_megatron.cli import main
 from bapo_megatron.convert import convert
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.reader import INDEX, SINGLE
+from bapo_megatron.learner.folder import FORMAT, WEIGHT, seal
 from tests.hf_models import save_model
 
 COMPANIONS = {"tokenizer.json": '{"version": "1.0"}', "merges.txt": "a b", "chat_template.jinja": "{{ x }}"}
@@ -41,7 +42,9 @@ def source(tmp_path: Path) -> Path:
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    """Of a Hugging Face folder, or of a training checkpoint at version 0."""
+    tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {name.removeprefix(f"{WEIGHT}/"): tensor for name, tensor in tensors.items()}
 
 
 def assert_equal_weights(one: Path, other: Path) -> None:
@@ -58,7 +61,7 @@ def change_config(folder: Path, **change: object) -> None:
 def test_a_folder_goes_through_training_and_back_unchanged(source: Path, tmp_path: Path) -> None:
     training, back = tmp_path / "new" / "training", tmp_path / "back"
     assert main(["convert", str(source), str(training), "--to", "training", "--max-file-gb", "0.000005"]) == 0
-    assert len(list((training / "hf").glob("*.safetensors"))) > 3
+    assert len(list(training.glob("*.safetensors"))) > 3
     assert main(["convert", str(training), str(back)]) == 0
     assert_equal_weights(source, back)
     for name, text in COMPANIONS.items():
@@ -109,9 +112,9 @@ def test_a_run_is_converted_at_its_latest_checkpoint(source: Path, tmp_path: Pat
         convert(tmp_path / "run")
     step = checkpoints / "step-000007"
     convert(source, step / "learner", to="training")
-    (step / "state.json").write_text("{}")
+    (step / "state.json").write_text(seal({"format": FORMAT, "step": 7}))
     (checkpoints / "latest").write_text("step-000007")
-    for i, place in enumerate((tmp_path / "run", step, step / "learner", step / "learner" / "hf")):
+    for i, place in enumerate((tmp_path / "run", step, step / "learner")):
         convert(place, tmp_path / f"target-{i}")
         assert_equal_weights(source, tmp_path / f"target-{i}")
     with pytest.raises(CheckpointError, match="training checkpoint already"):
@@ -192,18 +195,44 @@ def test_an_existing_target_is_left_alone(source: Path, tmp_path: Path) -> None:
         convert(source, source / "config.json" / "target")
 
 
-def test_a_torn_state_is_named(source: Path, tmp_path: Path) -> None:
-    convert(source, tmp_path / "training", to="training")
-    state = tmp_path / "training" / "state.json"
-    whole = state.read_text()
+def test_a_torn_or_foreign_training_checkpoint_is_named(source: Path, tmp_path: Path) -> None:
+    training = tmp_path / "training"
+    convert(source, training, to="training")
+    index = training / "index.json"
+    whole = index.read_text()
     for text, message in (
-        (whole[:-1], "state.json is torn"),
-        (whole.replace('"format": 1', '"format": 9'), "has format 9"),
-        (whole.replace('"hidden_size": 24', '"hidden_size": 25'), "hidden_size is 25, not 24"),
+        (whole[:-1], "index.json is torn"),
+        (whole.replace('"version": 0', '"version": 1'), "index.json is torn: its xxh3_128"),
+        (resealed(whole, lambda body: body.update(format=9)), "has format 9, this version reads"),
+        (resealed(whole, lambda body: body["facts"]["model"].update(hidden_size=25)), "hidden_size is 25, not 24"),
     ):
-        state.write_text(text)
+        index.write_text(text)
         with pytest.raises(CheckpointError, match=message):
-            convert(tmp_path / "training")
+            convert(training)
+    index.write_text(whole)
+    (file,) = training.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-7] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(str(file))} is torn: its xxh3_128"):
+        convert(training)
+    index.unlink()
+    with pytest.raises(CheckpointError, match=r"index\.json is missing"):
+        convert(training)
+
+
+def resealed(text: str, change: Callable[[dict], None]) -> str:
+    body = json.loads(text)
+    del body["xxh3_128"]
+    change(body)
+    return seal(body)
+
+
+def test_a_checkpoint_of_the_first_format_is_refused(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "old" / "hf").mkdir(parents=True)
+    (tmp_path / "old" / "state.json").write_text('{"format": 1, "version": 3}')
+    with pytest.raises(CheckpointError, match=r"has format 1, this version reads format 2; .*from that \(model.path\)"):
+        convert(tmp_path / "old")
 
 
 def in_child(prepare: Callable[[], None], action: Callable[[], object]) -> int:
@@ -253,9 +282,8 @@ def die_before_file_operation(number: int) -> Callable[[], None]:
 
 def check_what_is_left(source: Path, target: Path) -> None:
     """No target, or a whole one; what lies beside it is refused unless whole; the next attempt works."""
-    weights = target / "hf" if (target / "hf").exists() else target
     if target.exists():
-        assert_equal_weights(source, weights)
+        assert_equal_weights(source, target)
     leftovers = [path for path in target.parent.iterdir() if path not in (source, target)]
     assert [path.name for path in leftovers] in ([], [f".writing-{target.name}"])
     for path in leftovers:
@@ -263,7 +291,7 @@ def check_what_is_left(source: Path, target: Path) -> None:
             convert(path)
         except CheckpointError:
             continue
-        assert_equal_weights(source, path / "hf" if (path / "hf").exists() else path)
+        assert_equal_weights(source, path)
 
 
 @pytest.mark.parametrize("to", ["hf", "training"])

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
+from pathlib import Path
 
+import aiohttp
 import pytest
 
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.rollout.embedded.engine import BatchingEngine
 from bapo_megatron.rollout.embedded.model import Model
 from bapo_megatron.rollout.embedded.protocol import SamplingParams
+from bapo_megatron.rollout.embedded.server import Server
+from bapo_megatron.rollout.embedded.server import serve as serve_http
 
 MAX_RUNNING = 6
 Sampled = list[tuple[list[int], list[float]]]
@@ -58,3 +64,33 @@ def test_log_probs_do_not_depend_on_what_was_served_before(model: Model) -> None
     finally:
         fresh.stop()
         used.stop()
+
+
+def test_a_server_whose_engine_fails_answers_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would hold its port, answer 500 for ever, and nobody would start it again."""
+    engine = BatchingEngine(Model.from_pretrained(demo_model_path(), max_len=64), max_running=4, max_context=64)
+
+    def out_of_memory(*_: object) -> None:
+        raise MemoryError("no room for the cache")
+
+    monkeypatch.setattr(engine.model, "decode", out_of_memory)
+    ready = tmp_path / "ready.json"
+
+    async def run() -> tuple[int, str]:
+        server = Server(engine, model_path="demo", update_timeout_s=5)
+        serving = asyncio.create_task(
+            serve_http(server, host="127.0.0.1", port=0, ready_file=ready, exit_with_parent=False)
+        )
+        while not ready.exists():
+            await asyncio.sleep(0.01)
+        url = f"http://127.0.0.1:{json.loads(ready.read_text())['port']}/generate"
+        body = {"input_ids": [3, 4], "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}
+        async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
+            answer = response.status, await response.text()
+        await asyncio.wait_for(serving, 30)
+        return answer
+
+    status, message = asyncio.run(run())
+    assert status == 500
+    assert "no room for the cache" in message
+    assert isinstance(engine.failure, MemoryError)

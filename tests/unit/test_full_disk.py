@@ -1,33 +1,21 @@
-"""A disk that is full during a save: a clear error, and the previous checkpoint stays the latest."""
+"""A disk that is full during a save: a clear error on every rank, and the previous checkpoint stays the latest."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
+import torch.distributed as dist
 
 from bapo_megatron.checkpoints import CheckpointStore
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.hf.writer import write_safetensors
-
-
-class TinyLearner:
-    """Saves one tensor of 40 kB, as the real one saves its weights."""
-
-    def __init__(self, value: float) -> None:
-        self.weight = torch.full((10_000,), value)
-
-    def save(self, folder: Path) -> None:
-        write_safetensors({"weight": self.weight}.items(), folder)
-
-    def load(self, folder: Path) -> None:
-        self.weight = load_file(folder / "model.safetensors")["weight"]
+from tests.distributed import run_distributed
+from tests.unit.saveable import TinyModel, save_whole, settings
 
 
 @contextlib.contextmanager
@@ -41,36 +29,76 @@ def full_disk(after_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize(
     ("after_bytes", "what"),
-    [(0, "model-00000.partial"), (20_000, "model-00000.partial"), (60_000, "File too large"), (3, "")],
+    [
+        (0, "rank-00000-000.safetensors"),
+        (20_000, "rank-00000-000.safetensors"),
+        (60_000, "state.json: "),
+        (3, "rank-00000-000.safetensors"),
+    ],
     ids=["at once", "in the weights", "in the state of the rollouts", "after three bytes"],
 )
 def test_a_full_disk_is_a_clear_error_and_the_previous_checkpoint_stays_the_latest(
-    tmp_path: Path, after_bytes: int, what: str
+    tmp_path: Path, after_bytes: int, what: str, asynchronous: bool
 ) -> None:
-    store = CheckpointStore(tmp_path, keep_last=1)
+    store = CheckpointStore(tmp_path, settings(asynchronous=asynchronous))
     state: dict[str, Any] = {"rollout": "x" * 100_000}
-    first = store.save(1, TinyLearner(1.0), state)  # type: ignore[arg-type]
+    first = save_whole(store, 1, 1.0, 1000, state)
     with full_disk(after_bytes), pytest.raises(CheckpointError, match=r"cannot save .*step-000002") as raised:
-        store.save(2, TinyLearner(2.0), state)  # type: ignore[arg-type]
+        save_whole(store, 2, 2.0, 1000, state)
     assert what in str(raised.value)
     assert "the previous checkpoint is still the latest" in str(raised.value)
     assert {p.name for p in tmp_path.iterdir()} == {"step-000001", "latest"}, "nothing half-written takes up room"
 
-    learner = TinyLearner(0.0)
+    model = TinyModel(0.0, 1000)
     assert store.latest() == first
-    assert store.load(first, learner)["rollout"] == state["rollout"]  # type: ignore[arg-type]
-    assert torch.equal(learner.weight, torch.ones(10_000))
-    assert store.save(2, TinyLearner(2.0), state) == store.latest(), "once there is room again"  # type: ignore[arg-type]
+    assert store.load(first, {"learner": model})["rollout"] == state["rollout"]
+    assert model.value == 1.0
+    assert save_whole(store, 2, 2.0, 1000, state) == store.latest(), "once there is room again"
 
 
 def test_a_pointer_that_cannot_be_written_leaves_the_previous_checkpoint_the_latest(tmp_path: Path) -> None:
     """The new folder is complete by then."""
-    store = CheckpointStore(tmp_path, keep_last=1)
-    first = store.save(1, TinyLearner(1.0), None)  # type: ignore[arg-type]
+    store = CheckpointStore(tmp_path, settings())
+    first = store.save(1, {"learner": TinyModel(1.0)}, None)
     (tmp_path / ".latest.new").mkdir()
     with pytest.raises(CheckpointError, match="the previous checkpoint is still the latest"):
-        store.save(2, TinyLearner(2.0), None)  # type: ignore[arg-type]
+        store.save(2, {"learner": TinyModel(2.0)}, None)
     assert store.latest() == first
-    assert store.load(first, TinyLearner(0.0))["step"] == 1  # type: ignore[arg-type]
+    assert store.resume({"learner": TinyModel(0.0)}) is not None
+
+
+def check_one_full_rank(rank: int, world_size: int, folder: Path) -> None:
+    """Also a file torn later, of which each rank verifies some, and a save of other ranks that is late."""
+    for asynchronous in (False, True):
+        store = CheckpointStore(folder / str(asynchronous), settings(asynchronous=asynchronous, keep_last=2))
+        if rank == 0:
+            store.folder.mkdir()
+        dist.barrier()
+        save_whole(store, 1, 1.0)
+        limit = full_disk(100) if rank == 1 else contextlib.nullcontext()
+        with limit, pytest.raises(CheckpointError) as raised:
+            save_whole(store, 2, 2.0)
+        assert re.search(r"cannot save .*step-000002: trainer rank 1: cannot write .*rank-00001-000", str(raised.value))
+        dist.barrier()
+        assert {p.name for p in store.folder.iterdir()} == {"step-000001", "latest"}
+        dist.barrier()
+        save_whole(store, 2, 2.0)
+        model, said = TinyModel(0.0), []
+        dist.barrier()
+        if rank == 0:
+            (store.folder / "step-000002" / "learner" / "rank-00001-000.safetensors").unlink()
+        dist.barrier()
+        state = CheckpointStore(store.folder, settings(), said.append).resume({"learner": model})
+        assert state is not None
+        assert (state["step"], model.value) == (1, 1.0)
+        (warning,) = said
+        assert "passing over step-000002" in warning
+        assert "rank-00001-000.safetensors is missing" in warning
+        dist.barrier()
+
+
+def test_a_disk_that_is_full_for_one_rank_stops_all(tmp_path: Path) -> None:
+    run_distributed(check_one_full_rank, 2, tmp_path)

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.algorithms.clip_bounds import ClipBoundConfig, contribution_table
-from bapo_megatron.algorithms.losses import LOSSES, LossInputs, clipped_policy_loss, fixed_bounds, importance_ratio
+from bapo_megatron.algorithms.losses import (
+    LOSSES,
+    LossInputs,
+    clipped_policy_loss,
+    fixed_bounds,
+    importance_ratio,
+    supervised_loss,
+)
 from bapo_megatron.config.schema import LossConfig
 from bapo_megatron.types import ClipBounds
 
@@ -189,6 +196,33 @@ def test_fixed_bounds():
     grpo, clip_higher = fixed_bounds(LossConfig(name="grpo")), fixed_bounds(LossConfig(name="clip_higher"))
     assert (grpo.low, grpo.high) == (0.8, 1.2)
     assert (clip_higher.low, clip_higher.high) == (0.8, 1.28)
-    assert set(LOSSES) == {"bapo", "grpo", "clip_higher"}
+    assert set(LOSSES) == {"bapo", "grpo", "clip_higher", "sft"}
     with pytest.raises(AssertionError, match="search"):
         fixed_bounds(LossConfig(name="bapo"))
+
+
+@settings(max_examples=50, deadline=None)
+@given(tokens=tokens)
+def test_the_supervised_loss_is_the_negative_log_prob_of_trained_tokens(tokens):
+    log_ratios, advantages = zip(*tokens, strict=True)
+    mask = [i % 3 != 1 for i in range(len(tokens))]
+    inputs = make_inputs(log_ratios, advantages, mask, entropies=[0.5] * len(tokens), ages=[7] * len(tokens))
+    expected = [-x if m else 0.0 for x, m in zip(inputs.log_probs_R.tolist(), mask, strict=True)]
+    inputs.log_probs_R.data[~inputs.mask_R] = math.nan  # a masked token may hold anything
+    result = supervised_loss(inputs, LossConfig(name="sft"))
+    assert result.loss_R.tolist() == pytest.approx(expected)
+    result.loss_R.sum().backward()
+    assert inputs.log_probs_R.grad.tolist() == [-float(m) for m in mask]
+    sums = {name: float(value) for name, value in result.sums.items()}
+    count = sum(mask)
+    assert sums == pytest.approx(
+        {"tokens": count, "policy_loss": sum(expected), "entropy": 0.5 * count, "age": 7 * count}
+    )
+    assert float(result.maxima["age"]) == 7
+
+
+def test_the_supervised_loss_takes_an_empty_micro_batch_and_has_no_bounds():
+    result = supervised_loss(make_inputs([], []), LossConfig(name="sft"))
+    assert result.loss_R.shape == (0,)
+    assert float(result.maxima["age"]) == 0
+    assert math.isnan(fixed_bounds(LossConfig(name="sft")).low)

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from bapo_megatron.buffer.batch import build_batch
 from bapo_megatron.buffer.packing import Share, balanced_bins, context_tokens, longest_first, minibatches
+from bapo_megatron.config.schema import Config
+from bapo_megatron.learner.proximal import with_proximal_logprobs
 from bapo_megatron.types import Batch, Group, MicroBatch, Prompt, Segment, Trajectory
 
 
@@ -60,7 +62,7 @@ def test_advantages_are_of_shaped_rewards_and_masked_responses_still_count_in_th
     batch = build_batch(
         [group(1, 2, [1, 2, 3])],  # rewards 0, 1, 2
         centred,
-        reward_of=lambda t: t.reward * 10 - t.num_response_tokens,  # -1, 8, 17
+        rewards=[[-1.0, 8.0, 17.0]],
         is_trained=lambda t: t.num_response_tokens != 2,
     )
     assert batch.advantages_T.tolist() == [0, 0, -9, 0, 0, 0, 0, 0, 0, 9, 9, 9]
@@ -80,6 +82,7 @@ def test_masked_responses_are_forwarded_but_divide_nothing() -> None:
 def test_a_batch_can_be_masked_as_a_whole() -> None:
     batch = build_batch([group(1, 2, [3, 5])], centred, is_trained=lambda t: False)
     assert (batch.num_sequences, batch.num_trained_tokens) == (2, 0)
+    assert with_proximal_logprobs(batch, None, Config()) is batch, "there is nothing to score"
 
 
 def rows(mb: MicroBatch) -> list[tuple]:

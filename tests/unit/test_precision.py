@@ -223,6 +223,7 @@ def test_megatrons_fields() -> None:
         "fp8_recipe": "tensorwise",
         "fp8_param": False,
     }
+    assert fp8_fields(load_config([], FP8.split()), fp8_params=True)["fp8_param"] is True
     delayed = fp8_fields(load_config([], f"{FP8} precision.recipe=delayed precision.margin=2".split()))
     assert delayed["fp8_amax_compute_algo"] == "max"
     assert (delayed["fp8_margin"], delayed["fp8_amax_history_len"]) == (2, 1024)

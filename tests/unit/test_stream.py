@@ -112,6 +112,20 @@ async def train(
 OPTIONS: dict[str, Any] = {"max_response_tokens": 48, "groups_in_flight": 4}
 
 
+def test_an_event_loop_that_ends_early_leaves_no_request_behind() -> None:
+    """Whatever the caller died of, no new request may be started while the running ones are cancelled."""
+    engine = TimedEngine(token_s=0.01)
+
+    async def fail() -> None:
+        await make(engine, overlap=True, max_staleness=2, **OPTIONS).take(0, 0)
+        assert engine.num_running > 0
+        raise ArithmeticError("the trainer's own")
+
+    with pytest.raises(ArithmeticError):
+        asyncio.run(fail())
+    assert engine.num_running == 0
+
+
 @pytest.mark.parametrize("budget", [None, 7])
 def test_the_tail_is_aborted_and_resumed_with_newer_weights(budget: int | None) -> None:
     engine = TimedEngine()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
-from bapo_megatron.errors import BroadcastLostError, EngineError, UnreachableEngineError
+from bapo_megatron.errors import BroadcastLostError, EngineError, RequestRefusedError, UnreachableEngineError
 from bapo_megatron.rollout.base import EMBEDDED
 from bapo_megatron.rollout.manager import LoopThread
 from bapo_megatron.rollout.pool import EnginePool
@@ -93,7 +93,9 @@ class ScriptedEngine:
         if self.is_dead:
             raise UnreachableEngineError(f"{self.url}: connection refused")
         if fault == "refuse":
-            raise EngineError(f"{self.url}: HTTP 400: not today")
+            raise RequestRefusedError(f"{self.url}: HTTP 400: not today")
+        if fault == "break":
+            raise EngineError(f"{self.url}: HTTP 500: out of memory")
         if fault == "lose":
             raise BroadcastLostError(f"{self.url}: HTTP 400: Failed to receive weights")
         if fault == "hang":
@@ -288,6 +290,17 @@ def test_what_all_refuse_is_nobodys_fault_and_an_error(loop: LoopThread, num_eng
     assert world.pool.live() == world.engines
     world.push()
     world.assert_goes_on(*"ab"[:num_engines])
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_engines_that_all_break_are_fenced_each_for_itself(loop: LoopThread, num_engines: int) -> None:
+    world = World(loop, num_engines)
+    world.push()
+    for engine in world.engines:
+        engine.faults = {"middle bucket": "break"}
+    world.push()
+    assert world.pool.live() == []
+    assert world.pool.describe().count("out of memory") == num_engines
 
 
 def test_no_engine_left_says_why(loop: LoopThread) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -13,7 +14,16 @@ from torch.nn import Module, ModuleList, Parameter
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.reader import HFReader
 from bapo_megatron.hf.shape import ModelShape
-from bapo_megatron.learner.hf.names import EMBEDDING, OUTPUT, Entry, canonical, entries, from_shards, to_shard
+from bapo_megatron.learner.hf.names import (
+    EMBEDDING,
+    OUTPUT,
+    Entry,
+    Slicer,
+    canonical,
+    entries,
+    from_shards,
+    to_shard,
+)
 from bapo_megatron.learner.parallel import ParallelLayout, device, raise_together
 
 
@@ -40,46 +50,57 @@ def load_weights(
     shape: ModelShape,
     layout: ParallelLayout,
     path: str | Path,
+    keep: frozenset[str] = frozenset(),
     fill: Callable[[Parameter, Tensor], object] = Parameter.copy_,
 ) -> None:
-    """Fill this rank's parameters from a checkpoint folder, reading only the slices they need. Collective.
+    """Fill this rank's parameters from a Hugging Face folder, reading only the slices they need. Collective.
 
     Args:
         model: this rank's chunks of the model.
-        fill: what to do with the tensor of a parameter, e.g. put it into its optimizer state.
+        keep: names of parameters that a model of this shape does not have, and that stay as they are.
+        fill: what to do with the tensor of a parameter.
 
     Raises:
         CheckpointError: names or shapes of the tensors do not fit config.json (lists them), or a tensor holds nan or
             infinity; on every rank, also where only one rank reads what is wrong.
     """
+    with raising_together(), HFReader(path) as read:
+        read.check(shape)
+        fill_parameters(model, shape, layout, read, fill, keep)
+
+
+@torch.no_grad()
+def fill_parameters(
+    model: ModuleList,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    read: Slicer,
+    fill: Callable[[Parameter, Tensor], object],
+    keep: frozenset[str] = frozenset(),
+) -> None:
+    """Hand to `fill` each of this rank's parameters and its shard, read slice by slice. Not collective."""
+    parameters = parameters_by_global_name(model)
+    for entry in entries(shape):
+        targets = [parameters.pop(entry.megatron_name, None)]
+        if entry.megatron_name == EMBEDDING and shape.tied_embeddings:
+            targets.append(parameters.pop(OUTPUT, None))  # the last stage's copy of tied embeddings
+        if present := [target for target in targets if target is not None]:
+            shard = to_shard(entry, shape, read, layout.tensor_rank, layout.tensor_size)
+            for target in present:
+                assert target.shape == shard.shape, f"{entry.megatron_name}: {target.shape} != {shard.shape}"
+                fill(target, shard)
+    assert parameters.keys() <= keep, f"the name map does not know {sorted(parameters.keys() - keep)}"
+
+
+@contextmanager
+def raising_together() -> Iterator[None]:
+    """A CheckpointError in the block becomes one of every rank. Collective at the end of the block."""
     try:
-        _load_part(model, shape, layout, Path(path), fill)
+        yield
     except CheckpointError as error:
         raise_together(error)
     else:
         raise_together(None)
-
-
-def _load_part(
-    model: ModuleList,
-    shape: ModelShape,
-    layout: ParallelLayout,
-    path: Path,
-    fill: Callable[[Parameter, Tensor], object],
-) -> None:
-    parameters = parameters_by_global_name(model)
-    with HFReader(path) as read:
-        read.check(shape)
-        for entry in entries(shape):
-            targets = [parameters.pop(entry.megatron_name, None)]
-            if entry.megatron_name == EMBEDDING and shape.tied_embeddings:
-                targets.append(parameters.pop(OUTPUT, None))  # the last stage's copy of tied embeddings
-            if present := [target for target in targets if target is not None]:
-                shard = to_shard(entry, shape, read, layout.tensor_rank, layout.tensor_size)
-                for target in present:
-                    assert target.shape == shard.shape, f"{entry.megatron_name}: {target.shape} != {shard.shape}"
-                    fill(target, shard)
-    assert not parameters, f"the name map does not know {sorted(parameters)}"
 
 
 @torch.no_grad()

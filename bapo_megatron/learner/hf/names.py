@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from math import prod
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from bapo_megatron.hf.shape import ModelShape, hf_tensors
 
 Kind = Literal["copy", "vocab", "column", "gate_up", "qkv"]
 
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+EMBEDDING, OUTPUT, VALUE_HEAD = "embedding.word_embeddings.weight", "output_layer.weight", "score.weight"
 
 _BEFORE_LAYERS: dict[str, tuple[Kind, tuple[str, ...]]] = {EMBEDDING: ("vocab", ("model.embed_tokens.weight",))}
 _LAYER: dict[str, tuple[Kind, tuple[str, ...]]] = {
@@ -53,6 +54,7 @@ _NORMS_IN_LINEARS = {
 _AFTER_LAYERS: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "decoder.final_layernorm.weight": ("copy", ("model.norm.weight",)),
     OUTPUT: ("vocab", ("lm_head.weight",)),
+    VALUE_HEAD: ("copy", ("score.weight",)),
 }
 
 
@@ -118,6 +120,48 @@ def to_shard(entry: Entry, shape: ModelShape, read: Slicer, rank: int, size: int
     return torch.cat(parts)
 
 
+class Placed(NamedTuple):
+    """A tensor-parallel rank's part of one HF tensor: a contiguous range along each dimension."""
+
+    hf_name: str
+    shape: tuple[int, ...]  # of the whole HF tensor
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    values: Tensor  # a view of the shard, of as many values; may be strided, and have a dimension more
+
+
+def place_shard(entry: Entry, shape: ModelShape, shard: Tensor, rank: int, size: int) -> Iterator[Placed]:
+    """Where the part of tensor-parallel rank `rank` of `size` belongs, without padding; undoes `to_shard`."""
+
+    def placed(i: int, first: int, values: Tensor, dim: int = 0) -> Placed:
+        whole = entry.hf_shapes[i]
+        length = values.numel() * whole[dim] // prod(whole)
+        start = tuple(first if d == dim else 0 for d in range(len(whole)))
+        return Placed(entry.hf_names[i], whole, start, (*whole[:dim], length, *whole[dim + 1 :]), values)
+
+    if entry.kind == "copy":
+        yield placed(0, 0, shard)
+    elif entry.kind == "column":
+        yield placed(0, rank * shard.shape[1], shard, dim=1)
+    elif entry.kind == "vocab":
+        first = rank * shard.shape[0]
+        if first < shape.vocab_size:
+            yield placed(0, first, shard[: shape.vocab_size - first])
+    elif entry.kind == "gate_up":
+        for i, half in enumerate(shard.chunk(2)):
+            yield placed(i, rank * half.shape[0], half)
+    else:
+        for i, part in enumerate(_split_qkv(shape, shard)):
+            yield placed(i, rank * entry.hf_shapes[i][0] // size, part)
+
+
+def _split_qkv(shape: ModelShape, shard: Tensor) -> Sequence[Tensor]:
+    """Views [groups, rows of a group, ...] of the query, key and value rows."""
+    heads_per_group = shape.num_heads // shape.num_kv_heads
+    sizes = [heads_per_group * shape.head_dim, shape.head_dim, shape.head_dim]
+    return shard.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
+
+
 def from_shards(entry: Entry, shape: ModelShape, shards: Sequence[Tensor]) -> list[Tensor]:
     """The whole HF tensors from all tensor-parallel parts, in rank order; undoes `to_shard`."""
     if entry.kind == "copy":
@@ -129,7 +173,5 @@ def from_shards(entry: Entry, shape: ModelShape, shards: Sequence[Tensor]) -> li
     if entry.kind == "gate_up":
         halves = [shard.chunk(2) for shard in shards]
         return [torch.cat([half[i] for half in halves]) for i in range(2)]
-    heads_per_group = shape.num_heads // shape.num_kv_heads
-    grouped = torch.cat([shard.unflatten(0, (-1, (heads_per_group + 2) * shape.head_dim)) for shard in shards])
-    sizes = [heads_per_group * shape.head_dim, shape.head_dim, shape.head_dim]
-    return [part.flatten(0, 1) for part in grouped.split(sizes, dim=1)]
+    parts = zip(*(_split_qkv(shape, shard) for shard in shards), strict=True)
+    return [torch.cat(part).flatten(0, 1) for part in parts]

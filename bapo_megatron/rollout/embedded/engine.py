@@ -107,6 +107,7 @@ class BatchingEngine:
         self.version = version
         self.paused: PauseMode | None = None
         self.failure: BaseException | None = None  # what ended the engine thread, where something did
+        self.ended: Future[None] = Future()  # resolves when the engine thread has ended, for whatever reason
         self.num_generated_tokens = 0
         self._cache = model.new_cache(num_rows=max_running, max_len=max_context)
         self._rows: list[Sequence] = []  # being decoded; index = cache row
@@ -248,6 +249,7 @@ class BatchingEngine:
                 self._deferred.append(self._inbox.get())
             for job in self._deferred:
                 job.fail(self._ended)
+            self.ended.set_result(None)
 
     def _obey(self) -> None:
         """Run what other threads ask for; wait for it where there is nothing else to do."""

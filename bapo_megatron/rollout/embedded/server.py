@@ -2,7 +2,8 @@
 
     python -m bapo_megatron.rollout.embedded --model-path CHECKPOINT --port 0 --ready-file F
 
-Answers 400 with a message that names the field for a bad request, 500 when the engine has stopped.
+Answers 400 with a message that names the field for a bad request. When the engine fails, what is open is answered with
+500, and the process ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Server:
     """Routes of one engine."""
 
     def __init__(self, engine: BatchingEngine, *, model_path: str, update_timeout_s: float) -> None:
-        self._engine = engine
+        self.engine = engine
         self._updater = WeightUpdater(engine, timeout_s=update_timeout_s)
         self._model_path = model_path
 
@@ -74,12 +75,12 @@ class Server:
         body = protocol.parse(protocol.GenerateBody, await request.read())
         started = time.monotonic()
         sequences, is_single = self._sequences(body)
-        self._engine.submit(sequences)
+        self.engine.submit(sequences)
         try:
             await asyncio.gather(*(asyncio.wrap_future(s.done) for s in sequences))
         except asyncio.CancelledError:  # the client has gone away: do not sample for nobody
             for sequence in sequences:
-                self._engine.call(lambda rid=sequence.rid: self._engine.abort(rid))  # type: ignore[misc]
+                self.engine.call(lambda rid=sequence.rid: self.engine.abort(rid))  # type: ignore[misc]
             raise
         latency_s = time.monotonic() - started
         replies = [self._reply(s, body.return_logprob, latency_s) for s in sequences]
@@ -89,21 +90,21 @@ class Server:
         body = protocol.parse(protocol.AbortBody, await request.read())
         if not body.rid and not body.abort_all:
             raise BadRequestError("rid: name a request, or set abort_all")
-        await self._command(lambda: self._engine.abort(None if body.abort_all else body.rid))
+        await self._command(lambda: self.engine.abort(None if body.abort_all else body.rid))
         return web.Response()
 
     async def pause_generation(self, request: web.Request) -> web.Response:
         body = protocol.parse(protocol.PauseBody, await request.read())
-        await self._command(lambda: self._engine.pause(body.mode))
+        await self._command(lambda: self.engine.pause(body.mode))
         return web.json_response({"status": "ok", "message": f"Generation paused successfully. mode={body.mode}"})
 
     async def continue_generation(self, request: web.Request) -> web.Response:
         protocol.parse(protocol.EmptyBody, await request.read())
-        await self._command(self._engine.resume)
+        await self._command(self.engine.resume)
         return web.json_response({"status": "ok", "message": "Generation continued successfully."})
 
     async def flush_cache(self, request: web.Request) -> web.Response:
-        await self._command(self._engine.flush_cache)
+        await self._command(self.engine.flush_cache)
         return web.Response(text="Cache flushed.\n")
 
     async def init_weights_update_group(self, request: web.Request) -> web.Response:
@@ -144,15 +145,15 @@ class Server:
 
     async def health(self, request: web.Request) -> web.Response:
         """200 while the engine thread lives, paused or not (SGLang answers 503 while paused)."""
-        return web.Response(status=200 if self._engine.failure is None else 503)
+        return web.Response(status=200 if self.engine.failure is None else 503)
 
     async def model_info(self, request: web.Request) -> web.Response:
         return web.json_response(
-            {"model_path": self._model_path, "is_generation": True, "weight_version": self._engine.version}
+            {"model_path": self._model_path, "is_generation": True, "weight_version": self.engine.version}
         )
 
     async def server_info(self, request: web.Request) -> web.Response:
-        engine = self._engine
+        engine = self.engine
         info = {
             "engine": EMBEDDED,
             "model_path": self._model_path,
@@ -168,10 +169,10 @@ class Server:
         return web.json_response(info | await self._command(engine.load))
 
     async def loads(self, request: web.Request) -> web.Response:
-        return web.json_response({"loads": [await self._command(self._engine.load)]})
+        return web.json_response({"loads": [await self._command(self.engine.load)]})
 
     async def _command(self, command: Callable[[], Any]) -> Any:
-        return await asyncio.wrap_future(self._engine.call(command))
+        return await asyncio.wrap_future(self.engine.call(command))
 
     def _sequences(self, body: protocol.GenerateBody) -> tuple[list[Sequence], bool]:
         """One per prompt and sample, and whether the reply is a single object."""
@@ -188,7 +189,7 @@ class Server:
         if len(rids) != len(prompts) or len(set(rids)) != len(rids):
             raise BadRequestError(f"rid: need {len(prompts)} different ones")
         sequences = [
-            self._engine.new_sequence(rid if p.n == 1 else f"{rid}_{i}", prompt, p, i)
+            self.engine.new_sequence(rid if p.n == 1 else f"{rid}_{i}", prompt, p, i)
             for rid, prompt, p in zip(rids, prompts, params, strict=True)
             for i in range(p.n)
         ]
@@ -201,7 +202,7 @@ class Server:
             "prompt_tokens": len(sequence.prompt_ids),
             "completion_tokens": len(sequence.output_ids),
             "cached_tokens": 0,
-            "weight_version": self._engine.version,
+            "weight_version": self.engine.version,
             "weight_versions": sequence.spans,
             "num_retractions": sequence.num_retractions,
             "e2e_latency": latency_s,
@@ -230,7 +231,7 @@ def _success(message: str) -> web.Response:
 
 
 async def serve(server: Server, *, host: str, port: int, ready_file: Path | None, exit_with_parent: bool) -> None:
-    """Serve until a signal, or until stdin closes (`exit_with_parent`)."""
+    """Serve until a signal, until the engine fails, or until stdin closes (`exit_with_parent`)."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -247,8 +248,10 @@ async def serve(server: Server, *, host: str, port: int, ready_file: Path | None
         partial = ready_file.with_name(f"{ready_file.name}.partial")
         partial.write_text(json.dumps({"host": address[0], "port": address[1], "pid": os.getpid()}))
         partial.replace(ready_file)
-    await stop.wait()
-    await runner.cleanup()
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait((stopped, asyncio.wrap_future(server.engine.ended)), return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    await runner.cleanup()  # answers what is open
 
 
 def _exit_when_stdin_closes() -> None:
@@ -292,4 +295,4 @@ def main(argv: list[str] | None = None) -> None:
         )
     )
     # A daemon thread inside torch at interpreter exit can crash; everything is answered, so leave directly.
-    os._exit(0)
+    os._exit(0 if engine.failure is None else 1)  # 1: whoever started this server should start it again

@@ -1,0 +1,100 @@
+"""How far the policy is from a reference policy, as a term of the loss, and who sets its coefficient.
+
+With d = log pi_theta - log pi_ref of a token that was sampled, and x its estimator of KL(pi_theta || pi_ref):
+
+             value            d x / d log pi_theta
+    k1       d                1
+    k2       d^2 / 2          d
+    k3       e^-d - 1 + d     1 - e^-d
+
+(joschu.net/blog/kl-approx.html.) On samples of pi_theta, k1 and k3 are unbiased in value, and k3 is never negative. As
+terms of a loss their gradients differ: that of k1 is 0 in expectation, so that it only adds noise; that of k2 is
+unbiased for the gradient of KL(pi_theta || pi_ref); that of k3, GRPO's choice (arXiv 2402.03300, Eq. 4), is unbiased
+for that of KL(pi_ref || pi_theta) (arXiv 2506.09477). Samples of older policies are not weighted, as in GRPO.
+
+Shape legend: R response tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.algorithms.losses import LOSSES, MAX_LOG_RATIO, LossInputs, LossResult
+
+if TYPE_CHECKING:
+    from bapo_megatron.config.schema import LossConfig
+
+_MAX_ERROR = 0.2  # of the controller: bounds its change per update, as in Ziegler et al.
+
+
+def k1(difference: Tensor) -> Tensor:
+    return difference
+
+
+def k2(difference: Tensor) -> Tensor:
+    return difference.square() / 2
+
+
+def k3(difference: Tensor) -> Tensor:
+    """A difference beyond +-20 is cut there and carries no gradient, as in `importance_ratio`."""
+    bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.expm1(-bounded) + bounded
+
+
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+"""Estimators by `loss.kl_estimator`; each maps log pi_theta - log pi_ref, in nats, to nats of the same shape."""
+
+
+def reference_kl(log_probs_R: Tensor, reference_logprobs_R: Tensor, mask_R: Tensor, estimator: str) -> Tensor:
+    """KL per token in nats, with the gradient of `log_probs_R`; 0 where masked, which may hold anything."""
+    # The inputs are selected, not the result: a nan that is merely multiplied by 0 still spoils the gradient.
+    return ESTIMATORS[estimator](torch.where(mask_R, log_probs_R - reference_logprobs_R, 0.0))
+
+
+def loss_with_kl(inputs: LossInputs, config: LossConfig, coefficient: float) -> LossResult:
+    """The loss of `loss.name`, plus coefficient x KL of each token where the inputs have a reference.
+
+    `sums` then has "kl_reference", the KL without its coefficient.
+    """
+    result = LOSSES[config.name](inputs, config)
+    if inputs.reference_logprobs_R is None:
+        return result
+    kl_R = reference_kl(inputs.log_probs_R, inputs.reference_logprobs_R, inputs.mask_R, config.kl_estimator)
+    sums = result.sums | {"kl_reference": kl_R.detach().sum(dtype=torch.float32)}
+    return replace(result, loss_R=result.loss_R + coefficient * kl_R, sums=sums)
+
+
+class KLCoefficient:
+    """The coefficient of the KL term: fixed, or steered towards `loss.kl_target`.
+
+    Steered as in Ziegler et al. (arXiv 1909.08593, section 2.2): after each update with a KL of x per token,
+
+        error = clip(x / target - 1, -0.2, 0.2);  coefficient *= 1 + error / horizon
+
+    Their K = 0.1 is a horizon of 10 updates. The KL is the one that the loss saw: before the update.
+    """
+
+    def __init__(self, settings: LossConfig) -> None:
+        self.value = settings.kl_coef
+        self._target, self._horizon = settings.kl_target, settings.kl_horizon
+
+    def observe(self, kl: float) -> None:
+        """After an update, with its mean KL per token in nats; one that is not finite changes nothing."""
+        if self._target is None or not math.isfinite(kl):
+            return
+        error = min(max(kl / self._target - 1, -_MAX_ERROR), _MAX_ERROR)
+        self.value *= 1 + error / self._horizon
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON value; None where the coefficient is fixed, so that the setting counts."""
+        return {"coefficient": None if self._target is None else self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._target is not None and state["coefficient"] is not None:
+            self.value = state["coefficient"]

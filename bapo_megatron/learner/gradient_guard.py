@@ -1,0 +1,61 @@
+"""What the gradient norm of every update says about the run: a spike, or a run that trains nothing any more."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+from typing import Any
+
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import DivergedError
+
+_WINDOW = 101  # norms behind the median: long enough to outlast a spike, short enough to follow the run
+_MIN_NORMS = 11  # before that the median says little, and the norms of a warm-up move by themselves
+
+
+class GradientGuard:
+    """Watches the norms before clipping, which are the same on every rank; so is what it says.
+
+    An update raises the alarm where its norm is over `monitor.grad_norm_alarm`, or over `monitor.grad_spike` times the
+    median of the up to 101 finite norms before it, once there are 11. A median is not moved by the spikes themselves. A
+    norm that is not finite is no alarm: its update is skipped and counted.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._limit = config.monitor.grad_norm_alarm or math.inf
+        self._spike = config.monitor.grad_spike
+        self._max_skipped = config.optimizer.max_skipped_in_a_row
+        self._norms: deque[float] = deque(maxlen=_WINDOW)
+        self._num_skipped_in_a_row = 0
+
+    def observe(self, norm: float) -> dict[str, float]:
+        """The metrics of one update.
+
+        Raises:
+            DivergedError: the norm was not finite, and neither were those of the updates before: a run that only skips
+                learns nothing, and should not look as if it did.
+        """
+        if not math.isfinite(norm):
+            self._num_skipped_in_a_row += 1
+            if self._num_skipped_in_a_row >= self._max_skipped:
+                raise DivergedError(
+                    f"the last {self._num_skipped_in_a_row} updates were skipped because their gradient was not "
+                    "finite, and the run learns nothing any more: look at optimizer/grad_norm and loss/* in "
+                    "metrics.jsonl, then start a new run from a checkpoint before the first skip with a lower "
+                    "optimizer.lr; optimizer.max_skipped_in_a_row is how many are borne"
+                )
+            return {"optimizer/grad_norm_max": norm, "optimizer/grad_alarms": 0.0}
+        self._num_skipped_in_a_row = 0
+        usual = median(self._norms) if len(self._norms) >= _MIN_NORMS else math.nan
+        is_alarm = norm > self._limit or norm > self._spike * usual  # nothing exceeds nan
+        self._norms.append(norm)
+        return {"optimizer/grad_norm_max": norm, "optimizer/grad_alarms": float(is_alarm)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON value."""
+        return {"norms": list(self._norms), "skipped_in_a_row": self._num_skipped_in_a_row}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._norms = deque(state["norms"], maxlen=_WINDOW)
+        self._num_skipped_in_a_row = state["skipped_in_a_row"]

@@ -1,0 +1,164 @@
+"""A mini-batch through Megatron's schedules: scoring, forward and backward passes, and in which order.
+
+    interleaved      score (no gradient)  |  forward, backward, forward, backward, ... (pipeline stages: 1F1B)
+    forwards_first   forward, forward, ...  |  backward, backward, ...
+                                            ^ the bounds are found here, from the log-probs of all micro-batches
+
+The bounds need the ratios of the whole mini-batch before the first loss. Where all forward passes come first, they are
+the scoring pass, and no FLOP is spent twice; but what the backward passes need stays alive for all micro-batches.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from torch.nn import Module
+
+from bapo_megatron.config.schema import Config
+from bapo_megatron.learner.batches import check_packed_for, to_device
+from bapo_megatron.learner.parallel import ParallelLayout, device
+from bapo_megatron.types import MicroBatch, MiniBatch
+
+Scores = tuple[Tensor, Tensor]  # log_probs_R, entropy_R
+Outcome = TypeVar("Outcome")
+# of a micro-batch, from its scores (or a critic's values): loss, number of tokens, and what to remember
+LossOf = Callable[[MicroBatch], Callable[[Any], tuple[Tensor, Tensor, Outcome]]]
+
+_AUTO_MEMORY_SHARE = 0.1  # of a device: what `auto` lets the layer inputs of all micro-batches take
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPasses:
+    """Those of a mini-batch, with the graphs that its backward passes go through."""
+
+    minibatch: MiniBatch
+    batches: list[tuple[MicroBatch, Scores]]  # on the device
+
+    @property
+    def log_probs(self) -> list[Tensor]:
+        return [log_probs_R.detach() for _, (log_probs_R, _) in self.batches]
+
+
+class Schedule:
+    """Runs mini-batches in the order of `train.schedule`.
+
+    Args:
+        chunks: this rank's parts of the model, wrapped by Megatron.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Module], settings: TransformerConfig, layout: ParallelLayout, config: Config
+    ) -> None:
+        self._chunks = list(chunks)
+        self._settings = settings
+        self._layout = layout
+        self._config = config
+        self._run_megatron = get_forward_backward_func()
+        self._auto_bytes = _smallest_memory(layout) * _AUTO_MEMORY_SHARE
+
+    def runs_forwards_first(self, minibatch: MiniBatch) -> bool:
+        """The same on all ranks of a replica.
+
+        `auto`: where it needs no more memory than the other order, with one micro-batch, or little more: with
+        `train.recompute` a micro-batch keeps its layers' inputs only.
+        """
+        order = self._config.train.schedule
+        if self._layout.pipeline_size > 1 or order != "auto":
+            return self._layout.pipeline_size == 1 and order == "forwards_first"
+        if len(minibatch.micro_batches) == 1:
+            return True
+        return self._config.train.recompute and self._layer_input_bytes(minibatch) <= self._auto_bytes
+
+    def log_probs(self, minibatch: MiniBatch) -> list[Tensor]:
+        """Without gradient; empty where not on the last stage."""
+        return self.without_gradient(minibatch, lambda scores: scores[0])
+
+    def without_gradient(self, minibatch: MiniBatch, of: Callable[[Any], Tensor]) -> list[Tensor]:
+        """`of` what the end of the model returns for each micro-batch; empty where not on the last stage."""
+        with torch.no_grad():
+            return self._forward(minibatch, lambda output, non_loss_data: of(output), with_entropy=False)
+
+    def forward(self, minibatch: MiniBatch) -> ForwardPasses:
+        """All forward passes, with their graphs. Not with pipeline stages."""
+        assert self._layout.pipeline_size == 1, "stages pass micro-batches on in Megatron's own order"
+        batches = self._on_device(minibatch)
+        scores = self._forward(minibatch, lambda scores, non_loss_data: scores, with_entropy=True)
+        return ForwardPasses(minibatch, list(zip(batches, scores, strict=True)))
+
+    def backward(self, passes: ForwardPasses, loss_of: LossOf[Outcome]) -> list[Outcome]:
+        """Losses and gradients of forward passes that were made before; returns what `loss_of` says of each.
+
+        To Megatron's schedule it is an ordinary one, whose forward steps hand out what is there already: gradients
+        are accumulated and reduced as ever.
+        """
+
+        def forward_step(iterator: Iterator[tuple[MicroBatch, Scores]], model: Module) -> tuple[Scores, Callable]:
+            batch, scores = next(iterator)
+            return scores, loss_of(batch)
+
+        return self._run(forward_step, passes.batches, passes.minibatch, forward_only=False)
+
+    def forward_backward(self, minibatch: MiniBatch, loss_of: LossOf[Outcome]) -> list[Outcome]:
+        """Forward and backward passes by turns; empty where not on the last stage."""
+
+        def forward_step(iterator: Iterator[MicroBatch], model: Module) -> tuple[Any, Callable]:
+            batch = next(iterator)
+            return self._scores(model, batch, with_entropy=True), loss_of(batch)
+
+        return self._run(forward_step, self._on_device(minibatch), minibatch, forward_only=False)
+
+    def _forward(self, minibatch: MiniBatch, collect: Callable, *, with_entropy: bool) -> list[Any]:
+        def forward_step(iterator: Iterator[MicroBatch], model: Module) -> tuple[Any, Callable]:
+            return self._scores(model, next(iterator), with_entropy=with_entropy), collect
+
+        return self._run(forward_step, self._on_device(minibatch), minibatch, forward_only=True)
+
+    def _scores(self, model: Module, batch: MicroBatch, *, with_entropy: bool) -> Any:
+        """(log_probs_R, entropy_R) at the end of the model, hidden states elsewhere."""
+        return model(
+            batch,
+            temperature=self._config.rollout.temperature,
+            chunk_tokens=self._config.train.logprob_chunk_tokens,
+            with_entropy=with_entropy,
+        )
+
+    def _run(self, forward_step: Callable, data: list[Any], minibatch: MiniBatch, *, forward_only: bool) -> list[Any]:
+        """All micro-batches through Megatron's schedule; on the last stage what the loss functions gave to keep."""
+        return self._run_megatron(
+            forward_step_func=forward_step,
+            data_iterator=[iter(data) for _ in self._chunks],
+            model=self._chunks,
+            num_microbatches=len(data),
+            seq_length=minibatch.micro_batches[0].num_tokens * self._layout.context_size,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _on_device(self, minibatch: MiniBatch) -> list[MicroBatch]:
+        check_packed_for(self._layout, minibatch)
+        return [to_device(batch, device()) for batch in minibatch.micro_batches]
+
+    def _layer_input_bytes(self, minibatch: MiniBatch) -> float:
+        """What `train.recompute` keeps on this rank until the backward passes."""
+        settings = self._settings
+        num_tokens = sum(batch.num_tokens for batch in minibatch.micro_batches)
+        split = self._layout.tensor_size if settings.sequence_parallel else 1
+        return num_tokens * settings.num_layers * settings.hidden_size * settings.params_dtype.itemsize / split
+
+
+def _smallest_memory(layout: ParallelLayout) -> float:
+    """Bytes of the smallest device (of machines, where they compute on CPUs). One small all-reduce."""
+    if torch.cuda.is_available():
+        own = torch.cuda.get_device_properties(device()).total_memory
+    else:
+        own = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    table = torch.tensor(float(own), dtype=torch.float64)
+    return float(layout.reduce_over_data(table if layout.is_last_stage else None, torch.distributed.ReduceOp.MIN))

@@ -1,0 +1,117 @@
+"""Reading tensors, or slices of them, from the shards of a saved model: whatever layout wrote them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from bapo_megatron.errors import CheckpointError, TornCheckpointError
+from bapo_megatron.hf.reader import EVERYTHING, check_finite, list_some
+from bapo_megatron.hf.shape import ModelShape, hf_tensors
+from bapo_megatron.learner.folder import Box, Index, Saved
+
+
+class ShardReader:
+    """One part of a saved model (its weights, or a moment); reads like `hf.reader.HFReader`.
+
+    Files are opened when first needed and mapped, not loaded: reading a slice touches the bytes of that slice.
+
+    Args:
+        part: `folder.WEIGHT` or one of `folder.MOMENTS`.
+    """
+
+    def __init__(self, index: Index, part: str) -> None:
+        self._index = index
+        self._part = part
+        self._tensors = index.tensors.get(part, {})
+        self._handles: dict[str, safe_open] = {}
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._handles.clear()  # closes the files: safetensors has no close()
+
+    def __call__(self, name: str, index: tuple[slice, ...] = EVERYTHING) -> Tensor:
+        """One tensor, or a slice of it, put together from its boxes.
+
+        Raises:
+            TornCheckpointError: a file cannot be read, or does not hold what the index says.
+            CheckpointError: a value is nan or infinite.
+        """
+        saved = self._tensors[name]
+        wanted = _ranges(saved, index)
+        shape = [max(stop - start, 0) for start, stop in wanted]
+        tensor = None
+        for box in saved.boxes:
+            common = _common(wanted, box)
+            if any(a >= b for a, b in common):
+                continue
+            values = self._read(name, box, _within(common, box.start))
+            if list(values.shape) == shape:
+                tensor = values
+                break
+            if tensor is None:
+                tensor = torch.empty(shape, dtype=values.dtype)
+            tensor[_within(common, [start for start, _ in wanted])] = values
+        if tensor is None:
+            return torch.empty(shape, dtype=getattr(torch, saved.dtype))
+        check_finite(tensor, f"{self._part} of {name} in {self._index.folder}")
+        return tensor
+
+    def check(self, shape: ModelShape) -> None:
+        """Compare names and shapes with those of the model.
+
+        Raises:
+            CheckpointError: lists missing, unexpected and mis-shaped tensors.
+        """
+        wanted = hf_tensors(shape)
+        complaints = {
+            "missing": [name for name in wanted if name not in self._tensors],
+            "unexpected": [name for name in self._tensors if name not in wanted],
+            "of another shape": [
+                f"{name} is {list(self._tensors[name].shape)}, config.json says {list(size)}"
+                for name, size in wanted.items()
+                if name in self._tensors and self._tensors[name].shape != size
+            ],
+        }
+        if found := [f"{len(names)} {what}: {list_some(names)}" for what, names in complaints.items() if names]:
+            raise CheckpointError(f"{self._part} in {self._index.folder} does not fit its model; " + "; ".join(found))
+
+    def _read(self, name: str, box: Box, index: tuple[slice, ...]) -> Tensor:
+        file, key = self._index.folder / box.file, f"{self._part}/{name}"
+        try:
+            if box.file not in self._handles:
+                self._handles[box.file] = safe_open(file, framework="pt")
+            stored = self._handles[box.file].get_slice(key)
+            if tuple(stored.get_shape()) == box.size:
+                return stored[index]
+        except (OSError, SafetensorError) as error:
+            raise TornCheckpointError(f"cannot read {key} of {file}: {error}") from error
+        raise TornCheckpointError(f"{key} of {file} is {stored.get_shape()}, the index says {list(box.size)}")
+
+
+Ranges = list[tuple[int, int]]  # first and one past the last, along each dimension
+
+
+def _ranges(saved: Saved, index: tuple[slice, ...]) -> Ranges:
+    """What a Python index means; dimensions that it leaves out are whole."""
+    full = (*index, *(slice(None),) * (len(saved.shape) - len(index)))
+    return [part.indices(length)[:2] for part, length in zip(full, saved.shape, strict=True)]
+
+
+def _common(wanted: Ranges, box: Box) -> Ranges:
+    """What of the wanted values lies in the box; empty along a dimension where nothing does."""
+    sides = zip(wanted, box.start, box.size, strict=True)
+    return [(max(a, start), min(b, start + size)) for (a, b), start, size in sides]
+
+
+def _within(ranges: Ranges, origin: Sequence[int]) -> tuple[slice, ...]:
+    """As an index into a tensor that begins at `origin`."""
+    return tuple(slice(a - o, b - o) for (a, b), o in zip(ranges, origin, strict=True))

@@ -1,0 +1,129 @@
+"""Writing what one rank holds of a model: pieces of Hugging Face tensors, copied to the CPU now and written later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.hf.reader import check_finite
+from bapo_megatron.hf.writer import MAX_FILE_BYTES, copy_companions, save_tensors
+from bapo_megatron.learner.folder import HF_CONFIG, Manifest, digest_of, write_index
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of one tensor."""
+
+    part: str  # weight, or one of Adam's moments
+    name: str  # Hugging Face's
+    shape: tuple[int, ...]  # of the whole tensor
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    values: Tensor  # as many values as the box, in its order, perhaps strided and in another shape
+
+    @classmethod
+    def whole(cls, part: str, name: str, tensor: Tensor) -> Piece:
+        size = tuple(tensor.shape)
+        return cls(part, name, size, (0,) * tensor.dim(), size, tensor)
+
+    @property
+    def key(self) -> str:
+        """Its name inside a file."""
+        return f"{self.part}/{self.name}"
+
+    @property
+    def dtype(self) -> str:
+        return str(self.values.dtype).removeprefix("torch.")
+
+
+class Snapshot:
+    """One rank's pieces at one moment, to be written by that rank; all ranks' manifests together make the index.
+
+    Args:
+        pieces: no tensor twice; read once, by `write`.
+        facts: JSON for the index, the same on every rank.
+        hf_path: a Hugging Face folder whose config.json and tokenizer go along.
+    """
+
+    def __init__(
+        self, pieces: Iterable[Piece], facts: dict[str, Any], *, rank: int = 0, hf_path: Path | None = None
+    ) -> None:
+        self.facts = facts
+        self._pieces = pieces
+        self._rank = rank
+        self._hf_path = hf_path
+        self._copied: torch.cuda.Event | None = None
+
+    def detach(self) -> None:
+        """Copy to the CPU, so that training may go on: what `write` reads does not change any more.
+
+        From a GPU into page-locked memory, in the order of the current stream: returns before the copies are done.
+        """
+        self._pieces = [replace(piece, values=_copy(piece.values)) for piece in self._pieces]
+        if torch.cuda.is_available():
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def write(self, folder: Path, max_file_bytes: int = MAX_FILE_BYTES) -> Manifest:
+        """Write this rank's files. Not collective; may run in any thread, after `detach`. To be called once.
+
+        Holds one file's pieces on the CPU, besides what `detach` has copied.
+
+        Raises:
+            CheckpointError: the disk is full, or a value is nan or infinite: it could not be loaded again, and would
+                take the place of one that can.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+        manifest: Manifest = {"files": {}, "tensors": {}}
+        for number, pieces in enumerate(_in_files(self._pieces, max_file_bytes)):
+            name = f"rank-{self._rank:05d}-{number:03d}.safetensors"
+            tensors = {p.key: p.values.detach().cpu().reshape(p.size).contiguous() for p in pieces}
+            assert len(tensors) == len(pieces), "a tensor has two pieces in one file"
+            for key, tensor in tensors.items():
+                check_finite(tensor, key)
+            save_tensors(tensors, folder / name)
+            manifest["files"][name] = [(folder / name).stat().st_size, digest_of(folder / name)]
+            for p in pieces:
+                saved = {"dtype": p.dtype, "shape": list(p.shape), "boxes": [[name, list(p.start), list(p.size)]]}
+                manifest["tensors"].setdefault(p.part, {})[p.name] = saved
+        self._pieces = ()
+        return manifest
+
+    def complete(self, folder: Path, manifests: Iterable[Manifest]) -> None:
+        """Write what makes the shards of all ranks a saved model. On one rank, once all have written.
+
+        Raises:
+            CheckpointError: the disk is full.
+        """
+        files = {}
+        if self._hf_path is not None:
+            (folder / HF_CONFIG).mkdir()
+            copy_companions(self._hf_path, folder / HF_CONFIG, set())
+            copied = sorted((folder / HF_CONFIG).iterdir())
+            files = {f"{HF_CONFIG}/{file.name}": [file.stat().st_size, digest_of(file)] for file in copied}
+        write_index(folder, self.facts, [*manifests, {"files": files, "tensors": {}}])
+
+
+def _copy(values: Tensor) -> Tensor:
+    """Of the values' shape, contiguous."""
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    return copy.copy_(values.detach(), non_blocking=True)
+
+
+def _in_files(pieces: Iterable[Piece], max_bytes: int) -> Iterator[list[Piece]]:
+    pending: list[Piece] = []
+    num_bytes = 0
+    for piece in pieces:
+        if pending and num_bytes + piece.values.nbytes > max_bytes:
+            yield pending
+            pending, num_bytes = [], 0
+        pending.append(piece)
+        num_bytes += piece.values.nbytes
+    if pending:
+        yield pending

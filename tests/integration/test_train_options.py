@@ -1,0 +1,48 @@
+"""A run with everything on that has a memory of its own, stopped and resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_train import SAME, train
+
+OPTIONS = (
+    "parallel.tensor=1",
+    "loss.kl_coef=0.05",
+    "loss.kl_target=0.0001",
+    "advantage.kind=dr_grpo",
+    "advantage.whiten_batch=true",
+    "reward.running_std=true",
+    "reward.clip=1.5",
+    "optimizer.schedule=cosine",
+    "optimizer.warmup_updates=2",
+    "optimizer.min_lr_ratio=0.1",
+    "optimizer.total_updates=6",
+    "checkpoint.interval_steps=2",
+)
+COMPARED = (
+    *SAME,
+    "loss/kl_reference",
+    "loss/kl_coef",
+    "reward/running_std",
+    "reward/clipped_share",
+    "optimizer/lr",
+    "optimizer/grad_alarms",
+)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_exactly(tmp_path: Path) -> None:
+    whole = train(tmp_path, "whole", "train.num_steps=3", *OPTIONS)
+    train(tmp_path, "resumed", "train.num_steps=2", *OPTIONS)
+    resumed = train(tmp_path, "resumed", "train.num_steps=3", *OPTIONS)
+    assert len(whole) == len(resumed) == 3
+    for row, expected in zip(resumed, whole, strict=True):
+        for name in COMPARED:
+            assert row[name] == expected[name], f"step {row['step']}: {name}"
+    assert len({row["loss/kl_coef"] for row in whole}) == 3, "the coefficient adapts"
+    assert len({row["reward/running_std"] for row in whole}) > 1
+    assert whole[-1]["optimizer/lr"] < whole[0]["optimizer/lr"]
+    assert all(row["loss/kl_reference"] > 0 for row in whole)

@@ -1,0 +1,72 @@
+"""Settings of the update that contradict each other or do nothing."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from bapo_megatron.assets import demo_model_path
+from bapo_megatron.config.plan import check
+from bapo_megatron.config.schema import Config
+
+
+def messages(severity: str, **sections: Any) -> list[str]:
+    config = Config.model_validate({"train": {"minibatches_per_step": 2}, **sections})
+    return [v.message for v in check(config, hf_config=None) if v.severity == severity]
+
+
+@pytest.mark.parametrize(
+    ("severity", "sections", "part"),
+    [
+        ("warning", {"optimizer": {"min_lr_ratio": 0.1}}, "optimizer.min_lr_ratio=0.1 does nothing"),
+        ("warning", {"optimizer": {"total_updates": 9}}, "optimizer.total_updates=9 does nothing"),
+        (
+            "error",
+            {"optimizer": {"schedule": "cosine", "warmup_updates": 200}},
+            "warmup_updates=200 leaves nothing of the 200 updates",
+        ),
+        ("error", {"loss": {"kl_target": 0.1}}, "set loss.kl_coef=0.1"),
+        ("warning", {"loss": {"reference_path": "x"}}, "is not used without a KL term"),
+        ("warning", {"loss": {"kl_coef": 0.1, "kl_estimator": "k1"}}, "adds noise"),
+        ("warning", {"reward": {"scale": 2}}, "reward.scale=2 does nothing"),
+        ("warning", {"reward": {"running_std": True}}, "reward.running_std does nothing"),
+        (
+            "warning",
+            {"reward": {"scale": 2}, "advantage": {"kind": "rloo", "whiten_batch": True}},
+            "leave one of them out",
+        ),
+    ],
+)
+def test_told(severity: str, sections: dict[str, Any], part: str) -> None:
+    (message,) = messages(severity, **sections)
+    assert part in message
+
+
+def test_a_reference_needs_the_vocabulary_of_the_policy_and_fits_its_layout() -> None:
+    policy = json.loads((demo_model_path() / "config.json").read_text())
+    loss = {"kl_coef": 0.1, "reference_path": "x"}
+    config = Config.model_validate({"parallel": {"tensor": 2}, "loss": loss, "train": {"minibatches_per_step": 2}})
+    policy |= {"max_position_embeddings": 4096}
+    assert check(config, hf_config=policy, reference_config=policy) == []
+    other = policy | {"vocab_size": 7, "num_key_value_heads": 1}
+    found = [v.message for v in check(config, hf_config=policy, reference_config=other)]
+    assert len(found) == 2
+    assert found[0].startswith("loss.reference_path='x' has a vocabulary of 7 tokens, the policy one of")
+    assert found[1].startswith("loss.reference_path='x': parallel.tensor=2 does not divide 1 key-value heads")
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"optimizer": {"schedule": "linear", "warmup_updates": 199, "min_lr_ratio": 0.1}},
+        {"optimizer": {"schedule": "cosine", "warmup_updates": 200, "total_updates": 400}},
+        {"loss": {"kl_coef": 0.1, "kl_target": 0.05, "reference_path": "x"}},
+        {"reward": {"running_std": True, "clip": 5}},
+        {"reward": {"scale": 2}, "advantage": {"kind": "dr_grpo"}},
+    ],
+)
+def test_fine(sections: dict[str, Any]) -> None:
+    assert messages("error", **sections) == messages("warning", **sections) == []
