@@ -15,6 +15,7 @@ from bapo_megatron.config.base import Section
 from bapo_megatron.config.layout import ClusterConfig, ParallelConfig
 from bapo_megatron.config.precision import PrecisionConfig
 from bapo_megatron.config.schema_advantage import AdvantageConfig, CriticConfig
+from bapo_megatron.config.schema_slurm import SlurmConfig
 
 REWARD_KINDS = ("auto", "chains", "reasoning_gym", "math", "code")
 _DOTTED_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -363,6 +364,7 @@ class Config(Section):
     train: TrainConfig = Field(default_factory=TrainConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    slurm: SlurmConfig = Field(default_factory=SlurmConfig)
     sync: SyncConfig = Field(default_factory=SyncConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

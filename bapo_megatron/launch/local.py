@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 from bapo_megatron.assets import resolve_model_path
@@ -19,8 +18,8 @@ from bapo_megatron.config.load import dump_config
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
-from bapo_megatron.launch import processes, sglang
-from bapo_megatron.launch.supervisor import EngineSpec, supervised
+from bapo_megatron.launch.engines import running_engines
+from bapo_megatron.launch.processes import EngineShare
 from bapo_megatron.monitor.report import write_report
 from bapo_megatron.monitor.rundir import RunDir
 
@@ -102,44 +101,6 @@ def _engines(config: Config, model_path: Path, log_dir: Path) -> Iterator[list[s
     if r.engine in ("attach", "recorded"):
         yield list(r.urls)
         return
-    make_specs = sglang.engine_specs if r.engine == "sglang" else _embedded_specs
-    logs = [log_dir / f"engine-{i}.log" for i in range(r.num_servers)]
-    with (
-        processes.reserved_ports(r.num_servers) as ports,
-        supervised(
-            make_specs(config, model_path, logs, ports),
-            startup_timeout_s=r.startup_timeout_s,
-            max_restarts=r.max_restarts,
-            hang_timeout_s=r.hang_timeout_s,
-            tell=lambda text: _tell(text, log_dir / "supervisor.log"),
-        ) as urls,
-    ):
+    share = EngineShare(count=r.num_servers, first_gpu=num_ranks(config))
+    with running_engines(config, model_path, log_dir, share) as urls:
         yield urls
-
-
-def _embedded_specs(config: Config, model_path: Path, logs: Sequence[Path], ports: Sequence[int]) -> list[EngineSpec]:
-    """Each start holds the weights of `model_path`, as version "default": only a push gives a server a number."""
-    r = config.rollout
-    threads = r.engine_threads or max(1, (os.cpu_count() or 1) // r.num_servers)
-    context = r.engine_max_context or config.data.max_prompt_tokens + r.max_response_tokens
-    command = [
-        *(sys.executable, "-m", "bapo_megatron.rollout.embedded"),
-        *("--model-path", str(model_path)),
-        *("--host", processes.LOOPBACK),
-        *("--max-context", str(context)),
-        *("--max-running", str(r.max_concurrent_requests)),
-        *("--threads", str(threads)),
-        *("--dtype", config.model.dtype),
-        *("--update-timeout-s", str(config.sync.timeout_s)),
-        "--exit-with-parent",
-    ]
-    return [
-        EngineSpec(f"http://{processes.LOOPBACK}:{port}", [*command, "--port", str(port)], log)
-        for log, port in zip(logs, ports, strict=True)
-    ]
-
-
-def _tell(text: str, log: Path) -> None:
-    print(f"bapo: {text}", file=sys.stderr, flush=True)
-    with log.open("a") as lines:
-        lines.write(f"{datetime.now(UTC).isoformat(timespec='seconds')} {text}\n")
