@@ -90,18 +90,15 @@ def submit(job: Job) -> list[str]:
 
 
 def known_step_s(config: Config) -> float | None:
-    """How long a step takes: as measured in the run so far, else at least, by roofline; None where neither is known."""
-    metrics = Path(config.run.dir) / config.run.name / "metrics.jsonl"
-    if metrics.exists():
-        measured = [row["time/step_s"] for row in read_jsonl(metrics)[-_RECENT_STEPS:] if "time/step_s" in row]
-        if measured:
-            return statistics.median(measured)
-    if config.cluster.gpu is None:
-        return None
-    from bapo_megatron.preflight.known_models import planned_shape
-    from bapo_megatron.preflight.plan import make_plan
+    """How long a step of this run took lately; None before its first one.
 
-    return make_plan(config, planned_shape(config.model.path)).train.least
+    The plan's times are no substitute: they depend on how long responses are, which nobody knows before.
+    """
+    metrics = Path(config.run.dir) / config.run.name / "metrics.jsonl"
+    if not metrics.exists():
+        return None
+    measured = [row["time/step_s"] for row in read_jsonl(metrics)[-_RECENT_STEPS:] if "time/step_s" in row]
+    return statistics.median(measured) if measured else None
 
 
 def _tasks(config: Config, text: str, errors: list[str]) -> list[list[str]]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,9 @@ def wait_for(condition: Callable[[], bool], what: str, cluster: Cluster, run: Pa
 
 def test_a_run_over_two_nodes_is_requeued_and_loses_nothing(cluster: Cluster, tmp_path: Path) -> None:
     run = tmp_path / "two"
+    reference = ThreadPoolExecutor(1).submit(
+        bapo, cluster, "train", "demo", f"run.dir={tmp_path}", "run.name=alone", *SETTINGS
+    )
     submitted = bapo(cluster, "slurm", "demo", f"run.dir={tmp_path}", "run.name=two", *SETTINGS, *TWO_NODES, "--submit")
     assert submitted.returncode == 0, submitted.stderr
     (job,) = [line.split()[1] for line in submitted.stdout.splitlines() if line.startswith("submitted")]
@@ -95,7 +99,7 @@ def test_a_run_over_two_nodes_is_requeued_and_loses_nothing(cluster: Cluster, tm
         assert [len(facts["urls"]) for facts in told] == [1, 1]
 
     # The same machine, left alone, without SLURM: bit for bit the same run.
-    alone = bapo(cluster, "train", "demo", f"run.dir={tmp_path}", "run.name=alone", *SETTINGS)
+    alone = reference.result(TIMEOUT_S)
     assert alone.returncode == 0, alone.stderr
     assert len(read_jsonl(run / "metrics.jsonl")) == NUM_STEPS
     assert_same(run, tmp_path / "alone", NUM_STEPS)
@@ -124,3 +128,29 @@ def test_what_sbatch_refuses_is_told_in_its_own_words(cluster: Cluster, tmp_path
     assert refused.returncode == 2
     assert "invalid partition specified: nowhere" in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+def test_the_thin_script_submits_from_a_node(cluster: Cluster, tmp_path: Path) -> None:
+    settings = (f"run.dir={tmp_path}", "run.name=held", *SETTINGS, *TWO_NODES, 'slurm.options=["--hold"]')
+    log, script = tmp_path / "log", Path(__file__).parents[2] / "scripts" / "submit.sbatch"
+    cluster.run("sbatch", "--wait", f"--output={log}", str(script), "demo", *settings)
+    (job,) = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("submitted")]
+    assert cluster.job(job)["NumNodes"] == "2-2"
+    assert cluster.job(job)["TimeLimit"] == "01:00:00"
+    cluster.run("scancel", job)
+
+
+def test_a_job_that_cannot_begin_says_so_in_its_log(cluster: Cluster, tmp_path: Path) -> None:
+    """What only the nodes can know; and with a chain, the jobs behind it."""
+    settings = (*SETTINGS, "cluster.nodes=2", "slurm.interface=ib7", "slurm.chain=2", "slurm.requeue=false")
+    done = bapo(cluster, "slurm", "demo", f"run.dir={tmp_path}", "run.name=lost", *settings, "--submit")
+    assert done.returncode == 0, done.stderr
+    first, second = next(line.split()[1:] for line in done.stdout.splitlines() if line.startswith("submitted"))
+    assert f"afternotok:{first}" in cluster.job(second)["Dependency"]
+    run = tmp_path / "lost"
+    wait_for(lambda: cluster.job(first)["JobState"] == "FAILED", "the job has failed", cluster, run)
+    log = (run / "slurm" / f"job-{first}.log").read_text()
+    assert "trainer rank 0 on " in log
+    assert "slurm.interface=ib7: this node has no IPv4 address there" in log
+    assert "Traceback" not in log
+    cluster.run("scancel", second)
