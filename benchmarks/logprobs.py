@@ -3,9 +3,10 @@
     python benchmarks/logprobs.py memory [TOKENS] [VOCAB]      peak of forward and backward (default 8192, 152064)
     python benchmarks/logprobs.py time [TOKENS] [VOCAB]        time and error of each way (default 1024, 32000)
 
-Ways: ours (`algorithms/logprobs.py`, in chunks, logits computed again in the backward pass); a plain vocabulary-
-parallel cross-entropy (whole logits, Megatron-Core's VocabParallelCrossEntropy, one rank, no entropy); Hugging Face's
-(whole logits, log_softmax, gather). The last two keep the logits: where free memory is short they are left out.
+Ways: ours (`algorithms/logprobs.py`, in chunks of so many rows, logits computed again in the backward pass); a plain
+vocabulary-parallel cross-entropy (whole logits, Megatron-Core's VocabParallelCrossEntropy, one rank, no entropy);
+Hugging Face's (whole logits, log_softmax, gather). The last two keep the logits: where free memory is short they are
+left out. Times are CPU seconds: what an idle machine's clock would show, whatever else runs on this one.
 
 Memory is the growth of this process's resident set over what it held before the call, its peak as Linux counts it
 (/proc/self/status), gradients included; each measurement runs in a process of its own.
@@ -29,25 +30,23 @@ from torch import Tensor
 from bapo_megatron.algorithms.logprobs import VocabShard, token_log_probs
 
 HIDDEN_SIZE = 64  # small, so that the gradients of hidden states and weights do not hide what the logits cost
-CHUNK_TOKENS = 256
+CHUNK_TOKENS = (256, 512, 1024)
 NUM_RUNS = 5
 MIB = 1 << 20
 
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def ours(hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor) -> Tensor:
-    size = weight_VH.shape[0]
-    shard = VocabShard(group=None, start=0, size=size, vocab_size=size)
-    return token_log_probs(hidden_RH, weight_VH, targets_R, shard=shard, chunk_tokens=CHUNK_TOKENS)[0]
+def ours(chunk_tokens: int, *, with_entropy: bool = True) -> Way:
+    def way(hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor) -> Tensor:
+        size = weight_VH.shape[0]
+        shard = VocabShard(group=None, start=0, size=size, vocab_size=size)
+        log_probs_R, _ = token_log_probs(
+            hidden_RH, weight_VH, targets_R, shard=shard, chunk_tokens=chunk_tokens, with_entropy=with_entropy
+        )
+        return log_probs_R
 
-
-def ours_without_entropy(hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor) -> Tensor:
-    size = weight_VH.shape[0]
-    shard = VocabShard(group=None, start=0, size=size, vocab_size=size)
-    return token_log_probs(hidden_RH, weight_VH, targets_R, shard=shard, chunk_tokens=CHUNK_TOKENS, with_entropy=False)[
-        0
-    ]
+    return way
 
 
 def vocab_parallel(hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor) -> Tensor:
@@ -61,8 +60,8 @@ def hugging_face(hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor) -> Ten
 
 
 WAYS: dict[str, Way] = {
-    "ours": ours,
-    "ours, no entropy": ours_without_entropy,
+    **{f"ours, {chunk}": ours(chunk) for chunk in CHUNK_TOKENS},
+    f"ours, {CHUNK_TOKENS[0]}, no entropy": ours(CHUNK_TOKENS[0], with_entropy=False),
     "vocab-parallel": vocab_parallel,
     "Hugging Face": hugging_face,
 }
@@ -76,13 +75,13 @@ def inputs(num_tokens: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run(way: Way, hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor) -> tuple[Tensor, float, float]:
-    """Log-probs, and seconds of the forward and the backward pass."""
+    """Log-probs, and CPU seconds of the forward and the backward pass."""
     hidden_RH.grad = weight_VH.grad = None
-    start = time.perf_counter()
+    start = time.process_time()
     log_probs_R = way(hidden_RH, weight_VH, targets_R)
-    middle = time.perf_counter()
+    middle = time.process_time()
     log_probs_R.mean().backward()
-    return log_probs_R.detach(), middle - start, time.perf_counter() - middle
+    return log_probs_R.detach(), middle - start, time.process_time() - middle
 
 
 def resident_bytes(which: str) -> int:
@@ -105,16 +104,14 @@ def measure_memory(way: str, num_tokens: int, vocab_size: int) -> None:
 def memory(num_tokens: int, vocab_size: int) -> None:
     logits = 4 * num_tokens * vocab_size
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    print(
-        f"memory: {num_tokens} tokens x {vocab_size}, chunks of {CHUNK_TOKENS}; float32 logits {logits / MIB:.0f} MiB"
-    )
+    print(f"memory: {num_tokens} tokens x {vocab_size}; float32 logits {logits / MIB:.0f} MiB")
     for way in WAYS:
         if not way.startswith("ours") and 4 * logits > free:
-            print(f"{way:>18}: left out, may need four times the logits; choose a smaller size")
+            print(f"{way:>22}: left out, may need four times the logits; choose a smaller size")
             continue
         command = [sys.executable, __file__, "measure-memory", way, str(num_tokens), str(vocab_size)]
         peak = int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout)
-        print(f"{way:>18}: peak {peak / MIB:6.0f} MiB = {peak / logits:.3f} of the logits")
+        print(f"{way:>22}: peak {peak / MIB:6.0f} MiB = {peak / logits:.3f} of the logits")
 
 
 def timing(num_tokens: int, vocab_size: int) -> None:
@@ -135,7 +132,7 @@ def timing(num_tokens: int, vocab_size: int) -> None:
     for name, pairs_s in seconds.items():
         forward, backward = (statistics.median(x) for x in zip(*pairs_s, strict=True))
         print(
-            f"{name:>18}: forward {forward * 1e3:6.0f} ms, backward {backward * 1e3:6.0f} ms, together "
+            f"{name:>22}: forward {forward * 1e3:6.0f} ms, backward {backward * 1e3:6.0f} ms, together "
             f"{(forward + backward) * 1e3:6.0f} ms; largest relative error: log-probs {errors[name][0]:.1e}, "
             f"gradients {errors[name][1]:.1e} {errors[name][2]:.1e}"
         )

@@ -46,7 +46,7 @@ def token_log_probs(
     *,
     temperature: float = 1.0,
     shard: VocabShard,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int = 256,
     with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of each row's distribution softmax(hidden @ weight.T / temperature), in nats.
