@@ -3,7 +3,8 @@
 Logits exist for one chunk of rows at a time; the backward pass computes them again. The vocabulary may be split over a
 tensor-parallel group: each call then makes two small all-reduces forward and one backward, whatever the chunk size.
 
-Shape legend: R rows (one per response token), H hidden size, V vocabulary rows held by this rank, C rows of a chunk.
+Shape legend: R rows (one per response token), H hidden size, V vocabulary rows held by this rank, C rows of a chunk,
+B rows of a block of it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+_CACHED_VALUES = 1 << 17  # 512 KiB of float32: half of a usual second-level cache, for the logits and one temporary
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +85,11 @@ class _TokenLogProbs(torch.autograd.Function):
         max_R = hidden_RH.new_full((num_rows,), torch.finfo(dtype).min, dtype=dtype)
         sums_3R = hidden_RH.new_zeros((3, num_rows), dtype=dtype)  # exp(logit - max), the same * logit, target's logit
         for rows in _chunks(num_rows if shard.num_real else 0, chunk_tokens):
-            logits_CV = _matmul(hidden_RH[rows], real_VH.T).div_(temperature)
-            target_C, here_C = _local_targets(targets_R[rows], shard)
-            sums_3R[2, rows] = logits_CV.gather(1, target_C[:, None])[:, 0] * here_C
-            max_R[rows] = logits_CV.amax(dim=1)
-            weights_CV = (logits_CV - max_R[rows, None]).exp_()
-            sums_3R[0, rows] = weights_CV.sum(dim=1)
-            if with_entropy:
-                sums_3R[1, rows] = weights_CV.mul_(logits_CV).sum(dim=1)
-            del logits_CV, weights_CV  # before the next chunk's are made
+            logits_CV = _matmul(hidden_RH[rows], real_VH.T)
+            columns_C = _local_columns(targets_R[rows], shard)
+            max_R[rows], *sums = row_statistics(logits_CV, columns_C, temperature, with_entropy)
+            del logits_CV  # before the next chunk's are made
+            sums_3R[:, rows] = torch.stack(sums)
 
         global_max_R = max_R.clone()
         if shard.group is not None:
@@ -119,21 +118,22 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_hidden_RH = torch.zeros_like(hidden_RH, dtype=dtype) if need_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if need_weight else None
         pull_R = torch.zeros_like(log_z_R) if grad_log_probs_R is None else grad_log_probs_R / ctx.temperature
+        entropy_pull_R = None if grad_entropy_R is None else grad_entropy_R / ctx.temperature
         for rows in _chunks(hidden_RH.shape[0] if shard.num_real else 0, ctx.chunk_tokens):
-            log_p_CV = _matmul(hidden_RH[rows], real_VH.T).div_(ctx.temperature).sub_(log_z_R[rows, None])
-            grad_CV = log_p_CV.exp()
-            if grad_entropy_R is None:
-                grad_CV.mul_(-pull_R[rows, None])
-            else:
-                log_p_CV.add_(entropy_R[rows, None]).mul_(grad_entropy_R[rows, None] / ctx.temperature)
-                grad_CV.mul_(log_p_CV.add_(pull_R[rows, None]).neg_())
-            target_C, here_C = _local_targets(targets_R[rows], shard)
-            grad_CV.scatter_add_(1, target_C[:, None], (pull_R[rows] * here_C)[:, None])
+            grad_CV = logit_gradients(
+                _matmul(hidden_RH[rows], real_VH.T),
+                _local_columns(targets_R[rows], shard),
+                ctx.temperature,
+                log_z_R[rows],
+                pull_R[rows],
+                entropy_R[rows],
+                None if entropy_pull_R is None else entropy_pull_R[rows],
+            )
             if grad_hidden_RH is not None:
                 grad_hidden_RH[rows] = _matmul(grad_CV, real_VH)
             if grad_weight_VH is not None:
                 _add_matmul(grad_weight_VH[: shard.num_real], grad_CV.T, hidden_RH[rows])
-            del log_p_CV, grad_CV  # before the next chunk's are made
+            del grad_CV  # before the next chunk's are made
         if grad_hidden_RH is not None:
             if shard.group is not None:
                 dist.all_reduce(grad_hidden_RH, group=shard.group)
@@ -147,11 +147,68 @@ def _chunks(num_rows: int, chunk_tokens: int) -> Iterator[slice]:
     return (slice(i, min(i + chunk_tokens, num_rows)) for i in range(0, num_rows, chunk_tokens))
 
 
-def _local_targets(targets_C: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Column of each target among this rank's real rows (0 if it is elsewhere), and whether it is here."""
+def row_statistics(
+    logits_CV: Tensor, columns_C: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a rank knows of its columns: with l = logits / temperature, the max of l, the sums of exp(l - max) and of
+    exp(l - max) * l (0 without entropy), and the target's l (0 where it is elsewhere). Overwrites the logits.
+
+    Args:
+        columns_C: int64, each row's target among the columns, -1 if it is on another rank.
+    """
+    max_C, sum_C, weighted_C = logits_CV.new_zeros((3, logits_CV.shape[0]))
+    target_C = logits_CV.gather(1, columns_C.clamp(min=0)[:, None])[:, 0].div_(temperature) * (columns_C >= 0)
+    for rows in _cached_rows(logits_CV):
+        l_BV = _divided(logits_CV[rows], temperature)
+        max_C[rows] = l_BV.amax(dim=1)
+        weights_BV = (l_BV - max_C[rows, None]).exp_()
+        sum_C[rows] = weights_BV.sum(dim=1)
+        if with_entropy:
+            weighted_C[rows] = weights_BV.mul_(l_BV).sum(dim=1)
+    return max_C, sum_C, weighted_C, target_C
+
+
+def logit_gradients(
+    logits_CV: Tensor,
+    columns_C: Tensor,
+    temperature: float,
+    log_z_C: Tensor,
+    pull_C: Tensor,
+    entropy_C: Tensor,
+    entropy_pull_C: Tensor | None,
+) -> Tensor:
+    """The loss's gradient with respect to the logits, in their place.
+
+    Args:
+        columns_C: as in `row_statistics`.
+        log_z_C: logarithm of the sum of exp(logits / temperature) over all ranks.
+        pull_C, entropy_pull_C: gradients of the log-probs and entropies, divided by the temperature; None: zero.
+    """
+    for rows in _cached_rows(logits_CV):
+        log_p_BV = _divided(logits_CV[rows], temperature).sub_(log_z_C[rows, None])
+        if entropy_pull_C is None:
+            log_p_BV.exp_().mul_(-pull_C[rows, None])
+        else:
+            p_BV = log_p_BV.exp()
+            log_p_BV.add_(entropy_C[rows, None]).mul_(entropy_pull_C[rows, None])
+            log_p_BV.add_(pull_C[rows, None]).mul_(p_BV).neg_()
+    return logits_CV.scatter_add_(1, columns_C.clamp(min=0)[:, None], (pull_C * (columns_C >= 0))[:, None])
+
+
+def _cached_rows(logits_CV: Tensor) -> Iterator[slice]:
+    """Blocks of B rows, small enough that a CPU's cache holds one from the first operation to the last."""
+    num_rows, num_columns = logits_CV.shape
+    return _chunks(num_rows, num_rows if logits_CV.is_cuda else max(1, _CACHED_VALUES // num_columns))
+
+
+def _divided(logits: Tensor, temperature: float) -> Tensor:
+    return logits if temperature == 1 else logits.div_(temperature)
+
+
+def _local_columns(targets_C: Tensor, shard: VocabShard) -> Tensor:
+    """Column of each target among this rank's real rows, -1 if it is elsewhere."""
     column_C = targets_C - shard.start
-    here_C = (column_C >= 0) & (column_C < shard.num_real)
-    return torch.where(here_C, column_C, 0), here_C
+    return torch.where((column_C >= 0) & (column_C < shard.num_real), column_C, -1)
 
 
 def _accumulator(x: Tensor) -> torch.dtype:

@@ -124,7 +124,7 @@ def _layout(config: Config) -> Iterator[Violation]:
             f'train.schedule="forwards_first" is not possible with parallel.pipeline={p.pipeline}, whose stages pass '
             'micro-batches on in an order of their own; set train.schedule="auto"'
         )
-    if config.optimizer.distributed and p.data * p.context == 1:
+    if config.optimizer.distributed and p.data * p.context == 1 and config.cluster.gpu is None:
         yield Violation(
             "optimizer.distributed=true splits Adam's state over parallel.data x context ranks, and there is one; "
             "set optimizer.distributed=false",

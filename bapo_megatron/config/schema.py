@@ -12,6 +12,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from bapo_megatron.algorithms.clip_bounds import ClipBoundConfig
 from bapo_megatron.config.base import Section
+from bapo_megatron.config.layout import ClusterConfig, ParallelConfig
 from bapo_megatron.config.schema_advantage import AdvantageConfig, CriticConfig
 
 REWARD_KINDS = ("auto", "chains", "reasoning_gym", "math", "code")
@@ -255,30 +256,6 @@ class TrainConfig(Section):
     its own. auto: the first with one micro-batch, or with recompute while layer inputs take under a tenth of memory."""
 
 
-class ParallelConfig(Section):
-    """How the trainer is split over processes. ranks = tensor x pipeline x context x data."""
-
-    tensor: PositiveInt = 1
-    """Ranks that share each layer; must divide attention heads and key-value heads."""
-    pipeline: PositiveInt = 1
-    """Stages that the layers are cut into; must divide the number of layers."""
-    virtual_pipeline: PositiveInt = 1
-    """Chunks of layers on each stage, visited in turn: smaller bubbles, more messages. Above 1 it needs pipeline
-    stages, and pipeline x virtual_pipeline must divide the number of layers."""
-    context: PositiveInt = 1
-    """Ranks that share each sequence, for long ones: attention gathers keys and values, all else stays split."""
-    data: PositiveInt = 1
-    """Copies of the model, each with a share of every mini-batch."""
-    sequence: bool = False
-    """Sequence parallelism inside the tensor-parallel group."""
-    num_ranks: PositiveInt | None = None
-    """What you mean to start; checked against the product."""
-    threads_per_rank: PositiveInt | None = None
-    """CPU threads of one trainer process. Unset: cores / ranks, at least 1."""
-    timeout_s: PositiveFloat = 600.0
-    """Deadline of one collective between trainer ranks."""
-
-
 class SyncConfig(Section):
     """Weight sync from trainer to engines."""
 
@@ -377,6 +354,7 @@ class Config(Section):
     critic: CriticConfig = Field(default_factory=CriticConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     sync: SyncConfig = Field(default_factory=SyncConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

@@ -41,6 +41,9 @@ class AdamState:
         assert isinstance(optimizer, ChainedOptimizer)
         (self._optimizer,) = optimizer.chained_optimizers
         self._is_split = isinstance(self._optimizer, DistributedOptimizer)
+        if not torch.cuda.is_available():
+            for group in self._optimizer.optimizer.param_groups:
+                group["fused"] = True  # one pass over weights, gradients and moments instead of ten
         self._group = layout.data_context_group
 
     def gather(self, parameter: Parameter, name: str) -> Tensor:

@@ -24,7 +24,10 @@ def messages(*overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        ("parallel.num_ranks=8 parallel.pipeline=2", ["num_ranks=8", "1 x 2 x 1 x 1 = 2", "parallel.data=4"]),
+        (
+            "parallel.num_ranks=8 parallel.pipeline=2 parallel.data=1",
+            ["num_ranks=8", "1 x 2 x 1 x 1 = 2", "parallel.data=4"],
+        ),
         ("parallel.num_ranks=3 parallel.pipeline=2", ["num_ranks=3", "set parallel.num_ranks=2"]),
         ("parallel.virtual_pipeline=2", ["virtual_pipeline=2", "parallel.pipeline above 1", "virtual_pipeline=1"]),
         ("parallel.pipeline=5 parallel.virtual_pipeline=4", ["virtual_pipeline=4", "6 layers", "1, 2, 3 or 6"]),
