@@ -147,6 +147,7 @@ def _load_checked(arguments: Sequence[str], *, elsewhere: bool = False, memory: 
     """
     from bapo_megatron.config.load import load_config
     from bapo_megatron.config.plan import check
+    from bapo_megatron.learner.machine import this_machine
     from bapo_megatron.preflight.known_models import known_config
     from bapo_megatron.preflight.plan import check_cluster
 
@@ -159,7 +160,13 @@ def _load_checked(arguments: Sequence[str], *, elsewhere: bool = False, memory: 
     reference = config.loss.reference_path if config.loss.kl_coef else None
     reference_config = _hf_config(reference, "loss.reference_path", errors) if reference else None
     num_gpus = config.cluster.nodes * config.cluster.gpus_per_node if elsewhere else _num_gpus()
-    violations = check(config, hf_config=hf_config, reference_config=reference_config, num_gpus=num_gpus)
+    violations = check(
+        config,
+        hf_config=hf_config,
+        reference_config=reference_config,
+        num_gpus=num_gpus,
+        machine=this_machine() if num_gpus and not elsewhere else None,
+    )
     errors += [v.message for v in violations if v.severity == "error"]
     if not errors:
         errors += [v.message for v in check_cluster(config, hf_config, memory=memory)]

@@ -7,6 +7,7 @@ from typing import Any
 
 from bapo_megatron.config.plan_critic import check_critic
 from bapo_megatron.config.plan_learning import check_learning, check_reference
+from bapo_megatron.config.precision import Machine, check_precision
 from bapo_megatron.config.schema import Config, RolloutConfig
 from bapo_megatron.config.violation import Violation
 
@@ -31,6 +32,7 @@ def check(
     hf_config: dict[str, Any] | None,
     reference_config: dict[str, Any] | None = None,
     num_gpus: int = 0,
+    machine: Machine | None = None,
 ) -> list[Violation]:
     """All violations across sections, layout first.
 
@@ -38,6 +40,7 @@ def check(
         hf_config: the model's config.json; None leaves the model's own limits unchecked.
         reference_config: that of `loss.reference_path`, where a KL term has one.
         num_gpus: GPUs of this machine that a run may use; 0 is a run on CPUs.
+        machine: what FP8 asks of it; None leaves that unchecked.
     """
     found = [
         *_layout(config),
@@ -52,6 +55,7 @@ def check(
         *check_learning(config),
         *check_critic(config),
         *_sync(config),
+        *check_precision(config, hf_config, num_gpus, machine),
     ]
     if hf_config is not None:
         found += _model(config, hf_config)

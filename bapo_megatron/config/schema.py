@@ -13,6 +13,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 from bapo_megatron.algorithms.clip_bounds import ClipBoundConfig
 from bapo_megatron.config.base import Section
 from bapo_megatron.config.layout import ClusterConfig, ParallelConfig
+from bapo_megatron.config.precision import PrecisionConfig
 from bapo_megatron.config.schema_advantage import AdvantageConfig, CriticConfig
 
 REWARD_KINDS = ("auto", "chains", "reasoning_gym", "math", "code")
@@ -39,6 +40,9 @@ class ModelConfig(Section):
     """Folder with config.json, safetensors and tokenizer; "demo" is the small model that ships with the package."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations. Keep float32 on a CPU: bfloat16 is several times slower there."""
+    implementation: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Layers of the trainer. transformer_engine: NVIDIA's kernels, for bfloat16 on GPUs, and the only ones with FP8;
+    local: Megatron's own linears and our packed attention; auto: the first where it is installed and can be used."""
 
 
 class DataConfig(Section):
@@ -246,6 +250,9 @@ class TrainConfig(Section):
     context parallelism a pack is shared by parallel.context ranks and holds that many times more."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Rows whose logits exist at once when log-probs are computed."""
+    logprob_backend: Literal["auto", "torch", "triton"] = "auto"
+    """What turns logits into log-probs. triton: one kernel reads a chunk of logits once instead of several times, and
+    needs a GPU; auto: torch, until triton has been measured to be faster (benchmarks/logprobs.py)."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of an entropy bonus in the loss."""
     recompute: bool = False
@@ -344,6 +351,7 @@ class Config(Section):
 
     run: RunConfig = Field(default_factory=RunConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)

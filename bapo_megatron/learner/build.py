@@ -36,6 +36,7 @@ def _wrap(chunk: Module, settings: TransformerConfig, optimizer: OptimizerConfig
         grad_reduce_in_fp32=True,
         check_for_nan_in_grad=False,
         use_distributed_optimizer=optimizer.distributed,
+        fp8_param_gather=settings.fp8_param,
     )
     return DistributedDataParallel(settings, ddp, Float16Module(settings, chunk) if settings.bf16 else chunk)
 
@@ -52,6 +53,7 @@ def _optimizer_config(settings: TransformerConfig, adam: OptimizerConfig) -> Meg
         bf16=settings.bf16,
         params_dtype=settings.params_dtype,
         use_distributed_optimizer=adam.distributed,
+        fp8_recipe=settings.fp8_recipe if settings.fp8 else None,
     )
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from bapo_megatron.algorithms.gae import value_loss
+from bapo_megatron.config.precision import tokens_multiple
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.reader import HFReader
@@ -102,7 +103,9 @@ class Critic:
         self.version = 0
         self.num_skipped_updates = 0
         settings = transformer_config(self.shape, config)
-        self.share = self.layout.share(sequence_parallel=settings.sequence_parallel)
+        self.share = self.layout.share(
+            sequence_parallel=settings.sequence_parallel, tokens_multiple=tokens_multiple(config)
+        )
         chunks = range(self.layout.num_chunks)
         self.model = ModuleList(CriticModel(settings, self.shape, self.layout, i) for i in chunks).to(device())
         with HFReader(hf_path) as read:

@@ -149,14 +149,18 @@ class ParallelLayout:
         layers_per_chunk = num_layers // (self.pipeline_size * self.num_chunks)
         return layer // layers_per_chunk % self.pipeline_size
 
-    def share(self, *, sequence_parallel: bool) -> Share:
-        """How mini-batches are packed for this rank."""
+    def share(self, *, sequence_parallel: bool, tokens_multiple: int = 1) -> Share:
+        """How mini-batches are packed for this rank.
+
+        Args:
+            tokens_multiple: what FP8 asks of the tokens that a matrix product, or a gathered part of one, sees.
+        """
         return Share(
             data_rank=self.data_rank,
             data_size=self.data_size,
             context_rank=self.context_rank,
             context_size=self.context_size,
-            tokens_multiple=self.tensor_size if sequence_parallel else 1,
+            tokens_multiple=tokens_multiple * (self.tensor_size if sequence_parallel else 1),
             packs_multiple=self.pipeline_size if self.num_chunks > 1 else 1,
             equal_lengths=self.pipeline_size > 1,
         )
