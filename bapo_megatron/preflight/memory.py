@@ -30,6 +30,7 @@ BATCH_BYTES = 64  # token and position ids, rows, targets, advantages, log-probs
 # Assumed, not measured: CUDA context with cuBLAS workspaces, and NCCL's buffers for the groups of one rank.
 CONTEXT_BYTES = int(1.0 * GIB)
 NCCL_BYTES = int(1.0 * GIB)
+FP8_BYTES = 2  # of a weight: Transformer Engine keeps its FP8 value and, on Hopper, the transposed one
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class TrainerMemory:
     optimizer: int
     reference: int  # weights of the KL term's reference policy
     critic: int  # its weights, gradients and optimizer
+    fp8: int  # the layers' weights as FP8 operands
     batch: int
     context: int
     # forward and backward
@@ -58,7 +60,7 @@ class TrainerMemory:
     def total(self) -> int:
         """The peak of a step."""
         always = self.weights + self.gradients + self.optimizer + self.reference + self.critic
-        always += self.batch + self.context
+        always += self.fp8 + self.batch + self.context
         return always + max(self.activations + self.working + self.logits, self.update, self.sync)
 
 
@@ -90,6 +92,7 @@ def trainer_memory(config: Config, shape: ModelShape, *, stage: int = 0, gpu_byt
         optimizer=owned * state,
         reference=count * item if config.loss.kl_coef else 0,
         critic=critic,
+        fp8=FP8_BYTES * count if config.precision.uses_fp8 and not config.precision.fp8_params else 0,
         batch=_tokens_of_update(config) * BATCH_BYTES,
         context=CONTEXT_BYTES + NCCL_BYTES if on_gpu else 0,
         activations=layers.kept(stage),
