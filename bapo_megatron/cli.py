@@ -56,6 +56,38 @@ def _parser() -> argparse.ArgumentParser:
     _add_config_arguments(check)
     check.set_defaults(verb=_check)
 
+    plan = verbs.add_parser(
+        "plan",
+        help="memory, work and time of a run on its [cluster], and layouts that are faster",
+        description="Needs neither GPUs nor the weights of a model that a shipped recipe names. See docs/recipes.md.",
+    )
+    _add_config_arguments(plan)
+    plan.add_argument(
+        "--response-tokens", type=_whole, metavar="N", help="average length of a response (default: as long as allowed)"
+    )
+    plan.set_defaults(verb=_plan)
+
+    doctor = verbs.add_parser(
+        "doctor",
+        help="say whether this machine is fit to train, and what to do",
+        description="One line for each thing. Exit code 0: fit, for CPU use where there is no GPU; 1: something FAILs.",
+    )
+    doctor.add_argument(
+        "--config", nargs="+", default=[], metavar="CONFIG | KEY=VALUE", help="check also what this run needs"
+    )
+    doctor.add_argument(
+        "--port",
+        type=_whole,
+        action="append",
+        default=[],
+        metavar="PORT",
+        help="check that it is free",
+    )
+    doctor.add_argument("--rendezvous", metavar="HOST:PORT", help="meet the doctors of other nodes there, on node 0")
+    doctor.add_argument("--num-nodes", type=_whole, default=1, metavar="N", help="doctors that meet (default: 1)")
+    doctor.add_argument("--node-rank", type=int, default=0, metavar="I", help="which of them this is (default: 0)")
+    doctor.set_defaults(verb=_doctor)
+
     convert = verbs.add_parser(
         "convert",
         help="check a checkpoint, or convert it: Hugging Face <-> training",
@@ -90,6 +122,12 @@ def _positive(text: str) -> float:
     return value
 
 
+def _whole(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return int(text)
+
+
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "arguments",
@@ -100,19 +138,38 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _load_checked(arguments: Sequence[str]) -> Config:
-    """Load, check across sections, print warnings; raises ConfigError with every violation."""
+def _load_checked(arguments: Sequence[str], *, elsewhere: bool = False, memory: bool = True) -> Config:
+    """Load, check across sections, print warnings; raises ConfigError with every violation.
+
+    Args:
+        elsewhere: where the configuration names a cluster, check for that instead of this machine.
+        memory: whether what does not fit into the cluster's GPUs is a violation.
+    """
     from bapo_megatron.config.load import load_config
     from bapo_megatron.config.plan import check
+    from bapo_megatron.learner.machine import this_machine
+    from bapo_megatron.preflight.known_models import known_config
+    from bapo_megatron.preflight.plan import check_cluster
 
     overrides = [a for a in arguments if "=" in a and not Path(a).is_file()]
     config = load_config([a for a in arguments if a not in overrides], overrides)
+    elsewhere = elsewhere and config.cluster.gpu is not None
     errors: list[str] = []
-    hf_config = _hf_config(config.model.path, "model.path", errors)
+    known = known_config(config.model.path) if elsewhere else None
+    hf_config = known or _hf_config(config.model.path, "model.path", errors)
     reference = config.loss.reference_path if config.loss.kl_coef else None
     reference_config = _hf_config(reference, "loss.reference_path", errors) if reference else None
-    violations = check(config, hf_config=hf_config, reference_config=reference_config, num_gpus=_num_gpus())
+    num_gpus = config.cluster.nodes * config.cluster.gpus_per_node if elsewhere else _num_gpus()
+    violations = check(
+        config,
+        hf_config=hf_config,
+        reference_config=reference_config,
+        num_gpus=num_gpus,
+        machine=this_machine() if num_gpus and not elsewhere else None,
+    )
     errors += [v.message for v in violations if v.severity == "error"]
+    if not errors:
+        errors += [v.message for v in check_cluster(config, hf_config, memory=memory)]
     for violation in violations:
         if violation.severity == "warning":
             print(f"bapo: warning: {violation.message}", file=sys.stderr)
@@ -156,9 +213,49 @@ def _run(config: Config) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     from bapo_megatron.config.plan import summarize
+    from bapo_megatron.preflight.report import describe
 
-    print(summarize(_load_checked(options.arguments)))
+    config = _load_checked(options.arguments, elsewhere=True)
+    print(summarize(config))
+    if config.cluster.gpu is not None:
+        print(describe(config))
     return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from bapo_megatron.config.plan import summarize
+    from bapo_megatron.preflight.report import explain
+
+    config = _load_checked(options.arguments, elsewhere=True, memory=False)
+    print(summarize(config))
+    text, problems = explain(config, options.response_tokens)
+    print(text)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from bapo_megatron.preflight.packages import check_required
+
+    packages = check_required()
+    print(packages, flush=True)
+    if packages.verdict == "error":  # what comes next imports them
+        return 1
+    from bapo_megatron.config.load import load_config
+    from bapo_megatron.preflight.doctor import examine, parse_rendezvous, verdict
+
+    overrides = [a for a in options.config if "=" in a and not Path(a).is_file()]
+    files = [a for a in options.config if a not in overrides]
+    config = load_config(files, overrides) if options.config else None
+    rendezvous = parse_rendezvous(options.rendezvous, options.num_nodes, options.node_rank)
+    findings = [packages]
+    for finding in examine(config, options.port, rendezvous):
+        findings.append(finding)
+        print(finding, flush=True)
+    text, code = verdict(findings)
+    print(text)
+    return code
 
 
 def _convert(options: argparse.Namespace) -> int:

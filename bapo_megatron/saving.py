@@ -54,9 +54,8 @@ class Saving:
             self._error = error
 
     def has_ended(self) -> bool:
-        """All ranks have written, or one has failed or is late."""
-        outcomes = gather_json(self._outcome())
-        return "failed" in outcomes or all(outcome == "written" for outcome in outcomes)
+        """No rank is writing any more; or those that are have had their time."""
+        return not any(gather_json(self._thread.is_alive() and time.monotonic() < self._deadline))
 
     def wait(self) -> None:
         """Until `has_ended`."""
@@ -83,13 +82,6 @@ class Saving:
             snapshot.complete(self.partial / name, [of_rank[name] for of_rank in manifests])
         for path in (*self.partial.rglob("*"), self.partial):
             flush(path)
-
-    def _outcome(self) -> str:
-        if self._error is not None:
-            return "failed"
-        if self._thread.is_alive():
-            return "failed" if time.monotonic() > self._deadline else "writing"
-        return "written"
 
 
 def flush(path: Path) -> None:

@@ -1,7 +1,7 @@
 """The training loop. Every trainer rank runs this file; rank 0 also talks to the rollout engines and to the user.
 
     prompts -> engines -> rewards -> advantages       rank 0, SharedRollouts.next_batch: finished groups, stalest first
-        |  broadcast: the same Batch on every rank
+        |  broadcast: the same Batch on every rank; a critic, where there is one, gives each token its own advantage
         v
     minibatches -> score -> BAPO bounds -> step       all ranks: one optimizer update per mini-batch; sample replay
         |                                             makes later mini-batches older
@@ -17,18 +17,19 @@ With rollout.overlap, the engines go on sampling while all below the first line 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.buffer.packing import minibatches
-from bapo_megatron.checkpoints import CheckpointStore
+from bapo_megatron.checkpoints import CheckpointStore, Saveable
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import Learner
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.learner.proximal import with_proximal_logprobs
-from bapo_megatron.learner.reference import with_reference_logprobs
+from bapo_megatron.learner.proximal import with_fixed_logprobs
+from bapo_megatron.learner.values import ValueAdvantages
 from bapo_megatron.monitor.record import Recorder, UpdateMetrics
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.monitor.stopwatch import Stopwatch
@@ -38,18 +39,20 @@ from bapo_megatron.rollout.recorded import RecordedRollouts
 from bapo_megatron.rollout.shared import SharedRollouts
 from bapo_megatron.sync.base import Channel
 from bapo_megatron.sync.channel import FollowerChannel, open_channel, push_until_whole
-from bapo_megatron.types import Batch, Group, MiniBatch
+from bapo_megatron.types import Batch, MiniBatch
 
 
 def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder | None) -> None:
     """Train from the run's latest checkpoint, or from the start, to `train.num_steps`. Rank 0 has a recorder."""
     model_path = resolve_model_path(config.model.path)
     learner = MegatronLearner(config, model_path)
+    advantages = ValueAdvantages(config, learner)
     first = _connect(config, model_path, urls) if recorder else None
-    rollouts = SharedRollouts(config, first, recorder.keep_samples if recorder else _keep_nothing)
+    rollouts = SharedRollouts(config, first, recorder.keep_samples if recorder else lambda *_: None)
     finder = BoundsFinder(config, learner)
     store = CheckpointStore(run_dir.checkpoints_dir, config.checkpoint, warn=recorder.note if recorder else print)
-    first_step = _resume(store, learner, rollouts, finder)
+    models: dict[str, Saveable] = {"learner": learner, **advantages.parts}
+    first_step = _restore(store.resume(models), learner, rollouts, finder)
     channel = _open_channel(config, first, learner, run_dir)
     if recorder and first:
         recorder.begin(first_step, first.decode)
@@ -63,10 +66,10 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
         with watch.span("rollout"):
             while (batch := rollouts.next_batch(step, learner.version)) is None:
                 _push(channel, learner, rollouts)  # an engine came back, without weights
+        with watch.span("critic"):
+            batch = advantages.on(batch, step)
         with watch.span("score"):
-            batch = with_reference_logprobs(batch, learner.reference, config)
-            if config.loss.proximal == "learner":
-                batch = with_proximal_logprobs(batch, learner, config)
+            batch = with_fixed_logprobs(batch, learner, config)
         for minibatch in _optimizer_steps(batch, config, step, learner):
             with watch.span("score"):
                 bounds = finder.find(minibatch)
@@ -83,7 +86,7 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
         store.poll()
         if _is_save_due(config, step + 1):
             state = {"rollout": rollouts.state_dict(), "bounds": finder.state_dict(), "updates": learner.state_dict()}
-            store.save(step + 1, {"learner": learner}, state)
+            store.save(step + 1, models, state)
     store.close()
     if channel:
         channel.close()
@@ -96,12 +99,8 @@ def _connect(config: Config, model_path: Path, urls: list[str]) -> Rollouts:
     return RolloutManager.connect(config, model_path, urls)
 
 
-def _keep_nothing(step: int, groups: Sequence[Group]) -> None:
-    """Rank 0 writes samples down."""
-
-
 def _optimizer_steps(batch: Batch, config: Config, step: int, learner: Learner) -> Iterator[MiniBatch]:
-    if config.train.rollout_only:
+    if config.train.rollout_only or step < config.critic.warmup_steps:
         return iter(())
     return minibatches(
         batch,
@@ -133,9 +132,8 @@ def _push(channel: Channel | None, learner: Learner, rollouts: SharedRollouts) -
     return push_until_whole(channel, learner).metrics()
 
 
-def _resume(store: CheckpointStore, learner: Learner, rollouts: SharedRollouts, finder: BoundsFinder) -> int:
-    """Restore the newest whole checkpoint, if there is one; returns the number of finished steps."""
-    state = store.resume({"learner": learner})
+def _restore(state: dict[str, Any] | None, learner: Learner, rollouts: SharedRollouts, finder: BoundsFinder) -> int:
+    """Go on where a checkpoint's state says; returns the number of finished steps."""
     if state is None:
         return 0
     finder.load_state_dict(state["bounds"])

@@ -138,6 +138,7 @@ class Batch:
     behaviour_logprobs_T: Tensor  # float32, 0 on prompts
     versions_T: Tensor  # int64, -1 on prompts
     mask_T: Tensor  # bool: the response tokens that are trained
+    rewards_S: Tensor | None = None  # float32, shaped: what advantages are made of; a critic needs them
     proximal_logprobs_T: Tensor | None = None  # float32, 0 on prompts; of the learner at the start of the step, if used
     proximal_version: int | None = None  # weight version that computed them
     reference_logprobs_T: Tensor | None = None  # float32, 0 on prompts; of the reference policy, if used

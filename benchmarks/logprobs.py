@@ -2,11 +2,13 @@
 
     python benchmarks/logprobs.py memory [TOKENS] [VOCAB]      peak of forward and backward (default 8192, 152064)
     python benchmarks/logprobs.py time [TOKENS] [VOCAB]        time and error of each way (default 1024, 32000)
+    python benchmarks/logprobs.py time 8192 152064 --device cuda --backend both
+                                                               the same on a GPU, in bfloat16, torch and Triton in turns
 
 Ways: ours (`algorithms/logprobs.py`, in chunks of so many rows, logits computed again in the backward pass); a plain
 vocabulary-parallel cross-entropy (whole logits, Megatron-Core's VocabParallelCrossEntropy, one rank, no entropy);
 Hugging Face's (whole logits, log_softmax, gather). The last two keep the logits: where free memory is short they are
-left out. Times are CPU seconds: what an idle machine's clock would show, whatever else runs on this one.
+left out. Times on a CPU are CPU seconds: what an idle machine's clock would show, whatever else runs on this one.
 
 Memory is the growth of this process's resident set over what it held before the call, its peak as Linux counts it
 (/proc/self/status), gradients included; each measurement runs in a process of its own.
@@ -14,6 +16,7 @@ Memory is the growth of this process's resident set over what it held before the
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import statistics
@@ -22,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,19 +36,17 @@ from bapo_megatron.algorithms.logprobs import VocabShard, token_log_probs
 HIDDEN_SIZE = 64  # small, so that the gradients of hidden states and weights do not hide what the logits cost
 CHUNK_TOKENS = (256, 512, 1024)
 NUM_RUNS = 5
+GPU_HIDDEN_SIZE = 3584  # of a 7B model, where matrix products weigh what they do in training
 MIB = 1 << 20
 
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def ours(chunk_tokens: int, *, with_entropy: bool = True) -> Way:
+def ours(chunk_tokens: int, **options: Any) -> Way:
     def way(hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor) -> Tensor:
         size = weight_VH.shape[0]
         shard = VocabShard(group=None, start=0, size=size, vocab_size=size)
-        log_probs_R, _ = token_log_probs(
-            hidden_RH, weight_VH, targets_R, shard=shard, chunk_tokens=chunk_tokens, with_entropy=with_entropy
-        )
-        return log_probs_R
+        return token_log_probs(hidden_RH, weight_VH, targets_R, shard=shard, chunk_tokens=chunk_tokens, **options)[0]
 
     return way
 
@@ -65,23 +67,38 @@ WAYS: dict[str, Way] = {
     "vocab-parallel": vocab_parallel,
     "Hugging Face": hugging_face,
 }
+TRITON_WAYS: dict[str, Way] = {
+    **{f"Triton, {chunk}": ours(chunk, backend="triton") for chunk in CHUNK_TOKENS},
+    f"Triton, {CHUNK_TOKENS[0]}, no entropy": ours(CHUNK_TOKENS[0], backend="triton", with_entropy=False),
+}
 
 
-def inputs(num_tokens: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(num_tokens: int, vocab_size: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    """float32 on a CPU, bfloat16 on a GPU; logits have the same spread whatever the hidden size."""
+    size, dtype = (GPU_HIDDEN_SIZE, torch.bfloat16) if device == "cuda" else (HIDDEN_SIZE, torch.float32)
     generator = torch.Generator().manual_seed(0)
-    hidden_RH = torch.randn(num_tokens, HIDDEN_SIZE, generator=generator).requires_grad_()
-    weight_VH = torch.randn(vocab_size, HIDDEN_SIZE, generator=generator).mul_(0.3).requires_grad_()
-    return hidden_RH, weight_VH, torch.randint(vocab_size, (num_tokens,), generator=generator)
+    hidden_RH = torch.randn(num_tokens, size, generator=generator).to(device, dtype).requires_grad_()
+    spread = 0.3 * (HIDDEN_SIZE / size) ** 0.5
+    weight_VH = torch.randn(vocab_size, size, generator=generator).mul_(spread).to(device, dtype).requires_grad_()
+    return hidden_RH, weight_VH, torch.randint(vocab_size, (num_tokens,), generator=generator).to(device)
 
 
 def run(way: Way, hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor) -> tuple[Tensor, float, float]:
-    """Log-probs, and CPU seconds of the forward and the backward pass."""
+    """Log-probs, and seconds (see `now`) of the forward and the backward pass."""
     hidden_RH.grad = weight_VH.grad = None
-    start = time.process_time()
+    start = now(hidden_RH)
     log_probs_R = way(hidden_RH, weight_VH, targets_R)
-    middle = time.process_time()
+    middle = now(hidden_RH)
     log_probs_R.mean().backward()
-    return log_probs_R.detach(), middle - start, time.process_time() - middle
+    return log_probs_R.detach(), middle - start, now(hidden_RH) - middle
+
+
+def now(tensor: Tensor) -> float:
+    """Seconds: of this process on a CPU, of the clock when all that was begun on a GPU is done."""
+    if not tensor.is_cuda:
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def resident_bytes(which: str) -> int:
@@ -114,15 +131,18 @@ def memory(num_tokens: int, vocab_size: int) -> None:
         print(f"{way:>22}: peak {peak / MIB:6.0f} MiB = {peak / logits:.3f} of the logits")
 
 
-def timing(num_tokens: int, vocab_size: int) -> None:
-    hidden_RH, weight_VH, targets_R = inputs(num_tokens, vocab_size)
+def timing(num_tokens: int, vocab_size: int, device: str, ways: dict[str, Way]) -> None:
+    hidden_RH, weight_VH, targets_R = inputs(num_tokens, vocab_size, device)
     exact = [x.detach().double().requires_grad_() for x in (hidden_RH, weight_VH)]
     exact_R, _, _ = run(hugging_face, exact[0], exact[1], targets_R)
-    print(f"time: {num_tokens} tokens x {vocab_size}, hidden {HIDDEN_SIZE}, median of {NUM_RUNS}, ways taking turns")
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
+    size = hidden_RH.shape[1]
+    print(f"time: {num_tokens} tokens x {vocab_size}, hidden {size}, median of {NUM_RUNS}, ways taking turns")
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     errors = {}
+    for way in ways.values():
+        run(way, *inputs(8, 64, device))  # compiles kernels
     for _ in range(NUM_RUNS):
-        for name, way in WAYS.items():
+        for name, way in ways.items():
             log_probs_R, forward, backward = run(way, hidden_RH, weight_VH, targets_R)
             seconds[name].append((forward, backward))
             assert hidden_RH.grad is not None
@@ -138,27 +158,39 @@ def timing(num_tokens: int, vocab_size: int) -> None:
         )
 
 
-def start_one_rank() -> None:
+def start_one_rank(device: str = "cpu") -> None:
     """Megatron's cross-entropy asks for a tensor-parallel group."""
     from megatron.core import parallel_state
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
 
 
 def main() -> None:
-    mode, *rest = sys.argv[1:] or ["memory"]
-    if mode == "measure-memory":
-        if rest[0] == "vocab-parallel":
+    if sys.argv[1:2] == ["measure-memory"]:
+        way, num_tokens, vocab_size = sys.argv[2:]
+        if way == "vocab-parallel":
             start_one_rank()
-        return measure_memory(rest[0], int(rest[1]), int(rest[2]))
-    defaults = (8192, 152_064) if mode == "memory" else (1024, 32_000)
-    num_tokens, vocab_size = (int(x) for x in (*rest, *defaults[len(rest) :]))
+        return measure_memory(way, int(num_tokens), int(vocab_size))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=("memory", "time"), nargs="?", default="memory")
+    parser.add_argument("tokens", type=int, nargs="?")
+    parser.add_argument("vocab", type=int, nargs="?")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="time only")
+    parser.add_argument("--backend", choices=("torch", "triton", "both"), default="torch", help="time only")
+    options = parser.parse_args()
+    defaults = (8192, 152_064) if options.mode == "memory" else (1024, 32_000)
+    num_tokens, vocab_size = options.tokens or defaults[0], options.vocab or defaults[1]
     print(f"{platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
-    if mode == "memory":
+    if options.mode == "memory":
         return memory(num_tokens, vocab_size)
-    start_one_rank()
-    return timing(num_tokens, vocab_size)
+    if options.device == "cuda":
+        print(torch.cuda.get_device_name())
+    ours = {} if options.backend == "triton" else {name: way for name, way in WAYS.items() if name.startswith("ours")}
+    others = {name: way for name, way in WAYS.items() if not name.startswith("ours")}
+    start_one_rank(options.device)
+    triton = {} if options.backend == "torch" else TRITON_WAYS
+    return timing(num_tokens, vocab_size, options.device, ours | triton | others)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,16 @@ B rows of a block of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+Backend = Literal["torch", "triton"]
 _CACHED_VALUES = 1 << 17  # 512 KiB of float32: half of a usual second-level cache, for the logits and one temporary
 
 
@@ -48,6 +49,7 @@ def token_log_probs(
     shard: VocabShard,
     chunk_tokens: int = 256,
     with_entropy: bool = True,
+    backend: Backend = "torch",
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of each row's distribution softmax(hidden @ weight.T / temperature), in nats.
 
@@ -58,6 +60,7 @@ def token_log_probs(
         temperature: the one that the tokens were sampled with.
         chunk_tokens: rows whose logits exist at once: chunk_tokens x V values in float32.
         with_entropy: False skips its arithmetic; the entropies returned are then zeros.
+        backend: what works on a chunk of logits; triton needs a GPU and no float64.
 
     Returns log_probs_R and entropy_R, float32 (float64 for float64 inputs), the same on all ranks of the group. Both
     are differentiable: hidden_RH receives its gradient summed over the group (do not sum it again), weight_VH that of
@@ -65,7 +68,18 @@ def token_log_probs(
     """
     assert weight_VH.shape[0] == shard.size, f"{weight_VH.shape[0]} vocabulary rows, but the shard has {shard.size}"
     assert min(temperature, chunk_tokens) > 0, "temperature and chunk_tokens must be positive"
-    return _TokenLogProbs.apply(hidden_RH, weight_VH, targets_R, temperature, shard, chunk_tokens, with_entropy)
+    return _TokenLogProbs.apply(
+        hidden_RH, weight_VH, targets_R, temperature, shard, chunk_tokens, with_entropy, backend
+    )
+
+
+def _kernels(backend: Backend) -> tuple[Callable[..., tuple[Tensor, ...]], Callable[..., Tensor]]:
+    """`row_statistics` and `logit_gradients`, of torch or of Triton."""
+    if backend == "torch":
+        return row_statistics, logit_gradients
+    from bapo_megatron.algorithms import logprobs_triton  # Triton comes with torch's CUDA builds only
+
+    return logprobs_triton.row_statistics, logprobs_triton.logit_gradients
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -79,15 +93,17 @@ class _TokenLogProbs(torch.autograd.Function):
         shard: VocabShard,
         chunk_tokens: int,
         with_entropy: bool,
+        backend: Backend,
     ) -> tuple[Tensor, Tensor]:
         num_rows, real_VH = hidden_RH.shape[0], weight_VH[: shard.num_real]
         dtype = _accumulator(hidden_RH)
         max_R = hidden_RH.new_full((num_rows,), torch.finfo(dtype).min, dtype=dtype)
         sums_3R = hidden_RH.new_zeros((3, num_rows), dtype=dtype)  # exp(logit - max), the same * logit, target's logit
+        statistics, _ = _kernels(backend)
         for rows in _chunks(num_rows if shard.num_real else 0, chunk_tokens):
             logits_CV = _matmul(hidden_RH[rows], real_VH.T)
             columns_C = _local_columns(targets_R[rows], shard)
-            max_R[rows], *sums = row_statistics(logits_CV, columns_C, temperature, with_entropy)
+            max_R[rows], *sums = statistics(logits_CV, columns_C, temperature, with_entropy)
             del logits_CV  # before the next chunk's are made
             sums_3R[:, rows] = torch.stack(sums)
 
@@ -101,7 +117,7 @@ class _TokenLogProbs(torch.autograd.Function):
         entropy_R = log_z_R - sums_3R[1] / sums_3R[0] if with_entropy else torch.zeros_like(log_z_R)
 
         ctx.save_for_backward(hidden_RH, weight_VH, targets_R, log_z_R, entropy_R)
-        ctx.temperature, ctx.shard, ctx.chunk_tokens = temperature, shard, chunk_tokens
+        ctx.temperature, ctx.shard, ctx.chunk_tokens, ctx.backend = temperature, shard, chunk_tokens, backend
         ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy_R)
@@ -119,8 +135,9 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if need_weight else None
         pull_R = torch.zeros_like(log_z_R) if grad_log_probs_R is None else grad_log_probs_R / ctx.temperature
         entropy_pull_R = None if grad_entropy_R is None else grad_entropy_R / ctx.temperature
+        _, gradients = _kernels(ctx.backend)
         for rows in _chunks(hidden_RH.shape[0] if shard.num_real else 0, ctx.chunk_tokens):
-            grad_CV = logit_gradients(
+            grad_CV = gradients(
                 _matmul(hidden_RH[rows], real_VH.T),
                 _local_columns(targets_R[rows], shard),
                 ctx.temperature,
@@ -140,7 +157,7 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_hidden_RH = grad_hidden_RH.to(hidden_RH.dtype)
         if grad_weight_VH is not None:
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
-        return grad_hidden_RH, grad_weight_VH, None, None, None, None, None
+        return grad_hidden_RH, grad_weight_VH, None, None, None, None, None, None
 
 
 def _chunks(num_rows: int, chunk_tokens: int) -> Iterator[slice]:

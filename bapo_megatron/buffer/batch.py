@@ -30,7 +30,7 @@ class BatchBuilder:
         rewards, reward_metrics = self._scaler.scaled(shaped)
         return build_batch(
             groups,
-            ADVANTAGES[config.advantage.kind],
+            ADVANTAGES.get(config.advantage.kind, torch.zeros_like),  # a critic's come later, from `rewards_S`
             metrics | reward_metrics,
             rewards=rewards,
             whiten_batch=config.advantage.whiten_batch,
@@ -64,9 +64,9 @@ def build_batch(
         whiten_batch: whether `algorithms.advantages.whiten` comes after, over all responses of the batch.
         is_trained: False for a response that counts in its group's advantages, but whose tokens are masked.
     """
-    of_groups = [
-        advantages(torch.tensor(values, dtype=torch.float64)) for values in rewards or [g.rewards for g in groups]
-    ]
+    rewards_of = [torch.tensor(values, dtype=torch.float64) for values in rewards or [g.rewards for g in groups]]
+    of_groups = [advantages(rewards_G) for rewards_G in rewards_of]
+    rewards_S = torch.cat(rewards_of) if rewards_of else torch.zeros(0, dtype=torch.float64)
     advantages_S = torch.cat(of_groups) if of_groups else torch.zeros(0, dtype=torch.float64)
     if whiten_batch:
         advantages_S = whiten(advantages_S)
@@ -99,5 +99,6 @@ def build_batch(
         ),
         versions_T=on_responses(list(chain.from_iterable(t.versions for t in trajectories)), torch.int64, -1),
         mask_T=on_responses(is_trained_S.repeat_interleave(response_lens), torch.bool, 0.0),
+        rewards_S=rewards_S[has_tokens_S].float(),
         metrics=metrics or {},
     )

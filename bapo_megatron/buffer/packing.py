@@ -30,7 +30,7 @@ class Share:
     data_size: int = 1
     context_rank: int = 0  # context ranks hold the same packs, each a part of every sequence
     context_size: int = 1
-    tokens_multiple: int = 1  # a rank's tokens of a pack are a multiple of this (sequence parallelism)
+    tokens_multiple: int = 1  # a rank's tokens of a pack are a multiple of this (sequence parallelism, FP8)
     packs_multiple: int = 1  # the number of packs is a multiple of this (virtual pipeline)
     equal_lengths: bool = False  # all packs of a data rank have one length (pipeline: stages agree on it once)
 

@@ -98,7 +98,7 @@ def wait_together(making: Future[Any] | None, sign_of_life_s: float = 0.0) -> No
 
 
 def _send(batch: Batch) -> None:
-    tensors = {name: getattr(batch, name) for name in _TENSORS}
+    tensors = {name: tensor for name in _TENSORS if (tensor := getattr(batch, name)) is not None}
     described = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
     _broadcast_json({"metrics": batch.metrics, "tensors": described})
     for tensor in tensors.values():

@@ -92,9 +92,9 @@ def find_config(file: Path | str) -> Path:
 
 
 def shipped_configs() -> dict[str, Path]:
-    """Name -> file of the configurations that come with the package."""
+    """Name ("demo", "models/qwen3-32b-64k") -> file of the configurations that come with the package."""
     with resources.as_file(resources.files("bapo_megatron_configs")) as folder:
-        return {file.stem: file for file in folder.glob("*.toml")}
+        return {file.relative_to(folder).with_suffix("").as_posix(): file for file in folder.rglob("*.toml")}
 
 
 def merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from bapo_megatron.config.plan_critic import check_critic
 from bapo_megatron.config.plan_learning import check_learning, check_reference
+from bapo_megatron.config.precision import Machine, check_precision
 from bapo_megatron.config.schema import Config, RolloutConfig
 from bapo_megatron.config.violation import Violation
 
@@ -30,6 +32,7 @@ def check(
     hf_config: dict[str, Any] | None,
     reference_config: dict[str, Any] | None = None,
     num_gpus: int = 0,
+    machine: Machine | None = None,
 ) -> list[Violation]:
     """All violations across sections, layout first.
 
@@ -37,6 +40,7 @@ def check(
         hf_config: the model's config.json; None leaves the model's own limits unchecked.
         reference_config: that of `loss.reference_path`, where a KL term has one.
         num_gpus: GPUs of this machine that a run may use; 0 is a run on CPUs.
+        machine: what FP8 asks of it; None leaves that unchecked.
     """
     found = [
         *_layout(config),
@@ -49,7 +53,9 @@ def check(
         *_eval(config),
         *_loss(config),
         *check_learning(config),
+        *check_critic(config),
         *_sync(config),
+        *check_precision(config, hf_config, num_gpus, machine),
     ]
     if hf_config is not None:
         found += _model(config, hf_config)
@@ -122,7 +128,7 @@ def _layout(config: Config) -> Iterator[Violation]:
             f'train.schedule="forwards_first" is not possible with parallel.pipeline={p.pipeline}, whose stages pass '
             'micro-batches on in an order of their own; set train.schedule="auto"'
         )
-    if config.optimizer.distributed and p.data * p.context == 1:
+    if config.optimizer.distributed and p.data * p.context == 1 and config.cluster.gpu is None:
         yield Violation(
             "optimizer.distributed=true splits Adam's state over parallel.data x context ranks, and there is one; "
             "set optimizer.distributed=false",
@@ -179,10 +185,10 @@ def _batch(config: Config) -> Iterator[Violation]:
             f"each mini-batch has {num_sequences} / {t.minibatches_per_step} = {each} sequences, "
             f"fewer than parallel.data={data} ranks; {advice}"
         )
-    if r.samples_per_prompt < 2:
+    if r.samples_per_prompt < 2 and config.advantage.compares_responses:
         yield Violation(
             f"rollout.samples_per_prompt={r.samples_per_prompt}: an advantage compares the responses to one prompt "
-            "and needs at least 2; set rollout.samples_per_prompt=8"
+            'and needs at least 2; set rollout.samples_per_prompt=8, or advantage.kind="gae", which has a critic'
         )
     own_age = t.minibatches_per_step * t.epochs_per_step - 1
     if r.max_staleness is not None and r.max_staleness < own_age:

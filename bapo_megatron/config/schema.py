@@ -12,6 +12,9 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from bapo_megatron.algorithms.clip_bounds import ClipBoundConfig
 from bapo_megatron.config.base import Section
+from bapo_megatron.config.layout import ClusterConfig, ParallelConfig
+from bapo_megatron.config.precision import PrecisionConfig
+from bapo_megatron.config.schema_advantage import AdvantageConfig, CriticConfig
 
 REWARD_KINDS = ("auto", "chains", "reasoning_gym", "math", "code")
 _DOTTED_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -37,6 +40,9 @@ class ModelConfig(Section):
     """Folder with config.json, safetensors and tokenizer; "demo" is the small model that ships with the package."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations. Keep float32 on a CPU: bfloat16 is several times slower there."""
+    implementation: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Layers of the trainer. transformer_engine: NVIDIA's kernels, for bfloat16 on GPUs, and the only ones with FP8;
+    local: Megatron's own linears and our packed attention; auto: the first where it is installed and can be used."""
 
 
 class DataConfig(Section):
@@ -164,15 +170,6 @@ class RolloutConfig(Section):
     """embedded, sglang: longest prompt + response. Unset: max_prompt_tokens + max_response_tokens."""
 
 
-class AdvantageConfig(Section):
-    """From the rewards of a group to advantages."""
-
-    kind: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """grpo: (r - mean) / std; dr_grpo: r - mean; rloo: r - mean of the others."""
-    whiten_batch: bool = False
-    """Whiten the advantages over the responses of the batch: with dr_grpo, REINFORCE++ with a group baseline."""
-
-
 class LossConfig(Section):
     """The policy loss."""
 
@@ -253,6 +250,9 @@ class TrainConfig(Section):
     context parallelism a pack is shared by parallel.context ranks and holds that many times more."""
     logprob_chunk_tokens: PositiveInt = 256
     """Rows whose logits exist at once when log-probs are computed."""
+    logprob_backend: Literal["auto", "torch", "triton"] = "auto"
+    """What turns logits into log-probs. triton: one kernel reads a chunk of logits once instead of several times, and
+    needs a GPU; auto: torch, until triton has been measured to be faster (benchmarks/logprobs.py)."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of an entropy bonus in the loss."""
     recompute: bool = False
@@ -261,30 +261,6 @@ class TrainConfig(Section):
     """Where bounds are searched with scope exact: forwards_first runs all forward passes of an update, whose log-probs
     give the bounds, before its backward passes, and keeps all activations in between; interleaved scores in a pass of
     its own. auto: the first with one micro-batch, or with recompute while layer inputs take under a tenth of memory."""
-
-
-class ParallelConfig(Section):
-    """How the trainer is split over processes. ranks = tensor x pipeline x context x data."""
-
-    tensor: PositiveInt = 1
-    """Ranks that share each layer; must divide attention heads and key-value heads."""
-    pipeline: PositiveInt = 1
-    """Stages that the layers are cut into; must divide the number of layers."""
-    virtual_pipeline: PositiveInt = 1
-    """Chunks of layers on each stage, visited in turn: smaller bubbles, more messages. Above 1 it needs pipeline
-    stages, and pipeline x virtual_pipeline must divide the number of layers."""
-    context: PositiveInt = 1
-    """Ranks that share each sequence, for long ones: attention gathers keys and values, all else stays split."""
-    data: PositiveInt = 1
-    """Copies of the model, each with a share of every mini-batch."""
-    sequence: bool = False
-    """Sequence parallelism inside the tensor-parallel group."""
-    num_ranks: PositiveInt | None = None
-    """What you mean to start; checked against the product."""
-    threads_per_rank: PositiveInt | None = None
-    """CPU threads of one trainer process. Unset: cores / ranks, at least 1."""
-    timeout_s: PositiveFloat = 600.0
-    """Deadline of one collective between trainer ranks."""
 
 
 class SyncConfig(Section):
@@ -375,6 +351,7 @@ class Config(Section):
 
     run: RunConfig = Field(default_factory=RunConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
@@ -382,8 +359,10 @@ class Config(Section):
     loss: LossConfig = Field(default_factory=LossConfig)
     bapo: ClipBoundConfig = Field(default_factory=ClipBoundConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     sync: SyncConfig = Field(default_factory=SyncConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

@@ -62,7 +62,7 @@ class Weight:
     """One tensor of a checkpoint.
 
     dims, one letter per dimension: V vocabulary, E hidden size, F feed-forward size, D head dimension,
-    Q query heads x D, K key-value heads x D.
+    Q query heads x D, K key-value heads x D, 1 one.
     """
 
     name: str
@@ -92,4 +92,8 @@ IN_LAYER = (
     Weight("mlp.down_proj.weight", "EF"),
     Weight("mlp.down_proj.bias", "E", only_if="mlp_bias"),
 )
-AFTER_LAYERS = (Weight("model.norm.weight", "E"), Weight("lm_head.weight", "VE", only_if="has_output_layer"))
+AFTER_LAYERS = (
+    Weight("model.norm.weight", "E"),
+    Weight("lm_head.weight", "VE", only_if="has_output_layer"),
+    Weight("score.weight", "1E", only_if="has_value_head"),  # as transformers' ...ForSequenceClassification has it
+)

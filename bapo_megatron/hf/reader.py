@@ -79,6 +79,9 @@ class HFReader:
         check_finite(tensor, f"{name} in {self.path / file}")
         return tensor
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
     def check(self, shape: ModelShape) -> None:
         """Compare names, shapes and types with what config.json promises.
 

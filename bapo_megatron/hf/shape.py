@@ -54,11 +54,16 @@ class ModelShape:
     max_positions: int
     rope: dict[str, Any]  # rope_type, rope_theta and the factors of that type, as in transformers' rope_parameters
     eos_token_ids: frozenset[int] = field(compare=False)  # when to stop sampling: no part of the computation
+    has_value_head: bool = False  # a critic: one number for each token instead of a language-model head
 
     @property
     def has_output_layer(self) -> bool:
         """Whether the language-model head has weights of its own."""
-        return not self.tied_embeddings
+        return not self.tied_embeddings and not self.has_value_head
+
+    def with_value_head(self) -> ModelShape:
+        """The critic with this model's body."""
+        return dataclasses.replace(self, has_value_head=True, tied_embeddings=False)
 
     def padded_vocab_size(self, tensor: int) -> int:
         """Vocabulary rows rounded up to a multiple of the tensor-parallel size."""
@@ -203,6 +208,7 @@ def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
         "D": shape.head_dim,
         "Q": shape.num_heads * shape.head_dim,
         "K": shape.num_kv_heads * shape.head_dim,
+        "1": 1,
     }
 
     def present(weights: tuple[Weight, ...], prefix: str = "") -> dict[str, tuple[int, ...]]:

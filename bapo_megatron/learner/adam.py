@@ -89,7 +89,7 @@ class AdamState:
     def fill(self, parameter: Parameter, name: str, tensor: Tensor) -> None:
         """Overwrite this rank's part of what `gather` reads, and of WEIGHT the parameter as a whole."""
         if name == WEIGHT:
-            parameter.copy_(tensor)
+            parameter.copy_(tensor.to(parameter.dtype))  # FP8 ones, too, are made of bfloat16 after an update
         part = self._part(parameter, name)
         if part is not None:
             part.copy_(tensor.reshape(-1)[self._range(parameter)] if self._is_split else tensor)
@@ -100,8 +100,7 @@ class AdamState:
         for group in adam.param_groups:
             for weight in group["params"]:
                 self._state(weight)["step"] = torch.tensor(float(num_applied))
-            if "step" in group:  # fused Adam of Transformer Engine or Apex counts per group
-                group["step"] = num_applied
+            group["step"] = num_applied  # where fused Adam of Transformer Engine or Apex counts, from its first step on
 
     def _owns(self, parameter: Parameter) -> bool:
         return not self._is_split or parameter in self._optimizer.model_param_group_index_map

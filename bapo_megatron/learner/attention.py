@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences in plain torch, for machines without Transformer Engine.
+"""Causal attention over packed sequences: in plain torch, and Transformer Engine's where it is used.
 
 Sequences of similar length are laid side by side in padded blocks, one call of scaled_dot_product_attention per block.
 Padding stands at the end of a sequence, where a causal query never looks, so the result is exact.
@@ -6,8 +6,7 @@ Padding stands at the end of a sequence, where a causal query never looks, so th
 With context parallelism each rank holds two chunks of every sequence (`buffer.packing.context_tokens`). Keys and values
 of all ranks are gathered, once per layer, and each chunk of queries sees the keys up to its own end, through a mask.
 Exact and simple, at the price of one layer's keys and values of the whole pack on each rank. Transformer Engine's
-attention takes the same cut of "thd" packs and passes keys around a ring instead: to use it, give its
-`TEDotProductAttention` this pack's `cu_seqlens` in place of `PackedAttention` (`model.block_spec`).
+attention takes the same cut of "thd" packs and passes keys around a ring instead.
 
 Shape legend: T packed tokens of this rank, U of the whole pack, N query heads, K key-value heads, D head dimension,
     S sequences of a block, Q and L the longest of their queries and keys
@@ -15,12 +14,13 @@ Shape legend: T packed tokens of this rank, U of the whole pack, N query heads, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import TEDotProductAttention  # cannot be built without it
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
@@ -127,6 +127,7 @@ class PackedSequences(PackedSeqParams):
 
     @classmethod
     def of(cls, cu_seqlens_S1: Tensor, context_group: dist.ProcessGroup | None = None) -> PackedSequences:
+        """For `PackedAttention`."""
         rank, size = (context_group.rank(), context_group.size()) if context_group is not None else (0, 1)
         return cls(
             qkv_format="sbhd",
@@ -135,6 +136,29 @@ class PackedSequences(PackedSeqParams):
             blocks=make_blocks(cu_seqlens_S1, rank, size),
             context_group=context_group if size > 1 else None,
         )
+
+    @classmethod
+    def for_transformer_engine(
+        cls, cu_seqlens_S1: Tensor, context_group: dist.ProcessGroup | None = None
+    ) -> PackedSequences:
+        """For `TransformerEngineAttention`, which has its own context group, and wants to know the longest sequence."""
+        longest = int(cu_seqlens_S1.diff().max())  # once for all layers: it waits for the GPU
+        is_split = context_group is not None and context_group.size() > 1
+        padded_S1 = cu_seqlens_S1 if is_split else None  # asked for with context parallelism
+        return cls(
+            qkv_format="sbhd",
+            cu_seqlens_q=cu_seqlens_S1,
+            cu_seqlens_kv=cu_seqlens_S1,
+            cu_seqlens_q_padded=padded_S1,
+            cu_seqlens_kv_padded=padded_S1,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+
+    def thd(self) -> PackedSeqParams:
+        """The same pack as Transformer Engine's attention takes it: [tokens, heads, head dimension]."""
+        names = (field.name for field in fields(PackedSeqParams))
+        return PackedSeqParams(**{name: getattr(self, name) for name in names} | {"qkv_format": "thd"})
 
     def gather(self, k_T1KD: Tensor, v_T1KD: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [U, K, D] of all context ranks, rank after rank; the backward sums over the ranks."""
@@ -205,6 +229,44 @@ class PackedAttention(torch.nn.Module):
             out_TX = part_TX if out_TX is None else out_TX + part_TX
         assert out_TX is not None, "a pack holds at least one token"
         return out_TX[:, None]
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Nothing to save: attention has no parameters."""
+        return {}
+
+
+class TransformerEngineAttention(torch.nn.Module):
+    """Transformer Engine's core attention, for bfloat16 on GPUs; needs `PackedSequences.for_transformer_engine`.
+
+    A module around it, because outside of core attention the pack stays "sbhd" (see `PackedSequences`).
+    """
+
+    def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__()
+        self.core = TEDotProductAttention(config=config, **kwargs)
+
+    def forward(
+        self,
+        q_T1ND: Tensor,
+        k_T1KD: Tensor,
+        v_T1KD: Tensor,
+        attention_mask: None,
+        attn_mask_type: Any = None,
+        attention_bias: None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> Tensor:
+        """Returns [T, 1, N * D]."""
+        assert packed_seq_params is not None, "this attention is for packed sequences only"
+        out = self.core(
+            q_T1ND[:, 0],
+            k_T1KD[:, 0],
+            v_T1KD[:, 0],
+            attention_mask,
+            attn_mask_type,
+            attention_bias=attention_bias,
+            packed_seq_params=packed_seq_params.thd(),
+        )
+        return out.reshape(q_T1ND.shape[0], 1, -1)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Nothing to save: attention has no parameters."""

@@ -89,7 +89,7 @@ def load(model: ModuleList, shape: ModelShape, layout: ParallelLayout, adam: Ada
                 _load_part(model, shape, layout, adam, index, part)
             else:
                 for parameter in model.parameters():
-                    adam.fill(parameter, part, torch.zeros_like(parameter))
+                    adam.fill(parameter, part, torch.zeros(parameter.shape, device=parameter.device))
         if unknown := sorted(index.tensors.keys() - set(PARTS)):
             raise CheckpointError(f"{folder} holds {', '.join(unknown)}, which this model does not have")
     adam.set_steps(facts["version"] - facts["skipped_updates"])

@@ -17,30 +17,31 @@ from typing import Any
 
 import torch
 from bapo_megatron_patches.megatron_core import apply_cpu_compat
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer.module import Float16Module
 from torch import Tensor
-from torch.nn import Module, ModuleList
+from torch.nn import ModuleList, Parameter
 
 from bapo_megatron.algorithms.kl import KLCoefficient, loss_with_kl
 from bapo_megatron.algorithms.losses import LossInputs, LossResult
 from bapo_megatron.algorithms.lr_schedule import learning_rate, planned_updates
 from bapo_megatron.algorithms.mismatch import Mismatch, logprob_mismatch
+from bapo_megatron.config.precision import tokens_multiple
 from bapo_megatron.config.schema import Config, ParallelConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner import checkpoint
-from bapo_megatron.learner.adam import AdamState, set_rates
+from bapo_megatron.learner.adam import WEIGHT, AdamState, set_rates
 from bapo_megatron.learner.base import StepResult
+from bapo_megatron.learner.build import for_training
 from bapo_megatron.learner.gradient_guard import GradientGuard
 from bapo_megatron.learner.hf.convert import gather_weights, load_weights
 from bapo_megatron.learner.hf.names import entries
 from bapo_megatron.learner.hf.shapes import validate_layout
+from bapo_megatron.learner.machine import this_machine
 from bapo_megatron.learner.metrics import TokenMetrics
 from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device, start_processes
+from bapo_megatron.learner.precision import check_machine, has_quantised, is_quantised, logprob_backend
 from bapo_megatron.learner.proximal import known_log_probs
 from bapo_megatron.learner.reference import ReferencePolicy
 from bapo_megatron.learner.schedule import ForwardPasses, Schedule, Scores
@@ -69,6 +70,7 @@ class MegatronLearner:
             raise ConfigError("; ".join(problems))
         if config.model.dtype == "bfloat16" and not torch.cuda.is_available():
             raise ConfigError('model.dtype="bfloat16" needs a GPU: set it to "float32" on this machine')
+        check_machine(config, model_shape(hf_config), this_machine())
         apply_cpu_compat()
         start_processes(config.parallel)
         model_parallel_cuda_manual_seed(config.run.seed)
@@ -79,47 +81,24 @@ class MegatronLearner:
         self.layout = ParallelLayout.current()
         self.version = 0
         self.num_skipped_updates = 0
-        self.settings = transformer_config(self.shape, config)
-        self.share = self.layout.share(sequence_parallel=self.settings.sequence_parallel)
-        chunks = range(self.layout.num_chunks)
-        self.model = ModuleList(PolicyModel(self.settings, self.shape, self.layout, i) for i in chunks).to(device())
-        load_weights(self.model, self.shape, self.layout, hf_path)
-        self._wrapped = [self._wrap(chunk) for chunk in self.model]
-        self.optimizer = get_megatron_optimizer(
-            self._optimizer_config(), self._wrapped, use_gloo_process_groups=torch.cuda.is_available()
+        self.settings = transformer_config(self.shape, config, fp8_params=config.precision.fp8_params)
+        self.share = self.layout.share(
+            sequence_parallel=self.settings.sequence_parallel, tokens_multiple=tokens_multiple(config)
         )
+        chunks, backend = range(self.layout.num_chunks), logprob_backend(config)
+        self.model = ModuleList(PolicyModel(self.settings, self.shape, self.layout, i, backend) for i in chunks)
+        self.model.to(device())
+        load_weights(self.model, self.shape, self.layout, hf_path)
+        self._wrapped, self.optimizer = for_training(self.model, self.settings, config.optimizer)
         self.adam = AdamState(self.optimizer, self.layout)
+        if has_quantised(self.model):  # Megatron made float32 weights of what the parameters held before they were read
+            load_weights(self.model, self.shape, self.layout, hf_path, fill=self._fill_weight)
         self._schedule = Schedule(self._wrapped, self.settings, self.layout, config)
         self._scored: ForwardPasses | None = None  # of the mini-batch whose step comes next
         self.reference = ReferencePolicy(config, self.hf_path, self.layout) if config.loss.kl_coef else None
         self.kl_coefficient = KLCoefficient(config.loss)
         self.guard = GradientGuard(config)
         self._metrics = TokenMetrics(self.layout, loss_with_kl(_nothing(config), config.loss, 0.0))
-
-    def _wrap(self, chunk: Module) -> DistributedDataParallel:
-        self.settings.finalize_model_grads_func = _finalize_sums
-        ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            check_for_nan_in_grad=False,
-            use_distributed_optimizer=self.config.optimizer.distributed,
-        )
-        module = Float16Module(self.settings, chunk) if self.settings.bf16 else chunk
-        return DistributedDataParallel(self.settings, ddp, module)
-
-    def _optimizer_config(self) -> OptimizerConfig:
-        adam = self.config.optimizer
-        return OptimizerConfig(
-            optimizer="adam",
-            lr=adam.lr,
-            weight_decay=adam.weight_decay,
-            adam_beta1=adam.beta1,
-            adam_beta2=adam.beta2,
-            adam_eps=adam.eps,
-            clip_grad=adam.clip_grad,
-            bf16=self.settings.bf16,
-            params_dtype=self.settings.params_dtype,
-            use_distributed_optimizer=adam.distributed,
-        )
 
     # scoring
 
@@ -232,7 +211,16 @@ class MegatronLearner:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Weights under Hugging Face names: see `Learner.named_weights` and `hf.convert.gather_weights`."""
-        return gather_weights(self.model, self.shape, self.layout)
+        return gather_weights(self.model, self.shape, self.layout, self._unquantised)
+
+    def _unquantised(self, parameter: Parameter) -> Tensor:
+        """What engines and checkpoints hold of a parameter: with FP8, the rounded float32 weight that Adam updates."""
+        if is_quantised(parameter):
+            return self.adam.gather(parameter, WEIGHT).to(parameter.dtype)
+        return parameter.detach()
+
+    def _fill_weight(self, parameter: Parameter, tensor: Tensor) -> None:
+        self.adam.fill(parameter, WEIGHT, tensor)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The last update's gradient, clipped, like `named_weights`: for tests and diagnostics."""
@@ -260,11 +248,6 @@ class MegatronLearner:
 
 def _layout_problems(hf_config: dict[str, Any], parallel: ParallelConfig) -> list[str]:
     return validate_layout(hf_config, parallel.tensor, parallel.pipeline, parallel.virtual_pipeline)
-
-
-def _finalize_sums(model: list[Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
-    """Sum gradients over data and context ranks and tied or replicated weights; the loss is divided already."""
-    finalize_model_grads(model, None, **kwargs)
 
 
 def _nothing(config: Config) -> LossInputs:

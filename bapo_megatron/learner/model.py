@@ -5,7 +5,6 @@ Shape legend: T packed tokens, H hidden, V vocabulary rows of this rank, R respo
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -23,23 +21,28 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
-from bapo_megatron.algorithms.logprobs import VocabShard, token_log_probs
+from bapo_megatron.algorithms.logprobs import Backend, VocabShard, token_log_probs
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.rope import rotary_frequencies
 from bapo_megatron.hf.shape import ModelShape
-from bapo_megatron.learner.attention import PackedAttention, PackedSequences
+from bapo_megatron.learner.attention import PackedSequences
+from bapo_megatron.learner.layers import block_spec
+from bapo_megatron.learner.machine import this_machine
 from bapo_megatron.learner.parallel import ParallelLayout, device
+from bapo_megatron.learner.precision import fp8_fields, uses_transformer_engine
 from bapo_megatron.types import MicroBatch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def transformer_config(shape: ModelShape, config: Config) -> TransformerConfig:
+def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = False) -> TransformerConfig:
     """Megatron's settings for this model and layout; `[megatron.extra]` has the last word.
+
+    Args:
+        fp8_params: keep matrices in FP8: for a model whose distributed optimizer has float32 weights.
 
     Raises:
         ConfigError: a name in `[megatron.extra]` is not a field of TransformerConfig, or does not work here.
@@ -47,6 +50,7 @@ def transformer_config(shape: ModelShape, config: Config) -> TransformerConfig:
     dtype = DTYPES[config.model.dtype]
     virtual = config.parallel.virtual_pipeline if config.parallel.virtual_pipeline > 1 else None
     fields: dict[str, Any] = {
+        "transformer_impl": "transformer_engine" if uses_transformer_engine(config, this_machine()) else "local",
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
         "ffn_hidden_size": shape.ffn_size,
@@ -77,13 +81,13 @@ def transformer_config(shape: ModelShape, config: Config) -> TransformerConfig:
         "use_cpu_initialization": not torch.cuda.is_available(),
         "perform_initialization": False,  # every weight is read from the checkpoint
         "calculate_per_token_loss": True,  # gradients are summed over data ranks: the loss is divided by us
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": False,  # the output layer's needs Apex
         "masked_softmax_fusion": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
         "apply_rope_fusion": False,
         "persist_layer_norm": False,
-    }
+    } | fp8_fields(config, fp8_params)
     if config.train.recompute:
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
@@ -102,45 +106,6 @@ def _softmax_scale(shape: ModelShape) -> float:
     """1 / sqrt(D), times the factor that yarn puts on cosine and sine of both queries and keys."""
     _, factor = rotary_frequencies(shape)
     return factor**2 / math.sqrt(shape.head_dim)
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with the mark that makes `finalize_model_grads` sum its gradient under sequence parallelism."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 (Parameter has no such field)
-
-
-class BiasedColumnParallelLinear(ColumnParallelLinear):
-    """With a bias, whatever `add_bias_linear` says of all linears."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **(kwargs | {"bias": True}))
-
-
-class BiasedRowParallelLinear(RowParallelLinear):
-    """With a bias, whatever `add_bias_linear` says of all linears."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **(kwargs | {"bias": True}))
-
-
-def block_spec(config: TransformerConfig, shape: ModelShape, chunk: int | None) -> TransformerBlockSubmodules:
-    """Layers out of Megatron's own parallel linears, with our norm and packed attention."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    parts.self_attention.submodules.core_attention = PackedAttention
-    if shape.out_bias:
-        parts.self_attention.submodules.linear_proj = BiasedRowParallelLinear
-    if shape.mlp_bias:
-        parts.mlp.submodules.linear_fc1 = BiasedColumnParallelLinear
-        parts.mlp.submodules.linear_fc2 = BiasedRowParallelLinear
-    if config.qk_layernorm:
-        parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = RMSNorm
-    layers = [copy.deepcopy(layer) for _ in range(get_num_layers_to_build(config, vp_stage=chunk))]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
 def _mark_split_parameters(model: torch.nn.Module) -> None:
@@ -167,7 +132,14 @@ class PolicyModel(GPTModel):
     other parts return hidden states [T or T / tensor, 1, H].
     """
 
-    def __init__(self, config: TransformerConfig, shape: ModelShape, layout: ParallelLayout, chunk: int = 0) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        shape: ModelShape,
+        layout: ParallelLayout,
+        chunk: int = 0,
+        logprob_backend: Backend = "torch",
+    ) -> None:
         vp_stage = chunk if layout.num_chunks > 1 else None
         super().__init__(
             config=config,
@@ -187,7 +159,10 @@ class PolicyModel(GPTModel):
             size=rows,
             vocab_size=shape.vocab_size,
         )
+        self.logprob_backend = logprob_backend
         self.context_group = layout.context_group
+        is_engine = config.transformer_impl == "transformer_engine"
+        self._describe_pack = PackedSequences.for_transformer_engine if is_engine else PackedSequences.of
         # not a buffer: those become bfloat16 with the weights, too coarse for positions
         self.inverse_frequencies = rotary_frequencies(shape)[0].to(device())
         _mark_split_parameters(self)
@@ -195,13 +170,7 @@ class PolicyModel(GPTModel):
     def forward(
         self, batch: MicroBatch, *, temperature: float, chunk_tokens: int, with_entropy: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
-        hidden_T1H = self.embedding(batch.token_ids_T[None], None) if self.pre_process else None
-        hidden_T1H = self.decoder(
-            hidden_states=hidden_T1H,
-            attention_mask=None,
-            rotary_pos_emb=self._rotary(batch.position_ids_T),
-            packed_seq_params=PackedSequences.of(batch.cu_seqlens_S1, self.context_group),
-        )
+        hidden_T1H = self.hidden_states(batch)
         if not self.post_process:
             return hidden_T1H
         if self.config.sequence_parallel:
@@ -219,6 +188,16 @@ class PolicyModel(GPTModel):
             shard=self.shard,
             chunk_tokens=chunk_tokens,
             with_entropy=with_entropy,
+            backend=self.logprob_backend,
+        )
+
+    def hidden_states(self, batch: MicroBatch) -> Tensor:
+        """What this part's layers make of the tokens, or of the hidden states before it: [T or T / tensor, 1, H]."""
+        return self.decoder(
+            hidden_states=self.embedding(batch.token_ids_T[None], None) if self.pre_process else None,
+            attention_mask=None,
+            rotary_pos_emb=self._rotary(batch.position_ids_T),
+            packed_seq_params=self._describe_pack(batch.cu_seqlens_S1, self.context_group),
         )
 
     def _rotary(self, position_ids_T: Tensor) -> Tensor:

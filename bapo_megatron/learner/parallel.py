@@ -21,6 +21,7 @@ from torch import Tensor
 from bapo_megatron.buffer.packing import Share
 from bapo_megatron.config.schema import ParallelConfig
 from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.learner.together import gather_json
 
 _MAX_DIMS = 8
 
@@ -78,23 +79,11 @@ def raise_together(error: CheckpointError | None) -> None:
 
     Collective over all ranks; returns when no rank has an error.
     """
-    world_size = dist.get_world_size()
-    first_failed = torch.tensor(dist.get_rank() if error else world_size)
-    dist.all_reduce(first_failed, dist.ReduceOp.MIN)
-    source = int(first_failed)
-    if source == world_size:
-        return
-    if source == dist.get_rank():
-        assert error is not None
-        text = torch.frombuffer(bytearray(str(error).encode()), dtype=torch.uint8)
-        dist.broadcast(torch.tensor(text.numel()), src=source)
-        dist.broadcast(text, src=source)
+    complaints = [text for text in gather_json(str(error) if error else None) if text is not None]
+    if error and complaints[0] == str(error):
         raise error
-    size = torch.zeros((), dtype=torch.int64)
-    dist.broadcast(size, src=source)
-    text = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(text, src=source)
-    raise CheckpointError(bytes(text.tolist()).decode())
+    if complaints:
+        raise CheckpointError(complaints[0]) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +149,18 @@ class ParallelLayout:
         layers_per_chunk = num_layers // (self.pipeline_size * self.num_chunks)
         return layer // layers_per_chunk % self.pipeline_size
 
-    def share(self, *, sequence_parallel: bool) -> Share:
-        """How mini-batches are packed for this rank."""
+    def share(self, *, sequence_parallel: bool, tokens_multiple: int = 1) -> Share:
+        """How mini-batches are packed for this rank.
+
+        Args:
+            tokens_multiple: what FP8 asks of the tokens that a matrix product, or a gathered part of one, sees.
+        """
         return Share(
             data_rank=self.data_rank,
             data_size=self.data_size,
             context_rank=self.context_rank,
             context_size=self.context_size,
-            tokens_multiple=self.tensor_size if sequence_parallel else 1,
+            tokens_multiple=tokens_multiple * (self.tensor_size if sequence_parallel else 1),
             packs_multiple=self.pipeline_size if self.num_chunks > 1 else 1,
             equal_lengths=self.pipeline_size > 1,
         )

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import Learner
+from bapo_megatron.learner.reference import with_reference_logprobs
 from bapo_megatron.learner.scoring import batch_log_probs
 from bapo_megatron.types import Batch, MiniBatch
+
+if TYPE_CHECKING:
+    from bapo_megatron.learner.megatron import MegatronLearner
+
+
+def with_fixed_logprobs(batch: Batch, learner: MegatronLearner, config: Config) -> Batch:
+    """The batch with what all updates of a step compare the policy with: the reference's log-probs and the proximal
+    policy's, where the loss uses them. Collective."""
+    batch = with_reference_logprobs(batch, learner.reference, config)
+    return with_proximal_logprobs(batch, learner, config) if config.loss.proximal == "learner" else batch
 
 
 def with_proximal_logprobs(batch: Batch, learner: Learner, config: Config) -> Batch:

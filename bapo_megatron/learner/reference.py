@@ -15,12 +15,14 @@ from torch.nn import Module, ModuleList
 
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.plan_learning import check_reference
+from bapo_megatron.config.precision import tokens_multiple
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner.hf.convert import load_weights
 from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device
+from bapo_megatron.learner.precision import logprob_backend
 from bapo_megatron.learner.schedule import Schedule
 from bapo_megatron.learner.scoring import batch_log_probs
 from bapo_megatron.types import Batch, MiniBatch
@@ -46,8 +48,9 @@ class ReferencePolicy:
         self._layout = layout
         shape = model_shape(hf_config)
         settings = transformer_config(shape, config)
-        self.share = layout.share(sequence_parallel=settings.sequence_parallel)
-        model = ModuleList(PolicyModel(settings, shape, layout, i) for i in range(layout.num_chunks)).to(device())
+        self.share = layout.share(sequence_parallel=settings.sequence_parallel, tokens_multiple=tokens_multiple(config))
+        chunks_of_rank, backend = range(layout.num_chunks), logprob_backend(config)
+        model = ModuleList(PolicyModel(settings, shape, layout, i, backend) for i in chunks_of_rank).to(device())
         load_weights(model, shape, layout, folder)
         model.requires_grad_(False)
         chunks: list[Module] = [Float16Module(settings, c) if settings.bf16 else c for c in model.eval()]

@@ -28,8 +28,8 @@ from bapo_megatron.types import MicroBatch, MiniBatch
 
 Scores = tuple[Tensor, Tensor]  # log_probs_R, entropy_R
 Outcome = TypeVar("Outcome")
-# of a micro-batch, from its scores: loss, number of tokens, and what to remember
-LossOf = Callable[[MicroBatch], Callable[[Scores], tuple[Tensor, Tensor, Outcome]]]
+# of a micro-batch, from its scores (or a critic's values): loss, number of tokens, and what to remember
+LossOf = Callable[[MicroBatch], Callable[[Any], tuple[Tensor, Tensor, Outcome]]]
 
 _AUTO_MEMORY_SHARE = 0.1  # of a device: what `auto` lets the layer inputs of all micro-batches take
 
@@ -78,8 +78,12 @@ class Schedule:
 
     def log_probs(self, minibatch: MiniBatch) -> list[Tensor]:
         """Without gradient; empty where not on the last stage."""
+        return self.without_gradient(minibatch, lambda scores: scores[0])
+
+    def without_gradient(self, minibatch: MiniBatch, of: Callable[[Any], Tensor]) -> list[Tensor]:
+        """`of` what the end of the model returns for each micro-batch; empty where not on the last stage."""
         with torch.no_grad():
-            return self._forward(minibatch, lambda scores, non_loss_data: scores[0], with_entropy=False)
+            return self._forward(minibatch, lambda output, non_loss_data: of(output), with_entropy=False)
 
     def forward(self, minibatch: MiniBatch) -> ForwardPasses:
         """All forward passes, with their graphs. Not with pipeline stages."""

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from bapo_megatron.monitor.summary import count, duration, find_problems, number, percent, summarize
 
-_SPANS = ("rollout", "score", "train", "sync", "eval", "other")
+_SPANS = ("rollout", "critic", "score", "train", "sync", "eval", "other")
 _SEPARATOR = "  "
 _DEFAULT_COLUMNS = 80
 

@@ -162,7 +162,10 @@ def _panels(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Panel]:
             line_figure(
                 "grad",
                 steps,
-                [Line("gradient norm", column("optimizer/grad_norm"))],
+                [
+                    Line("mean of the step", column("optimizer/grad_norm")),
+                    Line("largest", column("optimizer/grad_norm_max")),
+                ],
                 "global norm",
                 from_zero=True,
                 log_if_wide=True,
@@ -223,7 +226,7 @@ def _panels(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Panel]:
                 steps,
                 [
                     Line(span, column(f"time/{span}_s"))
-                    for span in ("rollout", "score", "train", "sync", "eval", "other")
+                    for span in ("rollout", "critic", "score", "train", "sync", "eval", "other")
                 ],
                 "seconds",
             ),

@@ -22,5 +22,5 @@ def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/response_tokens_max": float(max(lengths)),
         "rollout/truncated_share": sum(t.finish_reason == "length" for t in samples) / len(samples),
         "rollout/resumed_token_share": sum(t.num_resumed_tokens for t in samples) / max(sum(lengths), 1),
-        "rollout/zero_variance_share": sum(len(set(g.rewards)) == 1 for g in groups) / len(groups),
+        "rollout/zero_variance_share": sum(len(set(g.rewards)) == 1 < len(g.rewards) for g in groups) / len(groups),
     }

@@ -24,7 +24,10 @@ def messages(*overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        ("parallel.num_ranks=8 parallel.pipeline=2", ["num_ranks=8", "1 x 2 x 1 x 1 = 2", "parallel.data=4"]),
+        (
+            "parallel.num_ranks=8 parallel.pipeline=2 parallel.data=1",
+            ["num_ranks=8", "1 x 2 x 1 x 1 = 2", "parallel.data=4"],
+        ),
         ("parallel.num_ranks=3 parallel.pipeline=2", ["num_ranks=3", "set parallel.num_ranks=2"]),
         ("parallel.virtual_pipeline=2", ["virtual_pipeline=2", "parallel.pipeline above 1", "virtual_pipeline=1"]),
         ("parallel.pipeline=5 parallel.virtual_pipeline=4", ["virtual_pipeline=4", "6 layers", "1, 2, 3 or 6"]),
@@ -35,7 +38,7 @@ def messages(*overrides: str) -> list[str]:
         ("parallel.pipeline=4", ["30 layers", "1, 2, 3, 5"]),
         ("train.minibatches_per_step=7", ["16 x 8 = 128", "set train.minibatches_per_step=8"]),
         ("train.minibatches_per_step=64 parallel.data=3", ["128 / 64 = 2", "data=3", "minibatches_per_step=32"]),
-        ("rollout.samples_per_prompt=1", ["at least 2"]),
+        ("rollout.samples_per_prompt=1", ["at least 2", "which has a critic"]),
         ("rollout.tokens_per_round=600", ["600", "512"]),
         ("rollout.groups_in_flight=3", ["groups_in_flight=3", "set rollout.groups_in_flight=16"]),
         ("rollout.engine_max_context=900", ["512 + 512 = 1024"]),
@@ -55,6 +58,15 @@ def messages(*overrides: str) -> list[str]:
         ("rollout.zero_variance=drop rollout.samples_per_prompt=2", ["most groups", "samples_per_prompt=8"]),
         ("rollout.zero_variance=drop train.entropy_coef=0.01", ["entropy_coef=0.01", 'zero_variance="keep"']),
         ("reward.kind=code", ["tests", "'chains'", 'data.source="jsonl"']),
+        ("critic.lr=1e-4", ["critic.lr", 'advantage.kind="grpo" has no critic', '"gae"']),
+        ("advantage.kind=gae critic.warmup_steps=100", ["warmup_steps=100", "never change", "train.num_steps"]),
+        ("advantage.kind=gae rollout.zero_variance=drop", ["samples_per_prompt=8", 'zero_variance="keep"']),
+        ("advantage.kind=gae advantage.whiten_batch=true", ["one per token", "whiten_tokens"]),
+        ("advantage.kind=n_step rollout.truncated=mask", ['truncated="mask"', "does not learn"]),
+        (
+            "advantage.kind=gae rollout.samples_per_prompt=1 rollout.zero_variance=drop",
+            ["are all there are", 'zero_variance="keep"'],
+        ),
         ("loss.name=clip_higher loss.clip_higher=1.1", ["clip_higher=1.1", "clip_high=1.2"]),
     ],
 )
@@ -80,6 +92,10 @@ def test_shaping_that_makes_no_sense_only_warns() -> None:
         (found,) = check(load_config([], overrides), hf_config=None)
         assert found.severity == "warning"
     assert messages("rollout.zero_variance=drop", "rollout.truncated=mask") == []
+
+
+def test_a_critic_needs_no_groups() -> None:
+    assert messages("advantage.kind=gae", "rollout.samples_per_prompt=1", "critic.lr=1e-4") == []
 
 
 def test_bfloat16_warns_on_a_cpu_only() -> None:

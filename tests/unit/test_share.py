@@ -24,6 +24,7 @@ def make() -> Batch:
         behaviour_logprobs_T=torch.tensor([0.0, -1.25, -2.5]),
         versions_T=torch.tensor([-1, 3, 4]),
         mask_T=torch.tensor([False, True, True]),
+        rewards_S=torch.tensor([0.1]),
         metrics={"reward/mean": 0.1},
     )
 

@@ -14,12 +14,24 @@ from torch.nn import Module, ModuleList, Parameter
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.reader import HFReader
 from bapo_megatron.hf.shape import ModelShape
-from bapo_megatron.learner.hf.names import EMBEDDING, OUTPUT, Entry, Slicer, entries, from_shards, to_shard
+from bapo_megatron.learner.hf.names import (
+    EMBEDDING,
+    OUTPUT,
+    Entry,
+    Slicer,
+    canonical,
+    entries,
+    from_shards,
+    to_shard,
+)
 from bapo_megatron.learner.parallel import ParallelLayout, device, raise_together
 
 
 def parameters_by_global_name(chunks: Iterable[Module]) -> dict[str, Parameter]:
-    """This rank's parameters, with layers numbered within the whole model instead of within the chunk."""
+    """This rank's parameters, with layers numbered within the whole model instead of within the chunk.
+
+    Names are those of `names.entries`, also where the layers are Transformer Engine's.
+    """
     named = {}
     for chunk in chunks:
         layers = chunk.decoder.layers  # type: ignore[union-attr]
@@ -27,7 +39,7 @@ def parameters_by_global_name(chunks: Iterable[Module]) -> dict[str, Parameter]:
         for name, parameter in chunk.named_parameters():
             if name.startswith("decoder.layers."):
                 _, _, local, rest = name.split(".", 3)
-                name = f"decoder.layers.{int(local) + first}.{rest}"
+                name = f"decoder.layers.{int(local) + first}.{canonical(rest)}"
             named[name] = parameter
     return named
 
@@ -38,11 +50,15 @@ def load_weights(
     shape: ModelShape,
     layout: ParallelLayout,
     path: str | Path,
+    keep: frozenset[str] = frozenset(),
+    fill: Callable[[Parameter, Tensor], object] = Parameter.copy_,
 ) -> None:
     """Fill this rank's parameters from a Hugging Face folder, reading only the slices they need. Collective.
 
     Args:
         model: this rank's chunks of the model.
+        keep: names of parameters that a model of this shape does not have, and that stay as they are.
+        fill: what to do with the tensor of a parameter.
 
     Raises:
         CheckpointError: names or shapes of the tensors do not fit config.json (lists them), or a tensor holds nan or
@@ -50,7 +66,7 @@ def load_weights(
     """
     with raising_together(), HFReader(path) as read:
         read.check(shape)
-        fill_parameters(model, shape, layout, read, Parameter.copy_)
+        fill_parameters(model, shape, layout, read, fill, keep)
 
 
 @torch.no_grad()
@@ -60,6 +76,7 @@ def fill_parameters(
     layout: ParallelLayout,
     read: Slicer,
     fill: Callable[[Parameter, Tensor], object],
+    keep: frozenset[str] = frozenset(),
 ) -> None:
     """Hand to `fill` each of this rank's parameters and its shard, read slice by slice. Not collective."""
     parameters = parameters_by_global_name(model)
@@ -72,7 +89,7 @@ def fill_parameters(
             for target in present:
                 assert target.shape == shard.shape, f"{entry.megatron_name}: {target.shape} != {shard.shape}"
                 fill(target, shard)
-    assert not parameters, f"the name map does not know {sorted(parameters)}"
+    assert parameters.keys() <= keep, f"the name map does not know {sorted(parameters.keys() - keep)}"
 
 
 @contextmanager

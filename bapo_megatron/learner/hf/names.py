@@ -23,7 +23,7 @@ from bapo_megatron.hf.shape import ModelShape, hf_tensors
 
 Kind = Literal["copy", "vocab", "column", "gate_up", "qkv"]
 
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+EMBEDDING, OUTPUT, VALUE_HEAD = "embedding.word_embeddings.weight", "output_layer.weight", "score.weight"
 
 _BEFORE_LAYERS: dict[str, tuple[Kind, tuple[str, ...]]] = {EMBEDDING: ("vocab", ("model.embed_tokens.weight",))}
 _LAYER: dict[str, tuple[Kind, tuple[str, ...]]] = {
@@ -46,9 +46,15 @@ _LAYER: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "mlp.linear_fc2.weight": ("column", ("mlp.down_proj.weight",)),
     "mlp.linear_fc2.bias": ("copy", ("mlp.down_proj.bias",)),
 }
+# Transformer Engine's linears hold the weight of the norm before them: its name in a layer, and the one used above.
+_NORMS_IN_LINEARS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
 _AFTER_LAYERS: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "decoder.final_layernorm.weight": ("copy", ("model.norm.weight",)),
     OUTPUT: ("vocab", ("lm_head.weight",)),
+    VALUE_HEAD: ("copy", ("score.weight",)),
 }
 
 
@@ -86,6 +92,11 @@ def entries(shape: ModelShape) -> Iterator[Entry]:
             )
     for name, (kind, hf_names) in _AFTER_LAYERS.items():
         yield from entry(name, None, kind, hf_names)
+
+
+def canonical(name_in_layer: str) -> str:
+    """A parameter's name within a layer, whether the layer is Megatron's own or Transformer Engine's."""
+    return _NORMS_IN_LINEARS.get(name_in_layer, name_in_layer)
 
 
 def to_shard(entry: Entry, shape: ModelShape, read: Slicer, rank: int, size: int) -> Tensor:

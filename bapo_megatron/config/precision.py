@@ -1,0 +1,296 @@
+"""FP8: its settings, and why a combination of settings, model and machine is refused. Pure facts, no GPU is asked.
+
+What is checked here is what Megatron-Core 0.16.1 (`transformer_config.py`, `fp8_utils.py`) and Transformer Engine 2.9
+to 2.11 (`quantization.py`: check_*_support; `utils.py`: assert_dim_for_fp8_exec, assert_dim_for_all_gather) ask for,
+said before a process is started. docs/precision.md has the table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from bapo_megatron.config.base import Section
+from bapo_megatron.config.violation import Violation
+from bapo_megatron.hf.shape import ModelShape, model_shape, unsupported
+
+if TYPE_CHECKING:
+    from bapo_megatron.config.schema import Config
+
+Version = tuple[int, ...]
+
+
+class PrecisionConfig(Section):
+    """FP8 inside the layers, through Transformer Engine: see docs/precision.md. The embedding, the output layer,
+    log-probs and the loss never are FP8."""
+
+    fp8: Literal["off", "hybrid", "e4m3"] = "off"
+    """Format of the operands of the layers' matrix products. hybrid: e4m3 forward, e5m2 for gradients; e4m3: e4m3 for
+    both. Needs model.dtype = "bfloat16"."""
+    recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = "tensorwise"
+    """Where scales come from. tensorwise: each tensor's own largest value; delayed: those of earlier passes; blockwise:
+    blocks of 128 values; mxfp8: blocks of 32 values, on Blackwell."""
+    amax_history: PositiveInt = 1024
+    """delayed: passes whose largest value sets the scale."""
+    margin: int = Field(0, ge=0)
+    """delayed: scales are 2**margin times smaller than the largest value would allow."""
+    fp8_params: bool = False
+    """Keep the layers' matrices in FP8 instead of quantising bfloat16 ones each update; the optimizer's float32 weights
+    stay. Needs optimizer.distributed."""
+    bf16_layers_at_start: int = Field(0, ge=0)
+    """Layers at the start of the model that stay bfloat16 (not with delayed)."""
+    bf16_layers_at_end: int = Field(0, ge=0)
+    """Layers at the end of the model that stay bfloat16 (not with delayed)."""
+
+    @property
+    def uses_fp8(self) -> bool:
+        """Whether any matrix product is FP8."""
+        return self.fp8 != "off"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What FP8 asks of the machine; None: not there.
+
+    Example: Machine((9, 0), (12, 9), (2, 11, 0)) is a Hopper GPU, CUDA 12.9 and Transformer Engine 2.11.0.
+    """
+
+    compute_capability: tuple[int, int] | None = None
+    cuda: Version | None = None
+    transformer_engine: Version | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One way to choose scales, and what it asks for."""
+
+    transformer_engine: Version  # Megatron's get_fp8_recipe refuses it with an older one
+    dims_multiple: int  # rows and columns of every matrix
+    tokens_multiple: int  # tokens of a micro-batch on one rank
+    gathered_multiple: int  # hidden size, where sequence parallelism gathers quantised activations
+
+
+RECIPES = {
+    "delayed": Recipe((1, 0), 16, 16, 16),
+    "tensorwise": Recipe((2, 2), 16, 16, 16),
+    # scales of blocks that are not full are padded by Transformer Engine, but not what is gathered
+    "blockwise": Recipe((2, 3), 16, 128, 128),
+    "mxfp8": Recipe((2, 1), 32, 32, 32),
+}
+
+
+def tokens_multiple(config: Config) -> int:
+    """Tokens of a pack on one rank (of one tensor rank, with sequence parallelism) must be a multiple of this."""
+    return RECIPES[config.precision.recipe].tokens_multiple if config.precision.uses_fp8 else 1
+
+
+def check_precision(
+    config: Config, hf_config: dict[str, Any] | None, num_gpus: int, machine: Machine | None
+) -> Iterator[Violation]:
+    """All that can be known: see `problems` and `warnings`."""
+    shape = None if hf_config is None or unsupported(hf_config) else model_shape(hf_config)
+    yield from (Violation(message) for message in problems(config, shape=shape, machine=machine))
+    yield from (Violation(message, "warning") for message in warnings(config, num_gpus=num_gpus))
+
+
+def problems(config: Config, *, shape: ModelShape | None, machine: Machine | None) -> list[str]:
+    """Why these settings cannot be used; each message says what to set instead.
+
+    Args:
+        shape: the model; None leaves its sizes unchecked.
+        machine: where it runs; None leaves hardware and packages unchecked.
+    """
+    found = list(_implementation(config, machine))
+    if not config.precision.uses_fp8:
+        return found + list(_idle(config))
+    found += _settings(config)
+    if shape is not None:
+        found += _layers(config, shape)
+        found += _dimensions(config, shape)
+    if machine is not None:
+        found += _machine(config, machine)
+    return found
+
+
+def warnings(config: Config, *, num_gpus: int) -> list[str]:
+    """What works, but probably is not meant."""
+    p, found = config.precision, []
+    if not num_gpus and p.uses_fp8:
+        found.append(
+            f'precision.fp8="{p.fp8}" needs a GPU, and none is visible here: whether GPU, CUDA and Transformer Engine '
+            f'are fit for precision.recipe="{p.recipe}" is checked where the run starts'
+        )
+    if p.uses_fp8 and config.rollout.engine == "embedded":
+        found.append(
+            f'precision.fp8="{p.fp8}" with rollout.engine="embedded": that engine samples on a CPU, from bfloat16 '
+            'weights; set rollout.engine="sglang"'
+        )
+    if p.uses_fp8 and p.recipe == "delayed":
+        found.append(
+            'precision.recipe="delayed" learns its scales from training passes, from 1 on, and checkpoints lack them: '
+            'log-probs before the first update of each start are coarse; set precision.recipe="tensorwise"'
+        )
+    if p.margin and p.recipe != "delayed":
+        found.append(
+            f'precision.margin={p.margin} does nothing with precision.recipe="{p.recipe}"; leave it out, or set '
+            'precision.recipe="delayed"'
+        )
+    if not num_gpus and config.train.logprob_backend == "triton":
+        found.append('train.logprob_backend="triton" needs a GPU, and none is visible here; set it to "auto"')
+    return found
+
+
+def _implementation(config: Config, machine: Machine | None) -> Iterator[str]:
+    implementation = config.model.implementation
+    if implementation == "transformer_engine":
+        if config.model.dtype != "bfloat16":
+            yield (
+                'model.implementation="transformer_engine" needs model.dtype="bfloat16": its attention has no kernels '
+                'for float32; set that, or model.implementation="auto"'
+            )
+        if machine is not None and machine.compute_capability is None:
+            yield 'model.implementation="transformer_engine" needs a GPU; set model.implementation="auto"'
+        elif machine is not None and machine.transformer_engine is None:
+            yield (
+                'model.implementation="transformer_engine", but Transformer Engine is not installed; install '
+                'bapo-megatron[gpu], or set model.implementation="auto"'
+            )
+    if implementation == "local" and config.precision.uses_fp8:
+        yield (
+            f'model.implementation="local" has no FP8, and precision.fp8="{config.precision.fp8}" asks for it; set '
+            'model.implementation="auto" or precision.fp8="off"'
+        )
+
+
+def _idle(config: Config) -> Iterator[str]:
+    p = config.precision
+    given = [name for name in ("fp8_params", "bf16_layers_at_start", "bf16_layers_at_end") if getattr(p, name)]
+    if given:
+        names = ", ".join(f"precision.{name}" for name in given)
+        yield f'{names}: nothing is FP8 with precision.fp8="off"; set precision.fp8="hybrid", or leave it out'
+
+
+def _settings(config: Config) -> Iterator[str]:
+    p = config.precision
+    if config.model.dtype != "bfloat16":
+        yield (
+            f'precision.fp8="{p.fp8}" needs model.dtype="bfloat16" for all that is not FP8; set that, or '
+            'precision.fp8="off"'
+        )
+    if p.recipe == "delayed" and (p.bf16_layers_at_start or p.bf16_layers_at_end):
+        yield (
+            'precision.recipe="delayed" cannot leave layers in bfloat16: its scales are updated once for all layers; '
+            'set precision.recipe="tensorwise", or precision.bf16_layers_at_start=0 and bf16_layers_at_end=0'
+        )
+    if p.fp8_params and not config.optimizer.distributed:
+        yield (
+            "precision.fp8_params=true needs optimizer.distributed=true: only the distributed optimizer of Megatron "
+            "quantises its float32 weights after an update"
+        )
+    if p.fp8_params and p.recipe == "mxfp8":
+        yield (
+            'precision.fp8_params=true is not supported with precision.recipe="mxfp8", whose parameters Megatron keeps '
+            "in the gradients' buffer; set precision.fp8_params=false"
+        )
+
+
+def _layers(config: Config, shape: ModelShape) -> Iterator[str]:
+    layers, stages = shape.num_layers, config.parallel.pipeline
+    at_most = layers // stages
+    for name in ("bf16_layers_at_start", "bf16_layers_at_end"):
+        if (number := getattr(config.precision, name)) > at_most:
+            yield (
+                f"precision.{name}={number} is more than the {layers} / {stages} = {at_most} layers of a pipeline "
+                f"stage; set precision.{name}={at_most} or less"
+            )
+
+
+def _dimensions(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Sizes of the layers' matrices on one rank, as cuBLAS and the quantisers take them."""
+    name, tensor = config.precision.recipe, config.parallel.tensor
+    recipe = RECIPES[name]
+    query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    sizes = {
+        "hidden_size": (shape.hidden_size, 1),
+        "num_attention_heads x head_dim": (query, tensor),
+        "(num_attention_heads + 2 x num_key_value_heads) x head_dim": (query + 2 * key_value, tensor),
+        "intermediate_size": (shape.ffn_size, tensor),
+    }
+    for what, (size, ranks) in sizes.items():
+        if size % (ranks * recipe.dims_multiple):
+            per_rank = f" / parallel.tensor={ranks} = {size / ranks:g}" if ranks > 1 else ""
+            yield (
+                f'precision.recipe="{name}" needs multiples of {recipe.dims_multiple}, but {what} = {size}{per_rank}; '
+                + _smaller(name, size, tensor if ranks > 1 else 1)
+            )
+    sequence = config.parallel.sequence and tensor > 1
+    if sequence and not shape.hidden_size % recipe.dims_multiple and shape.hidden_size % recipe.gathered_multiple:
+        yield (
+            f'precision.recipe="{name}" with parallel.sequence=true gathers quantised activations and needs a '
+            f"hidden_size that is a multiple of {recipe.gathered_multiple}, but it is {shape.hidden_size}; set "
+            'parallel.sequence=false or precision.recipe="tensorwise"'
+        )
+
+
+def _smaller(recipe: str, size: int, tensor: int) -> str:
+    """What would work instead: a smaller tensor-parallel size, another recipe, or no FP8."""
+    multiple = RECIPES[recipe].dims_multiple
+    works = [n for n in range(1, tensor) if tensor % n == 0 and size % (n * multiple) == 0]
+    if works:
+        return f"set parallel.tensor={max(works)}"
+    if size % (16 * tensor) == 0:
+        return 'set precision.recipe="tensorwise"'
+    return 'set precision.fp8="off"'
+
+
+def _machine(config: Config, machine: Machine) -> Iterator[str]:
+    p, capability, engine = config.precision, machine.compute_capability, machine.transformer_engine
+    if capability is None:
+        yield f'precision.fp8="{p.fp8}" needs a GPU; set precision.fp8="off" on this machine'
+        return
+    if reason := _hardware(p.recipe, capability, machine.cuda or (), engine or (math.inf,)):
+        yield f'precision.recipe="{p.recipe}" {reason}; {_instead(p.recipe, machine)}'
+    oldest = RECIPES[p.recipe].transformer_engine
+    if engine is None:
+        yield (
+            f'precision.fp8="{p.fp8}" needs Transformer Engine; install bapo-megatron[gpu], or set precision.fp8="off"'
+        )
+    elif engine < oldest:
+        yield (
+            f'precision.recipe="{p.recipe}" needs Transformer Engine {_dotted(oldest)}, and {_dotted(engine)} is '
+            "installed; install a newer one"
+        )
+
+
+def _hardware(recipe: str, capability: tuple[int, int], cuda: Version, engine: tuple[float, ...]) -> str | None:
+    """Why a GPU or its CUDA cannot run a recipe, None if they can: Transformer Engine's check_*_support."""
+    this = f"this GPU has {_dotted(capability)}, with CUDA {_dotted(cuda) or 'unknown'}"
+    if recipe in ("delayed", "tensorwise"):
+        if capability < (8, 9):
+            return f"needs compute capability 8.9 (Ada) or 9.0 (Hopper) and above; {this}"
+        if capability < (9, 0) and cuda < (12, 1):
+            return f"needs CUDA 12.1 on Ada; {this}"
+    if recipe == "blockwise":
+        if capability < (9, 0) or cuda < (12, 9):
+            return f"needs compute capability 9.0 (Hopper) and above, and CUDA 12.9; {this}"
+        if capability >= (10, 0) and engine < (2, 9):
+            return f"needs Transformer Engine 2.9 on GPUs after Hopper; {this}"
+    if recipe == "mxfp8" and not (10, 0) <= capability < (12, 0):
+        return f"needs compute capability 10.x (data-centre Blackwell); {this}"
+    return None
+
+
+def _instead(recipe: str, machine: Machine) -> str:
+    assert machine.compute_capability is not None
+    engine = machine.transformer_engine or (math.inf,)
+    if _hardware("tensorwise", machine.compute_capability, machine.cuda or (), engine) is None:
+        return 'set precision.recipe="tensorwise"'
+    return 'set precision.fp8="off"'
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,62 @@
+"""What turns a model into one that Megatron trains: gradient buffers that are summed over ranks, and Adam."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+from torch.nn import Module, ModuleList
+
+from bapo_megatron.config.schema import OptimizerConfig
+
+
+def for_training(
+    model: ModuleList, settings: TransformerConfig, optimizer: OptimizerConfig
+) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
+    """The model's chunks in Megatron's wrappers, and their optimizer. Collective.
+
+    Gradients are sums over data and context ranks: the loss is divided before, by the tokens of all ranks.
+    """
+    settings.finalize_model_grads_func = _finalize_sums
+    wrapped = [_wrap(chunk, settings, optimizer) for chunk in model]
+    made = get_megatron_optimizer(
+        _optimizer_config(settings, optimizer), wrapped, use_gloo_process_groups=torch.cuda.is_available()
+    )
+    return wrapped, made
+
+
+def _wrap(chunk: Module, settings: TransformerConfig, optimizer: OptimizerConfig) -> DistributedDataParallel:
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        check_for_nan_in_grad=False,
+        use_distributed_optimizer=optimizer.distributed,
+        fp8_param_gather=settings.fp8_param,
+    )
+    return DistributedDataParallel(settings, ddp, Float16Module(settings, chunk) if settings.bf16 else chunk)
+
+
+def _optimizer_config(settings: TransformerConfig, adam: OptimizerConfig) -> MegatronOptimizerConfig:
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=adam.lr,
+        weight_decay=adam.weight_decay,
+        adam_beta1=adam.beta1,
+        adam_beta2=adam.beta2,
+        adam_eps=adam.eps,
+        clip_grad=adam.clip_grad,
+        bf16=settings.bf16,
+        params_dtype=settings.params_dtype,
+        use_distributed_optimizer=adam.distributed,
+        fp8_recipe=settings.fp8_recipe if settings.fp8 else None,
+    )
+
+
+def _finalize_sums(model: list[Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
+    """Sum gradients over data and context ranks and tied or replicated weights; the loss is divided already."""
+    finalize_model_grads(model, None, **kwargs)

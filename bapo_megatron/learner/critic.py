@@ -1,0 +1,211 @@
+"""The critic of value-based advantages: a model like the policy, split like it, with one number for each token.
+
+    MiniBatch -> its micro-batches through Megatron's schedule -> V of the state that each response token is sampled in
+              -> value loss summed over tokens / tokens of ALL ranks -> gradients -> an Adam of its own
+
+The head starts at zero: the values of a new critic are 0 at any layout, and the first update moves the head alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from torch.nn import Module, ModuleList
+
+from bapo_megatron.algorithms.gae import value_loss
+from bapo_megatron.config.precision import tokens_multiple
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.reader import HFReader
+from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape
+from bapo_megatron.learner import checkpoint
+from bapo_megatron.learner.adam import AdamState, set_rates
+from bapo_megatron.learner.build import for_training
+from bapo_megatron.learner.hf.convert import gather_weights, load_weights
+from bapo_megatron.learner.hf.names import VALUE_HEAD
+from bapo_megatron.learner.hf.shapes import validate_layout
+from bapo_megatron.learner.model import PolicyModel, transformer_config
+from bapo_megatron.learner.parallel import ParallelLayout, device
+from bapo_megatron.learner.schedule import Schedule
+from bapo_megatron.learner.shards import Snapshot
+from bapo_megatron.types import MicroBatch, MiniBatch
+
+Outcome = Tensor  # float64 [3] of a micro-batch: value loss, clipped tokens, trained tokens
+
+
+class ValueHead(Module):
+    """A linear map to one number, the same on all tensor ranks; float32 out, whatever the weight's type."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        # under sequence parallelism each rank sees its own tokens: `finalize_model_grads` sums such gradients
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 (Parameter has no such field)
+        set_defaults_if_not_set_tensor_model_parallel_attributes(self.weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.nn.functional.linear(hidden.float(), self.weight.float())
+
+
+class CriticModel(PolicyModel):
+    """A part of the critic. Its end returns values_R, float32: row t is V of the prompt and the response before t."""
+
+    def __init__(self, config: TransformerConfig, shape: ModelShape, layout: ParallelLayout, chunk: int = 0) -> None:
+        super().__init__(config, shape, layout, chunk)
+        if self.post_process:
+            del self.output_layer  # GPTModel always makes one
+            self.score = ValueHead(config)
+
+    def forward(self, batch: MicroBatch, **scoring: Any) -> Tensor:
+        """`scoring` says how a policy computes log-probs: nothing to a critic."""
+        hidden_T1H = self.hidden_states(batch)
+        if not self.post_process:
+            return hidden_T1H
+        values_T11 = self.score(hidden_T1H)
+        if self.config.sequence_parallel:  # gather numbers, not hidden states; every rank has the whole gradient
+            values_T11 = gather_from_sequence_parallel_region(
+                values_T11, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        return values_T11[:, 0, 0].index_select(0, batch.rows_R)
+
+
+class Critic:
+    """Values of states, learned from returns. Construct it on every rank, after the policy; methods are collective.
+
+    Args:
+        config: the run; `[critic]` says how it learns, `[optimizer]` the rest of Adam's settings.
+        hf_path: start weights: a language model, whose head is left out, or a model with score.weight [1, hidden].
+
+    Raises:
+        ConfigError: the layout does not fit the model.
+        CheckpointError: the start weights cannot be read, or are of an unsupported architecture.
+    """
+
+    def __init__(self, config: Config, hf_path: Path) -> None:
+        hf_config, p = load_hf_config(hf_path), config.parallel
+        if problems := validate_layout(hf_config, p.tensor, p.pipeline, p.virtual_pipeline):
+            raise ConfigError(f"critic.path={str(hf_path)!r} does not fit the layout: {'; '.join(problems)}")
+        self.config = config
+        self.hf_path = hf_path
+        language_model = model_shape(hf_config)
+        self.shape = language_model.with_value_head()
+        self.layout = ParallelLayout.current()
+        self.version = 0
+        self.num_skipped_updates = 0
+        settings = transformer_config(self.shape, config)
+        self.share = self.layout.share(
+            sequence_parallel=settings.sequence_parallel, tokens_multiple=tokens_multiple(config)
+        )
+        chunks = range(self.layout.num_chunks)
+        self.model = ModuleList(CriticModel(settings, self.shape, self.layout, i) for i in chunks).to(device())
+        with HFReader(hf_path) as read:
+            has_head = "score.weight" in read
+        if has_head:
+            load_weights(self.model, self.shape, self.layout, hf_path)
+        else:
+            load_weights(self.model, language_model, self.layout, hf_path, keep=frozenset({VALUE_HEAD}))
+        self._wrapped, self.optimizer = for_training(self.model, settings, config.optimizer)
+        self.adam = AdamState(self.optimizer, self.layout)
+        self._schedule = Schedule(self._wrapped, settings, self.layout, config)
+
+    def values(self, minibatch: MiniBatch) -> list[Tensor] | None:
+        """V of each response token's state, no gradient: one float32 [R] per micro-batch; None off the last stage."""
+
+        values = self._schedule.without_gradient(minibatch, lambda values_R: values_R)
+        return values if self.layout.is_last_stage else None
+
+    def fit(self, minibatch: MiniBatch, old_values_T: Tensor, returns_T: Tensor) -> dict[str, float]:
+        """One Adam update towards the returns; metrics, the same on every rank. A gradient that is not finite is
+        counted and leaves the weights as they are.
+
+        Args:
+            old_values_T, returns_T: on the CPU, of each token of the Batch that the mini-batch was cut from; nothing
+                is read on prompts.
+        """
+        old_values_T, returns_T = old_values_T.float().to(device()), returns_T.float().to(device())
+
+        def loss_of(batch: MicroBatch) -> Callable[[Tensor], tuple[Tensor, Tensor, Outcome]]:
+            old_R, returns_R = old_values_T[batch.batch_rows_R], returns_T[batch.batch_rows_R]
+            return lambda values_R: self._micro_batch_loss(
+                batch, values_R, old_R, returns_R, minibatch.num_trained_tokens
+            )
+
+        for chunk in self._wrapped:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        outputs = self._schedule.forward_backward(minibatch, loss_of)
+        learning_rate = self._set_learning_rate()
+        grad_norm = self._update()
+        self.version += 1
+        sums = self.layout.reduce_over_data(torch.stack(outputs).sum(0) if self.layout.is_last_stage else None)
+        loss, num_clipped, num_tokens = sums.tolist()
+        assert num_tokens == minibatch.num_trained_tokens, "the ranks trained other tokens than the plan said"
+        return {
+            "critic/loss": loss / num_tokens,
+            "critic/clip_share": num_clipped / num_tokens,
+            "critic/grad_norm": grad_norm,
+            "critic/lr": learning_rate,
+            "critic/skipped": float(self.num_skipped_updates),
+        }
+
+    def sum_over_data_ranks(self, table: Tensor | None) -> Tensor:
+        """See `Learner.sum_over_data_ranks`."""
+        return self.layout.reduce_over_data(table)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Under Hugging Face names, like `Learner.named_weights`; the head is score.weight."""
+        return gather_weights(self.model, self.shape, self.layout)
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """The last update's gradient, clipped, like `named_weights`: for tests and diagnostics."""
+        return gather_weights(self.model, self.shape, self.layout, self.adam.gather_gradient)
+
+    def snapshot(self) -> Snapshot:
+        """Weights, optimizer state and version: see `Learner.snapshot`."""
+        facts = {"version": self.version, "skipped_updates": self.num_skipped_updates}
+        return checkpoint.take_snapshot(self.model, self.shape, self.layout, self.adam, facts, self.hf_path)
+
+    def load(self, folder: Path) -> None:
+        """Read what a snapshot wrote: see `Learner.load`."""
+        facts = checkpoint.load(self.model, self.shape, self.layout, self.adam, folder)
+        self.version, self.num_skipped_updates = facts["version"], facts["skipped_updates"]
+
+    def _micro_batch_loss(
+        self, batch: MicroBatch, values_R: Tensor, old_R: Tensor, returns_R: Tensor, num_trained_tokens: int
+    ) -> tuple[Tensor, Tensor, Outcome]:
+        """This micro-batch's share of the update's loss, and its sums, as Megatron's schedules expect it."""
+        loss_R, clipped_R = value_loss(values_R, old_R, returns_R, self.config.critic.clip)
+        loss_R = torch.where(batch.mask_R, loss_R, 0.0)
+        num_tokens = batch.mask_R.sum(dtype=torch.int32)
+        sums = [loss_R.detach().double().sum(), (clipped_R & batch.mask_R).sum().double(), num_tokens.double()]
+        return loss_R.sum() / num_trained_tokens, num_tokens, torch.stack(sums)
+
+    def _set_learning_rate(self) -> float:
+        """Linear warm-up from lr / warmup_updates, then constant."""
+        settings = self.config.critic
+        share = min(1.0, (self.version + 1) / settings.warmup_updates) if settings.warmup_updates else 1.0
+        set_rates(self.optimizer, settings.lr * share, self.config.optimizer.weight_decay)
+        return settings.lr * share
+
+    def _update(self) -> float:
+        """Clip by the global norm and step; returns the norm before clipping (the same on every rank)."""
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(grad_norm):
+            self.num_skipped_updates += 1
+            return grad_norm
+        torch.nn.utils.clip_grads_with_norm_(
+            self.optimizer.get_parameters(), self.config.optimizer.clip_grad, torch.tensor(grad_norm, device=device())
+        )
+        self.optimizer.step_with_ready_grads()
+        return grad_norm

@@ -1,0 +1,76 @@
+"""FP8 and Transformer Engine: which layers are built, Megatron's options, which weights are quantised.
+
+What is refused, and why, is decided by pure functions in `config/precision.py`. Written against Megatron-Core 0.16.1
+and Transformer Engine 2.9 to 2.11; not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from megatron.core.fp8_utils import is_float8tensor
+from torch.nn import Module, Parameter
+
+from bapo_megatron.algorithms.logprobs import Backend
+from bapo_megatron.config.precision import Machine, problems
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.shape import ModelShape
+
+
+def check_machine(config: Config, shape: ModelShape, machine: Machine) -> None:
+    """Refuse what this machine cannot compute.
+
+    Raises:
+        ConfigError: `[precision]`, `model.implementation` or `train.logprob_backend` cannot be had here; says why.
+    """
+    found = problems(config, shape=shape, machine=machine)
+    if config.train.logprob_backend == "triton" and machine.compute_capability is None:
+        found.append('train.logprob_backend="triton" needs a GPU; set train.logprob_backend="auto" on this machine')
+    if found:
+        raise ConfigError("; ".join(found))
+
+
+def uses_transformer_engine(config: Config, machine: Machine) -> bool:
+    """Whether layers are Transformer Engine's: for bfloat16 on a GPU where it is installed, unless told otherwise."""
+    if config.model.implementation == "local":
+        return False
+    has_it = machine.compute_capability is not None and machine.transformer_engine is not None
+    return has_it and config.model.dtype == "bfloat16"
+
+
+def logprob_backend(config: Config) -> Backend:
+    """Torch, unless the settings say otherwise: which is faster has not been measured on a GPU yet."""
+    return "triton" if config.train.logprob_backend == "triton" else "torch"
+
+
+def fp8_fields(config: Config, fp8_params: bool = False) -> dict[str, Any]:
+    """Fields of Megatron's TransformerConfig; empty without FP8."""
+    p = config.precision
+    if not p.uses_fp8:
+        return {}
+    fields: dict[str, Any] = {"fp8": p.fp8, "fp8_recipe": p.recipe, "fp8_param": fp8_params}
+    if p.recipe == "delayed":
+        fields |= {
+            "fp8_margin": p.margin,
+            "fp8_amax_history_len": p.amax_history,
+            "fp8_amax_compute_algo": "max",  # Megatron's default is the most recent, which leaves the history unused
+        }
+    if p.bf16_layers_at_start or p.bf16_layers_at_end:
+        fields |= {
+            "first_last_layers_bf16": True,
+            "num_layers_at_start_in_bf16": p.bf16_layers_at_start,
+            "num_layers_at_end_in_bf16": p.bf16_layers_at_end,
+        }
+    return fields
+
+
+def has_quantised(modules: Iterable[Module]) -> bool:
+    """Whether any parameter is kept in FP8."""
+    return any(is_quantised(parameter) for module in modules for parameter in module.parameters())
+
+
+def is_quantised(parameter: Parameter) -> bool:
+    """Whether a parameter is one of Transformer Engine's FP8 tensors, which say bfloat16 when asked for their type."""
+    return is_float8tensor(parameter)

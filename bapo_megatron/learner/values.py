@@ -1,0 +1,115 @@
+"""Value-based advantages in the training loop: a batch goes in, and comes out with an advantage for each token.
+
+Batch -> critic.values (no gradient, all micro-batches) -> one all-reduce: V of every response token, on every rank
+      -> algorithms/gae.py -> token advantages, and returns -> the critic's own updates towards the returns
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from math import fsum
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.algorithms.gae import explained_variance, gae, n_step, td_errors, whitened
+from bapo_megatron.assets import resolve_model_path
+from bapo_megatron.buffer.packing import minibatches
+from bapo_megatron.config.schema import AdvantageConfig, Config
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.learner.critic import Critic
+from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.learner.scoring import of_batch
+from bapo_megatron.types import Batch
+
+
+class ValueAdvantages:
+    """Token advantages where `advantage.kind` asks for them, and the critic behind them. Collective.
+
+    For the group-relative kinds there is no critic, and batches stay as they are.
+
+    Args:
+        policy: constructed before; the critic starts from its weights unless critic.path is set.
+
+    Raises:
+        ConfigError: critic.path is a model that the layout does not fit, or whose vocabulary is smaller.
+        CheckpointError: critic.path cannot be read.
+    """
+
+    def __init__(self, config: Config, policy: MegatronLearner) -> None:
+        self._config = config
+        self.critic: Critic | None = None
+        if not config.advantage.compares_responses and not config.train.rollout_only:
+            path = config.critic.path
+            self.critic = Critic(config, resolve_model_path(path, setting="critic.path") if path else policy.hf_path)
+            _check_vocabulary(self.critic, policy)
+
+    @property
+    def parts(self) -> dict[str, Critic]:
+        """What a checkpoint holds beside the learner, by the name of its folder."""
+        return {} if self.critic is None else {"critic": self.critic}
+
+    def on(self, batch: Batch, step: int) -> Batch:
+        """The batch with its tokens' advantages, and the critic's metrics; then the critic learns from it.
+
+        A batch without any trained token stays as it is.
+        """
+        if self.critic is None or not batch.num_trained_tokens:
+            return batch
+        values_T = of_batch(batch, self.critic.values, self.critic, self._config).cpu()
+        advantages_T, returns_T = token_advantages(batch, values_T, self._config.advantage)
+        metrics = _describe(values_T[batch.mask_T], returns_T[batch.mask_T], advantages_T[batch.mask_T])
+        metrics |= self._fit(self.critic, batch, step, values_T, returns_T)
+        if self._config.advantage.whiten_tokens:
+            advantages_T = whitened(advantages_T, batch.mask_T)
+        return replace(batch, advantages_T=advantages_T.float(), metrics=batch.metrics | metrics)
+
+    def _fit(self, critic: Critic, batch: Batch, step: int, values_T: Tensor, returns_T: Tensor) -> dict[str, float]:
+        """The critic's updates of one step; metrics are means over them, and the latest where that says more."""
+        collected: dict[str, list[float]] = defaultdict(list)
+        for minibatch in minibatches(
+            batch,
+            num_minibatches=self._config.train.minibatches_per_step,
+            num_epochs=self._config.critic.epochs_per_step,
+            seed=self._config.run.seed * 1_000_003 + step,
+            max_tokens=self._config.train.max_tokens_per_microbatch,
+            share=critic.share,
+        ):
+            for name, value in critic.fit(minibatch, values_T, returns_T).items():
+                collected[name].append(value)
+        return {
+            name: values[-1] if name in ("critic/lr", "critic/skipped") else fsum(values) / len(values)
+            for name, values in collected.items()
+        }
+
+
+def token_advantages(batch: Batch, values_T: Tensor, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """Advantages, not whitened, and returns (advantage + value) of every response token; float64 [T], 0 on prompts."""
+    assert batch.rewards_S is not None
+    errors_T, num_left_T = td_errors(
+        batch.rewards_S, values_T, batch.seq_lens_S, batch.prompt_lens_S, gamma=config.gamma
+    )
+    if config.kind == "gae":
+        advantages_T = gae(errors_T, num_left_T, gamma=config.gamma, lam=config.lam)
+    else:
+        advantages_T = n_step(errors_T, num_left_T, gamma=config.gamma, num_steps=config.n_step)
+    return advantages_T, torch.where(num_left_T > 0, advantages_T + values_T, 0.0)
+
+
+def _describe(values: Tensor, returns: Tensor, advantages: Tensor) -> dict[str, float]:
+    """Of the trained tokens, before the critic learned from them."""
+    return {
+        "critic/explained_variance": explained_variance(values, returns),
+        "critic/value_mean": float(values.mean()),
+        "critic/return_mean": float(returns.mean()),
+        "critic/advantage_std": float(advantages.std(correction=0)),
+    }
+
+
+def _check_vocabulary(critic: Critic, policy: MegatronLearner) -> None:
+    if critic.shape.vocab_size < policy.shape.vocab_size:
+        raise ConfigError(
+            f"critic.path={str(critic.hf_path)!r} has a vocabulary of {critic.shape.vocab_size} tokens, the policy one "
+            f"of {policy.shape.vocab_size}: set it to a model of the policy's family, or leave it out"
+        )

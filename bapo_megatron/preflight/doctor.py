@@ -1,0 +1,127 @@
+"""`bapo doctor`: whether this machine is fit, one line for each thing, with what to do.
+
+    bapo doctor                                          this machine, for CPU use or with its GPUs
+    bapo doctor --config CONFIG... KEY=VALUE             and what that run needs
+    bapo doctor --rendezvous node0:29500 --num-nodes 4 --node-rank $SLURM_NODEID      the same on each of four nodes
+
+Exit code: 0 fit (for CPU use, where there is no GPU), 1 something FAILs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from bapo_megatron.assets import resolve_model_path
+from bapo_megatron.config.plan import num_ranks
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import UserError
+from bapo_megatron.hf.shape import load_hf_config, model_shape
+from bapo_megatron.preflight import machine_checks as machine
+from bapo_megatron.preflight import software_checks as software
+from bapo_megatron.preflight.finding import Finding
+from bapo_megatron.preflight.gpus import GIB
+from bapo_megatron.preflight.group_checks import Rendezvous, started_probes
+from bapo_megatron.preflight.parameters import model_parameters
+
+PROBE_TIMEOUT_S = 15.0
+NODES_TIMEOUT_S = 120.0  # other nodes may be started later
+_LITTLE_DISK_BYTES = GIB
+_CHECKPOINT_BYTES = 12  # a parameter's float32 weight and two moments
+
+
+def examine(config: Config | None, ports: Sequence[int], rendezvous: Rendezvous | None) -> Iterator[Finding]:
+    """Findings, in the order in which they are known."""
+    driver = software.read_driver()
+    has_gpu = bool(driver.gpus)
+    timeout_s = NODES_TIMEOUT_S if rendezvous and rendezvous.num_nodes > 1 else PROBE_TIMEOUT_S
+    yield Finding("python", "ok" if sys.version_info >= (3, 11) else "error", sys.version.split()[0], "")
+    to_listen = [("127.0.0.1", port) for port in ports]
+    if rendezvous and rendezvous.node_rank == 0:
+        to_listen.append(("0.0.0.0", rendezvous.port))
+    for finding in machine.check_ports(to_listen):
+        yield finding
+        if finding.verdict == "error" and rendezvous:
+            rendezvous = None  # the group meets elsewhere, to say what else is wrong
+    with started_probes(len(driver.gpus), rendezvous, timeout_s) as probes:
+        yield software.check_megatron(has_gpu)
+        yield from software.check_gpus(driver, _gpus_needed(config))
+        yield machine.check_disk(Path(config.run.dir if config else "."), _disk_needed(config))
+        yield machine.check_shared_memory()
+        yield from machine.check_limits()
+        yield software.check_sglang(has_gpu, config is not None and config.rollout.engine == "sglang")
+        yield software.check_apex(has_gpu)
+        if config is not None:
+            yield from examine_needs(config)
+        probes.wait()
+        yield from software.check_torch(probes.facts, driver)
+        yield software.check_transformer_engine(probes.facts, needed=False)
+        yield from probes.findings(is_across_nodes=rendezvous is not None and rendezvous.num_nodes > 1)
+
+
+def verdict(findings: Sequence[Finding]) -> tuple[str, int]:
+    """The last line, and the exit code."""
+    failed = [f.name for f in findings if f.verdict == "error"]
+    absent = [f.name for f in findings if f.verdict == "absent"]
+    if failed:
+        return f"not fit: {', '.join(failed)}", 1
+    if "GPUs" in absent:
+        return f"fit for CPU use; not there, and needed or useful with GPUs: {', '.join(absent)}", 0
+    return "fit for GPU use" + (f"; not there, and not needed: {', '.join(absent)}" if absent else ""), 0
+
+
+def parse_rendezvous(address: str | None, num_nodes: int, node_rank: int) -> Rendezvous | None:
+    """Raises UserError for an address that is not HOST:PORT, or a rank that is not among the nodes."""
+    if address is None:
+        if num_nodes > 1:
+            raise UserError(f"--num-nodes {num_nodes} needs --rendezvous HOST:PORT, an address of node 0")
+        return None
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UserError(f"--rendezvous {address} is not of the form HOST:PORT, such as node0:29500")
+    if not 0 <= node_rank < num_nodes:
+        raise UserError(f"--node-rank {node_rank} is not one of the {num_nodes} nodes: 0 to {num_nodes - 1}")
+    return Rendezvous(host, int(port), num_nodes, node_rank)
+
+
+def _gpus_needed(config: Config | None) -> int:
+    """Of this machine: a cluster's nodes each need theirs; without one, CPUs will do for float32."""
+    if config is None:
+        return 0
+    if config.cluster.gpu is not None:
+        return config.cluster.gpus_per_node
+    if config.model.dtype == "float32":
+        return 0
+    r = config.rollout
+    return num_ranks(config) + (r.num_servers * r.server_tensor_parallel if r.engine == "sglang" else 0)
+
+
+def _disk_needed(config: Config | None) -> int:
+    """For the checkpoints that are kept, and the one that is being written."""
+    if config is None or config.checkpoint.interval_steps is None:
+        return _LITTLE_DISK_BYTES
+    try:
+        shape = model_shape(load_hf_config(resolve_model_path(config.model.path)))
+    except UserError:
+        return _LITTLE_DISK_BYTES  # `examine_needs` tells that there is no model
+    return _LITTLE_DISK_BYTES + (config.checkpoint.keep_last + 1) * _CHECKPOINT_BYTES * model_parameters(shape)
+
+
+def examine_needs(config: Config) -> Iterator[Finding]:
+    """Files and servers that the configuration names."""
+    try:
+        yield Finding("model", "ok", str(resolve_model_path(config.model.path)))
+    except UserError as error:
+        yield Finding("model", "error", str(error))
+    for name, path in (("data.path", config.data.path), ("eval.path", config.eval.path)):
+        if path is not None:
+            is_there = Path(path).is_file()
+            what, advice = (path, "") if is_there else (f"there is no file {path}", f"put it there, or set {name}")
+            yield Finding(name, "ok" if is_there else "error", what, advice)
+    if config.rollout.engine == "attach":
+        for url in config.rollout.urls:
+            parts = urlsplit(url)
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            yield machine.check_reachable("engine", parts.hostname or "", port)

@@ -1,0 +1,108 @@
+"""Checks of this machine that need no GPU: disk, shared memory, limits, ports."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bapo_megatron.preflight.finding import Finding
+from bapo_megatron.preflight.gpus import GIB
+
+_PROBE_BYTES = 64 * 2**20
+_MIN_DISK_MIB_PER_S = 50.0
+_MIN_SHM_GIB = 1.0
+_MIN_OPEN_FILES = 4096
+_TIMEOUT_S = 3.0
+
+
+def check_disk(folder: Path, needed_bytes: int) -> Finding:
+    """Whether `folder`, or the first of its parents that exists, can be written to, fast enough, and has room."""
+    name = "disk"
+    where = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir())
+    advice = "free some, or set run.dir to another disk"
+    try:
+        free = shutil.disk_usage(where).free
+        if free < needed_bytes:
+            return Finding(
+                name, "error", f"{free / GIB:.2f} GiB free in {where}, {needed_bytes / GIB:.2f} needed", advice
+            )
+        mib_per_s = _write_speed(where, min(_PROBE_BYTES, free // 4))
+    except OSError as error:
+        return Finding(name, "error", f"cannot write in {where}: {error.strerror}", advice)
+    what = f"{free / GIB:.1f} GiB free in {where}, written at {mib_per_s:.0f} MiB/s"
+    if mib_per_s < _MIN_DISK_MIB_PER_S:
+        return Finding(name, "warning", what, "checkpoints will be slow: use a faster disk for run.dir")
+    return Finding(name, "ok", what)
+
+
+def _write_speed(folder: Path, num_bytes: int) -> float:
+    """MiB/s of a file that is flushed to the disk, and gone afterwards."""
+    chunk = os.urandom(2**20)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".bapo-doctor-") as file:
+        start_s = time.monotonic()
+        written = 0
+        while written < num_bytes and time.monotonic() - start_s < _TIMEOUT_S:
+            written += file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+        return written / 2**20 / max(time.monotonic() - start_s, 1e-6)
+
+
+def check_shared_memory(path: Path = Path("/dev/shm")) -> Finding:
+    """NCCL and data workers exchange data there; containers give 64 MiB unless told otherwise."""
+    if not path.is_dir():
+        return Finding("/dev/shm", "warning", "is not there", "mount a tmpfs of 1 GiB or more")
+    free = shutil.disk_usage(path).free / GIB
+    if free < _MIN_SHM_GIB:
+        return Finding(str(path), "warning", f"{free:.2f} GiB free", "start the container with --shm-size=16g")
+    return Finding(str(path), "ok", f"{free:.1f} GiB free")
+
+
+def check_limits() -> list[Finding]:
+    """Open files (one per connection and checkpoint shard) and locked memory (for RDMA)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= _MIN_OPEN_FILES:
+        files = Finding("open files", "ok", f"limit {'none' if soft == resource.RLIM_INFINITY else soft}")
+    else:
+        can = hard == resource.RLIM_INFINITY or hard >= _MIN_OPEN_FILES
+        how = f"ulimit -n {_MIN_OPEN_FILES}" if can else "raise it in /etc/security/limits.conf"
+        files = Finding("open files", "warning", f"limit {soft}", how)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if locked == resource.RLIM_INFINITY:
+        return [files, Finding("locked memory", "ok", "no limit")]
+    what = f"limit {locked / 2**20:.0f} MiB"
+    return [files, Finding("locked memory", "absent", what, "NCCL over InfiniBand needs `ulimit -l unlimited`")]
+
+
+def check_ports(ports: Sequence[tuple[str, int]]) -> list[Finding]:
+    """Whether each (host, port) of this machine can be listened on."""
+    return [_check_port(host, port) for host, port in ports]
+
+
+def _check_port(host: str, port: int) -> Finding:
+    name = f"port {port}"
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            advice = f"`ss -ltnp 'sport = :{port}'` says who has it; end that, or choose another"
+            return Finding(name, "error", f"on {host}: {error.strerror}", advice)
+    return Finding(name, "ok", f"free on {host}")
+
+
+def check_reachable(name: str, host: str, port: int) -> Finding:
+    """Whether something answers at an address."""
+    start_s = time.monotonic()
+    try:
+        socket.create_connection((host, port), timeout=_TIMEOUT_S).close()
+    except OSError as error:
+        reason = error.strerror or str(error) or "no answer"
+        return Finding(name, "error", f"{host}:{port}: {reason}", "start it there, or correct the address")
+    return Finding(name, "ok", f"{host}:{port} answers after {1000 * (time.monotonic() - start_s):.0f} ms")

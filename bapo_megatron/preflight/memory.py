@@ -1,0 +1,253 @@
+"""Memory of one trainer rank, by part, from what this code keeps: Megatron's local layers, `learner/attention.py` and
+`algorithms/logprobs.py`. Figures of activations are what autograd saves; tests hold them against measured peaks.
+
+A step has three phases, and its peak is that of the fullest: forward and backward, update, weight sync.
+
+Shape legend: T packed tokens of this rank, U of the whole pack (T x context), H hidden, F feed-forward of this rank,
+    V vocabulary rows of this rank, Q and K query and key-value heads of this rank x head dimension D, C rows of a chunk
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bapo_megatron.config.plan import max_microbatches
+from bapo_megatron.config.schema import Config
+from bapo_megatron.hf.shape import ModelShape
+from bapo_megatron.preflight.gpus import GIB
+from bapo_megatron.preflight.parameters import (
+    critic_parameters,
+    largest_parameter,
+    largest_tensor,
+    rank_parameters,
+)
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+MASTER_BYTES = 4  # gradients, Adam's moments and the master copy of bfloat16 weights are float32
+_AUTO_MEMORY_SHARE = 0.1  # as in learner/schedule.py
+BATCH_BYTES = 64  # token and position ids, rows, targets, advantages, log-probs, versions of one token: MicroBatch
+
+# Assumed, not measured: CUDA context with cuBLAS workspaces, and NCCL's buffers for the groups of one rank.
+CONTEXT_BYTES = int(1.0 * GIB)
+NCCL_BYTES = int(1.0 * GIB)
+FP8_BYTES = 2  # of a weight: Transformer Engine keeps its FP8 value and, on Hopper, the transposed one
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerMemory:
+    """Bytes on one rank. Example: TrainerMemory(stage=0, weights=2_000, gradients=4_000, ...).total."""
+
+    stage: int
+    num_parameters: int
+    # the whole time
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int  # weights of the KL term's reference policy
+    critic: int  # its weights, gradients and optimizer
+    fp8: int  # the layers' weights as FP8 operands
+    batch: int
+    context: int
+    # forward and backward
+    activations: int  # kept between them, of all micro-batches under way
+    working: int  # of the layer that is being differentiated, or of the rows before the output layer
+    logits: int  # of one chunk of rows, and the gradient of the output layer; 0 where a layer needs more
+    # in other phases
+    update: int  # Adam's temporaries
+    sync: int  # buckets, and whole tensors that are gathered for them
+
+    @property
+    def total(self) -> int:
+        """The peak of a step."""
+        always = self.weights + self.gradients + self.optimizer + self.reference + self.critic
+        always += self.fp8 + self.batch + self.context
+        return always + max(self.activations + self.working + self.logits, self.update, self.sync)
+
+
+def trainer_memory(config: Config, shape: ModelShape, *, stage: int = 0, gpu_bytes: int | None = None) -> TrainerMemory:
+    """Of a rank on this pipeline stage; of tensor, context and data ranks the fullest.
+
+    Args:
+        gpu_bytes: memory of a GPU; None: torch on a CPU, which keeps more for a norm and has no context.
+    """
+    on_gpu = gpu_bytes is not None
+    p, item = config.parallel, ITEM_BYTES[config.model.dtype]
+    count = rank_parameters(shape, tensor=p.tensor, pipeline=p.pipeline, stage=stage)
+    num_shards = p.data * p.context if config.optimizer.distributed else 1
+    owned = -(-count // num_shards)
+    state = MASTER_BYTES * (2 if item == MASTER_BYTES and num_shards == 1 else 3)
+    critic = 0
+    if not config.advantage.compares_responses:
+        values = critic_parameters(shape, tensor=p.tensor, pipeline=p.pipeline, stage=stage)
+        critic = values * (item + MASTER_BYTES) + -(-values // num_shards) * state
+    layers = _Activations(config, shape, gpu_bytes)
+    working, logits = layers.backward() + largest_parameter(shape, p.tensor) * item, 0
+    if stage == p.pipeline - 1 and layers.rows() + layers.logits() > working:
+        working, logits = layers.rows(), layers.logits()
+    return TrainerMemory(
+        stage=stage,
+        num_parameters=count,
+        weights=count * item,
+        gradients=count * MASTER_BYTES,
+        optimizer=owned * state,
+        reference=count * item if config.loss.kl_coef else 0,
+        critic=critic,
+        fp8=FP8_BYTES * count if config.precision.uses_fp8 and not config.precision.fp8_params else 0,
+        batch=_tokens_of_update(config) * BATCH_BYTES,
+        context=CONTEXT_BYTES + NCCL_BYTES if on_gpu else 0,
+        activations=layers.kept(stage),
+        working=working,
+        logits=logits,
+        update=owned * MASTER_BYTES if on_gpu else 2 * largest_parameter(shape, p.tensor) * MASTER_BYTES,
+        sync=_sync(config, shape) if stage == 0 else 0,
+    )
+
+
+def fullest_rank(config: Config, shape: ModelShape, gpu_bytes: int | None = None) -> TrainerMemory:
+    """The rank that runs out of memory first."""
+    stages = range(config.parallel.pipeline)
+    return max((trainer_memory(config, shape, stage=s, gpu_bytes=gpu_bytes) for s in stages), key=lambda m: m.total)
+
+
+def runs_forwards_first(config: Config, shape: ModelShape, gpu_bytes: int | None) -> bool:
+    """Whether all forward passes of a full-length update come before its backward passes."""
+    return forwards_under_way(config, shape, gpu_bytes) == max_microbatches(config)
+
+
+def forwards_under_way(config: Config, shape: ModelShape, gpu_bytes: int | None) -> int:
+    """Micro-batches whose forward passes may all come before the first backward pass: `learner/schedule.py` decides
+    alike, by how many there are. Shorter responses make fewer, so that `auto` may do it up to this number.
+
+    On a CPU, whose memory is not known here, `auto` is taken to do so with one micro-batch only.
+    """
+    order, num_microbatches = config.train.schedule, max_microbatches(config)
+    if not searches_exactly(config) or config.parallel.pipeline > 1 or order == "interleaved":
+        return 0
+    if order == "forwards_first":
+        return num_microbatches
+    if not config.train.recompute or gpu_bytes is None:
+        return 1
+    hidden = microbatch_tokens(config) * shape.hidden_size * ITEM_BYTES[config.model.dtype]
+    if config.parallel.sequence:
+        hidden //= config.parallel.tensor
+    return max(1, min(num_microbatches, int(_AUTO_MEMORY_SHARE * gpu_bytes / (shape.num_layers * hidden))))
+
+
+def searches_exactly(config: Config) -> bool:
+    """Whether bounds are searched with the ratios of the update's own tokens."""
+    return config.loss.name == "bapo" and config.bapo.scope == "exact"
+
+
+def microbatch_tokens(config: Config) -> int:
+    """Tokens of one rank in the largest micro-batch: a longer single sequence gets one of its own."""
+    context = config.parallel.context
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    per_rank = _sequences_per_rank(config) * longest
+    return -(-min(max(config.train.max_tokens_per_microbatch * context, longest), per_rank) // context)
+
+
+def _sequences_per_rank(config: Config) -> int:
+    r = config.rollout
+    per_update = -(-r.prompts_per_step * r.samples_per_prompt // config.train.minibatches_per_step)
+    return -(-per_update // config.parallel.data)
+
+
+def _tokens_of_update(config: Config) -> int:
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    return -(-_sequences_per_rank(config) * longest // config.parallel.context)
+
+
+def _sync(config: Config, shape: ModelShape) -> int:
+    """Rank 0: two buckets, and a tensor gathered from its shards."""
+    largest = largest_tensor(shape) * ITEM_BYTES[config.model.dtype]
+    bucket = max(int(config.sync.bucket_mib * 2**20), largest)
+    gathered = 0 if config.parallel.tensor * config.parallel.pipeline == 1 else 2 * largest
+    if config.rollout.engine == "recorded":
+        return 0
+    return 2 * bucket + gathered
+
+
+class _Activations:
+    """Bytes that autograd keeps for the layers of one rank."""
+
+    def __init__(self, config: Config, shape: ModelShape, gpu_bytes: int | None) -> None:
+        p = config.parallel
+        self._config, self._shape, self._on_gpu = config, shape, gpu_bytes is not None
+        self._forwards_first = forwards_under_way(config, shape, gpu_bytes)
+        self._item = ITEM_BYTES[config.model.dtype]
+        self._T = microbatch_tokens(config)
+        self._rows = -(-self._T // p.tensor) if p.sequence else self._T  # of hidden states between the linears
+        self._H, self._F = shape.hidden_size, shape.ffn_size // p.tensor
+        self._Q = shape.num_heads * shape.head_dim // p.tensor
+        self._K = shape.num_kv_heads * shape.head_dim // p.tensor
+        self._V = shape.padded_vocab_size(p.tensor) // p.tensor
+
+    def kept(self, stage: int) -> int:
+        """Of all micro-batches that are under way on a stage, between their forward and their backward."""
+        p = self._config.parallel
+        layers_per_chunk = self._shape.num_layers // (p.pipeline * p.virtual_pipeline)
+        layer = self._rows * self._H * self._item if self._config.train.recompute else self.layer()
+        rows = self._T * self._H * self._item * (2 if self._config.parallel.sequence else 1)  # before the vocabulary
+        by_turns = layers_per_chunk * layer * self._chunks_under_way(stage) + self._shared()
+        return max(by_turns, self._forwards_first * (layers_per_chunk * layer + self._shared() + rows))
+
+    def _chunks_under_way(self, stage: int) -> int:
+        """One forward, one backward (Megatron's schedules): later stages have fewer micro-batches under way."""
+        p, num_microbatches = self._config.parallel, max_microbatches(self._config)
+        if p.virtual_pipeline == 1:
+            return min(p.pipeline - stage, num_microbatches)
+        warmup = 2 * (p.pipeline - stage - 1) + (p.virtual_pipeline - 1) * p.pipeline
+        return min(warmup + 1, num_microbatches * p.virtual_pipeline)
+
+    def layer(self) -> int:
+        """Of one layer and one micro-batch: two norms, attention, and the gated MLP."""
+        context, D = self._config.parallel.context, self._shape.head_dim
+        hidden = self._rows * self._H * self._item
+        norm = (1 if self._on_gpu else 2) * hidden + 4 * self._rows  # its input; on a CPU also the normalised one
+        num_heads = self._Q // D
+        keys_per_query = context + 0.5 if context > 1 else 1  # two chunks of queries; keys are gathered, up to each
+        attention = self._T * self._item * (2 * self._Q + 2 * self._K * keys_per_query)
+        per_token = self._item * (4 * D + self._Q) + 4 * num_heads  # cos and sin of q and k, input of proj, log-sum-exp
+        if self._shape.qk_norm:
+            copies = self._Q + self._Q + 2 * self._K + (0 if self._on_gpu else self._Q + self._K)
+            per_token += self._item * copies + 4 * (num_heads + self._K // D)
+        mlp = (
+            5 * self._F * self._T * self._item
+        )  # fc1's output (2), silu of the gate, the other half + 0, their product
+        mask = self._mask() * self._item if context > 1 else 0
+        return int(2 * (norm + hidden) + attention + per_token * self._T + mlp + mask)
+
+    def _mask(self) -> int:
+        """Entries of the masks of both chunks of queries, for the longest sequence, or for as many as fill the pack."""
+        context = self._config.parallel.context
+        longest = self._config.data.max_prompt_tokens + self._config.rollout.max_response_tokens
+        pack = self._T * context
+        length = min(longest, pack)
+        entries_of_one = (length / (2 * context)) * length * (2 * context + 1) / (2 * context)
+        return int(pack / length * entries_of_one)
+
+    def _shared(self) -> int:
+        """Not of a layer: final norm, token and place indices, the boolean masks."""
+        context = self._config.parallel.context
+        indices = 8 * self._T * (2 + 2 + 2 * (context + 0.5 if context > 1 else 1))
+        hidden = self._rows * self._H * self._item
+        return int((2 if self._on_gpu else 3) * hidden + indices + (self._mask() if context > 1 else 0))
+
+    def backward(self) -> int:
+        """While one layer is differentiated: gradients in the MLP and, with recomputation, the layer's activations."""
+        gradients = self._T * self._item * 2 * self._F + 2 * self._rows * self._H * self._item
+        if self._config.parallel.sequence:
+            gradients += 2 * self._T * self._H * self._item  # gathered input of a linear, and its gradient
+        return gradients + (self.layer() if self._config.train.recompute else 0)
+
+    def rows(self) -> int:
+        """Hidden states that meet the vocabulary, and their gradient, while log-probs are differentiated."""
+        copies = self._item * (2 if self._config.parallel.sequence else 1) + MASTER_BYTES
+        return self._T * self._H * copies
+
+    def logits(self) -> int:
+        """One chunk: logits, probabilities, their low-precision copy; and the gradient of the output layer's weight."""
+        rows, is_low = min(self._config.train.logprob_chunk_tokens, self._T), self._item < MASTER_BYTES
+        chunk = rows * self._V * (2 * MASTER_BYTES + (self._item if is_low else 0))
+        weight = self._V * self._H * (2 * MASTER_BYTES + self._item if is_low else MASTER_BYTES)  # low: sum, product
+        return chunk + weight

@@ -1,0 +1,173 @@
+"""The plan of a run on a cluster: memory of each kind of GPU, work and time of a step, and whether it fits.
+
+Times are rooflines: "at least" divides by the peak rates of the data sheets, "expected" by what programs usually reach
+of them (COMPUTE_SHARE, LINK_SHARE), which is assumed and not measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from bapo_megatron.config.plan import Violation, max_microbatches, num_ranks
+from bapo_megatron.config.schema import Config
+from bapo_megatron.hf.shape import ModelShape, model_shape
+from bapo_megatron.preflight import work
+from bapo_megatron.preflight.gpus import GIB, GPU, GPUS
+from bapo_megatron.preflight.memory import TrainerMemory, fullest_rank, runs_forwards_first
+from bapo_megatron.preflight.rollouts import ServerMemory, decode_seconds, server_memory
+
+COMPUTE_SHARE = 0.4  # of the peak rate of matrix products
+LINK_SHARE = 0.7  # of NVLink, network and GPU memory bandwidth
+FULL = 0.95  # of the memory: above, fragments of the allocator may not leave room
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """A time by roofline."""
+
+    least: float
+    expected: float
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(self.least + other.least, self.expected + other.expected)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run needs, for one configuration with `cluster.gpu`."""
+
+    gpu: GPU
+    gpu_memory_gib: float
+    trainer: TrainerMemory  # of the fullest rank
+    server: ServerMemory | None  # None: no SGLang servers
+    tokens: work.StepTokens
+    flops: float  # of a step, all ranks
+    train: Seconds  # of a step
+    rollout: Seconds | None
+    sync: Seconds
+    sync_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        served = self.server is None or self.server.concurrency > 0
+        return served and self.trainer.total <= FULL * self.gpu_memory_gib * GIB
+
+
+def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = None) -> Plan:
+    """Args: response_tokens: average length of a response; None: all are as long as allowed."""
+    assert config.cluster.gpu is not None
+    gpu = GPUS[config.cluster.gpu]
+    memory_gib = config.cluster.gpu_memory_gib or gpu.memory_gib
+    tokens = work.StepTokens.of(config, response_tokens)
+    trainer = fullest_rank(config, shape, int(memory_gib * GIB))
+    passes = work.num_scoring_passes(config, runs_forwards_first(config, shape, int(memory_gib * GIB)))
+    flops = work.step_flops(config, shape, tokens, passes)
+    server = server_memory(config, shape, memory_gib) if config.rollout.engine == "sglang" else None
+    rollout = None
+    if server is not None:
+        least = decode_seconds(config, shape, gpu, server, tokens)
+        rollout = Seconds(least, least / LINK_SHARE)
+    return Plan(
+        gpu=gpu,
+        gpu_memory_gib=memory_gib,
+        trainer=trainer,
+        server=server,
+        tokens=tokens,
+        flops=flops,
+        train=_train_seconds(config, shape, gpu, tokens, trainer.num_parameters, passes),
+        rollout=rollout,
+        sync=_sync_seconds(config, shape, gpu),
+        sync_bytes=work.sync_bytes(config, shape),
+    )
+
+
+def check_cluster(config: Config, hf_config: dict[str, Any] | None, *, memory: bool = True) -> list[Violation]:
+    """Layout against nodes, and memory; empty without `cluster.gpu`.
+
+    Args:
+        hf_config: the model's config.json; None leaves memory unchecked.
+    """
+    if config.cluster.gpu is None:
+        return []
+    found = list(_placement(config))
+    if not found and memory and hf_config is not None:
+        found = memory_problems(config, make_plan(config, model_shape(hf_config)))
+    return [Violation(message) for message in found]
+
+
+def _placement(config: Config) -> Iterator[str]:
+    """Neither a tensor-parallel group nor a server is on two machines."""
+    c, p, r = config.cluster, config.parallel, config.rollout
+    if c.gpus_per_node % p.tensor:
+        yield (
+            f"parallel.tensor={p.tensor} does not divide cluster.gpus_per_node={c.gpus_per_node}: ranks that share "
+            "layers would be on two machines, whose network is too slow for it; set it to a divisor"
+        )
+    if r.engine != "sglang":
+        return
+    for what, count in (("cluster.gpus_per_node", c.gpus_per_node), ("the number of trainer ranks", num_ranks(config))):
+        if count % r.server_tensor_parallel:
+            yield (
+                f"rollout.server_tensor_parallel={r.server_tensor_parallel} does not divide {what}, {count}: servers "
+                "take the GPUs after the trainer's, and one would be on two machines; set it to a divisor"
+            )
+
+
+def memory_problems(config: Config, plan: Plan) -> list[str]:
+    """What does not fit, with the numbers; empty where all does."""
+    found, r = [], config.rollout
+    need, have = plan.trainer.total / GIB, FULL * plan.gpu_memory_gib
+    if need > have:
+        found.append(
+            f"a trainer rank needs {need:.1f} GiB, and {FULL:.0%} of a {plan.gpu.name} are {have:.1f} GiB; "
+            "`bapo plan` says what takes it, and what would fit"
+        )
+    if plan.server is not None and plan.server.concurrency == 0:
+        longest = config.data.max_prompt_tokens + r.max_response_tokens
+        found.append(
+            f"a server of rollout.server_tensor_parallel={r.server_tensor_parallel} GPUs has room for "
+            f"{plan.server.kv_tokens} tokens beside the weights, and one response takes {longest}; raise "
+            "rollout.server_tensor_parallel or sglang.extra.mem_fraction_static"
+        )
+    return found
+
+
+def _train_seconds(
+    config: Config, shape: ModelShape, gpu: GPU, tokens: work.StepTokens, parameters: int, passes: int
+) -> Seconds:
+    """One step's updates and scoring passes."""
+    p, t = config.parallel, config.train
+    computing = work.step_flops(config, shape, tokens, passes) / num_ranks(config) / gpu.flops(config.model.dtype)
+    computing *= work.bubble(config, _num_microbatches(config, tokens))
+    network = config.cluster.network_gbit_per_s * 1e9 / 8
+    spans = work.trainer_spans_nodes(config)
+    context_link = network if p.tensor * p.context > config.cluster.gpus_per_node else gpu.nvlink_bytes_per_s
+    sending = work.tensor_parallel_bytes(config, shape, tokens, passes) / gpu.nvlink_bytes_per_s
+    sending += work.context_parallel_bytes(config, shape, tokens, passes) / context_link
+    updates = t.minibatches_per_step * t.epochs_per_step
+    sending += updates * work.gradient_bytes(config, parameters) / (network if spans else gpu.nvlink_bytes_per_s)
+    return Seconds(computing + sending, computing / COMPUTE_SHARE + sending / LINK_SHARE)
+
+
+def _num_microbatches(config: Config, tokens: work.StepTokens) -> int:
+    """Of one update on one data rank, at this length of responses."""
+    per_rank = tokens.total / config.train.minibatches_per_step / config.parallel.data
+    budget = config.train.max_tokens_per_microbatch * config.parallel.context
+    return min(max(1, math.ceil(per_rank / max(budget, tokens.per_sequence))), max_microbatches(config))
+
+
+def _sync_seconds(config: Config, shape: ModelShape, gpu: GPU) -> Seconds:
+    """Gathering over tensor ranks and from later stages to rank 0, then a broadcast from there."""
+    c, p = config.cluster, config.parallel
+    num_bytes = work.sync_bytes(config, shape)
+    network = c.network_gbit_per_s * 1e9 / 8
+    ends_elsewhere = c.nodes > 1
+    gathering = num_bytes * (p.tensor - 1) / p.tensor / gpu.nvlink_bytes_per_s
+    if p.pipeline > 1:
+        link = network if num_ranks(config) > c.gpus_per_node else gpu.nvlink_bytes_per_s
+        gathering += num_bytes * (p.pipeline - 1) / p.pipeline / link
+    sending = num_bytes / (network if ends_elsewhere else gpu.nvlink_bytes_per_s)
+    return Seconds(gathering + sending, (gathering + sending) / LINK_SHARE)

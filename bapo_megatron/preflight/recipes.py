@@ -1,0 +1,97 @@
+"""The figures of docs/recipes.md: one plan as an example, and what each model needs on each cluster that it fits.
+
+python -m bapo_megatron.preflight.recipes        plans, and writes them into the page
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bapo_megatron.config.load import load_config, shipped_configs
+from bapo_megatron.config.plan import summarize
+from bapo_megatron.config.schema import Config
+from bapo_megatron.preflight.gpus import GIB
+from bapo_megatron.preflight.known_models import planned_shape
+from bapo_megatron.preflight.plan import make_plan
+from bapo_megatron.preflight.report import amount, explain
+
+# Files that are merged between that of the model and that of the cluster.
+ALGORITHMS = {
+    "GRPO": ("algorithms/grpo",),
+    "BAPO": ("algorithms/bapo",),
+    "BAPO, partial rollout": ("algorithms/bapo", "algorithms/partial-rollout"),
+}
+RESPONSE_SHARE = 4  # times are for responses that are this many times shorter than allowed, on average
+PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+EXAMPLE = ("models/r1-distill-qwen-7b-32k", "algorithms/bapo", "clusters/4x8-h100")
+EXAMPLE_TOKENS = 8000
+
+
+def combinations() -> list[tuple[str, str]]:
+    """(model, cluster), by name. A 32B model and its servers need more than one node."""
+    shipped = sorted(shipped_configs())
+    models = [name for name in shipped if name.startswith("models/")]
+    clusters = [name for name in shipped if name.startswith("clusters/")]
+    clusters.sort(key=lambda name: int(name.removeprefix("clusters/").split("x")[0]))
+    return [(m, c) for m in models for c in clusters if not ("32b" in m and c.startswith("clusters/1x"))]
+
+
+def planned(model: str, algorithm: str, cluster: str) -> Config:
+    """The configuration of one cell."""
+    return load_config([model, *ALGORITHMS[algorithm], cluster])
+
+
+def table() -> str:
+    """Markdown."""
+    times = " | ".join(f"{name}: train, rollout" for name in ALGORITHMS)
+    lines = [
+        f"| model | cluster | TP x PP x DP | GiB of a trainer GPU | KV tokens of a server | sync | {times} |",
+        "|---|---|---|---|---|---|" + "---|" * len(ALGORITHMS),
+    ]
+    for model, cluster in combinations():
+        lines.append("| " + " | ".join(_cells(model, cluster)) + " |")
+    return "\n".join(lines)
+
+
+def _cells(model: str, cluster: str) -> list[str]:
+    configs = [planned(model, algorithm, cluster) for algorithm in ALGORITHMS]
+    plans = []
+    for config in configs:
+        response_tokens = config.rollout.max_response_tokens // RESPONSE_SHARE
+        plans.append(make_plan(config, planned_shape(config.model.path), response_tokens))
+    p, plan = configs[0].parallel, plans[0]
+    peak = max(each.trainer.total for each in plans)
+    assert all(each.server and each.rollout for each in plans)
+    return [
+        model.removeprefix("models/"),
+        cluster.removeprefix("clusters/"),
+        f"{p.tensor} x {p.pipeline} x {p.data}",
+        f"{peak / GIB:.1f} of {plan.gpu_memory_gib:.1f}",
+        f"{plan.server.kv_tokens / 1e6:.1f}M" if plan.server else "",
+        f"{plan.sync_bytes / 1e9:.0f} GB, {amount(plan.sync.expected)}",
+        *(f"{amount(each.train.expected)}, {amount(each.rollout.expected)}" for each in plans if each.rollout),
+    ]
+
+
+def example() -> str:
+    """What `bapo plan` prints of the example, as an indented block."""
+    config = load_config(EXAMPLE)
+    text, _ = explain(config, EXAMPLE_TOKENS)
+    command = f"$ bapo plan {' '.join(EXAMPLE)} --response-tokens {EXAMPLE_TOKENS}"
+    return "\n".join(f"    {line}" for line in [command, *summarize(config).splitlines(), *text.splitlines()])
+
+
+def filled_page(text: str) -> str:
+    """The page with the example and the table in their places."""
+    return _fill(_fill(text, "plan", example()), "table", table())
+
+
+def _fill(text: str, name: str, content: str) -> str:
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    before, rest = text.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n{content}\n{end}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled_page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,106 @@
+"""The plan as text for the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from bapo_megatron.config.plan import num_ranks
+from bapo_megatron.config.schema import Config
+from bapo_megatron.preflight.gpus import GIB
+from bapo_megatron.preflight.known_models import planned_shape
+from bapo_megatron.preflight.memory import TrainerMemory, fullest_rank
+from bapo_megatron.preflight.plan import COMPUTE_SHARE, LINK_SHARE, Plan, Seconds, make_plan, memory_problems
+from bapo_megatron.preflight.suggest import Suggestion, suggest
+
+
+def describe(config: Config) -> str:
+    """The plan of a checked configuration, without suggestions."""
+    return "\n".join(_lines(config, make_plan(config, planned_shape(config.model.path))))
+
+
+def explain(config: Config, response_tokens: int | None = None) -> tuple[str, list[str]]:
+    """The plan with suggestions, and what does not fit. Without `cluster.gpu`: memory of a rank on CPUs.
+
+    Args:
+        response_tokens: average length of a response; None: all are as long as allowed.
+    """
+    shape = planned_shape(config.model.path)
+    if config.cluster.gpu is None:
+        return "\n".join(_memory(fullest_rank(config, shape), "process on CPUs")), []
+    plan = make_plan(config, shape, response_tokens)
+    lines = [*_lines(config, plan), *_suggestions(suggest(config, shape, plan))]
+    return "\n".join(lines), memory_problems(config, plan)
+
+
+def _lines(config: Config, plan: Plan) -> Iterator[str]:
+    c, r, tokens = config.cluster, config.rollout, plan.tokens
+    on_servers = r.num_servers * r.server_tensor_parallel if plan.server else 0
+    yield (
+        f"cluster    {c.nodes} x {c.gpus_per_node} {plan.gpu.name}: {num_ranks(config)} GPUs for the trainer, "
+        f"{on_servers} for servers, {c.nodes * c.gpus_per_node - num_ranks(config) - on_servers} idle"
+    )
+    yield from _memory(plan.trainer, "trainer GPU", f"of {plan.gpu_memory_gib:.1f}")
+    if s := plan.server:
+        yield (
+            f"server     {s.weights / GIB:.1f} GiB weights and {max(0, s.kv_cache) / GIB:.1f} GiB KV cache on a GPU: "
+            f"{s.kv_tokens:,} tokens, {s.concurrency} responses of full length at once"
+        )
+    yield (
+        f"work       {tokens.total / 1e6:.1f}M tokens a step, {tokens.response} a response; "
+        f"{plan.flops / 1e15:,.0f} PFLOP"
+    )
+    for name, seconds in (("train", plan.train), ("rollout", plan.rollout)):
+        if seconds is not None:
+            yield f"{name:<10} {_span(seconds)} a step"
+    yield f"sync       {plan.sync_bytes / 1e9:.1f} GB, {_span(plan.sync)}"
+    yield (
+        f"           times by roofline: at peak rates; at {COMPUTE_SHARE:.0%} of compute, {LINK_SHARE:.0%} of bandwidth"
+    )
+
+
+def _memory(memory: TrainerMemory, where: str, limit: str = "") -> Iterator[str]:
+    yield (
+        f"memory     GiB of a {where}, the fullest: pipeline stage {memory.stage}, {memory.num_parameters:,} parameters"
+    )
+    for name, value, note in _parts(memory):
+        yield f"           {name:<12}{value / GIB:8.2f}  {note}".rstrip()
+    yield f"           {'peak':<12}{memory.total / GIB:8.2f}  {limit}".rstrip()
+
+
+def _suggestions(suggestions: Sequence[Suggestion]) -> Iterator[str]:
+    for number, s in enumerate(suggestions, start=1):
+        yield (
+            f"try {number}      {' '.join(s.overrides)}: {s.plan.trainer.total / GIB:.1f} GiB, "
+            f"training expected {amount(s.plan.train.expected)}"
+        )
+
+
+def _parts(memory: TrainerMemory) -> list[tuple[str, int, str]]:
+    return [
+        ("weights", memory.weights, ""),
+        ("gradients", memory.gradients, "float32"),
+        ("optimizer", memory.optimizer, "Adam's moments and float32 weights"),
+        *([("reference", memory.reference, "weights of the KL term's policy")] if memory.reference else []),
+        *([("critic", memory.critic, "its weights, gradients and optimizer")] if memory.critic else []),
+        *([("FP8 operands", memory.fp8, "assumed")] if memory.fp8 else []),
+        ("batch", memory.batch, "token ids, log-probs, advantages"),
+        ("CUDA, NCCL", memory.context, "assumed"),
+        ("activations", memory.activations, "kept for the backward pass"),
+        ("working", memory.working, "of the layer, or rows, being differentiated"),
+        ("logits", memory.logits, "one chunk, and the output layer's gradient"),
+        ("or: update", memory.update, "at another time than the three before"),
+        ("or: buckets", memory.sync, "at another time than activations, on rank 0"),
+    ]
+
+
+def _span(seconds: Seconds) -> str:
+    return f"at least {amount(seconds.least)}, expected {amount(seconds.expected)}"
+
+
+def amount(seconds: float) -> str:
+    if math.isinf(seconds):
+        return "never"
+    if seconds < 120:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,169 @@
+"""Checks of what is installed, without importing it where that takes long; and of GPUs, through their driver."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from bapo_megatron_patches.megatron_core import SUPPORTED as MEGATRON_SUPPORTED
+from bapo_megatron_patches.sglang import SUPPORTED as SGLANG_SUPPORTED
+
+from bapo_megatron.errors import UserError
+from bapo_megatron.launch.sglang import check_installed
+from bapo_megatron.preflight.finding import Finding, Verdict
+from bapo_megatron.preflight.gpus import GIB
+
+_FP8_CAPABILITY = (8, 9)  # Ada; Hopper is (9, 0)
+_IMPORT_TIMEOUT_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """What the NVIDIA driver says. `problem`: why nothing is known."""
+
+    version: str = ""
+    cuda: tuple[int, int] = (0, 0)  # the newest CUDA that it can run
+    gpus: tuple[tuple[str, int, int], ...] = ()  # name, bytes in all, bytes in use
+    problem: str = ""
+
+
+def read_driver() -> Driver:
+    """Through nvidia-ml-py; never raises."""
+    try:
+        import pynvml
+    except ImportError:
+        return Driver(problem="nvidia-ml-py is not installed")
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return Driver(problem=f"no driver: {error}")
+    try:
+        cuda = pynvml.nvmlSystemGetCudaDriverVersion()
+        gpus = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            gpus.append((_text(pynvml.nvmlDeviceGetName(handle)), int(memory.total), int(memory.used)))
+        return Driver(_text(pynvml.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10), tuple(gpus))
+    except pynvml.NVMLError as error:
+        return Driver(problem=f"the driver does not answer: {error}")
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def check_gpus(driver: Driver, needed: int) -> Iterator[Finding]:
+    """Driver and GPUs; a GPU in which others hold memory is told."""
+    verdict: Verdict = "error" if needed else "absent"
+    if driver.problem:
+        yield Finding("driver", verdict, driver.problem, "install NVIDIA's driver and `pip install nvidia-ml-py`")
+        yield Finding("GPUs", verdict, f"none, {needed} needed" if needed else "none: CPU use only")
+        return
+    yield Finding("driver", "ok", f"{driver.version}, for CUDA up to {driver.cuda[0]}.{driver.cuda[1]}")
+    names = ", ".join(sorted({f"{name} ({total / GIB:.0f} GiB)" for name, total, _ in driver.gpus}))
+    what = f"{len(driver.gpus)} x {names}"
+    busy = [f"GPU {i}: {used / GIB:.1f} GiB" for i, (_, _, used) in enumerate(driver.gpus) if used > GIB]
+    if len(driver.gpus) < needed:
+        yield Finding("GPUs", "error", f"{what}, {needed} needed", "lower parallel.* or rollout.num_servers")
+    elif busy:
+        yield Finding("GPUs", "warning", f"{what}; in use: {', '.join(busy)}", "`nvidia-smi` says by whom")
+    else:
+        yield Finding("GPUs", "ok", what)
+
+
+def check_torch(facts: dict[str, Any], driver: Driver) -> Iterator[Finding]:
+    """torch and its CUDA against the driver, and NCCL; `facts` are those of a group probe."""
+    cuda = facts["cuda"]
+    what = f"{facts['torch']}, " + (f"built for CUDA {cuda}" if cuda else "built for CPUs")
+    if not driver.gpus:
+        yield Finding("torch", "ok", what)
+        yield Finding("NCCL", "absent", "not used without GPUs: gloo is")
+        return
+    if cuda is None:
+        yield Finding("torch", "error", what, "there are GPUs: install a CUDA build of torch")
+    elif facts["num_gpus"] == 0 or int(cuda.split(".")[0]) > driver.cuda[0]:
+        newest = f"{driver.cuda[0]}.{driver.cuda[1]}"
+        yield Finding("torch", "error", f"{what}; the driver runs CUDA up to {newest}", "update one of them")
+    else:
+        yield Finding("torch", "ok", what)
+    if "nccl" in facts:
+        yield Finding("NCCL", "ok", facts["nccl"])
+    else:
+        yield Finding("NCCL", "error", "torch cannot use it", "install a CUDA build of torch")
+
+
+def check_megatron(has_gpu: bool) -> Finding:
+    installed = _version("megatron-core")
+    if installed is None:
+        return Finding("megatron-core", "error", "is not installed", f"pip install megatron-core=={MEGATRON_SUPPORTED}")
+    if installed == MEGATRON_SUPPORTED:
+        return Finding("megatron-core", "ok", installed)
+    advice = f"{MEGATRON_SUPPORTED} is what is tested"
+    return Finding("megatron-core", "warning" if has_gpu else "error", installed, advice)
+
+
+def check_transformer_engine(facts: dict[str, Any], needed: bool) -> Finding:
+    """Whether it imports, and whether this chip has FP8."""
+    name, installed = "Transformer Engine", _version("transformer-engine")
+    if installed is None:
+        verdict: Verdict = "error" if needed else "absent"
+        return Finding(name, verdict, "is not installed: no FP8", "pip install 'bapo-megatron[gpu]', on a GPU machine")
+    if not facts.get("num_gpus"):
+        return Finding(name, "absent", f"{installed}, and no GPU to use it")
+    problem = _import_problem("transformer_engine.pytorch")
+    if problem:
+        return Finding(name, "error", f"{installed} cannot be imported: {problem}", "build it against this torch")
+    capability = tuple(facts["capability"])
+    chip = f"compute capability {capability[0]}.{capability[1]}"
+    if capability < _FP8_CAPABILITY:
+        return Finding(name, "error" if needed else "ok", f"{installed}; {chip} has no FP8")
+    return Finding(name, "ok", f"{installed}; FP8 is possible ({chip})")
+
+
+def check_apex(has_gpu: bool) -> Finding:
+    """NVIDIA's, by its compiled extension: a package of that name on the package index is something else."""
+    if importlib.util.find_spec("amp_C") is not None:
+        return Finding("apex", "ok", "NVIDIA's, with its extensions")
+    return Finding(
+        "apex", "absent", "is not installed", "optional: Transformer Engine's Adam serves" if has_gpu else ""
+    )
+
+
+def check_sglang(has_gpu: bool, needed: bool) -> Finding:
+    """In the environment of this interpreter, which is where its servers are started."""
+    try:
+        check_installed(has_gpu=has_gpu)
+    except UserError as error:
+        if needed:
+            return Finding("SGLang", "error", str(error))
+        how = f"pip install sglang=={SGLANG_SUPPORTED}" if has_gpu else "scripts/install_sglang_cpu.sh"
+        installed = _version("sglang")
+        what = f"{installed}, {SGLANG_SUPPORTED} is known" if installed else f"is not installed in {sys.prefix}"
+        return Finding("SGLang", "absent", what, f"{how}; or use the embedded engine")
+    return Finding("SGLang", "ok", f"{_version('sglang')} in {sys.prefix}")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _import_problem(module: str) -> str:
+    """The last line of the traceback of an import in a process of its own; empty if it works."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"not done after {_IMPORT_TIMEOUT_S:g} s"
+    return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]

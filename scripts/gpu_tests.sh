@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# What only a GPU can tell, in one command: tests/gpu, the kernels' own tests, and torch against Triton side by side.
+# Set BAPO_TRANSFORMER_ENGINE=1 to install Transformer Engine first (minutes to build); else its tests say why they skip.
+# Arguments go to pytest.
+set -euo pipefail
+
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+command -v nvidia-smi >/dev/null || fail "nvidia-smi was not found: these tests need a GPU"
+use_environment
+install_checkout dev
+cd "$ROOT"
+"$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+    fail "this torch sees no GPU; install a CUDA build of it (BAPO_TORCH_SPEC, BAPO_TORCH_INDEX)"
+if [[ -n "${BAPO_TRANSFORMER_ENGINE:-}" ]]; then
+    say "installing Transformer Engine"
+    "$PY" -m pip install --disable-pip-version-check --no-build-isolation "transformer-engine[pytorch]>=2.9,<2.12"
+fi
+nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
+say "tests"
+"$PY" -m pytest -rs -m gpu tests/gpu "$@"
+"$PY" -m pytest -rs tests/unit/test_logprobs_triton.py
+say "torch and Triton"
+"$PY" benchmarks/logprobs.py time 8192 152064 --device cuda --backend both

@@ -1,0 +1,16 @@
+"""Every test of this folder is marked `gpu`, and skipped where there is no CUDA device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: scripts/gpu_tests.sh")
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            item.add_marker(no_gpu)

@@ -1,0 +1,96 @@
+"""One learner on one GPU, in a process of its own: what it scores, and what one update does."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from bapo_megatron.buffer.packing import minibatches
+from bapo_megatron.config.load import load_config
+from bapo_megatron.config.precision import problems
+from bapo_megatron.hf.shape import load_hf_config, model_shape
+from bapo_megatron.learner.machine import this_machine
+from tests.integration.learner_reference import BOUNDS, TEMPERATURE, random_batch
+
+# Every size of a layer is a multiple of 128: fit for each FP8 recipe.
+SIZES: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+}
+SETTINGS = [f"rollout.temperature={TEMPERATURE}", "optimizer.lr=1e-4", "optimizer.clip_grad=1e9"]
+
+
+@dataclass
+class Result:
+    """On the CPU, float32; tokens in the order of the batch."""
+
+    log_probs_T: Tensor  # before the update
+    gradients: dict[str, Tensor]
+    exported: dict[str, Tensor]  # before the update
+    updated: dict[str, Tensor]
+
+
+def save_model(folder: Path) -> Path:
+    """A Qwen3 of about 10M parameters, at the scale that training starts from, in bfloat16."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(**SIZES, head_dim=64, tie_word_embeddings=False)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def refusals(folder: Path, *overrides: str) -> list[str]:
+    """Why this machine cannot run these settings."""
+    shape = model_shape(load_hf_config(folder))
+    return problems(load_config([], [*SETTINGS, *overrides]), shape=shape, machine=this_machine())
+
+
+def one_update(folder: Path, *overrides: str) -> Result:
+    """What a learner with these settings does; in a new process, since Megatron's groups belong to the process."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(_one_update, folder, overrides).result(timeout=600)
+
+
+def _one_update(folder: Path, overrides: tuple[str, ...]) -> Result:
+    from bapo_megatron.learner.megatron import MegatronLearner
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    learner = MegatronLearner(load_config([], [*SETTINGS, *overrides]), folder)
+    batch = random_batch()
+    (minibatch,) = minibatches(batch, num_minibatches=1, num_epochs=1, seed=0, max_tokens=100, share=learner.share)
+    log_probs_T = torch.zeros(batch.token_ids_T.numel())
+    scores = learner.log_probs(minibatch)
+    assert scores is not None
+    for micro, log_probs_R in zip(minibatch.micro_batches, scores, strict=True):
+        log_probs_T[micro.batch_rows_R] = log_probs_R.float().cpu()
+
+    def copied(named: Any) -> dict[str, Tensor]:
+        return {name: tensor.float().cpu().clone() for name, tensor in named}
+
+    exported = copied(learner.named_weights())
+    learner.step(minibatch, BOUNDS)
+    return Result(log_probs_T, copied(learner.named_gradients()), exported, copied(learner.named_weights()))
+
+
+def log_prob_distance(a: Result, b: Result) -> float:
+    """Mean |difference| over response tokens, nats."""
+    mask_T = random_batch().mask_T
+    return float((a.log_probs_T - b.log_probs_T)[mask_T].abs().mean())
+
+
+def gradient_cosine(a: Result, b: Result) -> float:
+    """Of the whole gradient."""
+    assert a.gradients.keys() == b.gradients.keys()
+    one, two = (torch.cat([r.gradients[name].flatten() for name in sorted(r.gradients)]) for r in (a, b))
+    return float(torch.cosine_similarity(one.double(), two.double(), dim=0))

@@ -1,0 +1,58 @@
+"""The plan's memory against what torch allocates in real updates: every part of the layout that changes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+
+from bapo_megatron.hf.shape import load_hf_config, model_shape
+from bapo_megatron.preflight.memory import trainer_memory
+from tests.distributed import run_distributed
+from tests.hf_models import save_randomised
+from tests.integration.peak_memory import SIZES, Case, measure
+
+LIMIT = 0.15
+
+ALONE = [Case("one process"), Case("recompute, qwen2", "qwen2", recompute=True)]
+IN_PAIRS = [
+    Case("TP2 + SP", parallel={"tensor": 2, "sequence": True}),
+    Case("CP2, recompute, distributed optimizer", parallel={"context": 2}, recompute=True, distributed=True),
+    Case("CP2", "qwen2", parallel={"context": 2}),
+    Case("PP2", parallel={"pipeline": 2}),
+    Case("PP2 x VPP2, recompute", parallel={"pipeline": 2, "virtual_pipeline": 2}, recompute=True),
+    Case("DP2, distributed optimizer", parallel={"data": 2}, distributed=True),
+]
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    save_randomised(transformers.Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False), tmp_path / "qwen3")
+    save_randomised(transformers.Qwen2Config(**SIZES, tie_word_embeddings=True), tmp_path / "qwen2")
+    return tmp_path
+
+
+def check_cases(models: Path, cases: list[Case], num_processes: int) -> None:
+    run_distributed(measure, num_processes, models, cases, timeout_s=300)
+    far = []
+    for rank in range(num_processes):
+        peaks = json.loads((models / f"peaks-{num_processes}-{rank}.json").read_text())
+        for case in cases:
+            shape = model_shape(load_hf_config(models / case.family))
+            stage = rank if "pipeline" in case.parallel else 0
+            plan = trainer_memory(case.config(), shape, stage=stage).total
+            if abs(plan / peaks[case.title] - 1) > LIMIT:
+                far.append(f"{case.title}, rank {rank}: planned {plan:,}, measured {peaks[case.title]:,}")
+            print(f"{case.title:40} rank {rank}: planned / measured = {plan / peaks[case.title]:.3f}")
+    assert not far, "\n".join(far)
+
+
+def test_one_process(models: Path) -> None:
+    check_cases(models, ALONE, 1)
+
+
+@pytest.mark.slow
+def test_every_way_to_split(models: Path) -> None:
+    check_cases(models, IN_PAIRS, 2)

@@ -1,0 +1,209 @@
+"""`bapo doctor`: what it says of a fit machine, and of machines that lack something."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bapo_megatron import cli
+from bapo_megatron.config.load import load_config
+from bapo_megatron.errors import UserError
+from bapo_megatron.preflight import machine_checks as machine
+from bapo_megatron.preflight import packages
+from bapo_megatron.preflight import software_checks as software
+from bapo_megatron.preflight.doctor import examine_needs, parse_rendezvous, verdict
+from bapo_megatron.preflight.finding import Finding
+from bapo_megatron.preflight.gpus import GIB
+from bapo_megatron.preflight.group_checks import Rendezvous, clock_finding
+from bapo_megatron.preflight.software_checks import Driver
+
+DRIVER = Driver("570.1", (12, 8), (("NVIDIA H100", 80 * GIB, 0), ("NVIDIA H100", 80 * GIB, 3 * GIB)))
+FACTS: dict[str, Any] = {
+    "torch": "2.9.0+cu128",
+    "cuda": "12.8",
+    "num_gpus": 2,
+    "nccl": "2.27.5",
+    "capability": [9, 0],
+}
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def doctor(*arguments: str, file_bytes: int | None = None) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, in which no file may grow beyond `file_bytes`, as on a full disk."""
+
+    def limit() -> None:
+        if file_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+
+    command = [sys.executable, "-m", "bapo_megatron", "doctor", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, preexec_fn=limit, check=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without GPUs")
+def test_a_machine_without_gpus_is_fit_for_cpu_use() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = doctor()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("fit for CPU use")
+    for part in ("driver", "GPUs", "NCCL", "Transformer Engine"):
+        assert part in last
+    assert "ok   group (gloo)        2 processes: all-reduce" in done.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20, "seconds of one core"
+
+
+def test_a_full_disk_and_a_taken_port_in_one_answer(taken_port: int) -> None:
+    done = doctor("--port", str(taken_port), file_bytes=16 * 1024)
+    assert done.returncode == 1, done.stdout + done.stderr
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
+    assert any(f"port {taken_port}" in line and "Address already in use" in line for line in failed)
+    assert any("cannot write" in line and "File too large" in line for line in failed)
+    assert f"not fit: port {taken_port}, disk" in done.stdout.splitlines()[-1]
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(packages.REQUIRED, "no-such-package", "no_such_package")
+    assert cli.main(["doctor"]) == 1
+    assert "no-such-package is not installed; pip install no-such-package" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_nodes_meet_and_compare_clocks() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    results: dict[int, subprocess.CompletedProcess[str]] = {}
+
+    def node(rank: int) -> None:
+        arguments = ["--rendezvous", f"127.0.0.1:{port}", "--num-nodes", "2", "--node-rank", str(rank)]
+        results[rank] = doctor(*arguments)
+
+    threads = [threading.Thread(target=node, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank in range(2):
+        assert results[rank].returncode == 0, results[rank].stdout + results[rank].stderr
+        assert "4 processes: all-reduce" in results[rank].stdout
+        assert "clocks              at most" in results[rank].stdout
+
+
+def test_disk(tmp_path: Path) -> None:
+    assert machine.check_disk(tmp_path / "not" / "yet", 1).verdict in ("ok", "warning")
+    finding = machine.check_disk(tmp_path, 2**60)
+    assert finding.verdict == "error"
+    assert f"GiB free in {tmp_path}, 1073741824.00 needed" in finding.what
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_shared_memory(tmp_path: Path) -> None:
+    assert machine.check_shared_memory(tmp_path / "none").verdict == "warning"
+    assert machine.check_shared_memory(tmp_path).verdict == "ok"
+
+
+def test_low_limits_are_told_with_the_command() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        files, _ = machine.check_limits()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert files.verdict == "warning"
+    assert "512" in files.what
+
+
+def test_an_engine_that_does_not_answer(taken_port: int) -> None:
+    with contextlib.closing(socket.socket()) as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        config = load_config(
+            ["demo"],
+            [
+                "rollout.engine=attach",
+                f'rollout.urls=["http://127.0.0.1:{port}", "http://127.0.0.1:{taken_port}"]',
+                "data.source=jsonl",
+                "data.path=no/such/file.jsonl",
+            ],
+        )
+        found = list(examine_needs(config))
+    by_name = [(f.name, f.verdict) for f in found]
+    assert by_name == [("model", "ok"), ("data.path", "error"), ("engine", "error"), ("engine", "ok")]
+    assert str(port) in found[2].what
+
+
+def test_gpus() -> None:
+    def findings(driver: Driver, needed: int) -> list[tuple[str, str]]:
+        return [(f.name, f.verdict) for f in software.check_gpus(driver, needed)]
+
+    assert findings(DRIVER, 2) == [("driver", "ok"), ("GPUs", "warning")], "one of them is in use"
+    assert findings(DRIVER, 8) == [("driver", "ok"), ("GPUs", "error")]
+    assert findings(Driver(problem="no driver"), 0) == [("driver", "absent"), ("GPUs", "absent")]
+    assert findings(Driver(problem="no driver"), 1) == [("driver", "error"), ("GPUs", "error")]
+
+
+@pytest.mark.parametrize(
+    ("facts", "driver", "verdicts"),
+    [
+        (FACTS, DRIVER, ["ok", "ok"]),
+        (FACTS | {"cuda": None}, DRIVER, ["error", "ok"]),
+        (FACTS | {"cuda": "13.0"}, DRIVER, ["error", "ok"]),  # newer than the driver runs
+        ({"torch": "2.9.0", "cuda": "12.8", "num_gpus": 0}, DRIVER, ["error", "error"]),
+        ({"torch": "2.9.0+cpu", "cuda": None, "num_gpus": 0}, Driver(problem="none"), ["ok", "absent"]),
+    ],
+)
+def test_torch_against_the_driver(facts: dict[str, Any], driver: Driver, verdicts: list[str]) -> None:
+    assert [f.verdict for f in software.check_torch(facts, driver)] == verdicts
+
+
+def test_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "_version", lambda name: None)
+    assert software.check_transformer_engine(FACTS, needed=True).verdict == "error"
+    assert software.check_transformer_engine(FACTS, needed=False).verdict == "absent"
+    monkeypatch.setattr(software, "_version", lambda name: "2.9.0")
+    broken = software.check_transformer_engine(FACTS, needed=False)  # it is not there to be imported
+    assert broken.verdict == "error"
+    assert "No module named" in broken.what
+    monkeypatch.setattr(software, "_import_problem", lambda module: "")
+    assert "FP8 is possible" in software.check_transformer_engine(FACTS, needed=True).what
+    ampere = software.check_transformer_engine(FACTS | {"capability": [8, 0]}, needed=True)
+    assert (ampere.verdict, "has no FP8" in ampere.what) == ("error", True)
+
+
+def test_clocks() -> None:
+    assert clock_finding([0.0, 0.2, -0.1]).verdict == "ok"
+    apart = clock_finding([0.0, 0.2, -7.5])
+    assert (apart.verdict, apart.what) == ("warning", "at most 7.500 s apart (process 2)")
+
+
+def test_rendezvous() -> None:
+    assert parse_rendezvous(None, 1, 0) is None
+    assert parse_rendezvous("node0:29500", 4, 3) == Rendezvous("node0", 29500, 4, 3)
+    for address, nodes, rank in ((None, 2, 0), ("node0", 2, 0), ("node0:0", 2, 0), ("node0:1", 2, 2), (":1", 2, 0)):
+        with pytest.raises(UserError):
+            parse_rendezvous(address, nodes, rank)
+
+
+def test_the_verdict_and_the_exit_code() -> None:
+    fine, gone, broken = Finding("a", "ok", ""), Finding("GPUs", "absent", ""), Finding("disk", "error", "")
+    assert verdict([fine]) == ("fit for GPU use", 0)
+    assert verdict([fine, gone])[1] == 0
+    assert verdict([fine, gone, broken]) == ("not fit: disk", 1)

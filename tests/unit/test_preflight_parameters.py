@@ -1,0 +1,133 @@
+"""Exact parameter counts: against Megatron's own model on the meta device, and against the names of checkpoints."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from bapo_megatron_patches.megatron_core import apply_cpu_compat
+from megatron.core import parallel_state
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from bapo_megatron.config.schema import Config
+from bapo_megatron.hf.shape import ModelShape, model_shape
+from bapo_megatron.learner import model as learner_model
+from bapo_megatron.learner.critic import CriticModel
+from bapo_megatron.learner.model import PolicyModel, transformer_config
+from bapo_megatron.learner.parallel import ParallelLayout, start_processes
+from bapo_megatron.preflight.known_models import KNOWN_MODELS
+from bapo_megatron.preflight.parameters import critic_parameters, model_parameters, rank_parameters
+from tests.hf_models import MODELS, make_model_config
+
+SLOW = pytest.mark.slow
+
+
+@contextmanager
+def fake_rank(config: Config, rank: int, world_size: int) -> Iterator[ParallelLayout]:
+    """This process as one rank of a group whose other members do not exist: collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        start_processes(config.parallel)
+        yield ParallelLayout.current()
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def megatron_count(
+    shape: ModelShape, config: Config, rank: int, world_size: int, kind: type[PolicyModel] = PolicyModel
+) -> tuple[int, int]:
+    """(pipeline stage, parameters) of one rank, as Megatron builds it; no memory is taken."""
+    with fake_rank(config, rank, world_size) as layout, torch.device("meta"):
+        settings = transformer_config(shape, config)
+        chunks = [kind(settings, shape, layout, chunk) for chunk in range(layout.num_chunks)]
+        return layout.pipeline_rank, sum(p.numel() for chunk in chunks for p in chunk.parameters())
+
+
+def make_config(**parallel: object) -> Config:
+    return Config.model_validate(
+        {
+            "parallel": parallel,
+            "model": {"dtype": "bfloat16"},
+            "megatron": {"extra": {"use_cpu_initialization": True}},
+        }
+    )
+
+
+@pytest.fixture(autouse=True)
+def _meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    apply_cpu_compat()
+    monkeypatch.setattr(learner_model, "device", lambda: torch.device("meta"))
+    # plain numbers, which the scaled kinds compute from values that a meta tensor does not have
+    monkeypatch.setattr(learner_model, "rotary_frequencies", lambda shape: (torch.empty(shape.head_dim // 2), 1.0))
+
+
+def check_ranks(shape: ModelShape, config: Config, world_size: int, ranks: range) -> None:
+    p = config.parallel
+    for rank in ranks:
+        stage, count = megatron_count(shape, config, rank, world_size)
+        assert count == rank_parameters(shape, tensor=p.tensor, pipeline=p.pipeline, stage=stage), f"rank {rank}"
+
+
+R1_32B, QWEN3_32B = "DeepSeek-R1-Distill-Qwen-32B", "Qwen3-32B"
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "layout"),
+    [
+        (R1_32B, 64, {"tensor": 8, "pipeline": 4, "data": 2}),  # 13 s, nearly all of it for Megatron's groups
+        pytest.param(
+            QWEN3_32B, 64, {"tensor": 4, "pipeline": 4, "virtual_pipeline": 2, "context": 2, "data": 2}, marks=SLOW
+        ),
+        pytest.param(R1_32B, 128, {"tensor": 8, "pipeline": 4, "data": 4}, marks=SLOW),
+        pytest.param(QWEN3_32B, 256, {"tensor": 8, "pipeline": 4, "context": 2, "data": 4}, marks=SLOW),
+    ],
+)
+def test_every_rank_of_a_32b_model_holds_what_the_plan_says(
+    model: str, world_size: int, layout: dict[str, int]
+) -> None:
+    config = make_config(**layout, sequence=True)
+    check_ranks(model_shape(KNOWN_MODELS[model]), config, world_size, range(world_size))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_family_and_option(name: str) -> None:
+    """Odd head dimensions, biases, norms of queries, tied embeddings (twice where two stages need them), padding."""
+    shape = model_shape(make_model_config(name).to_dict())
+    for tensor, pipeline, chunks in ((1, 1, 1), (2, 1, 1), (2, 3, 2), (1, 6, 1)):
+        config = make_config(tensor=tensor, pipeline=pipeline, virtual_pipeline=chunks)
+        check_ranks(shape, config, tensor * pipeline, range(0, tensor * pipeline, tensor))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3-tied"])
+def test_a_critic(name: str) -> None:
+    shape = model_shape(make_model_config(name).to_dict())
+    for tensor, pipeline in ((1, 1), (2, 1), (1, 2), (2, 3)):
+        config = make_config(tensor=tensor, pipeline=pipeline)
+        for rank in range(0, tensor * pipeline, tensor):
+            stage, count = megatron_count(shape, config, rank, tensor * pipeline, CriticModel)
+            assert count == critic_parameters(shape, tensor=tensor, pipeline=pipeline, stage=stage)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_ranks_of_a_replica_hold_the_model(name: str) -> None:
+    shape = model_shape(make_model_config(name).to_dict())
+    assert rank_parameters(shape, tensor=1, pipeline=1, stage=0) == model_parameters(shape)
+
+
+def test_published_sizes() -> None:
+    """Billions of parameters, as the model cards say."""
+    sizes = {name: model_parameters(model_shape(config)) / 1e9 for name, config in KNOWN_MODELS.items()}
+    expected = {
+        "DeepSeek-R1-Distill-Qwen-7B": 7.62,
+        "DeepSeek-R1-Distill-Qwen-32B": 32.76,
+        "OctoThinker-3B-Long-Zero": 3.21,
+        "Qwen2.5-Math-7B": 7.62,
+        "Qwen3-32B": 32.76,
+    }
+    assert {name: round(sizes[name], 2) for name in expected} == expected
+    assert len(set(itertools.chain(expected, sizes))) == len(sizes)

@@ -1,0 +1,71 @@
+"""Every shipped combination of model, algorithm and cluster: passes `bapo check`, and stands in docs/recipes.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron import cli
+from bapo_megatron.config.load import load_config, shipped_configs
+from bapo_megatron.config.plan import check, num_ranks
+from bapo_megatron.preflight.known_models import KNOWN_MODELS
+from bapo_megatron.preflight.plan import check_cluster
+from bapo_megatron.preflight.recipes import ALGORITHMS, PAGE, combinations, filled_page, planned
+
+COMBINATIONS = [(model, algorithm, cluster) for model, cluster in combinations() for algorithm in ALGORITHMS]
+
+FP8 = "precision/fp8"
+
+
+def test_every_shipped_file_is_part_of_a_combination() -> None:
+    shipped = {name for name in shipped_configs() if "/" in name}
+    assert shipped == {FP8} | {name for m, a, c in COMBINATIONS for name in (m, *ALGORITHMS[a], c)}
+
+
+@pytest.mark.parametrize(("model", "cluster"), combinations())
+def test_it_passes_the_check_on_its_cluster_without_a_warning(model: str, cluster: str) -> None:
+    bf16 = [load_config([model, *files, cluster]) for files in ALGORITHMS.values()]
+    fp8 = [load_config([model, *files, FP8, cluster]) for files in ALGORITHMS.values()]
+    blockwise = load_config([model, "algorithms/bapo", FP8, cluster], ["precision.recipe=blockwise"])
+    for config in (*bf16, *fp8, blockwise):
+        hf_config = KNOWN_MODELS[Path(config.model.path).name]
+        gpus = config.cluster.nodes * config.cluster.gpus_per_node
+        assert check(config, hf_config=hf_config, num_gpus=gpus) == []
+        assert check_cluster(config, hf_config) == []
+        servers = config.rollout.num_servers * config.rollout.server_tensor_parallel
+        assert num_ranks(config) + servers == gpus, "no GPU is idle"
+
+
+def test_the_command_says_so_without_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.main(["check", "models/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h200"])
+    out, err = capsys.readouterr()
+    assert (code, err) == (0, "")
+    assert "64 GPUs for the trainer, 64 for servers, 0 idle" in out
+
+
+@pytest.mark.parametrize("model", ["models/r1-distill-qwen-32b-64k", "models/qwen3-32b-64k"])
+@pytest.mark.parametrize("cluster", ["clusters/1x8-h100", "clusters/1x8-h200"])
+def test_32b_on_one_node_is_refused_with_the_numbers(
+    model: str, cluster: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its weights, gradients and Adam's state do not fit in the four GPUs that are not servers."""
+    layout = ["parallel.tensor=4", "parallel.pipeline=1"]
+    assert cli.main(["check", model, "algorithms/bapo", cluster, *layout]) == 2
+    error = capsys.readouterr().err
+    assert "a trainer rank needs" in error
+    assert "GiB" in error
+
+
+def test_the_page_holds_the_plan_of_every_combination() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == filled_page(text), "python -m bapo_megatron.preflight.recipes writes the table into docs/recipes.md"
+
+
+def test_octothinker_searches_in_the_papers_ranges() -> None:
+    """Set by the model, over the preset that the algorithm names."""
+    bapo = planned("models/octothinker-3b-8k", "BAPO", "clusters/1x8-h100").bapo
+    assert (bapo.preset, bapo.rho0) == ("paper", 0.45)
+    assert (bapo.low.start, bapo.low.stop, bapo.high.start, bapo.high.stop) == (0.8, 0.9, 1.2, 2.0)
+    paper = planned("models/r1-distill-qwen-7b-8k", "BAPO", "clusters/1x8-h100").bapo
+    assert (paper.rho0, paper.low.start, paper.high.stop) == (0.4, 0.6, 3.0)
