@@ -192,7 +192,13 @@ class _Place(torch.autograd.Function):
         return _place(grad, into_B, of_B, ctx.num_rows), None, None, None
 
 
-class PackedAttention(torch.nn.Module):
+class _CoreAttention(torch.nn.Module):
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Nothing to save: attention has no parameters."""
+        return {}
+
+
+class PackedAttention(_CoreAttention):
     """Core attention for a Megatron layer spec; takes what DotProductAttention takes, needs `PackedSequences`."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
@@ -230,12 +236,8 @@ class PackedAttention(torch.nn.Module):
         assert out_TX is not None, "a pack holds at least one token"
         return out_TX[:, None]
 
-    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Nothing to save: attention has no parameters."""
-        return {}
 
-
-class TransformerEngineAttention(torch.nn.Module):
+class TransformerEngineAttention(_CoreAttention):
     """Transformer Engine's core attention, for bfloat16 on GPUs; needs `PackedSequences.for_transformer_engine`.
 
     A module around it, because outside of core attention the pack stays "sbhd" (see `PackedSequences`).
@@ -267,7 +269,3 @@ class TransformerEngineAttention(torch.nn.Module):
             packed_seq_params=packed_seq_params.thd(),
         )
         return out.reshape(q_T1ND.shape[0], 1, -1)
-
-    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Nothing to save: attention has no parameters."""
-        return {}
