@@ -69,7 +69,7 @@ SGLANG = [
     "pyyaml",
 ]
 
-GPU = ["transformer-engine[pytorch]", "nvidia-ml-py"]
+GPU = ["transformer-engine[pytorch]>=2.9,<2.12", "nvidia-ml-py"]  # the range that megatron-core 0.16.1 names
 
 DEV = ["pytest>=8", "pytest-timeout", "psutil", "hypothesis", "ruff", "mypy", "pre-commit"]
 

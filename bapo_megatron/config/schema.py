@@ -249,7 +249,7 @@ class TrainConfig(Section):
     max_tokens_per_microbatch: PositiveInt = 8192
     """Packed tokens in one forward pass of one rank; a longer single sequence gets a micro-batch of its own. With
     context parallelism a pack is shared by parallel.context ranks and holds that many times more."""
-    logprob_chunk_tokens: PositiveInt = 1024
+    logprob_chunk_tokens: PositiveInt = 256
     """Rows whose logits exist at once when log-probs are computed."""
     logprob_backend: Literal["auto", "torch", "triton"] = "auto"
     """What turns logits into log-probs. triton: one kernel reads a chunk of logits once instead of several times, and
