@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from bapo_megatron.algorithms.diagnostics import entropy_rule_sums
 from bapo_megatron.types import ClipBounds
 
 if TYPE_CHECKING:
@@ -130,6 +131,15 @@ def clipped_policy_loss(inputs: LossInputs, config: LossConfig) -> LossResult:
             "age": ages_R,
         }
         sums = {name: value_R.sum(dtype=torch.float32) for name, value_R in per_token.items()}
+        sums |= entropy_rule_sums(
+            log_probs_R=inputs.log_probs_R,
+            entropy_R=entropy_R,
+            weight_R=weight_R * ratio_R,
+            advantages_R=advantages_R,
+            clipped_R=clipped_high_R | clipped_low_R | dual_clipped_R,
+            ages_R=ages_R,
+            mask_R=mask_R,
+        )
         maxima = {
             name: per_token[name].float().amax() if mask_R.numel() else loss_R.new_zeros(()).float()
             for name in ("ratio", "age")

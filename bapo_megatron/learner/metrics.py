@@ -12,7 +12,7 @@ from bapo_megatron.algorithms.losses import LossResult
 from bapo_megatron.algorithms.mismatch import Mismatch
 from bapo_megatron.learner.parallel import ParallelLayout
 
-# Name in LossResult -> name in the run's metrics; any other name appears as loss/<name>.
+# Name in LossResult -> name in the run's metrics; other names stay as they are, below loss/ where they have no folder.
 _MEANS = {
     "policy_loss": "loss/policy",
     "clipped_high": "loss/clip_high_share",
@@ -53,7 +53,7 @@ class TokenMetrics:
         largest = self._over_data([_table(r.maxima, self._maxima, m.largest) for r, m in outcomes], dist.ReduceOp.MAX)
         sums = dict(zip(self._sums, added[:num_sums].tolist(), strict=True))
         assert sums.pop("tokens") == num_trained_tokens, "the ranks trained other tokens than the plan said"
-        metrics = {_MEANS.get(name, f"loss/{name}"): value / num_trained_tokens for name, value in sums.items()}
+        metrics = {_MEANS.get(name, _filed(name)): value / num_trained_tokens for name, value in sums.items()}
         for name, value in zip(self._maxima, largest[:-1].tolist(), strict=True):
             metrics[_MAXIMA.get(name, f"loss/{name}_max")] = value
         metrics["train/tokens"] = float(num_trained_tokens)
@@ -65,6 +65,10 @@ class TokenMetrics:
             rows = torch.stack(list(tables))
             table = rows.sum(0) if op == dist.ReduceOp.SUM else rows.amax(0)
         return self._layout.reduce_over_data(table, op).cpu()
+
+
+def _filed(name: str) -> str:
+    return name if "/" in name else f"loss/{name}"
 
 
 def _table(scalars: dict[str, Tensor], names: list[str], more: Tensor) -> Tensor:

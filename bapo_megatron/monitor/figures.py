@@ -80,11 +80,13 @@ def line_figure(
     right_label: str = "",
     levels: Sequence[Level] = (),
     from_zero: bool = False,
+    around_zero: bool = False,
     log_if_wide: bool = False,
 ) -> str | None:
     """Curves over the training steps as SVG; None where no line has a finite value.
 
-    `name` keeps ids apart on a page; `log_if_wide` takes a logarithmic axis for positive values over two decades.
+    `name` keeps ids apart on a page; `around_zero` puts the zeros of both axes at the same height; `log_if_wide` takes
+    a logarithmic axis for positive values over two decades.
     """
     coloured = _recorded(lines)
     if not coloured:
@@ -108,10 +110,11 @@ def line_figure(
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
             axes.yaxis.set_minor_formatter(NullFormatter())
-        elif from_zero:
-            _start_at_zero(axes, [line for line in lines if not line.on_right])
+        elif from_zero or around_zero:
+            scale = _centre_at_zero if around_zero else _start_at_zero
+            scale(axes, [line for line in lines if not line.on_right])
             if right is not None:
-                _start_at_zero(right, [line for line in lines if line.on_right])
+                scale(right, [line for line in lines if line.on_right])
         if len(handles) > 1:
             _legend(axes, handles)
         return _to_svg(figure, name)
@@ -165,6 +168,11 @@ def _new_axes(steps: Column, y_label: str) -> tuple[Figure, Axes]:
 def _start_at_zero(axes: Axes, lines: Sequence[Line]) -> None:
     largest = max((float(np.nanmax(line.values)) for line in lines), default=0.0)
     axes.set_ylim(0, 1.06 * largest if largest > 0 else 1.0)
+
+
+def _centre_at_zero(axes: Axes, lines: Sequence[Line]) -> None:
+    largest = max((float(np.nanmax(np.abs(line.values))) for line in lines), default=0.0)
+    axes.set_ylim(-1.06 * largest if largest > 0 else -1.0, 1.06 * largest if largest > 0 else 1.0)
 
 
 def _is_wide(lines: Sequence[Line]) -> bool:

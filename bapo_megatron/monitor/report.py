@@ -14,7 +14,7 @@ import jinja2
 import numpy as np
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.monitor.figures import Column, Level, Line, line_figure, stacked_figure
+from bapo_megatron.monitor.figures import Column, Level, Line, line_figure, moving_average, stacked_figure
 from bapo_megatron.monitor.jsonl import read_jsonl, write_atomically
 from bapo_megatron.monitor.metrics import read_metrics
 from bapo_megatron.monitor.summary import Row, count, duration, find_problems, number, percent, summarize
@@ -120,6 +120,9 @@ def _panels(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Panel]:
     def column(name: str) -> Column:
         return np.array([row.get(name, math.nan) for row in rows])
 
+    entropy, covariance = column("loss/entropy"), column("entropy_rule/covariance")
+    entropy_changes = np.append(np.where(np.diff(steps) == 1, np.diff(entropy), math.nan), math.nan)
+    entropy_changes[np.isnan(covariance)] = math.nan
     target = _setting(config, "bapo", "rho0") if _setting(config, "loss", "name") == "bapo" else None
     return [
         Panel(
@@ -129,8 +132,39 @@ def _panels(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Panel]:
         ),
         Panel(
             "Entropy",
-            line_figure("entropy", steps, [Line("entropy", column("loss/entropy"))], "nats per token", from_zero=True),
+            line_figure("entropy", steps, [Line("entropy", entropy)], "nats per token", from_zero=True),
             "A slow fall is learning; a fall to near zero early on means that the policy stopped exploring.",
+        ),
+        Panel(
+            "Entropy-Clip Rule",
+            line_figure(
+                "entropy-rule",
+                steps,
+                [
+                    Line("predicted", moving_average(-covariance)),
+                    Line("measured (right)", moving_average(entropy_changes), on_right=True),
+                ],
+                "-Cov(log π, A X), nats",
+                right_label="change to the next step, nats",
+                around_zero=True,
+            ),
+            "Means of the last 10 steps. Above zero entropy is pushed up, below it down: what a step's tokens predict, "
+            "to first order, against what entropy did until the next step. Compare signs and courses; scales differ "
+            "by the step size. Where they part for long, other things move entropy: new prompts, momentum.",
+        ),
+        Panel(
+            "Token classes",
+            stacked_figure(
+                "token-classes",
+                steps,
+                [
+                    Line(name.replace("_", ", "), column(f"entropy_rule/{name}"))
+                    for name in ("positive_low", "negative_high", "positive_high", "negative_low")
+                ],
+                "share of trained tokens",
+            ),
+            "Sign of the advantage, and probability above or below the typical one. The two at the bottom raise "
+            "entropy, the two above them lower it; what is missing to 1 has no advantage.",
         ),
         Panel(
             "Clip bounds",

@@ -192,12 +192,19 @@ def literal_metrics(log_probs_T: Tensor, entropy_T: Tensor, batch: Batch, versio
     ratio = (log_probs_T - batch.behaviour_logprobs_T.double()).exp()[mask_T]
     advantage, age = batch.advantages_T[mask_T], (version - batch.versions_T[mask_T]).double()
     clipped_high, clipped_low = (advantage > 0) & (ratio >= BOUNDS.high), (advantage < 0) & (ratio <= BOUNDS.low)
+    deviation = (log_probs_T + entropy_T)[mask_T]
+    kept = torch.where(clipped_high | clipped_low, 0.0, advantage.double())
+    positive_low = (advantage > 0) & (deviation < 0)
     return {
         "loss/ratio_mean": ratio.mean().item(),
         "loss/ratio_max": ratio.max().item(),
         "loss/entropy": entropy_T[mask_T].mean().item(),
         "loss/clip_high_share": clipped_high.double().mean().item(),
         "loss/clip_low_share": clipped_low.double().mean().item(),
+        "entropy_rule/covariance": (ratio * deviation * kept).mean().item(),
+        "entropy_rule/positive_low": positive_low.double().mean().item(),
+        "entropy_rule/positive_low_clipped": (positive_low & clipped_high).double().mean().item(),
+        "entropy_rule/positive_low_age_1_3": (positive_low & (age >= 1) & (age <= 3)).double().mean().item(),
         "staleness/mean": age.mean().item(),
         "staleness/max": age.max().item(),
         "train/tokens": float(mask_T.sum()),

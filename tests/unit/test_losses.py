@@ -142,7 +142,7 @@ def test_metrics_count_what_they_say():
         ages=[0, 1, 2, 5, 7],
     )
     result = clipped_policy_loss(inputs, LossConfig(dual_clip=3.0))
-    sums = {name: float(value) for name, value in result.sums.items()}
+    sums = {name: float(value) for name, value in result.sums.items() if "entropy_rule/" not in name}
     assert sums == pytest.approx(
         {
             "tokens": 4,

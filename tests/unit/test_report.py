@@ -29,7 +29,7 @@ stop = 0.9
 start = 1.2
 stop = 3.0
 """
-NUM_FIGURES = 9
+NUM_FIGURES = 11
 
 
 class Page(HTMLParser):
@@ -77,6 +77,9 @@ def step(number: int) -> dict[str, float]:
         "step": number,
         "reward/mean": number / 40,
         "loss/entropy": 0.5,
+        "entropy_rule/covariance": 0.01 * (-1) ** number,
+        "entropy_rule/positive_low": 0.1,
+        "entropy_rule/negative_high": 0.3,
         "bapo/low": 0.6,
         "bapo/high": 1.2 + number / 100,
         "bapo/positive_share": 0.44,

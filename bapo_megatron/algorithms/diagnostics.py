@@ -1,0 +1,117 @@
+"""The Entropy-Clip Rule: which tokens raise the policy's entropy, which lower it, and what clipping leaves of them.
+
+For a softmax policy pi over one token, a change dz of its logits changes its entropy, to first order, by
+
+    dH = -Cov_{y ~ pi}( log pi(y), dz(y) )
+
+    step of length eta along             dz(y)                                    dH / eta
+    the gradient of the logits           eta pi(y) (A(y) X(y) - E_pi[A X])        -Cov(log pi, pi (A X - E_pi[A X]))
+    the natural gradient                 eta A(y) X(y)                            -Cov(log pi, A X)          (the rule)
+
+with X(y) = 0 for a clipped token, which carries no gradient, and 1 otherwise. The second line is Eq. 6 of BAPO (arXiv
+2510.18927) and, without X, the covariance of arXiv 2505.22617; the paper's own logit step is that of the first line,
+whose factor pi(y) its Eq. 6 leaves out. Neither is what Adam does to a transformer: read the rule's sign and course.
+
+In training each state has one sampled token, of an older policy mu. The mean of log pi in a state is known, -H, so that
+its covariance needs no second sample of it: with w = pi / mu,
+
+    E_{y ~ mu}[ w(y) (log pi(y) + H) A(y) X(y) ] = Cov_{y ~ pi}( log pi, A X )
+
+A constant added to all A of a state changes nothing. The sign of (log pi + H) A is the token's class: probability
+`high` (above the state's typical one, e^-H) or `low`, advantage positive or negative.
+
+    raise entropy: positive_low, negative_high        lower entropy: positive_high, negative_low
+
+Shape legend: R response tokens of a micro-batch, V vocabulary, C cells (ages x classes), K classes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TOKEN_CLASSES = ("positive_high", "positive_low", "negative_high", "negative_low")
+AGES = {"age_0": 0, "age_1_3": 1, "age_4_up": 4}
+"""Classes of token ages by their least age, in optimizer updates."""
+
+
+def entropy_change(log_probs_V: Tensor, logit_change_V: Tensor) -> Tensor:
+    """-Cov_pi(log pi, dz): the first-order change of the entropy of softmax(z), in nats.
+
+    Args:
+        log_probs_V: float [..., V], nats, normalised over V.
+        logit_change_V: float [..., V], dz.
+
+    Returns one number for each distribution: [...].
+    """
+    probs_V = log_probs_V.exp()
+    deviation_V = log_probs_V - (probs_V * log_probs_V).sum(-1, keepdim=True)
+    return -(probs_V * deviation_V * logit_change_V).sum(-1)
+
+
+def gradient_direction(log_probs_V: Tensor, kept_advantages_V: Tensor) -> Tensor:
+    """d J / dz = pi (A X - E_pi[A X]) of the clipped objective J = E_{y ~ mu} min(r A, clip(r) A) for a softmax policy.
+
+    Args:
+        log_probs_V: float [..., V], nats, of the current policy.
+        kept_advantages_V: A X, float [..., V]: advantages, 0 where clipped.
+    """
+    probs_V = log_probs_V.exp()
+    return probs_V * (kept_advantages_V - (probs_V * kept_advantages_V).sum(-1, keepdim=True))
+
+
+def covariance_terms(log_probs_R: Tensor, entropy_R: Tensor, weight_R: Tensor, kept_advantages_R: Tensor) -> Tensor:
+    """w (log pi + H) A X per token: its mean over tokens estimates the rule's covariance without bias.
+
+    Args:
+        log_probs_R, entropy_R: float, nats, of the current policy.
+        weight_R: float, pi / mu with the policy mu that sampled each token.
+        kept_advantages_R: A X, float.
+    """
+    return weight_R * (log_probs_R + entropy_R) * kept_advantages_R
+
+
+def entropy_rule_sums(
+    *,
+    log_probs_R: Tensor,
+    entropy_R: Tensor,
+    weight_R: Tensor,
+    advantages_R: Tensor,
+    clipped_R: Tensor,
+    ages_R: Tensor,
+    mask_R: Tensor,
+) -> dict[str, Tensor]:
+    """Sums over trained tokens, by the names of the metrics: float32 scalars that add up over micro-batches and ranks.
+
+        entropy_rule/covariance[_AGE]    of `covariance_terms`
+        entropy_rule/CLASS[_AGE]         number of tokens of a class
+        entropy_rule/CLASS_clipped       number of those that are clipped
+
+    Args:
+        clipped_R: bool: carries no gradient.
+        ages_R: int64, optimizer updates since each token was sampled.
+        mask_R: bool; others may hold anything. A token without advantage is of no class.
+    """
+    counted_R = mask_R & (advantages_R != 0)
+    log_probs_R, entropy_R = (torch.where(counted_R, x, 0.0).double() for x in (log_probs_R.detach(), entropy_R))
+    kept_advantages_R = torch.where(counted_R & ~clipped_R, advantages_R, 0.0).double()
+    weight_R = torch.where(counted_R, weight_R.detach(), 0.0).double()
+    terms_R = covariance_terms(log_probs_R, entropy_R, weight_R, kept_advantages_R)
+
+    class_R = 2 * (advantages_R < 0).long() + (log_probs_R + entropy_R < 0).long()
+    starts = torch.tensor(list(AGES.values()), device=ages_R.device)
+    age_R = torch.bucketize(ages_R.clamp(min=0), starts, right=True) - 1
+    num_classes = len(TOKEN_CLASSES)
+    cells_RC = torch.nn.functional.one_hot(age_R * num_classes + class_R, len(AGES) * num_classes)
+    cells_RC = cells_RC.double() * counted_R[:, None]
+    values_R3 = torch.stack([torch.ones_like(terms_R), clipped_R.double(), terms_R], dim=1)
+    # A product, and no scattered addition, whose order on a GPU changes from run to run.
+    table_AK3 = (cells_RC.T @ values_R3).reshape(len(AGES), num_classes, 3).float()
+
+    num_K, num_clipped_K, _ = table_AK3.sum(0).unbind(-1)
+    sums = {"covariance": table_AK3[..., 2].sum()}
+    sums |= {f"covariance_{age}": table_AK3[a, :, 2].sum() for a, age in enumerate(AGES)}
+    for k, name in enumerate(TOKEN_CLASSES):
+        sums |= {name: num_K[k], f"{name}_clipped": num_clipped_K[k]}
+        sums |= {f"{name}_{age}": table_AK3[a, k, 0] for a, age in enumerate(AGES)}
+    return {f"entropy_rule/{name}": value for name, value in sums.items()}
