@@ -21,7 +21,7 @@ from bapo_megatron.errors import CheckpointError, TornCheckpointError
 from bapo_megatron.learner.folder import FORMAT, read_index, read_sealed, seal
 from bapo_megatron.learner.shards import Snapshot
 from bapo_megatron.learner.together import first_complaint, gather_json, rank_and_size
-from bapo_megatron.saving import Saving, flush, remove, write_atomically
+from bapo_megatron.saving import Saving, flush, remove, replace_durably
 
 _NAME = re.compile(r"^step-(\d{6,})$")
 _PARTIAL = ".writing-"
@@ -149,7 +149,7 @@ class CheckpointStore:
         else:
             os.replace(saving.partial, saving.final)
         flush(self.folder)
-        write_atomically(self.folder / "latest", saving.final.name)
+        replace_durably(self.folder / "latest", saving.final.name)
         self._delete_old(int(saving.final.name.removeprefix("step-")))
 
     def _raise_together(self, complaint: str | None) -> None:

@@ -93,7 +93,7 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(path: Path, text: str) -> None:
+def replace_durably(path: Path, text: str) -> None:
     """Replace a small file: its name stands for the old text, or for the new one, both whole.
 
     Raises:

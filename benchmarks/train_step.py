@@ -41,7 +41,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from bapo_megatron.algorithms.clip_bounds import contribution_table, search_bounds
 from bapo_megatron.assets import demo_model_path
-from bapo_megatron.buffer.packing import Share, minibatches
+from bapo_megatron.buffer.packing import Share, one_minibatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
@@ -120,15 +120,7 @@ def make_config(loss: str, case: Case, **train: Any) -> Config:
 
 
 def pack(batch: Batch, config: Config, share: Share) -> MiniBatch:
-    (minibatch,) = minibatches(
-        batch,
-        num_minibatches=1,
-        num_epochs=1,
-        seed=0,
-        max_tokens=config.train.max_tokens_per_microbatch,
-        share=share,
-    )
-    return minibatch
+    return one_minibatch(batch, max_tokens=config.train.max_tokens_per_microbatch, share=share)
 
 
 def ours(config: Config, folder: Path, case: Case) -> Update:

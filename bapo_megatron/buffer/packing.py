@@ -76,6 +76,12 @@ def minibatches(
             yield MiniBatch(tuple(packs), num_trained, batch.proximal_version)
 
 
+def one_minibatch(batch: Batch, *, max_tokens: int, share: Share) -> MiniBatch:
+    """The whole batch, which has a token that is trained, as one mini-batch; arguments as for `minibatches`."""
+    (whole,) = minibatches(batch, num_minibatches=1, num_epochs=1, seed=0, max_tokens=max_tokens, share=share)
+    return whole
+
+
 def balanced_bins(lengths: list[int], multiple: int, max_tokens: int) -> list[list[int]]:
     """Indices of `lengths` in bins of at most `max_tokens`, their number a multiple of `multiple`, balanced.
 

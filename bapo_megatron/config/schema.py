@@ -235,6 +235,9 @@ class OptimizerConfig(Section):
     distributed optimizer does. The same update for less memory."""
 
 
+FORWARDS_FIRST_MEMORY_SHARE = 0.1  # of a device: what train.schedule = "auto" lets the layer inputs of an update take
+
+
 class TrainConfig(Section):
     """How long, and how each rollout batch is used."""
 

@@ -71,7 +71,7 @@ def _run_trainer(config: Config, meeting: Meeting, rank: int) -> int:
         code = _run_rank(config, meeting, rank)
         return 0 if code == STOPPED else code  # srun ends a step, rank 0 too, whose first rank ends with another code
     with _telling_failures(meeting, RUN), RunDir.open(config, config_text=dump_config(config)) as run_dir:
-        host = own_address(config)
+        host = node_address(config)
         with reserved_ports(1, host) as ports:  # torch's store, which says SO_REUSEADDR, can still listen on it
             meeting.tell(RUN, {"run_dir": str(run_dir.path), "host": host, "port": ports[0]})
             code = _run_rank(config, meeting, rank)
@@ -122,7 +122,7 @@ def _run_engines(config: Config, meeting: Meeting, node: int) -> int:
             count=placement.servers_per_node,
             first_gpu=placement.first_server_gpu,
             first=node * placement.servers_per_node,
-            host=own_address(config),
+            host=node_address(config),
         )
         log_dir = RunDir.attach(Path(run["run_dir"])).log_dir
         with running_engines(config, resolve_model_path(config.model.path), log_dir, share) as urls:
@@ -146,7 +146,7 @@ def _telling_failures(meeting: Meeting, name: str) -> Iterator[None]:
             meeting.tell(END, {})
 
 
-def own_address(config: Config) -> str:
+def node_address(config: Config) -> str:
     """The IPv4 address at which the other nodes of a job reach this one; loopback where there is one node.
 
     Raises:

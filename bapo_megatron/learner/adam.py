@@ -6,6 +6,7 @@ without regard for the borders of parameters: a rank owns a range of some parame
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bapo_megatron.learner.folder import MOMENTS, WEIGHT
-from bapo_megatron.learner.parallel import ParallelLayout
+from bapo_megatron.learner.parallel import ParallelLayout, device
 
 
 def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
@@ -26,6 +27,20 @@ def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> N
     for group in optimizer.param_groups:
         group["lr"] = lr
         group["weight_decay"] = weight_decay * group["wd_mult"]
+
+
+def clip_and_step(optimizer: MegatronOptimizer, clip_grad: float) -> float:
+    """One update with gradients clipped by their global norm; returns the norm before, the same on every rank.
+
+    A norm that is not finite leaves weights and moments as they are.
+    """
+    optimizer.prepare_grads()
+    grad_norm = float(optimizer.get_grad_norm())
+    if math.isfinite(grad_norm):
+        norm = torch.tensor(grad_norm, device=device())
+        torch.nn.utils.clip_grads_with_norm_(optimizer.get_parameters(), clip_grad, norm)
+        optimizer.step_with_ready_grads()
+    return grad_norm
 
 
 class AdamState:

@@ -29,7 +29,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.reader import HFReader
 from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape
 from bapo_megatron.learner import checkpoint
-from bapo_megatron.learner.adam import AdamState, set_rates
+from bapo_megatron.learner.adam import AdamState, clip_and_step, set_rates
 from bapo_megatron.learner.build import for_training
 from bapo_megatron.learner.hf.convert import gather_weights, load_weights
 from bapo_megatron.learner.hf.names import VALUE_HEAD
@@ -145,7 +145,8 @@ class Critic:
         self.optimizer.zero_grad()
         outputs = self._schedule.forward_backward(minibatch, loss_of)
         learning_rate = self._set_learning_rate()
-        grad_norm = self._update()
+        grad_norm = clip_and_step(self.optimizer, self.config.optimizer.clip_grad)
+        self.num_skipped_updates += not math.isfinite(grad_norm)
         self.version += 1
         sums = self.layout.reduce_over_data(torch.stack(outputs).sum(0) if self.layout.is_last_stage else None)
         loss, num_clipped, num_tokens = sums.tolist()
@@ -196,16 +197,3 @@ class Critic:
         share = min(1.0, (self.version + 1) / settings.warmup_updates) if settings.warmup_updates else 1.0
         set_rates(self.optimizer, settings.lr * share, self.config.optimizer.weight_decay)
         return settings.lr * share
-
-    def _update(self) -> float:
-        """Clip by the global norm and step; returns the norm before clipping (the same on every rank)."""
-        self.optimizer.prepare_grads()
-        grad_norm = float(self.optimizer.get_grad_norm())
-        if not math.isfinite(grad_norm):
-            self.num_skipped_updates += 1
-            return grad_norm
-        torch.nn.utils.clip_grads_with_norm_(
-            self.optimizer.get_parameters(), self.config.optimizer.clip_grad, torch.tensor(grad_norm, device=device())
-        )
-        self.optimizer.step_with_ready_grads()
-        return grad_norm

@@ -30,7 +30,7 @@ from bapo_megatron.config.schema import Config, ParallelConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner import checkpoint
-from bapo_megatron.learner.adam import WEIGHT, AdamState, set_rates
+from bapo_megatron.learner.adam import WEIGHT, AdamState, clip_and_step, set_rates
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.build import for_training
 from bapo_megatron.learner.gradient_guard import GradientGuard
@@ -70,14 +70,14 @@ class MegatronLearner:
             raise ConfigError("; ".join(problems))
         if config.model.dtype == "bfloat16" and not torch.cuda.is_available():
             raise ConfigError('model.dtype="bfloat16" needs a GPU: set it to "float32" on this machine')
-        check_machine(config, model_shape(hf_config), this_machine())
+        self.shape = model_shape(hf_config)
+        check_machine(config, self.shape, this_machine())
         apply_cpu_compat()
         start_processes(config.parallel)
         model_parallel_cuda_manual_seed(config.run.seed)
 
         self.config = config
         self.hf_path = Path(hf_path)
-        self.shape = model_shape(hf_config)
         self.layout = ParallelLayout.current()
         self.version = 0
         self.num_skipped_updates = 0
@@ -142,10 +142,16 @@ class MegatronLearner:
         else:
             outputs = self._schedule.forward_backward(minibatch, loss_of)
         rate = self._set_learning_rate()
-        update_metrics = self._update()
+        grad_norm = clip_and_step(self.optimizer, self.config.optimizer.clip_grad)
+        self.num_skipped_updates += not math.isfinite(grad_norm)
         self.version += 1
         metrics, mismatch = self._metrics.reduce([o[1:] for o in outputs], minibatch.num_trained_tokens)
-        metrics |= {"optimizer/lr": rate} | update_metrics
+        metrics |= {
+            "optimizer/lr": rate,
+            "optimizer/grad_norm": grad_norm,
+            "optimizer/skipped": float(self.num_skipped_updates),
+        }
+        metrics |= self.guard.observe(grad_norm)
         if self.reference is not None:
             metrics["loss/kl_coef"] = self.kl_coefficient.value
             self.kl_coefficient.observe(metrics["loss/kl_reference"])
@@ -183,20 +189,6 @@ class MegatronLearner:
         rate = learning_rate(self.version, settings, planned_updates(self.config))
         set_rates(self.optimizer, rate, settings.weight_decay)
         return rate
-
-    def _update(self) -> dict[str, float]:
-        """Clip by the global norm and step; returns metrics, with the norm before clipping (the same on every rank)."""
-        self.optimizer.prepare_grads()
-        grad_norm = float(self.optimizer.get_grad_norm())
-        if math.isfinite(grad_norm):
-            norm = torch.tensor(grad_norm, device=device())
-            clip_grad = self.config.optimizer.clip_grad
-            torch.nn.utils.clip_grads_with_norm_(self.optimizer.get_parameters(), clip_grad, norm)
-            self.optimizer.step_with_ready_grads()
-        else:
-            self.num_skipped_updates += 1
-        skipped = float(self.num_skipped_updates)
-        return {"optimizer/grad_norm": grad_norm, "optimizer/skipped": skipped} | self.guard.observe(grad_norm)
 
     # weights
 

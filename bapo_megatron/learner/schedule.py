@@ -21,7 +21,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import Module
 
-from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema import FORWARDS_FIRST_MEMORY_SHARE, Config
 from bapo_megatron.learner.batches import check_packed_for, to_device
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.types import MicroBatch, MiniBatch
@@ -30,8 +30,6 @@ Scores = tuple[Tensor, Tensor]  # log_probs_R, entropy_R
 Outcome = TypeVar("Outcome")
 # of a micro-batch, from its scores (or a critic's values): loss, number of tokens, and what to remember
 LossOf = Callable[[MicroBatch], Callable[[Any], tuple[Tensor, Tensor, Outcome]]]
-
-_AUTO_MEMORY_SHARE = 0.1  # of a device: what `auto` lets the layer inputs of all micro-batches take
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,7 @@ class Schedule:
         self._layout = layout
         self._config = config
         self._run_megatron = get_forward_backward_func()
-        self._auto_bytes = _smallest_memory(layout) * _AUTO_MEMORY_SHARE
+        self._auto_bytes = _smallest_memory(layout) * FORWARDS_FIRST_MEMORY_SHARE
 
     def runs_forwards_first(self, minibatch: MiniBatch) -> bool:
         """The same on all ranks of a replica.

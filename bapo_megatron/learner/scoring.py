@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from bapo_megatron.buffer.packing import Share, minibatches
+from bapo_megatron.buffer.packing import Share, one_minibatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.types import Batch, MiniBatch
 
@@ -43,14 +43,7 @@ def of_batch(
     Args:
         score: of the model; one [R] per micro-batch, None where not on the last stage.
     """
-    (whole,) = minibatches(
-        batch,
-        num_minibatches=1,
-        num_epochs=1,
-        seed=0,
-        max_tokens=config.train.max_tokens_per_microbatch,
-        share=model.share,
-    )
+    whole = one_minibatch(batch, max_tokens=config.train.max_tokens_per_microbatch, share=model.share)
     scores = score(whole)
     mine_T = None
     if scores is not None:

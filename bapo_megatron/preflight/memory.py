@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bapo_megatron.config.plan import max_microbatches
-from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema import FORWARDS_FIRST_MEMORY_SHARE, Config
 from bapo_megatron.hf.shape import ModelShape
 from bapo_megatron.preflight.gpus import GIB
 from bapo_megatron.preflight.parameters import (
@@ -24,7 +24,6 @@ from bapo_megatron.preflight.parameters import (
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MASTER_BYTES = 4  # gradients, Adam's moments and the master copy of bfloat16 weights are float32
-_AUTO_MEMORY_SHARE = 0.1  # as in learner/schedule.py
 BATCH_BYTES = 64  # token and position ids, rows, targets, advantages, log-probs, versions of one token: MicroBatch
 
 # Assumed, not measured: CUDA context with cuBLAS workspaces, and NCCL's buffers for the groups of one rank.
@@ -130,7 +129,7 @@ def forwards_under_way(config: Config, shape: ModelShape, gpu_bytes: int | None)
     hidden = microbatch_tokens(config) * shape.hidden_size * ITEM_BYTES[config.model.dtype]
     if config.parallel.sequence:
         hidden //= config.parallel.tensor
-    return max(1, min(num_microbatches, int(_AUTO_MEMORY_SHARE * gpu_bytes / (shape.num_layers * hidden))))
+    return max(1, min(num_microbatches, int(FORWARDS_FIRST_MEMORY_SHARE * gpu_bytes / (shape.num_layers * hidden))))
 
 
 def searches_exactly(config: Config) -> bool:

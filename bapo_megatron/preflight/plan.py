@@ -77,7 +77,7 @@ def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = N
         server=server,
         tokens=tokens,
         flops=flops,
-        train=_train_seconds(config, shape, gpu, tokens, trainer.num_parameters, passes),
+        train=_train_seconds(config, shape, gpu, tokens, trainer.num_parameters, passes, flops),
         rollout=rollout,
         sync=_sync_seconds(config, shape, gpu),
         sync_bytes=work.sync_bytes(config, shape),
@@ -136,11 +136,11 @@ def memory_problems(config: Config, plan: Plan) -> list[str]:
 
 
 def _train_seconds(
-    config: Config, shape: ModelShape, gpu: GPU, tokens: work.StepTokens, parameters: int, passes: int
+    config: Config, shape: ModelShape, gpu: GPU, tokens: work.StepTokens, parameters: int, passes: int, flops: float
 ) -> Seconds:
     """One step's updates and scoring passes."""
     p, t = config.parallel, config.train
-    computing = work.step_flops(config, shape, tokens, passes) / num_ranks(config) / gpu.flops(config.model.dtype)
+    computing = flops / num_ranks(config) / gpu.flops(config.model.dtype)
     computing *= work.bubble(config, _num_microbatches(config, tokens))
     network = config.cluster.network_gbit_per_s * 1e9 / 8
     spans = work.trainer_spans_nodes(config)

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from bapo_megatron.buffer.packing import minibatches
+from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.precision import problems
 from bapo_megatron.hf.shape import load_hf_config, model_shape
@@ -68,7 +68,7 @@ def _one_update(folder: Path, overrides: tuple[str, ...]) -> Result:
     torch.backends.cuda.matmul.allow_tf32 = False
     learner = MegatronLearner(load_config([], [*SETTINGS, *overrides]), folder)
     batch = random_batch()
-    (minibatch,) = minibatches(batch, num_minibatches=1, num_epochs=1, seed=0, max_tokens=100, share=learner.share)
+    minibatch = one_minibatch(batch, max_tokens=100, share=learner.share)
     log_probs_T = torch.zeros(batch.token_ids_T.numel())
     scores = learner.log_probs(minibatch)
     assert scores is not None

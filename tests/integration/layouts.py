@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from bapo_megatron.buffer.packing import minibatches
+from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
@@ -115,14 +115,7 @@ def measure(rank: int, world_size: int, root: Path) -> None:
 def _updates(config: Config, model: Path) -> dict[str, list[Any]]:
     learner = MegatronLearner(config, model)
     finder = BoundsFinder(config, learner)
-    (minibatch,) = minibatches(
-        random_batch(),
-        num_minibatches=1,
-        num_epochs=1,
-        seed=0,
-        max_tokens=config.train.max_tokens_per_microbatch,
-        share=learner.share,
-    )
+    minibatch = one_minibatch(random_batch(), max_tokens=config.train.max_tokens_per_microbatch, share=learner.share)
     result: dict[str, list[Any]] = {"losses": [], "norms": [], "gradients": [], "bounds": []}
     for _ in range(NUM_UPDATES):
         bounds = finder.find(minibatch)

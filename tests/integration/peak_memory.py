@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bapo_megatron.buffer.packing import minibatches
+from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.types import Batch
@@ -95,14 +95,7 @@ def _peak_of_update(config: Config, model: Path) -> int:
     batch = longest_batch()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         learner = MegatronLearner(config, model)
-        (minibatch,) = minibatches(
-            batch,
-            num_minibatches=1,
-            num_epochs=1,
-            seed=0,
-            max_tokens=config.train.max_tokens_per_microbatch,
-            share=learner.share,
-        )
+        minibatch = one_minibatch(batch, max_tokens=config.train.max_tokens_per_microbatch, share=learner.share)
         for _ in range(2):
             learner.step(minibatch, BOUNDS)
     assert profiler.profiler is not None

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bapo_megatron.buffer.packing import minibatches
+from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.checkpoints import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.errors import CheckpointError
@@ -34,14 +34,7 @@ LAST_UP = "model.layers.1.mlp.up_proj.weight"
 def updated(layout: Layout, model: Path) -> MegatronLearner:
     """After one update: Adam has moments."""
     learner = MegatronLearner(layout.config(), model)
-    (minibatch,) = minibatches(
-        random_batch(),
-        num_minibatches=1,
-        num_epochs=1,
-        seed=0,
-        max_tokens=layout.max_tokens,
-        share=learner.share,
-    )
+    minibatch = one_minibatch(random_batch(), max_tokens=layout.max_tokens, share=learner.share)
     learner.step(minibatch, BOUNDS)
     return learner
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from megatron.core import parallel_state
 
-from bapo_megatron.buffer.packing import minibatches
+from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.checkpoints import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.learner.megatron import MegatronLearner
@@ -50,14 +50,7 @@ def check_resumed(rank: int, world_size: int, root: Path, layout: Layout, load: 
     """From checkpoint `load`, or from the start by two updates, to checkpoint `save`; then one more update."""
     config = layout.config()
     learner = MegatronLearner(config, root / "model")
-    (minibatch,) = minibatches(
-        random_batch(),
-        num_minibatches=1,
-        num_epochs=1,
-        seed=0,
-        max_tokens=config.train.max_tokens_per_microbatch,
-        share=learner.share,
-    )
+    minibatch = one_minibatch(random_batch(), max_tokens=config.train.max_tokens_per_microbatch, share=learner.share)
 
     def losses(num_updates: int) -> list[float]:
         return [learner.step(minibatch, BOUNDS).metrics["loss/policy"] for _ in range(num_updates)]

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bapo_megatron.buffer.packing import Share, minibatches
+from bapo_megatron.buffer.packing import Share, one_minibatch
 from bapo_megatron.checkpoints import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig, Config
 from bapo_megatron.convert import convert
@@ -82,15 +82,7 @@ def make_config(layout: dict[str, Any], **train: Any) -> Config:
 
 
 def make_minibatch(learner: MegatronLearner, max_tokens: int, batch: Batch) -> MiniBatch:
-    (minibatch,) = minibatches(
-        batch,
-        num_minibatches=1,
-        num_epochs=1,
-        seed=0,
-        max_tokens=max_tokens,
-        share=learner.share,
-    )
-    return minibatch
+    return one_minibatch(batch, max_tokens=max_tokens, share=learner.share)
 
 
 def assert_close(actual: Tensor, expected: Tensor, what: str, tolerance: float = TOLERANCE) -> None:

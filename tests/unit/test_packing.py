@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.buffer.batch import BatchBuilder, build_batch
-from bapo_megatron.buffer.packing import Share, balanced_bins, context_tokens, longest_first, minibatches
+from bapo_megatron.buffer.packing import Share, balanced_bins, context_tokens, longest_first, minibatches, one_minibatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.proximal import with_proximal_logprobs
 from bapo_megatron.types import Batch, Group, MicroBatch, Prompt, Segment, Trajectory
@@ -85,7 +85,7 @@ def test_a_critic_finds_rewards_instead_of_advantages() -> None:
 
 def test_masked_responses_are_forwarded_but_divide_nothing() -> None:
     batch = build_batch([group(1, 2, [3, 5])], centred, is_trained=lambda t: t.num_response_tokens == 3)
-    (update,) = minibatches(batch, num_minibatches=1, num_epochs=1, seed=0, max_tokens=100, share=Share())
+    update = one_minibatch(batch, max_tokens=100, share=Share())
     assert update.num_trained_tokens == 3
     assert sum(mb.rows_R.numel() for mb in update.micro_batches) == 8
     assert sum(int(mb.mask_R.sum()) for mb in update.micro_batches) == 3
@@ -210,14 +210,7 @@ def test_only_padding_that_the_layout_needs() -> None:
     batch = build_batch([group(1, 2, [3, 8])], centred)  # sequences of 5 and 10 tokens
 
     def lengths(**share: object) -> list[int]:
-        (step,) = minibatches(
-            batch,
-            num_minibatches=1,
-            num_epochs=1,
-            seed=0,
-            max_tokens=12,
-            share=Share(**share),  # type: ignore[arg-type]
-        )
+        step = one_minibatch(batch, max_tokens=12, share=Share(**share))  # type: ignore[arg-type]
         return sorted(mb.num_tokens for mb in step.micro_batches)
 
     assert lengths() == [5, 10]

@@ -251,16 +251,16 @@ def test_outside_of_a_step_a_node_says_what_it_is_for(
 
 
 def test_a_node_listens_on_the_interface_that_is_named() -> None:
-    assert node.own_address(configured()) == "127.0.0.1"
-    assert node.own_address(configured("slurm.interface=lo", "cluster.nodes=2")) == "127.0.0.1"
+    assert node.node_address(configured()) == "127.0.0.1"
+    assert node.node_address(configured("slurm.interface=lo", "cluster.nodes=2")) == "127.0.0.1"
     with pytest.raises(UserError, match=r"slurm.interface=ib7: this node has no IPv4 address there .* it has .*lo"):
-        node.own_address(configured("slurm.interface=ib7"))
+        node.node_address(configured("slurm.interface=ib7"))
 
 
 def test_a_host_name_that_stands_for_loopback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostbyname", lambda name: "127.0.1.1")
     with pytest.raises(UserError, match=r"stands for 127.0.1.1, which other nodes cannot reach; set slurm.interface"):
-        node.own_address(configured("cluster.nodes=2"))
+        node.node_address(configured("cluster.nodes=2"))
 
 
 def test_the_weight_group_meets_where_remote_engines_reach_it() -> None:
