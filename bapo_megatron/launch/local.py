@@ -33,7 +33,7 @@ def run(config: Config) -> int:
     """
     model_path = resolve_model_path(config.model.path)
     with RunDir.open(config, config_text=dump_config(config)) as run_dir:
-        with _engines(config, model_path, run_dir.log_dir) as urls:
+        with engines(config, model_path, run_dir.log_dir, num_trainer_gpus=num_ranks(config)) as urls:
             code = _train(config, run_dir, urls)
         if code == 0 and config.monitor.report:
             print(f"report     {write_report(run_dir.path)}")
@@ -96,18 +96,23 @@ def _raise_user_errors(run_dir: RunDir) -> None:
 
 
 @contextlib.contextmanager
-def _engines(config: Config, model_path: Path, log_dir: Path) -> Iterator[list[str]]:
-    """URLs of the engines. Those that we start are looked after until the block ends, and end with this process."""
+def engines(config: Config, model_path: Path, log_dir: Path, *, num_trainer_gpus: int) -> Iterator[list[str]]:
+    """URLs of the engines. Those that we start are looked after until the block ends, and end with this process.
+
+    Args:
+        num_trainer_gpus: how many visible GPUs are not theirs: the first ones.
+    """
     r = config.rollout
     if r.engine in ("attach", "recorded"):
         yield list(r.urls)
         return
-    make_specs = sglang.engine_specs if r.engine == "sglang" else _embedded_specs
     logs = [log_dir / f"engine-{i}.log" for i in range(r.num_servers)]
     with (
         processes.reserved_ports(r.num_servers) as ports,
         supervised(
-            make_specs(config, model_path, logs, ports),
+            sglang.engine_specs(config, model_path, logs, ports, num_trainer_gpus)
+            if r.engine == "sglang"
+            else _embedded_specs(config, model_path, logs, ports),
             startup_timeout_s=r.startup_timeout_s,
             max_restarts=r.max_restarts,
             hang_timeout_s=r.hang_timeout_s,

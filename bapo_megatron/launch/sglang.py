@@ -1,7 +1,7 @@
 """SGLang servers on this machine, with GPUs or without.
 
-    with started([ServerSpec(...)], logs, timeout_s) as urls: ...          # as they are
-    engine_specs(config, model_path, logs, ports) -> launch/supervisor.py  # for a run, which restarts them
+    with started([ServerSpec(...)], logs, timeout_s) as urls: ...       # as they are
+    engine_specs(config, model_path, ...) -> launch/supervisor.py       # for a run, which restarts them
 
 Every server is `python -m bapo_megatron.launch.sglang_server` on a loopback port of its own, with a log of its own.
 """
@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
 from bapo_megatron.launch import processes
@@ -100,8 +99,10 @@ def environment(spec: ServerSpec, *, has_gpu: bool) -> dict[str, str]:
     return variables
 
 
-def engine_specs(config: Config, model_path: Path, logs: Sequence[Path], ports: Sequence[int]) -> list[EngineSpec]:
-    """The servers that `config.rollout` asks for, one for each log and port.
+def engine_specs(
+    config: Config, model_path: Path, logs: Sequence[Path], ports: Sequence[int], num_trainer_gpus: int
+) -> list[EngineSpec]:
+    """The servers that `config.rollout` asks for, one for each log and port, on the GPUs after the trainer's.
 
     Raises:
         UserError: SGLang is not installed.
@@ -121,7 +122,7 @@ def engine_specs(config: Config, model_path: Path, logs: Sequence[Path], ports: 
             dtype=config.model.dtype,
             threads=threads,
             cpus=cpu_groups(i, r.server_tensor_parallel, threads, sorted(os.sched_getaffinity(0))),
-            gpus=gpus(i, r.server_tensor_parallel, num_ranks(config), visible_gpus(num_gpus)),
+            gpus=gpus(i, r.server_tensor_parallel, num_trainer_gpus, visible_gpus(num_gpus)),
             seed=config.run.seed + i,
             extra=config.sglang.extra,
         )
