@@ -148,7 +148,7 @@ class _Asking:
         """A `Score` that keeps each response's text and verdict by its sample."""
 
         def score(samples: Sequence[Trajectory]) -> list[float]:
-            texts = self._tokenizer.batch_decode([t.response_ids for t in samples], skip_special_tokens=True)
+            texts = self._tokenizer.batch_decode([list(t.response_ids) for t in samples], skip_special_tokens=True)
             found = self._scorer.verdicts([(t.prompt, text) for t, text in zip(samples, texts, strict=True)])
             verdicts.update({t.sample_id: (x, v) for t, x, v in zip(samples, texts, found, strict=True)})
             return [verdict.reward for verdict in found]

@@ -77,7 +77,7 @@ class Texts:
     def __init__(self, texts: list[str]) -> None:
         self.texts = texts
 
-    def batch_decode(self, ids: list[tuple[int, ...]], skip_special_tokens: bool) -> list[str]:
+    def batch_decode(self, ids: list[list[int]], skip_special_tokens: bool) -> list[str]:
         return [self.texts[i[0]] for i in ids]
 
 
