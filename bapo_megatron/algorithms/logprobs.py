@@ -47,7 +47,7 @@ def token_log_probs(
     *,
     temperature: float = 1.0,
     shard: VocabShard,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int = 256,
     with_entropy: bool = True,
     backend: Backend = "torch",
 ) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from bapo_megatron.config.base import Section
 from bapo_megatron.config.layout import ClusterConfig, ParallelConfig
 from bapo_megatron.config.precision import PrecisionConfig
 from bapo_megatron.config.schema_advantage import AdvantageConfig, CriticConfig
+from bapo_megatron.config.schema_slurm import SlurmConfig
 
 REWARD_KINDS = ("auto", "chains", "reasoning_gym", "math", "code")
 _DOTTED_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -251,7 +252,7 @@ class TrainConfig(Section):
     max_tokens_per_microbatch: PositiveInt = 8192
     """Packed tokens in one forward pass of one rank; a longer single sequence gets a micro-batch of its own. With
     context parallelism a pack is shared by parallel.context ranks and holds that many times more."""
-    logprob_chunk_tokens: PositiveInt = 1024
+    logprob_chunk_tokens: PositiveInt = 256
     """Rows whose logits exist at once when log-probs are computed."""
     logprob_backend: Literal["auto", "torch", "triton"] = "auto"
     """What turns logits into log-probs. triton: one kernel reads a chunk of logits once instead of several times, and
@@ -366,6 +367,7 @@ class Config(Section):
     train: TrainConfig = Field(default_factory=TrainConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    slurm: SlurmConfig = Field(default_factory=SlurmConfig)
     sync: SyncConfig = Field(default_factory=SyncConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

@@ -18,7 +18,7 @@ from bapo_megatron.convert import convert
 from bapo_megatron.errors import UserError
 from bapo_megatron.evaluation.results import Answered, Evaluation, Problem
 from bapo_megatron.hf.shape import load_hf_config
-from bapo_megatron.launch.local import engines
+from bapo_megatron.launch.engines import EngineShare, running_engines
 from bapo_megatron.monitor.jsonl import JsonlWriter, write_atomically
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards.answers import final_answer, has_answers
@@ -80,7 +80,8 @@ def evaluate(
     with _hf_folder(checkpoint, output) as (model_path, version), RewardScorer(config) as scorer:
         asked = _Asking(config, model_path, scorer, limit)
         (output / "logs").mkdir()
-        with engines(config, model_path, output / "logs", num_trainer_gpus=0) as urls:
+        share = EngineShare(count=config.rollout.num_servers, first_gpu=0)  # no trainer needs a GPU
+        with running_engines(config, model_path, output / "logs", share) as urls:
             problems = asked.ask(urls, output / "responses.jsonl", tell)
     r = config.rollout
     facts = {

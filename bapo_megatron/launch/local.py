@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 from bapo_megatron.assets import resolve_model_path
@@ -19,8 +18,8 @@ from bapo_megatron.config.load import dump_config
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
-from bapo_megatron.launch import processes, sglang
-from bapo_megatron.launch.supervisor import EngineSpec, supervised
+from bapo_megatron.launch.engines import running_engines
+from bapo_megatron.launch.processes import EngineShare
 from bapo_megatron.monitor.report import write_report
 from bapo_megatron.monitor.rundir import RunDir
 
@@ -33,7 +32,7 @@ def run(config: Config) -> int:
     """
     model_path = resolve_model_path(config.model.path)
     with RunDir.open(config, config_text=dump_config(config)) as run_dir:
-        with engines(config, model_path, run_dir.log_dir, num_trainer_gpus=num_ranks(config)) as urls:
+        with _engines(config, model_path, run_dir.log_dir) as urls:
             code = _train(config, run_dir, urls)
         if code == 0 and config.monitor.report:
             print(f"report     {write_report(run_dir.path)}")
@@ -96,55 +95,12 @@ def _raise_user_errors(run_dir: RunDir) -> None:
 
 
 @contextlib.contextmanager
-def engines(config: Config, model_path: Path, log_dir: Path, *, num_trainer_gpus: int) -> Iterator[list[str]]:
-    """URLs of the engines. Those that we start are looked after until the block ends, and end with this process.
-
-    Args:
-        num_trainer_gpus: how many visible GPUs are not theirs: the first ones.
-    """
+def _engines(config: Config, model_path: Path, log_dir: Path) -> Iterator[list[str]]:
+    """URLs of the engines. Those that we start are looked after until the block ends, and end with this process."""
     r = config.rollout
     if r.engine in ("attach", "recorded"):
         yield list(r.urls)
         return
-    logs = [log_dir / f"engine-{i}.log" for i in range(r.num_servers)]
-    with (
-        processes.reserved_ports(r.num_servers) as ports,
-        supervised(
-            sglang.engine_specs(config, model_path, logs, ports, num_trainer_gpus)
-            if r.engine == "sglang"
-            else _embedded_specs(config, model_path, logs, ports),
-            startup_timeout_s=r.startup_timeout_s,
-            max_restarts=r.max_restarts,
-            hang_timeout_s=r.hang_timeout_s,
-            tell=lambda text: _tell(text, log_dir / "supervisor.log"),
-        ) as urls,
-    ):
+    share = EngineShare(count=r.num_servers, first_gpu=num_ranks(config))
+    with running_engines(config, model_path, log_dir, share) as urls:
         yield urls
-
-
-def _embedded_specs(config: Config, model_path: Path, logs: Sequence[Path], ports: Sequence[int]) -> list[EngineSpec]:
-    """Each start holds the weights of `model_path`, as version "default": only a push gives a server a number."""
-    r = config.rollout
-    threads = r.engine_threads or max(1, (os.cpu_count() or 1) // r.num_servers)
-    context = r.engine_max_context or config.data.max_prompt_tokens + r.max_response_tokens
-    command = [
-        *(sys.executable, "-m", "bapo_megatron.rollout.embedded"),
-        *("--model-path", str(model_path)),
-        *("--host", processes.LOOPBACK),
-        *("--max-context", str(context)),
-        *("--max-running", str(r.max_concurrent_requests)),
-        *("--threads", str(threads)),
-        *("--dtype", config.model.dtype),
-        *("--update-timeout-s", str(config.sync.timeout_s)),
-        "--exit-with-parent",
-    ]
-    return [
-        EngineSpec(f"http://{processes.LOOPBACK}:{port}", [*command, "--port", str(port)], log)
-        for log, port in zip(logs, ports, strict=True)
-    ]
-
-
-def _tell(text: str, log: Path) -> None:
-    print(f"bapo: {text}", file=sys.stderr, flush=True)
-    with log.open("a") as lines:
-        lines.write(f"{datetime.now(UTC).isoformat(timespec='seconds')} {text}\n")

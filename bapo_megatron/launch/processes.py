@@ -11,6 +11,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from bapo_megatron.errors import EngineError, UserError
@@ -20,6 +21,19 @@ LOOPBACK = "127.0.0.1"
 _END_TIMEOUT_S = 15.0
 _POLL_S = 0.1
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy stands before loopback
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShare:
+    """Which of a run's engines one machine starts, and where: GPUs from `first_gpu` on, in the order of CUDA's names.
+
+    Example: 4 trainer ranks and 2 servers a node, the second node: EngineShare(2, 4, first=2, host="10.0.0.2")
+    """
+
+    count: int
+    first_gpu: int
+    first: int = 0
+    host: str = LOOPBACK  # address that they listen on
 
 
 def start(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
@@ -71,13 +85,13 @@ def has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 @contextlib.contextmanager
-def reserved_ports(count: int) -> Iterator[list[int]]:
-    """Free loopback ports, kept from processes that ask for any; one that names such a port can still listen on it."""
+def reserved_ports(count: int, host: str = LOOPBACK) -> Iterator[list[int]]:
+    """Free ports of an address, kept from who asks for any; a process that names such a port can still listen on it."""
     with contextlib.ExitStack() as stack:
         holders = [stack.enter_context(socket.socket()) for _ in range(count)]
         for holder in holders:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind((LOOPBACK, 0))
+            holder.bind((host, 0))
         yield [holder.getsockname()[1] for holder in holders]
 
 

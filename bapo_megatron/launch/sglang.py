@@ -1,9 +1,9 @@
 """SGLang servers on this machine, with GPUs or without.
 
-    with started([ServerSpec(...)], logs, timeout_s) as urls: ...       # as they are
-    engine_specs(config, model_path, ...) -> launch/supervisor.py       # for a run, which restarts them
+    with started([ServerSpec(...)], logs, timeout_s) as urls: ...          # as they are
+    engine_specs(config, model_path, logs, ports, share) -> launch/engines.py  # for a run, which restarts them
 
-Every server is `python -m bapo_megatron.launch.sglang_server` on a loopback port of its own, with a log of its own.
+Every server is `python -m bapo_megatron.launch.sglang_server` on a port of its own, with a log of its own.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ class ServerSpec:
     gpus: tuple[str, ...] = ()
     seed: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
+    host: str = processes.LOOPBACK
 
 
 def command(spec: ServerSpec, port: int, *, has_gpu: bool) -> list[str]:
     """The command line of one server; `extra` has the last word."""
     arguments: dict[str, Any] = {
         "model_path": str(spec.model_path),
-        "host": processes.LOOPBACK,
+        "host": spec.host,
         "port": port,
         "tensor_parallel_size": spec.tensor_parallel,
         "dtype": spec.dtype,
@@ -100,9 +101,9 @@ def environment(spec: ServerSpec, *, has_gpu: bool) -> dict[str, str]:
 
 
 def engine_specs(
-    config: Config, model_path: Path, logs: Sequence[Path], ports: Sequence[int], num_trainer_gpus: int
+    config: Config, model_path: Path, logs: Sequence[Path], ports: Sequence[int], share: processes.EngineShare
 ) -> list[EngineSpec]:
-    """The servers that `config.rollout` asks for, one for each log and port, on the GPUs after the trainer's.
+    """This machine's share of the servers that `config.rollout` asks for, one for each log and port.
 
     Raises:
         UserError: SGLang is not installed.
@@ -112,7 +113,7 @@ def engine_specs(
     r = config.rollout
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     check_installed(has_gpu=num_gpus > 0)
-    threads = r.engine_threads or max(1, (os.cpu_count() or 1) // (r.num_servers * r.server_tensor_parallel))
+    threads = r.engine_threads or max(1, (os.cpu_count() or 1) // (share.count * r.server_tensor_parallel))
     specs = [
         ServerSpec(
             model_path,
@@ -122,11 +123,12 @@ def engine_specs(
             dtype=config.model.dtype,
             threads=threads,
             cpus=cpu_groups(i, r.server_tensor_parallel, threads, sorted(os.sched_getaffinity(0))),
-            gpus=gpus(i, r.server_tensor_parallel, num_trainer_gpus, visible_gpus(num_gpus)),
-            seed=config.run.seed + i,
+            gpus=gpus(i, r.server_tensor_parallel, share.first_gpu, visible_gpus(num_gpus)),
+            seed=config.run.seed + share.first + i,
             extra=config.sglang.extra,
+            host=share.host,
         )
-        for i in range(r.num_servers)
+        for i in range(share.count)
     ]
     return [_engine_spec(*parts, has_gpu=num_gpus > 0) for parts in zip(specs, logs, ports, strict=True)]
 
@@ -151,7 +153,7 @@ def started(specs: Sequence[ServerSpec], logs: Sequence[Path], timeout_s: float)
 
 def _engine_spec(spec: ServerSpec, log: Path, port: int, *, has_gpu: bool) -> EngineSpec:
     return EngineSpec(
-        url=f"http://{processes.LOOPBACK}:{port}",
+        url=f"http://{spec.host}:{port}",
         command=command(spec, port, has_gpu=has_gpu),
         environment=environment(spec, has_gpu=has_gpu),
         log=log,
@@ -192,9 +194,9 @@ def visible_gpus(count: int) -> list[str]:
     return named.split(",")[:count] if named else [str(i) for i in range(count)]
 
 
-def gpus(server: int, tensor_parallel: int, num_ranks: int, visible: Sequence[str]) -> tuple[str, ...]:
-    """GPUs of one server: the first `num_ranks` are the trainer's, the next ones the servers'. Empty without GPUs."""
-    first = num_ranks + server * tensor_parallel
+def gpus(server: int, tensor_parallel: int, first_gpu: int, visible: Sequence[str]) -> tuple[str, ...]:
+    """GPUs of one server; those before `first_gpu` are the trainer's. Empty without GPUs."""
+    first = first_gpu + server * tensor_parallel
     assert not visible or first + tensor_parallel <= len(visible), "config/plan.py has counted them"
     return tuple(visible[first : first + tensor_parallel])
 

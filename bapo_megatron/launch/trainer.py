@@ -1,4 +1,4 @@
-"""Entry point of one trainer rank: `python -m bapo_megatron.launch.trainer`, started by torchrun (see local.py)."""
+"""One trainer rank: `python -m bapo_megatron.launch.trainer` under torchrun (local.py), or `run_rank` (node.py)."""
 
 from __future__ import annotations
 
@@ -16,46 +16,57 @@ from typing import TextIO
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.rundir import RunDir
 
+STOPPED = 75  # exit code of a run that was stopped before its end and can go on (EX_TEMPFAIL)
+
 _PARENT_POLL_S = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the training loop on this rank.
-
-    Output goes to a log file of the rank's own; rank 0 keeps the terminal for the step lines. An error that the user
-    can mend is left in `error-<rank>.txt`, which the launcher shows.
-    """
+    """Run the training loop on this rank, as `run_rank` does."""
     parser = argparse.ArgumentParser(prog="bapo_megatron.launch.trainer")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--engine-url", action="append", default=[])
     options = parser.parse_args(arguments)
+    return run_rank(RunDir.attach(options.run_dir), options.engine_url)
+
+
+def run_rank(run_dir: RunDir, urls: list[str], stop_file: Path | None = None) -> int:
+    """Run the training loop as the rank that the environment says (RANK).
+
+    Output goes to a log file of the rank's own; rank 0 keeps the terminal for the step lines. An error that the user
+    can mend is left in `error-<rank>.txt`, which the launcher shows.
+
+    Returns:
+        0, 2 for such an error, or STOPPED where `stop_file` came before the end.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, also inside a collective; checkpoints are atomic
     _exit_with_parent()
     rank = int(os.environ.get("RANK", "0"))
-    run_dir = RunDir.attach(options.run_dir)
     terminal = _redirect_output(run_dir.log_path("trainer", rank))
     try:
-        _train(run_dir, options.engine_url, terminal if rank == 0 else None)
+        return _train(run_dir, urls, terminal if rank == 0 else None, stop_file)
     except UserError as error:
         logging.exception("stopped")
         (run_dir.log_dir / f"error-{rank}.txt").write_text(str(error))
         return 2
-    return 0
 
 
-def _train(run_dir: RunDir, urls: list[str], terminal: TextIO | None) -> None:
+def _train(run_dir: RunDir, urls: list[str], terminal: TextIO | None, stop_file: Path | None) -> int:
     """Heavy imports happen here, after the redirection: what upstream prints belongs into the log."""
     from bapo_megatron.config.load import load_config
     from bapo_megatron.learner.parallel import stop_processes
     from bapo_megatron.monitor.record import Recorder
+    from bapo_megatron.stopping import StopFile
     from bapo_megatron.train import train
 
     config = load_config([run_dir.config_path], [])
     recorder = Recorder(config, run_dir, terminal) if terminal else None
-    train(config, urls, run_dir, recorder)
+    stop = StopFile(stop_file)
+    train(config, urls, run_dir, recorder, stop)
     if recorder:
         recorder.end()
     stop_processes()
+    return STOPPED if stop.has_ended_early else 0
 
 
 def _exit_with_parent() -> None:

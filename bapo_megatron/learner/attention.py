@@ -25,7 +25,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from bapo_megatron.buffer.packing import context_tokens
 
@@ -34,19 +33,21 @@ from bapo_megatron.buffer.packing import context_tokens
 class Ragged:
     """Some tokens of each of S sequences, side by side: where they are in the pack, and where in the padded block."""
 
-    packed_B: Tensor  # int64
-    padded_B: Tensor  # int64, the same tokens in the block, flattened to [S * length]
+    packed_B: Tensor | None  # int64; None: all tokens of the pack, in order
+    padded_B: Tensor | None  # int64, the same tokens in the block, flattened to [S * length]; None: all of it, in order
     num_sequences: int
     length: int
 
     @classmethod
-    def of(cls, starts_S: Tensor, lengths_S: Tensor) -> Ragged:
-        """The tokens starts_S[s] to starts_S[s] + lengths_S[s] - 1 of the pack, for each s."""
-        length = int(lengths_S.max())
+    def of(cls, starts_S: Tensor, lengths_S: Tensor, num_tokens: int) -> Ragged:
+        """The tokens starts_S[s] to starts_S[s] + lengths_S[s] - 1 of a pack of `num_tokens`, for each s."""
+        length, num_here = int(lengths_S.max()), int(lengths_S.sum())
         position_SL = torch.arange(length, device=lengths_S.device).expand(lengths_S.numel(), length)
         is_token_SL = position_SL < lengths_S[:, None]
         packed_B = (starts_S[:, None] + position_SL)[is_token_SL]
-        return cls(packed_B, is_token_SL.flatten().nonzero()[:, 0], lengths_S.numel(), length)
+        padded_B = is_token_SL.flatten().nonzero()[:, 0]
+        is_all, is_full = num_here == num_tokens, num_here == is_token_SL.numel()
+        return cls(None if is_all else packed_B, None if is_full else padded_B, lengths_S.numel(), length)
 
     def pad(self, x_TND: Tensor) -> Tensor:
         """Packed [T, heads, D] to [S, heads, length, D]; zeros where a sequence is shorter."""
@@ -76,7 +77,7 @@ def make_blocks(cu_seqlens_S1: Tensor, context_rank: int = 0, context_size: int 
     Args:
         cu_seqlens_S1: int [S + 1], of the whole pack: starts with 0, ends with its number of tokens.
     """
-    starts_S, lengths_S = cu_seqlens_S1[:-1].long(), cu_seqlens_S1.diff().long()
+    starts_S, lengths_S, num_tokens = cu_seqlens_S1[:-1].long(), cu_seqlens_S1.diff().long(), int(cu_seqlens_S1[-1])
     num_chunks = 1 if context_size == 1 else 2 * context_size
     mine = (0,) if context_size == 1 else (context_rank, num_chunks - 1 - context_rank)
     gathered_U = _gathered_places(cu_seqlens_S1, context_size)
@@ -88,11 +89,11 @@ def make_blocks(cu_seqlens_S1: Tensor, context_rank: int = 0, context_size: int 
         chosen = powers_S == power
         starts, chunk_S = starts_S[chosen], lengths_S[chosen] // num_chunks
         for slot, chunk in enumerate(mine):
-            queries = Ragged.of(starts // context_size + slot * chunk_S, chunk_S)
-            keys = Ragged.of(starts, (chunk + 1) * chunk_S)
+            queries = Ragged.of(starts // context_size + slot * chunk_S, chunk_S, num_tokens // context_size)
+            keys = queries if gathered_U is None else Ragged.of(starts, (chunk + 1) * chunk_S, num_tokens)
             visible = None if chunk == 0 else _visible(chunk * chunk_S, queries.length, keys.length)
             if gathered_U is not None:
-                keys = replace(keys, packed_B=gathered_U[keys.packed_B])
+                keys = replace(keys, packed_B=gathered_U if keys.packed_B is None else gathered_U[keys.packed_B])
             blocks.append(Block(queries, keys, visible))
     return blocks
 
@@ -168,23 +169,36 @@ class PackedSequences(PackedSeqParams):
         return k_UKD, v_UKD
 
 
+def _place(x: Tensor, of_B: Tensor | None, into_B: Tensor | None, num_rows: int) -> Tensor:
+    taken = x if of_B is None else x.index_select(0, of_B)
+    return taken if into_B is None else x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, into_B, taken)
+
+
 class _Place(torch.autograd.Function):
-    """out[into] = x[of], zero elsewhere; no row appears twice, so the backward is the same with both swapped."""
+    """out[into] = x[of], zero elsewhere; no row appears twice, so the backward is the same with both swapped.
+
+    None stands for all rows, in order.
+    """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, of_B: Tensor, into_B: Tensor, num_rows: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, of_B: Tensor | None, into_B: Tensor | None, num_rows: int) -> Tensor:
         ctx.save_for_backward(of_B, into_B)
-        ctx.num_rows = x.shape[0]  # type: ignore[attr-defined]
-        return x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, into_B, x.index_select(0, of_B))
+        ctx.num_rows = x.shape[0]
+        return _place(x, of_B, into_B, num_rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         of_B, into_B = ctx.saved_tensors
-        out = grad.new_zeros(ctx.num_rows, *grad.shape[1:])
-        return out.index_copy_(0, of_B, grad.index_select(0, into_B)), None, None, None
+        return _place(grad, into_B, of_B, ctx.num_rows), None, None, None
 
 
-class PackedAttention(torch.nn.Module):
+class _CoreAttention(torch.nn.Module):
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Nothing to save: attention has no parameters."""
+        return {}
+
+
+class PackedAttention(_CoreAttention):
     """Core attention for a Megatron layer spec; takes what DotProductAttention takes, needs `PackedSequences`."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
@@ -222,12 +236,8 @@ class PackedAttention(torch.nn.Module):
         assert out_TX is not None, "a pack holds at least one token"
         return out_TX[:, None]
 
-    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Nothing to save: attention has no parameters."""
-        return {}
 
-
-class TransformerEngineAttention(torch.nn.Module):
+class TransformerEngineAttention(_CoreAttention):
     """Transformer Engine's core attention, for bfloat16 on GPUs; needs `PackedSequences.for_transformer_engine`.
 
     A module around it, because outside of core attention the pack stays "sbhd" (see `PackedSequences`).
@@ -259,7 +269,3 @@ class TransformerEngineAttention(torch.nn.Module):
             packed_seq_params=packed_seq_params.thd(),
         )
         return out.reshape(q_T1ND.shape[0], 1, -1)
-
-    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Nothing to save: attention has no parameters."""
-        return {}

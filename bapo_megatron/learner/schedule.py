@@ -66,8 +66,8 @@ class Schedule:
     def runs_forwards_first(self, minibatch: MiniBatch) -> bool:
         """The same on all ranks of a replica.
 
-        `auto`: where it needs no more memory than the other order, with one micro-batch, or little more: with
-        `train.recompute` a micro-batch keeps its layers' inputs only.
+        `auto`: where it needs little more memory than the other order (measured in benchmarks/README.md): with one
+        micro-batch, and with `train.recompute`, where each keeps its layers' inputs only.
         """
         order = self._config.train.schedule
         if self._layout.pipeline_size > 1 or order != "auto":

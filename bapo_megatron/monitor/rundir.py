@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 # Settings that may differ when a run is resumed: they change its length, speed or looks, not what it computes.
 RESUMABLE_SETTINGS = (
     "run.dir",
+    "cluster.*",
+    "slurm.*",
     "checkpoint.*",
     "monitor.*",
     "sync.*",

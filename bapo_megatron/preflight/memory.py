@@ -16,6 +16,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape
 from bapo_megatron.preflight.gpus import GIB
 from bapo_megatron.preflight.parameters import (
+    critic_parameters,
     largest_parameter,
     largest_tensor,
     rank_parameters,
@@ -29,6 +30,7 @@ BATCH_BYTES = 64  # token and position ids, rows, targets, advantages, log-probs
 # Assumed, not measured: CUDA context with cuBLAS workspaces, and NCCL's buffers for the groups of one rank.
 CONTEXT_BYTES = int(1.0 * GIB)
 NCCL_BYTES = int(1.0 * GIB)
+FP8_BYTES = 2  # of a weight: Transformer Engine keeps its FP8 value and, on Hopper, the transposed one
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class TrainerMemory:
     gradients: int
     optimizer: int
     reference: int  # weights of the KL term's reference policy
+    critic: int  # its weights, gradients and optimizer
+    fp8: int  # the layers' weights as FP8 operands
     batch: int
     context: int
     # forward and backward
@@ -55,7 +59,8 @@ class TrainerMemory:
     @property
     def total(self) -> int:
         """The peak of a step."""
-        always = self.weights + self.gradients + self.optimizer + self.reference + self.batch + self.context
+        always = self.weights + self.gradients + self.optimizer + self.reference + self.critic
+        always += self.fp8 + self.batch + self.context
         return always + max(self.activations + self.working + self.logits, self.update, self.sync)
 
 
@@ -70,6 +75,11 @@ def trainer_memory(config: Config, shape: ModelShape, *, stage: int = 0, gpu_byt
     count = rank_parameters(shape, tensor=p.tensor, pipeline=p.pipeline, stage=stage)
     num_shards = p.data * p.context if config.optimizer.distributed else 1
     owned = -(-count // num_shards)
+    state = MASTER_BYTES * (2 if item == MASTER_BYTES and num_shards == 1 else 3)
+    critic = 0
+    if not config.advantage.compares_responses:
+        values = critic_parameters(shape, tensor=p.tensor, pipeline=p.pipeline, stage=stage)
+        critic = values * (item + MASTER_BYTES) + -(-values // num_shards) * state
     layers = _Activations(config, shape, gpu_bytes)
     working, logits = layers.backward() + largest_parameter(shape, p.tensor) * item, 0
     if stage == p.pipeline - 1 and layers.rows() + layers.logits() > working:
@@ -79,8 +89,10 @@ def trainer_memory(config: Config, shape: ModelShape, *, stage: int = 0, gpu_byt
         num_parameters=count,
         weights=count * item,
         gradients=count * MASTER_BYTES,
-        optimizer=owned * MASTER_BYTES * (2 if item == MASTER_BYTES and num_shards == 1 else 3),
+        optimizer=owned * state,
         reference=count * item if config.loss.kl_coef else 0,
+        critic=critic,
+        fp8=FP8_BYTES * count if config.precision.uses_fp8 and not config.precision.fp8_params else 0,
         batch=_tokens_of_update(config) * BATCH_BYTES,
         context=CONTEXT_BYTES + NCCL_BYTES if on_gpu else 0,
         activations=layers.kept(stage),

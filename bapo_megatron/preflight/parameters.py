@@ -40,6 +40,15 @@ def rank_parameters(shape: ModelShape, *, tensor: int, pipeline: int, stage: int
     return count
 
 
+def critic_parameters(shape: ModelShape, *, tensor: int, pipeline: int, stage: int) -> int:
+    """Of one rank's part of a critic of the policy's shape: a row of weights in place of the output layer."""
+    count = rank_parameters(shape, tensor=tensor, pipeline=pipeline, stage=stage)
+    if stage < pipeline - 1:
+        return count
+    shares_embedding = stage == 0 and shape.tied_embeddings
+    return count + shape.hidden_size - (0 if shares_embedding else embedding_parameters(shape, tensor))
+
+
 def largest_parameter(shape: ModelShape, tensor: int) -> int:
     """Values in the largest parameter of a rank: its gradient exists for a moment beside the buffer of all."""
     H, F = shape.hidden_size, shape.ffn_size

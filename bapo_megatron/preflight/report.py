@@ -82,6 +82,8 @@ def _parts(memory: TrainerMemory) -> list[tuple[str, int, str]]:
         ("gradients", memory.gradients, "float32"),
         ("optimizer", memory.optimizer, "Adam's moments and float32 weights"),
         *([("reference", memory.reference, "weights of the KL term's policy")] if memory.reference else []),
+        *([("critic", memory.critic, "its weights, gradients and optimizer")] if memory.critic else []),
+        *([("FP8 operands", memory.fp8, "assumed")] if memory.fp8 else []),
         ("batch", memory.batch, "token ids, log-probs, advantages"),
         ("CUDA, NCCL", memory.context, "assumed"),
         ("activations", memory.activations, "kept for the backward pass"),

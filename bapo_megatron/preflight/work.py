@@ -52,7 +52,10 @@ def step_flops(config: Config, shape: ModelShape, tokens: StepTokens, scoring_pa
     layers, output = forward_flops(shape, tokens)
     epochs = config.train.epochs_per_step
     trained = epochs * ((4 if config.train.recompute else 3) * layers + 4 * output)  # logits are always computed again
-    return trained + scoring_passes * (layers + output)
+    critic = 0.0
+    if not config.advantage.compares_responses:  # a pass for values, then its updates; its head is one row
+        critic = (1 + config.critic.epochs_per_step * (4 if config.train.recompute else 3)) * layers
+    return trained + scoring_passes * (layers + output) + critic
 
 
 def num_scoring_passes(config: Config, forwards_first: bool) -> int:

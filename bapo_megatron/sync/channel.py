@@ -11,6 +11,7 @@ from bapo_megatron.buffer.share import share_flag
 from bapo_megatron.config.schema import SyncConfig
 from bapo_megatron.learner.base import Learner
 from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.sync.address import own_address
 from bapo_megatron.sync.base import Channel, Submit, SyncStats
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.sync.buckets import TensorSpec
@@ -42,7 +43,7 @@ def open_channel(config: SyncConfig, pool: EnginePool, submit: Submit, *, folder
     """
     if config.channel == "disk":
         return DiskChannel(pool, config, submit, folder=folder, hf_path=hf_path)
-    return BroadcastChannel(pool, config, submit)
+    return BroadcastChannel(pool, config, submit, host=own_address([engine.url for engine in pool.engines]))
 
 
 def push_until_whole(channel: Channel, learner: Learner) -> SyncStats:

@@ -49,15 +49,21 @@ def test_packed_attention_equals_one_sequence_at_a_time(lengths: list[int]) -> N
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_blocks_hold_every_token_once_and_are_at_least_half_full(lengths: list[int]) -> None:
-    blocks = make_blocks(torch.tensor([0, *lengths]).cumsum(0).int())
-    tokens = torch.cat([block.queries.packed_B for block in blocks])
-    assert tokens.sort().values.tolist() == list(range(sum(lengths)))
-    for block in blocks:
+    num_tokens = sum(lengths)
+    number = torch.arange(1, num_tokens + 1)[:, None].double()
+    seen = torch.zeros(num_tokens, dtype=torch.int64)
+    for block in make_blocks(torch.tensor([0, *lengths]).cumsum(0).int()):
         assert block.visible_S1QL is None
-        for part in (block.queries, block.keys):
-            assert torch.equal(part.packed_B, block.queries.packed_B)
-            assert 2 * part.packed_B.numel() > part.num_sequences * part.length
-            assert part.padded_B.unique().numel() == part.packed_B.numel()
+        part = block.queries
+        assert block.keys is part
+        padded = part.pad(number[:, None])
+        held = padded[padded > 0].long() - 1
+        assert 2 * held.numel() > part.num_sequences * part.length == padded.numel()
+        seen[held] += 1
+        again = part.unpad(padded, num_tokens)[:, 0]
+        assert torch.equal(again[held], number[held, 0])
+        assert again.count_nonzero() == held.numel()
+    assert (seen == 1).all()
 
 
 @pytest.mark.parametrize("size", [2, 3])

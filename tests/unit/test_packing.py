@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.buffer.batch import build_batch
+from bapo_megatron.buffer.batch import BatchBuilder, build_batch
 from bapo_megatron.buffer.packing import Share, balanced_bins, context_tokens, longest_first, minibatches
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.proximal import with_proximal_logprobs
@@ -55,6 +55,8 @@ def test_build_batch_lays_out_prompt_and_response() -> None:
 def test_an_empty_response_counts_in_the_advantages_but_is_not_trained() -> None:
     batch = build_batch([group(1, 2, [0, 4])], centred)
     assert batch.num_sequences == 1
+    assert batch.rewards_S is not None
+    assert batch.rewards_S.tolist() == [1], "of the responses that are there"
     assert batch.advantages_T[batch.mask_T].tolist() == [0.5] * 4
 
 
@@ -68,7 +70,17 @@ def test_advantages_are_of_shaped_rewards_and_masked_responses_still_count_in_th
     assert batch.advantages_T.tolist() == [0, 0, -9, 0, 0, 0, 0, 0, 0, 9, 9, 9]
     assert batch.mask_T.tolist() == [False, False, True, *[False] * 6, True, True, True]
     assert batch.num_trained_tokens == 4
+    assert batch.rewards_S is not None
+    assert batch.rewards_S.tolist() == [-1, 8, 17]
     assert batch.versions_T.tolist().count(-1) == 6, "masked tokens keep what is known about them"
+
+
+def test_a_critic_finds_rewards_instead_of_advantages() -> None:
+    config = Config.model_validate({"advantage": {"kind": "gae"}, "reward": {"scale": 3.0}})
+    batch = BatchBuilder(config).build([group(1, 2, [1, 2])], {})
+    assert batch.rewards_S is not None
+    assert batch.rewards_S.tolist() == [0, 3]
+    assert not batch.advantages_T.any()
 
 
 def test_masked_responses_are_forwarded_but_divide_nothing() -> None:

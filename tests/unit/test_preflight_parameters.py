@@ -16,10 +16,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.learner import model as learner_model
+from bapo_megatron.learner.critic import CriticModel
 from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, start_processes
 from bapo_megatron.preflight.known_models import KNOWN_MODELS
-from bapo_megatron.preflight.parameters import model_parameters, rank_parameters
+from bapo_megatron.preflight.parameters import critic_parameters, model_parameters, rank_parameters
 from tests.hf_models import MODELS, make_model_config
 
 SLOW = pytest.mark.slow
@@ -37,11 +38,13 @@ def fake_rank(config: Config, rank: int, world_size: int) -> Iterator[ParallelLa
         dist.destroy_process_group()
 
 
-def megatron_count(shape: ModelShape, config: Config, rank: int, world_size: int) -> tuple[int, int]:
+def megatron_count(
+    shape: ModelShape, config: Config, rank: int, world_size: int, kind: type[PolicyModel] = PolicyModel
+) -> tuple[int, int]:
     """(pipeline stage, parameters) of one rank, as Megatron builds it; no memory is taken."""
     with fake_rank(config, rank, world_size) as layout, torch.device("meta"):
         settings = transformer_config(shape, config)
-        chunks = [PolicyModel(settings, shape, layout, chunk) for chunk in range(layout.num_chunks)]
+        chunks = [kind(settings, shape, layout, chunk) for chunk in range(layout.num_chunks)]
         return layout.pipeline_rank, sum(p.numel() for chunk in chunks for p in chunk.parameters())
 
 
@@ -98,6 +101,16 @@ def test_every_family_and_option(name: str) -> None:
     for tensor, pipeline, chunks in ((1, 1, 1), (2, 1, 1), (2, 3, 2), (1, 6, 1)):
         config = make_config(tensor=tensor, pipeline=pipeline, virtual_pipeline=chunks)
         check_ranks(shape, config, tensor * pipeline, range(0, tensor * pipeline, tensor))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3-tied"])
+def test_a_critic(name: str) -> None:
+    shape = model_shape(make_model_config(name).to_dict())
+    for tensor, pipeline in ((1, 1), (2, 1), (1, 2), (2, 3)):
+        config = make_config(tensor=tensor, pipeline=pipeline)
+        for rank in range(0, tensor * pipeline, tensor):
+            stage, count = megatron_count(shape, config, rank, tensor * pipeline, CriticModel)
+            assert count == critic_parameters(shape, tensor=tensor, pipeline=pipeline, stage=stage)
 
 
 @pytest.mark.parametrize("name", MODELS)

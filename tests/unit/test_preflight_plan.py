@@ -88,6 +88,14 @@ def test_a_reference_policy_costs_its_weights() -> None:
     assert with_kl.total - without.total == without.weights
 
 
+def test_a_critic_costs_nearly_as_much_as_the_policy() -> None:
+    """The same layers; an output layer less."""
+    config = recipe("advantage.kind=gae")
+    memory = trainer_memory(config, SHAPE, gpu_bytes=GPU_BYTES)
+    policy = memory.weights + memory.gradients + memory.optimizer
+    assert 0.9 * policy < memory.critic < policy
+
+
 def test_kv_cache_of_a_server() -> None:
     """2 x 28 layers x 4 heads x 128 x bfloat16 are 57,344 bytes a token, shared by 4 ranks."""
     memory = server_memory(recipe(), SHAPE, 80.0)

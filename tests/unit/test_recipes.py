@@ -15,16 +15,20 @@ from bapo_megatron.preflight.recipes import ALGORITHMS, PAGE, combinations, fill
 
 COMBINATIONS = [(model, algorithm, cluster) for model, cluster in combinations() for algorithm in ALGORITHMS]
 
+FP8 = "precision/fp8"
+
 
 def test_every_shipped_file_is_part_of_a_combination() -> None:
     shipped = {name for name in shipped_configs() if "/" in name}
-    assert shipped == {name for m, a, c in COMBINATIONS for name in (m, *ALGORITHMS[a], c)}
+    assert shipped == {FP8} | {name for m, a, c in COMBINATIONS for name in (m, *ALGORITHMS[a], c)}
 
 
 @pytest.mark.parametrize(("model", "cluster"), combinations())
 def test_it_passes_the_check_on_its_cluster_without_a_warning(model: str, cluster: str) -> None:
-    for algorithm in ALGORITHMS:
-        config = load_config([model, *ALGORITHMS[algorithm], cluster])
+    bf16 = [load_config([model, *files, cluster]) for files in ALGORITHMS.values()]
+    fp8 = [load_config([model, *files, FP8, cluster]) for files in ALGORITHMS.values()]
+    blockwise = load_config([model, "algorithms/bapo", FP8, cluster], ["precision.recipe=blockwise"])
+    for config in (*bf16, *fp8, blockwise):
         hf_config = KNOWN_MODELS[Path(config.model.path).name]
         gpus = config.cluster.nodes * config.cluster.gpus_per_node
         assert check(config, hf_config=hf_config, num_gpus=gpus) == []

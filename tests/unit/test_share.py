@@ -63,5 +63,5 @@ def test_while_rank_0_samples_the_other_ranks_hear_from_it(monkeypatch: pytest.M
     monkeypatch.setattr(share.dist, "broadcast", lambda flag, src: heard.append(int(flag)))
     with ThreadPoolExecutor(1) as pool:
         share.wait_together(pool.submit(time.sleep, 0.5), sign_of_life_s=0.1)  # type: ignore[arg-type]
-    assert len(heard) >= 4
+    assert len(heard) >= 2
     assert heard == [0] * (len(heard) - 1) + [1]

@@ -1,0 +1,188 @@
+"""Who runs where in a SLURM job, and what is wrong with a job before it is submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bapo_megatron.config.plan import num_ranks
+from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema_slurm import seconds_of
+from bapo_megatron.config.violation import Violation
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Trainer ranks and engines of a job, evenly over its nodes.
+
+    Example: 2 nodes x 8 GPUs, 8 ranks, 4 servers x 2 GPUs: Placement(2, 2, 2, ranks_per_node=4, servers_per_node=2,
+    first_server_gpu=4)
+    """
+
+    num_nodes: int
+    trainer_nodes: int  # the first ones
+    server_nodes: int  # the last ones; all where nodes are shared; 0 without engines of our own
+    ranks_per_node: int
+    servers_per_node: int
+    first_server_gpu: int  # on each server node
+
+    @property
+    def first_server_node(self) -> int:
+        return self.num_nodes - self.server_nodes
+
+
+def place(config: Config) -> Placement:
+    """For a configuration in which `check_slurm` finds no error."""
+    nodes, alone, servers = config.cluster.nodes, _rollout_nodes(config), _num_servers(config)
+    trainer_nodes = nodes - alone
+    server_nodes = (alone or nodes) if servers else 0
+    ranks_per_node = num_ranks(config) // trainer_nodes
+    return Placement(
+        num_nodes=nodes,
+        trainer_nodes=trainer_nodes,
+        server_nodes=server_nodes,
+        ranks_per_node=ranks_per_node,
+        servers_per_node=servers // server_nodes if server_nodes else 0,
+        first_server_gpu=0 if alone else ranks_per_node,
+    )
+
+
+def check_slurm(config: Config, *, step_s: float | None = None) -> list[Violation]:
+    """All that is wrong with the job.
+
+    Args:
+        step_s: how long a step takes, where that is known.
+    """
+    found = [*_image(config), *_sweep(config), *_time(config, step_s), *_nodes(config)]
+    if not any(v.severity == "error" for v in found) and config.cluster.gpu is not None:
+        found += _gpus(config)
+    return found
+
+
+def _rollout_nodes(config: Config) -> int:
+    c, r = config.cluster, config.rollout
+    if config.slurm.rollout_nodes is not None:
+        return config.slurm.rollout_nodes
+    if c.gpu is None or r.engine != "sglang":
+        return 0
+    nodes, rest = divmod(r.num_servers * r.server_tensor_parallel, c.gpus_per_node)
+    return nodes if not rest and nodes < c.nodes else 0
+
+
+def _num_servers(config: Config) -> int:
+    return config.rollout.num_servers if config.rollout.engine in ("embedded", "sglang") else 0
+
+
+def _nodes(config: Config) -> Iterator[Violation]:
+    nodes, alone = config.cluster.nodes, _rollout_nodes(config)
+    ranks, servers = num_ranks(config), _num_servers(config)
+    if alone >= nodes:
+        yield Violation(
+            f"slurm.rollout_nodes={alone} leaves none of cluster.nodes={nodes} to the trainer; set cluster.nodes="
+            f"{alone + 1} or more, or slurm.rollout_nodes=0"
+        )
+        return
+    if alone and not servers:
+        yield Violation(
+            f"slurm.rollout_nodes={alone} would be idle: rollout.engine={config.rollout.engine!r} starts no engines; "
+            "set slurm.rollout_nodes=0"
+        )
+    if ranks % (nodes - alone):
+        yield Violation(
+            f"{ranks} trainer ranks do not divide evenly over {nodes - alone} nodes (cluster.nodes={nodes} - "
+            f"slurm.rollout_nodes={alone}); change cluster.nodes or parallel.*, such as cluster.nodes={ranks + alone}"
+        )
+    on = alone or nodes
+    if servers % on:
+        yield Violation(
+            f"rollout.num_servers={servers} do not divide evenly over {on} nodes "
+            f"({'slurm.rollout_nodes' if alone else 'cluster.nodes'}); set rollout.num_servers="
+            f"{max(1, round(servers / on)) * on}"
+        )
+
+
+def _gpus(config: Config) -> Iterator[Violation]:
+    placement, tensor, gpus = place(config), config.rollout.server_tensor_parallel, config.cluster.gpus_per_node
+    is_split = not _rollout_nodes(config)
+    if placement.ranks_per_node % config.parallel.tensor:
+        yield Violation(
+            f"parallel.tensor={config.parallel.tensor} does not divide the {placement.ranks_per_node} trainer ranks of "
+            "each node: ranks that share layers would be on two machines; set slurm.rollout_nodes, or change parallel.*"
+        )
+    on_servers = placement.servers_per_node * tensor if config.rollout.engine == "sglang" else 0
+    needs = {"trainer": placement.ranks_per_node + (on_servers if is_split else 0)}
+    if not is_split:
+        needs["rollout"] = on_servers
+    for name, needed in needs.items():
+        servers = f" and {placement.servers_per_node} SGLang servers x {tensor} GPUs" if is_split and on_servers else ""
+        what = f"{placement.servers_per_node} SGLang servers x {tensor} GPUs"
+        if name == "trainer":
+            what = f"{placement.ranks_per_node} trainer ranks{servers}"
+        if needed > gpus:
+            yield Violation(
+                f"each {name} node has {what}, {needed} GPUs in all, and cluster.gpus_per_node={gpus}; raise "
+                "cluster.nodes, or lower parallel.* or rollout.num_servers"
+            )
+        elif needed < gpus:
+            yield Violation(
+                f"each {name} node has {what}: {gpus - needed} of its cluster.gpus_per_node={gpus} GPUs are idle",
+                "warning",
+            )
+
+
+def _image(config: Config) -> Iterator[Violation]:
+    runtime, image = config.slurm.runtime, config.slurm.container_image
+    if runtime == "venv":
+        if image is not None:
+            yield Violation(
+                'slurm.container_image needs slurm.runtime="pyxis" or "apptainer"; set one of them, or leave it out'
+            )
+        return
+    if image is None:
+        yield Violation(f'slurm.runtime="{runtime}" needs slurm.container_image; set it, or slurm.runtime="venv"')
+    elif "://" not in image and "#" not in image and not Path(image).exists():
+        yield Violation(
+            f"slurm.container_image={image} does not exist (working folder: {Path.cwd()}); set it to an image's file, "
+            'or to an address such as "docker://registry/image:tag"'
+        )
+
+
+def _sweep(config: Config) -> Iterator[Violation]:
+    if config.slurm.sweep and config.slurm.chain > 1:
+        yield Violation(
+            f"slurm.sweep cannot be combined with slurm.chain={config.slurm.chain}; set slurm.chain=1: "
+            "with slurm.requeue each task goes on by itself"
+        )
+
+
+def _time(config: Config, step_s: float | None) -> Iterator[Violation]:
+    s, interval = config.slurm, config.checkpoint.interval_steps
+    if interval is None and (s.requeue or s.chain > 1):
+        yield Violation(
+            "checkpoint.interval_steps is unset: a job that is preempted or fails starts over; "
+            "set checkpoint.interval_steps=20",
+            "warning",
+        )
+    if s.time_limit is None:
+        return
+    limit_s = seconds_of(s.time_limit)
+    if s.stop_before_end_s >= limit_s:
+        yield Violation(
+            f"slurm.stop_before_end_s={s.stop_before_end_s} is not below slurm.time_limit={s.time_limit}, so that the "
+            f"run would be stopped as it starts; set slurm.stop_before_end_s={max(1, limit_s // 4)}, or a longer limit"
+        )
+    elif step_s is not None:
+        usable_s, needed_s = limit_s - s.stop_before_end_s, step_s * (interval or 1)
+        if needed_s > limit_s:
+            yield Violation(
+                f"slurm.time_limit={s.time_limit} is shorter than one checkpoint interval: checkpoint.interval_steps="
+                f"{interval or 1} x {step_s:.0f} s a step = {needed_s:.0f} s; set checkpoint.interval_steps="
+                f"{max(1, int(usable_s / step_s))}, or a longer limit"
+            )
+        elif step_s > s.stop_before_end_s:
+            yield Violation(
+                f"slurm.stop_before_end_s={s.stop_before_end_s} is shorter than a step of {step_s:.0f} s, at the end "
+                f"of which the run saves and stops; set slurm.stop_before_end_s={int(1.5 * step_s)}",
+                "warning",
+            )

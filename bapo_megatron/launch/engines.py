@@ -1,0 +1,68 @@
+"""The engines that one machine runs of a run's, under a supervisor."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from bapo_megatron.config.schema import Config
+from bapo_megatron.launch import processes, sglang
+from bapo_megatron.launch.processes import EngineShare
+from bapo_megatron.launch.supervisor import EngineSpec, supervised
+
+
+@contextlib.contextmanager
+def running_engines(config: Config, model_path: Path, log_dir: Path, share: EngineShare) -> Iterator[list[str]]:
+    """URLs of healthy engines. They are looked after until the block ends, and end with this process.
+
+    Raises:
+        UserError, EngineError: see `supervised`.
+    """
+    r = config.rollout
+    make_specs = sglang.engine_specs if r.engine == "sglang" else _embedded_specs
+    logs = [log_dir / f"engine-{share.first + i}.log" for i in range(share.count)]
+    with (
+        processes.reserved_ports(share.count, share.host) as ports,
+        supervised(
+            make_specs(config, model_path, logs, ports, share),
+            startup_timeout_s=r.startup_timeout_s,
+            max_restarts=r.max_restarts,
+            hang_timeout_s=r.hang_timeout_s,
+            tell=lambda text: _tell(text, log_dir / "supervisor.log"),
+        ) as urls,
+    ):
+        yield urls
+
+
+def _embedded_specs(
+    config: Config, model_path: Path, logs: Sequence[Path], ports: Sequence[int], share: EngineShare
+) -> list[EngineSpec]:
+    """Each start holds the weights of `model_path`, as version "default": only a push gives a server a number."""
+    r = config.rollout
+    threads = r.engine_threads or max(1, (os.cpu_count() or 1) // share.count)
+    context = r.engine_max_context or config.data.max_prompt_tokens + r.max_response_tokens
+    command = [
+        *(sys.executable, "-m", "bapo_megatron.rollout.embedded"),
+        *("--model-path", str(model_path)),
+        *("--host", share.host),
+        *("--max-context", str(context)),
+        *("--max-running", str(r.max_concurrent_requests)),
+        *("--threads", str(threads)),
+        *("--dtype", config.model.dtype),
+        *("--update-timeout-s", str(config.sync.timeout_s)),
+        "--exit-with-parent",
+    ]
+    return [
+        EngineSpec(f"http://{share.host}:{port}", [*command, "--port", str(port)], log)
+        for log, port in zip(logs, ports, strict=True)
+    ]
+
+
+def _tell(text: str, log: Path) -> None:
+    print(f"bapo: {text}", file=sys.stderr, flush=True)
+    with log.open("a") as lines:
+        lines.write(f"{datetime.now(UTC).isoformat(timespec='seconds')} {text}\n")

@@ -1,0 +1,197 @@
+"""What a SLURM job runs on its nodes (see slurm.sbatch.jinja), one process for each trainer rank and each engine node:
+
+    srun ... python -m bapo_megatron.launch.node trainer --config config.toml --meeting FOLDER [KEY=VALUE ...]
+    srun ... python -m bapo_megatron.launch.node engines --config config.toml --meeting FOLDER [KEY=VALUE ...]
+
+srun says who is who (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS); the rest is told through files (meeting.py):
+
+    trainer rank 0   opens the run directory ---- run.json ---> all others
+    engine node i    starts its engines --------- engines-i.json ---> all trainer ranks, which then begin
+    trainer rank 0   has ended ------------------ end.json ---> engine nodes, which end theirs
+
+Where the file `stop` appears, the ranks save and end at the end of a step, and rank 0 leaves `stopped`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from bapo_megatron.assets import resolve_model_path
+from bapo_megatron.config.load import dump_config, load_config
+from bapo_megatron.config.plan_slurm import place
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import UserError
+from bapo_megatron.launch.engines import running_engines
+from bapo_megatron.launch.meeting import END, RUN, Meeting
+from bapo_megatron.launch.processes import LOOPBACK, EngineShare, reserved_ports
+from bapo_megatron.launch.trainer import STOPPED, run_rank
+from bapo_megatron.monitor.report import write_report
+from bapo_megatron.monitor.rundir import RunDir
+
+_SETTING = "slurm.startup_timeout_s"
+_END_POLL_S = 1.0
+_SIOCGIFADDR = 0x8915  # Linux: address of an interface
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one process of a job; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="bapo_megatron.launch.node")
+    parser.add_argument("role", choices=("trainer", "engines"))
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--meeting", type=Path, required=True)
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
+    options = parser.parse_args(arguments)
+    terminal = os.fdopen(os.dup(2), "w", buffering=1)  # a trainer rank sends its own output to its log
+    rank = -1
+    try:
+        rank = _from_slurm("SLURM_PROCID")
+        config = load_config([options.config], options.settings)
+        meeting = Meeting(options.meeting)
+        return _run_trainer(config, meeting, rank) if options.role == "trainer" else _run_engines(config, meeting, rank)
+    except UserError as error:
+        who = "trainer rank" if options.role == "trainer" else "engine node"
+        for line in str(error).splitlines():
+            print(f"bapo: {who} {rank} on {socket.gethostname()}: {line}", file=terminal)
+        return 2
+
+
+def _run_trainer(config: Config, meeting: Meeting, rank: int) -> int:
+    """One trainer rank, from the rendezvous to the end of the run."""
+    if rank > 0:
+        code = _run_rank(config, meeting, rank)
+        return 0 if code == STOPPED else code  # srun ends a step, rank 0 too, whose first rank ends with another code
+    with _telling_failures(meeting, RUN), RunDir.open(config, config_text=dump_config(config)) as run_dir:
+        host = own_address(config)
+        with reserved_ports(1, host) as ports:  # torch's store, which says SO_REUSEADDR, can still listen on it
+            meeting.tell(RUN, {"run_dir": str(run_dir.path), "host": host, "port": ports[0]})
+            code = _run_rank(config, meeting, rank)
+        if code == STOPPED:
+            meeting.stopped_file.touch()
+            return 0
+        if code == 0 and config.monitor.report:
+            write_report(run_dir.path)
+        return code
+
+
+def _run_rank(config: Config, meeting: Meeting, rank: int) -> int:
+    run = meeting.wait(RUN, "trainer rank 0", config.slurm.startup_timeout_s, _SETTING)
+    urls = _await_engines(config, meeting)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(_from_slurm("SLURM_LOCALID")),
+        "WORLD_SIZE": str(_from_slurm("SLURM_NTASKS")),
+        "MASTER_ADDR": run["host"],
+        "MASTER_PORT": str(run["port"]),
+    }
+    run_dir = RunDir.attach(Path(run["run_dir"]))
+    code = run_rank(run_dir, urls, meeting.stop_file)
+    if code == 2:
+        raise UserError(
+            f"{(run_dir.log_dir / f'error-{rank}.txt').read_text()}\nits log: {run_dir.log_path('trainer', rank)}"
+        )
+    return code
+
+
+def _await_engines(config: Config, meeting: Meeting) -> list[str]:
+    """The URLs of all engines of the run."""
+    if config.rollout.engine in ("attach", "recorded"):
+        return list(config.rollout.urls)
+    timeout_s = config.slurm.startup_timeout_s + config.rollout.startup_timeout_s
+    nodes = range(place(config).server_nodes)
+    told = [meeting.wait(_engines(i), f"engine node {i}", timeout_s, _SETTING) for i in nodes]
+    return [url for facts in told for url in facts["urls"]]
+
+
+def _run_engines(config: Config, meeting: Meeting, node: int) -> int:
+    """The engines of one node, until the run ends or this process is told to."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with _telling_failures(meeting, _engines(node)):
+        run = meeting.wait(RUN, "trainer rank 0", config.slurm.startup_timeout_s, _SETTING)
+        placement = place(config)
+        share = EngineShare(
+            count=placement.servers_per_node,
+            first_gpu=placement.first_server_gpu,
+            first=node * placement.servers_per_node,
+            host=own_address(config),
+        )
+        log_dir = RunDir.attach(Path(run["run_dir"])).log_dir
+        with running_engines(config, resolve_model_path(config.model.path), log_dir, share) as urls:
+            meeting.tell(_engines(node), {"urls": urls})
+            while not meeting.has(END):  # no deadline: SLURM ends this process with the job
+                time.sleep(_END_POLL_S)
+    return 0
+
+
+@contextlib.contextmanager
+def _telling_failures(meeting: Meeting, name: str) -> Iterator[None]:
+    """Let those who wait for `name` know why it will not come. Rank 0 also tells that it has ended, however it does."""
+    try:
+        yield
+    except Exception as error:
+        if not meeting.has(name):
+            meeting.tell(name, {"error": str(error) or repr(error)})
+        raise
+    finally:
+        if name == RUN:
+            meeting.tell(END, {})
+
+
+def own_address(config: Config) -> str:
+    """The IPv4 address at which the other nodes of a job reach this one; loopback where there is one node.
+
+    Raises:
+        UserError: there is no such interface, or the host name stands for loopback.
+    """
+    if config.slurm.interface is not None:
+        return _address_of(config.slurm.interface)
+    if config.cluster.nodes == 1:
+        return LOOPBACK
+    name = socket.gethostname()
+    advice = 'set slurm.interface, such as slurm.interface="eth0" (`ip -brief address` lists them)'
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        raise UserError(f"the host name {name} of this node has no address ({error}); {advice}") from error
+    if address.startswith("127."):
+        raise UserError(
+            f"the host name {name} of this node stands for {address}, which other nodes cannot reach; {advice}"
+        )
+    return address
+
+
+def _address_of(interface: str) -> str:
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError as error:
+            there = ", ".join(name for _, name in socket.if_nameindex())
+            raise UserError(
+                f"slurm.interface={interface}: this node has no IPv4 address there ({error.strerror}); it has {there}"
+            ) from error
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _engines(node: int) -> str:
+    return f"engines-{node}"
+
+
+def _from_slurm(name: str) -> int:
+    value = os.environ.get(name, "")
+    if not value.isdecimal():
+        raise UserError(f"{name} is not set: this is a step of a SLURM job, which `bapo slurm` writes")
+    return int(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""A real SLURM on this machine: munged, slurmctld and two slurmds on loopback, in a folder of their own."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+PACKAGES = ("munge", "slurm-client", "slurmctld", "slurmd")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
+_SBIN = "/usr/sbin:/usr/local/sbin:/sbin"
+_INSTALL_TIMEOUT_S = 300.0
+_START_TIMEOUT_S = 60.0
+_END_TIMEOUT_S = 15.0
+
+_CONF = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+CredType=cred/munge
+MpiDefault=none
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SwitchType=switch/none
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=5
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdSpoolDir={folder}/spool-%n
+StateSaveLocation={folder}/state
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={n1} CPUs=4 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={n2} CPUs=4 State=UNKNOWN
+PartitionName=debug Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def why_impossible() -> str | None:
+    """Why there can be no cluster here, once what may be installed is; None where there can be."""
+    if os.geteuid() != 0:
+        return "SLURM's daemons need root here"
+    if all(map(_which, PROGRAMS)):
+        return None
+    if os.environ.get("CI") != "true":
+        return f"SLURM is not installed (apt-get install {' '.join(PACKAGES)}); with CI=true this test installs it"
+    if shutil.which("apt-get") is None:
+        return "SLURM is not installed, and there is no apt-get to install it with"
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    install = ["apt-get", "install", "-y", "--no-install-recommends", *PACKAGES]
+    for command in (["apt-get", "update"], install):
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=_INSTALL_TIMEOUT_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return f"{' '.join(command)} took more than {_INSTALL_TIMEOUT_S:g} s"
+        if done.returncode:
+            return f"{' '.join(command)}: {done.stderr[-500:]}"
+    return None
+
+
+class Cluster:
+    """Two nodes of four CPUs, n1 and n2. A context manager, which ends its daemons, by their process ids."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = os.environ | {
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "PATH": f"{os.environ['PATH']}:{_SBIN}",
+        }
+        self._daemons: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+        for daemon in self._daemons:
+            try:
+                daemon.wait(_END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+    def run(self, *command: str) -> str:
+        """A command of SLURM; fails with what it said."""
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=_START_TIMEOUT_S, check=False
+        )
+        assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def job(self, job_id: str) -> dict[str, str]:
+        """What the controller says about a job, such as {"JobState": "RUNNING", "Restarts": "1"}."""
+        words = self.run("scontrol", "show", "job", "--oneliner", job_id).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def logs(self) -> str:
+        return "\n".join(f"== {log.name}\n{log.read_text()[-3000:]}" for log in sorted(self.folder.glob("*.log")))
+
+    def _start(self) -> None:
+        folder = self.folder
+        for name in ("state", "spool-n1", "spool-n2"):
+            (folder / name).mkdir(parents=True)
+        controller, n1, n2 = _free_ports(3)
+        text = _CONF.format(host=socket.gethostname(), folder=folder, controller=controller, n1=n1, n2=n2)
+        (folder / "slurm.conf").write_text(text)
+        key = folder / "munge.key"
+        key.write_bytes(secrets.token_bytes(128))
+        key.chmod(0o600)
+        sock = folder / "munge.socket"
+        self._daemon(
+            *("munged", "--foreground", "--force", f"--socket={sock}", f"--key-file={key}", "--num-threads=2"),
+            *(f"--pid-file={folder}/munged.pid", f"--seed-file={folder}/munge.seed", f"--log-file={folder}/munged.log"),
+        )
+        _wait(sock.exists, "munged")
+        self._daemon("slurmctld", "-D", "-f", f"{folder}/slurm.conf")
+        for node in ("n1", "n2"):
+            self._daemon("slurmd", "-D", "-f", f"{folder}/slurm.conf", "-N", node)
+        _wait(lambda: self._idle() == 2, "two idle nodes", self.logs)
+
+    def _idle(self) -> int:
+        done = subprocess.run(
+            ["sinfo", "-h", "-N", "-o", "%t"], env=self.environment, capture_output=True, text=True, check=False
+        )
+        return done.stdout.split().count("idle")
+
+    def _daemon(self, *command: str) -> None:
+        with (self.folder / f"output-{command[0]}-{len(self._daemons)}.log").open("wb") as output:
+            program = _which(command[0])
+            assert program is not None
+            self._daemons.append(
+                subprocess.Popen([program, *command[1:]], env=self.environment, stdout=output, stderr=output)
+            )
+
+
+def _which(program: str) -> str | None:
+    return shutil.which(program, path=f"{os.environ['PATH']}:{_SBIN}")
+
+
+def _free_ports(count: int) -> Sequence[int]:
+    holders = [socket.socket() for _ in range(count)]
+    try:
+        for holder in holders:
+            holder.bind(("127.0.0.1", 0))
+        return [holder.getsockname()[1] for holder in holders]
+    finally:
+        for holder in holders:
+            holder.close()
+
+
+def _wait(condition: Callable[[], bool], what: str, logs: Callable[[], str] = str) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {_START_TIMEOUT_S:g} s for {what}\n{logs()}"
+        time.sleep(0.1)

@@ -1,0 +1,156 @@
+"""A real SLURM with two nodes on this machine: the demo is submitted, requeued twice, and ends as if left alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.config.load import load_config
+from bapo_megatron.launch.slurm import prepare
+from bapo_megatron.monitor.jsonl import read_jsonl
+from tests.integration.killable import SMALL
+from tests.integration.slurm_cluster import Cluster, why_impossible
+from tests.integration.test_kill_resume import assert_same
+
+pytestmark = pytest.mark.slow
+
+NUM_STEPS = 8
+TIMEOUT_S = 300.0
+SETTINGS = (*SMALL, f"train.num_steps={NUM_STEPS}", "rollout.num_servers=2")
+TWO_NODES = ("cluster.nodes=2", "slurm.interface=lo", "slurm.time_limit=01:00:00")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    reason = why_impossible()
+    if reason is not None:
+        pytest.skip(reason)
+    with Cluster(tmp_path_factory.mktemp("slurm")) as started:
+        yield started
+
+
+def bapo(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "bapo_megatron", *arguments],
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def num_saved(run: Path) -> int:
+    latest = run / "checkpoints" / "latest"
+    return int(latest.read_text().removeprefix("step-")) if latest.exists() else 0
+
+
+def wait_for(condition: Callable[[], bool], what: str, cluster: Cluster, run: Path) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            logs = [*run.glob("slurm/*.log"), *run.glob("logs/*/*.log")]
+            said = "\n".join(f"== {log}\n{log.read_text()[-2000:]}" for log in logs)
+            raise AssertionError(f"waited {TIMEOUT_S:g} s until {what}\n{said}\n{cluster.logs()}")
+        time.sleep(0.1)
+
+
+def test_a_run_over_two_nodes_is_requeued_and_loses_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    run = tmp_path / "two"
+    reference = ThreadPoolExecutor(1).submit(
+        bapo, cluster, "train", "demo", f"run.dir={tmp_path}", "run.name=alone", *SETTINGS
+    )
+    submitted = bapo(cluster, "slurm", "demo", f"run.dir={tmp_path}", "run.name=two", *SETTINGS, *TWO_NODES, "--submit")
+    assert submitted.returncode == 0, submitted.stderr
+    (job,) = [line.split()[1] for line in submitted.stdout.splitlines() if line.startswith("submitted")]
+
+    # Taken off its nodes at once, as by preemption.
+    wait_for(lambda: num_saved(run) >= 1, "the first checkpoint", cluster, run)
+    cluster.run("scontrol", "requeue", job)
+    wait_for(lambda: cluster.job(job)["Restarts"] == "1", "the job was requeued", cluster, run)
+    saved = num_saved(run)
+    assert saved < NUM_STEPS, "requeued too late"
+
+    # Told to stop, as before its time limit: it saves, and queues itself again.
+    wait_for(lambda: num_saved(run) > saved, "the second attempt's first checkpoint", cluster, run)
+    cluster.run("scancel", "--batch", "--signal=TERM", job)
+    wait_for(lambda: cluster.job(job)["Restarts"] == "2", "the job has requeued itself", cluster, run)
+    assert num_saved(run) < NUM_STEPS, "stopped too late"
+    assert (run / "slurm" / f"job-{job}-1" / "stopped").exists()
+
+    wait_for(lambda: cluster.job(job)["JobState"] == "COMPLETED", "the job was done", cluster, run)
+    assert len(list((run / "logs").glob("attempt-*"))) == 3
+    log = (run / "slurm" / f"job-{job}.log").read_text()
+    assert "bapo: stopped, and saved" in log
+    assert log.count("resuming") == 2
+    for attempt in (1, 2, 3):
+        names = {path.name for path in (run / "logs" / f"attempt-{attempt}").glob("*.log")}
+        assert {"trainer-0.log", "trainer-1.log", "engine-0.log", "engine-1.log"} <= names
+        told = [
+            json.loads((run / "slurm" / f"job-{job}-{attempt - 1}" / f"engines-{i}.json").read_text()) for i in (0, 1)
+        ]
+        assert [len(facts["urls"]) for facts in told] == [1, 1]
+
+    # The same machine, left alone, without SLURM: bit for bit the same run.
+    alone = reference.result(TIMEOUT_S)
+    assert alone.returncode == 0, alone.stderr
+    assert len(read_jsonl(run / "metrics.jsonl")) == NUM_STEPS
+    assert_same(run, tmp_path / "alone", NUM_STEPS)
+
+
+def test_every_kind_of_job_is_accepted_by_sbatch(cluster: Cluster, tmp_path: Path) -> None:
+    image = tmp_path / "image.sqsh"
+    image.touch()
+    kinds = (
+        (),
+        ("slurm.runtime=pyxis", f"slurm.container_image={image}"),
+        ("slurm.runtime=apptainer", "slurm.container_image=docker://registry/image:1"),
+        ('slurm.sweep=["optimizer.lr=1e-5", "optimizer.lr=1e-4 bapo.rho0=0.4"]',),
+        ("slurm.rollout_nodes=1", "parallel.tensor=1", "rollout.num_servers=1", "slurm.partition=debug"),
+    )
+    for index, settings in enumerate(kinds):
+        config = load_config(["demo"], [f"run.dir={tmp_path}", f"run.name=j{index}", *SETTINGS, *TWO_NODES, *settings])
+        job, _ = prepare(config)
+        job.write()
+        cluster.run("sbatch", "--test-only", str(job.script_path))
+
+
+def test_what_sbatch_refuses_is_told_in_its_own_words(cluster: Cluster, tmp_path: Path) -> None:
+    settings = (f"run.dir={tmp_path}", *SETTINGS, *TWO_NODES, "slurm.partition=nowhere")
+    refused = bapo(cluster, "slurm", "demo", *settings, "--submit")
+    assert refused.returncode == 2
+    assert "invalid partition specified: nowhere" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_the_thin_script_submits_from_a_node(cluster: Cluster, tmp_path: Path) -> None:
+    settings = (f"run.dir={tmp_path}", "run.name=held", *SETTINGS, *TWO_NODES, 'slurm.options=["--hold"]')
+    log, script = tmp_path / "log", Path(__file__).parents[2] / "scripts" / "submit.sbatch"
+    cluster.run("sbatch", "--wait", f"--output={log}", str(script), "demo", *settings)
+    (job,) = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("submitted")]
+    assert cluster.job(job)["NumNodes"] == "2-2"
+    assert cluster.job(job)["TimeLimit"] == "01:00:00"
+    cluster.run("scancel", job)
+
+
+def test_a_job_that_cannot_begin_says_so_in_its_log(cluster: Cluster, tmp_path: Path) -> None:
+    """What only the nodes can know; and with a chain, the jobs behind it."""
+    settings = (*SETTINGS, "cluster.nodes=2", "slurm.interface=ib7", "slurm.chain=2", "slurm.requeue=false")
+    done = bapo(cluster, "slurm", "demo", f"run.dir={tmp_path}", "run.name=lost", *settings, "--submit")
+    assert done.returncode == 0, done.stderr
+    first, second = next(line.split()[1:] for line in done.stdout.splitlines() if line.startswith("submitted"))
+    assert f"afternotok:{first}" in cluster.job(second)["Dependency"]
+    run = tmp_path / "lost"
+    wait_for(lambda: cluster.job(first)["JobState"] == "FAILED", "the job has failed", cluster, run)
+    log = (run / "slurm" / f"job-{first}.log").read_text()
+    assert "trainer rank 0 on " in log
+    assert "slurm.interface=ib7: this node has no IPv4 address there" in log
+    assert "Traceback" not in log
+    cluster.run("scancel", second)

