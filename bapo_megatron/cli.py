@@ -115,6 +115,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     convert.set_defaults(verb=_convert)
 
+    evaluate = verbs.add_parser(
+        "eval",
+        help="evaluate a checkpoint on a file of problems: avg@k, pass@k, maj@k",
+        description="Starts engines with the checkpoint's weights. See docs/evaluation.md.",
+    )
+    evaluate.add_argument("checkpoint", type=Path, metavar="CKPT", help="Hugging Face folder, run, or checkpoint")
+    evaluate.add_argument("arguments", nargs="*", metavar="CONFIG | KEY=VALUE", help="settings, as for train")
+    evaluate.add_argument("--data", type=Path, metavar="FILE", help="problems, JSONL or Parquet (default: [data])")
+    evaluate.add_argument("-n", "--samples", type=_whole, default=16, metavar="N", help="responses each (default: 16)")
+    evaluate.add_argument("--limit", type=_whole, metavar="N", help="only the first N problems")
+    evaluate.add_argument("--output", type=Path, metavar="FOLDER", help="new folder (default: evals/<date>-<time>)")
+    evaluate.set_defaults(verb=_eval)
+
     report = verbs.add_parser("report", help="write a run's report.html")
     report.add_argument("run", type=Path, metavar="RUN", help="run directory, such as runs/demo")
     report.set_defaults(verb=_report)
@@ -292,6 +305,21 @@ def _convert(options: argparse.Namespace) -> int:
     print(convert(options.source, options.target, to=options.to, dtype=options.dtype, max_file_bytes=max_file_bytes))
     if options.target:
         print(f"written to {options.target}")
+    return 0
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from bapo_megatron.evaluation.run import eval_config, evaluate
+
+    overrides = [a for a in options.arguments if "=" in a and not Path(a).is_file()]
+    files = [a for a in options.arguments if a not in overrides]
+    config = eval_config(options.checkpoint, files, overrides, options.data, options.samples)
+    output = options.output or Path("evals") / time.strftime("%Y%m%d-%H%M%S")
+    evaluation = evaluate(
+        config, options.checkpoint, output, limit=options.limit, tell=lambda text: print(text, file=sys.stderr)
+    )
+    print(evaluation.table())
+    print(f"\nwritten to {output}")
     return 0
 
 

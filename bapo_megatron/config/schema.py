@@ -52,7 +52,10 @@ class DataConfig(Section):
     source: Literal["chains", "reasoning_gym", "jsonl"] = "chains"
     """chains: the demo's modular arithmetic; reasoning_gym: a procedural data set; jsonl: your own file."""
     path: str | None = None
-    """jsonl: the file, one object a line with the fields `prompt` and `answer`."""
+    """jsonl: the file, one object a line with the fields `prompt` and `answer`; or a Parquet file (.parquet)."""
+    format: Literal["plain", "math", "gsm8k", "humaneval"] = "plain"
+    """jsonl: fields of the file. plain: `prompt` and `answer`; math: MATH-500 and AIME; gsm8k; humaneval: programs,
+    judged by their tests. All but plain also say how to answer; see docs/evaluation.md."""
     dataset: str | None = None
     """reasoning_gym: name of the data set, such as "basic_arithmetic"."""
     options: dict[str, Any] = Field(default_factory=dict)

@@ -1,39 +1,36 @@
-"""Your own prompts: a UTF-8 file with one JSON object a line, `{"prompt": "...", "answer": ...}`."""
+"""Your own prompts: a UTF-8 file with one JSON object a line, `{"prompt": "...", "answer": ...}`, or a Parquet file."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import DataError
 from bapo_megatron.prompts.base import Question
+from bapo_megatron.prompts.formats import FORMATS, kind_of
+
+Row = tuple[dict[str, Any], str]  # with its place in the file
 
 
 class JsonlSource:
-    """All lines of a file, read once. Blank lines are skipped and further fields are ignored.
+    """All rows of a file, read once; .parquet tells Parquet. Blank lines are skipped, further fields ignored.
 
-    Raises DataError for a file that is missing, unreadable or empty, and for a malformed line, naming file and line.
+    Args:
+        format: a key of `prompts.formats.FORMATS`.
+
+    Raises DataError for a file that is missing, unreadable or empty, and for a malformed row, naming file and row.
     """
 
     name = "jsonl"
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | None, format: str = "plain") -> None:
         if not path:
             raise DataError("data.source = 'jsonl' needs data.path: the file with your prompts")
         file = Path(path).expanduser()
-        try:
-            text = file.read_text(encoding="utf-8-sig")
-        except FileNotFoundError:
-            raise DataError(f"data.path: there is no file {file.absolute()}") from None
-        except OSError as error:
-            raise DataError(f"data.path: cannot read {file}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise DataError(f"{file}: not UTF-8 (byte {error.start}); convert it") from error
-        # split at newlines only: JSON strings may hold other Unicode line separators
-        self.questions = [
-            _parse(line, f"{file}:{number}") for number, line in enumerate(text.split("\n"), start=1) if line.strip()
-        ]
+        rows = _parquet_rows(file) if file.suffix == ".parquet" else _json_rows(file)
+        self.questions = [FORMATS[format](row, where) for row, where in rows]
         if not self.questions:
             raise DataError(f"{file}: the file has no prompts")
 
@@ -44,7 +41,42 @@ class JsonlSource:
         return self.questions[index]
 
 
-def _parse(line: str, where: str) -> Question:
+def _json_rows(file: Path) -> Iterator[Row]:
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: not UTF-8 (byte {error.start}); convert it") from error
+    # split at newlines only: JSON strings may hold other Unicode line separators
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield _parse(line, f"{file}:{number}"), f"{file}:{number}"
+
+
+def _parquet_rows(file: Path) -> Iterator[Row]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(f"{file}: reading Parquet needs pyarrow: pip install pyarrow, or convert the file") from None
+    try:
+        rows = pyarrow.parquet.read_table(file, memory_map=False).to_pylist()
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    except (pyarrow.ArrowException, ValueError) as error:
+        raise DataError(f"{file}: no whole Parquet file: {str(error).splitlines()[0]}") from error
+    for number, row in enumerate(rows, start=1):
+        yield row, f"{file}, row {number}"
+
+
+def _unreadable(file: Path, error: OSError) -> DataError:
+    if isinstance(error, FileNotFoundError):
+        return DataError(f"data.path: there is no file {file.absolute()}")
+    return DataError(f"data.path: cannot read {file}: {error.strerror or error}")
+
+
+def _parse(line: str, where: str) -> dict[str, Any]:
     try:
         row: Any = json.loads(line)
     except json.JSONDecodeError as error:
@@ -52,18 +84,5 @@ def _parse(line: str, where: str) -> Question:
     except RecursionError:
         raise DataError(f"{where}: JSON is nested too deeply") from None
     if not isinstance(row, dict):
-        raise DataError(f'{where}: expected an object like {{"prompt": "...", "answer": ...}}, got {_kind(row)}')
-    missing = [key for key in ("prompt", "answer") if key not in row]
-    if missing:
-        present = ", ".join(sorted(map(repr, row))) or "none"
-        raise DataError(f"{where}: field {missing[0]!r} is missing (fields: {present})")
-    if not isinstance(row["prompt"], str):
-        raise DataError(f"{where}: field 'prompt' must be a string, got {_kind(row['prompt'])}")
-    if row["answer"] is None:
-        raise DataError(f"{where}: field 'answer' must not be null")
-    return Question(row["prompt"], row["answer"], where)
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
+        raise DataError(f'{where}: expected an object like {{"prompt": "...", "answer": ...}}, got {kind_of(row)}')
+    return row

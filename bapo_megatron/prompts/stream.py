@@ -25,7 +25,7 @@ def build_source(config: Config) -> PromptSource:
         case "reasoning_gym":
             return ReasoningGymSource(data.dataset, data.size, seed, data.options)
         case "jsonl":
-            return JsonlSource(data.path)
+            return JsonlSource(data.path, data.format)
 
 
 class PromptStream:
@@ -53,26 +53,24 @@ class PromptStream:
     def next(self) -> Prompt:
         """The next good prompt. Raises DataError for a bad one (see class), or if there is no good one at all."""
         for _ in range(2 * len(self.source)):  # the rest of this epoch, and all of the next
-            question = self._advance()
-            if not question.text.strip():
-                self.skipped_empty += 1
-                self._bad_prompt(f"{question.where}: the prompt is empty")
-                continue
-            token_ids = self._tokenise(question)
-            if len(token_ids) > self.data.max_prompt_tokens:
-                self.skipped_too_long += 1
-                self._bad_prompt(
-                    f"{question.where}: the prompt has {len(token_ids)} tokens, more than "
-                    f"data.max_prompt_tokens = {self.data.max_prompt_tokens}"
-                )
-                continue
-            prompt = Prompt(self._next_id, token_ids, question.text, question.answer, self.source.name)
-            self._next_id += 1
-            return prompt
+            if (prompt := self._prompt(self._advance(), self._next_id)) is not None:
+                self._next_id += 1
+                return prompt
         raise DataError(
             f"{self.source.name}: none of its {len(self.source)} prompts can be used (counted over the run: "
             f"{self.skipped_empty} empty, {self.skipped_too_long} over data.max_prompt_tokens)"
         )
+
+    def in_order(self, limit: int | None = None) -> list[Prompt]:
+        """The good ones among the source's first `limit` prompts, once each; a prompt's number is its index there.
+
+        Raises DataError for a bad one (see class), or if there is no good one at all.
+        """
+        indices = range(len(self.source) if limit is None else min(limit, len(self.source)))
+        prompts = [p for i in indices if (p := self._prompt(self.source[i], i)) is not None]
+        if not prompts:
+            raise DataError(f"{self.source.name}: none of its first {len(indices)} prompts can be used")
+        return prompts
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able: all that is needed to go on with the very next prompt."""
@@ -113,6 +111,22 @@ class PromptStream:
         question = self.source[self._order[self._position]]
         self._position += 1
         return question
+
+    def _prompt(self, question: Question, prompt_id: int) -> Prompt | None:
+        """None for a bad one that is to be skipped."""
+        if not question.text.strip():
+            self.skipped_empty += 1
+            self._bad_prompt(f"{question.where}: the prompt is empty")
+            return None
+        token_ids = self._tokenise(question)
+        if len(token_ids) > self.data.max_prompt_tokens:
+            self.skipped_too_long += 1
+            self._bad_prompt(
+                f"{question.where}: the prompt has {len(token_ids)} tokens, more than "
+                f"data.max_prompt_tokens = {self.data.max_prompt_tokens}"
+            )
+            return None
+        return Prompt(prompt_id, token_ids, question.text, question.answer, self.source.name)
 
     def _bad_prompt(self, message: str) -> None:
         if self.data.on_bad_prompt == "error":

@@ -52,7 +52,8 @@ class JudgeSpec:
         source = config.data.source
         kind = config.reward.kind
         if kind == "auto":
-            kind = "math" if source == "jsonl" else source
+            of_file = "code" if config.data.format == "humaneval" else "math"
+            kind = of_file if source == "jsonl" else source
         if kind == "reasoning_gym" and source != "reasoning_gym":
             raise UserError(f"reward.kind = 'reasoning_gym' judges prompts of that source only, not of {source!r}")
         if kind in ("chains", "code") and source == "reasoning_gym":

@@ -41,7 +41,11 @@ class RewardScorer:
         self._pool = None if is_exact else WorkerPool(spec, config.reward.concurrency)
 
     def score(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
-        """Rewards of (prompt, response text without special tokens), in order.
+        """Rewards of (prompt, response text without special tokens), in order. Raises as `verdicts`."""
+        return [verdict.reward for verdict in self.verdicts(items)]
+
+    def verdicts(self, items: Sequence[tuple[Prompt, str]]) -> list[Verdict]:
+        """The same with what went wrong in judging.
 
         Raises:
             UserError: the judge says that the data or the settings are wrong, not the response.
@@ -61,7 +65,7 @@ class RewardScorer:
                 self._num_pending -= len(items)
         for (prompt, _), verdict in zip(items, verdicts, strict=True):
             self._count(prompt, verdict)
-        return [verdict.reward for verdict in verdicts]
+        return verdicts
 
     def metrics(self) -> dict[str, float]:
         """Numbers about judging, explained in docs/metrics.md; `reward/wait_s` is since the last call."""

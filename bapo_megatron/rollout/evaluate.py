@@ -40,7 +40,11 @@ class Evaluator:
         ]
 
     async def run(self, version: int) -> dict[str, float]:
-        """Metrics of the weights of `version`, which every live engine holds.
+        """Metrics of the weights of `version`, which every live engine holds. Raises as `sample`."""
+        return eval_metrics(await self.sample(version))
+
+    async def sample(self, version: int) -> list[Trajectory]:
+        """Judged responses of the weights of `version`; -1 for those that the engines started with.
 
         Raises:
             EngineError: no engine is left to ask.
@@ -62,7 +66,7 @@ class Evaluator:
             raise EngineError(f"responses of the evaluation were aborted {_MAX_ROUNDS} times in a row; by whom?")
         samples = list(responses.values())
         rewards = await asyncio.to_thread(self._score, samples)
-        return eval_metrics([replace(t, reward=float(r)) for t, r in zip(samples, rewards, strict=True)])
+        return [replace(t, reward=float(r)) for t, r in zip(samples, rewards, strict=True)]
 
 
 def eval_metrics(samples: Sequence[Trajectory]) -> dict[str, float]:

@@ -28,7 +28,7 @@ from bapo_megatron.rollout.scheduler import RolloutStats, Scheduler, Score
 from bapo_megatron.sync.verify import check_tokenizer
 from bapo_megatron.types import Batch, Group, Trajectory
 
-_EVAL_SEED = 1_000_003  # added to run.seed, so that evaluation draws other prompts than training
+EVAL_SEED = 1_000_003  # added to run.seed, so that evaluation draws other prompts than training
 
 T = TypeVar("T")
 
@@ -195,7 +195,7 @@ class RolloutManager:
     def _build_evaluator(self) -> tuple[Evaluator, RewardScorer]:
         """Prompts of `eval.path`, or of the same procedural source with another seed."""
         config = self.config
-        run = config.run.model_copy(update={"seed": config.run.seed + _EVAL_SEED})
+        run = config.run.model_copy(update={"seed": config.run.seed + EVAL_SEED})
         data = config.data.model_copy(update={"path": config.eval.path})
         config = config.model_copy(update={"run": run, "data": data})
         stream, scorer = PromptStream(config, self._tokenizer), RewardScorer(config)

@@ -1,0 +1,166 @@
+"""What an evaluation found: responses by problem, estimates with intervals, and the tables that show them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bapo_megatron.evaluation.statistics import bootstrap, majority_at_k, pass_at_k, powers_up_to
+
+_PASSES = 1.0  # the least reward of a response that passes
+_MAX_TABLE_ROWS = 40
+_MAX_PROMPT_CHARS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One response and its verdict."""
+
+    reward: float
+    answer: str | None  # its final answer; None where it has none
+    num_tokens: int
+    is_truncated: bool
+    problem: str | None  # "timeout" or "error" of the verifier, which counts as wrong
+
+    @property
+    def passes(self) -> bool:
+        return self.reward >= _PASSES
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One problem and all responses to it."""
+
+    index: int  # in the source, from 0
+    prompt: str
+    reference: Any
+    responses: tuple[Answered, ...]
+
+    @property
+    def num_passed(self) -> int:
+        return sum(r.passes for r in self.responses)
+
+    @property
+    def wrong_counts(self) -> list[int]:
+        """How many responses gave each of the wrong answers. All that pass gave the same one: the reference's."""
+        return sorted(Counter(r.answer for r in self.responses if not r.passes and r.answer is not None).values())
+
+    @property
+    def num_abstained(self) -> int:
+        return sum(not r.passes and r.answer is None for r in self.responses)
+
+    def count(self, problem: str) -> int:
+        return sum(r.problem == problem for r in self.responses)
+
+    def estimates(self, *, has_answers: bool) -> dict[str, float]:
+        """This problem's part of each estimate: the mean over problems is the estimate."""
+        num = len(self.responses)
+        values = {f"avg@{num}": _mean([r.reward for r in self.responses])}
+        values |= {f"pass@{k}": pass_at_k(num, self.num_passed, k) for k in powers_up_to(num)}
+        if has_answers:
+            wrong, abstained = self.wrong_counts, self.num_abstained
+            values |= {f"maj@{k}": majority_at_k(self.num_passed, wrong, abstained, k) for k in powers_up_to(num)}
+        return values | {
+            "response_tokens": _mean([r.num_tokens for r in self.responses]),
+            "truncated_share": _mean([r.is_truncated for r in self.responses]),
+        }
+
+    def to_json(self, *, has_answers: bool) -> dict[str, Any]:
+        return {
+            "index": self.index,
+            "prompt": self.prompt,
+            "reference": self.reference,
+            **self.estimates(has_answers=has_answers),
+            "rewards": [r.reward for r in self.responses],
+            "answers": [r.answer for r in self.responses],
+            "num_tokens": [r.num_tokens for r in self.responses],
+            "truncated": [r.is_truncated for r in self.responses],
+            "verifier_problems": [r.problem for r in self.responses],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over problems with its interval; nan where there is none."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """All problems of one evaluation, in the source's order, each with equally many responses."""
+
+    facts: dict[str, Any]  # what was evaluated, and how: JSON values
+    problems: tuple[Problem, ...]
+    has_answers: bool  # whether responses have a final answer that a majority can agree on
+    seed: int  # of the resampling
+
+    def estimates(self) -> dict[str, Estimate]:
+        """By name: avg@n, pass@k, maj@k, response_tokens, truncated_share; 95 % intervals over problems."""
+        rows = [p.estimates(has_answers=self.has_answers) for p in self.problems]
+        values_PM = np.array([list(row.values()) for row in rows], dtype=np.float64)
+        columns = zip(rows[0], values_PM.mean(0), *bootstrap(values_PM, seed=self.seed), strict=True)
+        return {name: Estimate(float(value), float(low), float(high)) for name, value, low, high in columns}
+
+    def count(self, problem: str) -> int:
+        """Responses whose verifier ended in a "timeout" or an "error"."""
+        return sum(p.count(problem) for p in self.problems)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON value of result.json; an interval that is not known is null."""
+        return {
+            **self.facts,
+            "num_problems": len(self.problems),
+            "verifier_timeouts": self.count("timeout"),
+            "verifier_errors": self.count("error"),
+            "estimates": {
+                name: {"value": e.value, "low": _or_none(e.low), "high": _or_none(e.high)}
+                for name, e in self.estimates().items()
+            },
+            "problems": [p.to_json(has_answers=self.has_answers) for p in self.problems],
+        }
+
+    def table(self) -> str:
+        """For the console: the estimates, and the problems one by one, the hardest first."""
+        num = len(self.problems[0].responses)
+        lines = [f"{len(self.problems)} problems, {num} responses to each", ""]
+        lines.append(f"{'':<18}{'estimate':>10}   95 % interval")
+        for name, e in self.estimates().items():
+            digits = 1 if name == "response_tokens" else 3
+            interval = "-" if math.isnan(e.low) else f"[{e.low:.{digits}f}, {e.high:.{digits}f}]"
+            lines.append(f"{name:<18}{e.value:>10.{digits}f}   {interval}")
+        timeouts, errors = self.count("timeout"), self.count("error")
+        if timeouts or errors:
+            lines += ["", f"counted as wrong: {timeouts} verifier timeouts, {errors} verifier errors"]
+        return "\n".join([*lines, "", *self._problem_lines()])
+
+    def _problem_lines(self) -> list[str]:
+        hardest = sorted(self.problems, key=lambda p: (p.num_passed, p.index))
+        lines = [f"{'problem':>7} {'passed':>8} {'tokens':>8} {'cut':>5}  prompt"]
+        for p in hardest[:_MAX_TABLE_ROWS]:
+            tokens, cut = _mean([r.num_tokens for r in p.responses]), sum(r.is_truncated for r in p.responses)
+            passed = f"{p.num_passed}/{len(p.responses)}"
+            lines.append(f"{p.index:>7} {passed:>8} {tokens:>8.1f} {cut:>5}  {_shortened(p.prompt)}")
+        if len(hardest) > _MAX_TABLE_ROWS:
+            lines.append(f"... and {len(hardest) - _MAX_TABLE_ROWS} more in result.json")
+        return lines
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _or_none(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _shortened(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _MAX_PROMPT_CHARS else f"{line[: _MAX_PROMPT_CHARS - 1]}…"

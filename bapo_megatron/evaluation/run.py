@@ -1,0 +1,224 @@
+"""Evaluating a checkpoint: engines with its weights, all problems through the Evaluator of training, judged, kept.
+
+checkpoint -> Hugging Face folder -> engines (launch/) -> Evaluator (rollout/) -> RewardScorer (rewards/) -> result.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.assets import DEMO_MODEL, resolve_model_path
+from bapo_megatron.config.load import load_config
+from bapo_megatron.config.schema import Config
+from bapo_megatron.convert import convert
+from bapo_megatron.errors import UserError
+from bapo_megatron.evaluation.results import Answered, Evaluation, Problem
+from bapo_megatron.hf.shape import load_hf_config
+from bapo_megatron.launch.engines import EngineShare, running_engines
+from bapo_megatron.monitor.jsonl import JsonlWriter, write_atomically
+from bapo_megatron.prompts.stream import PromptStream
+from bapo_megatron.rewards.answers import final_answer, has_answers
+from bapo_megatron.rewards.judges import JudgeSpec
+from bapo_megatron.rewards.pool import Verdict
+from bapo_megatron.rewards.scorer import RewardScorer
+from bapo_megatron.rollout.client import HttpEngine
+from bapo_megatron.rollout.evaluate import Evaluator
+from bapo_megatron.rollout.manager import EVAL_SEED, LoopThread, wait_healthy
+from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.saving import remove
+from bapo_megatron.sync.verify import check_tokenizer
+from bapo_megatron.types import Prompt, Trajectory
+
+_FRESH = -1  # the weight version of engines that nobody has sent weights
+
+
+def eval_config(checkpoint: Path, files: Sequence[str], overrides: Sequence[str], data: Path | None, n: int) -> Config:
+    """Settings of an evaluation: those of the checkpoint's run, if it has one; then `files`, then `overrides`.
+
+    Args:
+        data: the file of problems; None takes those of [data].
+        n: responses to each problem.
+
+    Raises:
+        ConfigError: see `load_config`.
+    """
+    run_config = None if _is_hf(checkpoint) else _run_config(checkpoint)
+    derived = [f"model.path={json.dumps(str(checkpoint))}", f"eval.samples_per_prompt={n}"]
+    if data is not None:
+        derived += ['data.source="jsonl"', f"data.path={json.dumps(str(data))}"]
+    return load_config([*([run_config] if run_config else []), *files], [*derived, *overrides])
+
+
+def evaluate(
+    config: Config, checkpoint: Path, output: Path, *, limit: int | None = None, tell: Callable[[str], None] = print
+) -> Evaluation:
+    """Sample and judge; writes `output`: result.json, responses.jsonl, and the engines' logs.
+
+    Args:
+        checkpoint: Hugging Face folder, run, or training checkpoint; "demo" is the model that ships with the package.
+        limit: first problems of the source; None takes all of a file, `eval.num_prompts` of a procedural source.
+        tell: where to say how far it is.
+
+    Raises:
+        UserError: the checkpoint, the problems, the judge or the engines are not fit, or `output` is not empty.
+    """
+    if config.rollout.engine not in ("embedded", "sglang"):
+        raise UserError(
+            f'rollout.engine="{config.rollout.engine}": an evaluation starts engines with the checkpoint\'s weights; '
+            'set rollout.engine to "embedded" or "sglang"'
+        )
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output} is not empty: give another --output, or remove it")
+    seed = config.run.seed
+    if config.data.source != "jsonl":  # other problems than those of training, as the evaluation inside a run
+        config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed + EVAL_SEED})})
+    output.mkdir(parents=True, exist_ok=True)
+    with _hf_folder(checkpoint, output) as (model_path, version), RewardScorer(config) as scorer:
+        asked = _Asking(config, model_path, scorer, limit)
+        (output / "logs").mkdir()
+        share = EngineShare(count=config.rollout.num_servers, first_gpu=0)  # no trainer needs a GPU
+        with running_engines(config, model_path, output / "logs", share) as urls:
+            problems = asked.ask(urls, output / "responses.jsonl", tell)
+    r = config.rollout
+    facts = {
+        "checkpoint": str(checkpoint),
+        "weight_version": version,
+        "data": config.data.path or config.data.source,
+        "format": config.data.format,
+        "judge": asked.kind,
+        "engine": r.engine,
+        "samples_per_problem": config.eval.samples_per_prompt,
+        "temperature": config.eval.temperature,
+        "max_response_tokens": r.max_response_tokens,
+        "seed": seed,
+        "num_skipped_prompts": asked.num_skipped,
+    }
+    evaluation = Evaluation(facts, problems, has_answers(asked.kind), seed)
+    write_atomically(output / "result.json", json.dumps(evaluation.to_json(), indent=1) + "\n")
+    return evaluation
+
+
+class _Asking:
+    """Problems and their judge, checked before any engine is started."""
+
+    def __init__(self, config: Config, model_path: Path, scorer: RewardScorer, limit: int | None) -> None:
+        from transformers import AutoTokenizer
+
+        self._config, self._scorer = config, scorer
+        self.kind = JudgeSpec.of(config).kind
+        self._tokenizer = AutoTokenizer.from_pretrained(model_path)
+        self._vocab_size = load_hf_config(model_path)["vocab_size"]
+        check_tokenizer(self._tokenizer, self._vocab_size)
+        stream = PromptStream(config, self._tokenizer)
+        is_file = config.data.source == "jsonl"
+        self._prompts = stream.in_order(limit or (None if is_file else config.eval.num_prompts))
+        self.num_skipped = stream.skipped_empty + stream.skipped_too_long
+
+    def ask(self, urls: Sequence[str], responses: Path, tell: Callable[[str], None]) -> tuple[Problem, ...]:
+        """Some problems at a time, as many as the engines sample at once; each response is written once judged.
+
+        Raises:
+            EngineError: no engine is left, or the deadline passed.
+        """
+        config, r = self._config, self._config.rollout
+        deadline_s = r.request_timeout_s * (r.max_retries + 2)
+        num_at_once = max(1, r.max_concurrent_requests * len(urls) // config.eval.samples_per_prompt)
+        problems: list[Problem] = []
+        writer = JsonlWriter(responses)
+        with contextlib.closing(writer), _connected(config, urls, self._vocab_size) as (loop, pool):
+            for start in range(0, len(self._prompts), num_at_once):
+                prompts = self._prompts[start : start + num_at_once]
+                verdicts: dict[str, tuple[str, Verdict]] = {}
+                stop = (int(self._tokenizer.eos_token_id),)
+                evaluator = Evaluator(config, pool, prompts, self._judge_into(verdicts), stop)
+                what = f"{len(prompts)} problems (deadline: rollout.request_timeout_s={r.request_timeout_s:g})"
+                samples = loop.run(evaluator.sample(_FRESH), deadline_s, what)
+                problems += self._problems(prompts, samples, verdicts)
+                for trajectory in samples:
+                    writer.write(_record(trajectory, *verdicts[trajectory.sample_id]))
+                passed = sum(p.num_passed for p in problems)
+                num = sum(len(p.responses) for p in problems)
+                tell(f"{len(problems)} of {len(self._prompts)} problems, {passed} of {num} responses pass")
+        return tuple(problems)
+
+    def _judge_into(self, verdicts: dict[str, tuple[str, Verdict]]) -> Callable[[Sequence[Trajectory]], list[float]]:
+        """A `Score` that keeps each response's text and verdict by its sample."""
+
+        def score(samples: Sequence[Trajectory]) -> list[float]:
+            texts = self._tokenizer.batch_decode([list(t.response_ids) for t in samples], skip_special_tokens=True)
+            found = self._scorer.verdicts([(t.prompt, text) for t, text in zip(samples, texts, strict=True)])
+            verdicts.update({t.sample_id: (x, v) for t, x, v in zip(samples, texts, found, strict=True)})
+            return [verdict.reward for verdict in found]
+
+        return score
+
+    def _problems(
+        self, prompts: Sequence[Prompt], samples: Sequence[Trajectory], verdicts: dict[str, tuple[str, Verdict]]
+    ) -> Iterator[Problem]:
+        by_prompt: dict[int, list[Answered]] = {prompt.prompt_id: [] for prompt in prompts}
+        for t in samples:
+            text, verdict = verdicts[t.sample_id]
+            answer = final_answer(self.kind, text) if has_answers(self.kind) else None
+            answered = Answered(
+                verdict.reward, answer, t.num_response_tokens, t.finish_reason == "length", verdict.problem
+            )
+            by_prompt[t.prompt.prompt_id].append(answered)
+        for prompt in prompts:
+            yield Problem(prompt.prompt_id, prompt.text, prompt.answer, tuple(by_prompt[prompt.prompt_id]))
+
+
+@contextlib.contextmanager
+def _hf_folder(checkpoint: Path, output: Path) -> Iterator[tuple[Path, int | None]]:
+    """The checkpoint as a Hugging Face folder, and its weight version; a converted copy lasts as long as the block."""
+    if _is_hf(checkpoint):
+        yield resolve_model_path(str(checkpoint), setting="the checkpoint"), None
+        return
+    folder = output / "model"
+    try:
+        version = convert(checkpoint, folder).version
+        yield resolve_model_path(str(folder), setting="the converted checkpoint"), version
+    finally:
+        remove(folder)
+
+
+@contextlib.contextmanager
+def _connected(config: Config, urls: Sequence[str], vocab_size: int) -> Iterator[tuple[LoopThread, EnginePool]]:
+    loop = LoopThread()
+    clients = [HttpEngine(u, request_timeout_s=config.rollout.request_timeout_s, vocab_size=vocab_size) for u in urls]
+    timeout_s = config.rollout.startup_timeout_s
+    try:
+        for client in clients:
+            loop.run(wait_healthy(client, timeout_s), 2 * timeout_s + 10, f"{client.url} to be healthy")
+        yield loop, EnginePool(clients)
+    finally:
+        for client in clients:
+            loop.run(client.close(), 10.0, f"{client.url} to close")
+        loop.close()
+
+
+def _record(trajectory: Trajectory, text: str, verdict: Verdict) -> dict[str, Any]:
+    return {
+        "index": trajectory.prompt.prompt_id,
+        "sample_id": trajectory.sample_id,
+        "response": text,
+        "reward": verdict.reward,
+        "verifier_problem": verdict.problem,
+        "verifier_message": verdict.message,
+        "num_tokens": trajectory.num_response_tokens,
+        "finish_reason": trajectory.finish_reason,
+    }
+
+
+def _is_hf(checkpoint: Path) -> bool:
+    return str(checkpoint) == DEMO_MODEL or (checkpoint / "config.json").is_file()
+
+
+def _run_config(checkpoint: Path) -> Path | None:
+    """config.toml of the run that a training checkpoint belongs to: of runs/x, checkpoints/step-N or its learner/."""
+    folder = checkpoint.absolute()
+    candidates = (place / "config.toml" for place in (folder, *folder.parents[:3]))
+    return next((path for path in candidates if path.is_file()), None)

@@ -1,0 +1,136 @@
+"""`bapo eval` from end to end on the demo model, and what it makes of bad responses and bad input."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.assets import demo_model_path
+from bapo_megatron.cli import main
+from bapo_megatron.convert import convert
+from bapo_megatron.errors import DataError, UserError
+from bapo_megatron.evaluation.run import _Asking, eval_config, evaluate
+from bapo_megatron.prompts.chains import Chain
+from bapo_megatron.rewards.scorer import RewardScorer
+from bapo_megatron.types import Segment, Trajectory
+
+NUM_PROBLEMS, NUM_SAMPLES = 7, 4
+SMALL = ["rollout.max_response_tokens=48", "data.max_prompt_tokens=16", "rollout.max_concurrent_requests=12"]
+
+
+def write_chains(path: Path) -> list[Chain]:
+    generator = random.Random(5)
+    chains = [Chain.random(generator, 3, 4) for _ in range(NUM_PROBLEMS)]
+    path.write_text("".join(json.dumps({"prompt": c.prompt, "answer": c.answer}) + "\n" for c in chains))
+    return chains
+
+
+def test_a_training_checkpoint_on_a_file_equals_brute_force(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    chains = write_chains(tmp_path / "chains.jsonl")
+    run = tmp_path / "run"  # as a training run leaves it: its settings count, its weights are converted
+    (run / "checkpoints").mkdir(parents=True)
+    convert(demo_model_path(), run / "checkpoints" / "step-000001", to="training")
+    (run / "config.toml").write_text('[reward]\nkind = "chains"\n[data]\nmax_prompt_tokens = 16\n')
+    out = tmp_path / "out"
+    command = ["eval", str(run / "checkpoints" / "step-000001"), *SMALL, "--data", str(tmp_path / "chains.jsonl")]
+    assert main([*command, "-n", str(NUM_SAMPLES), "--output", str(out)]) == 0
+
+    result = json.loads((out / "result.json").read_text())
+    responses = [json.loads(line) for line in (out / "responses.jsonl").read_text().splitlines()]
+    assert (result["judge"], result["weight_version"], result["data"]) == ("chains", 0, command[-1])
+    assert not (out / "model").exists()
+    verdicts: dict[int, list[bool]] = {i: [] for i in range(NUM_PROBLEMS)}
+    votes: dict[int, list[str | None]] = {i: [] for i in range(NUM_PROBLEMS)}
+    for response in responses:
+        found = re.search(r"=(\d),$", response["response"])
+        verdicts[response["index"]].append(found is not None and found[1] == chains[response["index"]].answer)
+        votes[response["index"]].append(found[1] if found else None)
+    assert {len(v) for v in verdicts.values()} == {NUM_SAMPLES}
+    estimates = {name: e["value"] for name, e in result["estimates"].items()}
+    assert 0 < estimates["avg@4"] < 1, "or nothing is tested"
+    assert estimates["avg@4"] == pytest.approx(statistics.fmean(statistics.fmean(v) for v in verdicts.values()))
+    pairs = [any(pair) for v in verdicts.values() for pair in itertools.combinations(v, 2)]
+    assert estimates["pass@2"] == pytest.approx(statistics.fmean(pairs))
+    majority = []
+    for i, cast in votes.items():
+        valid = [x for x in cast if x is not None]
+        best = {x for x in valid if valid.count(x) == max(map(valid.count, valid))}
+        majority.append((chains[i].answer in best) / len(best) if best else 0.0)
+    assert estimates["maj@4"] == pytest.approx(statistics.fmean(majority))
+    assert estimates["response_tokens"] == pytest.approx(statistics.fmean(r["num_tokens"] for r in responses))
+    assert "avg@4" in capsys.readouterr().out
+
+    assert main([*command, "--output", str(out)]) == 2
+    assert "is not empty: give another --output" in capsys.readouterr().err
+
+
+class Texts:
+    """A tokenizer whose tokens are whole responses."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.texts = texts
+
+    def batch_decode(self, ids: list[list[int]], skip_special_tokens: bool) -> list[str]:
+        return [self.texts[i[0]] for i in ids]
+
+
+def test_responses_that_are_no_answers_count_as_wrong_and_are_reported(tmp_path: Path) -> None:
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"prompt": "3+5=", "answer": 8}')
+    texts = [
+        "\\boxed{8}",
+        "",
+        "8 " * 1_000_000,
+        "\\boxed{\\frac{1}{",
+        "}}{{\\boxed{\\sqrt[3}{$$\\left(}}",
+        "\\boxed{9^{9^{9^{9^9}}}}",
+        "\x00\ufffd\\boxed{8}",
+    ]
+    config = eval_config(Path("demo"), [], ["reward.timeout_s=4", "reward.concurrency=2"], path, len(texts))
+    with RewardScorer(config) as scorer:
+        asking = _Asking(config, demo_model_path(), scorer, None)
+        asking._tokenizer = Texts(texts)
+        (prompt,) = asking._prompts
+        samples = [
+            Trajectory(f"eval-0.{i}", prompt, (Segment(-1, 0, (i,), (-1.0,)),), "stop") for i in range(len(texts))
+        ]
+        verdicts: dict[str, Any] = {}
+        rewards = asking._judge_into(verdicts)(samples)
+        (problem,) = asking._problems([prompt], samples, verdicts)
+    assert rewards == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
+    assert problem.num_passed == 3
+    assert problem.count("timeout") + problem.count("error") >= 1, "the tower of powers has no verdict"
+    assert problem.responses[5].problem in ("timeout", "error")
+    assert problem.responses[1].answer is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rows", "error", "message"),
+    [
+        (["data.format=math"], ['{"prompt": "1+1=", "answer": 2}'], DataError, "field 'problem' or 'question'"),
+        ([], ['{"prompt": "1+1="}'], DataError, "bad.jsonl:1: field 'answer' is missing"),
+        ([], ['{"prompt": " ", "answer": 1}'], DataError, "the prompt is empty"),
+        (["rollout.engine=attach"], [], UserError, "starts engines with the checkpoint's weights"),
+    ],
+)
+def test_bad_input_is_one_error_before_any_engine_starts(
+    tmp_path: Path, overrides: list[str], rows: list[str], error: type[Exception], message: str
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text("\n".join(rows))
+    config = eval_config(Path("demo"), [], ["reward.kind=chains", *overrides], path, 2)
+    with pytest.raises(error, match=message):
+        evaluate(config, Path("demo"), tmp_path / "out")
+    assert not (tmp_path / "out" / "logs").exists(), "so that the same --output can be given again"
+
+
+def test_a_checkpoint_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["eval", str(tmp_path / "nothing"), "--output", str(tmp_path / "out")]) == 2
+    assert "neither a Hugging Face folder" in capsys.readouterr().err

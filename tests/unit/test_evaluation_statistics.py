@@ -1,0 +1,130 @@
+"""pass@k, maj@k and bootstrap intervals against brute force."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bapo_megatron.evaluation.results import Answered, Evaluation, Problem
+from bapo_megatron.evaluation.statistics import bootstrap, majority_at_k, pass_at_k, powers_up_to
+
+RIGHT = "right"
+votes = st.lists(st.sampled_from([RIGHT, "a", "b", "c", None]), min_size=1, max_size=7)
+
+
+def wins(drawn: tuple[str | None, ...]) -> float:
+    counts = Counter(vote for vote in drawn if vote is not None)
+    winners = [vote for vote, count in counts.items() if count == max(counts.values())]
+    return float(RIGHT in winners) / len(winners) if winners else 0.0
+
+
+@settings(deadline=None)
+@given(cast=votes, data=st.data())
+def test_estimates_equal_the_mean_over_all_choices_of_k(cast: list[str | None], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(cast)))
+    choices = list(itertools.combinations(cast, k))
+    passed = cast.count(RIGHT)
+    wrong = Counter(vote for vote in cast if vote not in (RIGHT, None))
+    assert pass_at_k(len(cast), passed, k) == pytest.approx(statistics.fmean(RIGHT in drawn for drawn in choices))
+    assert majority_at_k(passed, list(wrong.values()), cast.count(None), k) == pytest.approx(
+        statistics.fmean(map(wins, choices))
+    )
+
+
+def test_large_samples_are_exact_and_quick() -> None:
+    assert pass_at_k(1024, 1, 512) == pytest.approx(0.5)
+    assert majority_at_k(64, [1] * 64, 64, 64) > 0.999
+    assert majority_at_k(0, [3, 2], 1, 6) == 0.0
+
+
+def test_one_response_is_its_own_majority() -> None:
+    for passed, wrong, abstained in [(3, [2, 1], 2), (0, [1], 0), (4, [], 0)]:
+        num = passed + sum(wrong) + abstained
+        assert majority_at_k(passed, wrong, abstained, 1) == pytest.approx(pass_at_k(num, passed, 1))
+
+
+def test_reported_k() -> None:
+    assert [powers_up_to(n) for n in (1, 2, 3, 16)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8, 16]]
+
+
+def test_an_interval_is_that_of_a_literal_bootstrap_and_covers() -> None:
+    generator = random.Random(3)
+    values = [generator.random() ** 2 for _ in range(30)]
+    (low,), (high,) = bootstrap(np.array(values)[:, None])
+    means = sorted(statistics.fmean(generator.choices(values, k=30)) for _ in range(10_000))
+    assert low == pytest.approx(means[250], abs=0.006)
+    assert high == pytest.approx(means[9749], abs=0.006)
+    standard_error = statistics.stdev(values) / 30**0.5
+    assert high - low == pytest.approx(2 * 1.96 * standard_error, rel=0.1)
+
+
+def test_one_problem_has_no_interval_and_equal_ones_have_none_to_show() -> None:
+    assert np.isnan(bootstrap(np.ones((1, 2)))).all()
+    low_M, high_M = bootstrap(np.full((5, 1), 0.25))
+    assert low_M == high_M == pytest.approx(0.25)
+
+
+def generated_problems(num: int, num_samples: int) -> tuple[Problem, ...]:
+    """Of all difficulties; wrong answers repeat."""
+    generator = random.Random(7)
+
+    def respond(difficulty: float) -> Answered:
+        passes = generator.random() > difficulty
+        answer = "7" if passes else generator.choice(["8", "9", None])
+        return Answered(float(passes), answer, generator.randint(1, 99), generator.random() < 0.1, None)
+
+    return tuple(
+        Problem(i, f"problem {i}", "7", tuple(respond(generator.random() ** 0.5) for _ in range(num_samples)))
+        for i in range(num)
+    )
+
+
+def test_avg_at_16_of_100_problems_agrees_with_brute_force() -> None:
+    problems = generated_problems(100, 16)
+    estimates = Evaluation({}, problems, has_answers=True, seed=0).estimates()
+    means = [statistics.fmean(r.reward for r in p.responses) for p in problems]
+    found = estimates["avg@16"]
+    assert found.value == pytest.approx(statistics.fmean(means))
+    generator = random.Random(11)
+    resampled = sorted(statistics.fmean(generator.choices(means, k=100)) for _ in range(10_000))
+    assert found.low == pytest.approx(resampled[250], abs=0.004)
+    assert found.high == pytest.approx(resampled[9749], abs=0.004)
+
+    assert estimates["pass@1"] == found
+    assert estimates["maj@1"] == found
+    assert estimates["pass@16"].value == statistics.fmean(any(r.passes for r in p.responses) for p in problems)
+    drawn = [generator.sample([r.answer for r in p.responses], 4) for p in problems for _ in range(300)]
+    assert estimates["pass@4"].value == pytest.approx(statistics.fmean("7" in d for d in drawn), abs=0.01)
+    by_vote = [wins(tuple(RIGHT if a == "7" else a for a in d)) for d in drawn]
+    assert estimates["maj@4"].value == pytest.approx(statistics.fmean(by_vote), abs=0.01)
+
+
+def test_tables_and_json_hold_what_was_found() -> None:
+    answered = [
+        Answered(1.0, "7", 10, False, None),
+        Answered(0.0, None, 20, True, "timeout"),
+        Answered(0.5, "8", 30, False, None),
+        Answered(0.0, "8", 40, False, "error"),
+    ]
+    problems = (Problem(0, "easy\none", "7", (answered[0],) * 4), Problem(1, "x" * 500, "7", tuple(answered)))
+    evaluation = Evaluation({"checkpoint": "demo"}, problems, has_answers=True, seed=0)
+    record = evaluation.to_json()
+    assert (record["num_problems"], record["verifier_timeouts"], record["verifier_errors"]) == (2, 1, 1)
+    hard = record["problems"][1]
+    assert (hard["avg@4"], hard["pass@1"], hard["pass@4"], hard["maj@4"]) == (0.375, 0.25, 1.0, 0.0)
+    assert (hard["response_tokens"], hard["truncated_share"]) == (25.0, 0.25)
+    assert hard["verifier_problems"] == [None, "timeout", None, "error"]
+    table = evaluation.table()
+    assert "1 verifier timeouts, 1 verifier errors" in table
+    assert table.index("1/4") < table.index("4/4"), "the hardest first"
+    assert max(map(len, table.splitlines())) < 100
+    without = Evaluation({}, problems[:1], has_answers=False, seed=0)
+    assert not any(name.startswith("maj") for name in without.estimates())
+    assert without.to_json()["estimates"]["avg@4"] == {"value": 1.0, "low": None, "high": None}

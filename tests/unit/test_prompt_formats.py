@@ -1,0 +1,139 @@
+"""Well-known data sets as prompts, from JSONL and Parquet, and the answers that responses end with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import DataError
+from bapo_megatron.prompts.jsonl import JsonlSource
+from bapo_megatron.rewards.answers import final_answer
+from bapo_megatron.rewards.code import CodeJudge
+from bapo_megatron.rewards.judges import JudgeSpec
+
+AIME = {"id": 60, "problem": "Every morning Aya ...", "solution": "...", "answer": "204", "url": "...", "year": "2024"}
+MATH_500 = {"problem": "Convert (0,3).", "solution": "...", "answer": "\\left( 3, \\frac{\\pi}{2} \\right)", "level": 2}
+GSM8K = {"question": "How many clips?", "answer": "48/2 = <<48/2=24>>24.\n#### 1,072"}
+HUMANEVAL = {
+    "task_id": "HumanEval/0",
+    "prompt": 'def double(x):\n    """Twice x."""\n',
+    "canonical_solution": "    return 2 * x\n",
+    "test": "def check(candidate):\n    assert candidate(2) == 4\n",
+    "entry_point": "double",
+}
+
+
+def write(folder: Path, rows: list[dict[str, Any]], suffix: str) -> str:
+    path = folder / f"data{suffix}"
+    if suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize(
+    ("name", "row", "text", "answer"),
+    [
+        ("math", AIME, "Every morning Aya", "204"),
+        ("math", MATH_500, "Convert", MATH_500["answer"]),
+        ("math", {"question": "1+1?", "answer": 2}, "1+1?", 2),
+        ("gsm8k", GSM8K, "How many clips?", "1072"),
+        ("plain", {"prompt": "1+1=", "answer": {"index": 3}}, "1+1=", {"index": 3}),
+    ],
+)
+def test_fields_of_data_sets(
+    tmp_path: Path, suffix: str, name: str, row: dict[str, Any], text: str, answer: Any
+) -> None:
+    source = JsonlSource(write(tmp_path, [row, row], suffix), name)
+    assert len(source) == 2
+    assert source[1].text.startswith(text)
+    assert source[1].answer == answer
+    assert ("\\boxed{}" in source[1].text) == (name != "plain")
+
+
+def test_a_humaneval_row_is_judged_by_its_tests(tmp_path: Path) -> None:
+    path = write(tmp_path, [HUMANEVAL], ".jsonl")
+    question = JsonlSource(path, "humaneval")[0]
+    assert HUMANEVAL["prompt"].rstrip() in question.text
+    config = Config.model_validate({"data": {"source": "jsonl", "path": path, "format": "humaneval"}})
+    assert JudgeSpec.of(config).kind == "code"
+    judge = CodeJudge(20.0, 1 << 30)
+    right = f"```python\n{HUMANEVAL['prompt']}{HUMANEVAL['canonical_solution']}```"
+    assert judge.judge(question.answer, right) == 1.0
+    assert judge.judge(question.answer, right.replace("2 * x", "x")) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        ("math", {"prompt": "a", "answer": 1}, "field 'problem' or 'question' .* is missing .*does data.format fit"),
+        ("gsm8k", {"question": "a", "answer": "72"}, "no '#### <number>'"),
+        ("gsm8k", {"question": "a", "answer": 72}, "'answer' must be a string, got a number"),
+        ("humaneval", {"prompt": "a", "test": "b"}, "field 'entry_point' is missing"),
+        ("plain", {"prompt": "a", "answer": None}, "must not be null"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_row_without_its_fields_is_named(
+    tmp_path: Path, suffix: str, name: str, row: dict[str, Any], message: str
+) -> None:
+    where = r"data.jsonl:1" if suffix == ".jsonl" else r"data.parquet, row 1"
+    with pytest.raises(DataError, match=f"{where}: .*{message}"):
+        JsonlSource(write(tmp_path, [row], suffix), name)
+
+
+def test_parquet_files_that_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    with pytest.raises(DataError, match="there is no file"):
+        JsonlSource(str(path))
+    for content in (b"", b"PAR1 nonsense PAR1", b'{"prompt": "a"}'):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match="no whole Parquet file"):
+            JsonlSource(str(path))
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("first \\boxed{3}, then \\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("\\boxed{\\dfrac{1}{2}}.", "\\frac{1}{2}"),
+        ("\\boxed{0.50}", "1/2"),
+        ("\\boxed{1,072}", "1072"),
+        ("\\boxed{ $x + 1$ }", "x+1"),
+        ("cut off \\boxed{\\frac{1", "1"),
+        ("<answer> Yes. </answer>", "yes"),
+        ("so it is 12.", "12"),
+        ("", None),
+        ("no idea", None),
+        ("\\boxed{}", None),
+    ],
+)
+def test_final_answers(response: str, answer: str | None) -> None:
+    assert final_answer("math", response) == answer
+
+
+def test_the_answer_of_a_chain() -> None:
+    assert final_answer("chains", "3+5=1,1*2=2,") == "2"
+    assert final_answer("chains", "3+5=1,1*2") is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(st.sampled_from("\\boxed{}<answer>/12,.$ é\ud800")))
+def test_any_text_has_an_answer_or_none(text: str) -> None:
+    assert final_answer("math", text) != ""
+
+
+@pytest.mark.parametrize("piece", ["\\boxed{", "<answer>", "1,", "-", "{" * 9, "9" * 99])
+def test_huge_responses_take_no_time(piece: str) -> None:
+    final_answer("math", piece * 100_000)
