@@ -14,9 +14,10 @@ import jinja2
 import numpy as np
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.monitor.figures import Column, Level, Line, line_figure, moving_average, stacked_figure
+from bapo_megatron.monitor.figures import Column, Level, Line, Scale, line_figure, moving_average, stacked_figure
 from bapo_megatron.monitor.jsonl import read_jsonl, write_atomically
 from bapo_megatron.monitor.metrics import read_metrics
+from bapo_megatron.monitor.style import to_svg
 from bapo_megatron.monitor.summary import Row, count, duration, find_problems, number, percent, summarize
 
 _TEMPLATE_PATH = Path(__file__).with_name("report.html.jinja")
@@ -127,17 +128,17 @@ def _panels(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Panel]:
     return [
         Panel(
             "Reward",
-            line_figure("reward", steps, [Line("mean reward", column("reward/mean"), smooth=True)], "mean reward"),
+            _lines("reward", steps, [Line("mean reward", column("reward/mean"), smooth=True)], "mean reward"),
             "Should rise. With rewards of 0 and 1 this is the pass rate of the sampled responses.",
         ),
         Panel(
             "Entropy",
-            line_figure("entropy", steps, [Line("entropy", entropy)], "nats per token", from_zero=True),
+            _lines("entropy", steps, [Line("entropy", entropy)], "nats per token", from_zero=True),
             "A slow fall is learning; a fall to near zero early on means that the policy stopped exploring.",
         ),
         Panel(
             "Entropy-Clip Rule",
-            line_figure(
+            _lines(
                 "entropy-rule",
                 steps,
                 [
@@ -154,7 +155,7 @@ def _panels(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Panel]:
         ),
         Panel(
             "Token classes",
-            stacked_figure(
+            _stack(
                 "token-classes",
                 steps,
                 [
@@ -168,7 +169,7 @@ def _panels(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Panel]:
         ),
         Panel(
             "Clip bounds",
-            line_figure(
+            _lines(
                 "bounds",
                 steps,
                 [Line("upper bound", column("bapo/high")), Line("lower bound", column("bapo/low"))],
@@ -181,7 +182,7 @@ def _panels(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Panel]:
         ),
         Panel(
             "Positive share",
-            line_figure(
+            _lines(
                 "positive",
                 steps,
                 [Line("positive share", column("bapo/positive_share"))],
@@ -193,7 +194,7 @@ def _panels(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Panel]:
         ),
         Panel(
             "Gradient norm",
-            line_figure(
+            _lines(
                 "grad",
                 steps,
                 [
@@ -208,7 +209,7 @@ def _panels(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Panel]:
         ),
         Panel(
             "Staleness",
-            line_figure(
+            _lines(
                 "staleness",
                 steps,
                 [
@@ -225,7 +226,7 @@ def _panels(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Panel]:
         ),
         Panel(
             "Engine against trainer",
-            line_figure(
+            _lines(
                 "mismatch",
                 steps,
                 [
@@ -241,7 +242,7 @@ def _panels(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Panel]:
         ),
         Panel(
             "Throughput",
-            line_figure(
+            _lines(
                 "throughput",
                 steps,
                 [
@@ -255,7 +256,7 @@ def _panels(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Panel]:
         ),
         Panel(
             "Time per step",
-            stacked_figure(
+            _stack(
                 "time",
                 steps,
                 [
@@ -342,3 +343,22 @@ def _script_safe_json(rows: Sequence[Row]) -> str:
 
 def _setting(config: Mapping[str, Any], section: str, key: str) -> Any:
     return config.get(section, {}).get(key)
+
+
+def _lines(
+    name: str,
+    steps: Column,
+    lines: Sequence[Line],
+    y_label: str,
+    *,
+    right_label: str = "",
+    levels: Sequence[Level] = (),
+    **scale: bool,
+) -> str | None:
+    figure = line_figure(steps, lines, y_label, right_label=right_label, levels=levels, scale=Scale(**scale))
+    return to_svg(figure, name) if figure is not None else None
+
+
+def _stack(name: str, steps: Column, lines: Sequence[Line], y_label: str) -> str | None:
+    figure = stacked_figure(steps, lines, y_label)
+    return to_svg(figure, name) if figure is not None else None
