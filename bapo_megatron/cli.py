@@ -128,8 +128,15 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--output", type=Path, metavar="FOLDER", help="new folder (default: evals/<date>-<time>)")
     evaluate.set_defaults(verb=_eval)
 
-    report = verbs.add_parser("report", help="write a run's report.html")
-    report.add_argument("run", type=Path, metavar="RUN", help="run directory, such as runs/demo")
+    report = verbs.add_parser(
+        "report",
+        help="write a run's report.html; of several runs, put them side by side",
+        description="One HTML file that opens offline. See docs/report.md.",
+    )
+    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directory, such as runs/demo")
+    report.add_argument(
+        "--output", type=Path, metavar="FILE", help="default: RUN/report.html, of several runs/comparison.html"
+    )
     report.set_defaults(verb=_report)
 
     verbs.add_parser("serve", help="serve a model with the embedded engine (bapo serve --help)", add_help=False)
@@ -324,9 +331,10 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from bapo_megatron.monitor.report import write_report
+    from bapo_megatron.monitor.report import write_comparison, write_report
 
-    print(write_report(options.run))
+    several = len(options.runs) > 1
+    print(write_comparison(options.runs, options.output) if several else write_report(*options.runs, options.output))
     return 0
 
 

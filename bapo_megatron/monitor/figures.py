@@ -153,8 +153,8 @@ def line_figure(
 
 
 def stacked_figure(steps: Column, lines: Sequence[Line], y_label: str) -> Figure | None:
-    """Values of each step on top of each other; None where there is nothing to stack. What is always 0 is left out."""
-    recorded = {i: line for i, line in _recorded(lines).items() if np.nan_to_num(line.values).any()}
+    """Values of each step on top of each other; None where there is nothing to stack."""
+    recorded = _recorded(lines)
     if not recorded:
         return None
     with rc_context(RC):
@@ -173,7 +173,11 @@ def stacked_figure(steps: Column, lines: Sequence[Line], y_label: str) -> Figure
 
 
 def curves_figure(
-    rows: Mapping[str, Mapping[str, Sequence[Points]]], *, window: int = 1, scale: Scale = PLAIN
+    rows: Mapping[str, Mapping[str, Sequence[Points]]],
+    *,
+    levels: Sequence[Level] = (),
+    window: int = 1,
+    scale: Scale = PLAIN,
 ) -> Figure | None:
     """Curves of several runs, one row for each y label, as `draw_curves`; None where nothing has a finite value.
 
@@ -187,24 +191,26 @@ def curves_figure(
         figure, all_axes = _new_figure(min(x[0] for x in all_x), max(x[-1] for x in all_x), list(rows))
         for axes, series in zip(all_axes, rows.values(), strict=True):
             draw_curves(axes, series, window=window)
+            for level in levels:
+                _draw_level(axes, level, INK)
             _set_scale(axes, _finite_values(series), scale)
         return figure
 
 
 def bars_figure(keys: Sequence[str], layers: Mapping[str, Sequence[float]], x_label: str) -> Figure | None:
-    """One bar for each key, first on top, made of the layers' values; None where there is nothing but zeros."""
-    if not any(value > 0 for values in layers.values() for value in values):
+    """One bar for each key, first on top, made of the layers' values; None where there are no finite ones."""
+    columns = {label: np.array(values, dtype=float) for label, values in layers.items()}
+    recorded = {index: item for index, item in enumerate(columns.items()) if np.isfinite(item[1]).any()}
+    if not recorded:
         return None
     with rc_context(RC):
         figure = Figure(figsize=(_SIZE_INCHES[0], max(_SIZE_INCHES[1], 1.2 + 0.2 * len(keys))), layout="constrained")
         axes = figure.add_subplot()
         base, places = np.zeros(len(keys)), np.arange(len(keys))
         handles: list[Any] = []
-        for index, (label, values) in enumerate(layers.items()):
-            widths = np.nan_to_num(np.array(values, dtype=float))
-            if widths.any():
-                colour = look(index).colour
-                handles.append(axes.barh(places, widths, left=base, height=0.7, color=colour, label=label))
+        for index, (label, values) in recorded.items():
+            widths, colour = np.nan_to_num(values), look(index).colour
+            handles.append(axes.barh(places, widths, left=base, height=0.7, color=colour, label=label))
             base += widths
         axes.set_yticks(places, labels=list(keys))
         axes.invert_yaxis()

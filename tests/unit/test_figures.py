@@ -3,10 +3,45 @@
 import itertools
 
 import numpy as np
+import pytest
 from matplotlib.figure import Figure
 
-from bapo_megatron.monitor.figures import draw_curves, mean_and_range, moving_average
-from bapo_megatron.monitor.style import look
+from bapo_megatron.monitor.figures import draw_curves, line_figure, mean_and_range, moving_average
+from bapo_megatron.monitor.gallery import PANELS
+from bapo_megatron.monitor.history import History, read_history
+from bapo_megatron.monitor.panels import Panel
+from bapo_megatron.monitor.style import css_variables, look
+from tests.unit.figure_layout import layout_faults
+from tests.unit.run_folders import make_run, steps
+
+# Severe protanopia, deuteranopia and tritanopia on linear RGB (Machado, Oliveira and Fernandes 2009).
+COLOUR_VISION = np.array(
+    [
+        np.eye(3),
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+        [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+    ]
+)
+XYZ = np.array(
+    [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+)
+CARDS = {False: "#ffffff", True: "#1b212b"}  # background by whether the page is dark
+
+
+def linear_rgb(colour: str) -> np.ndarray:
+    rgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb: np.ndarray) -> np.ndarray:
+    x, y, z = np.cbrt(XYZ @ np.clip(rgb, 0, 1) / [0.95047, 1, 1.08883])
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def contrast(a: str, b: str) -> float:
+    dark, light = sorted(float(XYZ[1] @ linear_rgb(colour)) for colour in (a, b))
+    return (light + 0.05) / (dark + 0.05)
 
 
 def points(y: list[float], first: int = 1) -> tuple[np.ndarray, np.ndarray]:
@@ -54,3 +89,53 @@ def test_all_lines_differ_in_colour_or_dashes_and_neighbours_in_both() -> None:
     looks = [look(i) for i in range(49)]
     assert len(set(looks)) == 49
     assert all(a.colour != b.colour and a.dashes != b.dashes for a, b in itertools.pairwise(looks))
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_colours_can_be_told_apart_with_any_colour_vision_and_from_the_page(dark: bool) -> None:
+    colours = list(css_variables(dark=dark).values())
+    assert len(colours) == 7
+    for a, b in itertools.combinations(colours, 2):
+        distances = [np.linalg.norm(lab(m @ linear_rgb(a)) - lab(m @ linear_rgb(b))) for m in COLOUR_VISION]
+        assert min(distances) > 8, (a, b)
+    assert min(contrast(colour, CARDS[dark]) for colour in colours) >= 3
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> History:
+    return read_history(make_run(tmp_path_factory.mktemp("runs") / "run", steps(600)))
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory: pytest.TempPathFactory) -> History:
+    return read_history(make_run(tmp_path_factory.mktemp("runs") / "short", steps(11)))
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.title)
+def test_no_text_of_a_figure_overlaps_or_is_cut_off(panel: Panel, run: History) -> None:
+    figure = panel.draw(run)
+    assert figure is not None
+    assert layout_faults(figure) == []
+    assert all(axes.get_ylabel() for axes in figure.axes)
+    assert figure.axes[0].get_xlabel() == "training step"
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.title)
+def test_no_text_of_a_comparison_overlaps_or_is_cut_off(panel: Panel, run: History, short_run: History) -> None:
+    figure = panel.compare({"A": [run, short_run], "B": [short_run], "C": [run]})
+    assert figure is not None
+    assert layout_faults(figure) == []
+    assert figure.axes[-1].get_xlabel()
+    assert panel.stacked or all(axes.get_ylabel() for axes in figure.axes)
+
+
+def test_overlaps_are_found(run: History) -> None:
+    figure = line_figure(run.steps, [], "")
+    assert figure is None
+    figure = PANELS[0].draw(run)
+    assert figure is not None
+    figure.axes[0].set_xticks([100, 101], labels=["a long label", "another"])
+    figure.axes[0].set_ylabel("far too long for this axis " * 5)
+    faults = layout_faults(figure)
+    assert "'a long label' overlaps 'another'" in faults
+    assert any("leaves the figure" in fault for fault in faults)

@@ -1,0 +1,354 @@
+"""All figures of the report, in their order: what each one shows, and one sentence on how to read it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bapo_megatron.monitor.figures import Column, Level, Scale, moving_average
+from bapo_megatron.monitor.history import History
+from bapo_megatron.monitor.panels import Curve, Panel, Values
+
+_TOKEN_CLASSES = ("positive_low", "negative_high", "positive_high", "negative_low")
+_STAGES = ("rollout", "critic", "score", "train", "sync", "eval", "other")
+_Z_95 = 1.96
+
+
+def metric(name: str, factor: float = 1.0) -> Values:
+    return lambda run: factor * run.column(name)
+
+
+def share_of(part: str, *others: str) -> Values:
+    """A metric's share of the sum of itself and others; nan where that is 0."""
+
+    def values(run: History) -> Column:
+        whole = sum((run.column(name) for name in others), run.column(part))
+        return _ratio(run.column(part), whole)
+
+    return values
+
+
+def ratio_of(part: str, whole: str) -> Values:
+    """One metric over another; nan where that is 0."""
+    return lambda run: _ratio(run.column(part), run.column(whole))
+
+
+def stage_time(stage: str) -> Values:
+    """Seconds of each step; nan for a stage that the run does not have."""
+
+    def values(run: History) -> Column:
+        seconds = run.column(f"time/{stage}_s")
+        return seconds if (seconds > 1e-3).any() else np.full_like(seconds, np.nan)
+
+    return values
+
+
+def best_of_group(run: History) -> Column:
+    """nan where a group is a single response."""
+    best = run.column("eval/best_of_group")
+    return best if run.settings.get("eval.samples_per_prompt") != 1 else np.full_like(best, np.nan)
+
+
+def predicted_entropy_change(run: History) -> Column:
+    """Mean over some steps of what Eq. 6 says, up to the step size."""
+    return moving_average(-run.column("entropy_rule/covariance"))
+
+
+def measured_entropy_change(run: History) -> Column:
+    """Mean over some steps of the entropy's change to the next step; nan where there is no prediction beside it."""
+    changes = np.append(np.where(np.diff(run.steps) == 1, np.diff(run.column("loss/entropy")), np.nan), np.nan)
+    changes[np.isnan(run.column("entropy_rule/covariance"))] = np.nan
+    return moving_average(changes)
+
+
+def saturated_not_inert(run: History) -> Column:
+    """Where a range has no room, an update is both inert and saturated: it is shown as inert."""
+    return np.minimum(run.column("bapo/saturated_share"), 1 - run.column("bapo/inert_share"))
+
+
+def interior(run: History) -> Column:
+    return 1 - run.column("bapo/inert_share") - saturated_not_inert(run)
+
+
+def search_ranges(run: History) -> list[Level]:
+    """Where the search may move each bound, upper first like the lines."""
+    if run.settings.get("loss.name") != "bapo":
+        return []
+    ends = [[run.settings.get(f"bapo.{side}.{end}") for end in ("start", "stop")] for side in ("high", "low")]
+    return [
+        Level(f"range {low:g} to {high:g}", low, high) for low, high in ends if low is not None and high is not None
+    ]
+
+
+def rho_target(run: History) -> list[Level]:
+    target = run.settings.get("bapo.rho0") if run.settings.get("loss.name") == "bapo" else None
+    return [] if target is None else [Level(f"target {target:g}", target)]
+
+
+def kl_target(run: History) -> list[Level]:
+    target = run.settings.get("loss.kl_target")
+    return [] if target is None else [Level(f"target {target:g}", target)]
+
+
+def balance(run: History) -> list[Level]:
+    return [Level("balance", 0.5)]
+
+
+def _ratio(part: Column, whole: Column) -> Column:
+    return np.divide(part, whole, out=np.full_like(part, np.nan), where=whole != 0)
+
+
+PANELS = (
+    Panel(
+        "Learning",
+        "Reward",
+        "mean reward",
+        (Curve("mean reward", "reward/mean", row="mean reward", smooth=True),),
+        "Should rise. With rewards of 0 and 1 this is the pass rate of the sampled responses.",
+    ),
+    Panel(
+        "Learning",
+        "Evaluation",
+        "mean reward",
+        (
+            Curve(
+                "mean reward, 95 % interval",
+                "eval/reward",
+                row="mean reward",
+                half_width=metric("eval/reward_stderr", _Z_95),
+            ),
+            Curve("best of a group", best_of_group),
+        ),
+        "Reward on prompts of its own, which is what training is for. Differences within the intervals, "
+        "which are over prompts and not over seeds, are noise.",
+        needs="eval.interval_steps",
+    ),
+    Panel(
+        "Learning",
+        "Entropy",
+        "nats per token",
+        (Curve("entropy", "loss/entropy", row="nats per token"),),
+        "A slow fall is learning; a fall to near zero early on means that the policy stopped exploring.",
+        scale=Scale(from_zero=True),
+    ),
+    Panel(
+        "Learning",
+        "Response length",
+        "tokens",
+        (
+            Curve("mean", "rollout/response_tokens_mean", row="mean, tokens"),
+            Curve("longest", "rollout/response_tokens_max"),
+            Curve("cut off (right)", metric("rollout/truncated_share", 100), row="cut off, %", on_right=True),
+        ),
+        "A steady rise without reward often means rambling. Cut-off responses have reached the length limit.",
+        right_label="cut-off responses, %",
+        scale=Scale(from_zero=True),
+    ),
+    Panel(
+        "The update",
+        "Gradient norm",
+        "global norm",
+        (
+            Curve("mean of the step", "optimizer/grad_norm", row="global norm"),
+            Curve("largest", "optimizer/grad_norm_max"),
+        ),
+        "Before clipping. Should stay in one range: spikes that grow announce a collapse.",
+        scale=Scale(from_zero=True, log_if_wide=True),
+    ),
+    Panel(
+        "The update",
+        "Clip fraction",
+        "% of trained tokens",
+        (
+            Curve("over the upper bound", metric("loss/clip_high_share", 100), row="over upper, %"),
+            Curve("under the lower bound", metric("loss/clip_low_share", 100), row="under lower, %"),
+        ),
+        "Positive tokens over the upper bound and negative ones under the lower bound carry no gradient. "
+        "Near zero, the choice of bounds does not matter.",
+        scale=Scale(from_zero=True),
+    ),
+    Panel(
+        "The update",
+        "Whom clipping hits",
+        "clipped, % of the class",
+        tuple(
+            Curve(
+                name.replace("_", ", "),
+                lambda run, name=name: 100 * ratio_of(f"entropy_rule/{name}_clipped", f"entropy_rule/{name}")(run),
+                row=f"{name.replace('_', ', ')}, %",
+            )
+            for name in _TOKEN_CLASSES
+        ),
+        "Sign of the advantage, and probability above (high) or below (low) the typical one. Improbable tokens reach a "
+        "bound first; clipped positive ones are exploration that is thrown away.",
+        scale=Scale(from_zero=True),
+    ),
+    Panel(
+        "The update",
+        "Positive tokens",
+        "share",
+        (
+            Curve("of the loss", share_of("loss/positive_mass", "loss/negative_mass"), row="of the loss"),
+            Curve(
+                "of the tokens",
+                share_of("loss/positive_token_share", "loss/negative_token_share"),
+                row="of the tokens",
+            ),
+        ),
+        "Tokens with a positive advantage; the rest to 1 are negative ones. Far under a half, the policy mostly learns "
+        "what not to do.",
+        levels=balance,
+    ),
+    Panel(
+        "The update",
+        "Distance to the sampling policy",
+        "KL divergence, nats",
+        (
+            Curve("KL divergence", "loss/approx_kl", row="KL divergence, nats"),
+            Curve("largest ratio (right)", "loss/ratio_max", row="largest ratio", on_right=True),
+        ),
+        "Grows with reuse and age. Above 0.1 nats: fewer passes over a batch, or a lower learning rate.",
+        right_label="probability ratio",
+    ),
+    Panel(
+        "The update",
+        "Distance to the reference",
+        "KL divergence, nats",
+        (
+            Curve("KL divergence", "loss/kl_reference", row="KL divergence, nats"),
+            Curve("coefficient (right)", "loss/kl_coef", row="coefficient", on_right=True),
+        ),
+        "A steady rise is learning, a jump is drift; with a target it settles there.",
+        right_label="weight in the loss",
+        levels=kl_target,
+        scale=Scale(from_zero=True),
+        needs="loss.kl_coef",
+    ),
+    Panel(
+        "Balance and clipping",
+        "Clip bounds",
+        "probability ratio",
+        (
+            Curve("upper bound", "bapo/high", row="upper bound, ratio"),
+            Curve("lower bound", "bapo/low", row="lower bound, ratio"),
+        ),
+        "Means over a step's updates, in the ranges that the search may use. Always at the bottom of both: plain fixed "
+        "clipping; always at the top: the target is out of reach.",
+        levels=search_ranges,
+    ),
+    Panel(
+        "Balance and clipping",
+        "What the search did",
+        "share of updates",
+        (
+            Curve("at the start (inert)", "bapo/inert_share"),
+            Curve("inside the ranges", interior),
+            Curve("at the limits (saturated)", saturated_not_inert),
+        ),
+        "Only updates inside the ranges have bounds that were adapted to them; the others are fixed clipping at the "
+        "start, or at the end, of the ranges.",
+        stacked=True,
+        needs="loss.name = bapo",
+    ),
+    Panel(
+        "Balance and clipping",
+        "Positive contribution ρ",
+        "contribution ρ",
+        (Curve("ρ", "bapo/positive_share", row="contribution ρ"),),
+        "What positive tokens contribute at the bounds in use, by the reading in bapo.contribution. Above the target "
+        "bounds stay at their start, below it they are at their limits.",
+        levels=rho_target,
+        needs="loss.name = bapo",
+    ),
+    Panel(
+        "Balance and clipping",
+        "Entropy-Clip Rule",
+        "-Cov(log π, A X), nats",
+        (
+            Curve("predicted", predicted_entropy_change, row="predicted, nats"),
+            Curve("measured (right)", measured_entropy_change, row="measured, nats", on_right=True),
+        ),
+        "Means of the last 10 steps. Above zero entropy is pushed up, below it down: what a step's tokens predict, to "
+        "first order and up to the step size, against what entropy did until the next step. Compare signs and courses.",
+        right_label="change to the next step, nats",
+        scale=Scale(around_zero=True),
+    ),
+    Panel(
+        "Balance and clipping",
+        "Token classes",
+        "share of trained tokens",
+        tuple(Curve(name.replace("_", ", "), f"entropy_rule/{name}") for name in _TOKEN_CLASSES),
+        "Sign of the advantage, and probability above or below the typical one. The first two raise entropy, the other "
+        "two lower it; what is missing to 1 has no advantage.",
+        stacked=True,
+    ),
+    Panel(
+        "Sampling",
+        "Staleness",
+        "age, updates",
+        (
+            Curve("mean", "staleness/mean", row="mean age, updates"),
+            Curve("oldest", "staleness/max", row="oldest, updates"),
+        ),
+        "Updates between sampling a token and training on it. Growth without end means that sampling outruns training.",
+        scale=Scale(from_zero=True),
+    ),
+    Panel(
+        "Sampling",
+        "Partial rollout",
+        "resumed tokens, %",
+        (
+            Curve("resumed tokens", metric("rollout/resumed_token_share", 100), row="resumed tokens, %"),
+            Curve("set aside (right)", "ledger/partial", row="set aside", on_right=True),
+        ),
+        "Tokens that were sampled in a later step than their response began, and responses that wait to be resumed. "
+        "More and more waiting ones: the rounds are too short.",
+        right_label="unfinished responses",
+        scale=Scale(from_zero=True),
+    ),
+    Panel(
+        "Sampling",
+        "Engine against trainer",
+        "|Δ log-prob|, nats",
+        (
+            Curve("mean", "mismatch/logprob_mean", row="mean |Δ|, nats"),
+            Curve("99th percentile", "mismatch/logprob_p99"),
+            Curve("largest", "mismatch/logprob_max"),
+        ),
+        "Log-probs that the engine reported against the trainer's at the same weights. Around 1e-6 with float32; a "
+        "jump announces a weight update that went wrong.",
+        scale=Scale(log_if_wide=True),
+    ),
+    Panel(
+        "Critic",
+        "Critic",
+        "explained variance",
+        (
+            Curve("explained variance", "critic/explained_variance", row="explained variance"),
+            Curve("loss (right)", "critic/loss", row="loss", on_right=True),
+        ),
+        "0: the critic knows nothing yet; 1: it knows the outcome; below 0 it is worse than a constant. Should rise, "
+        "then stay.",
+        right_label="value loss",
+        needs="advantage.kind = gae or n_step",
+    ),
+    Panel(
+        "Speed",
+        "Throughput",
+        "tokens per second",
+        (
+            Curve("sampled", "rollout/tokens_per_s", row="sampled, tokens/s"),
+            Curve("trained", "train/tokens_per_s", row="trained, tokens/s"),
+        ),
+        "Sampled tokens per second of the whole step, trained ones per second of scoring and training. A drop at "
+        "constant response length points at the machine.",
+        scale=Scale(from_zero=True),
+    ),
+    Panel(
+        "Speed",
+        "Time per step",
+        "seconds",
+        tuple(Curve(stage, stage_time(stage)) for stage in _STAGES),
+        "The thickest layer is what the run waits for.",
+        stacked=True,
+    ),
+)
