@@ -233,8 +233,7 @@ _OUTCOMES: tuple[tuple[str, Callable[[History], float], Callable[[float], str]],
     ("reward, last", lambda run: first_and_last(run.rows, "reward/mean")[1], number),
     ("entropy, first", lambda run: first_and_last(run.rows, "loss/entropy")[0], number),
     ("entropy, last", lambda run: first_and_last(run.rows, "loss/entropy")[1], number),
-    ("evaluation, last", lambda run: _latest(run, "eval/reward"), lambda x: number(x, 3)),
-    ("its standard error", lambda run: _latest(run, "eval/reward_stderr"), lambda x: number(x, 3)),
+    ("evaluation, last", lambda run: _latest(run, "eval/reward"), number),
     ("sampled tokens/s", lambda run: mean(run.column("rollout/tokens_per_s").tolist()), count),
     ("trained tokens/s", lambda run: mean(run.column("train/tokens_per_s").tolist()), count),
     ("wall time", lambda run: summarize(run.rows).wall_time_s, duration),
@@ -244,14 +243,23 @@ OUTCOMES = tuple(label for label, _, _ in _OUTCOMES)
 
 def outcomes(runs: Sequence[History]) -> list[str]:
     """A cell for each of OUTCOMES: the mean over runs, and the range where there are several."""
-    cells = []
-    for _, figure, show in _OUTCOMES:
-        values = [value for run in runs if math.isfinite(value := figure(run))]
-        cell = show(mean(values))
-        if len(values) > 1 and show(min(values)) != show(max(values)):
-            cell += f" ({show(min(values))} to {show(max(values))})"
-        cells.append(cell)
-    return cells
+    return [
+        _evaluation(runs[0]) if label == "evaluation, last" and len(runs) == 1 else _mean_and_range(runs, figure, show)
+        for label, figure, show in _OUTCOMES
+    ]
+
+
+def _mean_and_range(runs: Sequence[History], figure: Callable[[History], float], show: Callable[[float], str]) -> str:
+    values = [value for run in runs if math.isfinite(value := figure(run))]
+    if not values or show(min(values)) == show(max(values)):
+        return show(mean(values))
+    return f"{show(mean(values))} ({show(min(values))} to {show(max(values))})"
+
+
+def _evaluation(run: History) -> str:
+    """With the standard error over prompts, where there are enough of them."""
+    reward, error = _latest(run, "eval/reward"), _latest(run, "eval/reward_stderr")
+    return f"{number(reward)} ± {number(error)}" if math.isfinite(error) else number(reward)
 
 
 def _latest(run: History, name: str) -> float:

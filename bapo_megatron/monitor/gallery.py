@@ -121,6 +121,8 @@ PANELS = (
         "Reward on prompts of its own, which is what training is for. Differences within the intervals, "
         "which are over prompts and not over seeds, are noise.",
         needs="eval.interval_steps",
+        how_to_compare="Reward on prompts of its own, which is what training is for. The outcome table has the last "
+        "value of a run with its standard error over prompts: differences below two of these are noise.",
     ),
     Panel(
         "Learning",
@@ -174,7 +176,7 @@ PANELS = (
             Curve(
                 name.replace("_", ", "),
                 lambda run, name=name: 100 * ratio_of(f"entropy_rule/{name}_clipped", f"entropy_rule/{name}")(run),
-                row=f"{name.replace('_', ', ')}, %",
+                row=f"{name.replace('_', ', ')}, %" if name.endswith("low") else "",
             )
             for name in _TOKEN_CLASSES
         ),
@@ -234,6 +236,8 @@ PANELS = (
         "Means over a step's updates, in the ranges that the search may use. Always at the bottom of both: plain fixed "
         "clipping; always at the top: the target is out of reach.",
         levels=search_ranges,
+        how_to_compare="Means over a step's updates; constant without a search. Always at the bottom of both ranges: "
+        "plain fixed clipping; always at the top: the target is out of reach.",
     ),
     Panel(
         "Balance and clipping",
@@ -350,5 +354,6 @@ PANELS = (
         tuple(Curve(stage, stage_time(stage)) for stage in _STAGES),
         "The thickest layer is what the run waits for.",
         stacked=True,
+        how_to_compare="The longest part of a bar is what the run waits for. Other work on the machine counts, too.",
     ),
 )

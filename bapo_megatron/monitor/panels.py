@@ -60,6 +60,7 @@ class Panel:
     levels: Callable[[History], Sequence[Level]] = no_levels
     scale: Scale = PLAIN
     needs: str = ""  # the setting that has it recorded
+    how_to_compare: str = ""  # how to read the figure of several runs, where that differs
 
     def draw(self, run: History) -> Figure | None:
         """The figure of one run; None where its metrics were not recorded."""
@@ -93,10 +94,13 @@ class Panel:
         is_long = any(len(run.rows) > SMOOTH_STEPS for runs in groups.values() for run in runs)
         return SMOOTH_STEPS if is_long and any(c.smooth for c in self.curves) else 1
 
-    def how_to_compare(self, groups: Groups) -> str:
+    def remarks(self, groups: Groups) -> str:
         """How to read the figure of several runs."""
-        remark = f" Means of the last {SMOOTH_STEPS} steps." if self.window(groups) > 1 else ""
-        return self.how_to_read + remark
+        remarks = [self.how_to_compare or self.how_to_read]
+        if self.window(groups) > 1:
+            remarks.append(f"Means of the last {SMOOTH_STEPS} steps.")
+        remarks += [f"Dashed: {level.label}." for level in self._shared_levels(groups)]
+        return " ".join(remarks)
 
     def _shared_levels(self, groups: Groups) -> Sequence[Level]:
         """Levels that all runs which have any agree on, where there is one row to draw them in."""

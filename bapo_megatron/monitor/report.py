@@ -51,6 +51,7 @@ class Card:
     title: str
     svg: str
     how_to_read: str
+    stacked: bool
 
 
 def write_report(run_dir: Path, output: Path | None = None) -> Path:
@@ -91,7 +92,7 @@ def write_comparison(run_dirs: Sequence[Path], output: Path | None = None) -> Pa
     Raises UserError where folders are no runs or given twice, none has finished a step, or the page cannot be written.
     """
     comparison = compare(run_dirs)
-    cards, missing = _cards(lambda panel: (panel.compare(comparison.runs), panel.how_to_compare(comparison.runs)))
+    cards, missing = _cards(lambda panel: (panel.compare(comparison.runs), panel.remarks(comparison.runs)))
     runs = [run for group in comparison.groups for run in group.runs]
     html = _render(
         "comparison.html.jinja",
@@ -120,7 +121,7 @@ def _cards(draw: Callable[[Panel], tuple[Figure | None, str]]) -> tuple[list[Car
             missing.append(f"{panel.title} ({panel.needs})" if panel.needs else panel.title)
         else:
             slug = re.sub(r"[^a-z0-9]+", "-", panel.title.lower()).strip("-")
-            cards.append(Card(panel.section, panel.title, to_svg(figure, slug), how_to_read))
+            cards.append(Card(panel.section, panel.title, to_svg(figure, slug), how_to_read, panel.stacked))
     return cards, missing
 
 

@@ -139,3 +139,8 @@ def test_the_report_goes_where_it_is_told_to(tmp_path: Path) -> None:
     assert not (run / "report.html").exists()
     with pytest.raises(UserError, match="--output"):
         write_report(run, tmp_path / "missing" / "here.html")
+
+
+def test_every_figure_is_in_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
+    assert [panel.title for panel in PANELS] == re.findall(r"(?m)^\| ([^|]+?) \| .* \|(?: Fig.*| Eq.*)? \|$", text)
