@@ -195,6 +195,8 @@ def _notes(groups: Sequence[Group]) -> list[str]:
         notes.append("The runs have unlike lengths: compare curves at equal steps rather than how they ended.")
     if batch := _different(runs, _BATCH):
         notes.append(f"A step does not hold as many responses in all runs ({', '.join(batch)} differ).")
+    if len({(run.environment.get("git_commit"), run.diff_digest) for run in runs if run.environment}) > 1:
+        notes.append("The runs did not run the same code: what differs says which.")
     for group in groups:
         if len({run.rows[-1]["step"] for run in group.runs}) > 1:
             notes.append(f"{group.name}: its mean is drawn as far as all of its seeds have come.")
@@ -241,25 +243,21 @@ _OUTCOMES: tuple[tuple[str, Callable[[History], float], Callable[[float], str]],
 OUTCOMES = tuple(label for label, _, _ in _OUTCOMES)
 
 
-def outcomes(runs: Sequence[History]) -> list[str]:
-    """A cell for each of OUTCOMES: the mean over runs, and the range where there are several."""
-    return [
-        _evaluation(runs[0]) if label == "evaluation, last" and len(runs) == 1 else _mean_and_range(runs, figure, show)
-        for label, figure, show in _OUTCOMES
-    ]
+def outcomes(runs: Sequence[History]) -> list[tuple[str, str]]:
+    """A cell for each of OUTCOMES: the mean over runs, and the range where there are several.
 
-
-def _mean_and_range(runs: Sequence[History], figure: Callable[[History], float], show: Callable[[float], str]) -> str:
-    values = [value for run in runs if math.isfinite(value := figure(run))]
-    if not values or show(min(values)) == show(max(values)):
-        return show(mean(values))
-    return f"{show(mean(values))} ({show(min(values))} to {show(max(values))})"
-
-
-def _evaluation(run: History) -> str:
-    """With the standard error over prompts, where there are enough of them."""
-    reward, error = _latest(run, "eval/reward"), _latest(run, "eval/reward_stderr")
-    return f"{number(reward)} ± {number(error)}" if math.isfinite(error) else number(reward)
+    With the evaluation of a single run comes its standard error over prompts instead.
+    """
+    cells = []
+    for label, figure, show in _OUTCOMES:
+        values = [value for run in runs if math.isfinite(value := figure(run))]
+        low, high = (show(min(values)), show(max(values))) if values else ("", "")
+        error = _latest(runs[0], "eval/reward_stderr") if label == "evaluation, last" else math.nan
+        if low != high:
+            cells.append((show(mean(values)), f"{low} to {high}"))
+        else:
+            cells.append((show(mean(values)), f"± {number(error)}" if len(runs) == 1 and math.isfinite(error) else ""))
+    return cells
 
 
 def _latest(run: History, name: str) -> float:

@@ -144,7 +144,7 @@ def _write(path: Path, html: str) -> Path:
     return path
 
 
-def _outcomes_of_runs(comparison: Comparison) -> list[tuple[str, str, list[str]]]:
+def _outcomes_of_runs(comparison: Comparison) -> list[tuple[str, str, list[tuple[str, str]]]]:
     """Each run by itself, where a line stands for several; else nothing that the table does not say already."""
     if all(len(group.runs) == 1 for group in comparison.groups):
         return []

@@ -94,7 +94,9 @@ def test_settings_code_packages_and_machines_that_differ_are_listed(tmp_path: Pa
     environment(a, git_commit="c" * 40, host="one")
     environment(b, git_commit="c" * 40, host="two", packages={"torch": "2.13.0", "sglang": "0.5.23"})
     (b / "git.diff").write_text("+x\n")
-    rows = dict(compare([a, b]).differences)
+    comparison = compare([a, b])
+    assert "The runs did not run the same code: what differs says which." in comparison.notes
+    rows = dict(comparison.differences)
     ours, theirs = rows.pop("code: uncommitted changes")
     assert ours == "none"
     assert theirs.startswith("yes (")
@@ -156,14 +158,14 @@ def test_outcomes_are_means_over_seeds_with_their_range(tmp_path: Path) -> None:
     )
     (group,) = compare([a, b]).groups
     cells = dict(zip(OUTCOMES, outcomes(group.runs), strict=True))
-    assert cells["steps"] == "4"
-    assert cells["reward, first"] == "0.30 (0.20 to 0.40)"
-    assert cells["reward, last"] == "0.70 (0.60 to 0.80)"
-    assert cells["entropy, last"] == "-"
-    assert cells["wall time"] == "2 min 00 s"
+    assert cells["steps"] == ("4", "")
+    assert cells["reward, first"] == ("0.30", "0.20 to 0.40")
+    assert cells["reward, last"] == ("0.70", "0.60 to 0.80")
+    assert cells["entropy, last"] == ("-", "")
+    assert cells["wall time"] == ("2 min 00 s", "")
     text = Page(write_comparison([a, b]).read_text()).text
     assert "Each run by itself" in text
-    assert "0.70 (0.60 to 0.80)" in text
+    assert "0.60 to 0.80" in text
 
 
 def test_equal_names_in_other_folders_are_told_apart(tmp_path: Path) -> None:
@@ -212,3 +214,9 @@ def test_the_command_writes_where_it_is_told_to(tmp_path: Path, capsys: pytest.C
     assert "2 runs compared" in (tmp_path / "here.html").read_text()
     assert main(["report", str(runs[0])]) == 0
     assert (runs[0] / "report.html").exists()
+
+
+def test_the_evaluation_of_a_run_has_its_standard_error(tmp_path: Path) -> None:
+    rows = [{"step": 1, "eval/reward": 0.5, "eval/reward_stderr": 0.1}, {"step": 2, "reward/mean": 0.0}]
+    (group,) = compare([make_run(tmp_path / "a", rows)]).groups
+    assert dict(zip(OUTCOMES, outcomes(group.runs), strict=True))["evaluation, last"] == ("0.50", "± 0.10")
