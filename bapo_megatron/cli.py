@@ -333,8 +333,8 @@ def _eval(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     from bapo_megatron.monitor.report import write_comparison, write_report
 
-    several = len(options.runs) > 1
-    print(write_comparison(options.runs, options.output) if several else write_report(*options.runs, options.output))
+    run, *others = options.runs
+    print(write_comparison(options.runs, options.output) if others else write_report(run, options.output))
     return 0
 
 

@@ -27,9 +27,9 @@ def share_of(part: str, *others: str) -> Values:
     return values
 
 
-def ratio_of(part: str, whole: str) -> Values:
-    """One metric over another; nan where that is 0."""
-    return lambda run: _ratio(run.column(part), run.column(whole))
+def clipped_part(name: str) -> Values:
+    """Of a class of tokens, in percent; nan where there are no such tokens."""
+    return lambda run: 100 * _ratio(run.column(f"entropy_rule/{name}_clipped"), run.column(f"entropy_rule/{name}"))
 
 
 def stage_time(stage: str) -> Values:
@@ -175,7 +175,7 @@ PANELS = (
         tuple(
             Curve(
                 name.replace("_", ", "),
-                lambda run, name=name: 100 * ratio_of(f"entropy_rule/{name}_clipped", f"entropy_rule/{name}")(run),
+                clipped_part(name),
                 row=f"{name.replace('_', ', ')}, %" if name.endswith("low") else "",
             )
             for name in _TOKEN_CLASSES
