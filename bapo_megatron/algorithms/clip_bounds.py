@@ -113,8 +113,8 @@ class ClipBoundConfig(Section):
     """Which bound goes to its end before the other one moves."""
     scope: Literal["exact", "lagged", "microbatch", "fixed"] = "exact"
     """exact: search with the optimizer step's own tokens; lagged: with the previous step's (saves a forward pass);
-    microbatch: each micro-batch with its own (as the authors' recipe does; the result depends on how the step is split);
-    fixed: no search, bounds stay at their start."""
+    microbatch: each micro-batch with its own (the authors' way; the result depends on how the step is split); fixed: no
+    search, bounds stay at their start."""
 
     @model_validator(mode="before")
     @classmethod

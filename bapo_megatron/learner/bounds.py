@@ -22,8 +22,8 @@ class BoundsFinder:
 
     exact: the ratios of the whole global mini-batch at the current weights (`Learner.score`).
     lagged: the ratios that the previous optimizer step saw in its own forward pass; no extra pass, one step late.
-    microbatch: found by the step itself, micro-batch by micro-batch, each from the ratios of its own tokens (of all data
-        ranks) in its own forward pass; no extra pass, but the result depends on how the mini-batch was split.
+    microbatch: found by the step itself, for each micro-batch from the ratios that its own forward pass gives its own
+        tokens (on all data ranks); no extra pass, but the result depends on how the mini-batch was split.
     fixed, and the losses with fixed bounds: no search.
     """
 

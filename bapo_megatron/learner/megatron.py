@@ -185,6 +185,7 @@ class MegatronLearner:
             entropy_R=entropy_R.detach(),
             proximal_logprobs_R=batch.proximal_logprobs_R,
             reference_logprobs_R=batch.reference_logprobs_R,
+            with_token_profile=self.config.monitor.token_profile,
         )
         result = loss_with_kl(inputs, self.config.loss, self.kl_coefficient.value)
         loss = result.loss_R.sum()
@@ -256,6 +257,9 @@ def _layout_problems(hf_config: dict[str, Any], parallel: ParallelConfig) -> lis
 def _nothing(config: Config) -> LossInputs:
     """A micro-batch without tokens."""
     none = torch.zeros(0)
-    reference = none if config.loss.kl_coef else None
     bounds = ClipBounds(1.0, 1.0, math.nan, False, 0)
-    return LossInputs(none, none, none, none.bool(), none.long(), bounds, none, reference_logprobs_R=reference)
+    return LossInputs(
+        *(none, none, none, none.bool(), none.long(), bounds, none),
+        reference_logprobs_R=none if config.loss.kl_coef else None,
+        with_token_profile=config.monitor.token_profile,
+    )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
 from bapo_megatron.algorithms.mismatch import no_mismatch
+from bapo_megatron.algorithms.token_profile import bin_means
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.monitor.console import Console
@@ -54,7 +55,7 @@ class UpdateMetrics:
 
     def result(self) -> dict[str, float]:
         metrics = {name: _reduce(name, values) for name, values in self._values.items()}
-        return metrics | {
+        return bin_means(metrics) | {
             "mismatch/logprob_mean": self._mismatch.mean,
             "mismatch/logprob_p99": self._mismatch.quantile(0.99),
             "mismatch/logprob_max": float(self._mismatch.largest) if self._mismatch.num_tokens else math.nan,

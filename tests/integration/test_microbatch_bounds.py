@@ -93,7 +93,7 @@ def check_layout(root: Path, layout: dict[str, Any], max_tokens: int) -> None:
     want = reference_update(load_float64(root / "qwen3"), batch, loss_of=loss_of)
     minibatch = one_minibatch(batch, max_tokens=max_tokens, share=learner.share)
     result = learner.step(minibatch, BoundsFinder(learner.config, learner).find(minibatch))
-    assert len({(bounds.low, bounds.high) for bounds in wanted}) == len(parts) > 1, "bounds should differ"
+    assert len({(bounds.low, bounds.high) for bounds in wanted}) > 1, "bounds should differ"
     assert learner.num_forwards == len(parts), "no pass of its own"
     check_bounds(learner.config, result, wanted)
     assert result.metrics["loss/policy"] == pytest.approx(want.loss, rel=TOLERANCE, abs=TOLERANCE)
