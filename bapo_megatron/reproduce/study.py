@@ -43,7 +43,7 @@ class Variant(Section):
 
 
 class Plot(Section):
-    """One panel: a metric over optimizer updates, with the spread over seeds; or the token profile of the last steps."""
+    """A panel: a metric over optimizer updates with its spread over seeds; or "profile": panels of the token profile."""
 
     metric: str
     label: str | None = None
