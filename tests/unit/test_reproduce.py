@@ -53,7 +53,7 @@ def test_a_shipped_study_is_whole(name: str, tmp_path: Path) -> None:
     assert 0 < len(quick) < len(full) or study.seeds == (0,)
     assert all(q.config.train.num_steps <= 3 for q in quick)
     if study.compare and study.needs is None:
-        assert len(study.seeds) >= (5 if study.figure not in ("Figure 2",) else 3)
+        assert len(study.seeds) >= 3
 
 
 def test_variants_over_settings_over_base(tmp_path: Path) -> None:
