@@ -18,7 +18,7 @@ from matplotlib.figure import Figure as Canvas
 
 from bapo_megatron.monitor.jsonl import write_atomically
 from bapo_megatron.monitor.metrics import METRICS
-from bapo_megatron.reproduce.results import DERIVED, HEADLINE, PROFILE, PROFILE_PARTS, StudyResult
+from bapo_megatron.reproduce.results import DERIVED, FINALS, HEADLINE, PROFILE, PROFILE_PARTS, StudyResult
 from bapo_megatron.reproduce.results import Figure as Number
 from bapo_megatron.reproduce.study import Study
 
@@ -100,7 +100,7 @@ def _markdown(name: str, study: Study, result: StudyResult, facts: dict[str, Any
 
 def _table(result: StudyResult) -> list[str]:
     """Mean and standard deviation over seeds; a row for each variant."""
-    columns = list(dict.fromkeys(column for variant in result.variants for column in variant.finals))
+    columns = [column for column in FINALS if any(column in variant.finals for variant in result.variants)]
     rows = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for variant in result.variants:
         cells = [_cell(variant.finals.get(column)) for column in columns]
@@ -112,7 +112,7 @@ def _cell(number: Number | None) -> str:
     if number is None:
         return ""
     digits = 3 if abs(number.mean) < 10 else 1
-    return f"{number.mean:.{digits}f}" + ("" if number.std is None else f" ± {number.std:.{digits}f}")
+    return f"{number.mean:.{digits}f}" + (f" ± {number.std:.{digits}f}" if number.std else "")
 
 
 def _draw(study: Study, result: StudyResult, path: Path) -> None:
