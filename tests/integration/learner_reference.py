@@ -167,8 +167,8 @@ def literal_kl(log_probs_T: Tensor, reference_T: Tensor, estimator: str, batch: 
 
 
 def literal_bounds(log_probs_T: Tensor, batch: Batch, search: ClipBoundConfig = SEARCH) -> tuple[float, float, float]:
-    """Low, high and rho of Algorithm 1 with the reading and token weights of SEARCH, every token visited at every probe.
-    No probe is a near tie."""
+    """Low, high and rho of Algorithm 1, with the reading and token weights of SEARCH; every token is visited at every
+    probe, and none is a near tie."""
     mask_T = batch.mask_T
     behaviour = batch.behaviour_logprobs_T[mask_T].double()
     ratio, advantage = (log_probs_T[mask_T] - behaviour).exp(), batch.advantages_T[mask_T].double()
