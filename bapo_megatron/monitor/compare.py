@@ -196,7 +196,7 @@ def _notes(groups: Sequence[Group]) -> list[str]:
     if batch := _different(runs, _BATCH):
         notes.append(f"A step does not hold as many responses in all runs ({', '.join(batch)} differ).")
     if len({(run.environment.get("git_commit"), run.diff_digest) for run in runs if run.environment}) > 1:
-        notes.append("The runs did not run the same code: what differs says which.")
+        notes.append("The runs did not run the same code: see “What differs”.")
     for group in groups:
         if len({run.rows[-1]["step"] for run in group.runs}) > 1:
             notes.append(f"{group.name}: its mean is drawn as far as all of its seeds have come.")

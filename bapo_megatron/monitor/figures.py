@@ -61,7 +61,17 @@ class Scale:
     log_if_wide: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class XAxis:
+    """What the points of a curve lie over."""
+
+    label: str
+    margin: float
+    whole: bool  # ticks at whole numbers only
+
+
 PLAIN = Scale()
+STEPS = XAxis("training step", margin=0.5, whole=True)
 
 
 def draw_curves(axes: Axes, series: Mapping[str, Sequence[Points]], *, window: int = 1) -> list[Any]:
@@ -128,13 +138,14 @@ def line_figure(
     right_label: str = "",
     levels: Sequence[Level] = (),
     scale: Scale = PLAIN,
+    over: XAxis = STEPS,
 ) -> Figure | None:
-    """Curves over the training steps; None where no line has a finite value."""
+    """Curves over the training steps, or something else; None where no line has a finite value."""
     recorded = _recorded(lines)
     if not recorded:
         return None
     with rc_context(RC):
-        figure, (axes,) = _new_figure(steps[0], steps[-1], [y_label])
+        figure, (axes,) = _new_figure(steps[0], steps[-1], [y_label], over)
         right = axes.twinx() if any(line.on_right for line in recorded.values()) else None
         if right is not None:
             right.set_ylabel(right_label)
@@ -158,7 +169,7 @@ def stacked_figure(steps: Column, lines: Sequence[Line], y_label: str) -> Figure
     if not recorded:
         return None
     with rc_context(RC):
-        figure, (axes,) = _new_figure(steps[0], steps[-1], [y_label])
+        figure, (axes,) = _new_figure(steps[0], steps[-1], [y_label], STEPS)
         edges = np.append(steps - 0.5, steps[-1] + 0.5)
         base = np.zeros(len(steps))
         handles: list[Any] = []
@@ -178,6 +189,7 @@ def curves_figure(
     levels: Sequence[Level] = (),
     window: int = 1,
     scale: Scale = PLAIN,
+    over: XAxis = STEPS,
 ) -> Figure | None:
     """Curves of several runs, one row for each y label, as `draw_curves`; None where nothing has a finite value.
 
@@ -188,7 +200,7 @@ def curves_figure(
         return None
     all_x = [x for series in rows.values() for seeds in series.values() for x, _ in seeds if len(x)]
     with rc_context(RC):
-        figure, all_axes = _new_figure(min(x[0] for x in all_x), max(x[-1] for x in all_x), list(rows))
+        figure, all_axes = _new_figure(min(x[0] for x in all_x), max(x[-1] for x in all_x), list(rows), over)
         for axes, series in zip(all_axes, rows.values(), strict=True):
             draw_curves(axes, series, window=window)
             for level in levels:
@@ -229,16 +241,16 @@ def _finite_values(series: Mapping[str, Sequence[Points]]) -> list[Column]:
     return [y for seeds in series.values() for _, y in seeds if np.isfinite(y).any()]
 
 
-def _new_figure(first: float, last: float, y_labels: Sequence[str]) -> tuple[Figure, list[Axes]]:
-    """One row of axes for each label, over the steps from `first` to `last`."""
+def _new_figure(first: float, last: float, y_labels: Sequence[str], over: XAxis) -> tuple[Figure, list[Axes]]:
+    """One row of axes for each label, over what lies from `first` to `last`."""
     height = _SIZE_INCHES[1] if len(y_labels) == 1 else 0.5 + _ROW_INCHES * len(y_labels)
     figure = Figure(figsize=(_SIZE_INCHES[0], height), layout="constrained")
     rows = list(figure.subplots(len(y_labels), sharex=True, squeeze=False)[:, 0])
     for axes, label in zip(rows, y_labels, strict=True):
         axes.set_ylabel(label)
-    rows[-1].set_xlabel("training step")
-    rows[-1].set_xlim(first - 0.5, last + 0.5)
-    rows[-1].xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+    rows[-1].set_xlabel(over.label)
+    rows[-1].set_xlim(first - over.margin, last + over.margin)
+    rows[-1].xaxis.set_major_locator(MaxNLocator(nbins=6, integer=over.whole, min_n_ticks=1))
     figure.align_ylabels(rows)
     return figure, rows
 

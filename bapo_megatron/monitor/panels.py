@@ -11,10 +11,12 @@ from matplotlib.figure import Figure
 from bapo_megatron.monitor.figures import (
     PLAIN,
     SMOOTH_STEPS,
+    STEPS,
     Column,
     Level,
     Line,
     Scale,
+    XAxis,
     bars_figure,
     curves_figure,
     line_figure,
@@ -46,9 +48,13 @@ def no_levels(run: History) -> list[Level]:
     return []
 
 
+def steps(run: History) -> Column:
+    return run.steps
+
+
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One figure: over the steps of a run, or with one line (stacked: one bar) for each of several runs."""
+    """One figure: of a run, over its steps or another axis; or with one line (stacked: one bar) for each of several."""
 
     section: str
     title: str
@@ -60,6 +66,8 @@ class Panel:
     levels: Callable[[History], Sequence[Level]] = no_levels
     scale: Scale = PLAIN
     needs: str = ""  # the setting that has it recorded
+    over: XAxis = STEPS
+    places: Values = steps  # of the curves' values on that axis
     how_to_compare: str = ""  # how to read the figure of several runs, where that differs
 
     def draw(self, run: History) -> Figure | None:
@@ -71,7 +79,13 @@ class Panel:
         if self.stacked:
             return stacked_figure(run.steps, lines, self.y_label)
         return line_figure(
-            run.steps, lines, self.y_label, right_label=self.right_label, levels=self.levels(run), scale=self.scale
+            self.places(run),
+            lines,
+            self.y_label,
+            right_label=self.right_label,
+            levels=self.levels(run),
+            scale=self.scale,
+            over=self.over,
         )
 
     def compare(self, groups: Groups) -> Figure | None:
@@ -83,11 +97,12 @@ class Panel:
             layers = {c.label: [_mean(c, runs) for runs in groups.values()] for c in self.curves}
             return bars_figure(list(groups), layers, f"{self.y_label}, mean over the run")
         rows = {
-            c.row: {key: [(run.steps, c.of(run)) for run in runs] for key, runs in groups.items()}
+            c.row: {key: [(self.places(run), c.of(run)) for run in runs] for key, runs in groups.items()}
             for c in self.curves
             if c.row
         }
-        return curves_figure(rows, levels=self._shared_levels(groups), window=self.window(groups), scale=self.scale)
+        levels, window = self._shared_levels(groups), self.window(groups)
+        return curves_figure(rows, levels=levels, window=window, scale=self.scale, over=self.over)
 
     def window(self, groups: Groups) -> int:
         """Steps that a line of a comparison is averaged over."""

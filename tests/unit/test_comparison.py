@@ -95,7 +95,7 @@ def test_settings_code_packages_and_machines_that_differ_are_listed(tmp_path: Pa
     environment(b, git_commit="c" * 40, host="two", packages={"torch": "2.13.0", "sglang": "0.5.23"})
     (b / "git.diff").write_text("+x\n")
     comparison = compare([a, b])
-    assert "The runs did not run the same code: what differs says which." in comparison.notes
+    assert "The runs did not run the same code: see “What differs”." in comparison.notes
     rows = dict(comparison.differences)
     ours, theirs = rows.pop("code: uncommitted changes")
     assert ours == "none"

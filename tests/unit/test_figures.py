@@ -1,6 +1,7 @@
 """Figures: what is drawn, and that nothing of it hides anything else."""
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from bapo_megatron.monitor.figures import draw_curves, line_figure, mean_and_ran
 from bapo_megatron.monitor.gallery import PANELS
 from bapo_megatron.monitor.history import History, read_history
 from bapo_megatron.monitor.panels import Panel
+from bapo_megatron.monitor.quantities import by_probability
 from bapo_megatron.monitor.style import css_variables, look
 from tests.unit.figure_layout import layout_faults
 from tests.unit.run_folders import make_run, steps
@@ -117,7 +119,7 @@ def test_no_text_of_a_figure_overlaps_or_is_cut_off(panel: Panel, run: History) 
     assert figure is not None
     assert layout_faults(figure) == []
     assert all(axes.get_ylabel() for axes in figure.axes)
-    assert figure.axes[0].get_xlabel() == "training step"
+    assert figure.axes[0].get_xlabel() == panel.over.label
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.title)
@@ -139,3 +141,14 @@ def test_overlaps_are_found(run: History) -> None:
     faults = layout_faults(figure)
     assert "'a long label' overlaps 'another'" in faults
     assert any("leaves the figure" in fault for fault in faults)
+
+
+def test_means_by_probability_weigh_all_tokens_alike(tmp_path: Path) -> None:
+    rows = [
+        {"step": 1, "train/tokens": 10, "profile/p00_share": 0.5, "profile/p00_entropy": 1.0},
+        {"step": 2, "train/tokens": 30, "profile/p00_share": 0.5, "profile/p00_entropy": 2.0},
+        {"step": 3, "train/tokens": 30, "profile/p00_share": 0.0, "profile/p00_entropy": np.nan},
+    ]
+    values = by_probability("entropy")(read_history(make_run(tmp_path / "run", rows)))
+    assert values[0] == pytest.approx((5 * 1 + 15 * 2) / 20)
+    assert np.isnan(values[1:]).all()
