@@ -63,6 +63,12 @@ def step(number: int) -> dict[str, float]:
     return row | {"step": number}
 
 
+def plain(number: int) -> dict[str, float]:
+    """What the key facts need, so that a test of the page around the figures does not draw them all."""
+    names = ("step", "reward/mean", "staleness/mean", "rollout/resumed_token_share", "train/tokens", "time/step_s")
+    return {name: value for name, value in step(number).items() if name in names}
+
+
 def steps(num_steps: int) -> list[dict[str, float]]:
     return [step(i) for i in range(1, num_steps + 1)]
 

@@ -118,7 +118,7 @@ def test_settings_code_packages_and_machines_that_differ_are_listed(tmp_path: Pa
 )
 def test_another_task_is_a_warning(tmp_path: Path, settings: dict[str, object], named: str) -> None:
     config = with_settings(**settings) if "reward_clip" not in settings else CONFIG + "[reward]\nclip = 1.0\n"
-    other = make_run(tmp_path / "b", steps(1), config)
+    other = make_run(tmp_path / "b", [{"step": 1, "reward/mean": 0.1}], config)
     comparison = compare([make(tmp_path / "a"), other])
     assert len(comparison.warnings) == 1
     assert named in comparison.warnings[0]

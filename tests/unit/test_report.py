@@ -12,7 +12,7 @@ from bapo_megatron.monitor.gallery import PANELS
 from bapo_megatron.monitor.jsonl import JsonlWriter
 from bapo_megatron.monitor.report import write_report
 from tests.unit.page import Page, check_self_contained
-from tests.unit.run_folders import CONFIG, make_run, step, steps
+from tests.unit.run_folders import CONFIG, make_run, plain, step, steps
 
 
 def read_page(run: Path) -> tuple[str, Page]:
@@ -43,7 +43,7 @@ def test_a_single_step_is_drawn(tmp_path: Path) -> None:
 
 
 def test_key_facts_and_all_data_are_in_the_page(tmp_path: Path) -> None:
-    html, page = read_page(make_run(tmp_path / "first-try", steps(40)))
+    html, page = read_page(make_run(tmp_path / "first-try", [plain(i) for i in range(1, 41)]))
     assert "first-try" in page.text
     assert "0.14 → 0.89" in page.text  # means of steps 1..10 and 31..40: 5.5 / 40 and 35.5 / 40
     assert "20%" in page.text
@@ -72,7 +72,7 @@ def test_gaps_and_repeated_steps_of_a_resumed_run_are_drawn(tmp_path: Path) -> N
 
 
 def test_text_of_prompts_and_responses_cannot_become_markup(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", [step(1) | {"</script><b>": 1.0}], CONFIG + '[data]\npath = "<i>x</i>"\n')
+    run = make_run(tmp_path / "run", [plain(1) | {"</script><b>": 1.0}], CONFIG + '[data]\npath = "<i>x</i>"\n')
     evil = "</pre><script>alert(1)</script>"
     writer = JsonlWriter(run / "samples.jsonl")
     segments = [{"version": 0, "text": evil}, {"version": 3, "text": "tail"}]
@@ -90,7 +90,7 @@ def test_text_of_prompts_and_responses_cannot_become_markup(tmp_path: Path) -> N
 
 
 def test_long_responses_are_shortened_and_only_the_first_and_latest_are_shown(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", [step(1)])
+    run = make_run(tmp_path / "run", [plain(1)])
     writer = JsonlWriter(run / "samples.jsonl")
     for i in range(50):
         writer.write({"step": i, "response": f"<{i}>" + "x" * 100_000})
@@ -104,7 +104,7 @@ def test_long_responses_are_shortened_and_only_the_first_and_latest_are_shown(tm
 
 
 def test_problems_of_the_latest_steps_are_shown(tmp_path: Path) -> None:
-    rows = [step(i) | {"bapo/inert_share": 1.0} for i in range(1, 11)]
+    rows = [plain(i) | {"bapo/inert_share": 1.0} for i in range(1, 11)]
     _, page = read_page(make_run(tmp_path / "run", rows))
     assert "raise bapo.rho0" in page.text
 
