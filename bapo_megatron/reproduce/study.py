@@ -43,7 +43,7 @@ class Variant(Section):
 
 
 class Plot(Section):
-    """A panel: a metric over optimizer updates with its spread over seeds; or "profile": panels of the token profile."""
+    """A panel: a metric over optimizer updates, with its spread over seeds; or "profile", the token profile."""
 
     metric: str
     label: str | None = None
