@@ -136,10 +136,10 @@ class Cluster:
                 daemon.kill()
                 daemon.wait()
 
-    def run(self, *command: str) -> str:
+    def run(self, *command: str, timeout_s: float = _START_TIMEOUT_S) -> str:
         """A command of SLURM; fails with what it said."""
         done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=_START_TIMEOUT_S, check=False
+            command, env=self.environment, capture_output=True, text=True, timeout=timeout_s, check=False
         )
         assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.config.load import load_config
+from bapo_megatron.launch import processes
 from bapo_megatron.launch.slurm import prepare
 from bapo_megatron.monitor.jsonl import read_jsonl
 from tests.integration.killable import SMALL
@@ -135,7 +136,9 @@ def test_what_sbatch_refuses_is_told_in_its_own_words(
 def test_the_thin_script_submits_from_a_node(cluster: Cluster, tmp_path: Path) -> None:
     settings = (f"run.dir={tmp_path}", "run.name=held", *SETTINGS, *TWO_NODES, 'slurm.options=["--hold"]')
     log = tmp_path / "log"
-    cluster.run("sbatch", "--wait", f"--output={log}", str(SCRIPTS / "submit.sbatch"), "demo", *settings)
+    cluster.run(
+        "sbatch", "--wait", f"--output={log}", str(SCRIPTS / "submit.sbatch"), "demo", *settings, timeout_s=TIMEOUT_S
+    )
     (job,) = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("submitted")]
     assert cluster.job(job)["NumNodes"] == "2-2"
     assert cluster.job(job)["TimeLimit"] == "01:00:00"
@@ -143,18 +146,21 @@ def test_the_thin_script_submits_from_a_node(cluster: Cluster, tmp_path: Path) -
 
 
 def test_the_doctors_of_all_nodes_meet_and_tell_of_a_port_in_use(cluster: Cluster, tmp_path: Path) -> None:
-    """On the second try, of one that is in use on the first node."""
-    script, log = str(SCRIPTS / "doctor.sbatch"), tmp_path / "log"
-    cluster.run("sbatch", "--wait", "--nodes=2", f"--output={log}", script, "demo", f"run.dir={tmp_path}")
-    said = log.read_text()
-    assert "0: ok   clocks" in said
-    assert "1: fit for CPU use" in said
-    assert "4 processes: all-reduce" in said
+    log = tmp_path / "log"
+
+    def examine(port: int, *arguments: str) -> int:
+        command = ["sbatch", "--wait", f"--output={log}", "--nodes=2", str(SCRIPTS / "doctor.sbatch"), *arguments]
+        environment = cluster.environment | {"BAPO_DOCTOR_PORT": str(port)}
+        return subprocess.run(command, env=environment, capture_output=True, timeout=TIMEOUT_S, check=False).returncode
+
+    with processes.reserved_ports(1, "0.0.0.0") as (free,):
+        code = examine(free, "demo", f"run.dir={tmp_path}")
+    assert code == 0, log.read_text()
+    assert "4 processes: all-reduce" in log.read_text()
+    assert "0: ok   clocks" in log.read_text()
+    assert "1: fit for CPU use" in log.read_text()
     with socket.create_server(("0.0.0.0", 0)) as holder:
-        environment = cluster.environment | {"BAPO_DOCTOR_PORT": str(holder.getsockname()[1])}
-        command = ["sbatch", "--wait", "--nodes=1", f"--output={log}", script]
-        refused = subprocess.run(command, env=environment, capture_output=True, timeout=TIMEOUT_S, check=False)
-    assert refused.returncode == 1
+        assert examine(holder.getsockname()[1]) == 1
     assert "Address already in use" in log.read_text()
 
 

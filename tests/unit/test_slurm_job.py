@@ -302,10 +302,12 @@ def test_a_port_that_is_in_use_on_an_engine_node_is_told_to_all_with_the_log(
         assert node.main(["engines", "--config", str(job.config_path), "--meeting", str(tmp_path)]) == 2
         log = run_dir.log_dir / "engine-0.log"
     told = capfd.readouterr().err
-    assert told.startswith(f"bapo: engine node 0 on {socket.gethostname()}: the rollout engine ended with exit code 1")
-    assert "address already in use" in told
+    assert told.startswith(
+        f"bapo: engine node 0 on {socket.gethostname()}: the rollout engine refused to start: cannot"
+    )
+    assert "Address already in use" in told
     assert str(log) in told
-    with pytest.raises(UserError, match=r"engine node 0: the rollout engine ended .* address already in use"):
+    with pytest.raises(UserError, match=r"engine node 0: the rollout engine refused to start: cannot listen on 127"):
         meeting.wait("engines-0", "engine node 0", 60.0, "x")
 
 
