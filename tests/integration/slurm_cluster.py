@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -74,12 +75,12 @@ def install_packages() -> None:
     if not _missing():
         return
     if shutil.which("apt-get") is None:
-        raise RuntimeError(f"{', '.join(_missing())} are not installed, and there is no apt-get to install them with")
+        raise RuntimeError(f"not installed: {', '.join(_missing())}; and there is no apt-get to install it with")
     options = [word for option in _APT_OPTIONS for word in ("-o", option)]
     said = _apt_get("update", *options)  # may fail for a repository that has nothing to do with SLURM
     said += _apt_get("install", "--yes", "--no-install-recommends", *options, *PACKAGES)
     if _missing():
-        raise RuntimeError(f"{', '.join(_missing())} are still not installed\n{said}")
+        raise RuntimeError(f"still not installed: {', '.join(_missing())}\n{said}")
 
 
 def _apt_get(*arguments: str) -> str:
@@ -127,6 +128,7 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._cancel_jobs()
         for daemon in reversed(self._daemons):
             daemon.terminate()
         for daemon in self._daemons:
@@ -151,6 +153,20 @@ class Cluster:
 
     def logs(self) -> str:
         return "\n".join(f"== {log.name}\n{log.read_text()[-3000:]}" for log in sorted(self.folder.glob("*.log")))
+
+    def _cancel_jobs(self) -> None:
+        """Those that a failed test leaves: their processes would outlive the daemons."""
+        deadline = time.monotonic() + _END_TIMEOUT_S
+        with contextlib.suppress(subprocess.SubprocessError):  # a cluster that did not start has none
+            while time.monotonic() < deadline and self._ask("squeue", "--noheader").strip():
+                self._ask("scancel", "--user=root")
+                time.sleep(0.5)
+
+    def _ask(self, *command: str) -> str:
+        """What a command of SLURM says. Raises subprocess.SubprocessError where it fails, or is late."""
+        return subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=_END_TIMEOUT_S, check=True
+        ).stdout
 
     def _start(self) -> None:
         folder = self.folder
@@ -177,14 +193,9 @@ class Cluster:
         _wait(lambda: self._idle() == 2, "two idle nodes", self.logs)
 
     def _idle(self) -> int:
-        done = subprocess.run(
-            ["sinfo", "-h", "-N", "-p", "debug", "-o", "%t"],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        return done.stdout.split().count("idle")
+        with contextlib.suppress(subprocess.SubprocessError):  # the controller does not answer yet
+            return self._ask("sinfo", "-h", "-N", "-p", "debug", "-o", "%t").split().count("idle")
+        return 0
 
     def _daemon(self, *command: str) -> None:
         with (self.folder / f"output-{command[0]}-{len(self._daemons)}.log").open("wb") as output:
