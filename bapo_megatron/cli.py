@@ -44,7 +44,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bapo", description="RL of language models with BAPO on Megatron-Core.")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
 
-    train = verbs.add_parser("train", aliases=["launch"], help="train on this machine; the same run.name again resumes")
+    train = verbs.add_parser(
+        "train",
+        aliases=["launch"],
+        help="train on this machine; the same run.name again resumes",
+        description="Starts the engines and trainer ranks of a run on this machine; `bapo launch` is the same verb. "
+        "A run on several nodes is submitted with `bapo slurm`.",
+    )
     _add_config_arguments(train)
     train.set_defaults(verb=_train)
 
@@ -190,12 +196,15 @@ def _load_checked(arguments: Sequence[str], *, elsewhere: bool = False, memory: 
     """
     from bapo_megatron.config.load import load_config
     from bapo_megatron.config.plan import check
+    from bapo_megatron.config.plan_slurm import check_placement, refuse_several_nodes
     from bapo_megatron.learner.machine import this_machine
     from bapo_megatron.preflight.known_models import known_config
     from bapo_megatron.preflight.plan import check_cluster
 
     overrides = [a for a in arguments if "=" in a and not Path(a).is_file()]
     config = load_config([a for a in arguments if a not in overrides], overrides)
+    if not elsewhere:
+        refuse_several_nodes(config)
     elsewhere = elsewhere and config.cluster.gpu is not None
     errors: list[str] = []
     known = known_config(config.model.path) if elsewhere else None
@@ -211,6 +220,8 @@ def _load_checked(arguments: Sequence[str], *, elsewhere: bool = False, memory: 
         machine=this_machine() if num_gpus and not elsewhere else None,
     )
     errors += [v.message for v in violations if v.severity == "error"]
+    if config.cluster.nodes > 1:
+        errors += [v.message for v in check_placement(config) if v.severity == "error"]
     if not errors:
         errors += [v.message for v in check_cluster(config, hf_config, memory=memory)]
     for violation in violations:
