@@ -76,7 +76,7 @@ def test_prose_names_the_locked_versions(path: str) -> None:
         "transformer-engine": re.findall(r"Transformer Engine (\d+\.\d+\.\d+)", text),
     }
     assert any(named.values()), "nothing to compare: take this file off the list"
-    assert {name: set(found) - known[name] for name, found in named.items()} == dict.fromkeys(named, set())
+    assert [(name, version) for name, found in named.items() for version in set(found) - known[name]] == []
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_the_doctors_line_on_versions(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_table_of_versions_has_every_package(monkeypatch: pytest.MonkeyPatch) -> None:
     fake(monkeypatch, numpy="2.0.0")
     lines = list(packages.table("cpu"))
-    assert len(lines) == 1 + sum(len(versions.packages(g)) for g in versions.GROUPS)
+    assert len(lines) == 1 + sum(len(versions.packages(g)) for g in versions.GROUPS if g != "gpu-build")
     by_name = {line.split()[0]: line for line in lines}
     assert by_name["numpy"].split()[1:] == ["2.0.0", "2.4.6", "any", "allowed"]
     assert by_name["sglang"].split()[1:] == ["-", "0.5.23", "==0.5.23", "missing"]
