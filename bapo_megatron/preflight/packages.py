@@ -51,7 +51,7 @@ def check_required() -> Finding:
 
 def check_versions(stack: Stack) -> Finding:
     """Of what is installed: of SGLang's only where there is SGLang. `software_checks` has a line for megatron-core."""
-    found = [c for c in compare_all(stack) if c.package.name != "megatron-core"]
+    found = [c for c in compare_installed(stack) if c.package.name != "megatron-core"]
     wrong = [c for c in found if c.state == "not allowed"]
     other = [c for c in found if c.state == "allowed"]
     if wrong:
@@ -64,12 +64,12 @@ def check_versions(stack: Stack) -> Finding:
     return Finding("versions", "ok", what)
 
 
-def compare_all(stack: Stack, *, absent: bool = False) -> list[Comparison]:
-    """Every package of the lock file that is installed; with `absent` also those that are not."""
+def compare_installed(stack: Stack) -> list[Comparison]:
+    """Every package of the lock file that is there; SGLang's only where there is SGLang."""
     has_sglang = _installed("sglang") is not None
-    groups = [g for g in _GROUPS if absent or g not in _SGLANG or has_sglang]
+    groups = [g for g in _GROUPS if g not in _SGLANG or has_sglang]
     found = [compare(package, stack) for group in groups for package in versions.packages(group)]
-    return [c for c in found if absent or c.state != "missing"]
+    return [c for c in found if c.state != "missing"]
 
 
 def compare(package: Package, stack: Stack) -> Comparison:
@@ -90,10 +90,12 @@ def compare(package: Package, stack: Stack) -> Comparison:
 
 def table(stack: Stack) -> Iterator[str]:
     """`bapo doctor --versions`: a line for each package of the lock file."""
-    yield f"{'package':<29}{'installed':<18}{'lock (' + stack + ')':<18}{'allowed':<14}"
-    for c in compare_all(stack, absent=True):
-        name = c.package.requirement
-        yield f"{name:<29}{c.installed or '-':<18}{c.locked or '-':<18}{c.package.allowed or 'any':<14}{c.state}"
+    yield f"{'':<31}{'installed':<18}{'lock (' + stack + ')':<18}{'allowed':<14}"
+    for group in _GROUPS:
+        yield f"[{group}]"
+        for c in (compare(package, stack) for package in versions.packages(group)):
+            have, locked, allowed = c.installed or "-", c.locked or "-", c.package.allowed or "any"
+            yield f"  {c.package.requirement:<29}{have:<18}{locked:<18}{allowed:<14}{c.state}"
 
 
 def _pip_install(packages: list[Package]) -> str:

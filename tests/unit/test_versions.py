@@ -129,8 +129,10 @@ def test_the_doctors_line_on_versions(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_table_of_versions_has_every_package(monkeypatch: pytest.MonkeyPatch) -> None:
     fake(monkeypatch, numpy="2.0.0")
     lines = list(packages.table("cpu"))
-    assert len(lines) == 1 + sum(len(versions.packages(g)) for g in versions.GROUPS if g != "gpu-build")
-    by_name = {line.split()[0]: line for line in lines}
+    groups = [group for group in versions.GROUPS if group != "gpu-build"]
+    assert [line for line in lines if line.startswith("[")] == [f"[{group}]" for group in groups]
+    assert len(lines) == 1 + sum(1 + len(versions.packages(group)) for group in groups)
+    by_name = {line.split()[0]: line for line in reversed(lines)}
     assert by_name["numpy"].split()[1:] == ["2.0.0", "2.4.6", "any", "allowed"]
     assert by_name["sglang"].split()[1:] == ["-", "0.5.23", "==0.5.23", "missing"]
     assert by_name["torch"].endswith("exact")
