@@ -282,8 +282,9 @@ def _doctor(options: argparse.Namespace) -> int:
     packages = check_required()
     if options.versions:
         from bapo_megatron.preflight.software_checks import read_driver
+        from bapo_megatron.preflight.versions import Stack
 
-        stack = "gpu" if read_driver().gpus else "cpu"
+        stack: Stack = "gpu" if read_driver().gpus else "cpu"
         print("\n".join(table(stack)))
         return int("error" in (packages.verdict, check_versions(stack).verdict))
     print(packages, flush=True)
