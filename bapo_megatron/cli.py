@@ -154,8 +154,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     reproduce.set_defaults(verb=_reproduce)
 
-    report = verbs.add_parser("report", help="write a run's report.html")
-    report.add_argument("run", type=Path, metavar="RUN", help="run directory, such as runs/demo")
+    report = verbs.add_parser(
+        "report",
+        help="write a run's report.html; of several runs, put them side by side",
+        description="One HTML file that opens offline. See docs/report.md.",
+    )
+    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directory, such as runs/demo")
+    report.add_argument(
+        "--output", type=Path, metavar="FILE", help="default: RUN/report.html, of several runs/comparison.html"
+    )
     report.set_defaults(verb=_report)
 
     verbs.add_parser("serve", help="serve a model with the embedded engine (bapo serve --help)", add_help=False)
@@ -362,9 +369,10 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from bapo_megatron.monitor.report import write_report
+    from bapo_megatron.monitor.report import write_comparison, write_report
 
-    print(write_report(options.run))
+    run, *others = options.runs
+    print(write_comparison(options.runs, options.output) if others else write_report(run, options.output))
     return 0
 
 
