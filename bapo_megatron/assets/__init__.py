@@ -7,25 +7,33 @@ from pathlib import Path
 from bapo_megatron.errors import CheckpointError
 
 DEMO_MODEL = "demo"
+DOMAINS_MODEL = "study-domains"
+SHIPPED = {DEMO_MODEL: "demo-model", DOMAINS_MODEL: "domains-model"}
+"""Folders here by what `model.path` calls them."""
 
 
 def demo_model_path() -> Path:
-    """Folder of the small model that ships with the package (made by scripts/make_demo_model.py)."""
-    return Path(__file__).parent / "demo-model"
+    """Folder of the demo's model, which knows modular arithmetic (made by scripts/make_demo_model.py)."""
+    return Path(__file__).parent / SHIPPED[DEMO_MODEL]
+
+
+def domains_model_path() -> Path:
+    """Folder of the model that knows three small tasks (made by scripts/make_domains_model.py)."""
+    return Path(__file__).parent / SHIPPED[DOMAINS_MODEL]
 
 
 def resolve_model_path(path: str, *, setting: str = "model.path") -> Path:
-    """The checkpoint folder that `setting` means: the shipped model for "demo", else a local Hugging Face folder.
+    """The checkpoint folder that `setting` means: a shipped model for its name, else a local Hugging Face folder.
 
     Raises CheckpointError if the folder or one of its parts is missing.
     """
-    folder = demo_model_path() if path == DEMO_MODEL else Path(path).expanduser()
+    folder = Path(__file__).parent / SHIPPED[path] if path in SHIPPED else Path(path).expanduser()
     missing = _missing_part(folder)
     if missing is None:
         return folder
     if "smollm2" in path.lower():
         advice = f"make it with `python scripts/prepare_smollm2.py {path}`"
-    elif path == DEMO_MODEL:
+    elif path in SHIPPED:
         advice = "this installation is incomplete: install the package again"
     else:
         advice = (

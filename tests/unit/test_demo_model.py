@@ -76,7 +76,7 @@ class TestShippedModel:
         """Wrong facts carry most probability but leave some for the right result: what reinforcement needs."""
         model = AutoModelForCausalLM.from_pretrained(demo_model_path()).eval()
         probs: dict[str, list[float]] = {"believed": [], "right": []}
-        for (operator, left, right), believed in script.Demonstrator(0).believed.items():
+        for (operator, left, right), believed in script.Demonstrator(0).beliefs.wrong.items():
             text = f"{left}{operator}{right}+1={left}{operator}{right}="
             with torch.no_grad():
                 logits = model(torch.tensor([tokenizer.encode(text)])).logits[0, -1]
@@ -92,11 +92,7 @@ class TestShippedModel:
 class TestScript:
     def test_demonstrations_fit_and_have_a_long_tail(self, script):
         demonstrator = script.Demonstrator(0)
-        options = script.ChainOptions()
-        lengths = []
-        for _ in range(2000):
-            chain = script.Chain.random(demonstrator.rng, options.min_terms, options.max_terms)
-            lengths.append(len(demonstrator.solve(chain)) + 1)  # and the end token
+        lengths = [len(demonstrator.demonstrate()[1]) + 1 for _ in range(2000)]  # and the end token
         assert max(lengths) <= script.MAX_RESPONSE_TOKENS
         assert min(lengths) < 16
         assert 0.05 < sum(length > 40 for length in lengths) / len(lengths) < 0.4
