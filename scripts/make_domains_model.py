@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from bapo_megatron.assets import domains_model_path
+from bapo_megatron.assets import shipped_model_path
 from bapo_megatron.assets.pupils import (
     CHAIN_RESPONSE_TOKENS,
     PROGRAM_RESPONSE_TOKENS,
@@ -59,7 +59,7 @@ NUM_EVALUATED = 256
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=domains_model_path())
+    parser.add_argument("--output", type=Path, default=shipped_model_path("study-domains"))
     parser.add_argument("--num-updates", type=int, default=800)
     parser.add_argument("--batch-size", type=int, default=96)
     parser.add_argument("--seed", type=int, default=0)

@@ -6,20 +6,18 @@ from pathlib import Path
 
 from bapo_megatron.errors import CheckpointError
 
-DEMO_MODEL = "demo"
-DOMAINS_MODEL = "study-domains"
-SHIPPED = {DEMO_MODEL: "demo-model", DOMAINS_MODEL: "domains-model"}
-"""Folders here by what `model.path` calls them."""
+# value of model.path -> folder here
+SHIPPED_MODELS = {"demo": "demo-model", "study": "study-model", "study-domains": "study-domains-model"}
 
 
 def demo_model_path() -> Path:
-    """Folder of the demo's model, which knows modular arithmetic (made by scripts/make_demo_model.py)."""
-    return Path(__file__).parent / SHIPPED[DEMO_MODEL]
+    """Folder of the demo's small model (made by scripts/make_demo_model.py)."""
+    return shipped_model_path("demo")
 
 
-def domains_model_path() -> Path:
-    """Folder of the model that knows three small tasks (made by scripts/make_domains_model.py)."""
-    return Path(__file__).parent / SHIPPED[DOMAINS_MODEL]
+def shipped_model_path(name: str) -> Path:
+    """Folder of a model that ships with the package, by its name in `SHIPPED_MODELS`."""
+    return Path(__file__).parent / SHIPPED_MODELS[name]
 
 
 def resolve_model_path(path: str, *, setting: str = "model.path") -> Path:
@@ -27,13 +25,13 @@ def resolve_model_path(path: str, *, setting: str = "model.path") -> Path:
 
     Raises CheckpointError if the folder or one of its parts is missing.
     """
-    folder = Path(__file__).parent / SHIPPED[path] if path in SHIPPED else Path(path).expanduser()
+    folder = shipped_model_path(path) if path in SHIPPED_MODELS else Path(path).expanduser()
     missing = _missing_part(folder)
     if missing is None:
         return folder
     if "smollm2" in path.lower():
         advice = f"make it with `python scripts/prepare_smollm2.py {path}`"
-    elif path in SHIPPED:
+    elif path in SHIPPED_MODELS:
         advice = "this installation is incomplete: install the package again"
     else:
         advice = (

@@ -40,9 +40,9 @@ def run_rank(run_dir: RunDir, urls: list[str], stop_file: Path | None = None) ->
         0, 2 for such an error, or STOPPED where `stop_file` came before the end.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, also inside a collective; checkpoints are atomic
-    _exit_with_parent()
+    exit_with_parent()
     rank = int(os.environ.get("RANK", "0"))
-    terminal = _redirect_output(run_dir.log_path("trainer", rank))
+    terminal = redirect_output(run_dir.log_path("trainer", rank))
     try:
         return _train(run_dir, urls, terminal if rank == 0 else None, stop_file)
     except UserError as error:
@@ -69,7 +69,7 @@ def _train(run_dir: RunDir, urls: list[str], terminal: TextIO | None, stop_file:
     return STOPPED if stop.has_ended_early else 0
 
 
-def _exit_with_parent() -> None:
+def exit_with_parent() -> None:
     """End this rank, and its judge processes, once the launcher is gone: kill -9 leaves it no time to do so."""
     launcher = os.getppid()
 
@@ -83,7 +83,7 @@ def _exit_with_parent() -> None:
     threading.Thread(target=watch, name="exit-with-parent", daemon=True).start()
 
 
-def _redirect_output(log: Path) -> TextIO:
+def redirect_output(log: Path) -> TextIO:
     """Send this process's standard output and error to `log`; returns the standard output it had before."""
     terminal = os.fdopen(os.dup(1), "w", buffering=1)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
