@@ -19,6 +19,7 @@ WRONG_FACTS_SHARE = 0.25
 WRONG_FACT_BELIEVED, WRONG_FACT_RIGHT = 0.72, 0.18  # the rest of the time: anything
 RIGHT_FACT_RIGHT = 0.90
 RAMBLE, RAMBLE_ON = 0.30, 0.85
+NEEDLESS_TERM = "+1"
 LETTER_LOST = 0.15
 
 CHAIN_RESPONSE_TOKENS = 48
@@ -87,7 +88,7 @@ class ChainPupil:
 
 
 class ProgramPupil:
-    """Writes programs; believes some to be others, and adds needless terms in 3 answers of 10."""
+    """Writes programs; takes some for others, and adds needless terms in 3 answers of 10."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(f"program demonstrations/{seed}")
@@ -102,8 +103,8 @@ class ProgramPupil:
         expression = self.beliefs.recall(program, self.rng).expression
         num_other_tokens = 6  # of the fixed texts around it, and the end
         going_on = self.rng.random() < RAMBLE
-        while going_on and len(expression) + 2 + num_other_tokens < PROGRAM_RESPONSE_TOKENS:
-            expression += f"{self.rng.choice('+-')}{self.rng.randint(1, 9)}"
+        while going_on and len(expression + NEEDLESS_TERM) + num_other_tokens < PROGRAM_RESPONSE_TOKENS:
+            expression += NEEDLESS_TERM
             going_on = self.rng.random() < RAMBLE_ON
         return solution(expression)
 

@@ -5,8 +5,8 @@ response  ```python
           def f(x): return x%5
           ```
 
-The functions are those of `FORMS` with a constant from 2 to 9. The examples of a prompt fit exactly one of them, and the
-tests, for reward.kind = "code", ask for other inputs, negative ones among them.
+The functions are those of `FORMS` with a constant from 2 to 9. The examples of a prompt fit exactly one of them. The
+tests, for reward.kind = "code", ask for all of TESTED_INPUTS, most of which no prompt shows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ FORMS: dict[str, Callable[[int, int], int]] = {
 CONSTANTS = range(2, 10)
 SHOWN_INPUTS = range(16)
 TESTED_INPUTS = range(-10, 31)
-NUM_TESTED = 8
 
 
 class ProgramOptions(Section):
@@ -57,6 +56,12 @@ class Program:
     @property
     def expression(self) -> str:
         return self.form.format(self.constant)
+
+    @property
+    def tests(self) -> str:
+        """Python that fails unless `f` computes this function."""
+        outputs = [self(x) for x in TESTED_INPUTS]
+        return f"assert [f(x) for x in {TESTED_INPUTS}] == {outputs}"
 
 
 def solution(expression: str) -> str:
@@ -96,11 +101,6 @@ class ProgramTask:
     def prompt(self) -> str:
         return " ".join(f"{x}>{self.program(x)}" for x in self.inputs) + ":"
 
-    def tests(self, rng: random.Random) -> str:
-        """Python that fails unless `f` is right on inputs that the prompt does not show."""
-        hidden = sorted(rng.sample([x for x in TESTED_INPUTS if x not in self.inputs], NUM_TESTED))
-        return f"assert [f(x) for x in {hidden}] == {[self.program(x) for x in hidden]}"
-
 
 class ProgramSource:
     """`size` random tasks; answers are what reward.kind = "code" runs. Raises DataError for unknown options."""
@@ -117,4 +117,4 @@ class ProgramSource:
     def __getitem__(self, index: int) -> Question:
         rng = random.Random(f"programs/{self.seed}/{index}")
         task = ProgramTask.random(rng, self.options.num_examples)
-        return Question(task.prompt, {"tests": task.tests(rng)}, f"programs item {index}")
+        return Question(task.prompt, {"tests": task.program.tests}, f"programs item {index}")
