@@ -40,7 +40,7 @@ def run_rank(run_dir: RunDir, urls: list[str], stop_file: Path | None = None) ->
         0, 2 for such an error, or STOPPED where `stop_file` came before the end.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, also inside a collective; checkpoints are atomic
-    exit_with_parent()
+    _exit_with_parent()
     rank = int(os.environ.get("RANK", "0"))
     terminal = redirect_output(run_dir.log_path("trainer", rank))
     try:
@@ -69,7 +69,7 @@ def _train(run_dir: RunDir, urls: list[str], terminal: TextIO | None, stop_file:
     return STOPPED if stop.has_ended_early else 0
 
 
-def exit_with_parent() -> None:
+def _exit_with_parent() -> None:
     """End this rank, and its judge processes, once the launcher is gone: kill -9 leaves it no time to do so."""
     launcher = os.getppid()
 

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure as Canvas
 
 from bapo_megatron.monitor.jsonl import write_atomically
 from bapo_megatron.monitor.metrics import METRICS
-from bapo_megatron.reproduce.results import DERIVED, HEADLINE, PROFILE, StudyResult
+from bapo_megatron.reproduce.results import DERIVED, HEADLINE, PROFILE, PROFILE_PARTS, StudyResult
 from bapo_megatron.reproduce.results import Figure as Number
 from bapo_megatron.reproduce.study import Study
 
@@ -34,7 +34,15 @@ _STYLE: dict[Any, Any] = {
     "grid.alpha": 0.3,
     "legend.frameon": False,
 }
-_LOG_SCALE = ("optimizer/grad_norm",)  # its spikes are hundreds of times its usual size
+_LOG_SCALE = ("optimizer/grad_norm", "profile/share")  # spikes are hundreds of times the usual size; most are likely
+_PROFILE_LABELS = {
+    "share": "share of tokens",
+    "ratio": "mean ratio",
+    "abs_log_ratio": "mean |log ratio| [nats]",
+    "entropy": "mean entropy [nats]",
+    "clip_high_share": "clipped at the upper bound [share]",
+    "clip_low_share": "clipped at the lower bound [share]",
+}
 _PACKAGES = ("bapo-megatron", "torch", "megatron-core", "transformers")
 
 
@@ -109,14 +117,15 @@ def _cell(number: Number | None) -> str:
 
 def _draw(study: Study, result: StudyResult, path: Path) -> None:
     panels = [(p.metric, p.label) for p in study.plots if p.metric != PROFILE]
-    panels += [(metric, None) for metric in _PROFILE_PANELS if any(p.metric == PROFILE for p in study.plots)]
+    if PROFILE in (p.metric for p in study.plots):
+        panels += [(f"{PROFILE}/{part}", None) for part in PROFILE_PARTS]
     width = min(2, len(panels))
     height = math.ceil(len(panels) / width)
     with rc_context(_STYLE):
         canvas = Canvas(figsize=(_PANEL_INCHES[0] * width, _PANEL_INCHES[1] * height + 0.6), layout="constrained")
         axes = canvas.subplots(height, width, squeeze=False).flatten()
         for axis, (metric, label) in zip(axes, panels, strict=False):
-            (_draw_profile if metric in _PROFILE_PANELS else _draw_curves)(axis, result, metric)
+            _draw_curves(axis, result, metric)
             axis.set_ylabel(label or _label(metric))
         for axis in axes[len(panels) :]:
             axis.set_visible(False)
@@ -136,25 +145,18 @@ def _style(i: int) -> dict[str, Any]:
 def _draw_curves(axis: Axes, result: StudyResult, metric: str) -> None:
     for i, variant in enumerate(result.variants):
         curve = variant.curves[metric]
-        axis.plot(curve.updates, curve.mean, label=variant.name, linewidth=1.5, **_style(i))
+        axis.plot(curve.x, curve.mean, label=variant.name, linewidth=1.5, **_style(i))
         if len(result.seeds) > 1:
-            axis.fill_between(curve.updates, curve.low, curve.high, color=_style(i)["color"], alpha=0.1, linewidth=0)
-    axis.set_xlabel("optimizer updates")
+            axis.fill_between(curve.x, curve.low, curve.high, color=_style(i)["color"], alpha=0.1, linewidth=0)
+    axis.set_xlabel("probability of the token" if metric.startswith(f"{PROFILE}/") else "optimizer updates")
     if metric in _LOG_SCALE:
         axis.set_yscale("log")
-
-
-_PROFILE_PANELS: dict[str, str] = {}
-
-
-def _draw_profile(axis: Axes, result: StudyResult, metric: str) -> None:
-    raise NotImplementedError
 
 
 def _label(metric: str) -> str:
     if metric in DERIVED:
         return DERIVED[metric][0]
-    if metric in _PROFILE_PANELS:
-        return _PROFILE_PANELS[metric]
+    if metric.startswith(f"{PROFILE}/"):
+        return _PROFILE_LABELS[metric.removeprefix(f"{PROFILE}/")]
     unit = METRICS[metric].unit
     return f"{metric} [{unit}]"

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from threading import Event
@@ -54,6 +56,7 @@ def train_all(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_WORKERS])
+    lifeline, ours = context.Pipe(duplex=False)  # closes when this process ends, however that happens
     stop = Event()
 
     def train(config: Config) -> None:
@@ -61,7 +64,7 @@ def train_all(
             return
         started = time.monotonic()
         try:
-            _train(config, context, stop, started + timeout_s)
+            _train(config, _Forks(context, lifeline), stop, started + timeout_s)
         except _StoppedError:
             return
         except BaseException:
@@ -69,7 +72,7 @@ def train_all(
             raise
         tell(config, time.monotonic() - started)
 
-    with _one_thread_each(), ThreadPoolExecutor(num_jobs) as pool:
+    with _one_thread_each(), lifeline, ours, ThreadPoolExecutor(num_jobs) as pool:
         futures = [pool.submit(train, config) for config in configs]
         try:
             for future in futures:
@@ -82,7 +85,29 @@ class _StoppedError(Exception):
     """Another run failed, or the user has had enough."""
 
 
-def _train(config: Config, context: ForkServerContext, stop: Event, deadline: float) -> None:
+@dataclass(frozen=True, slots=True)
+class _Forks:
+    """Makes the processes of workers.py."""
+
+    context: ForkServerContext
+    lifeline: Connection
+
+    @contextmanager
+    def running(self, work: str, *arguments: object) -> Iterator[ForkServerProcess]:
+        """Ends it with the block."""
+        process = self.context.Process(target=_in_worker, args=(work, self.lifeline, *arguments), name=f"bapo-{work}")
+        process.start()
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.join(_END_TIMEOUT_S)
+            if process.exitcode is None:
+                process.kill()
+                process.join(_END_TIMEOUT_S)
+
+
+def _train(config: Config, forks: _Forks, stop: Event, deadline: float) -> None:
     folder = run_path(config)
     folder.mkdir(parents=True, exist_ok=True)
     engine_log = folder / "engine.log"
@@ -102,9 +127,9 @@ def _train(config: Config, context: ForkServerContext, stop: Event, deadline: fl
 
     with processes.reserved_ports(1) as ports:
         url = f"http://{processes.LOOPBACK}:{ports[0]}"
-        with _running(context, "serve", (_engine_arguments(config, ports[0]), engine_log)) as engine:
+        with forks.running("serve", _engine_arguments(config, ports[0]), engine_log) as engine:
             wait(lambda: is_ready(url, engine))
-            with _running(context, "train", (config, url)) as trainer:
+            with forks.running("train", config, url) as trainer:
                 wait(lambda: trainer.exitcode is not None)
                 if trainer.exitcode != 0:
                     raise UserError(_complaint(folder, trainer.exitcode))
@@ -119,20 +144,6 @@ def _engine_arguments(config: Config, port: int) -> list[str]:
         *("--max-running", str(config.rollout.max_concurrent_requests)),
         *("--update-timeout-s", str(config.sync.timeout_s)),
     ]
-
-
-@contextmanager
-def _running(context: ForkServerContext, work: str, arguments: tuple[object, ...]) -> Iterator[ForkServerProcess]:
-    process = context.Process(target=_in_worker, args=(work, *arguments), name=f"bapo-study-{work}")
-    process.start()
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.join(_END_TIMEOUT_S)
-        if process.exitcode is None:
-            process.kill()
-            process.join(_END_TIMEOUT_S)
 
 
 def _in_worker(work: str, *arguments: object) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from bapo_megatron.algorithms.token_profile import BINS, MEANS
 from bapo_megatron.monitor.metrics import read_metrics
 from bapo_megatron.reproduce.pool import run_path
 from bapo_megatron.reproduce.study import Run, Study
@@ -15,7 +16,8 @@ from bapo_megatron.reproduce.study import Run, Study
 Row = Mapping[str, float]
 
 LAST_PART = 0.25  # of a run's steps: what "at the end" means for noisy metrics
-PROFILE = "profile"  # a plot of all profile/* metrics, not of one
+PROFILE = "profile"  # a plot of the token profile, with monitor.token_profile = true: means of a run by probability
+PROFILE_PARTS = ("share", *MEANS)
 
 
 def _share(part: str, rest: str) -> Callable[[Row], float]:
@@ -52,9 +54,9 @@ HEADLINE = "pass rate"  # what variants are compared by
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A metric after each step; over seeds, finite values only. All lists have one entry a step."""
+    """A metric over seeds, finite values only. `x`: optimizer updates after each step; of a profile, probabilities."""
 
-    updates: list[float]
+    x: list[float]
     mean: list[float]
     low: list[float]
     high: list[float]
@@ -133,12 +135,27 @@ def _variant(name: str, seeds: Sequence[Sequence[Row]], wanted: Sequence[str]) -
         if all(map(math.isfinite, by_seed)):
             std = statistics.stdev(by_seed) if len(by_seed) > 1 else None
             finals[column] = Figure(statistics.fmean(by_seed), std, by_seed)
-    metrics = [m for w in wanted for m in (_profile_metrics(seeds[0]) if w == PROFILE else [w])]
-    return VariantResult(name, finals, {metric: _curve(seeds, metric) for metric in metrics})
+    curves = {metric: _curve(seeds, metric) for metric in wanted if metric != PROFILE}
+    if PROFILE in wanted:
+        curves |= {f"{PROFILE}/{part}": _profile(seeds, part) for part in PROFILE_PARTS}
+    return VariantResult(name, finals, curves)
 
 
-def _profile_metrics(rows: Sequence[Row]) -> list[str]:
-    return [metric for metric in rows[0] if metric.startswith("profile/")]
+def _profile(seeds: Sequence[Sequence[Row]], part: str) -> Curve:
+    """One value a bin and seed: the share of all trained tokens of the run, or the mean over those in the bin."""
+    rows_SB = [[_over_run(rows, bin_name, part) for bin_name in BINS] for rows in seeds]
+    centres = [(b + 0.5) / len(BINS) for b in range(len(BINS))]
+    return _spread(centres, rows_SB)
+
+
+def _over_run(rows: Sequence[Row], bin_name: str, part: str) -> float:
+    shares = [value(row, f"{bin_name}_share") for row in rows]
+    if part == "share":
+        return _mean(shares)
+    weighted = [(share, value(row, f"{bin_name}_{part}")) for share, row in zip(shares, rows, strict=True)]
+    weighted = [(share, v) for share, v in weighted if share > 0 and math.isfinite(v)]
+    total = math.fsum(share for share, _ in weighted)
+    return math.fsum(share * v for share, v in weighted) / total if total else math.nan
 
 
 def _final(rows: Sequence[Row], metric: str, part: str) -> float:
@@ -151,10 +168,14 @@ def _final(rows: Sequence[Row], metric: str, part: str) -> float:
 
 
 def _curve(seeds: Sequence[Sequence[Row]], metric: str) -> Curve:
-    steps = list(zip(*seeds, strict=True))
-    columns = [[v for row in rows if math.isfinite(v := value(row, metric))] for rows in steps]
+    updates = [row["version"] for row in seeds[0]]
+    return _spread(updates, [[value(row, metric) for row in rows] for rows in seeds])
+
+
+def _spread(x: list[float], by_seed: Sequence[Sequence[float]]) -> Curve:
+    columns = [[v for v in column if math.isfinite(v)] for column in zip(*by_seed, strict=True)]
     return Curve(
-        updates=[rows[0]["version"] for rows in steps],
+        x=x,
         mean=[_mean(column) for column in columns],
         low=[min(column, default=math.nan) for column in columns],
         high=[max(column, default=math.nan) for column in columns],

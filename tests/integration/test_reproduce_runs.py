@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -91,6 +93,30 @@ def test_a_run_has_a_deadline(tmp_path: Path) -> None:
     assert time.monotonic() - started < 60
     assert own_children() == set()
     assert not any(is_finished(r.config) for r in runs)
+
+
+def test_nothing_outlives_a_study_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "long.toml").write_text(STUDY.replace("num_steps = 2", "num_steps = 500"))
+    command = [sys.executable, "-m", "bapo_megatron", "reproduce", str(tmp_path / "long.toml")]
+    with (tmp_path / "log").open("w") as log:
+        study = subprocess.Popen([*command, "--runs", str(tmp_path / "runs")], stdout=log, stderr=log)
+    try:
+        wait_for(lambda: len(list(tmp_path.glob("runs/*/metrics.jsonl"))) == 2, "both runs train", tmp_path / "log")
+        family = psutil.Process(study.pid).children(recursive=True)
+        assert len(family) >= 4
+    finally:
+        study.kill()
+        study.wait(30)
+    gone, alive = psutil.wait_procs(family, timeout=60)
+    assert alive == []
+    assert gone
+
+
+def wait_for(is_true: Callable[[], bool], what: str, log: Path) -> None:
+    deadline = time.monotonic() + 180
+    while not is_true():
+        assert time.monotonic() < deadline, f"not in time: {what}\n{log.read_text()}"
+        time.sleep(0.1)
 
 
 def test_a_committed_point_comes_out_again(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_results_are_those_of_numpy(tmp_path: Path) -> None:
     assert wide.curves["reward/mean"].mean == pytest.approx(rewards[[1, 3]].mean(0))
     assert wide.curves["reward/mean"].low == pytest.approx(rewards[[1, 3]].min(0))
     assert wide.curves["clip_share"].high == pytest.approx(3 * clipped[[1, 3]].max(0))
-    assert wide.curves["reward/mean"].updates == [10, 20, 30, 40]
+    assert wide.curves["reward/mean"].x == [10, 20, 30, 40]
     assert narrow.finals["pass rate"].mean == pytest.approx(evaluated[[0, 2]].mean())
     assert narrow.finals["pass rate"].std == pytest.approx(evaluated[[0, 2]].std(ddof=1))
     assert narrow.finals["reward at the end"].by_seed == pytest.approx(rewards[[0, 2], 3])
@@ -167,3 +167,28 @@ def test_derived_metrics() -> None:
     assert value({"loss/positive_mass": 1.0, "loss/negative_mass": 3.0}, "positive_mass_share") == 0.25
     assert math.isnan(value({"loss/positive_mass": 0.0, "loss/negative_mass": 0.0}, "positive_mass_share"))
     assert all(math.isnan(value({}, metric)) for metric in DERIVED)
+
+
+def test_a_profile_is_weighted_with_its_tokens(tmp_path: Path) -> None:
+    text = MINIMAL.replace('metric = "clip_share"', 'metric = "profile"').replace("seeds = [3, 1]", "seeds = [3]")
+    study = study_from(tmp_path, text)
+    runs = plan_runs(study, quick=False, runs_dir=tmp_path / "runs")
+    rng = np.random.default_rng(1)
+    shares, entropies = rng.random((2, 4, 10)), rng.random((2, 4, 10))
+    shares[:, :, 3] = 0.0
+    shares[:, 1, 5], entropies[:, 1, 5] = 0.0, np.nan
+    for i, run in enumerate(runs):
+        rows = []
+        for step in range(4):
+            bins = {f"profile/p{b}0_share": shares[i, step, b] for b in range(10)}
+            bins |= {f"profile/p{b}0_entropy": entropies[i, step, b] for b in range(10)}
+            clean = {name: None if np.isnan(v) else v for name, v in bins.items()}
+            rows.append(row(step + 1, 0.5, 0.1) | clean | {"eval/reward": 0.5})
+        run_path(run.config).mkdir(parents=True)
+        (run_path(run.config) / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    profile = gather(study, runs).variants[0].curves
+    weights = np.where(np.isnan(entropies[0]), 0, shares[0])
+    expected = (weights * np.nan_to_num(entropies[0])).sum(0) / np.where(weights.sum(0) > 0, weights.sum(0), np.nan)
+    assert profile["profile/entropy"].mean == pytest.approx(expected, nan_ok=True)
+    assert profile["profile/share"].mean == pytest.approx(shares[0].mean(0))
+    assert profile["profile/share"].x == pytest.approx(np.arange(10) / 10 + 0.05)
