@@ -51,7 +51,8 @@ def main() -> None:
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     pupil = ChainPupil(args.seed)
     warm_start(model, tokenizer, pupil.demonstrate, num_updates=args.num_updates, batch_size=args.batch_size)
-    questions = [*ChainSource(1024, args.seed, {})]
+    source = ChainSource(1024, args.seed, {})
+    questions = [source[i] for i in range(len(source))]
     rate = mean_reward(model, tokenizer, questions, judge_chain, CHAIN_RESPONSE_TOKENS)
     print(f"pass rate at temperature 1: {rate:.3f}")
     save(model, tokenizer, args.output)

@@ -80,7 +80,7 @@ def main() -> None:
         batch_size=args.batch_size,
     )
     for source, judge, max_tokens in domains(args.seed):
-        reward = mean_reward(model, tokenizer, [*source], judge, max_tokens)
+        reward = mean_reward(model, tokenizer, [source[i] for i in range(NUM_EVALUATED)], judge, max_tokens)
         print(f"{source.name}: mean reward at temperature 1: {reward:.3f}")
     save(model, tokenizer, args.output)
 

@@ -24,6 +24,7 @@ from bapo_megatron.prompts.base import Question
 PAD, EOS, UNK = SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 MAX_POSITIONS = 512
 
+
 def build_tokenizer(vocabulary: Sequence[str]) -> PreTrainedTokenizerFast:
     """One token a character, and one for each longer text of `vocabulary`, which begins with SPECIAL_TOKENS."""
     assert tuple(vocabulary[: len(SPECIAL_TOKENS)]) == SPECIAL_TOKENS
