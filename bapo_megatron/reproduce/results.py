@@ -35,7 +35,7 @@ DERIVED: dict[str, tuple[str, Callable[[Row], float]]] = {
 
 # Column of the table -> metric, and of which of the run's values: the last one, the mean of those at the end or of all,
 # or their median.
-_FINALS: dict[str, tuple[str, str]] = {
+FINALS: dict[str, tuple[str, str]] = {
     "pass rate": ("eval/reward", "last"),
     "reward at the end": ("reward/mean", "end"),
     "entropy at the end": ("loss/entropy", "end"),
@@ -130,7 +130,7 @@ def value(row: Row, metric: str) -> float:
 
 def _variant(name: str, seeds: Sequence[Sequence[Row]], wanted: Sequence[str]) -> VariantResult:
     finals = {}
-    for column, (metric, part) in _FINALS.items():
+    for column, (metric, part) in FINALS.items():
         by_seed = [_final(rows, metric, part) for rows in seeds]
         if all(map(math.isfinite, by_seed)):
             std = statistics.stdev(by_seed) if len(by_seed) > 1 else None

@@ -166,27 +166,28 @@ def literal_kl(log_probs_T: Tensor, reference_T: Tensor, estimator: str, batch: 
     return terms[estimator].mean()
 
 
-def literal_bounds(log_probs_T: Tensor, batch: Batch) -> tuple[float, float, float]:
-    """Low, high and rho of Algorithm 1 with SEARCH, every token visited at every probe. No probe is a near tie."""
+def literal_bounds(log_probs_T: Tensor, batch: Batch, search: ClipBoundConfig = SEARCH) -> tuple[float, float, float]:
+    """Low, high and rho of Algorithm 1, with the reading and token weights of SEARCH; every token is visited at every
+    probe, and none is a near tie."""
     mask_T = batch.mask_T
     behaviour = batch.behaviour_logprobs_T[mask_T].double()
     ratio, advantage = (log_probs_T[mask_T] - behaviour).exp(), batch.advantages_T[mask_T].double()
     mass, is_positive = behaviour.exp() * advantage.abs(), advantage > 0
-    i = j = 0
+    low, high, i, j = search.low.points, search.high.points, 0, 0
 
     def rho() -> float:
-        positive = (mass * ratio.clamp(max=SEARCH.high.points[i]))[is_positive].sum()
-        negative = (mass * ratio.clamp(min=SEARCH.low.points[j]))[~is_positive].sum()
+        positive = (mass * ratio.clamp(max=high[i]))[is_positive].sum()
+        negative = (mass * ratio.clamp(min=low[j]))[~is_positive].sum()
         share = float(positive / (positive + negative))
-        assert abs(share - SEARCH.rho0) > 1e-5, "rounding could decide this probe: choose another target"
+        assert abs(share - search.rho0) > 1e-5, "rounding could decide this probe: choose another target"
         return share
 
-    while rho() < SEARCH.rho0 and j + 1 < len(SEARCH.low.points):
-        if i + 1 < len(SEARCH.high.points):
+    while rho() < search.rho0 and j + 1 < len(low):
+        if i + 1 < len(high):
             i += 1
         else:
             j += 1
-    return SEARCH.low.points[j], SEARCH.high.points[i], rho()
+    return low[j], high[i], rho()
 
 
 def literal_metrics(log_probs_T: Tensor, entropy_T: Tensor, batch: Batch, version: int) -> dict[str, float]:
@@ -198,6 +199,8 @@ def literal_metrics(log_probs_T: Tensor, entropy_T: Tensor, batch: Batch, versio
     deviation = (log_probs_T + entropy_T)[mask_T]
     kept = torch.where(clipped_high | clipped_low, 0.0, advantage.double())
     positive_low = (advantage > 0) & (deviation < 0)
+    probs = log_probs_T[mask_T].exp()
+    is_rare, is_uncommon = probs < 0.1, (probs >= 0.1) & (probs < 0.2)
     return {
         "loss/ratio_mean": ratio.mean().item(),
         "loss/ratio_max": ratio.max().item(),
@@ -208,6 +211,11 @@ def literal_metrics(log_probs_T: Tensor, entropy_T: Tensor, batch: Batch, versio
         "entropy_rule/positive_low": positive_low.double().mean().item(),
         "entropy_rule/positive_low_clipped": (positive_low & clipped_high).double().mean().item(),
         "entropy_rule/positive_low_age_1_3": (positive_low & (age >= 1) & (age <= 3)).double().mean().item(),
+        "profile/p00_share": is_rare.double().mean().item(),
+        "profile/p00_ratio": (is_rare * ratio).mean().item(),
+        "profile/p10_abs_log_ratio": (is_uncommon * ratio.log().abs()).mean().item(),
+        "profile/p10_entropy": (is_uncommon * entropy_T[mask_T]).mean().item(),
+        "profile/p10_clip_high_share": (is_uncommon & clipped_high).double().mean().item(),
         "staleness/mean": age.mean().item(),
         "staleness/max": age.max().item(),
         "train/tokens": float(mask_T.sum()),

@@ -11,6 +11,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from bapo_megatron.algorithms.clip_bounds import ClipBoundConfig
 from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import StepResult
@@ -20,7 +21,6 @@ from bapo_megatron.monitor.record import UpdateMetrics
 from bapo_megatron.types import Batch, ClipBounds
 from tests.distributed import run_distributed
 from tests.integration.learner_reference import (
-    SEARCH,
     literal_bounds,
     literal_loss,
     load_float64,
@@ -31,6 +31,9 @@ from tests.integration.learner_reference import (
 from tests.integration.test_schedule import LARGE, SMALL, CountedLearner, assert_same, make_config, updates
 
 TOLERANCE = 1e-5
+SEARCH = ClipBoundConfig(  # its target lies between what the micro-batches reach: some bounds saturate, some do not
+    rho0=0.25, low=[0.5, 0.9, 0.1], high=[1.0, 6.0, 0.1], contribution="surrogate", token_weight="rollout_prob"
+)
 
 Case = tuple[dict[str, Any], int]  # [parallel], tokens of a micro-batch
 
@@ -42,16 +45,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def with_scope(config: Config, scope: str) -> Config:
-    return config.model_copy(update={"bapo": config.bapo.model_copy(update={"scope": scope})})
+def with_scope(config: Config, scope: str, rho0: float = SEARCH.rho0) -> Config:
+    bapo = SEARCH.model_copy(update={"scope": scope, "rho0": rho0})
+    optimizer = config.optimizer.model_copy(update={"clip_grad": 1e9})
+    return config.model_copy(update={"bapo": bapo, "optimizer": optimizer})
 
 
 def check_one_micro_batch(root: Path, **layout: Any) -> None:
     """One micro-batch (on each rank) is the whole update: bit for bit that of scope exact."""
     config = make_config(layout, LARGE)
-    exact = updates(with_scope(config, "exact"), root / "qwen3")
+    exact, alone = (updates(with_scope(config, scope, rho0=0.3), root / "qwen3") for scope in ("exact", "microbatch"))
     assert exact[0].bounds.num_moves > 0, "the search should have something to find"
-    for want, got in zip(exact, updates(with_scope(config, "microbatch"), root / "qwen3"), strict=True):
+    for want, got in zip(exact, alone, strict=True):
         (bounds,) = got.result.bounds
         assert_same(dataclasses.replace(got, bounds=bounds), want)
         assert got.num_forwards == want.num_forwards == 1
@@ -85,7 +90,7 @@ def check_layout(root: Path, layout: dict[str, Any], max_tokens: int) -> None:
     def loss_of(log_probs_T: Tensor, batch: Batch) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
         for part in parts:
-            low, high, share = literal_bounds(log_probs_T.detach(), part)
+            low, high, share = literal_bounds(log_probs_T.detach(), part, SEARCH)
             wanted.append(ClipBounds(low, high, share, share < SEARCH.rho0, 0))
             total = total + literal_loss(log_probs_T, part, wanted[-1]) * part.num_trained_tokens
         return total / batch.num_trained_tokens
@@ -128,7 +133,7 @@ def check_layouts(rank: int, world_size: int, root: Path, cases: list[Case]) -> 
 
 
 def test_one_process(folder: Path) -> None:
-    run_distributed(check_layouts, 1, folder, [({}, SMALL)])
+    run_distributed(check_layouts, 1, folder, [({}, SMALL)], timeout_s=240)
 
 
 def test_two_processes(folder: Path) -> None:
@@ -139,4 +144,4 @@ def test_two_processes(folder: Path) -> None:
         ({"pipeline": 2}, SMALL),
         ({"pipeline": 2, "virtual_pipeline": 2}, SMALL),
     ]
-    run_distributed(check_layouts, 2, folder, cases)
+    run_distributed(check_layouts, 2, folder, cases, timeout_s=240)
