@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bapo_megatron import __version__
 from bapo_megatron.errors import ConfigError, UserError
@@ -44,7 +44,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bapo", description="RL of language models with BAPO on Megatron-Core.")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
 
-    train = verbs.add_parser("train", aliases=["launch"], help="train on this machine; the same run.name again resumes")
+    train = verbs.add_parser(
+        "train",
+        aliases=["launch"],
+        help="train on this machine; the same run.name again resumes",
+        description="Starts the engines and trainer ranks of a run on this machine; `bapo launch` is the same verb. "
+        "A run on several nodes is submitted with `bapo slurm`.",
+    )
     _add_config_arguments(train)
     train.set_defaults(verb=_train)
 
@@ -94,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PORT",
         help="check that it is free",
     )
+    doctor.add_argument("--versions", action="store_true", help="only compare each package with the lock file")
     doctor.add_argument("--rendezvous", metavar="HOST:PORT", help="meet the doctors of other nodes there, on node 0")
     doctor.add_argument("--num-nodes", type=_whole, default=1, metavar="N", help="doctors that meet (default: 1)")
     doctor.add_argument("--node-rank", type=int, default=0, metavar="I", help="which of them this is (default: 0)")
@@ -188,72 +195,17 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _load_checked(arguments: Sequence[str], *, elsewhere: bool = False, memory: bool = True) -> Config:
-    """Load, check across sections, print warnings; raises ConfigError with every violation.
-
-    Args:
-        elsewhere: where the configuration names a cluster, check for that instead of this machine.
-        memory: whether what does not fit into the cluster's GPUs is a violation.
-    """
-    from bapo_megatron.config.load import load_config
-    from bapo_megatron.config.plan import check
-    from bapo_megatron.learner.machine import this_machine
-    from bapo_megatron.preflight.known_models import known_config
-    from bapo_megatron.preflight.plan import check_cluster
-
-    overrides = [a for a in arguments if "=" in a and not Path(a).is_file()]
-    config = load_config([a for a in arguments if a not in overrides], overrides)
-    elsewhere = elsewhere and config.cluster.gpu is not None
-    errors: list[str] = []
-    known = known_config(config.model.path) if elsewhere else None
-    hf_config = known or _hf_config(config.model.path, "model.path", errors)
-    reference = config.loss.reference_path if config.loss.kl_coef else None
-    reference_config = _hf_config(reference, "loss.reference_path", errors) if reference else None
-    num_gpus = config.cluster.nodes * config.cluster.gpus_per_node if elsewhere else _num_gpus()
-    violations = check(
-        config,
-        hf_config=hf_config,
-        reference_config=reference_config,
-        num_gpus=num_gpus,
-        machine=this_machine() if num_gpus and not elsewhere else None,
-    )
-    errors += [v.message for v in violations if v.severity == "error"]
-    if not errors:
-        errors += [v.message for v in check_cluster(config, hf_config, memory=memory)]
-    for violation in violations:
-        if violation.severity == "warning":
-            print(f"bapo: warning: {violation.message}", file=sys.stderr)
-    if errors:
-        raise ConfigError("\n".join(errors))
-    return config
-
-
-def _hf_config(path: str, setting: str, errors: list[str]) -> dict[str, Any] | None:
-    """The config.json of a model; what is wrong with its folder goes to `errors`."""
-    from bapo_megatron.assets import resolve_model_path
-    from bapo_megatron.hf.shape import load_hf_config
-
-    try:
-        return load_hf_config(resolve_model_path(path, setting=setting))
-    except UserError as error:
-        errors.append(str(error))
-        return None
-
-
-def _num_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
 def _train(options: argparse.Namespace) -> int:
-    return _run(_load_checked(options.arguments))
+    from bapo_megatron.preflight.check import load_checked
+
+    return _run(load_checked(options.arguments))
 
 
 def _slurm(options: argparse.Namespace) -> int:
     from bapo_megatron.launch.slurm import describe, prepare, submit
+    from bapo_megatron.preflight.check import load_checked
 
-    config = _load_checked(options.arguments, elsewhere=True)
+    config = load_checked(options.arguments, elsewhere=True)
     job, warnings = prepare(config)
     for warning in warnings:
         print(f"bapo: warning: {warning.message}", file=sys.stderr)
@@ -267,8 +219,10 @@ def _slurm(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
+    from bapo_megatron.preflight.check import load_checked
+
     name = time.strftime("run.name=demo-%Y%m%d-%H%M%S")
-    return _run(_load_checked(["demo", name, *options.overrides]))
+    return _run(load_checked(["demo", name, *options.overrides]))
 
 
 def _run(config: Config) -> int:
@@ -279,9 +233,10 @@ def _run(config: Config) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     from bapo_megatron.config.plan import summarize
+    from bapo_megatron.preflight.check import load_checked
     from bapo_megatron.preflight.report import describe
 
-    config = _load_checked(options.arguments, elsewhere=True)
+    config = load_checked(options.arguments, elsewhere=True)
     print(summarize(config))
     if config.cluster.gpu is not None:
         print(describe(config))
@@ -290,9 +245,10 @@ def _check(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     from bapo_megatron.config.plan import summarize
+    from bapo_megatron.preflight.check import load_checked
     from bapo_megatron.preflight.report import explain
 
-    config = _load_checked(options.arguments, elsewhere=True, memory=False)
+    config = load_checked(options.arguments, elsewhere=True, memory=False)
     print(summarize(config))
     text, problems = explain(config, options.response_tokens)
     print(text)
@@ -302,9 +258,16 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from bapo_megatron.preflight.packages import check_required
+    from bapo_megatron.preflight.packages import check_required, check_versions, table
 
     packages = check_required()
+    if options.versions:
+        from bapo_megatron.preflight.software_checks import read_driver
+        from bapo_megatron.preflight.versions import Stack
+
+        stack: Stack = "gpu" if read_driver().gpus else "cpu"
+        print("\n".join(table(stack)))
+        return int("error" in (packages.verdict, check_versions(stack).verdict))
     print(packages, flush=True)
     if packages.verdict == "error":  # what comes next imports them
         return 1

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from bapo_megatron.errors import CheckpointError
 
-SHIPPED_MODELS = {"demo": "demo-model", "study": "study-model"}  # value of model.path -> folder here
+# value of model.path -> folder here
+SHIPPED_MODELS = {"demo": "demo-model", "study": "study-model", "study-domains": "study-domains-model"}
 
 
 def demo_model_path() -> Path:

@@ -5,6 +5,7 @@ error that names the file or the override it came from.
 
 - A path that does not exist but is the name of a shipped configuration ("demo") means that one.
 - Relative paths inside a configuration (model.path, data.path, run.dir) are relative to the working directory.
+- `data.options` belong to a prompt source: where a later `data.source` names another one, earlier options are dropped.
 - TOML has no null: the string "none" unsets a setting that can be unset.
 """
 
@@ -49,11 +50,17 @@ def load_config(files: Sequence[Path | str], overrides: Sequence[str] = ()) -> C
         except ConfigError as error:
             problems.append(str(error))
             continue
-        merge(merged, table)
+        _put_over(merged, table)
         origins |= dict.fromkeys(_leaves(table), str(path))
+    parsed = []
     for text in overrides:
         try:
-            path_in_schema, value = parse_override(text)
+            parsed.append((text, *parse_override(text)))
+        except ConfigError as error:
+            problems.append(str(error))
+    _forget_options(merged, [value for _, path_in_schema, value in parsed if path_in_schema == ("data", "source")])
+    for text, path_in_schema, value in parsed:
+        try:
             _set(merged, path_in_schema, value)
         except ConfigError as error:
             problems.append(str(error))
@@ -67,7 +74,7 @@ def load_tables(tables: Mapping[str, dict[str, Any]]) -> Config:
     merged: dict[str, Any] = {}
     origins: Origins = {}
     for source, table in tables.items():
-        merge(merged, table)
+        _put_over(merged, table)
         origins |= dict.fromkeys(_leaves(table), source)
     return _validated(merged, origins, [])
 
@@ -120,6 +127,19 @@ def merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
         else:
             base[key] = value
     return base
+
+
+def _put_over(merged: dict[str, Any], table: dict[str, Any]) -> None:
+    data = table.get("data")
+    _forget_options(merged, [data["source"]] if isinstance(data, dict) and "source" in data else [])
+    merge(merged, table)
+
+
+def _forget_options(merged: dict[str, Any], sources: Sequence[Any]) -> None:
+    """`data.options` are those of a prompt source: another source, named later, starts without."""
+    data = merged.get("data")
+    if isinstance(data, dict) and any(source != data.get("source") for source in sources):
+        data.pop("options", None)
 
 
 def parse_override(text: str) -> tuple[paths.Path, Any]:

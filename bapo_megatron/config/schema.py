@@ -49,8 +49,9 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Where prompts come from."""
 
-    source: Literal["chains", "reasoning_gym", "jsonl"] = "chains"
-    """chains: the demo's modular arithmetic; reasoning_gym: a procedural data set; jsonl: your own file."""
+    source: Literal["chains", "programs", "reasoning_gym", "jsonl"] = "chains"
+    """chains: the demo's modular arithmetic; programs: small functions to be found from examples; reasoning_gym: a
+    procedural data set; jsonl: your own file."""
     path: str | None = None
     """jsonl: the file, one object a line with the fields `prompt` and `answer`; or a Parquet file (.parquet)."""
     format: Literal["plain", "math", "gsm8k", "humaneval"] = "plain"
@@ -59,7 +60,8 @@ class DataConfig(Section):
     dataset: str | None = None
     """reasoning_gym: name of the data set, such as "basic_arithmetic"."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the source: chains {min_terms, max_terms, ...}, reasoning_gym: the data set's own settings."""
+    """Passed to the source: chains {min_terms, max_terms}, programs {num_examples}, reasoning_gym: the data set's own
+    settings."""
     size: PositiveInt = 10_000
     """Number of prompts that a procedural source makes before it starts over in a new order."""
     chat_template: bool = False

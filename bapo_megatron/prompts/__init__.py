@@ -1,1 +1,1 @@
-"""Prompt sources (chains, reasoning-gym, JSONL) and the resumable stream over them."""
+"""Prompt sources (chains, programs, reasoning-gym, JSONL) and the resumable stream over them."""

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+from pydantic import ValidationError
+
+from bapo_megatron.config.base import Section
+from bapo_megatron.errors import DataError
+
+Options = TypeVar("Options", bound=Section)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +32,12 @@ class PromptSource(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Question: ...
+
+
+def read_options(section: type[Options], source: str, options: dict[str, Any]) -> Options:
+    """`[data.options]` of a source. Raises DataError for unknown or contradictory ones."""
+    try:
+        return section(**options)
+    except ValidationError as error:
+        reasons = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'options'}: {e['msg']}" for e in error.errors())
+        raise DataError(f"data.options of the source {source}: {reasons}") from error

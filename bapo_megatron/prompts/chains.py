@@ -10,11 +10,10 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import Field, PositiveInt, ValidationError, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from bapo_megatron.config.base import Section
-from bapo_megatron.errors import DataError
-from bapo_megatron.prompts.base import Question
+from bapo_megatron.prompts.base import Question, read_options
 
 MODULUS = 7
 OPERATORS = "+-*"
@@ -76,11 +75,7 @@ class ChainSource:
     name = "chains"
 
     def __init__(self, size: int, seed: int, options: dict[str, Any]) -> None:
-        try:
-            self.options = ChainOptions(**options)
-        except ValidationError as error:
-            reasons = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'options'}: {e['msg']}" for e in error.errors())
-            raise DataError(f"data.options of the source chains: {reasons}") from error
+        self.options = read_options(ChainOptions, self.name, options)
         self.size, self.seed = size, seed
 
     def __len__(self) -> int:

@@ -12,6 +12,7 @@ from bapo_megatron.errors import CheckpointError, DataError
 from bapo_megatron.prompts.base import PromptSource, Question
 from bapo_megatron.prompts.chains import ChainSource
 from bapo_megatron.prompts.jsonl import JsonlSource
+from bapo_megatron.prompts.programs import ProgramSource
 from bapo_megatron.prompts.reasoning_gym import ReasoningGymSource
 from bapo_megatron.types import Prompt
 
@@ -22,6 +23,8 @@ def build_source(config: Config) -> PromptSource:
     match data.source:
         case "chains":
             return ChainSource(data.size, seed, data.options)
+        case "programs":
+            return ProgramSource(data.size, seed, data.options)
         case "reasoning_gym":
             return ReasoningGymSource(data.dataset, data.size, seed, data.options)
         case "jsonl":

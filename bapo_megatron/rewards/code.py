@@ -2,12 +2,15 @@
 
     response -> last ```python block -> one sandboxed interpreter per case (rewards/sandbox.py) -> 1.0 if all pass
 
+A program that was judged by the same tests before is not run again: small policies repeat themselves.
+
 An answer is {"tests": "assert f(1) == 2"} and/or {"cases": [{"stdin": "1 2", "stdout": "3"}, ...]}.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -24,6 +27,7 @@ from typing import IO, Any
 
 log = logging.getLogger(__name__)
 
+MAX_VERDICTS_KEPT = 1 << 16
 MAX_FILE_BYTES = 16 << 20  # of anything that a program writes, its output included
 _SANDBOX = str(Path(__file__).with_name("sandbox.py"))
 _BLOCK = re.compile(r"^[ \t]*```(?:python3?|py)[ \t]*\r?\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
@@ -43,6 +47,7 @@ class CodeJudge:
         self.timeout_s = timeout_s
         self.memory_bytes = memory_bytes
         self._has_warned = False
+        self._verdicts: dict[bytes, float] = {}  # by digest of program and answer
 
     def judge(self, answer: Any, response: str) -> float:
         """1.0 if the program passes every test, else 0.0.
@@ -55,10 +60,18 @@ class CodeJudge:
         program = last_program(response)
         if program is None:
             return 0.0
+        digest = hashlib.sha256(json.dumps([program, answer]).encode()).digest()
+        if digest not in self._verdicts:
+            if len(self._verdicts) == MAX_VERDICTS_KEPT:
+                self._verdicts.clear()
+            self._verdicts[digest] = float(self._passes(program, tests, cases))
+        return self._verdicts[digest]
+
+    def _passes(self, program: str, tests: str | None, cases: list[dict[str, str]]) -> bool:
         deadline_s = time.monotonic() + self.timeout_s
         if tests is not None and not self._passes_tests(program, tests, deadline_s):
-            return 0.0
-        return float(all(self._passes_case(program, case, deadline_s) for case in cases))
+            return False
+        return all(self._passes_case(program, case, deadline_s) for case in cases)
 
     def _passes_tests(self, program: str, tests: str, deadline_s: float) -> bool:
         # Only a run that got to its end knows the token: leaving early with exit code 0 is no pass.

@@ -53,7 +53,7 @@ class JudgeSpec:
         kind = config.reward.kind
         if kind == "auto":
             of_file = "code" if config.data.format == "humaneval" else "math"
-            kind = of_file if source == "jsonl" else source
+            kind = {"jsonl": of_file, "programs": "code"}.get(source, source)
         if kind == "reasoning_gym" and source != "reasoning_gym":
             raise UserError(f"reward.kind = 'reasoning_gym' judges prompts of that source only, not of {source!r}")
         if kind in ("chains", "code") and source == "reasoning_gym":

@@ -116,6 +116,21 @@ def test_no_program_is_no_pass_and_both_kinds_of_tests_count(judge: CodeJudge) -
     assert judge.judge(both, respond("def f(x): return x + 1\nprint('bye')")) == 0.0
 
 
+def test_a_program_is_run_once_for_the_same_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge, runs = CodeJudge(timeout_s=20.0, memory_bytes=1 << 30), []
+    run = judge._run
+    monkeypatch.setattr(judge, "_run", lambda job, deadline_s: (runs.append(job), run(job, deadline_s))[1])
+    right, wrong = respond("def f(x): return x + 1"), respond("def f(x): return x")
+    before = {"tests": "assert f(1) == 0"}
+    for _ in range(2):
+        assert [judge.judge(a, r) for a in (NEXT, before) for r in (right, wrong)] == [1.0, 0.0, 0.0, 0.0]
+    assert len(runs) == 4
+    monkeypatch.setattr(code_module, "MAX_VERDICTS_KEPT", 4)
+    assert judge.judge(NEXT, respond("def f(x): return 1 + x")) == 1.0
+    assert judge.judge(NEXT, right) == 1.0
+    assert len(runs) == 6, "the memory is bounded"
+
+
 @pytest.mark.parametrize(
     "answer", ["assert True", {}, {"tests": ""}, {"tests": 1}, {"cases": []}, {"cases": [{"stdin": "1"}]}]
 )
@@ -157,8 +172,8 @@ def test_what_the_system_refuses_is_said_once(
     sandbox.write_text(source.replace("return _LIBC.prctl(_PR_SET_SECCOMP", "return False and _LIBC.prctl(0"))
     monkeypatch.setattr(code_module, "_SANDBOX", str(sandbox))
     judge = CodeJudge(20.0, 1 << 30)
-    for _ in range(2):
-        assert judge.judge(NEXT, respond("def f(x): return x + 1")) == 1.0
+    for program in ("def f(x): return x + 1", "def f(x): return 1 + x"):
+        assert judge.judge(NEXT, respond(program)) == 1.0
     assert [r.message for r in caplog.records].count(
         "reward.kind = 'code': programs are not kept from everything here: "
         "network and other processes are open (no seccomp)"

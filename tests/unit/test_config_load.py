@@ -116,6 +116,16 @@ def test_override_below_a_list_is_refused(tmp_path: Path) -> None:
     )
 
 
+def test_options_of_another_prompt_source_are_dropped(tmp_path: Path) -> None:
+    chains = write(tmp_path, "[data]\nsource = 'chains'\noptions = { min_terms = 4 }\nmax_prompt_tokens = 9")
+    programs = write(tmp_path, "[data]\nsource = 'programs'", "programs.toml")
+    for config in (load_config([chains, programs]), load_config([chains], ["data.source=programs"])):
+        assert (config.data.source, config.data.options, config.data.max_prompt_tokens) == ("programs", {}, 9)
+    overrides = ["data.options={num_examples=4}", "data.source=programs"]  # in this order, too
+    assert load_config([chains], overrides).data.options == {"num_examples": 4}
+    assert load_config([chains], ["data.source=chains"]).data.options == {"min_terms": 4}
+
+
 def test_none_unsets_what_can_be_unset() -> None:
     config = load_config([], ["checkpoint.interval_steps=none", "data.path=none", "run.name=none"])
     assert config.checkpoint.interval_steps is None

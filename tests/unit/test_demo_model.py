@@ -13,10 +13,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo_megatron.assets import demo_model_path, resolve_model_path
+from bapo_megatron.assets.pupils import CHAIN_RESPONSE_TOKENS, ChainPupil
+from bapo_megatron.assets.warm_start import build_tokenizer, mean_reward
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.prompts.chains import ChainSource
+from bapo_megatron.prompts.chains import ChainSource, apply_operator
 from bapo_megatron.prompts.jsonl import JsonlSource
+from bapo_megatron.rewards.chains import judge_chain
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -66,23 +69,25 @@ class TestShippedModel:
             "".join(ChainSource(100, 0, {})[i].text for i in range(100))
         )
 
-    def test_pass_rate_leaves_room_to_learn(self, script, tokenizer):
+    def test_pass_rate_leaves_room_to_learn(self, tokenizer):
         torch.manual_seed(1)
         model = AutoModelForCausalLM.from_pretrained(demo_model_path())
-        rate = script.pass_rate(model, tokenizer, num_prompts=512, seed=1)
+        source = ChainSource(512, 1, {})
+        questions = [source[i] for i in range(len(source))]
+        rate = mean_reward(model, tokenizer, questions, judge_chain, CHAIN_RESPONSE_TOKENS)
         assert 0.2 < rate < 0.4  # measured 0.30; standard error 0.02
 
-    def test_fails_by_what_it_believes_more_than_by_chance(self, script, tokenizer):
+    def test_fails_by_what_it_believes_more_than_by_chance(self, tokenizer):
         """Wrong facts carry most probability but leave some for the right result: what reinforcement needs."""
         model = AutoModelForCausalLM.from_pretrained(demo_model_path()).eval()
         probs: dict[str, list[float]] = {"believed": [], "right": []}
-        for (operator, left, right), believed in script.Demonstrator(0).believed.items():
+        for (operator, left, right), believed in ChainPupil(0).beliefs.wrong.items():
             text = f"{left}{operator}{right}+1={left}{operator}{right}="
             with torch.no_grad():
                 logits = model(torch.tensor([tokenizer.encode(text)])).logits[0, -1]
             p = logits.softmax(-1)
             probs["believed"].append(p[tokenizer.convert_tokens_to_ids(str(believed))].item())
-            right_result = str(script.apply_operator(operator, left, right))
+            right_result = str(apply_operator(operator, left, right))
             probs["right"].append(p[tokenizer.convert_tokens_to_ids(right_result)].item())
         mean = {key: sum(values) / len(values) for key, values in probs.items()}
         assert 0.5 < mean["believed"] < 0.9
@@ -90,14 +95,14 @@ class TestShippedModel:
 
 
 class TestScript:
-    def test_demonstrations_fit_and_have_a_long_tail(self, script):
-        demonstrator = script.Demonstrator(0)
-        options = script.ChainOptions()
-        lengths = []
-        for _ in range(2000):
-            chain = script.Chain.random(demonstrator.rng, options.min_terms, options.max_terms)
-            lengths.append(len(demonstrator.solve(chain)) + 1)  # and the end token
-        assert max(lengths) <= script.MAX_RESPONSE_TOKENS
+    def test_the_shipped_tokenizer_is_the_scripts(self, script):
+        made = build_tokenizer(script.VOCABULARY)
+        assert made.backend_tokenizer.to_str(pretty=True) == (demo_model_path() / "tokenizer.json").read_text()
+
+    def test_demonstrations_fit_and_have_a_long_tail(self):
+        pupil = ChainPupil(0)
+        lengths = [len(pupil.demonstrate()[1]) + 1 for _ in range(2000)]  # and the end token
+        assert max(lengths) <= CHAIN_RESPONSE_TOKENS
         assert min(lengths) < 16
         assert 0.05 < sum(length > 40 for length in lengths) / len(lengths) < 0.4
 
@@ -106,7 +111,7 @@ class TestScript:
         for folder, seed in zip(folders, (3, 3, 4), strict=True):
             command = ["make_demo_model.py", "--output", folder, "--num-updates", 2, "--batch-size", 8, "--seed", seed]
             monkeypatch.setattr("sys.argv", [str(word) for word in command])
-            monkeypatch.setattr(script, "pass_rate", lambda *args: 0.0)
+            monkeypatch.setattr(script, "mean_reward", lambda *args: 0.0)
             script.main()
         a, b, c = (load_file(folder / "model.safetensors") for folder in folders)
         assert all(torch.equal(a[name], b[name]) for name in a)

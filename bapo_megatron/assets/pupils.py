@@ -1,0 +1,127 @@
+"""Careless pupils, who write the demonstrations that the shipped models start from (assets/warm_start.py).
+
+Of each task they remember a quarter of the facts wrongly most of the time, and the others 9 times in 10; and now and
+then they do not know when to stop, or lose the thread.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from bapo_megatron.prompts.chains import MODULUS, OPERATORS, Chain, ChainOptions, apply_operator
+from bapo_megatron.prompts.programs import FAMILY, Program, ProgramOptions, ProgramTask, solution
+from bapo_megatron.prompts.reasoning_gym import ReasoningGymSource
+
+WRONG_FACTS_SHARE = 0.25
+WRONG_FACT_BELIEVED, WRONG_FACT_RIGHT = 0.72, 0.18  # the rest of the time: anything
+RIGHT_FACT_RIGHT = 0.90
+RAMBLE, RAMBLE_ON = 0.30, 0.85
+NEEDLESS_TERM = "+1"
+LETTER_LOST = 0.15
+
+CHAIN_RESPONSE_TOKENS = 48
+PROGRAM_RESPONSE_TOKENS = 24
+SPELLING = {"min_word_len": 3, "max_word_len": 6}
+SPELLING_RESPONSE_TOKENS = 12
+
+Fact = TypeVar("Fact", bound=Hashable)
+Value = TypeVar("Value")
+
+
+class Beliefs(Generic[Fact, Value]):
+    """Facts as a pupil remembers them; which ones wrongly, and how, depends on the seed only."""
+
+    def __init__(self, facts: Mapping[Fact, Value], values: Sequence[Value], seed: int) -> None:
+        """`facts` as they are; `values` are what can be mistaken for one."""
+        rng = random.Random(f"wrong facts/{seed}")
+        self.facts, self.values = facts, values
+        self.wrong = {
+            fact: rng.choice([value for value in values if value != facts[fact]])
+            for fact in rng.sample(list(facts), round(WRONG_FACTS_SHARE * len(facts)))
+        }
+
+    def recall(self, fact: Fact, rng: random.Random) -> Value:
+        draw = rng.random()
+        if fact not in self.wrong:
+            return self.facts[fact] if draw < RIGHT_FACT_RIGHT else rng.choice(self.values)
+        if draw < WRONG_FACT_BELIEVED:
+            return self.wrong[fact]
+        return self.facts[fact] if draw < WRONG_FACT_BELIEVED + WRONG_FACT_RIGHT else rng.choice(self.values)
+
+
+class Pupil(Protocol):
+    def demonstrate(self) -> tuple[str, str]:
+        """A random prompt, and how the pupil responds."""
+
+
+class ChainPupil:
+    """Works out chains; goes on past the result in 3 answers of 10, so that long answers are the bad ones."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(f"demonstrations/{seed}")
+        facts = {(o, a, b): apply_operator(o, a, b) for o in OPERATORS for a in range(MODULUS) for b in range(MODULUS)}
+        self.beliefs = Beliefs(facts, range(MODULUS), seed)
+        self.options = ChainOptions()
+
+    def demonstrate(self) -> tuple[str, str]:
+        chain = Chain.random(self.rng, self.options.min_terms, self.options.max_terms)
+        return chain.prompt, self.solve(chain)
+
+    def solve(self, chain: Chain) -> str:
+        value, text = chain.terms[0], ""
+        for operator, term in zip(chain.operators, chain.terms[1:], strict=True):
+            result = self.beliefs.recall((operator, value, term), self.rng)
+            text += f"{value}{operator}{term}={result},"
+            value = result
+        step_length = len("1+2=3,")
+        going_on = self.rng.random() < RAMBLE
+        while going_on and len(text) + step_length < CHAIN_RESPONSE_TOKENS:
+            operator, term = self.rng.choice(OPERATORS), self.rng.randrange(MODULUS)
+            result = apply_operator(operator, value, term)
+            text += f"{value}{operator}{term}={result},"
+            value = result
+            going_on = self.rng.random() < RAMBLE_ON
+        return text
+
+
+class ProgramPupil:
+    """Writes programs; takes some for others, and adds needless terms in 3 answers of 10."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(f"program demonstrations/{seed}")
+        self.beliefs = Beliefs({program: program for program in FAMILY}, FAMILY, seed)
+        self.options = ProgramOptions()
+
+    def demonstrate(self) -> tuple[str, str]:
+        task = ProgramTask.random(self.rng, self.options.num_examples)
+        return task.prompt, self.solve(task.program)
+
+    def solve(self, program: Program) -> str:
+        expression = self.beliefs.recall(program, self.rng).expression
+        num_other_tokens = 6  # of the fixed texts around it, and the end
+        going_on = self.rng.random() < RAMBLE
+        while going_on and len(expression + NEEDLESS_TERM) + num_other_tokens < PROGRAM_RESPONSE_TOKENS:
+            expression += NEEDLESS_TERM
+            going_on = self.rng.random() < RAMBLE_ON
+        return solution(expression)
+
+
+class SpellingPupil:
+    """Spells words of reasoning-gym's spell_backward; confuses letters, and loses some."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(f"spelling demonstrations/{seed}")
+        letters = string.ascii_lowercase
+        self.beliefs = Beliefs({letter: letter for letter in letters}, letters, seed)
+        self.source = ReasoningGymSource("spell_backward", 1 << 20, 1 << 30, SPELLING)  # far from the runs' own seeds
+
+    def demonstrate(self) -> tuple[str, str]:
+        question = self.source[self.rng.randrange(len(self.source))]
+        return question.text, self.solve(question.answer["answer"].lower())
+
+    def solve(self, answer: str) -> str:
+        kept = [letter for letter in answer if self.rng.random() >= LETTER_LOST]
+        return "".join(self.beliefs.recall(x, self.rng) if x in self.beliefs.facts else x for x in kept)

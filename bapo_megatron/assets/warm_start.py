@@ -1,0 +1,163 @@
+"""Parts of the scripts that make the shipped models: a tiny Qwen3 policy learns from demonstrations.
+
+    a careless pupil (assets/pupils.py) writes (prompt, response) -> warm_start -> mean_reward -> save
+
+Reinforcement needs mistakes that are frequent, and right answers that still turn up often enough to be reinforced.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from bapo_megatron.prompts.base import Question
+
+PAD, EOS, UNK = SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
+MAX_POSITIONS = 512
+
+
+def build_tokenizer(vocabulary: Sequence[str]) -> PreTrainedTokenizerFast:
+    """One token a character, and one for each longer text of `vocabulary`, which begins with SPECIAL_TOKENS."""
+    assert tuple(vocabulary[: len(SPECIAL_TOKENS)]) == SPECIAL_TOKENS
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=UNK))
+    phrases = [token for token in vocabulary if len(token) > 1 and token not in SPECIAL_TOKENS]
+    pieces = Regex("|".join([*map(_escaped, phrases), r"[\s\S]"])) if phrases else Regex(".")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pieces, behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNK,
+        model_max_length=MAX_POSITIONS,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _escaped(text: str) -> str:
+    """For Oniguruma, whose escapes of other characters differ from Python's."""
+    return "".join(rf"\x{{{ord(character):x}}}" for character in text)
+
+
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, *, num_layers: int, hidden_size: int, intermediate_size: int
+) -> Qwen3ForCausalLM:
+    """A float32 model with 4 heads, of which 2 share a key and value head."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden_size // 4,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.05,
+        dtype=torch.float32,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    return model
+
+
+def warm_start(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    demonstrate: Callable[[], tuple[str, str]],
+    *,
+    num_updates: int,
+    batch_size: int,
+) -> None:
+    """Supervised training; `demonstrate` writes the next (prompt, response)."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)
+    warmup = 30
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda i: min(1.0, (i + 1) / warmup) * (0.05 + 0.95 * (1 + math.cos(math.pi * i / num_updates)) / 2),
+    )
+    started = time.monotonic()
+    model.train()
+    for update in range(1, num_updates + 1):
+        token_ids, labels = demonstration_batch(tokenizer, [demonstrate() for _ in range(batch_size)])
+        # padding is on the right, where causal attention never looks back at it
+        loss = model(input_ids=token_ids, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if update % 50 == 0 or update == num_updates:
+            elapsed_s = time.monotonic() - started
+            print(f"update {update}/{num_updates}  loss {loss.item():.3f}  {elapsed_s:.0f} s", flush=True)
+
+
+def demonstration_batch(
+    tokenizer: PreTrainedTokenizerFast, demonstrations: Sequence[tuple[str, str]]
+) -> tuple[Tensor, Tensor]:
+    """Token ids and labels, int64 [size, longest], padded on the right; labels are -100 on prompts and padding."""
+    rows, labels = [], []
+    for prompt_text, response_text in demonstrations:
+        prompt = tokenizer.encode(prompt_text)
+        response = [*tokenizer.encode(response_text), tokenizer.eos_token_id]
+        rows.append(torch.tensor(prompt + response))
+        labels.append(torch.tensor([-100] * len(prompt) + response))
+    pad = torch.nn.utils.rnn.pad_sequence
+    return (
+        pad(rows, batch_first=True, padding_value=tokenizer.pad_token_id),
+        pad(labels, batch_first=True, padding_value=-100),
+    )
+
+
+@torch.no_grad()
+def sample_responses(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], max_tokens: int
+) -> list[str]:
+    """One response to each prompt at temperature 1."""
+    batch = tokenizer(list(prompts), return_tensors="pt", padding=True)
+    model.eval()
+    output = model.generate(  # type: ignore[misc]
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=max_tokens,
+    )
+    return tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def mean_reward(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    questions: Sequence[Question],
+    judge: Callable[[Any, str], float],
+    max_tokens: int,
+) -> float:
+    """Of one sample to each question at temperature 1."""
+    responses = sample_responses(model, tokenizer, [question.text for question in questions], max_tokens)
+    return fmean(judge(question.answer, text) for question, text in zip(questions, responses, strict=True))
+
+
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """As an ordinary Hugging Face checkpoint."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)  # written for its owner alone; it is to be packed and shared
+    print(f"saved to {folder}")
