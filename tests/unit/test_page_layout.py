@@ -66,6 +66,7 @@ def faults(page: Path, tmp_path: Path) -> list[dict[str, object]]:
     return json.loads(html.unescape(match.group(1)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
 def test_pages_fit_a_phone_and_a_desk(tmp_path: Path) -> None:
     name = "a-run-with-a-long-name-that-says-all-of-its-settings-{}"
