@@ -26,6 +26,7 @@ SMOOTH_STEPS = 10
 _SIZE_INCHES = (4.2, 2.6)
 _ROW_INCHES = 1.75
 _MAX_MARKED_STEPS = 40
+_MAX_BARS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,17 +165,18 @@ def line_figure(
 
 
 def stacked_figure(steps: Column, lines: Sequence[Line], y_label: str) -> Figure | None:
-    """Values of each step on top of each other; None where there is nothing to stack."""
+    """Values of each step on top of each other; None where there is nothing to stack. Long runs: means of blocks."""
     recorded = _recorded(lines)
     if not recorded:
         return None
     with rc_context(RC):
         figure, (axes,) = _new_figure(steps[0], steps[-1], [y_label], STEPS)
-        edges = np.append(steps - 0.5, steps[-1] + 0.5)
-        base = np.zeros(len(steps))
+        starts = np.arange(0, len(steps), -(-len(steps) // _MAX_BARS))
+        edges = np.append(steps[starts] - 0.5, steps[-1] + 0.5)
+        base = np.zeros(len(starts))
         handles: list[Any] = []
         for index, line in recorded.items():
-            top = base + np.nan_to_num(line.values)
+            top = base + _block_means(line.values, starts)
             colour = look(index).colour
             handles.append(axes.stairs(top, edges, baseline=base, fill=True, color=colour, label=line.label))
             base = top
@@ -230,6 +232,12 @@ def bars_figure(keys: Sequence[str], layers: Mapping[str, Sequence[float]], x_la
         axes.grid(False, axis="y")
         _legend(figure, handles)
         return figure
+
+
+def _block_means(values: Column, starts: NDArray[np.int64]) -> Column:
+    """Means of the values from each of `starts` to the next; what is not finite counts as 0."""
+    sizes = np.diff(np.append(starts, len(values)))
+    return np.add.reduceat(np.where(np.isfinite(values), values, 0.0), starts) / sizes
 
 
 def _recorded(lines: Sequence[Line]) -> dict[int, Line]:

@@ -232,10 +232,11 @@ def _cell(name: str, row: Row) -> str:
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, list[float | None]]:
-    """All metrics, for whoever wants to plot them: name -> value per step, None where it is not finite."""
+    """All metrics, for whoever wants to plot them: name -> value per step, to six digits; None where not finite."""
     names = sorted({name for row in rows for name in row})
     return {
-        name: [value if math.isfinite(value := row.get(name, math.nan)) else None for row in rows] for name in names
+        name: [float(f"{value:.6g}") if math.isfinite(value := row.get(name, math.nan)) else None for row in rows]
+        for name in names
     }
 
 

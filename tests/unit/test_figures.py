@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from bapo_megatron.monitor.figures import draw_curves, line_figure, mean_and_range, moving_average
+from bapo_megatron.monitor.figures import (
+    Line,
+    draw_curves,
+    line_figure,
+    mean_and_range,
+    moving_average,
+    stacked_figure,
+)
 from bapo_megatron.monitor.gallery import PANELS
 from bapo_megatron.monitor.history import History, read_history
 from bapo_megatron.monitor.panels import Panel
@@ -152,3 +159,12 @@ def test_means_by_probability_weigh_all_tokens_alike(tmp_path: Path) -> None:
     values = by_probability("entropy")(read_history(make_run(tmp_path / "run", rows)))
     assert values[0] == pytest.approx((5 * 1 + 15 * 2) / 20)
     assert np.isnan(values[1:]).all()
+
+
+def test_long_stacks_show_means_of_blocks() -> None:
+    figure = stacked_figure(np.arange(1, 701.0), [Line("a", np.tile([1.0, 5.0, np.nan], 234)[:700])], "s")
+    assert figure is not None
+    (stairs,) = figure.axes[0].patches
+    values, edges, _ = stairs.get_data()
+    assert values.tolist() == [2.0] * 233 + [1.0]
+    assert edges[[0, 1, -1]].tolist() == [0.5, 3.5, 700.5]
