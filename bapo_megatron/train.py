@@ -58,7 +58,6 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
     channel = _open_channel(config, first, learner, run_dir)
     if recorder and first:
         recorder.begin(first_step, first)
-
     _push(channel, learner, rollouts)
     if first_step == 0 and (baseline := rollouts.evaluate(0, learner.version)) and recorder:
         recorder.note(f"evaluation before training: reward {baseline['eval/reward']:.3f}")

@@ -47,8 +47,8 @@ class MonitorConfig(Section):
     """Address that the endpoint listens on; "0.0.0.0" is all interfaces. It has no password."""
     stall_timeout_s: PositiveFloat | None = None
     """Report where each trainer rank stands when it has done nothing for this long, or this and
-    rollout.request_timeout_s while it waits for engines; the run goes on. Unset: half of parallel.timeout_s, so that the
-    report comes before a collective gives up. 1e9 is never."""
+    rollout.request_timeout_s while it waits for engines; the run goes on. Unset: half of parallel.timeout_s, so that
+    the report comes before a collective gives up. 1e9 is never."""
     straggler_ratio: float = Field(1.5, gt=1)
     """Warn of a trainer rank whose own passes take over this multiple of the median rank's in 3 of 5 steps; 1e9 is
     never."""

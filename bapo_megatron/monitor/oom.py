@@ -129,7 +129,8 @@ def memory_in_use() -> str:
     limited = "" if limit == resource.RLIM_INFINITY else f"; its address space is limited to {limit / GIB:.2f} GiB"
     return (
         f"{_gib(status['VmRSS']):.2f} GiB by this process (at most {_gib(status['VmHWM']):.2f}); "
-        f"{_gib(machine['MemAvailable']):.1f} of the machine's {_gib(machine['MemTotal']):.1f} GiB are available{limited}"
+        f"{_gib(machine['MemAvailable']):.1f} of the machine's {_gib(machine['MemTotal']):.1f} GiB are available"
+        f"{limited}"
     )
 
 

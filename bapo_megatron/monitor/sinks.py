@@ -6,6 +6,7 @@ before said of them, as metrics.jsonl is cut back; W&B, which only ever appends,
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -130,10 +131,8 @@ class BackgroundSink:
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
         """Let it take what it was handed, for so long at most."""
-        try:
+        with contextlib.suppress(queue.Full):  # its thread is stuck then, and the join says so
             self._steps.put(None, timeout=timeout_s)
-        except queue.Full:
-            pass  # the thread is stuck, and the join says so
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             self._failed(f"did not end within {timeout_s:g} s")

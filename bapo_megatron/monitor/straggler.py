@@ -82,11 +82,11 @@ class StragglerAlarm:
         if self._slow.count(rank) < _OFTEN or self._slow[-1] is None or rank in self._told:
             return None
         self._told.add(rank)
+        slowest, median = metrics["straggler/slowest_s"], metrics["straggler/median_s"]
         return (
-            f"trainer rank {rank} is slow: {ratio:.1f} times the median ({metrics['straggler/slowest_s']:.2f} s against "
-            f"{metrics['straggler/median_s']:.2f} s before the gradients are summed), {self._slow.count(rank)} times in "
-            f"the last {len(self._slow)} steps; with tensor, pipeline or context ranks it may be another rank of its "
-            "replica"
+            f"trainer rank {rank} is slow: its own passes take {slowest:.2f} s, {ratio:.1f} times the median rank's "
+            f"({median:.2f} s), and were slow in {self._slow.count(rank)} of the last {len(self._slow)} steps; with "
+            "tensor, pipeline or context ranks it may be another rank of its replica"
         )
 
 
@@ -100,7 +100,8 @@ def _now() -> float | torch.cuda.Event:
 
 def _seconds(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
     if isinstance(begin, float) or isinstance(end, float):
-        assert isinstance(begin, float) and isinstance(end, float)
+        assert isinstance(begin, float)
+        assert isinstance(end, float)
         return end - begin
     end.synchronize()
     return begin.elapsed_time(end) / 1000

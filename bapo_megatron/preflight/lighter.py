@@ -13,6 +13,7 @@ from bapo_megatron.preflight.memory import fullest_rank, microbatch_tokens, runs
 
 _WORTH = 0.97  # of the present need: what saves less is no suggestion
 _MIN_CHUNK_TOKENS = 64
+_ENOUGH_GPUS = 1_000_000  # the number of ranks stays as it is
 
 Change = dict[str, dict[str, Any]]  # values by section and setting
 
@@ -33,7 +34,8 @@ def lighter(
     for change in _changes(config, shape, gpu_bytes):
         sections = {name: getattr(config, name).model_copy(update=values) for name, values in change.items()}
         changed = config.model_copy(update=sections)
-        if any(v.severity == "error" for v in check(changed, hf_config=hf_config)):
+        violations = check(changed, hf_config=hf_config, num_gpus=_ENOUGH_GPUS if gpu_bytes else 0)
+        if any(v.severity == "error" for v in violations):
             continue
         total = fullest_rank(changed, shape, gpu_bytes).total
         if total < _WORTH * present:
@@ -54,7 +56,8 @@ def _changes(config: Config, shape: ModelShape, gpu_bytes: int | None) -> Iterat
     if p.data * p.context > 1:
         yield {"optimizer": {"distributed": True}}
     if p.data % 2 == 0:
-        yield {"parallel": {"tensor": 2 * p.tensor, "sequence": True, "data": p.data // 2}}
+        if config.cluster.gpus_per_node % (2 * p.tensor) == 0:
+            yield {"parallel": {"tensor": 2 * p.tensor, "sequence": True, "data": p.data // 2}}
         yield {"parallel": {"pipeline": 2 * p.pipeline, "data": p.data // 2}}
         yield {"parallel": {"context": 2 * p.context, "data": p.data // 2}}
 
