@@ -82,54 +82,46 @@ def test_a_port_in_use_is_one_clear_error() -> None:
             PrometheusEndpoint("demo", "127.0.0.1", port)
 
 
-class FakeNVML:
+def _refuse(error: Exception) -> Any:
+    def call(*_: object) -> None:
+        raise error
+
+    return call
+
+
+def fake_nvml(has_driver: bool) -> Any:
     """pynvml, as far as it is used, with one GPU that does not tell its power."""
-
-    NVMLError = type("NVMLError", (Exception,), {})
-    NVML_TEMPERATURE_GPU = 0
-
-    def __init__(self, has_driver: bool) -> None:
-        self._has_driver = has_driver
-
-    def nvmlInit(self) -> None:
-        if not self._has_driver:
-            raise self.NVMLError("Driver Not Loaded")
-
-    def nvmlDeviceGetCount(self) -> int:
-        return 1
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        return index
-
-    def nvmlDeviceGetMemoryInfo(self, gpu: int) -> Any:
-        return types.SimpleNamespace(used=10, total=80)
-
-    def nvmlDeviceGetUtilizationRates(self, gpu: int) -> Any:
-        return types.SimpleNamespace(gpu=75)
-
-    def nvmlDeviceGetPowerUsage(self, gpu: int) -> int:
-        raise self.NVMLError("Not Supported")
-
-    def nvmlDeviceGetTemperature(self, gpu: int, sensor: int) -> int:
-        return 61
+    error = type("NVMLError", (Exception,), {})
+    nothing = _refuse(error("Driver Not Loaded"))
+    return types.SimpleNamespace(
+        NVMLError=error,
+        NVML_TEMPERATURE_GPU=0,
+        nvmlInit=(lambda: None) if has_driver else nothing,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetMemoryInfo=lambda gpu: types.SimpleNamespace(used=10, total=80),
+        nvmlDeviceGetUtilizationRates=lambda gpu: types.SimpleNamespace(gpu=75),
+        nvmlDeviceGetPowerUsage=_refuse(error("Not Supported")),
+        nvmlDeviceGetTemperature=lambda gpu, sensor: 61,
+    )
 
 
 def test_gpus_are_told_as_far_as_they_tell() -> None:
-    readings = list(GPUFacts(FakeNVML(has_driver=True)).read())
+    readings = list(GPUFacts(fake_nvml(has_driver=True)).read())
     assert readings == [
         ("gpu_memory_used_bytes", 0, 10.0),
         ("gpu_memory_total_bytes", 0, 80.0),
         ("gpu_utilization_ratio", 0, 0.75),
         ("gpu_temperature_celsius", 0, 61.0),
     ]
-    assert list(GPUFacts(FakeNVML(has_driver=False)).read()) == []
-    names = {family.name for family in RunCollector("demo", GPUFacts(FakeNVML(has_driver=True))).collect()}
+    assert list(GPUFacts(fake_nvml(has_driver=False)).read()) == []
+    names = {family.name for family in RunCollector("demo", GPUFacts(fake_nvml(has_driver=True))).collect()}
     assert {f"bapo_{name}" for name in GPU_METRICS} - names == {"bapo_gpu_power_watts"}
 
 
 def test_real_nvml_names_exist_and_no_gpu_is_no_error() -> None:
     pynvml = pytest.importorskip("pynvml")
-    used = [name for name in dir(FakeNVML) if name.lower().startswith("nvml")]
+    used = vars(fake_nvml(has_driver=True))
     assert [name for name in used if not hasattr(pynvml, name)] == []
     if not torch.cuda.is_available():
         assert list(GPUFacts().read()) == []
