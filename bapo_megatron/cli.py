@@ -128,6 +128,25 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--output", type=Path, metavar="FOLDER", help="new folder (default: evals/<date>-<time>)")
     evaluate.set_defaults(verb=_eval)
 
+    reproduce = verbs.add_parser(
+        "reproduce",
+        help="the paper's figures as small studies over seeds, on this machine's CPU",
+        description="Trains what is not trained yet, and writes a page, plots and figures for each. See docs/bapo.md.",
+    )
+    reproduce.add_argument("names", nargs="*", metavar="NAME", help="studies, or TOML files, or all; none: list them")
+    reproduce.add_argument(
+        "--quick", action="store_true", help="one seed, a few steps: that it runs, not what it finds"
+    )
+    reproduce.add_argument(
+        "--output", type=Path, metavar="DIR", help="for the results (default: runs/reproduce/results)"
+    )
+    reproduce.add_argument("--runs", type=Path, default=Path("runs/reproduce"), metavar="DIR", help="for the runs")
+    reproduce.add_argument("--jobs", type=_whole, metavar="N", help="runs at a time (default: one a core)")
+    reproduce.add_argument(
+        "--timeout-s", type=_positive, default=3600.0, metavar="S", help="of one run (default: 3600)"
+    )
+    reproduce.set_defaults(verb=_reproduce)
+
     report = verbs.add_parser("report", help="write a run's report.html")
     report.add_argument("run", type=Path, metavar="RUN", help="run directory, such as runs/demo")
     report.set_defaults(verb=_report)
@@ -327,6 +346,22 @@ def _report(options: argparse.Namespace) -> int:
     from bapo_megatron.monitor.report import write_report
 
     print(write_report(options.run))
+    return 0
+
+
+def _reproduce(options: argparse.Namespace) -> int:
+    from bapo_megatron.reproduce import run
+
+    run.reproduce(
+        run.Options(
+            names=tuple(options.names),
+            quick=options.quick,
+            output=options.output or options.runs / "results",
+            runs_dir=options.runs,
+            num_jobs=options.jobs,
+            timeout_s=options.timeout_s,
+        )
+    )
     return 0
 
 

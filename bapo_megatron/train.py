@@ -77,7 +77,7 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
             with watch.span("train"):
                 result = learner.step(minibatch, bounds)
                 finder.observe(minibatch, result.log_probs)
-            updates.add(bounds, result)
+            updates.add(result)
         with watch.span("sync"):
             sync = _push(channel, learner, rollouts)
         with watch.span("eval"):

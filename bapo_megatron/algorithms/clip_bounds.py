@@ -111,9 +111,10 @@ class ClipBoundConfig(Section):
     """Weight of a token in P and N: 1, or its probability under the policy that sampled it."""
     order: Literal["high_first", "low_first"] = _DEFAULT["order"]
     """Which bound goes to its end before the other one moves."""
-    scope: Literal["exact", "lagged", "fixed"] = "exact"
+    scope: Literal["exact", "lagged", "microbatch", "fixed"] = "exact"
     """exact: search with the optimizer step's own tokens; lagged: with the previous step's (saves a forward pass);
-    fixed: no search, bounds stay at their start."""
+    microbatch: each micro-batch with its own (the authors' way; the result depends on how the step is split); fixed: no
+    search, bounds stay at their start."""
 
     @model_validator(mode="before")
     @classmethod

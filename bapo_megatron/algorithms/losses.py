@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithms.diagnostics import entropy_rule_sums
+from bapo_megatron.algorithms.token_profile import token_profile_sums
 from bapo_megatron.types import ClipBounds
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class LossInputs:
     entropy_R: Tensor | None = None  # float32, nats; only for the metrics
     proximal_logprobs_R: Tensor | None = None  # float32, nats, of the learner at the start of the step, if decoupled
     reference_logprobs_R: Tensor | None = None  # float32, nats, of the reference policy, where there is a KL term
+    with_token_profile: bool = False  # whether to add the sums of `token_profile`
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,15 @@ def clipped_policy_loss(inputs: LossInputs, config: LossConfig) -> LossResult:
             ages_R=ages_R,
             mask_R=mask_R,
         )
+        if inputs.with_token_profile:
+            sums |= token_profile_sums(
+                log_probs_R=inputs.log_probs_R,
+                ratio_R=ratio_R,
+                entropy_R=entropy_R,
+                clipped_high_R=clipped_high_R,
+                clipped_low_R=clipped_low_R,
+                mask_R=mask_R,
+            )
         maxima = {
             name: per_token[name].float().amax() if mask_R.numel() else loss_R.new_zeros(()).float()
             for name in ("ratio", "age")

@@ -6,26 +6,31 @@ from pathlib import Path
 
 from bapo_megatron.errors import CheckpointError
 
-DEMO_MODEL = "demo"
+SHIPPED_MODELS = {"demo": "demo-model", "study": "study-model"}  # value of model.path -> folder here
 
 
 def demo_model_path() -> Path:
-    """Folder of the small model that ships with the package (made by scripts/make_demo_model.py)."""
-    return Path(__file__).parent / "demo-model"
+    """Folder of the demo's small model (made by scripts/make_demo_model.py)."""
+    return shipped_model_path("demo")
+
+
+def shipped_model_path(name: str) -> Path:
+    """Folder of a model that ships with the package, by its name in `SHIPPED_MODELS`."""
+    return Path(__file__).parent / SHIPPED_MODELS[name]
 
 
 def resolve_model_path(path: str, *, setting: str = "model.path") -> Path:
-    """The checkpoint folder that `setting` means: the shipped model for "demo", else a local Hugging Face folder.
+    """The checkpoint folder that `setting` means: a shipped model for its name, else a local Hugging Face folder.
 
     Raises CheckpointError if the folder or one of its parts is missing.
     """
-    folder = demo_model_path() if path == DEMO_MODEL else Path(path).expanduser()
+    folder = shipped_model_path(path) if path in SHIPPED_MODELS else Path(path).expanduser()
     missing = _missing_part(folder)
     if missing is None:
         return folder
     if "smollm2" in path.lower():
         advice = f"make it with `python scripts/prepare_smollm2.py {path}`"
-    elif path == DEMO_MODEL:
+    elif path in SHIPPED_MODELS:
         advice = "this installation is incomplete: install the package again"
     else:
         advice = (

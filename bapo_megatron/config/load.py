@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from types import NoneType
@@ -59,6 +59,20 @@ def load_config(files: Sequence[Path | str], overrides: Sequence[str] = ()) -> C
             problems.append(str(error))
             continue
         origins |= dict.fromkeys(_leaves(value, path_in_schema), f"override {text}")
+    return _validated(merged, origins, problems)
+
+
+def load_tables(tables: Mapping[str, dict[str, Any]]) -> Config:
+    """Like `load_config`, for tables that were read already, in order, each with what to call it in errors."""
+    merged: dict[str, Any] = {}
+    origins: Origins = {}
+    for source, table in tables.items():
+        merge(merged, table)
+        origins |= dict.fromkeys(_leaves(table), source)
+    return _validated(merged, origins, [])
+
+
+def _validated(merged: dict[str, Any], origins: Origins, problems: list[str]) -> Config:
     try:
         config = Config.model_validate_json(json.dumps(_without_unset(merged), default=str), strict=True)
     except ValidationError as error:

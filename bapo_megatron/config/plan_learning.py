@@ -13,6 +13,8 @@ from bapo_megatron.config.violation import Violation
 def check_learning(config: Config) -> Iterator[Violation]:
     """Settings that contradict each other, or that do nothing."""
     yield from _schedule(config)
+    yield from _bounds(config)
+    yield from _profile(config)
     yield from _kl(config)
     yield from _rewards(config)
 
@@ -49,6 +51,25 @@ def _schedule(config: Config) -> Iterator[Violation]:
         yield Violation(
             f"optimizer.warmup_updates={optimizer.warmup_updates} leaves nothing of the {num_updates} updates for "
             f'optimizer.schedule="{optimizer.schedule}"; set optimizer.warmup_updates={num_updates // 10} or so'
+        )
+
+
+def _bounds(config: Config) -> Iterator[Violation]:
+    if config.loss.name == "bapo" and config.bapo.scope == "microbatch":
+        yield Violation(
+            'bapo.scope="microbatch" gives every micro-batch bounds of its own, as the authors\' recipe does: results '
+            f"depend on train.max_tokens_per_microbatch={config.train.max_tokens_per_microbatch} and on the number of "
+            'data and context ranks; set bapo.scope="exact" for results that do not',
+            "warning",
+        )
+
+
+def _profile(config: Config) -> Iterator[Violation]:
+    if config.monitor.token_profile and config.loss.name == "sft":
+        yield Violation(
+            'monitor.token_profile=true does nothing with loss.name="sft", which has neither ratios nor bounds; '
+            "leave it out",
+            "warning",
         )
 
 

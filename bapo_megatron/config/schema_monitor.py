@@ -24,6 +24,9 @@ class MonitorConfig(Section):
     """Warn where engine and trainer differ by more than this in the log-probs of the same weights (mean |difference| of
     an update, nats); the run goes on. Unset: 0.001 with float32, 0.05 with bfloat16; 1e9 is never."""
 
+    token_profile: bool = False
+    """Write, for ten bins of a token's probability, ratios, entropy and clipping (profile/*): sixty numbers a step."""
+
     grad_norm_alarm: PositiveFloat | None = None
     """Warn of an update whose gradient norm, before clipping, is over this. Unset: only grad_spike."""
     grad_spike: float = Field(10.0, gt=1)

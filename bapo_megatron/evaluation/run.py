@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.assets import DEMO_MODEL, resolve_model_path
+from bapo_megatron.assets import SHIPPED_MODELS, resolve_model_path
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.convert import convert
@@ -214,7 +214,7 @@ def _record(trajectory: Trajectory, text: str, verdict: Verdict) -> dict[str, An
 
 
 def _is_hf(checkpoint: Path) -> bool:
-    return str(checkpoint) == DEMO_MODEL or (checkpoint / "config.json").is_file()
+    return str(checkpoint) in SHIPPED_MODELS or (checkpoint / "config.json").is_file()
 
 
 def _run_config(checkpoint: Path) -> Path | None:

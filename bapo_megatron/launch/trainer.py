@@ -42,7 +42,7 @@ def run_rank(run_dir: RunDir, urls: list[str], stop_file: Path | None = None) ->
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, also inside a collective; checkpoints are atomic
     _exit_with_parent()
     rank = int(os.environ.get("RANK", "0"))
-    terminal = _redirect_output(run_dir.log_path("trainer", rank))
+    terminal = redirect_output(run_dir.log_path("trainer", rank))
     try:
         return _train(run_dir, urls, rank, terminal if rank == 0 else None, stop_file)
     except UserError as error:
@@ -89,7 +89,7 @@ def _exit_with_parent() -> None:
     threading.Thread(target=watch, name="exit-with-parent", daemon=True).start()
 
 
-def _redirect_output(log: Path) -> TextIO:
+def redirect_output(log: Path) -> TextIO:
     """Send this process's standard output and error to `log`; returns the standard output it had before."""
     terminal = os.fdopen(os.dup(1), "w", buffering=1)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +13,11 @@ from bapo_megatron.algorithms.mismatch import Mismatch
 from bapo_megatron.buffer.packing import Share
 from bapo_megatron.learner.shards import Snapshot
 from bapo_megatron.sync.buckets import TensorSpec
-from bapo_megatron.types import ClipBounds, MiniBatch
+from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
+
+BoundsOf = Callable[[MicroBatch, Tensor], ClipBounds]
+"""Bounds of a micro-batch, from its log_probs_R at the current weights, found when its loss is computed: a last stage's
+ranks call it together, tensor copies included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,7 @@ class StepResult:
     metrics: dict[str, float]  # the same on every rank
     log_probs: list[Tensor] | None  # of the forward pass, before the update; like Learner.log_probs
     mismatch: Mismatch  # between engine and learner, of the trained tokens of age 0; the same on every rank, on the CPU
+    bounds: tuple[ClipBounds, ...]  # that the losses used: one, or one for each micro-batch; the same on every rank
 
 
 class Learner(Protocol):
@@ -50,7 +55,14 @@ class Learner(Protocol):
         """
         ...
 
-    def step(self, minibatch: MiniBatch, bounds: ClipBounds) -> StepResult:
+    def sum_over_last_stage(self, table: Tensor) -> Tensor:
+        """The same sum for the ranks of the last stage alone: what a `BoundsOf` may call.
+
+        All of them are at the micro-batch of one index then, while other stages are at other ones.
+        """
+        ...
+
+    def step(self, minibatch: MiniBatch, bounds: ClipBounds | BoundsOf) -> StepResult:
         """One optimizer update with the configured loss; raises `version` by one."""
         ...
 

@@ -1,6 +1,9 @@
-"""Where the clip bounds of each optimizer step come from: BAPO's search in its three scopes, or fixed ones."""
+"""Where the clip bounds of each optimizer step come from: BAPO's search in its scopes, or fixed ones."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple
 
 import torch
 from torch import Tensor
@@ -8,8 +11,10 @@ from torch import Tensor
 from bapo_megatron.algorithms.clip_bounds import contribution_table, empty_table, search_bounds
 from bapo_megatron.algorithms.losses import fixed_bounds, ratio_and_weight
 from bapo_megatron.config.schema import Config
-from bapo_megatron.learner.base import Learner
-from bapo_megatron.types import ClipBounds, MiniBatch
+from bapo_megatron.learner.base import BoundsOf, Learner
+from bapo_megatron.learner.batches import to_device
+from bapo_megatron.learner.parallel import ParallelLayout, device
+from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
 
 
 class BoundsFinder:
@@ -17,6 +22,8 @@ class BoundsFinder:
 
     exact: the ratios of the whole global mini-batch at the current weights (`Learner.score`).
     lagged: the ratios that the previous optimizer step saw in its own forward pass; no extra pass, one step late.
+    microbatch: found by the step itself, for each micro-batch from the ratios that its own forward pass gives its own
+        tokens (on all data ranks); no extra pass, but the result depends on how the mini-batch was split.
     fixed, and the losses with fixed bounds: no search.
     """
 
@@ -26,12 +33,14 @@ class BoundsFinder:
         self._searches = config.loss.name == "bapo" and config.bapo.scope != "fixed"
         self._lagged: Tensor | None = None
 
-    def find(self, minibatch: MiniBatch) -> ClipBounds:
-        """One all-reduce of a small table in scope exact, none in the others."""
+    def find(self, minibatch: MiniBatch) -> ClipBounds | BoundsOf:
+        """One all-reduce of a small table in scope exact, none in the others; microbatch makes one for each."""
         if self._config.loss.name != "bapo":
             return fixed_bounds(self._config.loss)
         if not self._searches:
             return search_bounds(empty_table(self._config.bapo), self._config.bapo)
+        if self._config.bapo.scope == "microbatch":
+            return self._of_micro_batch
         if self._lagged is not None:
             return search_bounds(self._lagged, self._config.bapo)
         return search_bounds(self._global_table(minibatch, self._learner.score(minibatch)), self._config.bapo)
@@ -53,10 +62,29 @@ class BoundsFinder:
             return self._learner.sum_over_data_ranks(None)
         table = empty_table(self._config.bapo)
         for mb, log_probs_R in zip(minibatch.micro_batches, log_probs, strict=True):
-            log_probs_R = log_probs_R.to(mb.behaviour_logprobs_R.device)
-            behaviour_R, cap = mb.behaviour_logprobs_R, self._config.loss.importance_cap
-            ratio_R, weight_R = ratio_and_weight(log_probs_R, behaviour_R, mb.proximal_logprobs_R, mb.mask_R, cap)
-            table += contribution_table(
-                ratio_R, mb.advantages_R, mb.mask_R, behaviour_R, self._config.bapo, weights=weight_R
-            )
+            table += self._table(mb, log_probs_R)
         return self._learner.sum_over_data_ranks(table)
+
+    def _of_micro_batch(self, mb: MicroBatch, log_probs_R: Tensor) -> ClipBounds:
+        return search_bounds(self._learner.sum_over_last_stage(self._table(mb, log_probs_R)), self._config.bapo)
+
+    def _table(self, mb: MicroBatch, log_probs_R: Tensor) -> Tensor:
+        """On the CPU, where the order of additions is the same in every run."""
+        mb, log_probs_R = to_device(mb, torch.device("cpu")), log_probs_R.cpu()
+        behaviour_R, cap = mb.behaviour_logprobs_R, self._config.loss.importance_cap
+        ratio_R, weight_R = ratio_and_weight(log_probs_R, behaviour_R, mb.proximal_logprobs_R, mb.mask_R, cap)
+        return contribution_table(ratio_R, mb.advantages_R, mb.mask_R, behaviour_R, self._config.bapo, weights=weight_R)
+
+
+def bounds_on_all_stages(
+    found: Sequence[ClipBounds], minibatch: MiniBatch, layout: ParallelLayout
+) -> tuple[ClipBounds, ...]:
+    """Those of each micro-batch, which only the last stage has `found`, on every stage. One small broadcast."""
+    table_M5 = torch.zeros(len(minibatch.micro_batches), 5, dtype=torch.float64, device=device())
+    if layout.is_last_stage:
+        table_M5.copy_(torch.tensor([astuple(bounds) for bounds in found], dtype=torch.float64))
+    layout.from_last_stage(table_M5)
+    return tuple(
+        ClipBounds(low, high, share, bool(saturated), int(num_moves))
+        for low, high, share, saturated, num_moves in table_M5.tolist()
+    )

@@ -31,7 +31,8 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner import checkpoint
 from bapo_megatron.learner.adam import WEIGHT, AdamState, clip_and_step, set_rates
-from bapo_megatron.learner.base import StepResult
+from bapo_megatron.learner.base import BoundsOf, StepResult
+from bapo_megatron.learner.bounds import bounds_on_all_stages
 from bapo_megatron.learner.build import for_training
 from bapo_megatron.learner.gradient_guard import GradientGuard
 from bapo_megatron.learner.hf.convert import gather_weights, load_weights
@@ -49,7 +50,7 @@ from bapo_megatron.learner.shards import Snapshot
 from bapo_megatron.sync.buckets import TensorSpec
 from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
 
-Outcome = tuple[Tensor, LossResult, Mismatch]  # of a micro-batch; first its log_probs_R
+Outcome = tuple[Tensor, ClipBounds, LossResult, Mismatch]  # of a micro-batch; first its log_probs_R
 
 
 class MegatronLearner:
@@ -121,17 +122,25 @@ class MegatronLearner:
         """Sum of a small fp64 table over data and context ranks, on every rank: see `Learner.sum_over_data_ranks`."""
         return self.layout.reduce_over_data(table)
 
+    def sum_over_last_stage(self, table: Tensor) -> Tensor:
+        """The same on the ranks of the last stage alone: see `Learner.sum_over_last_stage`."""
+        return self.layout.sum_over_last_stage(table)
+
     # learning
 
-    def step(self, minibatch: MiniBatch, bounds: ClipBounds) -> StepResult:
+    def step(self, minibatch: MiniBatch, bounds: ClipBounds | BoundsOf) -> StepResult:
         """One Adam update; a gradient that is not finite is counted and leaves weights and moments as they are.
 
         Raises:
             DivergedError: `optimizer.max_skipped_in_a_row` updates had no finite gradient.
         """
 
+        bounds_of: BoundsOf = (lambda *_: bounds) if isinstance(bounds, ClipBounds) else bounds
+
         def loss_of(batch: MicroBatch) -> Callable[[Scores], tuple[Tensor, Tensor, Outcome]]:
-            return lambda scores: self._micro_batch_loss(batch, scores, bounds, minibatch.num_trained_tokens)
+            return lambda scores: self._micro_batch_loss(
+                batch, scores, bounds_of(batch, scores[0].detach()), minibatch.num_trained_tokens
+            )
 
         for chunk in self._wrapped:
             chunk.zero_grad_buffer()
@@ -145,7 +154,7 @@ class MegatronLearner:
         grad_norm = clip_and_step(self.optimizer, self.config.optimizer.clip_grad)
         self.num_skipped_updates += not math.isfinite(grad_norm)
         self.version += 1
-        metrics, mismatch = self._metrics.reduce([o[1:] for o in outputs], minibatch.num_trained_tokens)
+        metrics, mismatch = self._metrics.reduce([o[2:] for o in outputs], minibatch.num_trained_tokens)
         metrics |= {
             "optimizer/lr": rate,
             "optimizer/grad_norm": grad_norm,
@@ -156,7 +165,9 @@ class MegatronLearner:
             metrics["loss/kl_coef"] = self.kl_coefficient.value
             self.kl_coefficient.observe(metrics["loss/kl_reference"])
         log_probs = [o[0] for o in outputs] if self.layout.is_last_stage else None
-        return StepResult(metrics, log_probs, mismatch)
+        found = [o[1] for o in outputs]
+        used = (bounds,) if isinstance(bounds, ClipBounds) else bounds_on_all_stages(found, minibatch, self.layout)
+        return StepResult(metrics, log_probs, mismatch, used)
 
     def _micro_batch_loss(
         self, batch: MicroBatch, scores: Scores, bounds: ClipBounds, num_trained_tokens: int
@@ -174,13 +185,14 @@ class MegatronLearner:
             entropy_R=entropy_R.detach(),
             proximal_logprobs_R=batch.proximal_logprobs_R,
             reference_logprobs_R=batch.reference_logprobs_R,
+            with_token_profile=self.config.monitor.token_profile,
         )
         result = loss_with_kl(inputs, self.config.loss, self.kl_coefficient.value)
         loss = result.loss_R.sum()
         if self.config.train.entropy_coef:
             loss = loss - self.config.train.entropy_coef * torch.where(batch.mask_R, entropy_R, 0.0).sum()
         mismatch = logprob_mismatch(log_probs_R, batch.behaviour_logprobs_R, batch.mask_R & (ages_R == 0))
-        outcome = log_probs_R.detach(), dataclasses.replace(result, loss_R=result.loss_R.detach()), mismatch
+        outcome = log_probs_R.detach(), bounds, dataclasses.replace(result, loss_R=result.loss_R.detach()), mismatch
         return loss / num_trained_tokens, batch.mask_R.sum(dtype=torch.int32), outcome
 
     def _set_learning_rate(self) -> float:
@@ -245,6 +257,9 @@ def _layout_problems(hf_config: dict[str, Any], parallel: ParallelConfig) -> lis
 def _nothing(config: Config) -> LossInputs:
     """A micro-batch without tokens."""
     none = torch.zeros(0)
-    reference = none if config.loss.kl_coef else None
     bounds = ClipBounds(1.0, 1.0, math.nan, False, 0)
-    return LossInputs(none, none, none, none.bool(), none.long(), bounds, none, reference_logprobs_R=reference)
+    return LossInputs(
+        *(none, none, none, none.bool(), none.long(), bounds, none),
+        reference_logprobs_R=none if config.loss.kl_coef else None,
+        with_token_profile=config.monitor.token_profile,
+    )

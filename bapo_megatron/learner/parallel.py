@@ -187,13 +187,24 @@ class ParallelLayout:
         """
         assert (table is not None) == self.is_last_stage, "the table lives on the last pipeline stage, and only there"
         if table is not None:
-            assert table.dtype == torch.float64
-            table = table.detach().clone().to(device())
-            dist.all_reduce(table, op, group=self.data_context_group)
+            table = self._all_reduce(table, op)
         if self.pipeline_size > 1:
             table = self._like_last_stage(table)
         assert table is not None
         self.from_last_stage(table)
+        return table
+
+    def sum_over_last_stage(self, table: Tensor) -> Tensor:
+        """The sum of `reduce_over_data`, for the ranks of the last stage alone, which call it together."""
+        table = self._all_reduce(table, dist.ReduceOp.SUM)
+        if self.tensor_size > 1:  # one source for all, as in `from_last_stage`
+            dist.broadcast(table, src=dist.get_global_rank(self.tensor_group, 0), group=self.tensor_group)
+        return table
+
+    def _all_reduce(self, table: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        assert table.dtype == torch.float64
+        table = table.detach().clone().to(device())
+        dist.all_reduce(table, op, group=self.data_context_group)
         return table
 
     def _like_last_stage(self, tensor: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bapo_megatron.algorithms.token_profile import BINS, MEANS
 from bapo_megatron.monitor.jsonl import JsonlWriter, read_jsonl
 
 
@@ -51,9 +52,9 @@ METRICS: dict[str, Metric] = {
     "bapo/low": Metric("ratio", "lower clip bound, mean over the step's updates"),
     "bapo/high": Metric("ratio", "upper clip bound, mean over the step's updates"),
     "bapo/positive_share": Metric("share", "contribution of positive tokens (rho) at the bounds that were used"),
-    "bapo/saturated_share": Metric("share", "updates whose search reached its limits before its target"),
-    "bapo/inert_share": Metric("share", "updates whose bounds stayed at their start"),
-    "bapo/num_moves": Metric("moves", "grid steps of both bounds per update"),
+    "bapo/saturated_share": Metric("share", "searches that reached their limits before their target"),
+    "bapo/inert_share": Metric("share", "searches whose bounds stayed at their start"),
+    "bapo/num_moves": Metric("moves", "grid steps of both bounds per search"),
     "loss/policy": Metric("loss", "policy loss per trained token"),
     "loss/entropy": Metric("nats", "mean entropy of the policy at the trained tokens"),
     "loss/clip_high_share": Metric("share", "trained tokens with A > 0 and a ratio over the upper bound"),
@@ -96,6 +97,8 @@ METRICS: dict[str, Metric] = {
     "entropy_rule/negative_low_age_0": Metric("share", "those of age 0, of all trained tokens"),
     "entropy_rule/negative_low_age_1_3": Metric("share", "those of ages 1 to 3, of all trained tokens"),
     "entropy_rule/negative_low_age_4_up": Metric("share", "those of age 4 and above, of all trained tokens"),
+    **{f"{name}_share": Metric("share", "trained tokens in a bin of current probability") for name in BINS},
+    **{f"{name}_{v}": Metric(unit, f"mean {v} of that bin's tokens") for name in BINS for v, unit in MEANS.items()},
     "mismatch/logprob_mean": Metric("nats", "mean |engine's - trainer's log-prob| of trained tokens of age 0"),
     "mismatch/logprob_p99": Metric("nats", "99th percentile of the same, within 1.2 %"),
     "mismatch/logprob_max": Metric("nats", "largest of the same"),

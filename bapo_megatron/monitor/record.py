@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from bapo_megatron.algorithms.mismatch import no_mismatch
+from bapo_megatron.algorithms.token_profile import bin_means
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.monitor.console import Console
@@ -40,7 +41,16 @@ class UpdateMetrics:
         self._mismatch = no_mismatch()
         self._mismatch_limit = config.monitor.mismatch_limit(config.model.dtype)
 
-    def add(self, bounds: ClipBounds, result: StepResult) -> None:
+    def add(self, result: StepResult) -> None:
+        for bounds in result.bounds:
+            self._add_bounds(bounds)
+        for name, value in result.metrics.items():
+            self._add(name, value)
+        self._mismatch += result.mismatch
+        is_alarm = result.mismatch.num_tokens > 0 and not result.mismatch.mean <= self._mismatch_limit
+        self._add("mismatch/alarms", float(is_alarm))
+
+    def _add_bounds(self, bounds: ClipBounds) -> None:
         self._add("bapo/low", bounds.low)
         self._add("bapo/high", bounds.high)
         if self._start is not None:
@@ -48,15 +58,10 @@ class UpdateMetrics:
             self._add("bapo/saturated_share", float(bounds.saturated))
             self._add("bapo/inert_share", float((bounds.low, bounds.high) == self._start))
             self._add("bapo/num_moves", float(bounds.num_moves))
-        for name, value in result.metrics.items():
-            self._add(name, value)
-        self._mismatch += result.mismatch
-        is_alarm = result.mismatch.num_tokens > 0 and not result.mismatch.mean <= self._mismatch_limit
-        self._add("mismatch/alarms", float(is_alarm))
 
     def result(self) -> dict[str, float]:
         metrics = {name: _reduce(name, values) for name, values in self._values.items()}
-        return metrics | {
+        return bin_means(metrics) | {
             "mismatch/logprob_mean": self._mismatch.mean,
             "mismatch/logprob_p99": self._mismatch.quantile(0.99),
             "mismatch/logprob_max": float(self._mismatch.largest) if self._mismatch.num_tokens else math.nan,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,10 +116,12 @@ def reference_update(
     entropy_coef: float = 0.0,
     version: int = 0,
     kl: tuple[Tensor, str, float] | None = None,
+    loss_of: Callable[[Tensor, Batch], Tensor] | None = None,
 ) -> Reference:
     """Scores, loss and gradient at the model's weights; then steps `optimizer` if one is given.
 
     `kl` is a term of the loss that counts in the gradient only: log-probs of the reference policy, estimator, weight.
+    `loss_of` log-probs and batch, a mean over trained tokens, is `literal_loss` unless it is given.
     """
     log_probs, entropies, start = [], [], 0
     for length in batch.seq_lens_S.tolist():
@@ -130,7 +133,7 @@ def reference_update(
         entropies.append(torch.cat([first, -(all_log_probs.exp() * all_log_probs).sum(-1)[:-1]]))
         start += length
     log_probs_T, entropy_T = torch.cat(log_probs), torch.cat(entropies)
-    loss = literal_loss(log_probs_T, batch)
+    loss = (loss_of or literal_loss)(log_probs_T, batch)
     model.zero_grad()
     total = loss - entropy_coef * entropy_T[batch.mask_T].mean()
     if kl is not None:
@@ -146,13 +149,13 @@ def reference_update(
     return Reference(log_probs_T.detach(), entropy_T.detach(), loss.item(), gradients, grad_norm, metrics, bounds)
 
 
-def literal_loss(log_probs_T: Tensor, batch: Batch) -> Tensor:
+def literal_loss(log_probs_T: Tensor, batch: Batch, bounds: ClipBounds = BOUNDS) -> Tensor:
     """- mean over trained tokens of min(r A, clip(r, low, high) A)."""
     total = torch.zeros((), dtype=torch.float64)
     for t in batch.mask_T.nonzero()[:, 0].tolist():
         ratio = (log_probs_T[t] - batch.behaviour_logprobs_T[t].double()).exp()
         advantage = batch.advantages_T[t].double()
-        total = total - torch.minimum(ratio * advantage, ratio.clamp(BOUNDS.low, BOUNDS.high) * advantage)
+        total = total - torch.minimum(ratio * advantage, ratio.clamp(bounds.low, bounds.high) * advantage)
     return total / int(batch.mask_T.sum())
 
 
@@ -163,27 +166,28 @@ def literal_kl(log_probs_T: Tensor, reference_T: Tensor, estimator: str, batch: 
     return terms[estimator].mean()
 
 
-def literal_bounds(log_probs_T: Tensor, batch: Batch) -> tuple[float, float, float]:
-    """Low, high and rho of Algorithm 1 with SEARCH, every token visited at every probe. No probe is a near tie."""
+def literal_bounds(log_probs_T: Tensor, batch: Batch, search: ClipBoundConfig = SEARCH) -> tuple[float, float, float]:
+    """Low, high and rho of Algorithm 1, with the reading and token weights of SEARCH; every token is visited at every
+    probe, and none is a near tie."""
     mask_T = batch.mask_T
     behaviour = batch.behaviour_logprobs_T[mask_T].double()
     ratio, advantage = (log_probs_T[mask_T] - behaviour).exp(), batch.advantages_T[mask_T].double()
     mass, is_positive = behaviour.exp() * advantage.abs(), advantage > 0
-    i = j = 0
+    low, high, i, j = search.low.points, search.high.points, 0, 0
 
     def rho() -> float:
-        positive = (mass * ratio.clamp(max=SEARCH.high.points[i]))[is_positive].sum()
-        negative = (mass * ratio.clamp(min=SEARCH.low.points[j]))[~is_positive].sum()
+        positive = (mass * ratio.clamp(max=high[i]))[is_positive].sum()
+        negative = (mass * ratio.clamp(min=low[j]))[~is_positive].sum()
         share = float(positive / (positive + negative))
-        assert abs(share - SEARCH.rho0) > 1e-5, "rounding could decide this probe: choose another target"
+        assert abs(share - search.rho0) > 1e-5, "rounding could decide this probe: choose another target"
         return share
 
-    while rho() < SEARCH.rho0 and j + 1 < len(SEARCH.low.points):
-        if i + 1 < len(SEARCH.high.points):
+    while rho() < search.rho0 and j + 1 < len(low):
+        if i + 1 < len(high):
             i += 1
         else:
             j += 1
-    return SEARCH.low.points[j], SEARCH.high.points[i], rho()
+    return low[j], high[i], rho()
 
 
 def literal_metrics(log_probs_T: Tensor, entropy_T: Tensor, batch: Batch, version: int) -> dict[str, float]:

@@ -165,7 +165,7 @@ def check_alarm(learner: MegatronLearner, old: Batch, max_tokens: int) -> None:
         batch = dataclasses.replace(old, versions_T=versions_T, behaviour_logprobs_T=behaviour_T)
         updates = UpdateMetrics(learner.config)
         state = {n: p.clone() for n, p in learner.model.named_parameters()}
-        updates.add(BOUNDS, learner.step(make_minibatch(learner, max_tokens, batch), BOUNDS))
+        updates.add(learner.step(make_minibatch(learner, max_tokens, batch), BOUNDS))
         metrics = updates.result()
         assert metrics["mismatch/alarms"] == is_wrong, (name, metrics["mismatch/logprob_mean"])
         assert metrics["mismatch/tokens"] == batch.num_trained_tokens

@@ -75,7 +75,7 @@ def test_alarms_reach_the_metrics_of_the_step_and_the_user():
     bounds = ClipBounds(0.8, 1.2, 0.5, False, 0)
     for norm in [1.0] * 11 + [50.0, math.nan, 40.0]:
         metrics = {"optimizer/grad_norm": norm} | guard.observe(norm)
-        updates.add(bounds, StepResult(metrics, None, no_mismatch()))
+        updates.add(StepResult(metrics, None, no_mismatch(), (bounds,)))
     row = updates.result() | {"reward/mean": 0.5}
     assert row["optimizer/grad_alarms"] == 2
     assert row["optimizer/grad_norm_max"] == 50

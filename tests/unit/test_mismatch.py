@@ -86,7 +86,7 @@ def test_parts_add_up_to_the_whole(values, cut):
 def step_metrics(*parts: Mismatch, **monitor) -> dict[str, float]:
     updates = UpdateMetrics(Config.model_validate({"monitor": monitor}))
     for part in parts:
-        updates.add(BOUNDS, StepResult({"loss/policy": 0.0}, None, part))
+        updates.add(StepResult({"loss/policy": 0.0}, None, part, (BOUNDS,)))
     return updates.result()
 
 

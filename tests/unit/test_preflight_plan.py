@@ -51,6 +51,7 @@ def test_attention_counts_each_pair_of_tokens_once() -> None:
     [
         ("loss.name=grpo", 0),
         ("bapo.scope=lagged", 0),
+        ("bapo.scope=microbatch", 0),
         ("train.schedule=interleaved", 1),
         ("train.schedule=forwards_first", 0),
         ("train.schedule=interleaved train.epochs_per_step=3", 3),

@@ -1,0 +1,162 @@
+"""A study's files: NAME.json (all figures), NAME.svg (its plots) and NAME.md (what a reader sees)."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
+
+from bapo_megatron.monitor.jsonl import write_atomically
+from bapo_megatron.monitor.metrics import METRICS
+from bapo_megatron.reproduce.results import DERIVED, FINALS, HEADLINE, PROFILE, PROFILE_PARTS, StudyResult
+from bapo_megatron.reproduce.results import Figure as Number
+from bapo_megatron.reproduce.study import Study
+
+_PANEL_INCHES = (4.6, 3.0)
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")  # Okabe and Ito
+_DASHES = ("-", "--", ":", "-.")
+_STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "bapo",  # the same figures give the same file
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+}
+_LOG_SCALE = ("optimizer/grad_norm", "profile/share")  # spikes are hundreds of times the usual size; most are likely
+_PROFILE_LABELS = {
+    "share": "share of tokens",
+    "ratio": "mean ratio",
+    "abs_log_ratio": "mean |log ratio| [nats]",
+    "entropy": "mean entropy [nats]",
+    "clip_high_share": "clipped at the upper bound [share]",
+    "clip_low_share": "clipped at the lower bound [share]",
+}
+_PACKAGES = ("bapo-megatron", "torch", "megatron-core", "transformers")
+
+
+def write(name: str, study: Study, result: StudyResult, folder: Path, command: str) -> None:
+    """Write the three files, each whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = {
+        "command": command,
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": _machine(),
+        "versions": {package: metadata.version(package) for package in _PACKAGES},
+    }
+    document = {"study": name, "title": study.title, "figure": study.figure, **facts, **result.as_json()}
+    write_atomically(folder / f"{name}.json", json.dumps(document, indent=1) + "\n")
+    _draw(study, result, folder / f"{name}.svg")
+    write_atomically(folder / f"{name}.md", _markdown(name, study, result, facts))
+
+
+def _machine() -> str:
+    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{os.cpu_count()} CPU cores ({platform.machine()}), {gib:.0f} GiB, no GPU"
+
+
+def _markdown(name: str, study: Study, result: StudyResult, facts: dict[str, Any]) -> str:
+    seeds = ", ".join(map(str, result.seeds))
+    versions = ", ".join(f"{package} {version}" for package, version in facts["versions"].items())
+    lines = [
+        f"# {study.title}",
+        "",
+        f"{study.figure} of the paper, in miniature. {study.question}",
+        "",
+        f"`{facts['command']}`, {facts['date']}, {facts['machine']}; seeds {seeds}; {versions}.",
+        "Written by the command; what the figures mean for BAPO: [docs/bapo.md](../bapo.md).",
+        "",
+        f"![{study.title}]({name}.svg)",
+        "",
+        "Lines are means over seeds, bands reach from the lowest to the highest seed.",
+        "",
+        *_table(result),
+    ]
+    if result.comparisons:
+        lines += [
+            "",
+            f"Differences in {HEADLINE}, seed by seed, with their standard error:",
+            "",
+            "| | against | difference | higher in |",
+            "|---|---|---|---|",
+        ]
+        for c in result.comparisons:
+            error = "" if c.standard_error is None else f" ± {c.standard_error:.3f}"
+            difference = f"{c.difference:+.3f}{error}"
+            lines.append(f"| {c.first} | {c.second} | {difference} | {c.num_higher} of {c.num_seeds} seeds |")
+    return "\n".join(lines) + "\n"
+
+
+def _table(result: StudyResult) -> list[str]:
+    """Mean and standard deviation over seeds; a row for each variant."""
+    columns = [column for column in FINALS if any(column in variant.finals for variant in result.variants)]
+    rows = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for variant in result.variants:
+        cells = [_cell(variant.finals.get(column)) for column in columns]
+        rows.append(f"| {variant.name} | {' | '.join(cells)} |")
+    return rows
+
+
+def _cell(number: Number | None) -> str:
+    if number is None:
+        return ""
+    digits = 3 if abs(number.mean) < 10 else 1
+    return f"{number.mean:.{digits}f}" + (f" ± {number.std:.{digits}f}" if number.std else "")
+
+
+def _draw(study: Study, result: StudyResult, path: Path) -> None:
+    panels = [(p.metric, p.label) for p in study.plots if p.metric != PROFILE]
+    if PROFILE in (p.metric for p in study.plots):
+        panels += [(f"{PROFILE}/{part}", None) for part in PROFILE_PARTS]
+    width = min(2, len(panels))
+    height = math.ceil(len(panels) / width)
+    with rc_context(_STYLE):
+        canvas = Canvas(figsize=(_PANEL_INCHES[0] * width, _PANEL_INCHES[1] * height + 0.6), layout="constrained")
+        axes = canvas.subplots(height, width, squeeze=False).flatten()
+        for axis, (metric, label) in zip(axes, panels, strict=False):
+            _draw_curves(axis, result, metric)
+            axis.set_ylabel(label or _label(metric))
+        for axis in axes[len(panels) :]:
+            axis.set_visible(False)
+        handles, labels = axes[0].get_legend_handles_labels()
+        canvas.legend(handles, labels, loc="outside lower center", ncols=_legend_columns(labels))
+        canvas.savefig(path, metadata={"Date": None})
+
+
+def _legend_columns(labels: Sequence[str]) -> int:
+    return max(1, min(len(labels), 90 // (max(map(len, labels)) + 6)))
+
+
+def _style(i: int) -> dict[str, Any]:
+    return {"color": _COLOURS[i % len(_COLOURS)], "linestyle": _DASHES[i // 2 % len(_DASHES)]}
+
+
+def _draw_curves(axis: Axes, result: StudyResult, metric: str) -> None:
+    for i, variant in enumerate(result.variants):
+        curve = variant.curves[metric]
+        axis.plot(curve.x, curve.mean, label=variant.name, linewidth=1.5, **_style(i))
+        if len(result.seeds) > 1:
+            axis.fill_between(curve.x, curve.low, curve.high, color=_style(i)["color"], alpha=0.1, linewidth=0)
+    axis.set_xlabel("probability of the token" if metric.startswith(f"{PROFILE}/") else "optimizer updates")
+    if metric in _LOG_SCALE:
+        axis.set_yscale("log")
+
+
+def _label(metric: str) -> str:
+    if metric in DERIVED:
+        return DERIVED[metric][0]
+    if metric.startswith(f"{PROFILE}/"):
+        return _PROFILE_LABELS[metric.removeprefix(f"{PROFILE}/")]
+    unit = METRICS[metric].unit
+    return f"{metric} [{unit}]"

@@ -1,0 +1,176 @@
+"""Runs of `bapo train` side by side, one core each, without its start-up, which would take longer than a small run.
+
+A fork server imports torch, Megatron and this package once. Each run is two forks of it: an embedded engine and a
+trainer of one rank. They do what they do under `bapo train`: the same loop, HTTP API and weight sync.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from threading import Event
+
+from bapo_megatron.assets import resolve_model_path
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import UserError
+from bapo_megatron.launch import processes
+from bapo_megatron.monitor.metrics import read_metrics
+from bapo_megatron.monitor.rundir import RunDir
+
+_WORKERS = "bapo_megatron.reproduce.workers"
+_POLL_S = 0.05
+_END_TIMEOUT_S = 15.0
+
+
+def run_path(config: Config) -> Path:
+    return Path(config.run.dir) / config.run.name
+
+
+def is_finished(config: Config) -> bool:
+    """Whether the run has come to its last step."""
+    path = run_path(config) / "metrics.jsonl"
+    metrics = read_metrics(path) if path.is_file() else []
+    return bool(metrics) and metrics[-1]["step"] == config.train.num_steps
+
+
+def train_all(
+    configs: Sequence[Config], *, num_jobs: int, timeout_s: float, tell: Callable[[Config, float], None]
+) -> None:
+    """Train every configuration to its last step; `tell` hears of each one that is done, with its seconds.
+
+    Args:
+        configs: checked, with the embedded engine and one trainer rank.
+        num_jobs: runs at a time.
+        timeout_s: of one run.
+
+    Raises:
+        UserError: a run failed, or took longer; says which, and names its logs. The others are ended.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([_WORKERS])
+    lifeline, ours = context.Pipe(duplex=False)  # closes when this process ends, however that happens
+    stop = Event()
+
+    def train(config: Config) -> None:
+        if stop.is_set():
+            return
+        started = time.monotonic()
+        try:
+            _train(config, _Forks(context, lifeline), stop, started + timeout_s)
+        except _StoppedError:
+            return
+        except BaseException:
+            stop.set()
+            raise
+        tell(config, time.monotonic() - started)
+
+    with _one_thread_each(), lifeline, ours, ThreadPoolExecutor(num_jobs) as pool:
+        futures = [pool.submit(train, config) for config in configs]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            stop.set()
+
+
+class _StoppedError(Exception):
+    """Another run failed, or the user has had enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Forks:
+    """Makes the processes of workers.py."""
+
+    context: ForkServerContext
+    lifeline: Connection
+
+    @contextmanager
+    def running(self, work: str, *arguments: object) -> Iterator[ForkServerProcess]:
+        """Ends it with the block."""
+        process = self.context.Process(target=_in_worker, args=(work, self.lifeline, *arguments), name=f"bapo-{work}")
+        process.start()
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.join(_END_TIMEOUT_S)
+            if process.exitcode is None:
+                process.kill()
+                process.join(_END_TIMEOUT_S)
+
+
+def _train(config: Config, forks: _Forks, stop: Event, deadline: float) -> None:
+    folder = run_path(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    engine_log = folder / "engine.log"
+
+    def is_ready(url: str, engine: ForkServerProcess) -> bool:
+        if engine.exitcode is not None:
+            raise UserError(f"the engine of {folder} ended with exit code {engine.exitcode}; its log: {engine_log}")
+        return processes.answers(f"{url}/health", timeout_s=1.0)
+
+    def wait(is_done: Callable[[], bool]) -> None:
+        while not is_done():
+            if stop.is_set():
+                raise _StoppedError
+            if time.monotonic() > deadline:
+                raise UserError(f"the run {folder} was not done in time; its log: {_log(folder)}")
+            time.sleep(_POLL_S)
+
+    with processes.reserved_ports(1) as ports:
+        url = f"http://{processes.LOOPBACK}:{ports[0]}"
+        with forks.running("serve", _engine_arguments(config, ports[0]), engine_log) as engine:
+            wait(lambda: is_ready(url, engine))
+            with forks.running("train", config, url) as trainer:
+                wait(lambda: trainer.exitcode is not None)
+                if trainer.exitcode != 0:
+                    raise UserError(_complaint(folder, trainer.exitcode))
+
+
+def _engine_arguments(config: Config, port: int) -> list[str]:
+    context = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    return [
+        *("--model-path", str(resolve_model_path(config.model.path))),
+        *("--port", str(port)),
+        *("--max-context", str(context)),
+        *("--max-running", str(config.rollout.max_concurrent_requests)),
+        *("--update-timeout-s", str(config.sync.timeout_s)),
+    ]
+
+
+def _in_worker(work: str, *arguments: object) -> None:
+    """The child's side: a name, since the parent does without what the workers import."""
+    from bapo_megatron.reproduce import workers
+
+    getattr(workers, work)(*arguments)
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """For the fork server's torch, which reads this when it is imported."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def _complaint(folder: Path, code: int | None) -> str:
+    said = [path.read_text() for path in sorted(RunDir.attach(folder).log_dir.glob("error-*.txt"))]
+    return f"the run {folder} ended with exit code {code}: {said[0] if said else 'see its log'} ({_log(folder)})"
+
+
+def _log(folder: Path) -> Path:
+    return RunDir.attach(folder).log_path("trainer", 0)

@@ -1,0 +1,205 @@
+"""From the metrics of a study's runs to curves with their spread over seeds, final figures, and paired comparisons."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bapo_megatron.algorithms.token_profile import BINS, MEANS
+from bapo_megatron.monitor.metrics import read_metrics
+from bapo_megatron.reproduce.pool import run_path
+from bapo_megatron.reproduce.study import Run, Study
+
+Row = Mapping[str, float]
+
+LAST_PART = 0.25  # of a run's steps: what "at the end" means for noisy metrics
+PROFILE = "profile"  # a plot of the token profile, with monitor.token_profile = true: means of a run by probability
+PROFILE_PARTS = ("share", *MEANS)
+
+
+def _share(part: str, rest: str) -> Callable[[Row], float]:
+    return lambda row: row[part] / (row[part] + row[rest]) if row[part] + row[rest] > 0 else math.nan
+
+
+DERIVED: dict[str, tuple[str, Callable[[Row], float]]] = {
+    "clip_share": ("clipped share of tokens", lambda row: row["loss/clip_high_share"] + row["loss/clip_low_share"]),
+    "positive_token_share": (
+        "positive share of tokens",
+        _share("loss/positive_token_share", "loss/negative_token_share"),
+    ),
+    "positive_mass_share": ("positive share of the loss", _share("loss/positive_mass", "loss/negative_mass")),
+}
+
+# Column of the table -> metric, and of which of the run's values: the last one, the mean of those at the end or of all,
+# or their median.
+FINALS: dict[str, tuple[str, str]] = {
+    "pass rate": ("eval/reward", "last"),
+    "reward at the end": ("reward/mean", "end"),
+    "entropy at the end": ("loss/entropy", "end"),
+    "gradient norm, median": ("optimizer/grad_norm", "median"),
+    "clipped": ("clip_share", "all"),
+    "positive share of the loss": ("positive_mass_share", "all"),
+    "rho": ("bapo/positive_share", "all"),
+    "c_low": ("bapo/low", "all"),
+    "c_high": ("bapo/high", "all"),
+    "inert": ("bapo/inert_share", "all"),
+    "saturated": ("bapo/saturated_share", "all"),
+    "age": ("staleness/mean", "all"),
+}
+HEADLINE = "pass rate"  # what variants are compared by
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A metric over seeds, finite values only. `x`: optimizer updates after each step; of a profile, probabilities."""
+
+    x: list[float]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A final figure of a variant: its mean and standard deviation over seeds (None with a single one)."""
+
+    mean: float
+    std: float | None
+    by_seed: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class VariantResult:
+    """What came out of one variant."""
+
+    name: str
+    finals: dict[str, Figure]
+    curves: dict[str, Curve]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`first` less `second` in the headline figure, seed by seed."""
+
+    first: str
+    second: str
+    difference: float
+    standard_error: float | None
+    num_higher: int
+    num_seeds: int
+
+
+@dataclass(frozen=True, slots=True)
+class StudyResult:
+    """All that a study's page and plots show."""
+
+    seeds: list[int]
+    variants: list[VariantResult]
+    comparisons: list[Comparison]
+
+    def as_json(self) -> dict[str, Any]:
+        return _without_nan(asdict(self))
+
+
+def gather(study: Study, runs: Sequence[Run]) -> StudyResult:
+    """Read the metrics of finished runs."""
+    by_variant: dict[str, dict[int, Sequence[Row]]] = {}
+    for run in runs:
+        by_variant.setdefault(run.variant, {})[run.seed] = read_metrics(run_path(run.config) / "metrics.jsonl")
+    wanted = [plot.metric for plot in study.plots]
+    variants = [_variant(name, list(seeds.values()), wanted) for name, seeds in by_variant.items()]
+    finals = {variant.name: variant.finals for variant in variants}
+    comparisons = [
+        _compare(first, second, finals[first][HEADLINE].by_seed, finals[second][HEADLINE].by_seed)
+        for first, second in study.compare
+        if first in finals and second in finals
+    ]
+    return StudyResult(sorted({run.seed for run in runs}), variants, comparisons)
+
+
+def value(row: Row, metric: str) -> float:
+    """A metric of a step, or one derived from it; nan where the run has none."""
+    try:
+        return DERIVED[metric][1](row) if metric in DERIVED else row[metric]
+    except KeyError:
+        return math.nan
+
+
+def _variant(name: str, seeds: Sequence[Sequence[Row]], wanted: Sequence[str]) -> VariantResult:
+    finals = {}
+    for column, (metric, part) in FINALS.items():
+        by_seed = [_final(rows, metric, part) for rows in seeds]
+        if all(map(math.isfinite, by_seed)):
+            std = statistics.stdev(by_seed) if len(by_seed) > 1 else None
+            finals[column] = Figure(statistics.fmean(by_seed), std, by_seed)
+    curves = {metric: _curve(seeds, metric) for metric in wanted if metric != PROFILE}
+    if PROFILE in wanted:
+        curves |= {f"{PROFILE}/{part}": _profile(seeds, part) for part in PROFILE_PARTS}
+    return VariantResult(name, finals, curves)
+
+
+def _profile(seeds: Sequence[Sequence[Row]], part: str) -> Curve:
+    """One value a bin and seed: the share of all trained tokens of the run, or the mean over those in the bin."""
+    rows_SB = [[_over_run(rows, bin_name, part) for bin_name in BINS] for rows in seeds]
+    centres = [(b + 0.5) / len(BINS) for b in range(len(BINS))]
+    return _spread(centres, rows_SB)
+
+
+def _over_run(rows: Sequence[Row], bin_name: str, part: str) -> float:
+    shares = [value(row, f"{bin_name}_share") for row in rows]
+    if part == "share":
+        return _mean(shares)
+    weighted = [(share, value(row, f"{bin_name}_{part}")) for share, row in zip(shares, rows, strict=True)]
+    weighted = [(share, v) for share, v in weighted if share > 0 and math.isfinite(v)]
+    total = math.fsum(share for share, _ in weighted)
+    return math.fsum(share * v for share, v in weighted) / total if total else math.nan
+
+
+def _final(rows: Sequence[Row], metric: str, part: str) -> float:
+    if part == "last":
+        return value(rows[-1], metric)
+    if part == "median":
+        return statistics.median(value(row, metric) for row in rows)
+    first = len(rows) - max(1, round(len(rows) * LAST_PART)) if part == "end" else 0
+    return _mean([value(row, metric) for row in rows[first:]])
+
+
+def _curve(seeds: Sequence[Sequence[Row]], metric: str) -> Curve:
+    updates = [row["version"] for row in seeds[0]]
+    return _spread(updates, [[value(row, metric) for row in rows] for rows in seeds])
+
+
+def _spread(x: list[float], by_seed: Sequence[Sequence[float]]) -> Curve:
+    columns = [[v for v in column if math.isfinite(v)] for column in zip(*by_seed, strict=True)]
+    return Curve(
+        x=x,
+        mean=[_mean(column) for column in columns],
+        low=[min(column, default=math.nan) for column in columns],
+        high=[max(column, default=math.nan) for column in columns],
+    )
+
+
+def _compare(first: str, second: str, ours: Sequence[float], theirs: Sequence[float]) -> Comparison:
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
+    higher = sum(d > 0 for d in differences)
+    return Comparison(first, second, statistics.fmean(differences), error, higher, len(differences))
+
+
+def _mean(values: Sequence[float]) -> float:
+    finite = [v for v in values if math.isfinite(v)]
+    return statistics.fmean(finite) if finite else math.nan
+
+
+def _without_nan(item: Any) -> Any:
+    """JSON has no nan."""
+    if isinstance(item, dict):
+        return {key: _without_nan(v) for key, v in item.items()}
+    if isinstance(item, list):
+        return [_without_nan(v) for v in item]
+    if isinstance(item, float):
+        return round(item, 6) if math.isfinite(item) else None
+    return item

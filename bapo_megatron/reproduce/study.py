@@ -1,0 +1,148 @@
+"""A study: the same small run with variants of its settings, over seeds. One TOML file each, in studies/.
+
+title = "BAPO against GRPO"                 figure = "Figure 9"
+question = "Does BAPO learn more?"          answer follows in docs/bapo.md
+seeds = [0, 1, 2, 3, 4]
+settings = { train = { ... } }              tables of a configuration, over studies/base.toml
+compare = [["BAPO", "GRPO"]]                pairs of variants, judged seed by seed
+[[variants]]
+name = "GRPO"
+settings = { loss = { name = "grpo" } }     over the study's
+[[plots]]
+metric = "loss/entropy"                     a metric of metrics.jsonl, or of results.DERIVED
+[quick]                                     what --quick changes
+seeds = [0]
+settings = { train = { num_steps = 2 } }
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError, model_validator
+
+from bapo_megatron.config.base import Section
+from bapo_megatron.config.load import load_tables
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import ConfigError
+
+_BASE = "base"
+
+
+class Variant(Section):
+    """One curve."""
+
+    name: str
+    settings: dict[str, Any] = Field(default_factory=dict)
+
+
+class Plot(Section):
+    """A panel: a metric over optimizer updates, with its spread over seeds; or "profile", the token profile."""
+
+    metric: str
+    label: str | None = None
+    """Of the axis; unset: the metric's name."""
+
+
+class Quick(Section):
+    """How `--quick` shortens the study: enough to see that it runs, not what it finds."""
+
+    seeds: tuple[int, ...] = (0,)
+    variants: tuple[str, ...] = ()
+    """Unset: all."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+
+
+class Study(Section):
+    """What a study's file says."""
+
+    title: str
+    figure: str
+    question: str
+    seeds: Annotated[tuple[int, ...], Field(min_length=1)]
+    settings: dict[str, Any] = Field(default_factory=dict)
+    variants: Annotated[tuple[Variant, ...], Field(min_length=1)]
+    compare: tuple[tuple[str, str], ...] = ()
+    plots: Annotated[tuple[Plot, ...], Field(min_length=1)]
+    quick: Quick = Field(default_factory=Quick)
+    needs: str | None = None
+    """A folder that must exist, such as a model that does not ship with the package."""
+
+    @model_validator(mode="after")
+    def _names_are_known(self) -> Study:
+        names = [variant.name for variant in self.variants]
+        if len(set(names)) < len(names):
+            raise ValueError("two variants have the same name")
+        for name in [*(name for pair in self.compare for name in pair), *self.quick.variants]:
+            if name not in names:
+                raise ValueError(f"there is no variant {name!r}")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training run of a study."""
+
+    variant: str
+    seed: int
+    config: Config
+
+
+def shipped_studies() -> dict[str, Path]:
+    """Name ("staleness") -> file, in the order in which `all` runs them."""
+    with resources.as_file(resources.files("bapo_megatron.reproduce") / "studies") as folder:
+        return {file.stem: file for file in sorted(folder.glob("*.toml")) if file.stem != _BASE}
+
+
+def load_study(name: str) -> Study:
+    """A shipped study by its name, or one from a TOML file.
+
+    Raises:
+        ConfigError: there is none, or its file is not right; says where and why.
+    """
+    shipped = shipped_studies()
+    path = shipped.get(name, Path(name))
+    if not path.is_file():
+        raise ConfigError(f"there is no study {name!r}; give a TOML file, all, or one of: {', '.join(shipped)}")
+    try:
+        return Study.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    except ValidationError as error:
+        where = ((".".join(map(str, details["loc"])), details["msg"]) for details in error.errors())
+        raise ConfigError("\n".join(f"{path}: {place or 'study'}: {message}" for place, message in where)) from error
+
+
+def plan_runs(study: Study, *, quick: bool, runs_dir: Path) -> list[Run]:
+    """Every run of a study, seed by seed. Runs of equal settings have the same name, in whichever study they occur.
+
+    Raises:
+        ConfigError: a variant's settings are not those of a configuration.
+    """
+    variants = [v for v in study.variants if not (quick and study.quick.variants) or v.name in study.quick.variants]
+    return [
+        Run(variant.name, seed, _config(study, variant, seed, quick=quick, runs_dir=runs_dir))
+        for seed in (study.quick.seeds if quick else study.seeds)
+        for variant in variants
+    ]
+
+
+def _config(study: Study, variant: Variant, seed: int, *, quick: bool, runs_dir: Path) -> Config:
+    base = resources.files("bapo_megatron.reproduce") / "studies" / f"{_BASE}.toml"
+    tables = {
+        "studies/base.toml": tomllib.loads(base.read_text(encoding="utf-8")),
+        "settings": study.settings,
+        f"variant {variant.name!r}": variant.settings,
+        "quick.settings": study.quick.settings if quick else {},
+        "study": {"run": {"seed": seed, "dir": str(runs_dir)}},
+    }
+    config = load_tables(tables)
+    said = config.model_dump(mode="json", exclude_defaults=True, exclude={"run": {"dir"}})
+    name = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})

@@ -1,0 +1,51 @@
+"""What a forked process of a study does: serve an embedded engine, or train with one rank.
+
+The fork server (pool.py) imports this once, with all that both need, so that a run starts without importing anything.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import bapo_megatron.monitor.record
+import bapo_megatron.stopping
+import bapo_megatron.train  # noqa: F401  run_rank imports these late
+from bapo_megatron.config.load import dump_config
+from bapo_megatron.config.schema import Config
+from bapo_megatron.launch.trainer import redirect_output, run_rank
+from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.rollout.embedded import server
+
+
+def serve(lifeline: Connection, arguments: list[str], log: Path) -> None:
+    """An embedded engine, until SIGTERM."""
+    _end_with(lifeline)
+    redirect_output(log)
+    server.main(arguments)
+
+
+def train(lifeline: Connection, config: Config, url: str) -> None:
+    """The training loop of `bapo train`, as its only rank; the process ends with the exit code of `run_rank`."""
+    _end_with(lifeline)
+    with RunDir.open(config, config_text=dump_config(config)) as run_dir:
+        redirect_output(run_dir.log_path("trainer", 0))
+        code = run_rank(run_dir, [url])
+    os._exit(code)
+
+
+def _end_with(lifeline: Connection) -> None:
+    """End this process and its children when the study's process, which holds the other end of the pipe, is gone.
+
+    The parent of this process is the fork server, which lives as long as one of its children.
+    """
+    os.setpgid(0, 0)
+
+    def watch() -> None:
+        lifeline.poll(None)  # nothing is ever sent
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="end-with-study", daemon=True).start()

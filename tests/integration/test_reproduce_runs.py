@@ -1,0 +1,133 @@
+"""Studies with real training runs: forked, resumed, failing, and one point of the committed results."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bapo_megatron.cli import main
+from bapo_megatron.errors import UserError
+from bapo_megatron.monitor.metrics import read_metrics
+from bapo_megatron.reproduce.pool import is_finished, run_path, train_all
+from bapo_megatron.reproduce.study import Run, load_study, plan_runs
+
+COMMITTED = Path(__file__).parents[2] / "docs" / "reproduction"
+
+STUDY = """
+title = "Two short runs"
+figure = "none"
+question = "Do they run?"
+seeds = [0]
+compare = [["BAPO", "GRPO"]]
+[settings]
+rollout = { prompts_per_step = 4 }
+train = { num_steps = 2, minibatches_per_step = 2 }
+eval = { num_prompts = 8 }
+[[variants]]
+name = "GRPO"
+settings = { loss = { name = "grpo" } }
+[[variants]]
+name = "BAPO"
+[[plots]]
+metric = "reward/mean"
+"""
+
+
+def train(runs: Sequence[Run]) -> None:
+    train_all([r.config for r in runs], num_jobs=2, timeout_s=300, tell=lambda *_: None)
+
+
+def own_children() -> set[int]:
+    """Trainers and engines; the fork server and the resource tracker stay."""
+    servers = [p for p in psutil.Process().children() if "forkserver" in " ".join(p.cmdline())]
+    return {child.pid for server in servers for child in server.children(recursive=True)}
+
+
+def test_the_verb_trains_writes_and_does_not_repeat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "short.toml").write_text(STUDY)
+    command = ["reproduce", str(tmp_path / "short.toml"), "--runs", str(tmp_path / "runs"), "--jobs", "2"]
+    assert main(command) == 0
+    assert "2 of 2 runs to do" in (said := capsys.readouterr().out)
+    assert "[2/2, about 0 min left]" in said
+    assert own_children() == set()
+    results = tmp_path / "runs" / "results"
+    figures = json.loads((results / "short.json").read_text())
+    assert [v["name"] for v in figures["variants"]] == ["GRPO", "BAPO"]
+    assert all(0 <= v["finals"]["pass rate"]["mean"] <= 1 for v in figures["variants"])
+    assert (results / "short.svg").is_file()
+
+    (first,) = [
+        r for r in plan_runs(load_study(command[1]), quick=False, runs_dir=tmp_path / "runs") if r.variant == "BAPO"
+    ]
+    metrics = run_path(first.config) / "metrics.jsonl"
+    before = metrics.read_text()
+    metrics.write_text(before.splitlines()[0] + "\n")  # as if it had been interrupted
+    assert main(command) == 0
+    assert "1 of 2 runs to do" in capsys.readouterr().out
+    again = read_metrics(metrics)
+    assert [row["reward/mean"] for row in again] == [json.loads(line)["reward/mean"] for line in before.splitlines()]
+
+
+def test_a_run_that_fails_ends_the_others_and_names_its_log(tmp_path: Path) -> None:
+    failing = STUDY.replace('name = "BAPO"', 'name = "BAPO"\nsettings = { reward = { kind = "no_such_module:judge" } }')
+    (tmp_path / "failing.toml").write_text(failing)
+    runs = plan_runs(load_study(str(tmp_path / "failing.toml")), quick=False, runs_dir=tmp_path / "runs")
+    with pytest.raises(UserError, match=r"ended with exit code 2: .*no_such_module.*trainer-0.log"):
+        train(runs)
+    assert own_children() == set()
+
+
+def test_a_run_has_a_deadline(tmp_path: Path) -> None:
+    (tmp_path / "short.toml").write_text(STUDY)
+    runs = plan_runs(load_study(str(tmp_path / "short.toml")), quick=False, runs_dir=tmp_path / "runs")
+    started = time.monotonic()
+    with pytest.raises(UserError, match=r"was not done in time; its log: .*trainer-0.log"):
+        train_all([r.config for r in runs], num_jobs=1, timeout_s=0.5, tell=lambda *_: None)
+    assert time.monotonic() - started < 60
+    assert own_children() == set()
+    assert not any(is_finished(r.config) for r in runs)
+
+
+def test_nothing_outlives_a_study_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "long.toml").write_text(STUDY.replace("num_steps = 2", "num_steps = 500"))
+    command = [sys.executable, "-m", "bapo_megatron", "reproduce", str(tmp_path / "long.toml")]
+    with (tmp_path / "log").open("w") as log:
+        study = subprocess.Popen([*command, "--runs", str(tmp_path / "runs")], stdout=log, stderr=log)
+    try:
+        wait_for(lambda: len(list(tmp_path.glob("runs/*/metrics.jsonl"))) == 2, "both runs train", tmp_path / "log")
+        family = psutil.Process(study.pid).children(recursive=True)
+        assert len(family) >= 4
+    finally:
+        study.kill()
+        study.wait(30)
+    gone, alive = psutil.wait_procs(family, timeout=60)
+    assert alive == []
+    assert gone
+
+
+def wait_for(is_true: Callable[[], bool], what: str, log: Path) -> None:
+    deadline = time.monotonic() + 180
+    while not is_true():
+        assert time.monotonic() < deadline, f"not in time: {what}\n{log.read_text()}"
+        time.sleep(0.1)
+
+
+def test_a_committed_point_comes_out_again(tmp_path: Path) -> None:
+    """BAPO at K = 16, seed 0: within three standard deviations over seeds, in pass rate and entropy."""
+    name, variant = "stale_rivals", "BAPO, K = 16"
+    committed = json.loads((COMMITTED / f"{name}.json").read_text())
+    finals = next(v["finals"] for v in committed["variants"] if v["name"] == variant)
+    runs = plan_runs(load_study(name), quick=False, runs_dir=tmp_path)
+    (run,) = [r for r in runs if (r.variant, r.seed) == (variant, 0)]
+    train([run])
+    rows = read_metrics(run_path(run.config) / "metrics.jsonl")
+    passed, entropy = finals["pass rate"], finals["entropy at the end"]
+    assert abs(rows[-1]["eval/reward"] - passed["mean"]) < 3 * passed["std"]
+    assert abs(rows[-1]["loss/entropy"] - entropy["mean"]) < 3 * entropy["std"]

@@ -1,0 +1,194 @@
+"""Studies as files, and what is computed from their runs' metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.reproduce.page import write
+from bapo_megatron.reproduce.pool import is_finished, run_path
+from bapo_megatron.reproduce.results import DERIVED, gather, value
+from bapo_megatron.reproduce.run import Options, reproduce
+from bapo_megatron.reproduce.study import Study, load_study, plan_runs, shipped_studies
+
+MINIMAL = """
+title = "A title"
+figure = "Figure 0"
+question = "Why?"
+seeds = [3, 1]
+settings = { loss = { name = "grpo" }, train = { num_steps = 4 } }
+compare = [["wide", "narrow"]]
+[[variants]]
+name = "narrow"
+[[variants]]
+name = "wide"
+settings = { loss = { clip_high = 2.0 } }
+[[plots]]
+metric = "reward/mean"
+[[plots]]
+metric = "clip_share"
+[quick]
+seeds = [7]
+variants = ["wide"]
+settings = { train = { num_steps = 2 } }
+"""
+
+
+def study_from(tmp_path: Path, text: str = MINIMAL) -> Study:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    return load_study(str(path))
+
+
+@pytest.mark.parametrize("name", shipped_studies())
+def test_a_shipped_study_is_whole(name: str, tmp_path: Path) -> None:
+    study = load_study(name)
+    full, quick = (plan_runs(study, quick=q, runs_dir=tmp_path) for q in (False, True))
+    assert len(full) == len(study.seeds) * len(study.variants)
+    assert 0 < len(quick) < len(full) or study.seeds == (0,)
+    assert all(q.config.train.num_steps <= 3 for q in quick)
+    if study.compare and study.needs is None:
+        assert len(study.seeds) >= 3
+
+
+def test_variants_over_settings_over_base(tmp_path: Path) -> None:
+    runs = plan_runs(study_from(tmp_path), quick=False, runs_dir=tmp_path / "runs")
+    assert [(r.variant, r.seed) for r in runs] == [("narrow", 3), ("wide", 3), ("narrow", 1), ("wide", 1)]
+    assert [r.config.loss.clip_high for r in runs] == [1.2, 2.0, 1.2, 2.0]
+    assert all(r.config.loss.name == "grpo" and r.config.model.path == "study" for r in runs)
+    (quick,) = plan_runs(study_from(tmp_path), quick=True, runs_dir=tmp_path / "runs")
+    assert (quick.variant, quick.seed, quick.config.train.num_steps) == ("wide", 7, 2)
+
+
+def test_equal_settings_are_one_run_and_others_are_not(tmp_path: Path) -> None:
+    here = plan_runs(study_from(tmp_path), quick=False, runs_dir=tmp_path / "a")
+    renamed = MINIMAL.replace('"narrow"', '"thin"')
+    there = plan_runs(study_from(tmp_path, renamed), quick=False, runs_dir=tmp_path / "b")
+    assert [r.config.run.name for r in here] == [r.config.run.name for r in there]
+    assert len({r.config.run.name for r in here}) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("[[variants]]", "[[variants"), "is not TOML"),
+        (('figure = "Figure 0"', ""), "figure: Field required"),
+        (("seeds = [3, 1]", "seeds = []"), "seeds: Tuple should have at least 1 item"),
+        (('"narrow"]', '"slim"]'), "there is no variant 'slim'"),
+        (('name = "wide"', 'name = "narrow"'), "two variants have the same name"),
+        (('title = "A title"', 'title = "A title"\nseed = 1'), "seed: Extra inputs are not permitted"),
+    ],
+)
+def test_a_study_that_is_not_right(tmp_path: Path, change: tuple[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        study_from(tmp_path, MINIMAL.replace(*change))
+    assert "mine.toml" in str(error.value)
+
+
+def test_settings_that_do_not_exist_name_their_variant(tmp_path: Path) -> None:
+    study = study_from(tmp_path, MINIMAL.replace("clip_high = 2.0", "clip_hihg = 2.0"))
+    with pytest.raises(ConfigError, match=r"loss.clip_hihg \(variant 'wide'\); did you mean loss.clip_high"):
+        plan_runs(study, quick=False, runs_dir=tmp_path)
+
+
+def test_nothing_starts_where_one_study_is_wrong(tmp_path: Path) -> None:
+    def options(*names: str) -> Options:
+        return Options(names, False, tmp_path / "out", tmp_path / "runs", 1, 60.0)
+
+    with pytest.raises(ConfigError, match=r"no study 'figure_99'; give a TOML file, all, or one of: .*staleness"):
+        reproduce(options("staleness", "figure_99"))
+    (tmp_path / "far.toml").write_text(MINIMAL.replace("train = { num_steps = 4 }", "parallel = { tensor = 3 }"))
+    with pytest.raises(ConfigError, match=r"variant 'narrow': .*tensor"):
+        reproduce(options(str(tmp_path / "far.toml")))
+    (tmp_path / "big.toml").write_text('needs = "no/such/folder"\n' + MINIMAL)
+    with pytest.raises(ConfigError, match="study big needs the folder no/such/folder"):
+        reproduce(options(str(tmp_path / "big.toml")))
+    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def row(step: int, reward: float, clipped: float) -> dict[str, float | None]:
+    metrics = {"reward/mean": reward, "loss/clip_high_share": clipped, "loss/clip_low_share": 2 * clipped}
+    return {"step": step, "version": 10 * step, **metrics, "bapo/low": None}
+
+
+def test_results_are_those_of_numpy(tmp_path: Path) -> None:
+    study = study_from(tmp_path)
+    runs = plan_runs(study, quick=False, runs_dir=tmp_path / "runs")
+    rng = np.random.default_rng(0)
+    rewards, clipped = rng.random((4, 4)), rng.random((4, 4))
+    evaluated = rng.random(4)
+    for i, run in enumerate(runs):
+        folder = run_path(run.config)
+        folder.mkdir(parents=True)
+        rows = [row(step + 1, rewards[i, step], clipped[i, step]) for step in range(4)]
+        assert not is_finished(run.config)
+        rows[-1]["eval/reward"] = evaluated[i]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        assert is_finished(run.config)
+
+    result = gather(study, runs)
+    narrow, wide = result.variants
+    assert result.seeds == [1, 3]
+    assert wide.curves["reward/mean"].mean == pytest.approx(rewards[[1, 3]].mean(0))
+    assert wide.curves["reward/mean"].low == pytest.approx(rewards[[1, 3]].min(0))
+    assert wide.curves["clip_share"].high == pytest.approx(3 * clipped[[1, 3]].max(0))
+    assert wide.curves["reward/mean"].x == [10, 20, 30, 40]
+    assert narrow.finals["pass rate"].mean == pytest.approx(evaluated[[0, 2]].mean())
+    assert narrow.finals["pass rate"].std == pytest.approx(evaluated[[0, 2]].std(ddof=1))
+    assert narrow.finals["reward at the end"].by_seed == pytest.approx(rewards[[0, 2], 3])
+    assert narrow.finals["clipped"].mean == pytest.approx(3 * clipped[[0, 2]].mean())
+    assert "c_low" not in narrow.finals, "it was never a number"
+    (comparison,) = result.comparisons
+    differences = evaluated[[1, 3]] - evaluated[[0, 2]]
+    assert comparison.difference == pytest.approx(differences.mean())
+    assert comparison.standard_error == pytest.approx(differences.std(ddof=1) / math.sqrt(2))
+    assert comparison.num_higher == (differences > 0).sum()
+
+    write("mine", study, result, tmp_path / "out", "bapo reproduce mine")
+    page = (tmp_path / "out" / "mine.md").read_text()
+    assert f"| wide | narrow | {differences.mean():+.3f} ±" in page
+    assert "bapo reproduce mine" in page
+    assert "seeds 1, 3" in page
+    figures = json.loads((tmp_path / "out" / "mine.json").read_text())
+    assert figures["variants"][1]["curves"]["reward/mean"]["mean"] == pytest.approx(rewards[[1, 3]].mean(0), abs=1e-6)
+    drawn = (tmp_path / "out" / "mine.svg").read_text()
+    assert drawn.startswith("<?xml")
+    write("mine", study, result, tmp_path / "out", "bapo reproduce mine")
+    assert (tmp_path / "out" / "mine.svg").read_text() == drawn, "the same figures give the same file"
+
+
+def test_derived_metrics() -> None:
+    assert value({"loss/positive_mass": 1.0, "loss/negative_mass": 3.0}, "positive_mass_share") == 0.25
+    assert math.isnan(value({"loss/positive_mass": 0.0, "loss/negative_mass": 0.0}, "positive_mass_share"))
+    assert all(math.isnan(value({}, metric)) for metric in DERIVED)
+
+
+def test_a_profile_is_weighted_with_its_tokens(tmp_path: Path) -> None:
+    text = MINIMAL.replace('metric = "clip_share"', 'metric = "profile"').replace("seeds = [3, 1]", "seeds = [3]")
+    study = study_from(tmp_path, text)
+    runs = plan_runs(study, quick=False, runs_dir=tmp_path / "runs")
+    rng = np.random.default_rng(1)
+    shares, entropies = rng.random((2, 4, 10)), rng.random((2, 4, 10))
+    shares[:, :, 3] = 0.0
+    shares[:, 1, 5], entropies[:, 1, 5] = 0.0, np.nan
+    for i, run in enumerate(runs):
+        rows = []
+        for step in range(4):
+            bins = {f"profile/p{b}0_share": shares[i, step, b] for b in range(10)}
+            bins |= {f"profile/p{b}0_entropy": entropies[i, step, b] for b in range(10)}
+            clean = {name: None if np.isnan(v) else v for name, v in bins.items()}
+            rows.append(row(step + 1, 0.5, 0.1) | clean | {"eval/reward": 0.5})
+        run_path(run.config).mkdir(parents=True)
+        (run_path(run.config) / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    profile = gather(study, runs).variants[0].curves
+    weights = np.where(np.isnan(entropies[0]), 0, shares[0])
+    expected = (weights * np.nan_to_num(entropies[0])).sum(0) / np.where(weights.sum(0) > 0, weights.sum(0), np.nan)
+    assert profile["profile/entropy"].mean == pytest.approx(expected, nan_ok=True)
+    assert profile["profile/share"].mean == pytest.approx(shares[0].mean(0))
+    assert profile["profile/share"].x == pytest.approx(np.arange(10) / 10 + 0.05)
