@@ -10,6 +10,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from tests.integration.killable import PRELOAD, Engine, small_run
 from tests.unit.test_monitoring import scrape
 
 STALL_S = 8
-SLOW_S = 0.5  # what the slow rank takes more in each forward pass
+SLOWER = 4  # times its own time is what the slow rank takes more in each forward pass
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +109,12 @@ def slow_then_hung(rank: int, run_dir: Path) -> None:
         forward = PolicyModel.forward
 
         def slow(self: PolicyModel, *arguments: Any, **options: Any) -> Any:
-            time.sleep(1e6 if (run_dir / "hang").exists() else SLOW_S)
-            return forward(self, *arguments, **options)
+            if (run_dir / "hang").exists():
+                time.sleep(1e6)
+            begin_s = time.monotonic()
+            outputs = forward(self, *arguments, **options)
+            time.sleep(0.1 + SLOWER * (time.monotonic() - begin_s))
+            return outputs
 
         PolicyModel.forward = slow  # type: ignore[method-assign]
 
@@ -142,13 +147,12 @@ def test_a_run_tells_its_numbers_its_slow_rank_and_where_it_hangs(engine: Engine
 
 
 def _check_slow_rank(run: Run) -> None:
-    last = run.rows()[-1]
-    assert last["straggler/rank"] == 1
-    assert last["straggler/ratio"] > 1.5
-    assert last["straggler/slowest_s"] - last["straggler/median_s"] > SLOW_S, "two updates, a forward pass each"
-    assert last["time/score_s"] + last["time/train_s"] > last["straggler/slowest_s"], "rank 0's spans: it waits"
-    run.wait(lambda: "trainer rank 1 is slow" in run.shown(), "the user is warned")
-    assert run.shown().count("trainer rank 1 is slow") == 1
+    run.wait(lambda: "warning: trainer rank 1 is slow" in run.shown(), "the user is warned")
+    slow = [row for row in run.rows() if row["straggler/rank"] == 1 and row["straggler/ratio"] > 1.5]
+    assert len(slow) >= 3
+    for row in slow:
+        assert row["straggler/ratio"] == pytest.approx(row["straggler/slowest_s"] / row["straggler/median_s"])
+        assert row["time/score_s"] + row["time/train_s"] > 0.9 * row["straggler/slowest_s"], "rank 0 waits in its spans"
 
 
 def _check_scrape(run: Run) -> None:
@@ -223,6 +227,7 @@ def _out_of_memory(folder: Path) -> None:
     from bapo_megatron.learner import megatron
     from bapo_megatron.learner.megatron import MegatronLearner
     from bapo_megatron.learner.model import PolicyModel
+    from bapo_megatron.learner.parallel import stop_processes
     from bapo_megatron.monitor.oom import explaining_out_of_memory
     from bapo_megatron.monitor.stopwatch import Stopwatch
     from bapo_megatron.types import ClipBounds
@@ -250,8 +255,11 @@ def _out_of_memory(folder: Path) -> None:
             megatron.PolicyModel = real  # type: ignore[misc]
 
     explained("building", build)
+    stop_processes()
     learner = MegatronLearner(config, demo_model_path())
-    minibatch = one_minibatch(random_batch(), max_tokens=200, share=learner.share)
+    batch = random_batch()
+    batch = replace(batch, token_ids_T=batch.token_ids_T % learner.shape.vocab_size)
+    minibatch = one_minibatch(batch, max_tokens=200, share=learner.share)
     bounds = ClipBounds(0.8, 1.2, 0.5, False, 0)
 
     def in_span(span: str, body: Callable[[], object]) -> None:
