@@ -129,8 +129,9 @@ class BackgroundSink:
         except queue.Full:
             self._failed(f"step {step} is lost: it still has {_MAX_WAITING} steps before it")
 
-    def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
-        """Let it take what it was handed, for so long at most."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Let it take what it was handed, for so long at most; None: a minute."""
+        timeout_s = _CLOSE_TIMEOUT_S if timeout_s is None else timeout_s
         with contextlib.suppress(queue.Full):  # its thread is stuck then, and the join says so
             self._steps.put(None, timeout=timeout_s)
         self._thread.join(timeout_s)

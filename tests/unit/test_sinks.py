@@ -16,6 +16,7 @@ import pytest
 from bapo_megatron.config import plan_monitor
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
+from bapo_megatron.monitor import sinks
 from bapo_megatron.monitor.metrics import read_metrics
 from bapo_megatron.monitor.record import Recorder
 from bapo_megatron.monitor.rundir import RunDir
@@ -112,6 +113,7 @@ def test_every_sink_is_under_contract_and_says_how_it_is_installed() -> None:
 def test_each_step_is_there_once_after_a_resume(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = "0123456789abcdef" * 2 + "01234567"
     monkeypatch.setenv("WANDB_API_KEY", key)
+    monkeypatch.setattr(sinks, "_CLOSE_TIMEOUT_S", 600.0)  # both attempts are in this process: W&B wants them in turn
     config = config_with(tmp_path, *([f'monitor.sinks=["{name}"]'] if name != "jsonl" else []))
     with RunDir.open(config) as run_dir:
         seen = attempt(config, run_dir, 0, (1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4))
