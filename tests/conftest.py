@@ -2,8 +2,13 @@
 
 import os
 
+import hypothesis
 import torch
 
 # Read when Triton is imported, which Megatron does where it is installed: without a GPU its kernels are interpreted.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A busy machine is no failure: hypothesis allows an example 0.2 s otherwise.
+hypothesis.settings.register_profile("bapo", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("bapo")

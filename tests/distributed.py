@@ -17,6 +17,8 @@ import torch.multiprocessing as mp
 
 # Seconds to import. The server that forks the children imports those that the tests of this session have imported.
 _SLOW_IMPORTS = ("torch.distributed", "transformers", "bapo_megatron.learner.megatron")
+# What the forked ranks and engines of killable.py run; there is one server for all.
+_RUNS = ("bapo_megatron.launch.trainer", "bapo_megatron.train", "bapo_megatron.rollout.embedded.server")
 
 
 def run_distributed(fn: Callable[..., None], world_size: int, *args: Any, timeout_s: float = 120.0) -> None:
@@ -27,8 +29,7 @@ def run_distributed(fn: Callable[..., None], world_size: int, *args: Any, timeou
     tracebacks of the ranks that failed, or TimeoutError naming the ranks still running after `timeout_s`.
     """
     with tempfile.TemporaryDirectory(prefix="bapo-test-") as folder:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload([name for name in _SLOW_IMPORTS if name in sys.modules])
+        context = forkserver()
         processes = [
             context.Process(target=_child, args=(fn, rank, world_size, folder, timeout_s, args), daemon=True)
             for rank in range(world_size)
@@ -49,6 +50,14 @@ def run_distributed(fn: Callable[..., None], world_size: int, *args: Any, timeou
         if None in codes:
             unfinished = [rank for rank, code in enumerate(codes) if code is None]
             raise TimeoutError(f"ranks {unfinished} of {world_size} were still running after {timeout_s:g} s")
+
+
+def forkserver() -> Any:
+    """A multiprocessing context whose processes need not import what takes long."""
+    context = mp.get_context("forkserver")
+    runs = _RUNS if "tests.integration.killable" in sys.modules else ()
+    context.set_forkserver_preload([*(name for name in _SLOW_IMPORTS if name in sys.modules), *runs])
+    return context
 
 
 def _join(processes: list[Any], deadline: float) -> None:

@@ -158,11 +158,15 @@ def _gpus(config: Config, num_gpus: int) -> Iterator[Violation]:
     on_servers = r.num_servers * r.server_tensor_parallel if r.engine == "sglang" else 0
     if num_gpus and ranks + on_servers > num_gpus:
         servers = f" and {r.num_servers} SGLang servers x {r.server_tensor_parallel}" if on_servers else ""
-        yield Violation(
-            f"{ranks} trainer ranks{servers} need {ranks + on_servers} GPUs, and {num_gpus} are visible; lower "
-            f"parallel.*{', rollout.num_servers or rollout.server_tensor_parallel' if on_servers else ''}, "
-            'or set CUDA_VISIBLE_DEVICES="" to run on CPUs'
-        )
+        c, needed = config.cluster, ranks + on_servers
+        lower = f"lower parallel.*{', rollout.num_servers or rollout.server_tensor_parallel' if on_servers else ''}"
+        there = f'{num_gpus} are visible; {lower}, or set CUDA_VISIBLE_DEVICES="" to run on CPUs'
+        if c.gpu is not None and num_gpus == c.nodes * c.gpus_per_node:
+            there = (
+                f"cluster.nodes x gpus_per_node = {c.nodes} x {c.gpus_per_node} = {num_gpus}; "
+                f"set cluster.nodes={-(-needed // c.gpus_per_node)} (and submit it with `bapo slurm`), or {lower}"
+            )
+        yield Violation(f"{ranks} trainer ranks{servers} need {needed} GPUs, and {there}")
 
 
 def _batch(config: Config) -> Iterator[Violation]:

@@ -10,6 +10,7 @@ from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_slurm import seconds_of
 from bapo_megatron.config.violation import Violation
+from bapo_megatron.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,30 @@ def check_slurm(config: Config, *, step_s: float | None = None) -> list[Violatio
     Args:
         step_s: how long a step takes, where that is known.
     """
-    found = [*_image(config), *_sweep(config), *_time(config, step_s), *_nodes(config)]
-    if not any(v.severity == "error" for v in found) and config.cluster.gpu is not None:
+    return [
+        *_image(config),
+        *_sweep(config),
+        *_checkpoints(config),
+        *check_time(config, step_s),
+        *check_placement(config),
+    ]
+
+
+def check_placement(config: Config) -> list[Violation]:
+    """Whether trainer ranks and engines are spread evenly over the nodes, and have GPUs there."""
+    found = list(_nodes(config))
+    if not found and config.cluster.gpu is not None:
         found += _gpus(config)
     return found
+
+
+def refuse_several_nodes(config: Config) -> None:
+    """For what starts everything on this machine. Raises ConfigError."""
+    if config.cluster.nodes > 1:
+        raise ConfigError(
+            f"cluster.nodes={config.cluster.nodes}, and this would start everything on one machine; submit it with "
+            "`bapo slurm` and the same arguments (docs/slurm.md), or set cluster.nodes=1"
+        )
 
 
 def _rollout_nodes(config: Config) -> int:
@@ -156,14 +177,18 @@ def _sweep(config: Config) -> Iterator[Violation]:
         )
 
 
-def _time(config: Config, step_s: float | None) -> Iterator[Violation]:
-    s, interval = config.slurm, config.checkpoint.interval_steps
-    if interval is None and (s.requeue or s.chain > 1):
+def _checkpoints(config: Config) -> Iterator[Violation]:
+    if config.checkpoint.interval_steps is None and (config.slurm.requeue or config.slurm.chain > 1):
         yield Violation(
             "checkpoint.interval_steps is unset: a job that is preempted or fails starts over; "
             "set checkpoint.interval_steps=20",
             "warning",
         )
+
+
+def check_time(config: Config, step_s: float | None) -> Iterator[Violation]:
+    """The time limit against the time of a step, in seconds; None where that is not known yet."""
+    s, interval = config.slurm, config.checkpoint.interval_steps
     if s.time_limit is None:
         return
     limit_s = seconds_of(s.time_limit)

@@ -117,7 +117,7 @@ def wait_until(is_ready: Callable[[], bool], process: subprocess.Popen[bytes], l
         if code == 2:
             raise UserError(f"the rollout engine refused to start: {_last_line(log)} (log: {log})")
         if code is not None:
-            raise EngineError(f"the rollout engine ended with exit code {code}; its log: {log}")
+            raise EngineError(f"the rollout engine ended with exit code {code}: {_last_line(log)} (log: {log})")
         if time.monotonic() > deadline:
             raise EngineError(
                 f"the rollout engine was not healthy after rollout.startup_timeout_s = {timeout_s:g} s; its log: {log}"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from bapo_megatron.algorithms.mismatch import no_mismatch
 from bapo_megatron.algorithms.token_profile import bin_means
+from bapo_megatron.config.plan_slurm import check_time
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.monitor.console import Console
@@ -93,6 +95,7 @@ class Recorder:
         self._stream = stream
         self._console: Console | None = None
         self._decode: Callable[[Sequence[int]], str] = str
+        self._knows_step_time = False
         self._sinks: list[BackgroundSink] = []
         self._stragglers = StragglerAlarm(config.monitor.straggler_ratio)
         self._endpoint: PrometheusEndpoint | None = None
@@ -151,9 +154,18 @@ class Recorder:
         self._console.step(metrics)
         if warning := self._stragglers.observe(metrics):
             self._console.warn(warning)
+        if not self._knows_step_time:
+            self._knows_step_time = True
+            self._check_time_limit(metrics["time/step_s"])
 
     def note(self, text: str) -> None:
         print(text, file=self._stream, flush=True) if self._console is None else self._console.note(text)
+
+    def _check_time_limit(self, step_s: float) -> None:
+        """Of a SLURM job, at its first step: before the first job of a run nobody knows how long a step takes."""
+        if "SLURM_JOB_ID" in os.environ:
+            for violation in check_time(self._config, step_s):
+                self.warn(violation.message)
 
     def warn(self, text: str) -> None:
         self.note(f"warning: {text}") if self._console is None else self._console.warn(text)

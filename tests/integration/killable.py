@@ -7,7 +7,6 @@ and checkpoints are made from: every batch that was handed out, every update's b
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -29,17 +28,11 @@ from bapo_megatron.monitor.jsonl import JsonlWriter, read_jsonl
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.rollout.state import group_to_json
 from bapo_megatron.types import ClipBounds, MiniBatch
+from tests.distributed import forkserver
 
-PRELOAD = ("bapo_megatron.launch.trainer", "bapo_megatron.train", "bapo_megatron.rollout.embedded.server")
 _POLL_S = 0.004
 _FROZEN_REPLY_S = 2.0  # an engine that says nothing for so long is inside a broadcast that its trainer has left
 _START_S = 180.0
-
-
-def _context() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
-    return context
 
 
 class Engine:
@@ -49,7 +42,9 @@ class Engine:
         folder.mkdir(parents=True, exist_ok=True)
         ready = folder / "ready.json"
         ready.unlink(missing_ok=True)
-        self.process: BaseProcess = _context().Process(target=_serve, args=(ready, folder / "engine.log"), daemon=True)
+        self.process: BaseProcess = forkserver().Process(
+            target=_serve, args=(ready, folder / "engine.log"), daemon=True
+        )
         self.process.start()
         _wait(ready.exists, self.process, _START_S, "the engine started")
         self.url = f"http://127.0.0.1:{json.loads(ready.read_text())['port']}"
@@ -81,7 +76,7 @@ class Attempt:
         self._journal = self.run_dir / "journal" / f"attempt-{self._lock.attempt:03d}.jsonl"
         size = num_ranks(config)
         self.ranks: list[BaseProcess] = [
-            _context().Process(
+            forkserver().Process(
                 target=_train, args=(rank, size, port, self.run_dir, engine.url, self._journal), daemon=True
             )
             for rank in range(size)
@@ -157,6 +152,10 @@ class Attempt:
     def progress(self) -> str:
         """For the test's output."""
         return f"{self.num_done()} steps of attempt {self._lock.attempt}, which began at step {self.first_step}"
+
+    def errors(self) -> str:
+        """What the ranks leave for the user."""
+        return "\n".join(path.read_text() for path in sorted(self._lock.log_dir.glob("error-*.txt")))
 
     def complaints(self) -> str:
         logs = sorted(self._lock.log_dir.glob("trainer-*.log"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -14,7 +15,8 @@ from pathlib import Path
 PACKAGES = ("munge", "slurm-client", "slurmctld", "slurmd")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 _SBIN = "/usr/sbin:/usr/local/sbin:/sbin"
-_INSTALL_TIMEOUT_S = 300.0
+_INSTALL_TIMEOUT_S = 600.0
+_APT_OPTIONS = ("DPkg::Lock::Timeout=120", "Acquire::Retries=3", "Acquire::http::Timeout=30", "Dpkg::Use-Pty=0")
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 15.0
 
@@ -37,6 +39,8 @@ SelectTypeParameters=CR_Core
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 SlurmdParameters=config_overrides
+GresTypes=gpu
+EnforcePartLimits=ALL
 ReturnToService=2
 KillWait=5
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -45,38 +49,67 @@ SlurmdSpoolDir={folder}/spool-%n
 StateSaveLocation={folder}/state
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={n1} CPUs=4 State=UNKNOWN
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={n2} CPUs=4 State=UNKNOWN
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={n1} CPUs=16 Gres=gpu:8 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={n2} CPUs=16 Gres=gpu:8 State=UNKNOWN
 PartitionName=debug Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+PartitionName=closed Nodes=n1,n2 AllowAccounts=owners State=UP
 """
+_GPUS = "NodeName=n[1-2] Name=gpu File={folder}/gpu[0-7]\n"
 
 
 def why_impossible() -> str | None:
-    """Why there can be no cluster here, once what may be installed is; None where there can be."""
+    """Why there can be no cluster here; None where there is one to be had, once `install_packages` has run."""
     if os.geteuid() != 0:
         return "SLURM's daemons need root here"
-    if all(map(_which, PROGRAMS)):
+    if not _missing() or os.environ.get("CI") == "true":
         return None
-    if os.environ.get("CI") != "true":
-        return f"SLURM is not installed (apt-get install {' '.join(PACKAGES)}); with CI=true this test installs it"
+    return f"SLURM is not installed (apt-get install {' '.join(PACKAGES)}); with CI=true this test installs it"
+
+
+def install_packages() -> None:
+    """What is missing, with Debian's apt-get; asks nothing.
+
+    Raises:
+        RuntimeError: it cannot be installed, with what apt-get said.
+    """
+    if not _missing():
+        return
     if shutil.which("apt-get") is None:
-        return "SLURM is not installed, and there is no apt-get to install it with"
-    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    install = ["apt-get", "install", "-y", "--no-install-recommends", *PACKAGES]
-    for command in (["apt-get", "update"], install):
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=_INSTALL_TIMEOUT_S, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return f"{' '.join(command)} took more than {_INSTALL_TIMEOUT_S:g} s"
-        if done.returncode:
-            return f"{' '.join(command)}: {done.stderr[-500:]}"
-    return None
+        raise RuntimeError(f"not installed: {', '.join(_missing())}; and there is no apt-get to install it with")
+    options = [word for option in _APT_OPTIONS for word in ("-o", option)]
+    said = _apt_get("update", *options)  # may fail for a repository that has nothing to do with SLURM
+    said += _apt_get("install", "--yes", "--no-install-recommends", *options, *PACKAGES)
+    if _missing():
+        raise RuntimeError(f"still not installed: {', '.join(_missing())}\n{said}")
+
+
+def _apt_get(*arguments: str) -> str:
+    command = ["apt-get", *arguments]
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "NEEDRESTART_MODE": "l", "LC_ALL": "C.UTF-8"}
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_INSTALL_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{' '.join(command)} took more than {_INSTALL_TIMEOUT_S:g} s") from None
+    return f"$ {' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}\nexit code {done.returncode}\n"
+
+
+def _missing() -> list[str]:
+    return [program for program in PROGRAMS if _which(program) is None]
 
 
 class Cluster:
-    """Two nodes of four CPUs, n1 and n2. A context manager, which ends its daemons, by their process ids."""
+    """Two nodes, n1 and n2, of 16 CPUs and 8 GPUs, all made up.
+
+    A context manager, which ends its daemons, by their process ids.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -95,6 +128,7 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._cancel_jobs()
         for daemon in reversed(self._daemons):
             daemon.terminate()
         for daemon in self._daemons:
@@ -104,10 +138,10 @@ class Cluster:
                 daemon.kill()
                 daemon.wait()
 
-    def run(self, *command: str) -> str:
+    def run(self, *command: str, timeout_s: float = _START_TIMEOUT_S) -> str:
         """A command of SLURM; fails with what it said."""
         done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=_START_TIMEOUT_S, check=False
+            command, env=self.environment, capture_output=True, text=True, timeout=timeout_s, check=False
         )
         assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -120,6 +154,20 @@ class Cluster:
     def logs(self) -> str:
         return "\n".join(f"== {log.name}\n{log.read_text()[-3000:]}" for log in sorted(self.folder.glob("*.log")))
 
+    def _cancel_jobs(self) -> None:
+        """Those that a failed test leaves: their processes would outlive the daemons."""
+        deadline = time.monotonic() + _END_TIMEOUT_S
+        with contextlib.suppress(subprocess.SubprocessError):  # a cluster that did not start has none
+            while time.monotonic() < deadline and self._ask("squeue", "--noheader").strip():
+                self._ask("scancel", "--user=root")
+                time.sleep(0.5)
+
+    def _ask(self, *command: str) -> str:
+        """What a command of SLURM says. Raises subprocess.SubprocessError where it fails, or is late."""
+        return subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=_END_TIMEOUT_S, check=True
+        ).stdout
+
     def _start(self) -> None:
         folder = self.folder
         for name in ("state", "spool-n1", "spool-n2"):
@@ -127,6 +175,9 @@ class Cluster:
         controller, n1, n2 = _free_ports(3)
         text = _CONF.format(host=socket.gethostname(), folder=folder, controller=controller, n1=n1, n2=n2)
         (folder / "slurm.conf").write_text(text)
+        (folder / "gres.conf").write_text(_GPUS.format(folder=folder))
+        for index in range(8):
+            (folder / f"gpu{index}").symlink_to("/dev/null")  # only to be asked for
         key = folder / "munge.key"
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o600)
@@ -142,10 +193,9 @@ class Cluster:
         _wait(lambda: self._idle() == 2, "two idle nodes", self.logs)
 
     def _idle(self) -> int:
-        done = subprocess.run(
-            ["sinfo", "-h", "-N", "-o", "%t"], env=self.environment, capture_output=True, text=True, check=False
-        )
-        return done.stdout.split().count("idle")
+        with contextlib.suppress(subprocess.SubprocessError):  # the controller does not answer yet
+            return self._ask("sinfo", "-h", "-N", "-p", "debug", "-o", "%t").split().count("idle")
+        return 0
 
     def _daemon(self, *command: str) -> None:
         with (self.folder / f"output-{command[0]}-{len(self._daemons)}.log").open("wb") as output:

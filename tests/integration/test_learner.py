@@ -77,6 +77,7 @@ def make_config(layout: dict[str, Any], **train: Any) -> Config:
             },
             "bapo": SEARCH.model_dump(),
             "train": {"logprob_chunk_tokens": 13, **train},
+            "monitor": {"token_profile": True},
         }
     )
 
@@ -177,6 +178,7 @@ def test_one_process_equals_reference_and_refuses_impossible_settings(folder: Pa
     run_distributed(check_one_process, 1, folder, cases, timeout_s=180)
 
 
+@pytest.mark.slow
 def test_two_processes_equal_reference(folder: Path) -> None:
     cases: list[Case] = [
         ("qwen3", {"tensor": 2}, 1000),

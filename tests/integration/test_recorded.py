@@ -9,36 +9,44 @@ import pytest
 
 from bapo_megatron.monitor.metrics import read_metrics
 from bapo_megatron.rollout.recorded import read_groups
-from tests.integration.test_train import SMALL, bapo, train
+from tests.integration.forked import SMALL, refusal, train
+from tests.integration.killable import Engine
+from tests.integration.test_train import bapo
 
 SAME = ("loss/policy", "loss/entropy", "bapo/low", "bapo/high", "optimizer/grad_norm", "reward/mean", "staleness/mean")
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
+def recorded(forked_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
     folder = tmp_path_factory.mktemp("runs")
-    return folder, train(folder, "original", "train.num_steps=3", "parallel.tensor=1", "rollout.record=true")
+    return folder, train(
+        forked_engine, folder, "original", "train.num_steps=3", "parallel.tensor=1", "rollout.record=true"
+    )
 
 
 def from_record(folder: Path) -> tuple[str, ...]:
     return ("rollout.engine=recorded", f"rollout.recorded_from={folder / 'original' / 'rollouts'}", "parallel.tensor=1")
 
 
-def test_a_replay_repeats_every_loss_and_bound(recorded: tuple[Path, list[dict[str, float]]]) -> None:
+def test_a_replay_repeats_every_loss_and_bound(
+    forked_engine: Engine, recorded: tuple[Path, list[dict[str, float]]]
+) -> None:
     folder, original = recorded
-    replayed = train(folder, "replay", "train.num_steps=3", *from_record(folder))
+    replayed = train(forked_engine, folder, "replay", "train.num_steps=3", *from_record(folder))
     assert [[row[name] for name in SAME] for row in replayed] == [[row[name] for name in SAME] for row in original]
 
 
-def test_another_loss_trains_on_the_same_samples(recorded: tuple[Path, list[dict[str, float]]]) -> None:
+def test_another_loss_trains_on_the_same_samples(
+    forked_engine: Engine, recorded: tuple[Path, list[dict[str, float]]]
+) -> None:
     folder, original = recorded
-    other = train(folder, "grpo", "train.num_steps=2", "loss.name=grpo", *from_record(folder))
+    other = train(forked_engine, folder, "grpo", "train.num_steps=2", "loss.name=grpo", *from_record(folder))
     assert [row["reward/mean"] for row in other] == [row["reward/mean"] for row in original[:2]]
     assert other[0]["bapo/high"] == 1.2 != original[0]["bapo/high"]
 
 
 def test_a_step_that_was_not_recorded_or_is_damaged_is_one_clear_error(
-    recorded: tuple[Path, list[dict[str, float]]], tmp_path: Path
+    forked_engine: Engine, recorded: tuple[Path, list[dict[str, float]]], tmp_path: Path
 ) -> None:
     folder, _ = recorded
     arguments = (*SMALL, f"run.dir={folder}", *from_record(folder))
@@ -46,11 +54,9 @@ def test_a_step_that_was_not_recorded_or_is_damaged_is_one_clear_error(
     assert done.returncode == 2
     assert "step-000004.jsonl.gz is missing" in done.stderr
     assert "holds 3 recorded steps" in done.stderr
-    done = bapo(
-        "train", "demo", *arguments, "run.name=other-steps", "train.num_steps=3", "train.minibatches_per_step=1"
-    )
-    assert done.returncode == 2
-    assert "tokens of weight version 2, but this run is at version 1" in done.stderr
+    other_steps = ("train.num_steps=3", "train.minibatches_per_step=1")
+    error = refusal(forked_engine, folder, "other-steps", *from_record(folder), *other_steps)
+    assert "tokens of weight version 2, but this run is at version 1" in error
 
     with gzip.open(tmp_path / "step-000001.jsonl.gz", "wt") as file:
         file.write('{"prompt": 3}\n')
@@ -58,9 +64,9 @@ def test_a_step_that_was_not_recorded_or_is_damaged_is_one_clear_error(
         read_groups(tmp_path, 1)
 
 
-def test_rollouts_alone_leave_the_weights_as_they_are(tmp_path: Path) -> None:
+def test_rollouts_alone_leave_the_weights_as_they_are(forked_engine: Engine, tmp_path: Path) -> None:
     settings = ("train.num_steps=2", "parallel.tensor=1", "train.rollout_only=true", "rollout.record=true")
-    rows = train(tmp_path, "sampling", *settings)
+    rows = train(forked_engine, tmp_path, "sampling", *settings)
     assert [row["version"] for row in rows] == [0, 0]
     assert "loss/policy" not in rows[0]
     assert {

@@ -262,6 +262,7 @@ def test_one_process(folder: Path) -> None:
     run_distributed(check_one_process, 1, folder)
 
 
+@pytest.mark.slow
 def test_two_processes(folder: Path) -> None:
     run_distributed(check_two_processes, 2, folder)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -13,14 +14,17 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.config.load import load_config
+from bapo_megatron.launch import processes
 from bapo_megatron.launch.slurm import prepare
 from bapo_megatron.monitor.jsonl import read_jsonl
 from tests.integration.killable import SMALL
-from tests.integration.slurm_cluster import Cluster, why_impossible
+from tests.integration.slurm_cluster import Cluster, install_packages, why_impossible
 from tests.integration.test_kill_resume import assert_same
+from tests.slurm_kinds import KINDS, settings_of
 
 pytestmark = pytest.mark.slow
 
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 NUM_STEPS = 8
 TIMEOUT_S = 300.0
 SETTINGS = (*SMALL, f"train.num_steps={NUM_STEPS}", "rollout.num_servers=2")
@@ -32,6 +36,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     reason = why_impossible()
     if reason is not None:
         pytest.skip(reason)
+    install_packages()
     with Cluster(tmp_path_factory.mktemp("slurm")) as started:
         yield started
 
@@ -105,39 +110,58 @@ def test_a_run_over_two_nodes_is_requeued_and_loses_nothing(cluster: Cluster, tm
     assert_same(run, tmp_path / "alone", NUM_STEPS)
 
 
-def test_every_kind_of_job_is_accepted_by_sbatch(cluster: Cluster, tmp_path: Path) -> None:
-    image = tmp_path / "image.sqsh"
-    image.touch()
-    kinds = (
-        (),
-        ("slurm.runtime=pyxis", f"slurm.container_image={image}"),
-        ("slurm.runtime=apptainer", "slurm.container_image=docker://registry/image:1"),
-        ('slurm.sweep=["optimizer.lr=1e-5", "optimizer.lr=1e-4 bapo.rho0=0.4"]',),
-        ("slurm.rollout_nodes=1", "parallel.tensor=1", "rollout.num_servers=1", "slurm.partition=debug"),
-    )
-    for index, settings in enumerate(kinds):
-        config = load_config(["demo"], [f"run.dir={tmp_path}", f"run.name=j{index}", *SETTINGS, *TWO_NODES, *settings])
-        job, _ = prepare(config)
-        job.write()
-        cluster.run("sbatch", "--test-only", str(job.script_path))
+@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+def test_every_kind_of_job_is_accepted_by_sbatch(kind: tuple[str, str, str], cluster: Cluster, tmp_path: Path) -> None:
+    job, _ = prepare(load_config(["demo"], settings_of(kind, tmp_path)))
+    job.write()
+    cluster.run("sbatch", "--test-only", str(job.script_path))
 
 
-def test_what_sbatch_refuses_is_told_in_its_own_words(cluster: Cluster, tmp_path: Path) -> None:
-    settings = (f"run.dir={tmp_path}", *SETTINGS, *TWO_NODES, "slurm.partition=nowhere")
-    refused = bapo(cluster, "slurm", "demo", *settings, "--submit")
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("slurm.partition=nowhere",), "invalid partition specified: nowhere"),
+        (("slurm.partition=closed", "slurm.account=strangers"), "Invalid account or account/partition combination"),
+    ],
+)
+def test_what_sbatch_refuses_is_told_in_its_own_words(
+    settings: tuple[str, ...], said: str, cluster: Cluster, tmp_path: Path
+) -> None:
+    refused = bapo(cluster, "slurm", "demo", f"run.dir={tmp_path}", *SETTINGS, *TWO_NODES, *settings, "--submit")
     assert refused.returncode == 2
-    assert "invalid partition specified: nowhere" in refused.stderr
+    assert said in refused.stderr
     assert "Traceback" not in refused.stderr
 
 
 def test_the_thin_script_submits_from_a_node(cluster: Cluster, tmp_path: Path) -> None:
     settings = (f"run.dir={tmp_path}", "run.name=held", *SETTINGS, *TWO_NODES, 'slurm.options=["--hold"]')
-    log, script = tmp_path / "log", Path(__file__).parents[2] / "scripts" / "submit.sbatch"
-    cluster.run("sbatch", "--wait", f"--output={log}", str(script), "demo", *settings)
+    log = tmp_path / "log"
+    cluster.run(
+        "sbatch", "--wait", f"--output={log}", str(SCRIPTS / "submit.sbatch"), "demo", *settings, timeout_s=TIMEOUT_S
+    )
     (job,) = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("submitted")]
     assert cluster.job(job)["NumNodes"] == "2-2"
     assert cluster.job(job)["TimeLimit"] == "01:00:00"
     cluster.run("scancel", job)
+
+
+def test_the_doctors_of_all_nodes_meet_and_tell_of_a_port_in_use(cluster: Cluster, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    def examine(port: int, *arguments: str) -> int:
+        command = ["sbatch", "--wait", f"--output={log}", "--nodes=2", str(SCRIPTS / "doctor.sbatch"), *arguments]
+        environment = cluster.environment | {"BAPO_DOCTOR_PORT": str(port)}
+        return subprocess.run(command, env=environment, capture_output=True, timeout=TIMEOUT_S, check=False).returncode
+
+    with processes.reserved_ports(1, "0.0.0.0") as (free,):
+        code = examine(free, "demo", f"run.dir={tmp_path}")
+    assert code == 0, log.read_text()
+    assert "4 processes: all-reduce" in log.read_text()
+    assert "0: ok   clocks" in log.read_text()
+    assert "1: fit for CPU use" in log.read_text()
+    with socket.create_server(("0.0.0.0", 0)) as holder:
+        assert examine(holder.getsockname()[1]) == 1
+    assert "Address already in use" in log.read_text()
 
 
 def test_a_job_that_cannot_begin_says_so_in_its_log(cluster: Cluster, tmp_path: Path) -> None:

@@ -34,6 +34,27 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.1)
 
 
+# All that a supervisor sees of an engine, in a process that starts at once.
+STUB = """
+import os, socketserver, sys, threading
+
+class Answer(socketserver.BaseRequestHandler):
+    def handle(self):
+        self.request.recv(65536)
+        self.request.sendall(b"HTTP/1.0 200 OK\\r\\nContent-Length: 0\\r\\n\\r\\n")
+
+class Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = daemon_threads = True
+
+threading.Thread(target=lambda: os._exit(bool(sys.stdin.read())), daemon=True).start()
+Server(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
+"""
+
+
+def stub(port: int, log: Path) -> EngineSpec:
+    return EngineSpec(f"http://127.0.0.1:{port}", [sys.executable, "-c", STUB, str(port)], log)
+
+
 def spec(port: int, log: Path) -> EngineSpec:
     command = [sys.executable, "-m", "bapo_megatron.rollout.embedded", "--model-path", str(demo_model_path())]
     command += ["--max-context", "64", "--port", str(port), "--exit-with-parent"]
@@ -41,9 +62,11 @@ def spec(port: int, log: Path) -> EngineSpec:
 
 
 @contextlib.contextmanager
-def engines(folder: Path, told: list[str], count: int = 1, **options: Any) -> Iterator[list[str]]:
+def engines(
+    folder: Path, told: list[str], count: int = 1, kind: Callable[[int, Path], EngineSpec] = spec, **options: Any
+) -> Iterator[list[str]]:
     with processes.reserved_ports(count) as ports:
-        specs = [spec(port, folder / f"engine-{i}.log") for i, port in enumerate(ports)]
+        specs = [kind(port, folder / f"engine-{i}.log") for i, port in enumerate(ports)]
         options = {"startup_timeout_s": STARTUP_TIMEOUT_S, "max_restarts": 3} | options
         with supervised(specs, tell=told.append, **options) as urls:
             yield urls
@@ -99,7 +122,7 @@ def test_a_killed_engine_comes_back_on_its_url_with_the_weights_of_the_start(tmp
 
 def test_a_hung_engine_is_killed_and_started_again(tmp_path: Path) -> None:
     told: list[str] = []
-    with engines(tmp_path, told, hang_timeout_s=3.0) as (url,):
+    with engines(tmp_path, told, kind=stub, hang_timeout_s=3.0) as (url,):
         first = pid_of(url)
         time.sleep(5)  # answering all the while
         assert told == []
@@ -124,7 +147,7 @@ def test_an_engine_without_restarts_left_stays_away_and_is_named(tmp_path: Path)
     told: list[str] = []
 
     def run() -> None:
-        with engines(tmp_path, told, count=2, max_restarts=1) as (url, other):
+        with engines(tmp_path, told, count=2, kind=stub, max_restarts=1) as (url, other):
             first = pid_of(url)
             os.kill(first, signal.SIGKILL)
             wait_until(lambda: is_up_again(url, first), "the engine was up again")
@@ -148,7 +171,7 @@ def test_an_engine_without_restarts_left_stays_away_and_is_named(tmp_path: Path)
 
 def test_a_port_that_someone_else_has_taken_uses_up_the_restarts(tmp_path: Path) -> None:
     told: list[str] = []
-    with engines(tmp_path, told, max_restarts=1) as (url,), socket.socket() as thief:
+    with engines(tmp_path, told, kind=stub, max_restarts=1) as (url,), socket.socket() as thief:
         os.kill(pid_of(url), signal.SIGKILL)
         thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
@@ -162,7 +185,7 @@ def test_a_port_that_someone_else_has_taken_uses_up_the_restarts(tmp_path: Path)
         wait_until(take, "the port was taken", 5)
         wait_until(lambda: len(told) == 2, "the engine was given up")
     assert "ended with exit code" in told[1]
-    assert "address already in use" in (tmp_path / "engine-0.restart-1.log").read_text()
+    assert "Address already in use" in (tmp_path / "engine-0.restart-1.log").read_text()
 
 
 def test_a_failure_at_the_first_start_is_an_error_at_once(tmp_path: Path) -> None:

@@ -177,6 +177,7 @@ def test_an_engine_that_ends_or_hangs_in_a_push_tears_it_for_nobody_else(
         world.assert_live(0, 1)
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_hung_member_gets_out_of_the_torn_group_and_takes_part_again(
     make: Callable[..., World],
 ) -> None:

@@ -12,14 +12,10 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.monitor.metrics import METRICS, read_metrics
+from tests.integration import forked
+from tests.integration.forked import SMALL
+from tests.integration.killable import Engine
 
-SMALL = (
-    "rollout.prompts_per_step=4",
-    "rollout.samples_per_prompt=4",
-    "rollout.groups_in_flight=6",
-    "train.minibatches_per_step=2",
-    "monitor.progress=lines",
-)
 SAME = ("loss/policy", "loss/entropy", "bapo/low", "bapo/high", "optimizer/grad_norm", "reward/mean", "staleness/mean")
 
 
@@ -47,6 +43,11 @@ def single_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list
     return folder, train(folder, "single", *settings)
 
 
+@pytest.fixture(scope="module")
+def one_rank(forked_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    return forked.train(forked_engine, tmp_path_factory.mktemp("one"), "rank", "train.num_steps=3", "parallel.tensor=1")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
@@ -58,12 +59,10 @@ def single_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list
     ids=["tp2-pp2", "dp2", "cp2-distributed-optimizer"],
 )
 def test_every_layout_trains_like_a_single_process(
-    single_process: tuple[Path, list[dict[str, float]]], layout: tuple[str, ...]
+    forked_engine: Engine, one_rank: list[dict[str, float]], tmp_path: Path, layout: tuple[str, ...]
 ) -> None:
-    folder, reference = single_process
-    rows = train(folder, "-".join(layout).replace("=", ""), "train.num_steps=3", *layout)
-    assert len(rows) == 3
-    for row, expected in zip(rows, reference, strict=False):
+    rows = forked.train(forked_engine, tmp_path, "layout", "train.num_steps=3", *layout)
+    for row, expected in zip(rows, one_rank, strict=True):
         for name in SAME:
             assert row[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), f"step {row['step']}: {name}"
 
@@ -158,9 +157,9 @@ def test_an_engine_that_cannot_be_reached_is_one_clear_error(tmp_path: Path) -> 
     [(), ("rollout.overlap=true", "rollout.max_staleness=5"), ("rollout.abort_tail=true",)],
     ids=["rounds", "overlap", "abort_tail"],
 )
-def test_every_mode_samples_trains_and_evaluates(tmp_path: Path, mode: tuple[str, ...]) -> None:
+def test_every_mode_samples_trains_and_evaluates(forked_engine: Engine, tmp_path: Path, mode: tuple[str, ...]) -> None:
     settings = ("train.num_steps=3", "parallel.tensor=1", "eval.interval_steps=2", "eval.num_prompts=12")
-    rows = train(tmp_path, "mode", *settings, *mode)
+    rows = forked.train(forked_engine, tmp_path, "mode", *settings, *mode)
     assert [("eval/reward" in row) for row in rows] == [False, True, True]
     assert all(0 <= row["eval/reward"] <= 1 and row["eval/num_samples"] == 12 for row in rows[1:])
     for row in rows:

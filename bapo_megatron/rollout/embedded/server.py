@@ -241,7 +241,12 @@ async def serve(server: Server, *, host: str, port: int, ready_file: Path | None
     runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     site = web.TCPSite(runner, host, port)
-    await site.start()
+    try:
+        await site.start()
+    except OSError as problem:
+        why = os.strerror(problem.errno) if problem.errno else str(problem)
+        print(f"cannot listen on {host}:{port}: {why}", file=sys.stderr, flush=True)
+        os._exit(2)  # at once: Python's own end does not bear the thread that reads stdin
     address = runner.addresses[0]
     print(f"serving on http://{address[0]}:{address[1]}", flush=True)
     if ready_file is not None:
