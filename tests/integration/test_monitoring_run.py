@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import resource
@@ -24,7 +23,8 @@ from bapo_megatron.monitor.grafana import dashboard
 from bapo_megatron.monitor.metrics import METRICS, read_metrics
 from bapo_megatron.monitor.prometheus import prometheus_name
 from bapo_megatron.monitor.rundir import RunDir
-from tests.integration.killable import PRELOAD, Engine, small_run
+from tests.distributed import forkserver
+from tests.integration.killable import Engine, small_run
 from tests.unit.test_monitoring import scrape
 
 STALL_S = 8
@@ -48,8 +48,7 @@ class Run:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        context: Any = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOAD))
+        context = forkserver()
         size = num_ranks(config)
         self.ranks: list[BaseProcess] = [
             context.Process(target=_rank, args=(rank, size, port, self.path, engine.url, fault), daemon=True)
@@ -292,9 +291,7 @@ def _out_of_memory(folder: Path) -> None:
 
 
 def test_every_part_that_runs_out_of_memory_is_named(tmp_path: Path) -> None:
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
-    process = context.Process(target=_out_of_memory, args=(tmp_path,), daemon=True)
+    process = forkserver().Process(target=_out_of_memory, args=(tmp_path,), daemon=True)
     process.start()
     process.join(600)
     assert process.exitcode == 0
