@@ -72,7 +72,7 @@ def test_gaps_and_repeated_steps_of_a_resumed_run_are_drawn(tmp_path: Path) -> N
 
 
 def test_text_of_prompts_and_responses_cannot_become_markup(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", [plain(1) | {"</script><b>": 1.0}], CONFIG + '[data]\npath = "<i>x</i>"\n')
+    run = make_run(tmp_path / "run", [plain(1) | {"</script><b>": 1.0}], CONFIG + '[reward]\nkind = "<i>x</i>"\n')
     evil = "</pre><script>alert(1)</script>"
     writer = JsonlWriter(run / "samples.jsonl")
     segments = [{"version": 0, "text": evil}, {"version": 3, "text": "tail"}]
