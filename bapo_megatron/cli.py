@@ -100,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PORT",
         help="check that it is free",
     )
+    doctor.add_argument("--versions", action="store_true", help="only compare each package with the lock file")
     doctor.add_argument("--rendezvous", metavar="HOST:PORT", help="meet the doctors of other nodes there, on node 0")
     doctor.add_argument("--num-nodes", type=_whole, default=1, metavar="N", help="doctors that meet (default: 1)")
     doctor.add_argument("--node-rank", type=int, default=0, metavar="I", help="which of them this is (default: 0)")
@@ -153,8 +154,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     reproduce.set_defaults(verb=_reproduce)
 
-    report = verbs.add_parser("report", help="write a run's report.html")
-    report.add_argument("run", type=Path, metavar="RUN", help="run directory, such as runs/demo")
+    report = verbs.add_parser(
+        "report",
+        help="write a run's report.html; of several runs, put them side by side",
+        description="One HTML file that opens offline. See docs/report.md.",
+    )
+    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directory, such as runs/demo")
+    report.add_argument(
+        "--output", type=Path, metavar="FILE", help="default: RUN/report.html, of several runs/comparison.html"
+    )
     report.set_defaults(verb=_report)
 
     verbs.add_parser("serve", help="serve a model with the embedded engine (bapo serve --help)", add_help=False)
@@ -306,9 +314,16 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from bapo_megatron.preflight.packages import check_required
+    from bapo_megatron.preflight.packages import check_required, check_versions, table
 
     packages = check_required()
+    if options.versions:
+        from bapo_megatron.preflight.software_checks import read_driver
+        from bapo_megatron.preflight.versions import Stack
+
+        stack: Stack = "gpu" if read_driver().gpus else "cpu"
+        print("\n".join(table(stack)))
+        return int("error" in (packages.verdict, check_versions(stack).verdict))
     print(packages, flush=True)
     if packages.verdict == "error":  # what comes next imports them
         return 1
@@ -354,9 +369,10 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from bapo_megatron.monitor.report import write_report
+    from bapo_megatron.monitor.report import write_comparison, write_report
 
-    print(write_report(options.run))
+    run, *others = options.runs
+    print(write_comparison(options.runs, options.output) if others else write_report(run, options.output))
     return 0
 
 

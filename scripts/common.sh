@@ -3,7 +3,7 @@
 #
 #   VENV             environment to use or create (default: the active one, else .venv in the checkout)
 #   PYTHON           interpreter that creates it (default: python3)
-#   BAPO_TORCH_SPEC  torch to install where there is none (default: torch==2.13.0)
+#   BAPO_TORCH_SPEC  torch to install where there is none (default: the lock file's)
 #   BAPO_TORCH_INDEX package index for torch alone, such as PyTorch's own index of CPU builds
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -14,6 +14,9 @@ fail() {
     printf 'error: %s\n' "$*" >&2
     exit 2
 }
+
+# What bapo_megatron/preflight/versions.toml, the lock file, says; needs PY.
+locked() { "$PY" "$ROOT/bapo_megatron/preflight/versions.py" "$@"; }
 
 # Find or make the environment; sets PY to its interpreter.
 use_environment() {
@@ -32,47 +35,52 @@ use_environment() {
     export PATH="$venv/bin:$PATH" VIRTUAL_ENV="$venv"
 }
 
+# Install torch, unless there is one: an installed CPU or CUDA build stays.
+install_torch() {
+    if "$PY" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'; then
+        return
+    fi
+    local spec="${BAPO_TORCH_SPEC:-}" index=()
+    if [[ -z "$spec" ]]; then
+        spec="$(locked pin torch cpu)"
+    fi
+    if [[ -n "${BAPO_TORCH_INDEX:-}" ]]; then
+        index=(--index-url "$BAPO_TORCH_INDEX")
+    fi
+    say "installing $spec"
+    "$PY" -m pip install --disable-pip-version-check ${index[@]+"${index[@]}"} "$spec"
+}
+
 # Install the checkout with the given extra ("" or "dev"), unless this has been done since setup.py last changed.
 install_checkout() {
     local extra="$1" stamp key
     stamp="$VIRTUAL_ENV/.bapo-installed${extra:+-$extra}"
-    key="$(cat "$ROOT/setup.py" "$ROOT/pyproject.toml" "$ROOT/scripts/common.sh" | cksum) $ROOT"
+    key="$(cd "$ROOT" && cat setup.py pyproject.toml scripts/common.sh bapo_megatron/preflight/versions.* | cksum) $ROOT"
     if [[ -f "$stamp" && "$(<"$stamp")" == "$key" ]]; then
         say "packages are installed in $VIRTUAL_ENV"
         return
     fi
-    if ! "$PY" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'; then
-        say "installing ${BAPO_TORCH_SPEC:-torch==2.13.0}"
-        local index=()
-        if [[ -n "${BAPO_TORCH_INDEX:-}" ]]; then
-            index=(--index-url "$BAPO_TORCH_INDEX")
-        fi
-        "$PY" -m pip install --disable-pip-version-check ${index[@]+"${index[@]}"} "${BAPO_TORCH_SPEC:-torch==2.13.0}"
-    fi
+    install_torch
     say "installing bapo-megatron${extra:+[$extra]} and what it needs"
     "$PY" -m pip install --disable-pip-version-check -e "$ROOT${extra:+[$extra]}"
     printf '%s\n' "$key" >"$stamp"
 }
 
-# SGLang 0.5.23 and what its own pins would take over (another torch, CUDA packages): installed without dependencies,
-# after those that it needs to serve text models (the extra "sglang" of setup.py).
-SGLANG_NO_DEPS=(
-    sglang==0.5.23 apache-tvm-ffi==0.1.11 xgrammar==0.2.7 openai-harmony==0.0.4 compressed-tensors==0.18.0 gguf soundfile
-)
-
-# Install SGLang for a machine without a GPU, unless this has been done; torch stays as it is.
+# Install SGLang for a machine without a GPU, unless this has been done; torch stays as it is, since SGLang and what
+# its own pins would take over come without dependencies, after those that it needs to serve text models.
 install_sglang_cpu() {
-    local stamp key torch_before
+    local stamp key torch_before packages
     install_checkout "${1:-sglang}"
     stamp="$VIRTUAL_ENV/.bapo-installed-sglang-packages"
-    key="${SGLANG_NO_DEPS[*]}"
+    key="$(locked requirements sglang cpu)"
+    mapfile -t packages <<<"$key"
     if [[ -f "$stamp" && "$(<"$stamp")" == "$key" ]]; then
         say "SGLang is installed in $VIRTUAL_ENV"
         return
     fi
     torch_before="$("$PY" -m pip show torch | grep '^Version')"
     say "installing SGLang without its GPU packages"
-    "$PY" -m pip install --disable-pip-version-check --no-deps "${SGLANG_NO_DEPS[@]}"
+    "$PY" -m pip install --disable-pip-version-check --no-deps "${packages[@]}"
     [[ "$("$PY" -m pip show torch | grep '^Version')" == "$torch_before" ]] || fail "installing SGLang changed torch"
     "$PY" -c 'from bapo_megatron_patches.sglang import apply_cpu_compat; apply_cpu_compat()
 import sglang.srt.entrypoints.http_server' || fail "SGLang was installed but cannot be imported"

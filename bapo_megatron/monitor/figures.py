@@ -1,14 +1,11 @@
 """The figures of a report: inline SVG that follows the page's colours and fonts.
 
-matplotlib draws them small enough for a phone; the page scales them up. Text stays text, and colours become CSS
-variables, so that one figure serves light and dark pages.
+matplotlib draws them small enough for a phone; the page scales them up.
 """
 
 from __future__ import annotations
 
-import io
-import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,47 +16,30 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 
-Column = NDArray[np.float64]
+from bapo_megatron.monitor.style import INK, RC, look
 
+Column = NDArray[np.float64]
+Points = tuple[Column, Column]
+"""x, ascending, and y of one curve: float64 [N] each; y may hold nan."""
+
+SMOOTH_STEPS = 10
 _SIZE_INCHES = (4.2, 2.6)
-_SMOOTH_STEPS = 10
+_ROW_INCHES = 1.75
 _MAX_MARKED_STEPS = 40
-# Colours that stand for CSS variables until the SVG is written; matplotlib wants real ones.
-_INK, _GRID = "#010101", "#020202"
-_SERIES = ("#030303", "#040404", "#050505", "#060606", "#070707")
-_CSS_VARIABLES = {_INK: "--ink", _GRID: "--grid"} | {c: f"--series-{i}" for i, c in enumerate(_SERIES, start=1)}
-_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": _GRID,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": _GRID,
-    "grid.linewidth": 0.6,
-    "xtick.color": _GRID,
-    "ytick.color": _GRID,
-    "xtick.labelcolor": _INK,
-    "ytick.labelcolor": _INK,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 3.5,
-    "legend.fontsize": 9,
-    "legend.frameon": False,
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One curve over the steps; `smooth` adds its moving average and draws the curve itself faintly."""
+    """One curve over the steps; `smooth` adds its moving average and draws the curve itself faintly.
+
+    With `half_width` (of an interval at each value) the curve joins the finite values and shows the intervals.
+    """
 
     label: str
     values: Column
     smooth: bool = False
     on_right: bool = False
+    half_width: Column | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,75 +51,75 @@ class Level:
     high: float | None = None
 
 
-def line_figure(
-    name: str,
-    steps: Column,
-    lines: Sequence[Line],
-    y_label: str,
-    *,
-    right_label: str = "",
-    levels: Sequence[Level] = (),
-    from_zero: bool = False,
-    around_zero: bool = False,
-    log_if_wide: bool = False,
-) -> str | None:
-    """Curves over the training steps as SVG; None where no line has a finite value.
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The y axis: `around_zero` puts the zeros of both axes at the same height, `log_if_wide` takes a logarithmic axis
+    for positive values over two decades."""
 
-    `name` keeps ids apart on a page; `around_zero` puts the zeros of both axes at the same height; `log_if_wide` takes
-    a logarithmic axis for positive values over two decades.
+    from_zero: bool = False
+    around_zero: bool = False
+    log_if_wide: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class XAxis:
+    """What the points of a curve lie over."""
+
+    label: str
+    margin: float
+    whole: bool  # ticks at whole numbers only
+
+
+PLAIN = Scale()
+STEPS = XAxis("training step", margin=0.5, whole=True)
+
+
+def draw_curves(axes: Axes, series: Mapping[str, Sequence[Points]], *, window: int = 1) -> list[Any]:
+    """One line for each label: the mean over its seeds, in a band from the lowest seed to the highest.
+
+    A line covers the steps that all of its seeds have reached. Colours and dashes follow the order of `series`; draw
+    within `rc_context(style.RC)` for the looks of the report.
+
+    Args:
+        axes: where to draw.
+        series: label -> (x, y) of each seed; their lengths may differ.
+        window: each seed is first averaged over this many of its latest values.
+
+    Returns:
+        The lines, for a legend; none for a label without a finite value, which keeps its colour.
     """
-    coloured = _recorded(lines)
-    if not coloured:
-        return None
-    lines = list(coloured.values())
-    with rc_context(_STYLE):
-        figure, axes = _new_axes(steps, y_label)
-        right = axes.twinx() if any(line.on_right for line in lines) else None
-        if right is not None:
-            right.set_ylabel(right_label)
-            right.grid(False)
-        handles: list[Any] = []
-        for colour, line in coloured.items():
-            handles += _draw_line(right if line.on_right and right is not None else axes, steps, line, colour)
-        for level, colour in zip(levels, _SERIES, strict=False):
-            if level.high is None:
-                handles.append(axes.axhline(level.low, color=_INK, linewidth=1, linestyle="--", label=level.label))
-            else:
-                handles.append(axes.axhspan(level.low, level.high, color=colour, alpha=0.13, lw=0, label=level.label))
-        if log_if_wide and _is_wide(lines):
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-            axes.yaxis.set_minor_formatter(NullFormatter())
-        elif from_zero or around_zero:
-            scale = _centre_at_zero if around_zero else _start_at_zero
-            scale(axes, [line for line in lines if not line.on_right])
-            if right is not None:
-                scale(right, [line for line in lines if line.on_right])
-        if len(handles) > 1:
-            _legend(axes, handles)
-        return _to_svg(figure, name)
+    lines = []
+    for index, (label, seeds) in enumerate(series.items()):
+        colour, dashes = look(index).colour, look(index).line_style
+        x, mean, low, high = mean_and_range([(x, moving_average(y, window)) for x, y in seeds])
+        if not len(x):
+            continue
+        if len(seeds) > 1:
+            axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+        marker = "o" if len(x) <= _MAX_MARKED_STEPS // 2 else ""
+        lines += axes.plot(x, mean, color=colour, linestyle=dashes, marker=marker, label=label)
+    return lines
 
 
-def stacked_figure(name: str, steps: Column, lines: Sequence[Line], y_label: str) -> str | None:
-    """Values of each step on top of each other, as SVG; None where there is nothing to stack."""
-    coloured = _recorded(lines)
-    if not coloured:
-        return None
-    with rc_context(_STYLE):
-        figure, axes = _new_axes(steps, y_label)
-        edges = np.append(steps - 0.5, steps[-1] + 0.5)
-        base = np.zeros(len(steps))
-        handles: list[Any] = []
-        for colour, line in coloured.items():
-            top = base + np.nan_to_num(line.values)
-            handles.append(axes.stairs(top, edges, baseline=base, fill=True, color=colour, label=line.label))
-            base = top
-        axes.set_ylim(bottom=0)
-        _legend(axes, handles)
-        return _to_svg(figure, name)
+def mean_and_range(seeds: Sequence[Points]) -> tuple[Column, Column, Column, Column]:
+    """x, mean, lowest and highest over the seeds, from where the last one begins to where the first one ends.
+
+    Values that are not finite, and seeds without others, are left out: at an x that a seed lacks, the others count.
+    """
+    known = [(x[finite], y[finite]) for x, y in seeds if (finite := np.isfinite(y)).any()]
+    if not known:
+        return (np.empty(0),) * 4
+    begin, end = max(x[0] for x, _ in known), min(x[-1] for x, _ in known)
+    steps = np.unique(np.concatenate([x for x, _ in known]))
+    table = np.full((len(known), len(steps)), np.nan)
+    for row, (x, y) in zip(table, known, strict=True):
+        row[np.searchsorted(steps, x)] = y
+    shared = (begin <= steps) & (steps <= end)
+    table = table[:, shared]
+    return steps[shared], np.nanmean(table, axis=0), np.nanmin(table, axis=0), np.nanmax(table, axis=0)
 
 
-def moving_average(values: Column, window: int = _SMOOTH_STEPS) -> Column:
+def moving_average(values: Column, window: int = SMOOTH_STEPS) -> Column:
     """Mean of the finite values among the latest `window`; nan where there are none. Same length as `values`."""
     finite = np.isfinite(values)
     sums = np.concatenate(([0.0], np.cumsum(np.where(finite, values, 0.0))))
@@ -150,66 +130,169 @@ def moving_average(values: Column, window: int = _SMOOTH_STEPS) -> Column:
     return np.where(num > 0, (sums[end] - sums[start]) / np.maximum(num, 1), np.nan)
 
 
-def _recorded(lines: Sequence[Line]) -> dict[str, Line]:
-    """The lines with a finite value under their colours; a line keeps its colour where another one is missing."""
-    return {colour: line for colour, line in zip(_SERIES, lines, strict=False) if np.isfinite(line.values).any()}
+def line_figure(
+    steps: Column,
+    lines: Sequence[Line],
+    y_label: str,
+    *,
+    right_label: str = "",
+    levels: Sequence[Level] = (),
+    scale: Scale = PLAIN,
+    over: XAxis = STEPS,
+) -> Figure | None:
+    """Curves over the training steps, or something else; None where no line has a finite value."""
+    recorded = _recorded(lines)
+    if not recorded:
+        return None
+    with rc_context(RC):
+        figure, (axes,) = _new_figure(steps[0], steps[-1], [y_label], over)
+        right = axes.twinx() if any(line.on_right for line in recorded.values()) else None
+        if right is not None:
+            right.set_ylabel(right_label)
+            right.grid(False)
+        handles: list[Any] = []
+        for index, line in recorded.items():
+            handles.append(_draw_line(right if line.on_right and right is not None else axes, steps, line, index))
+        for index, level in enumerate(levels):
+            handles.append(_draw_level(axes, level, look(index).colour))
+        _set_scale(axes, [line.values for line in recorded.values() if not line.on_right], scale)
+        if right is not None:
+            _set_scale(right, [line.values for line in recorded.values() if line.on_right], scale)
+        if len(handles) > 1:
+            _legend(figure, handles)
+        return figure
 
 
-def _new_axes(steps: Column, y_label: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_xlabel("training step")
-    axes.set_ylabel(y_label)
-    axes.set_xlim(steps[0] - 0.5, steps[-1] + 0.5)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
-    return figure, axes
+def stacked_figure(steps: Column, lines: Sequence[Line], y_label: str) -> Figure | None:
+    """Values of each step on top of each other; None where there is nothing to stack."""
+    recorded = _recorded(lines)
+    if not recorded:
+        return None
+    with rc_context(RC):
+        figure, (axes,) = _new_figure(steps[0], steps[-1], [y_label], STEPS)
+        edges = np.append(steps - 0.5, steps[-1] + 0.5)
+        base = np.zeros(len(steps))
+        handles: list[Any] = []
+        for index, line in recorded.items():
+            top = base + np.nan_to_num(line.values)
+            colour = look(index).colour
+            handles.append(axes.stairs(top, edges, baseline=base, fill=True, color=colour, label=line.label))
+            base = top
+        axes.set_ylim(bottom=0)
+        _legend(figure, handles)
+        return figure
 
 
-def _start_at_zero(axes: Axes, lines: Sequence[Line]) -> None:
-    largest = max((float(np.nanmax(line.values)) for line in lines), default=0.0)
-    axes.set_ylim(0, 1.06 * largest if largest > 0 else 1.0)
+def curves_figure(
+    rows: Mapping[str, Mapping[str, Sequence[Points]]],
+    *,
+    levels: Sequence[Level] = (),
+    window: int = 1,
+    scale: Scale = PLAIN,
+    over: XAxis = STEPS,
+) -> Figure | None:
+    """Curves of several runs, one row for each y label, as `draw_curves`; None where nothing has a finite value.
+
+    Without a legend: names of runs may be long, so the page shows it.
+    """
+    rows = {label: series for label, series in rows.items() if _finite_values(series)}
+    if not rows:
+        return None
+    all_x = [x for series in rows.values() for seeds in series.values() for x, _ in seeds if len(x)]
+    with rc_context(RC):
+        figure, all_axes = _new_figure(min(x[0] for x in all_x), max(x[-1] for x in all_x), list(rows), over)
+        for axes, series in zip(all_axes, rows.values(), strict=True):
+            draw_curves(axes, series, window=window)
+            for level in levels:
+                _draw_level(axes, level, INK)
+            _set_scale(axes, _finite_values(series), scale)
+        return figure
 
 
-def _centre_at_zero(axes: Axes, lines: Sequence[Line]) -> None:
-    largest = max((float(np.nanmax(np.abs(line.values))) for line in lines), default=0.0)
-    axes.set_ylim(-1.06 * largest if largest > 0 else -1.0, 1.06 * largest if largest > 0 else 1.0)
+def bars_figure(keys: Sequence[str], layers: Mapping[str, Sequence[float]], x_label: str) -> Figure | None:
+    """One bar for each key, first on top, made of the layers' values; None where there are no finite ones."""
+    columns = {label: np.array(values, dtype=float) for label, values in layers.items()}
+    recorded = {index: item for index, item in enumerate(columns.items()) if np.isfinite(item[1]).any()}
+    if not recorded:
+        return None
+    with rc_context(RC):
+        figure = Figure(figsize=(_SIZE_INCHES[0], max(_SIZE_INCHES[1], 1.2 + 0.2 * len(keys))), layout="constrained")
+        axes = figure.add_subplot()
+        base, places = np.zeros(len(keys)), np.arange(len(keys))
+        handles: list[Any] = []
+        for index, (label, values) in recorded.items():
+            widths, colour = np.nan_to_num(values), look(index).colour
+            handles.append(axes.barh(places, widths, left=base, height=0.7, color=colour, label=label))
+            base += widths
+        axes.set_yticks(places, labels=list(keys))
+        axes.invert_yaxis()
+        axes.set_xlabel(x_label)
+        axes.grid(False, axis="y")
+        _legend(figure, handles)
+        return figure
 
 
-def _is_wide(lines: Sequence[Line]) -> bool:
-    values = np.concatenate([line.values[np.isfinite(line.values)] for line in lines])
-    return bool(values.min() > 0 and values.max() > 100 * values.min())
+def _recorded(lines: Sequence[Line]) -> dict[int, Line]:
+    """The lines with a finite value by their place; a line keeps its looks where another one is missing."""
+    return {index: line for index, line in enumerate(lines) if np.isfinite(line.values).any()}
 
 
-def _draw_line(axes: Axes, steps: Column, line: Line, colour: str) -> list[Any]:
-    marker = "o" if np.isfinite(line.values).sum() <= _MAX_MARKED_STEPS else ""
-    style = "--" if line.on_right else "-"
-    if not line.smooth or len(steps) <= _SMOOTH_STEPS:
-        return axes.plot(steps, line.values, style, color=colour, marker=marker, label=line.label)
+def _finite_values(series: Mapping[str, Sequence[Points]]) -> list[Column]:
+    return [y for seeds in series.values() for _, y in seeds if np.isfinite(y).any()]
+
+
+def _new_figure(first: float, last: float, y_labels: Sequence[str], over: XAxis) -> tuple[Figure, list[Axes]]:
+    """One row of axes for each label, over what lies from `first` to `last`."""
+    height = _SIZE_INCHES[1] if len(y_labels) == 1 else 0.5 + _ROW_INCHES * len(y_labels)
+    figure = Figure(figsize=(_SIZE_INCHES[0], height), layout="constrained")
+    rows = list(figure.subplots(len(y_labels), sharex=True, squeeze=False)[:, 0])
+    for axes, label in zip(rows, y_labels, strict=True):
+        axes.set_ylabel(label)
+    rows[-1].set_xlabel(over.label)
+    rows[-1].set_xlim(first - over.margin, last + over.margin)
+    rows[-1].xaxis.set_major_locator(MaxNLocator(nbins=6, integer=over.whole, min_n_ticks=1))
+    figure.align_ylabels(rows)
+    return figure, rows
+
+
+def _set_scale(axes: Axes, columns: Iterable[Column], scale: Scale) -> None:
+    values = np.concatenate([values[np.isfinite(values)] for values in columns] or [np.zeros(1)])
+    largest = 1.06 * float(np.abs(values).max()) or 1.0
+    if scale.log_if_wide and values.min() > 0 and values.max() > 100 * values.min():
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    elif scale.from_zero or scale.around_zero:
+        axes.set_ylim(-largest if scale.around_zero else 0, largest)
+
+
+def _draw_line(axes: Axes, steps: Column, line: Line, index: int) -> Any:
+    colour, dashes = look(index).colour, look(index).line_style
+    finite = np.isfinite(line.values)
+    marker = "o" if finite.sum() <= _MAX_MARKED_STEPS else ""
+    looks: dict[str, Any] = {"color": colour, "linestyle": dashes, "marker": marker, "label": line.label}
+    if line.half_width is not None:
+        x, y, half = steps[finite], line.values[finite], np.nan_to_num(line.half_width[finite])
+        return axes.errorbar(x, y, yerr=half, elinewidth=1, capsize=2, **looks)
+    if not line.smooth or len(steps) <= SMOOTH_STEPS:
+        return axes.plot(steps, line.values, **looks)[0]
     axes.plot(steps, line.values, color=colour, linewidth=0.9, alpha=0.35)
-    label = f"{line.label}, mean of {_SMOOTH_STEPS} steps"
-    return axes.plot(steps, moving_average(line.values), color=colour, label=label)
+    looks |= {"label": f"{line.label}, mean of {SMOOTH_STEPS} steps", "marker": ""}
+    return axes.plot(steps, moving_average(line.values), **looks)[0]
 
 
-def _legend(axes: Axes, handles: Sequence[Any]) -> None:
-    """Above the plot, where no curve can be hidden by it."""
-    columns = 2 if len(handles) in (2, 4) else 3
-    axes.legend(
-        handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.3, columnspacing=1.2
-    )
+def _draw_level(axes: Axes, level: Level, colour: str) -> Any:
+    if level.high is None:
+        return axes.axhline(level.low, color=INK, linewidth=1, linestyle=(0, (3, 2)), label=level.label)
+    for edge in (level.low, level.high):
+        axes.axhline(edge, color=colour, linewidth=0.8, linestyle=(0, (1, 2)))
+    return axes.axhspan(level.low, level.high, color=colour, alpha=0.13, linewidth=0, label=level.label)
 
 
-def _to_svg(figure: Figure, name: str) -> str:
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True)
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # Several figures share one page: their ids must differ.
-    svg = re.sub(r'\bid="', f'id="{name}-', svg)
-    svg = re.sub(r'href="#', f'href="#{name}-', svg)
-    svg = re.sub(r"url\(#", f"url(#{name}-", svg)
-    for colour, variable in _CSS_VARIABLES.items():
-        svg = svg.replace(colour, f"var({variable})")
-    return re.sub(
-        r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" role="img">', svg, count=1, flags=re.DOTALL
-    )
+def _legend(figure: Figure, handles: Sequence[Any]) -> None:
+    """Above the plot, where no curve can be hidden by it, in as many columns as there is room for."""
+    for num_columns in range(min(3, len(handles)), 0, -1):
+        legend = figure.legend(handles=handles, loc="outside upper left", ncols=num_columns, columnspacing=1.2)
+        if num_columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()

@@ -57,13 +57,12 @@ class Summary:
 def summarize(rows: Sequence[Row]) -> Summary:
     """Key facts of the steps in `rows` (as `read_metrics` gives them; at least one)."""
     assert rows, "a run without steps has no summary"
-    window = max(1, min(_WINDOW_STEPS, len(rows) // 2))
-    reward = [row.get("reward/mean", math.nan) for row in rows]
+    reward_first, reward_last = first_and_last(rows, "reward/mean")
     return Summary(
         num_steps=len(rows),
-        window_steps=window,
-        reward_first=mean(reward[:window]),
-        reward_last=mean(reward[-window:]),
+        window_steps=_window(rows),
+        reward_first=reward_first,
+        reward_last=reward_last,
         resumed_token_share=_token_mean(rows, "rollout/resumed_token_share"),
         staleness_mean=_token_mean(rows, "staleness/mean"),
         staleness_max=max(_finite(rows, "staleness/max"), default=math.nan),
@@ -71,6 +70,18 @@ def summarize(rows: Sequence[Row]) -> Summary:
         num_mismatch_alarms=round(math.fsum(_finite(rows, "mismatch/alarms"))),
         num_gradient_alarms=round(math.fsum(_finite(rows, "optimizer/grad_alarms"))),
     )
+
+
+def _window(rows: Sequence[Row]) -> int:
+    """How many steps the beginning and the end of a run are; they do not overlap."""
+    return max(1, min(_WINDOW_STEPS, len(rows) // 2))
+
+
+def first_and_last(rows: Sequence[Row], name: str) -> tuple[float, float]:
+    """Means of a metric over the first and the last `Summary.window_steps` steps; nan where it was not recorded."""
+    values = [row.get(name, math.nan) for row in rows]
+    window = _window(rows)
+    return mean(values[:window]), mean(values[-window:])
 
 
 def find_problems(rows: Sequence[Row], window_steps: int = _WINDOW_STEPS) -> list[str]:

@@ -1,6 +1,7 @@
 """`bapo doctor`: whether this machine is fit, one line for each thing, with what to do.
 
     bapo doctor                                          this machine, for CPU use or with its GPUs
+    bapo doctor --versions                               each package against the lock file
     bapo doctor --config CONFIG... KEY=VALUE             and what that run needs
     bapo doctor --rendezvous node0:29500 --num-nodes 4 --node-rank $SLURM_NODEID      the same on each of four nodes
 
@@ -24,6 +25,7 @@ from bapo_megatron.preflight import software_checks as software
 from bapo_megatron.preflight.finding import Finding
 from bapo_megatron.preflight.gpus import GIB
 from bapo_megatron.preflight.group_checks import Rendezvous, started_probes
+from bapo_megatron.preflight.packages import check_versions
 from bapo_megatron.preflight.parameters import model_parameters
 
 PROBE_TIMEOUT_S = 15.0
@@ -38,6 +40,7 @@ def examine(config: Config | None, ports: Sequence[int], rendezvous: Rendezvous 
     has_gpu = bool(driver.gpus)
     timeout_s = NODES_TIMEOUT_S if rendezvous and rendezvous.num_nodes > 1 else PROBE_TIMEOUT_S
     yield Finding("python", "ok" if sys.version_info >= (3, 11) else "error", sys.version.split()[0], "")
+    yield check_versions("gpu" if has_gpu else "cpu")
     to_listen = [("127.0.0.1", port) for port in ports]
     if rendezvous and rendezvous.node_rank == 0:
         to_listen.append(("0.0.0.0", rendezvous.port))

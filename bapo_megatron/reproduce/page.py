@@ -20,7 +20,7 @@ from bapo_megatron.monitor.jsonl import write_atomically
 from bapo_megatron.monitor.metrics import METRICS
 from bapo_megatron.reproduce.results import DERIVED, FINALS, HEADLINE, PROFILE, PROFILE_PARTS, StudyResult
 from bapo_megatron.reproduce.results import Figure as Number
-from bapo_megatron.reproduce.study import Study
+from bapo_megatron.reproduce.study import Plot, Study
 
 _PANEL_INCHES = (4.6, 3.0)
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")  # Okabe and Ito
@@ -34,7 +34,7 @@ _STYLE: dict[Any, Any] = {
     "grid.alpha": 0.3,
     "legend.frameon": False,
 }
-_LOG_SCALE = ("optimizer/grad_norm", "profile/share")  # spikes are hundreds of times the usual size; most are likely
+_MAX_BANDS = 6  # bands of more variants hide each other
 _PROFILE_LABELS = {
     "share": "share of tokens",
     "ratio": "mean ratio",
@@ -79,7 +79,7 @@ def _markdown(name: str, study: Study, result: StudyResult, facts: dict[str, Any
         "",
         f"![{study.title}]({name}.svg)",
         "",
-        "Lines are means over seeds, bands reach from the lowest to the highest seed.",
+        "Lines are means over seeds; bands, where there are few lines, reach from the lowest to the highest seed.",
         "",
         *_table(result),
     ]
@@ -116,17 +116,18 @@ def _cell(number: Number | None) -> str:
 
 
 def _draw(study: Study, result: StudyResult, path: Path) -> None:
-    panels = [(p.metric, p.label) for p in study.plots if p.metric != PROFILE]
-    if PROFILE in (p.metric for p in study.plots):
-        panels += [(f"{PROFILE}/{part}", None) for part in PROFILE_PARTS]
+    panels = [plot for plot in study.plots if plot.metric != PROFILE]
+    if PROFILE in (plot.metric for plot in study.plots):
+        panels += [Plot(metric=f"{PROFILE}/{part}", log=part == "share") for part in PROFILE_PARTS]
     width = min(2, len(panels))
     height = math.ceil(len(panels) / width)
     with rc_context(_STYLE):
         canvas = Canvas(figsize=(_PANEL_INCHES[0] * width, _PANEL_INCHES[1] * height + 0.6), layout="constrained")
         axes = canvas.subplots(height, width, squeeze=False).flatten()
-        for axis, (metric, label) in zip(axes, panels, strict=False):
-            _draw_curves(axis, result, metric)
-            axis.set_ylabel(label or _label(metric))
+        for axis, plot in zip(axes, panels, strict=False):
+            _draw_curves(axis, result, plot.metric)
+            axis.set_ylabel(plot.label or _label(plot.metric))
+            axis.set_yscale("log" if plot.log else "linear")
         for axis in axes[len(panels) :]:
             axis.set_visible(False)
         handles, labels = axes[0].get_legend_handles_labels()
@@ -139,18 +140,16 @@ def _legend_columns(labels: Sequence[str]) -> int:
 
 
 def _style(i: int) -> dict[str, Any]:
-    return {"color": _COLOURS[i % len(_COLOURS)], "linestyle": _DASHES[i // 2 % len(_DASHES)]}
+    return {"color": _COLOURS[i % len(_COLOURS)], "linestyle": _DASHES[(i + i // len(_COLOURS)) % len(_DASHES)]}
 
 
 def _draw_curves(axis: Axes, result: StudyResult, metric: str) -> None:
     for i, variant in enumerate(result.variants):
         curve = variant.curves[metric]
         axis.plot(curve.x, curve.mean, label=variant.name, linewidth=1.5, **_style(i))
-        if len(result.seeds) > 1:
+        if len(result.seeds) > 1 and len(result.variants) <= _MAX_BANDS:
             axis.fill_between(curve.x, curve.low, curve.high, color=_style(i)["color"], alpha=0.1, linewidth=0)
     axis.set_xlabel("probability of the token" if metric.startswith(f"{PROFILE}/") else "optimizer updates")
-    if metric in _LOG_SCALE:
-        axis.set_yscale("log")
 
 
 def _label(metric: str) -> str:

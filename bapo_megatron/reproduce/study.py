@@ -48,6 +48,8 @@ class Plot(Section):
     metric: str
     label: str | None = None
     """Of the axis; unset: the metric's name."""
+    log: bool = False
+    """A logarithmic axis."""
 
 
 class Quick(Section):

@@ -199,6 +199,8 @@ def literal_metrics(log_probs_T: Tensor, entropy_T: Tensor, batch: Batch, versio
     deviation = (log_probs_T + entropy_T)[mask_T]
     kept = torch.where(clipped_high | clipped_low, 0.0, advantage.double())
     positive_low = (advantage > 0) & (deviation < 0)
+    probs = log_probs_T[mask_T].exp()
+    is_rare, is_uncommon = probs < 0.1, (probs >= 0.1) & (probs < 0.2)
     return {
         "loss/ratio_mean": ratio.mean().item(),
         "loss/ratio_max": ratio.max().item(),
@@ -209,6 +211,11 @@ def literal_metrics(log_probs_T: Tensor, entropy_T: Tensor, batch: Batch, versio
         "entropy_rule/positive_low": positive_low.double().mean().item(),
         "entropy_rule/positive_low_clipped": (positive_low & clipped_high).double().mean().item(),
         "entropy_rule/positive_low_age_1_3": (positive_low & (age >= 1) & (age <= 3)).double().mean().item(),
+        "profile/p00_share": is_rare.double().mean().item(),
+        "profile/p00_ratio": (is_rare * ratio).mean().item(),
+        "profile/p10_abs_log_ratio": (is_uncommon * ratio.log().abs()).mean().item(),
+        "profile/p10_entropy": (is_uncommon * entropy_T[mask_T]).mean().item(),
+        "profile/p10_clip_high_share": (is_uncommon & clipped_high).double().mean().item(),
         "staleness/mean": age.mean().item(),
         "staleness/max": age.max().item(),
         "train/tokens": float(mask_T.sum()),

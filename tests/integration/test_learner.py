@@ -77,6 +77,7 @@ def make_config(layout: dict[str, Any], **train: Any) -> Config:
             },
             "bapo": SEARCH.model_dump(),
             "train": {"logprob_chunk_tokens": 13, **train},
+            "monitor": {"token_profile": True},
         }
     )
 

@@ -19,8 +19,8 @@ from bapo_megatron import cli
 from bapo_megatron.config.load import load_config
 from bapo_megatron.errors import UserError
 from bapo_megatron.preflight import machine_checks as machine
-from bapo_megatron.preflight import packages
 from bapo_megatron.preflight import software_checks as software
+from bapo_megatron.preflight import versions
 from bapo_megatron.preflight.doctor import examine_needs, parse_rendezvous, verdict
 from bapo_megatron.preflight.finding import Finding
 from bapo_megatron.preflight.gpus import GIB
@@ -80,9 +80,13 @@ def test_a_full_disk_and_a_taken_port_in_one_answer(taken_port: int) -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(packages.REQUIRED, "no-such-package", "no_such_package")
+    core = [*versions.packages("core"), versions.Package("no-such-package", ">=1,<2")]
+    monkeypatch.setattr(versions, "packages", lambda group: core if group == "core" else [])
     assert cli.main(["doctor"]) == 1
-    assert "no-such-package is not installed; pip install no-such-package" in capsys.readouterr().out
+    assert "no-such-package is not installed; pip install 'no-such-package>=1,<2'" in capsys.readouterr().out
+    assert cli.main(["doctor", "--versions"]) == 1
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["no-such-package", "-", "-", ">=1,<2", "missing"] in rows
 
 
 @pytest.mark.slow

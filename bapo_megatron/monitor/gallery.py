@@ -1,0 +1,321 @@
+"""All figures of the report, in their order: what each one shows, and one sentence on how to read it."""
+
+from __future__ import annotations
+
+from bapo_megatron.monitor.figures import Scale, XAxis
+from bapo_megatron.monitor.panels import Curve, Panel
+from bapo_megatron.monitor.quantities import (
+    balance,
+    best_of_group,
+    bin_centres,
+    by_probability,
+    clipped_part,
+    interior,
+    kl_target,
+    measured_entropy_change,
+    metric,
+    predicted_entropy_change,
+    rho_target,
+    saturated_not_inert,
+    search_ranges,
+    share_of,
+    stage_time,
+)
+
+_TOKEN_CLASSES = ("positive_low", "negative_high", "positive_high", "negative_low")
+_STAGES = ("rollout", "critic", "score", "train", "sync", "eval", "other")
+_Z_95 = 1.96
+_PROBABILITY = XAxis("probability of the token", margin=0.05, whole=False)
+
+
+PANELS = (
+    Panel(
+        "Learning",
+        "Reward",
+        "mean reward",
+        (Curve("mean reward", "reward/mean", row="mean reward", smooth=True),),
+        "Should rise. With rewards of 0 and 1 this is the pass rate of the sampled responses.",
+    ),
+    Panel(
+        "Learning",
+        "Evaluation",
+        "mean reward",
+        (
+            Curve(
+                "mean reward, 95 % interval",
+                "eval/reward",
+                row="mean reward",
+                half_width=metric("eval/reward_stderr", _Z_95),
+            ),
+            Curve("best of a group", best_of_group),
+        ),
+        "Reward on prompts of its own, which is what training is for. Differences within the intervals, "
+        "which are over prompts and not over seeds, are noise.",
+        needs="eval.interval_steps",
+        how_to_compare="Reward on prompts of its own, which is what training is for. The outcome table has the last "
+        "value of a run with its standard error over prompts: differences below two of these are noise.",
+    ),
+    Panel(
+        "Learning",
+        "Entropy",
+        "nats per token",
+        (Curve("entropy", "loss/entropy", row="nats per token"),),
+        "A slow fall is learning; a fall to near zero early on means that the policy stopped exploring.",
+        scale=Scale(from_zero=True),
+    ),
+    Panel(
+        "Learning",
+        "Response length",
+        "tokens",
+        (
+            Curve("mean", "rollout/response_tokens_mean", row="mean, tokens"),
+            Curve("longest", "rollout/response_tokens_max"),
+            Curve("cut off (right)", metric("rollout/truncated_share", 100), row="cut off, %", on_right=True),
+        ),
+        "A steady rise without reward often means rambling. Cut-off responses have reached the length limit.",
+        right_label="cut-off responses, %",
+        scale=Scale(from_zero=True),
+    ),
+    Panel(
+        "The update",
+        "Gradient norm",
+        "global norm",
+        (
+            Curve("mean of the step", "optimizer/grad_norm", row="global norm"),
+            Curve("largest", "optimizer/grad_norm_max"),
+        ),
+        "Before clipping. Should stay in one range: spikes that grow announce a collapse.",
+        scale=Scale(from_zero=True, log_if_wide=True),
+    ),
+    Panel(
+        "The update",
+        "Clip fraction",
+        "% of trained tokens",
+        (
+            Curve("over the upper bound", metric("loss/clip_high_share", 100), row="over upper, %"),
+            Curve("under the lower bound", metric("loss/clip_low_share", 100), row="under lower, %"),
+        ),
+        "Positive tokens over the upper bound and negative ones under the lower bound carry no gradient. "
+        "Near zero, the choice of bounds does not matter.",
+        scale=Scale(from_zero=True),
+    ),
+    Panel(
+        "The update",
+        "Whom clipping hits",
+        "clipped, % of the class",
+        tuple(
+            Curve(
+                name.replace("_", ", "),
+                clipped_part(name),
+                row=f"{name.replace('_', ', ')}, %" if name.endswith("low") else "",
+            )
+            for name in _TOKEN_CLASSES
+        ),
+        "Sign of the advantage, and probability above (high) or below (low) the typical one. Improbable tokens reach a "
+        "bound first; clipped positive ones are exploration that is thrown away.",
+        scale=Scale(from_zero=True),
+    ),
+    Panel(
+        "The update",
+        "Ratio and entropy by probability",
+        "|log ratio|, nats",
+        (
+            Curve("|log ratio|", by_probability("abs_log_ratio"), row="|log ratio|, nats"),
+            Curve("entropy (right)", by_probability("entropy"), row="entropy, nats", on_right=True),
+        ),
+        "Means over the run's tokens in ten bins of their probability: how far clipping sees them move, and how open "
+        "the policy is there. Where tokens move furthest, bounds act first.",
+        right_label="entropy, nats",
+        scale=Scale(from_zero=True),
+        over=_PROBABILITY,
+        places=bin_centres,
+        needs="monitor.token_profile",
+    ),
+    Panel(
+        "The update",
+        "Clipping by probability",
+        "clipped, % of the bin",
+        (
+            Curve("over the upper bound", by_probability("clip_high_share", 100), row="over upper, %"),
+            Curve("under the lower bound", by_probability("clip_low_share", 100), row="under lower, %"),
+        ),
+        "Clipped part of the run's tokens in each of these bins. Much more over the upper bound on the left than on "
+        "the right: it keeps rare tokens rare.",
+        scale=Scale(from_zero=True),
+        over=_PROBABILITY,
+        places=bin_centres,
+        needs="monitor.token_profile",
+    ),
+    Panel(
+        "The update",
+        "Positive tokens",
+        "share",
+        (
+            Curve("of the loss", share_of("loss/positive_mass", "loss/negative_mass"), row="of the loss"),
+            Curve(
+                "of the tokens",
+                share_of("loss/positive_token_share", "loss/negative_token_share"),
+                row="of the tokens",
+            ),
+        ),
+        "Tokens with a positive advantage; the rest to 1 are negative ones. Far under a half, the policy mostly learns "
+        "what not to do.",
+        levels=balance,
+    ),
+    Panel(
+        "The update",
+        "Distance to the sampling policy",
+        "KL divergence, nats",
+        (
+            Curve("KL divergence", "loss/approx_kl", row="KL divergence, nats"),
+            Curve("largest ratio (right)", "loss/ratio_max", row="largest ratio", on_right=True),
+        ),
+        "Grows with reuse and age. Above 0.1 nats: fewer passes over a batch, or a lower learning rate.",
+        right_label="probability ratio",
+    ),
+    Panel(
+        "The update",
+        "Distance to the reference",
+        "KL divergence, nats",
+        (
+            Curve("KL divergence", "loss/kl_reference", row="KL divergence, nats"),
+            Curve("coefficient (right)", "loss/kl_coef", row="coefficient", on_right=True),
+        ),
+        "A steady rise is learning, a jump is drift; with a target it settles there.",
+        right_label="weight in the loss",
+        levels=kl_target,
+        scale=Scale(from_zero=True),
+        needs="loss.kl_coef",
+    ),
+    Panel(
+        "Balance and clipping",
+        "Clip bounds",
+        "probability ratio",
+        (
+            Curve("upper bound", "bapo/high", row="upper bound, ratio"),
+            Curve("lower bound", "bapo/low", row="lower bound, ratio"),
+        ),
+        "Means over a step's updates, in the ranges that the search may use. Always at the bottom of both: plain fixed "
+        "clipping; always at the top: the target is out of reach.",
+        levels=search_ranges,
+        how_to_compare="Means over a step's updates; constant without a search. Always at the bottom of both ranges: "
+        "plain fixed clipping; always at the top: the target is out of reach.",
+    ),
+    Panel(
+        "Balance and clipping",
+        "What the search did",
+        "share of updates",
+        (
+            Curve("at the start (inert)", "bapo/inert_share"),
+            Curve("inside the ranges", interior),
+            Curve("at the limits (saturated)", saturated_not_inert),
+        ),
+        "Only updates inside the ranges have bounds that were adapted to them; the others are fixed clipping at the "
+        "start, or at the end, of the ranges.",
+        stacked=True,
+        needs="loss.name = bapo",
+    ),
+    Panel(
+        "Balance and clipping",
+        "Positive contribution ρ",
+        "contribution ρ",
+        (Curve("ρ", "bapo/positive_share", row="contribution ρ"),),
+        "What positive tokens contribute at the bounds in use, by the reading in bapo.contribution. Above the target "
+        "bounds stay at their start, below it they are at their limits.",
+        levels=rho_target,
+        needs="loss.name = bapo",
+    ),
+    Panel(
+        "Balance and clipping",
+        "Entropy-Clip Rule",
+        "-Cov(log π, A X), nats",
+        (
+            Curve("predicted", predicted_entropy_change, row="predicted, nats"),
+            Curve("measured (right)", measured_entropy_change, row="measured, nats", on_right=True),
+        ),
+        "Means of the last 10 steps. Above zero entropy is pushed up, below it down: what a step's tokens predict, to "
+        "first order and up to the step size, against what entropy did until the next step. Compare signs and courses.",
+        right_label="change to the next step, nats",
+        scale=Scale(around_zero=True),
+    ),
+    Panel(
+        "Balance and clipping",
+        "Token classes",
+        "share of trained tokens",
+        tuple(Curve(name.replace("_", ", "), f"entropy_rule/{name}") for name in _TOKEN_CLASSES),
+        "Sign of the advantage, and probability above or below the typical one. The first two raise entropy, the other "
+        "two lower it; what is missing to 1 has no advantage.",
+        stacked=True,
+    ),
+    Panel(
+        "Sampling",
+        "Staleness",
+        "age, updates",
+        (
+            Curve("mean", "staleness/mean", row="mean age, updates"),
+            Curve("oldest", "staleness/max", row="oldest, updates"),
+        ),
+        "Updates between sampling a token and training on it. Growth without end means that sampling outruns training.",
+        scale=Scale(from_zero=True),
+    ),
+    Panel(
+        "Sampling",
+        "Partial rollout",
+        "resumed tokens, %",
+        (
+            Curve("resumed tokens", metric("rollout/resumed_token_share", 100), row="resumed tokens, %"),
+            Curve("set aside (right)", "ledger/partial", row="set aside", on_right=True),
+        ),
+        "Tokens that were sampled in a later step than their response began, and responses that wait to be resumed. "
+        "More and more waiting ones: the rounds are too short.",
+        right_label="unfinished responses",
+        scale=Scale(from_zero=True),
+    ),
+    Panel(
+        "Sampling",
+        "Engine against trainer",
+        "|Δ log-prob|, nats",
+        (
+            Curve("mean", "mismatch/logprob_mean", row="mean |Δ|, nats"),
+            Curve("99th percentile", "mismatch/logprob_p99"),
+            Curve("largest", "mismatch/logprob_max"),
+        ),
+        "Log-probs that the engine reported against the trainer's at the same weights. Around 1e-6 with float32; a "
+        "jump announces a weight update that went wrong.",
+        scale=Scale(log_if_wide=True),
+    ),
+    Panel(
+        "Critic",
+        "Critic",
+        "explained variance",
+        (
+            Curve("explained variance", "critic/explained_variance", row="explained variance"),
+            Curve("loss (right)", "critic/loss", row="loss", on_right=True),
+        ),
+        "0: the critic knows nothing yet; 1: it knows the outcome; below 0 it is worse than a constant. Should rise, "
+        "then stay.",
+        right_label="value loss",
+        needs="advantage.kind = gae or n_step",
+    ),
+    Panel(
+        "Speed",
+        "Throughput",
+        "tokens per second",
+        (
+            Curve("sampled", "rollout/tokens_per_s", row="sampled, tokens/s"),
+            Curve("trained", "train/tokens_per_s", row="trained, tokens/s"),
+        ),
+        "Sampled tokens per second of the whole step, trained ones per second of scoring and training. A drop at "
+        "constant response length points at the machine.",
+        scale=Scale(from_zero=True),
+    ),
+    Panel(
+        "Speed",
+        "Time per step",
+        "seconds",
+        tuple(Curve(stage, stage_time(stage)) for stage in _STAGES),
+        "The thickest layer is what the run waits for.",
+        stacked=True,
+        how_to_compare="The longest part of a bar is what the run waits for. Other work on the machine counts, too.",
+    ),
+)

@@ -1,0 +1,80 @@
+"""A run as its folder tells it, for reports: metrics, settings, and what it ran on. Works while the run goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bapo_megatron.errors import UserError
+from bapo_megatron.monitor.metrics import read_metrics
+from bapo_megatron.monitor.rundir import different_settings
+from bapo_megatron.monitor.summary import Row
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What a run has recorded so far; `settings` and `environment` are empty where it did not record them."""
+
+    path: Path
+    name: str
+    rows: Sequence[Row]  # one for each finished step, ascending
+    config_text: str
+    settings: Mapping[str, Any]  # flat, such as "bapo.rho0"
+    environment: Mapping[str, Any]
+    diff_digest: str  # of uncommitted changes to the code; "" for none
+
+    @property
+    def steps(self) -> NDArray[np.float64]:
+        return self.column("step")
+
+    @property
+    def num_planned_steps(self) -> int | None:
+        return self.settings.get("train.num_steps")
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """A metric of every step, [num_steps]; nan where it was not recorded."""
+        return np.array([row.get(name, math.nan) for row in self.rows], dtype=np.float64)
+
+
+def read_history(path: Path) -> History:
+    """Read a run directory. A run without finished steps has no rows.
+
+    Raises UserError where `path` is not the folder of a run, or its facts cannot be read.
+    """
+    config_path, metrics_path, diff_path = path / "config.toml", path / "metrics.jsonl", path / "git.diff"
+    if not config_path.exists() and not metrics_path.exists():
+        what = "is not the folder of a run" if path.is_dir() else "is a file" if path.exists() else "does not exist"
+        raise UserError(f"{path} {what}; give a run directory (runs/<name>), or start a run with `bapo train`")
+    config_text = config_path.read_text(encoding="utf-8") if config_path.exists() else ""
+    try:
+        settings = {key: value for key, (_, value) in different_settings("", config_text).items()}
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{config_path} is damaged ({error}); restore it from logs/attempt-N/config.toml") from error
+    diff = diff_path.read_bytes() if diff_path.exists() else b""
+    return History(
+        path=path,
+        name=path.absolute().name,
+        rows=[row for row in read_metrics(metrics_path) if math.isfinite(row["step"])],
+        config_text=config_text,
+        settings=settings,
+        environment=_read_environment(path / "environment.json"),
+        diff_digest=hashlib.sha256(diff).hexdigest()[:8] if diff.strip() else "",
+    )
+
+
+def _read_environment(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}); restore it from logs/attempt-N/environment.json") from error

@@ -1,0 +1,130 @@
+"""How a figure of the report is described, and drawn for one run or for several. The figures: `gallery.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from bapo_megatron.monitor.figures import (
+    PLAIN,
+    SMOOTH_STEPS,
+    STEPS,
+    Column,
+    Level,
+    Line,
+    Scale,
+    XAxis,
+    bars_figure,
+    curves_figure,
+    line_figure,
+    stacked_figure,
+)
+from bapo_megatron.monitor.history import History
+
+Values = Callable[[History], Column]
+Groups = Mapping[str, Sequence[History]]
+"""Runs by the key of their line; those of one line differ by their seed only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One quantity of a figure."""
+
+    label: str
+    values: str | Values  # a metric, or what is made of several
+    row: str = ""  # label of its axis where runs are compared; "": it is not compared
+    smooth: bool = False
+    on_right: bool = False
+    half_width: Values | None = None  # of an interval around each value
+
+    def of(self, run: History) -> Column:
+        return run.column(self.values) if isinstance(self.values, str) else self.values(run)
+
+
+def no_levels(run: History) -> list[Level]:
+    return []
+
+
+def steps(run: History) -> Column:
+    return run.steps
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One figure: of a run, over its steps or another axis; or with one line (stacked: one bar) for each of several."""
+
+    section: str
+    title: str
+    y_label: str
+    curves: tuple[Curve, ...]
+    how_to_read: str
+    right_label: str = ""
+    stacked: bool = False
+    levels: Callable[[History], Sequence[Level]] = no_levels
+    scale: Scale = PLAIN
+    needs: str = ""  # the setting that has it recorded
+    over: XAxis = STEPS
+    places: Values = steps  # of the curves' values on that axis
+    how_to_compare: str = ""  # how to read the figure of several runs, where that differs
+
+    def draw(self, run: History) -> Figure | None:
+        """The figure of one run; None where its metrics were not recorded."""
+        lines = [
+            Line(c.label, c.of(run), c.smooth, c.on_right, c.half_width(run) if c.half_width else None)
+            for c in self.curves
+        ]
+        if self.stacked:
+            return stacked_figure(run.steps, lines, self.y_label)
+        return line_figure(
+            self.places(run),
+            lines,
+            self.y_label,
+            right_label=self.right_label,
+            levels=self.levels(run),
+            scale=self.scale,
+            over=self.over,
+        )
+
+    def compare(self, groups: Groups) -> Figure | None:
+        """The figure of several runs; None where none of them recorded its metrics.
+
+        Stacked quantities are averaged over steps and seeds; the others are drawn in one row each.
+        """
+        if self.stacked:
+            layers = {c.label: [_mean(c, runs) for runs in groups.values()] for c in self.curves}
+            return bars_figure(list(groups), layers, f"{self.y_label}, mean over the run")
+        rows = {
+            c.row: {key: [(self.places(run), c.of(run)) for run in runs] for key, runs in groups.items()}
+            for c in self.curves
+            if c.row
+        }
+        levels, window = self._shared_levels(groups), self.window(groups)
+        return curves_figure(rows, levels=levels, window=window, scale=self.scale, over=self.over)
+
+    def window(self, groups: Groups) -> int:
+        """Steps that a line of a comparison is averaged over."""
+        is_long = any(len(run.rows) > SMOOTH_STEPS for runs in groups.values() for run in runs)
+        return SMOOTH_STEPS if is_long and any(c.smooth for c in self.curves) else 1
+
+    def remarks(self, groups: Groups) -> str:
+        """How to read the figure of several runs."""
+        remarks = [self.how_to_compare or self.how_to_read]
+        if self.window(groups) > 1:
+            remarks.append(f"Means of the last {SMOOTH_STEPS} steps.")
+        remarks += [f"Dashed: {level.label}." for level in self._shared_levels(groups)]
+        return " ".join(remarks)
+
+    def _shared_levels(self, groups: Groups) -> Sequence[Level]:
+        """Levels that all runs which have any agree on, where there is one row to draw them in."""
+        levels = [found for runs in groups.values() for run in runs if (found := list(self.levels(run)))]
+        is_one_row = sum(bool(c.row) for c in self.curves) == 1
+        return levels[0] if is_one_row and levels and all(other == levels[0] for other in levels) else ()
+
+
+def _mean(curve: Curve, runs: Sequence[History]) -> float:
+    values = np.concatenate([curve.of(run) for run in runs])
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else np.nan

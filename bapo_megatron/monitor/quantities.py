@@ -1,0 +1,112 @@
+"""What the report's figures make of a run's metrics and settings: derived columns, and levels to compare them with."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bapo_megatron.algorithms.token_profile import BINS
+from bapo_megatron.monitor.figures import Column, Level, moving_average
+from bapo_megatron.monitor.history import History
+from bapo_megatron.monitor.panels import Values
+
+
+def metric(name: str, factor: float = 1.0) -> Values:
+    return lambda run: factor * run.column(name)
+
+
+def share_of(part: str, *others: str) -> Values:
+    """A metric's share of the sum of itself and others; nan where that is 0."""
+
+    def values(run: History) -> Column:
+        whole = sum((run.column(name) for name in others), run.column(part))
+        return _ratio(run.column(part), whole)
+
+    return values
+
+
+def clipped_part(name: str) -> Values:
+    """Of a class of tokens, in percent; nan where there are no such tokens."""
+    return lambda run: 100 * _ratio(run.column(f"entropy_rule/{name}_clipped"), run.column(f"entropy_rule/{name}"))
+
+
+def stage_time(stage: str) -> Values:
+    """Seconds of each step; nan for a stage that the run does not have."""
+
+    def values(run: History) -> Column:
+        seconds = run.column(f"time/{stage}_s")
+        return seconds if (seconds > 1e-3).any() else np.full_like(seconds, np.nan)
+
+    return values
+
+
+def by_probability(name: str, factor: float = 1.0) -> Values:
+    """A mean of `token_profile.MEANS` over all trained tokens of the run in each bin of probability, [num_bins]."""
+
+    def values(run: History) -> Column:
+        tokens, means = (
+            np.stack([np.nan_to_num(run.column("train/tokens"), nan=1.0) * run.column(f"{b}_share") for b in BINS]),
+            np.stack([run.column(f"{b}_{name}") for b in BINS]),
+        )
+        tokens = np.where(np.isfinite(means), tokens, 0.0)
+        return factor * _ratio(np.nansum(tokens * np.nan_to_num(means), axis=1), np.nansum(tokens, axis=1))
+
+    return values
+
+
+def bin_centres(run: History) -> Column:
+    return (np.arange(len(BINS)) + 0.5) / len(BINS)
+
+
+def best_of_group(run: History) -> Column:
+    """nan where a group is a single response."""
+    best = run.column("eval/best_of_group")
+    return best if run.settings.get("eval.samples_per_prompt") != 1 else np.full_like(best, np.nan)
+
+
+def predicted_entropy_change(run: History) -> Column:
+    """Mean over some steps of what Eq. 6 says, up to the step size."""
+    return moving_average(-run.column("entropy_rule/covariance"))
+
+
+def measured_entropy_change(run: History) -> Column:
+    """Mean over some steps of the entropy's change to the next step; nan where there is no prediction beside it."""
+    changes = np.append(np.where(np.diff(run.steps) == 1, np.diff(run.column("loss/entropy")), np.nan), np.nan)
+    changes[np.isnan(run.column("entropy_rule/covariance"))] = np.nan
+    return moving_average(changes)
+
+
+def saturated_not_inert(run: History) -> Column:
+    """Where a range has no room, an update is both inert and saturated: it is shown as inert."""
+    return np.minimum(run.column("bapo/saturated_share"), 1 - run.column("bapo/inert_share"))
+
+
+def interior(run: History) -> Column:
+    return 1 - run.column("bapo/inert_share") - saturated_not_inert(run)
+
+
+def search_ranges(run: History) -> list[Level]:
+    """Where the search may move each bound, upper first like the lines."""
+    if run.settings.get("loss.name") != "bapo":
+        return []
+    ends = [[run.settings.get(f"bapo.{side}.{end}") for end in ("start", "stop")] for side in ("high", "low")]
+    return [
+        Level(f"range {low:g} to {high:g}", low, high) for low, high in ends if low is not None and high is not None
+    ]
+
+
+def rho_target(run: History) -> list[Level]:
+    target = run.settings.get("bapo.rho0") if run.settings.get("loss.name") == "bapo" else None
+    return [] if target is None else [Level(f"target {target:g}", target)]
+
+
+def kl_target(run: History) -> list[Level]:
+    target = run.settings.get("loss.kl_target")
+    return [] if target is None else [Level(f"target {target:g}", target)]
+
+
+def balance(run: History) -> list[Level]:
+    return [Level("balance", 0.5)]
+
+
+def _ratio(part: Column, whole: Column) -> Column:
+    return np.divide(part, whole, out=np.full_like(part, np.nan), where=whole != 0)

@@ -1,0 +1,107 @@
+"""How all figures look: a palette that colour-blind readers can tell apart, line styles, and SVG for a page.
+
+matplotlib draws with the colours of a light page; in the SVG they become CSS variables, so that one figure serves light
+and dark pages. Text stays text, in the page's font.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+INK, GRID = "#1d2430", "#d5dae2"
+# In this order; told apart under protanopia, deuteranopia and tritanopia, too (tests/unit/test_figures.py).
+PALETTE = ("#0b6bcb", "#b04700", "#269779", "#711c88", "#ca8207", "#2e1023", "#8791a3")
+_DARK_PALETTE = ("#4d9bf0", "#f37b3f", "#32c38b", "#cf7ac1", "#f5c277", "#fbf3e4", "#7d8797")
+# Dashes and gaps in multiples of the line width; none is solid. As many as colours.
+_DASHES: tuple[tuple[float, ...], ...] = (
+    (),
+    (5, 1.6),
+    (1.2, 1.4),
+    (5, 1.4, 1.2, 1.4),
+    (9, 2),
+    (2.5, 1.5),
+    (5, 1.4, 1.2, 1.4, 1.2, 1.4),
+)
+LINE_WIDTH = 1.6
+RC: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": GRID,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "xtick.color": GRID,
+    "ytick.color": GRID,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "lines.linewidth": LINE_WIDTH,
+    "lines.markersize": 3.5,
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "legend.handlelength": 2.6,
+}
+"""matplotlib's settings for these figures, for `matplotlib.rc_context`."""
+
+
+class Look(NamedTuple):
+    """How the i-th line of every figure is drawn."""
+
+    colour: str
+    dashes: tuple[float, ...]
+
+    @property
+    def line_style(self) -> Any:
+        """As matplotlib wants it."""
+        return (0, self.dashes) if self.dashes else "-"
+
+    @property
+    def css(self) -> dict[str, str]:
+        """Attributes of an SVG line that looks the same, for a legend outside of the figure."""
+        return {"stroke": _variable(self.colour), "dashes": " ".join(f"{LINE_WIDTH * 1.2 * d:g}" for d in self.dashes)}
+
+
+def look(index: int) -> Look:
+    """Colour and dashes of line `index`, counted from 0; the first 49 differ, neighbours in both."""
+    turn, place = divmod(index, len(PALETTE))
+    return Look(PALETTE[place], _DASHES[(place + turn) % len(_DASHES)])
+
+
+def css_variables(*, dark: bool) -> Mapping[str, str]:
+    """The palette as CSS variables of the page."""
+    return {f"--series-{i}": colour for i, colour in enumerate(_DARK_PALETTE if dark else PALETTE, start=1)}
+
+
+def to_svg(figure: Figure, name: str) -> str:
+    """The figure for a page: scaled to its place; `name` keeps the ids of several figures apart."""
+    buffer = io.StringIO()
+    with rc_context(RC):
+        figure.savefig(buffer, format="svg", transparent=True)
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = re.sub(r'href="#', f'href="#{name}-', svg)
+    svg = re.sub(r"url\(#", f"url(#{name}-", svg)
+    for colour in (INK, GRID, *PALETTE):
+        svg = svg.replace(colour, _variable(colour))
+    return re.sub(
+        r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" role="img">', svg, count=1, flags=re.DOTALL
+    )
+
+
+def _variable(colour: str) -> str:
+    if colour in (INK, GRID):
+        return "var(--ink)" if colour == INK else "var(--grid)"
+    return f"var(--series-{PALETTE.index(colour) + 1})"

