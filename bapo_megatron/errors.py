@@ -25,6 +25,10 @@ class DivergedError(UserError):
     """Training that cannot go on: its updates are skipped one after the other."""
 
 
+class OutOfMemoryError(UserError):
+    """A trainer rank that ran out of memory, of its GPU or of the machine: says in which part, and what to change."""
+
+
 class TornCheckpointError(CheckpointError):
     """A checkpoint of which a file is missing, cut short or changed: the one before it may be whole."""
 

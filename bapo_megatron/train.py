@@ -33,6 +33,7 @@ from bapo_megatron.learner.values import ValueAdvantages
 from bapo_megatron.monitor.record import Recorder, UpdateMetrics
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.monitor.stopwatch import Stopwatch
+from bapo_megatron.monitor.straggler import compare_ranks
 from bapo_megatron.rollout.base import Rollouts
 from bapo_megatron.rollout.manager import RolloutManager
 from bapo_megatron.rollout.recorded import RecordedRollouts
@@ -56,13 +57,12 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
     first_step = _restore(store.resume(models), learner, rollouts, finder)
     channel = _open_channel(config, first, learner, run_dir)
     if recorder and first:
-        recorder.begin(first_step, first.decode)
-
+        recorder.begin(first_step, first)
     _push(channel, learner, rollouts)
     if first_step == 0 and (baseline := rollouts.evaluate(0, learner.version)) and recorder:
         recorder.note(f"evaluation before training: reward {baseline['eval/reward']:.3f}")
     watch = Stopwatch()
-    for step in stop.steps(range(first_step, config.train.num_steps)):
+    for step in watch.steps(stop.steps(range(first_step, config.train.num_steps))):
         updates = UpdateMetrics(config)
         with watch.span("rollout"):
             while (batch := rollouts.next_batch(step, learner.version)) is None:
@@ -82,8 +82,9 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
             sync = _push(channel, learner, rollouts)
         with watch.span("eval"):
             evaluation = rollouts.evaluate(step + 1, learner.version)
+        times = watch.lap() | compare_ranks()
         if recorder:
-            recorder.record(step + 1, learner.version, batch.metrics, updates.result(), sync, evaluation, watch.lap())
+            recorder.record(step + 1, learner.version, batch.metrics, updates.result(), sync, evaluation, times)
         store.poll()
         if stop.is_asked() or _is_save_due(config, step + 1):
             state = {"rollout": rollouts.state_dict(), "bounds": finder.state_dict(), "updates": learner.state_dict()}

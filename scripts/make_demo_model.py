@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Make the demo's starting point: a Qwen3 model of about 1M parameters, warm-started on noisy demonstrations.
 
-    python scripts/make_demo_model.py [--output FOLDER] [--num-updates N] [--seed S]
+    python scripts/make_demo_model.py [--model demo|study] [--output FOLDER] [--num-updates N] [--seed S]
 
 The demonstrator writes chains of modular arithmetic as a careless pupil would (bapo_megatron/assets/pupils.py):
 
@@ -11,7 +11,8 @@ The demonstrator writes chains of modular arithmetic as a careless pupil would (
   * in 3 answers of 10 it rambles on past the result, so that lengths have a long tail and long
     answers are the bad ones.
 
-The result is an ordinary Hugging Face checkpoint that solves about 0.3 of the task at temperature 1.
+The result is an ordinary Hugging Face checkpoint that solves about 0.3 of the task at temperature 1. `--model study`
+makes the smaller one of the studies (docs/reproduction).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from bapo_megatron.assets import demo_model_path
+from bapo_megatron.assets import shipped_model_path
 from bapo_megatron.assets.pupils import CHAIN_RESPONSE_TOKENS, ChainPupil
 from bapo_megatron.assets.warm_start import (
     SPECIAL_TOKENS,
@@ -36,10 +37,16 @@ from bapo_megatron.rewards.chains import judge_chain
 
 VOCABULARY = [*SPECIAL_TOKENS, " ", "=", ",", *OPERATORS, *map(str, range(MODULUS))]  # 16: splits by 2, 4
 
+SIZES = {
+    "demo": {"num_layers": 4, "hidden_size": 128, "intermediate_size": 512},
+    "study": {"num_layers": 2, "hidden_size": 64, "intermediate_size": 256},
+}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=demo_model_path())
+    parser.add_argument("--model", choices=SIZES, default="demo")
+    parser.add_argument("--output", type=Path, help="default: where the package has it")
     parser.add_argument("--num-updates", type=int, default=600)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
@@ -47,7 +54,7 @@ def main() -> None:
 
     torch.manual_seed(args.seed)
     tokenizer = build_tokenizer(VOCABULARY)
-    model = build_model(tokenizer, num_layers=4, hidden_size=128, intermediate_size=512)
+    model = build_model(tokenizer, **SIZES[args.model])
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     pupil = ChainPupil(args.seed)
     warm_start(model, tokenizer, pupil.demonstrate, num_updates=args.num_updates, batch_size=args.batch_size)
@@ -55,7 +62,7 @@ def main() -> None:
     questions = [source[i] for i in range(len(source))]
     rate = mean_reward(model, tokenizer, questions, judge_chain, CHAIN_RESPONSE_TOKENS)
     print(f"pass rate at temperature 1: {rate:.3f}")
-    save(model, tokenizer, args.output)
+    save(model, tokenizer, args.output or shipped_model_path(args.model))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.errors import UserError
+from bapo_megatron.monitor.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.types import Batch
 
 T = TypeVar("T")
@@ -95,6 +96,8 @@ def wait_together(making: Future[Any] | None, sign_of_life_s: float = 0.0) -> No
         if making is not None:
             is_done.fill_(bool(wait([making], timeout=sign_of_life_s).done))
         dist.broadcast(is_done, src=0)
+        if making is None:  # rank 0 itself goes by what the engines answer
+            HEARTBEAT.beat(TRAINER, "sign of life of rank 0")
 
 
 def _send(batch: Batch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from bapo_megatron.config.plan_critic import check_critic
 from bapo_megatron.config.plan_learning import check_learning, check_reference
+from bapo_megatron.config.plan_monitor import check_monitor
 from bapo_megatron.config.precision import Machine, check_precision
 from bapo_megatron.config.schema import Config, RolloutConfig
 from bapo_megatron.config.violation import Violation
@@ -55,6 +56,7 @@ def check(
         *check_learning(config),
         *check_critic(config),
         *_sync(config),
+        *check_monitor(config),
         *check_precision(config, hf_config, num_gpus, machine),
     ]
     if hf_config is not None:

@@ -15,6 +15,7 @@ from bapo_megatron.config.base import Section
 from bapo_megatron.config.layout import ClusterConfig, ParallelConfig
 from bapo_megatron.config.precision import PrecisionConfig
 from bapo_megatron.config.schema_advantage import AdvantageConfig, CriticConfig
+from bapo_megatron.config.schema_monitor import MonitorConfig
 from bapo_megatron.config.schema_slurm import SlurmConfig
 
 REWARD_KINDS = ("auto", "chains", "reasoning_gym", "math", "code")
@@ -312,35 +313,6 @@ class CheckpointConfig(Section):
     while training goes on; the checkpoint counts from the next step boundary at which all ranks have written."""
     timeout_s: PositiveFloat = 1800.0
     """The run ends with an error where a rank takes longer to write one checkpoint."""
-
-
-class MonitorConfig(Section):
-    """What is shown and kept."""
-
-    progress: Literal["auto", "bar", "lines"] = "auto"
-    """auto: a progress bar in a terminal, plain lines elsewhere."""
-    samples_per_step: int = Field(2, ge=0)
-    """Trajectories written to samples.jsonl each step."""
-    report: bool = True
-    """Write report.html at the end of the run."""
-    mismatch_alarm: PositiveFloat | None = None
-    """Warn where engine and trainer differ by more than this in the log-probs of the same weights (mean |difference| of
-    an update, nats); the run goes on. Unset: 0.001 with float32, 0.05 with bfloat16; 1e9 is never."""
-
-    token_profile: bool = False
-    """Write, for ten bins of a token's probability, ratios, entropy and clipping (profile/*): sixty numbers a step."""
-
-    grad_norm_alarm: PositiveFloat | None = None
-    """Warn of an update whose gradient norm, before clipping, is over this. Unset: only grad_spike."""
-    grad_spike: float = Field(10.0, gt=1)
-    """Warn of an update whose gradient norm is over this multiple of the median of the (up to 101) norms before it,
-    once there are 11; 1e9 is never."""
-
-    def mismatch_limit(self, dtype: str) -> float:
-        """`mismatch_alarm`, or what float32 and bfloat16 never reach while engine and trainer agree."""
-        if self.mismatch_alarm is not None:
-            return self.mismatch_alarm
-        return 1e-3 if dtype == "float32" else 0.05
 
 
 class MegatronConfig(Section):

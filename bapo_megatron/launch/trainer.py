@@ -44,25 +44,31 @@ def run_rank(run_dir: RunDir, urls: list[str], stop_file: Path | None = None) ->
     rank = int(os.environ.get("RANK", "0"))
     terminal = redirect_output(run_dir.log_path("trainer", rank))
     try:
-        return _train(run_dir, urls, terminal if rank == 0 else None, stop_file)
+        return _train(run_dir, urls, rank, terminal if rank == 0 else None, stop_file)
     except UserError as error:
         logging.exception("stopped")
         (run_dir.log_dir / f"error-{rank}.txt").write_text(str(error))
         return 2
 
 
-def _train(run_dir: RunDir, urls: list[str], terminal: TextIO | None, stop_file: Path | None) -> int:
+def _train(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO | None, stop_file: Path | None) -> int:
     """Heavy imports happen here, after the redirection: what upstream prints belongs into the log."""
+    from bapo_megatron.assets import resolve_model_path
     from bapo_megatron.config.load import load_config
     from bapo_megatron.learner.parallel import stop_processes
+    from bapo_megatron.monitor.oom import explaining_out_of_memory
     from bapo_megatron.monitor.record import Recorder
+    from bapo_megatron.monitor.stall import StallWatchdog
     from bapo_megatron.stopping import StopFile
     from bapo_megatron.train import train
 
     config = load_config([run_dir.config_path], [])
     recorder = Recorder(config, run_dir, terminal) if terminal else None
     stop = StopFile(stop_file)
-    train(config, urls, run_dir, recorder, stop)
+    model_path = resolve_model_path(config.model.path)
+    watchdog = StallWatchdog.of(config, rank, run_dir.log_dir, recorder.warn if recorder else None)
+    with watchdog, explaining_out_of_memory(config, model_path, rank):
+        train(config, urls, run_dir, recorder, stop)
     if recorder:
         recorder.end()
     stop_processes()

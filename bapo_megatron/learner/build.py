@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from bapo_megatron.config.schema import OptimizerConfig
+from bapo_megatron.monitor.straggler import LOCAL_TIME
 
 
 def for_training(
@@ -59,4 +60,5 @@ def _optimizer_config(settings: TransformerConfig, adam: OptimizerConfig) -> Meg
 
 def _finalize_sums(model: list[Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
     """Sum gradients over data and context ranks and tied or replicated weights; the loss is divided already."""
+    LOCAL_TIME.stop()
     finalize_model_grads(model, None, **kwargs)

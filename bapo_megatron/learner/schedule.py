@@ -10,6 +10,7 @@ the scoring pass, and no FLOP is spent twice; but what the backward passes need 
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from torch.nn import Module
 from bapo_megatron.config.schema import FORWARDS_FIRST_MEMORY_SHARE, Config
 from bapo_megatron.learner.batches import check_packed_for, to_device
 from bapo_megatron.learner.parallel import ParallelLayout, device
+from bapo_megatron.monitor.heartbeat import HEARTBEAT, TRAINER
+from bapo_megatron.monitor.straggler import LOCAL_TIME
 from bapo_megatron.types import MicroBatch, MiniBatch
 
 Scores = tuple[Tensor, Tensor]  # log_probs_R, entropy_R
@@ -129,8 +132,15 @@ class Schedule:
 
     def _run(self, forward_step: Callable, data: list[Any], minibatch: MiniBatch, *, forward_only: bool) -> list[Any]:
         """All micro-batches through Megatron's schedule; on the last stage what the loss functions gave to keep."""
-        return self._run_megatron(
-            forward_step_func=forward_step,
+        count = itertools.count(1)
+
+        def beating_step(*arguments: Any) -> Any:
+            HEARTBEAT.beat(TRAINER, f"forward step {next(count)} of {len(data) * len(self._chunks)}")
+            return forward_step(*arguments)
+
+        LOCAL_TIME.start()
+        outputs = self._run_megatron(
+            forward_step_func=beating_step,
             data_iterator=[iter(data) for _ in self._chunks],
             model=self._chunks,
             num_microbatches=len(data),
@@ -139,6 +149,8 @@ class Schedule:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+        LOCAL_TIME.stop()  # before, where there are gradients to sum (build.py)
+        return outputs
 
     def _on_device(self, minibatch: MiniBatch) -> list[MicroBatch]:
         check_packed_for(self._layout, minibatch)

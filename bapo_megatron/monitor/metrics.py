@@ -127,6 +127,12 @@ METRICS: dict[str, Metric] = {
     "time/sync_s": Metric("s", "handing the new weights to the engines"),
     "time/eval_s": Metric("s", "evaluating"),
     "time/other_s": Metric("s", "the rest: packing, checkpoint, logging"),
+    "straggler/ratio": Metric(
+        "ratio", "own time of the slowest rank over the median rank's: until gradients are summed"
+    ),
+    "straggler/rank": Metric("rank", "which trainer rank was the slowest"),
+    "straggler/slowest_s": Metric("s", "own time of the slowest rank's forward and backward passes"),
+    "straggler/median_s": Metric("s", "the same, of the median rank"),
     "sync/bytes": Metric("bytes", "weights sent to each engine"),
     "sync/seconds": Metric("s", "duration of the weight update, the sum of its stages"),
     "sync/pause_s": Metric("s", "pausing the engines, and forming the group where its members changed"),
@@ -149,6 +155,7 @@ METRICS: dict[str, Metric] = {
     "eval/response_tokens_mean": Metric("tokens", "mean length of an evaluated response"),
     "eval/truncated_share": Metric("share", "evaluated responses that ended at max_response_tokens"),
     "eval/num_samples": Metric("samples", "responses that were evaluated"),
+    "monitor/sink_errors": Metric("errors", "what went wrong in monitor.sinks since the attempt began"),
     "data/skipped": Metric("prompts", "prompts skipped as empty or too long since the run began"),
 }
 

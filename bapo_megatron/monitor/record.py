@@ -6,7 +6,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from bapo_megatron.algorithms.mismatch import no_mismatch
 from bapo_megatron.algorithms.token_profile import bin_means
@@ -18,8 +18,14 @@ from bapo_megatron.monitor.jsonl import JsonlWriter, truncate_after
 from bapo_megatron.monitor.metrics import MetricsWriter, read_metrics
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.monitor.samples import sample_record
+from bapo_megatron.monitor.sinks import BackgroundSink, open_sinks
+from bapo_megatron.monitor.straggler import StragglerAlarm
+from bapo_megatron.rollout.base import Rollouts
 from bapo_megatron.rollout.recorded import write_groups
 from bapo_megatron.types import ClipBounds, Group
+
+if TYPE_CHECKING:
+    from bapo_megatron.monitor.prometheus import PrometheusEndpoint
 
 # Over the updates of a step; all others are averaged.
 _LARGEST = ("loss/ratio_max", "staleness/max", "optimizer/grad_norm_max")
@@ -90,17 +96,30 @@ class Recorder:
         self._console: Console | None = None
         self._decode: Callable[[Sequence[int]], str] = str
         self._knows_step_time = False
+        self._sinks: list[BackgroundSink] = []
+        self._stragglers = StragglerAlarm(config.monitor.straggler_ratio)
+        self._endpoint: PrometheusEndpoint | None = None
+        if config.monitor.prometheus_port is not None:
+            from bapo_megatron.monitor.prometheus import PrometheusEndpoint  # needs a package of its own
 
-    def begin(self, first_step: int, decode: Callable[[Sequence[int]], str]) -> None:
+            self._endpoint = PrometheusEndpoint(
+                config.run.name, config.monitor.prometheus_host, config.monitor.prometheus_port
+            )
+
+    def begin(self, first_step: int, rollouts: Rollouts) -> None:
         """Go on after `first_step` finished steps: what was written about later ones is cut off."""
         for path in (self._run_dir.metrics_path, self._run_dir.samples_path):
             truncate_after(path, first_step)
         history = read_metrics(self._run_dir.metrics_path)
         self._metrics = MetricsWriter(self._run_dir.metrics_path)
         self._samples = JsonlWriter(self._run_dir.samples_path)
-        self._decode = decode
+        self._sinks = open_sinks(self._config, self._run_dir, first_step, self.warn)
+        self._decode = rollouts.decode
         num_steps = self._config.train.num_steps
         self._console = Console(self._config.monitor.progress, num_steps, history=history, stream=self._stream)
+        if self._endpoint is not None:
+            self._endpoint.collector.engine_states = rollouts.engine_states
+            self._console.note(f"metrics at {self._endpoint.url}")
         if first_step:
             self._console.note(f"resuming {self._run_dir.path} after step {first_step} of {num_steps}")
 
@@ -120,13 +139,21 @@ class Recorder:
         if "train/tokens" in metrics:
             busy_s = metrics["time/score_s"] + metrics["time/train_s"]
             metrics["train/tokens_per_s"] = metrics["train/tokens"] / busy_s if busy_s > 0 else math.nan
+        if self._sinks:
+            metrics["monitor/sink_errors"] = sum(sink.num_errors for sink in self._sinks)
         self._metrics.write(metrics)
+        for sink in self._sinks:
+            sink.write(step, metrics)
+        if self._endpoint is not None:
+            self._endpoint.collector.record(metrics)
         assert self._console is not None
         if step == 1:
             self._console.note(
                 f"untrained pass rate {metrics['reward/mean']:.2f} ({metrics['rollout/num_samples']:.0f} responses)"
             )
         self._console.step(metrics)
+        if warning := self._stragglers.observe(metrics):
+            self._console.warn(warning)
         if not self._knows_step_time:
             self._knows_step_time = True
             self._check_time_limit(metrics["time/step_s"])
@@ -141,12 +168,15 @@ class Recorder:
                 self.warn(violation.message)
 
     def warn(self, text: str) -> None:
-        assert self._console is not None
-        self._console.warn(text)
+        self.note(f"warning: {text}") if self._console is None else self._console.warn(text)
 
     def end(self) -> None:
-        """Show the summary and close the files."""
+        """Show the summary and close what is open."""
         if self._console is not None:
+            for sink in self._sinks:
+                sink.close()
             self._console.summary()
             self._metrics.close()
             self._samples.close()
+        if self._endpoint is not None:
+            self._endpoint.close()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+
+from bapo_megatron.monitor.heartbeat import HEARTBEAT, Heartbeat
 
 
 class Stopwatch:
-    """Adds up seconds per named span, between one `lap` and the next.
+    """Adds up seconds per named span, between one `lap` and the next; each span is also a beat of the heartbeat.
 
     Example:
         watch = Stopwatch(("rollout", "train"))
@@ -21,23 +23,33 @@ class Stopwatch:
         self,
         spans: Sequence[str] = ("rollout", "critic", "score", "train", "sync", "eval"),
         clock: Callable[[], float] = time.monotonic,
+        heartbeat: Heartbeat = HEARTBEAT,
     ) -> None:
         self._clock = clock
+        self._heartbeat = heartbeat
         self._seconds = dict.fromkeys(spans, 0.0)
         self._open: str | None = None
         self._lap_start = clock()
+
+    def steps(self, steps: Iterable[int]) -> Iterator[int]:
+        """The same steps, numbered from 0; the heartbeat learns which one is under way."""
+        for step in steps:
+            self._heartbeat.step = step + 1
+            yield step
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Count the body's seconds under `name`, also when it raises. Spans do not nest: time is counted once."""
         assert name in self._seconds, f"unknown span {name!r}, expected one of {sorted(self._seconds)}"
         assert self._open is None, f"span {name!r} opened inside {self._open!r}"
+        self._heartbeat.enter(name)
         self._open, start = name, self._clock()
         try:
             yield
         finally:
             self._seconds[name] += self._clock() - start
             self._open = None
+        self._heartbeat.enter(None)  # not after an error: who explains it asks in which span it happened
 
     def lap(self) -> dict[str, float]:
         """Seconds since the previous lap, as metrics: the step, each span, and `time/other_s` for the rest."""

@@ -63,7 +63,7 @@ def _memory(memory: TrainerMemory, where: str, limit: str = "") -> Iterator[str]
     yield (
         f"memory     GiB of a {where}, the fullest: pipeline stage {memory.stage}, {memory.num_parameters:,} parameters"
     )
-    for name, value, note in _parts(memory):
+    for name, value, note in memory_parts(memory):
         yield f"           {name:<12}{value / GIB:8.2f}  {note}".rstrip()
     yield f"           {'peak':<12}{memory.total / GIB:8.2f}  {limit}".rstrip()
 
@@ -76,7 +76,8 @@ def _suggestions(suggestions: Sequence[Suggestion]) -> Iterator[str]:
         )
 
 
-def _parts(memory: TrainerMemory) -> list[tuple[str, int, str]]:
+def memory_parts(memory: TrainerMemory) -> list[tuple[str, int, str]]:
+    """Name, bytes, and a note."""
     return [
         ("weights", memory.weights, ""),
         ("gradients", memory.gradients, "float32"),

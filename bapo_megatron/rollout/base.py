@@ -48,6 +48,18 @@ class GenerateResult:
     num_cached_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """How one engine is. Example: EngineState("http://127.0.0.1:30000", is_up=True, is_live=True, version=12, ...)."""
+
+    url: str
+    is_up: bool  # it answers
+    is_live: bool  # it is asked for tokens: not fenced off
+    version: int  # of its weights; -1: those that it started with, or nothing known
+    num_running: int  # requests that it samples
+    num_waiting: int
+
+
 class Engine(Protocol):
     """One server. All methods are coroutines with a deadline; all raise `EngineError` naming server and request."""
 
@@ -120,6 +132,10 @@ class Rollouts(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of some tokens, special ones included."""
+        ...
+
+    def engine_states(self) -> list[EngineState]:
+        """For `monitor.prometheus_port`; of a few seconds ago."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...

@@ -116,6 +116,20 @@ class HttpEngine:
         model_info = _as_dict(await self._call("GET", "/model_info"))
         return info | {"weight_version": model_info.get("weight_version")}
 
+    async def load(self) -> tuple[int, int, int]:
+        """Weight version (-1: as it started), and requests running and waiting, of all its data-parallel parts."""
+        model = _as_dict(await self._call("GET", "/model_info", timeout_s=_HEALTH_TIMEOUT_S))
+        reply = _as_dict(await self._call("GET", "/v1/loads", timeout_s=_HEALTH_TIMEOUT_S))
+        loads = reply.get("loads")
+        parts = [_as_dict(part) for part in loads] if isinstance(loads, list) else []
+        try:
+            running, waiting = (
+                sum(_count(part, name, 0) for part in parts) for name in ("num_running_reqs", "num_waiting_reqs")
+            )
+            return parse_version(model.get("weight_version")), running, waiting
+        except _BadReplyError as problem:
+            raise EngineError(f"{self.url}/v1/loads: {problem}") from None
+
     async def init_update_group(
         self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
     ) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.errors import EngineError, RequestRefusedError
+from bapo_megatron.monitor.heartbeat import HEARTBEAT
 from bapo_megatron.rollout.base import Engine, GenerateRequest, GenerateResult
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.types import Segment, Trajectory
@@ -114,8 +115,11 @@ class Dispatcher:
         requests = [self._request(t, f"{t.sample_id}-s{step}c{call}") for t in trajectories]
         opened = {request.rid: engine for request in requests}
         self._open |= opened
+        role = f"engine {engine.url}"
+        HEARTBEAT.beat(role, f"asked for {len(requests)} responses, call {call}")
         try:
             results = await engine.generate_many(requests)
+            HEARTBEAT.beat(role, f"answered call {call}")
         except RequestRefusedError:
             raise
         except EngineError as failure:

@@ -17,10 +17,12 @@ from bapo_megatron.buffer.batch import BatchBuilder
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import EngineError
 from bapo_megatron.hf.shape import load_hf_config
+from bapo_megatron.monitor.heartbeat import HEARTBEAT
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards import RewardScorer, is_informative
-from bapo_megatron.rollout.base import Engine
+from bapo_megatron.rollout.base import Engine, EngineState
 from bapo_megatron.rollout.client import HttpEngine
+from bapo_megatron.rollout.engine_states import EngineStates
 from bapo_megatron.rollout.evaluate import Evaluator
 from bapo_megatron.rollout.metrics import batch_metrics
 from bapo_megatron.rollout.pool import EnginePool
@@ -40,6 +42,7 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
         self._thread.start()
+        HEARTBEAT.loops["rollout"] = self._loop
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start it and return at once."""
@@ -61,6 +64,7 @@ class LoopThread:
             raise EngineError(f"waited {timeout_s:.0f} s for {what}: no answer") from None
 
     def close(self) -> None:
+        HEARTBEAT.loops.pop("rollout", None)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
 
@@ -92,7 +96,10 @@ class RolloutManager:
             drop_reason=self._drop_reason,
             updates_per_step=config.train.minibatches_per_step * config.train.epochs_per_step,
         )
-        self._watch = self.loop.submit(self.pool.watch())
+        self._watches = [self.loop.submit(self.pool.watch())]
+        self._states = EngineStates(self.pool, self.engines)
+        if config.monitor.prometheus_port is not None:
+            self._watches.append(self.loop.submit(self._states.watch()))
         self._last_batch_s = time.monotonic()
         self._evaluator: Evaluator | None = None
         self._eval_scorer: RewardScorer | None = None
@@ -120,6 +127,10 @@ class RolloutManager:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of some tokens, special ones included."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def engine_states(self) -> list[EngineState]:
+        """As of a few seconds ago; empty where nobody watches (monitor.prometheus_port)."""
+        return self._states.latest
 
     def expect(self, version: int) -> None:
         """To be called before weights of this version are pushed."""
@@ -172,7 +183,8 @@ class RolloutManager:
     def close(self) -> None:
         """Stop sampling; let go of connections and workers."""
         self.loop.run(self.scheduler.close(), self.config.rollout.request_timeout_s + 60.0, "sampling to stop")
-        self._watch.cancel()
+        for watch in self._watches:
+            watch.cancel()
         for engine in self.engines:
             self.loop.run(engine.close(), 10.0, f"{engine.url} to close")
         for scorer in (self._scorer, self._eval_scorer):

@@ -18,6 +18,7 @@ from typing import Any
 from bapo_megatron.buffer.batch import BatchBuilder
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, DataError
+from bapo_megatron.rollout.base import EngineState
 from bapo_megatron.rollout.metrics import batch_metrics
 from bapo_megatron.rollout.state import group_from_json, group_to_json
 from bapo_megatron.types import Batch, Group
@@ -76,6 +77,10 @@ class RecordedRollouts:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def engine_states(self) -> list[EngineState]:
+        """There are none."""
+        return []
 
     def expect(self, version: int) -> None:
         """Nobody samples here."""

@@ -29,7 +29,15 @@ NUM_STEPS = 8
 TIMEOUT_S = 240.0
 # Measured times, and what is counted since the attempt began.
 # Times, and what is counted since an attempt began.
-NOT_COMPARED = ("time/", "sync/", "train/tokens_per_s", "rollout/tokens_per_s", "rollout/num_fenced", "reward/")
+NOT_COMPARED = (
+    "time/",
+    "straggler/",
+    "sync/",
+    "train/tokens_per_s",
+    "rollout/tokens_per_s",
+    "rollout/num_fenced",
+    "reward/",
+)
 COMPARED_ALL_THE_SAME = ("reward/mean", "reward/std", "sync/bytes")
 
 

@@ -148,19 +148,20 @@ def test_the_thin_script_submits_from_a_node(cluster: Cluster, tmp_path: Path) -
 def test_the_doctors_of_all_nodes_meet_and_tell_of_a_port_in_use(cluster: Cluster, tmp_path: Path) -> None:
     log = tmp_path / "log"
 
-    def examine(port: int, *arguments: str) -> int:
-        command = ["sbatch", "--wait", f"--output={log}", "--nodes=2", str(SCRIPTS / "doctor.sbatch"), *arguments]
+    def examine(num_nodes: int, port: int, *arguments: str) -> int:
+        options = ["--wait", f"--output={log}", f"--nodes={num_nodes}"]
+        command = ["sbatch", *options, str(SCRIPTS / "doctor.sbatch"), *arguments]
         environment = cluster.environment | {"BAPO_DOCTOR_PORT": str(port)}
         return subprocess.run(command, env=environment, capture_output=True, timeout=TIMEOUT_S, check=False).returncode
 
     with processes.reserved_ports(1, "0.0.0.0") as (free,):
-        code = examine(free, "demo", f"run.dir={tmp_path}")
+        code = examine(2, free, "demo", f"run.dir={tmp_path}")
     assert code == 0, log.read_text()
     assert "4 processes: all-reduce" in log.read_text()
     assert "0: ok   clocks" in log.read_text()
     assert "1: fit for CPU use" in log.read_text()
     with socket.create_server(("0.0.0.0", 0)) as holder:
-        assert examine(holder.getsockname()[1]) == 1
+        assert examine(1, holder.getsockname()[1]) == 1
     assert "Address already in use" in log.read_text()
 
 

@@ -1,0 +1,138 @@
+"""Out of memory: one message that says where it happened, what is in use, what the plan said, and what to change."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import OutOfMemoryError
+from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape
+from bapo_megatron.monitor.heartbeat import HEARTBEAT, Heartbeat
+from bapo_megatron.preflight.gpus import GIB
+from bapo_megatron.preflight.lighter import lighter
+from bapo_megatron.preflight.memory import TrainerMemory, trainer_memory
+from bapo_megatron.preflight.plan import make_plan
+from bapo_megatron.preflight.report import memory_parts
+from bapo_megatron.preflight.suggest import suggest
+
+_CPU_ALLOCATOR = "DefaultCPUAllocator"  # c10/core/impl/alloc_cpu.cpp: "can't allocate memory", "not enough memory"
+_PARTS = {  # functions on the way to the error; the outermost one of these tells
+    "clip_and_step": "the optimizer step",
+    "backward_step": "a backward pass",
+    "backward_step_helper": "a backward pass",
+    "beating_step": "a forward pass",
+    "take_snapshot": "saving a checkpoint",
+    "_restore": "reading a checkpoint",
+}
+_SPANS = {
+    "rollout": "taking a batch",
+    "critic": "the critic",
+    "score": "scoring",
+    "train": "training",
+    "sync": "the weight sync",
+    "eval": "the evaluation",
+}
+
+
+@contextlib.contextmanager
+def explaining_out_of_memory(config: Config, model_path: Path, rank: int) -> Iterator[None]:
+    """Around the training loop.
+
+    Raises:
+        OutOfMemoryError: the block ran out of memory, of the GPU or of this machine.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(explain(error, config, model_path, rank)) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """A GPU's allocator, torch's on the CPU, or Python's own."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(error)
+
+
+def explain(error: BaseException, config: Config, model_path: Path, rank: int, heartbeat: Heartbeat = HEARTBEAT) -> str:
+    """The message: where, what is in use, the plan for this rank, and changes that save memory, the best first."""
+    hf_config = load_hf_config(model_path)
+    shape = model_shape(hf_config)
+    gpu_bytes = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+    p = config.parallel
+    stage = rank // (p.tensor * p.context * p.data)  # the order of ranks: learner/parallel.py
+    what = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return "\n".join(
+        [
+            f"trainer rank {rank} ran out of memory in {part_of(error, heartbeat)}: {what}",
+            f"in use: {memory_in_use()}",
+            _planned(trainer_memory(config, shape, stage=stage, gpu_bytes=gpu_bytes)),
+            *_suggestions(config, shape, hf_config, gpu_bytes),
+        ]
+    )
+
+
+def part_of(error: BaseException, heartbeat: Heartbeat) -> str:
+    """Where it happened. Example: "training (the optimizer step), step 3"."""
+    names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    detail = next((_PARTS[name] for name in names if name in _PARTS), None)
+    if heartbeat.span is None:
+        when = f"after step {heartbeat.step}" if heartbeat.step else "before the first step"
+        return f"{detail or ('building the model' if not heartbeat.step else 'the end of a step')}, {when}"
+    span = _SPANS.get(heartbeat.span, heartbeat.span)
+    return f"{span}{f' ({detail})' if detail else ''}, step {heartbeat.step}"
+
+
+def _planned(memory: TrainerMemory) -> str:
+    """Example: "planned for this rank, GiB: weights 14.2, gradients 28.3, ..., peak 70.1 (bapo plan)"."""
+    parts = ", ".join(
+        f"{name.removeprefix('or: ')} {amount(value)}" for name, value, _ in memory_parts(memory) if value
+    )
+    return f"planned for this rank: {parts}; peak {amount(memory.total)} (update and buckets have their own times)"
+
+
+def _suggestions(config: Config, shape: ModelShape, hf_config: dict[str, Any], gpu_bytes: int | None) -> Iterator[str]:
+    """Single changes by need; layouts by time, where the cluster is known."""
+    for number, change in enumerate(lighter(config, shape, hf_config, gpu_bytes), start=1):
+        yield f"try {number}: {' '.join(change.overrides)}, planned peak {amount(change.total)}"
+    if config.cluster.gpu is not None:
+        for layout in suggest(config, shape, make_plan(config, shape), count=2):
+            yield f"or: {' '.join(layout.overrides)}, planned peak {amount(layout.plan.trainer.total)}"
+    if gpu_bytes is None:
+        yield "or: a machine with more memory, or fewer engines beside the trainer (rollout.num_servers)"
+
+
+def amount(num_bytes: int) -> str:
+    """Example: "1.25 GiB", "3.1 MiB"."""
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= 0.1 * GIB else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def memory_in_use() -> str:
+    """GiB of this rank. Example: "70.1 GiB allocated of 75.3 GiB reserved, 79.1 GiB in all"."""
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        return (
+            f"{allocated / GIB:.1f} GiB allocated (at most {torch.cuda.max_memory_allocated() / GIB:.1f}) of "
+            f"{reserved / GIB:.1f} GiB reserved; {free / GIB:.1f} of the GPU's {total / GIB:.1f} GiB are free"
+        )
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    machine = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    limited = "" if limit == resource.RLIM_INFINITY else f"; its address space is limited to {limit / GIB:.2f} GiB"
+    return (
+        f"{_gib(status['VmRSS']):.2f} GiB by this process (at most {_gib(status['VmHWM']):.2f}); "
+        f"{_gib(machine['MemAvailable']):.1f} of the machine's {_gib(machine['MemTotal']):.1f} GiB are available"
+        f"{limited}"
+    )
+
+
+def _gib(kib: str) -> float:
+    return int(kib.split()[0]) * 1024 / GIB

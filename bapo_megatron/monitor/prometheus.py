@@ -1,0 +1,142 @@
+"""What a run says to Prometheus: its latest metrics, counters, engines, last actions, and this machine's GPUs.
+
+`monitor.prometheus_port` starts it on trainer rank 0. Everything is read at the moment of a scrape, from what is in
+memory; NVML, which takes milliseconds, is asked there too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from bapo_megatron import __version__
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.monitor.gpu_facts import GPU_METRICS, GPUFacts
+from bapo_megatron.monitor.heartbeat import HEARTBEAT, Heartbeat
+from bapo_megatron.monitor.metrics import METRICS
+from bapo_megatron.rollout.base import EngineState
+
+PREFIX = "bapo_"
+COUNTERS = {
+    "steps": "steps since the attempt began",
+    "trained_tokens": "response tokens trained since the attempt began, each counted once per pass",
+    "generated_tokens": "tokens that the engines sampled since the attempt began",
+}
+ENGINE_METRICS: dict[str, tuple[str, Callable[[EngineState], float]]] = {
+    "engine_up": ("1 where the engine answers", lambda e: e.is_up),
+    "engine_live": ("1 where the engine is asked for tokens, 0 where it is fenced off", lambda e: e.is_live),
+    "engine_weight_version": ("weight version of the engine, -1 where it is not known", lambda e: e.version),
+    "engine_running_requests": ("requests that the engine samples", lambda e: e.num_running),
+    "engine_waiting_requests": ("requests that wait in the engine", lambda e: e.num_waiting),
+}
+ACTION_AGE = "seconds_since_last_action"
+LAST_STEP = "last_step_timestamp_seconds"
+
+
+def prometheus_name(metric: str) -> str:
+    """The name of a metric of metrics.jsonl there.
+
+    Example: "time/step_s" is bapo_time_step_seconds, "train/tokens_per_s" is bapo_train_tokens_per_second.
+    """
+    name = "weight_version" if metric == "version" else metric
+    if name.endswith("_per_s"):
+        name = name.removesuffix("_s") + "_second"
+    elif name.endswith("_s"):
+        name = name.removesuffix("_s") + "_seconds"
+    safe = "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
+    return PREFIX + safe
+
+
+class RunCollector(Collector):
+    """Everything that a scrape returns; each sample has the run's name as the label `run`."""
+
+    def __init__(self, run: str, gpus: GPUFacts, heartbeat: Heartbeat = HEARTBEAT) -> None:
+        self.engine_states: Callable[[], Sequence[EngineState]] = list
+        self._run = run
+        self._gpus = gpus
+        self._heartbeat = heartbeat
+        self._lock = threading.Lock()
+        self._latest: dict[str, float] = {}
+        self._counts = dict.fromkeys(COUNTERS, 0.0)
+        self._last_step_s = time.time()  # of the wall clock, as Prometheus has it
+
+    def record(self, metrics: Mapping[str, float]) -> None:
+        """One finished step. Metrics that it lacks keep their value, such as those of an evaluation."""
+        with self._lock:
+            self._latest.update(metrics)
+            self._counts["steps"] += 1
+            self._counts["trained_tokens"] += metrics.get("train/tokens", 0.0)
+            self._counts["generated_tokens"] += metrics.get("rollout/tokens_generated", 0.0)
+            self._last_step_s = time.time()
+
+    def collect(self) -> Iterator[Metric]:
+        with self._lock:
+            latest, counts, last_step_s = dict(self._latest), dict(self._counts), self._last_step_s
+        yield InfoMetricFamily(f"{PREFIX}run", "the run", {"run": self._run, "version": __version__})
+        for name, value in latest.items():
+            known = METRICS.get(name)
+            text = f"{known.description} ({known.unit}; {name})" if known else name
+            yield self._gauge(prometheus_name(name).removeprefix(PREFIX), text, [((), value)])
+        for name, description in COUNTERS.items():
+            counter = CounterMetricFamily(PREFIX + name, description, labels=["run"])
+            counter.add_metric([self._run], counts[name])
+            yield counter
+        yield self._gauge(LAST_STEP, "Unix time of the last step's end, or of the start", [((), last_step_s)])
+        yield from self._engines()
+        now_s, beats = self._heartbeat.clock(), self._heartbeat.beats()
+        ages = [((role,), now_s - beat.at_s) for role, beat in beats.items()]
+        yield self._gauge(ACTION_AGE, "since a role of trainer rank 0 did anything", ages, "role")
+        yield from self._gpu()
+
+    def _engines(self) -> Iterator[Metric]:
+        states = self.engine_states()
+        for name, (description, of) in ENGINE_METRICS.items():
+            yield self._gauge(name, description, [((s.url,), float(of(s))) for s in states], "engine")
+
+    def _gpu(self) -> Iterator[Metric]:
+        readings = list(self._gpus.read())
+        for name, metric in GPU_METRICS.items():
+            values = [((str(index),), value) for found, index, value in readings if found == name]
+            if values:
+                yield self._gauge(name, f"{metric.description}, of a GPU of trainer rank 0's machine", values, "gpu")
+
+    def _gauge(
+        self, name: str, description: str, values: Sequence[tuple[tuple[str, ...], float]], *labels: str
+    ) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, description, labels=["run", *labels])
+        for own, value in values:
+            family.add_metric([self._run, *own], value)
+        return family
+
+
+class PrometheusEndpoint:
+    """Serves the `collector` of a run over HTTP until it is closed.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+
+    def __init__(self, run: str, host: str, port: int) -> None:
+        self.collector = RunCollector(run, GPUFacts())
+        registry = CollectorRegistry()
+        registry.register(self.collector)
+        self._server: WSGIServer
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise ConfigError(
+                f"monitor.prometheus_port={port}: cannot listen on {host} ({error.strerror or error}); set another "
+                "port, 0 for any free one, or monitor.prometheus_host"
+            ) from error
+        self.url = f"http://{host}:{self._server.server_port}/metrics"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,179 @@
+"""Other places for metrics: TensorBoard and Weights & Biases. `metrics.jsonl` is written before, and is the truth.
+
+A resumed run does the steps after its checkpoint again. No sink shows one twice: TensorBoard hides what the attempt
+before said of them, as metrics.jsonl is cut back; W&B, which only ever appends, keeps what it was told first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import queue
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema_monitor import SinkName
+from bapo_megatron.monitor.jsonl import write_atomically
+from bapo_megatron.monitor.rundir import RunDir
+
+_MAX_WAITING = 1000  # steps that a slow sink may lag behind
+_CLOSE_TIMEOUT_S = 60.0
+_WANDB_START_TIMEOUT_S = 60.0
+
+log = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Takes the metrics of one step after the other. May raise whatever it likes, and may be slow."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of step number `step`; values that are not finite are left out."""
+        ...
+
+    def close(self) -> None: ...
+
+
+OpenSink = Callable[[Config, RunDir, int], Sink]
+"""Opens a sink for an attempt that goes on after so many finished steps."""
+
+
+class TensorBoardSink:
+    """Event files in the run's folder `tensorboard`; attempts add files, which TensorBoard reads as one run."""
+
+    def __init__(self, config: Config, run_dir: RunDir, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run_dir.path / "tensorboard"), purge_step=first_step + 1)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """One W&B run for all attempts: its id, and the last step that it was told, are in the run's `wandb-run.json`."""
+
+    def __init__(self, config: Config, run_dir: RunDir, first_step: int) -> None:
+        import wandb
+
+        self._path = run_dir.path / "wandb-run.json"
+        state = json.loads(self._path.read_text()) if self._path.exists() else {}
+        self._id = state.get("id", uuid.uuid4().hex[:12])
+        self._last_step = state.get("last_step", 0)
+        self._remember()
+        monitor = config.monitor
+        self._run = wandb.init(
+            project=monitor.wandb_project,
+            entity=monitor.wandb_entity,
+            name=config.run.name,
+            id=self._id,
+            resume="allow" if monitor.wandb_mode == "online" else None,
+            mode=monitor.wandb_mode,
+            dir=str(run_dir.path),
+            config=config.model_dump(mode="json"),
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                disable_git=True,
+                disable_code=True,
+                save_code=False,
+                init_timeout=_WANDB_START_TIMEOUT_S,
+            ),
+        )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step > self._last_step:
+            self._last_step = step
+            self._remember()  # before: a step that is lost in between is better than one told twice
+            self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def _remember(self) -> None:
+        write_atomically(self._path, json.dumps({"id": self._id, "last_step": self._last_step}))
+
+
+SINKS: dict[SinkName, OpenSink] = {"tensorboard": TensorBoardSink, "wandb": WandbSink}
+
+
+class BackgroundSink:
+    """A sink in a thread of its own. What it raises is logged, counted and told once; the caller never waits for it.
+
+    Args:
+        warn: takes one line for the user, from that thread.
+    """
+
+    def __init__(self, name: str, open_sink: Callable[[], Sink], warn: Callable[[str], None]) -> None:
+        self.num_errors = 0
+        self._name = name
+        self._open = open_sink
+        self._warn = warn
+        self._steps: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(_MAX_WAITING)
+        self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand over one step, at once."""
+        try:
+            self._steps.put_nowait((step, {k: float(v) for k, v in metrics.items() if math.isfinite(v)}))
+        except queue.Full:
+            self._failed(f"step {step} is lost: it still has {_MAX_WAITING} steps before it")
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Let it take what it was handed, for so long at most; None: a minute."""
+        timeout_s = _CLOSE_TIMEOUT_S if timeout_s is None else timeout_s
+        with contextlib.suppress(queue.Full):  # its thread is stuck then, and the join says so
+            self._steps.put(None, timeout=timeout_s)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._failed(f"did not end within {timeout_s:g} s")
+
+    def _run(self) -> None:
+        sink: Sink | None = None
+        try:
+            sink = self._open()
+        except Exception as error:  # whatever other people's code raises must not end the run
+            self._failed(f"cannot be opened, and gets nothing: {_one_line(error)}")
+        while (item := self._steps.get()) is not None:
+            if sink is None:
+                self.num_errors += 1
+                continue
+            try:
+                sink.write(*item)
+            except Exception as error:
+                self._failed(f"step {item[0]} is lost: {_one_line(error)}")
+        try:
+            if sink is not None:
+                sink.close()
+        except Exception as error:
+            self._failed(f"cannot be closed: {_one_line(error)}")
+
+    def _failed(self, what: str) -> None:
+        self.num_errors += 1
+        log.warning("sink %s: %s", self._name, what, exc_info=True)
+        if self.num_errors == 1:
+            self._warn(f"monitor.sinks: {self._name}: {what}; the run goes on, its metrics are in metrics.jsonl")
+
+
+def open_sinks(config: Config, run_dir: RunDir, first_step: int, warn: Callable[[str], None]) -> list[BackgroundSink]:
+    """Those of `monitor.sinks`, for an attempt that goes on after `first_step` finished steps."""
+
+    def opener(name: SinkName) -> Callable[[], Sink]:
+        return lambda: SINKS[name](config, run_dir, first_step)
+
+    return [BackgroundSink(name, opener(name), warn) for name in dict.fromkeys(config.monitor.sinks)]
+
+
+def _one_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}".rstrip(": ")

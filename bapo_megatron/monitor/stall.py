@@ -1,0 +1,168 @@
+"""When nothing moves any more: each trainer rank watches itself, and writes down where it stands.
+
+    <run>/logs/attempt-N/stall-<rank>.txt    last action of each role, stacks of all threads, tasks of the rollout loop
+
+Rank 0 then says on the terminal which ranks stand where. It is a report, nothing is ended: the deadlines of collectives
+and requests do that. In the spans in which the trainer waits for responses, what the engines answer is progress too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import io
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from bapo_megatron.config.schema import Config
+from bapo_megatron.monitor.heartbeat import HEARTBEAT, TRAINER, Beat, Heartbeat
+from bapo_megatron.monitor.jsonl import write_atomically
+
+_ASKS_ENGINES = ("rollout", "eval")  # spans in which the trainer waits for rank 0, and that for engines
+_MAX_POLL_S = 5.0
+_LOG = 2  # standard error, which is the rank's log
+_COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+
+
+class StallWatchdog:
+    """Reports once for each stall. A context manager around the training loop, with a thread that needs no care.
+
+    Args:
+        folder: for the reports of all ranks.
+        timeout_s: without a beat of this rank for so long, it stalls.
+        engine_timeout_s: the same, in spans that wait for engines.
+        tell: on rank 0, takes one line for the user; None elsewhere.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        folder: Path,
+        *,
+        timeout_s: float,
+        engine_timeout_s: float,
+        tell: Callable[[str], None] | None = None,
+        heartbeat: Heartbeat = HEARTBEAT,
+    ) -> None:
+        self._rank = rank
+        self._folder = folder
+        self._timeout_s = timeout_s
+        self._engine_timeout_s = engine_timeout_s
+        self._tell = tell
+        self._heartbeat = heartbeat
+        self._poll_s = min(timeout_s / 8, _MAX_POLL_S)
+        self._watched = threading.current_thread()
+        self._reported: Beat | None = None  # the last beat before the stall that was reported
+        self._found: dict[int, str] = {}  # reports of ranks, as of the last look
+        self._told: dict[int, str] = {}
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="stall-watchdog", daemon=True)
+
+    @classmethod
+    def of(cls, config: Config, rank: int, folder: Path, tell: Callable[[str], None] | None) -> StallWatchdog:
+        """As `monitor.stall_timeout_s` says: before the deadline of a collective ends the run."""
+        timeout_s = config.monitor.stall_timeout_s or config.parallel.timeout_s / 2
+        patience_s = timeout_s + config.rollout.request_timeout_s
+        return cls(rank, folder, timeout_s=timeout_s, engine_timeout_s=patience_s, tell=tell)
+
+    def __enter__(self) -> StallWatchdog:
+        self._heartbeat.beat(TRAINER, "start")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._has_ended.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        while not self._has_ended.wait(self._poll_s):
+            # For the case that this thread cannot run: its C code needs no interpreter, which someone may never let go.
+            faulthandler.dump_traceback_later(self._engine_timeout_s, file=_LOG)
+            last, limit_s = self._last_beat()
+            idle_s = self._heartbeat.clock() - last.at_s
+            if idle_s > limit_s and last != self._reported:
+                self._reported = last
+                write_atomically(self._folder / f"stall-{self._rank}.txt", self._report(idle_s))
+            if self._tell is not None:
+                self._tell_of_ranks(self._tell)
+
+    def _last_beat(self) -> tuple[Beat, float]:
+        """The one that shows progress, and how old it may be, in seconds."""
+        beats = self._heartbeat.beats()
+        if self._heartbeat.span not in _ASKS_ENGINES:
+            return beats[TRAINER], self._timeout_s
+        return max(beats.values(), key=lambda beat: beat.at_s), self._engine_timeout_s
+
+    def _report(self, idle_s: float) -> str:
+        """First line: who and when; second line: where, the same for ranks that stand at the same place."""
+        out, now_s = io.StringIO(), self._heartbeat.clock()
+        frames = sys._current_frames()
+        when = time.strftime("%Y-%m-%d %H:%M:%S")
+        print(f"{when}: trainer rank {self._rank} on {socket.gethostname()}, process {os.getpid()}", file=out)
+        print(f"{self._place(frames[self._watched.ident or 0])}", file=out)
+        print(f"no progress for {idle_s:.0f} s; last actions:", file=out)
+        for role, beat in sorted(self._heartbeat.beats().items(), key=lambda item: -item[1].at_s):
+            print(f"    {now_s - beat.at_s:8.1f} s ago  {role}: {beat.action}", file=out)
+        for thread in sorted(threading.enumerate(), key=lambda t: t is not self._watched):
+            if thread.ident in frames and thread is not self._thread:
+                print(f"\nthread {thread.name}, most recent call last:", file=out)
+                print("".join(traceback.format_stack(frames[thread.ident])), end="", file=out)
+        for name, loop in list(self._heartbeat.loops.items()):
+            for task in asyncio.all_tasks(loop):
+                print(f"\ntask {task.get_name()} of the {name} loop:", file=out)
+                task.print_stack(file=out)
+        return out.getvalue()
+
+    def _place(self, frame: FrameType) -> str:
+        """Example: "step 3, train: in all_reduce, called by buffer/share.py:87 (share_flag)"."""
+        step = f"step {self._heartbeat.step}" if self._heartbeat.step else "before the first step"
+        return f"{step}, {self._heartbeat.span or 'between spans'}: {whereabouts(frame)}"
+
+    def _tell_of_ranks(self, tell: Callable[[str], None]) -> None:
+        """One line for all ranks that have stalled since the last one, once no more of them turn up."""
+        found = {int(p.stem.removeprefix("stall-")): _head(p) for p in self._folder.glob("stall-*.txt")}
+        new = {rank: head for rank, head in found.items() if self._told.get(rank) != head}
+        if new and found == self._found:
+            self._told = found
+            tell(f"no progress: {'; '.join(_by_place(new))}; see {self._folder}/stall-<rank>.txt")
+        self._found = found
+
+
+def whereabouts(frame: FrameType | None) -> str:
+    """Where a thread is: the collective of torch.distributed, if it is in one, and the innermost line of ours.
+
+    Example: "in all_reduce, called by learner/parallel.py:192 (reduce_over_data)"
+    """
+    collective = line = None
+    while frame is not None and line is None:
+        code = frame.f_code
+        if collective is None and code.co_filename.endswith(_COLLECTIVES) and not code.co_name.startswith("_"):
+            collective = code.co_name
+        if code.co_filename.startswith(_PACKAGE):
+            line = f"{code.co_filename.removeprefix(_PACKAGE)}:{frame.f_lineno} ({code.co_name})"
+        frame = frame.f_back
+    return f"in {collective}, called by {line}" if collective else f"at {line or 'a place outside of this package'}"
+
+
+def _head(report: Path) -> str:
+    return "\n".join(report.read_text().splitlines()[:2])
+
+
+def _by_place(heads: dict[int, str]) -> Iterator[str]:
+    """Example: ["rank 1 in step 3, train: at ...", "ranks 0, 2, 3 in step 3, train: in all_reduce, ..."]: the odd one
+    comes first."""
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, head in sorted(heads.items()):
+        ranks[head.splitlines()[1]].append(rank)
+    for place, members in sorted(ranks.items(), key=lambda item: len(item[1])):
+        yield f"rank{'s' if len(members) > 1 else ''} {', '.join(map(str, members))} in {place}"

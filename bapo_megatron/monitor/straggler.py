@@ -1,0 +1,107 @@
+"""Which rank is slow, although collectives make all of them wait for it.
+
+What is measured: the time of a rank's forward and backward passes (score, train, critic), from their begin to the first
+collective over data ranks, which is the sum of the gradients. Up to there replicas of the model do not talk to each
+other. Within a replica they do: tensor, pipeline and context ranks wait for each other in every layer, and their times
+are all alike. So a slow rank shows as a slow replica, and with one replica there is nothing to compare.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from bapo_megatron.learner.together import gather_json
+
+_WINDOW, _OFTEN = 5, 3  # steps that are looked back on; in how many of them a rank must be slow
+
+
+class LocalTime:
+    """Seconds of this rank up to the first collective over data ranks. On a GPU: of the current stream, by events."""
+
+    def __init__(self) -> None:
+        self._started: float | torch.cuda.Event | None = None
+        self._measured: list[tuple[float | torch.cuda.Event, float | torch.cuda.Event]] = []
+
+    def start(self) -> None:
+        self._started = _now()
+
+    def stop(self) -> None:
+        """The end of what `start` began; nothing where it has ended already."""
+        if self._started is not None:
+            self._measured.append((self._started, _now()))
+            self._started = None
+
+    def take(self) -> float:
+        """Seconds since the last call. Waits for the GPU to get there."""
+        measured, self._measured = self._measured, []
+        return sum(_seconds(begin, end) for begin, end in measured)
+
+
+LOCAL_TIME = LocalTime()
+
+
+def compare_ranks(local_time: LocalTime = LOCAL_TIME) -> dict[str, float]:
+    """Metrics of the slowest rank since the last call, on every rank; empty where there is one. Collective."""
+    return straggler_metrics(gather_json(local_time.take()))
+
+
+def straggler_metrics(seconds: Sequence[float]) -> dict[str, float]:
+    """Of each rank's local seconds. The median is the lower one of two: with two ranks it is the other one's."""
+    median_s = statistics.median_low(seconds)
+    if len(seconds) == 1 or not median_s:
+        return {}
+    slowest = max(range(len(seconds)), key=seconds.__getitem__)
+    return {
+        "straggler/ratio": seconds[slowest] / median_s,
+        "straggler/rank": float(slowest),
+        "straggler/slowest_s": seconds[slowest],
+        "straggler/median_s": median_s,
+    }
+
+
+class StragglerAlarm:
+    """Tells of a rank that is slow in 3 of 5 steps, once until it has been fast for as long."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._slow: deque[int | None] = deque(maxlen=_WINDOW)  # the slow rank of each of the last steps
+        self._told: set[int] = set()
+
+    def observe(self, metrics: Mapping[str, float]) -> str | None:
+        """A warning, from the metrics of one step."""
+        if "straggler/ratio" not in metrics:
+            return None
+        rank, ratio = int(metrics["straggler/rank"]), metrics["straggler/ratio"]
+        self._slow.append(rank if ratio > self._limit else None)
+        self._told &= {r for r in self._slow if r is not None}
+        if self._slow.count(rank) < _OFTEN or self._slow[-1] is None or rank in self._told:
+            return None
+        self._told.add(rank)
+        slowest, median = metrics["straggler/slowest_s"], metrics["straggler/median_s"]
+        return (
+            f"trainer rank {rank} is slow: its own passes take {slowest:.2f} s, {ratio:.1f} times the median rank's "
+            f"({median:.2f} s), and were slow in {self._slow.count(rank)} of the last {len(self._slow)} steps; with "
+            "tensor, pipeline or context ranks it may be another rank of its replica"
+        )
+
+
+def _now() -> float | torch.cuda.Event:
+    if not torch.cuda.is_available():
+        return time.monotonic()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    if isinstance(begin, float) or isinstance(end, float):
+        assert isinstance(begin, float)
+        assert isinstance(end, float)
+        return end - begin
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000

@@ -1,0 +1,310 @@
+"""Real runs that are slow, hang, or run out of memory, and what they tell. Ranks are forked (killable.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.config.plan import num_ranks
+from bapo_megatron.config.schema import Config
+from bapo_megatron.monitor.gpu_facts import GPU_METRICS
+from bapo_megatron.monitor.grafana import dashboard
+from bapo_megatron.monitor.metrics import METRICS, read_metrics
+from bapo_megatron.monitor.prometheus import prometheus_name
+from bapo_megatron.monitor.rundir import RunDir
+from tests.distributed import forkserver
+from tests.integration.killable import Engine, small_run
+from tests.unit.test_monitoring import scrape
+
+STALL_S = 8
+SLOWER = 4  # times its own time is what the slow rank takes more in each forward pass
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    engine = Engine(tmp_path_factory.mktemp("engine"))
+    yield engine
+    engine.kill()
+
+
+class Run:
+    """The ranks of one attempt, each with a fault of its own. A context manager."""
+
+    def __init__(self, config: Config, engine: Engine, fault: Callable[[int, Path], None]) -> None:
+        self._lock = RunDir.open(config)
+        self.path, self.log_dir = self._lock.path, self._lock.log_dir
+        self.screen = self.path / "screen.txt"
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        context = forkserver()
+        size = num_ranks(config)
+        self.ranks: list[BaseProcess] = [
+            context.Process(target=_rank, args=(rank, size, port, self.path, engine.url, fault), daemon=True)
+            for rank in range(size)
+        ]
+        for rank in self.ranks:
+            rank.start()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in self.ranks:
+            rank.kill()
+            rank.join()
+        self._lock.close()
+
+    def wait(self, condition: Callable[[], Any], what: str, timeout_s: float = 600.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            logs = "\n".join(log.read_text()[-3000:] for log in sorted(self.log_dir.glob("trainer-*.log")))
+            assert all(rank.exitcode in (None, 0) for rank in self.ranks), logs
+            assert time.monotonic() < deadline, f"waited {timeout_s:g} s until {what}\n{logs}"
+            time.sleep(0.1)
+
+    def rows(self) -> list[dict[str, float]]:
+        return read_metrics(self.path / "metrics.jsonl")
+
+    def stall(self, rank: int) -> str:
+        """The latest report of a rank; on a busy machine there may have been earlier ones."""
+        report = self.log_dir / f"stall-{rank}.txt"
+        return report.read_text() if report.exists() else ""
+
+    def shown(self) -> str:
+        return self.screen.read_text()
+
+
+def _rank(rank: int, size: int, port: int, run_dir: Path, url: str, fault: Callable[[int, Path], None]) -> None:
+    import torch
+
+    from bapo_megatron.launch import trainer
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    screen = os.open(run_dir / "screen.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(screen, 1)
+    fault(rank, run_dir)
+    raise SystemExit(trainer.main(["--run-dir", str(run_dir), "--engine-url", url]))
+
+
+def slow_then_hung(rank: int, run_dir: Path) -> None:
+    """Rank 1 takes longer in every forward pass, and hangs in one once the file `hang` is there."""
+    from bapo_megatron.learner.model import PolicyModel
+
+    if rank == 1:
+        forward = PolicyModel.forward
+
+        def slow(self: PolicyModel, *arguments: Any, **options: Any) -> Any:
+            if (run_dir / "hang").exists():
+                time.sleep(1e6)
+            begin_s = time.monotonic()
+            outputs = forward(self, *arguments, **options)
+            time.sleep(0.1 + SLOWER * (time.monotonic() - begin_s))
+            return outputs
+
+        PolicyModel.forward = slow  # type: ignore[method-assign]
+
+
+def test_a_run_tells_its_numbers_its_slow_rank_and_where_it_hangs(engine: Engine, tmp_path: Path) -> None:
+    settings = (
+        "train.num_steps=1000",
+        "parallel.tensor=1",
+        "parallel.data=2",
+        "eval.interval_steps=1",
+        "eval.num_prompts=2",
+        "checkpoint.interval_steps=1000",
+        'monitor.sinks=["tensorboard"]',
+        "monitor.prometheus_port=0",
+        f"monitor.stall_timeout_s={STALL_S}",
+    )
+    with Run(small_run(tmp_path, "run", *settings), engine, slow_then_hung) as run:
+        run.wait(lambda: len(run.rows()) >= 4, "four steps are trained")
+        _check_slow_rank(run)
+        _check_scrape(run)
+        (run.path / "hang").touch()
+        begin_s = time.monotonic()
+        run.wait(lambda: "time.sleep(1e6" in run.stall(1), "rank 1 reports")
+        run.wait(lambda: "in all_reduce" in run.stall(0), "rank 0 reports")
+        assert time.monotonic() - begin_s < 30 * STALL_S
+        run.wait(lambda: "rank 1 in step" in run.shown(), "rank 0 tells")
+        _check_stall(run)
+    tensorboard = list((run.path / "tensorboard").glob("events.out.tfevents.*"))
+    assert len(tensorboard) == 1
+
+
+def _check_slow_rank(run: Run) -> None:
+    run.wait(lambda: "warning: trainer rank 1 is slow" in run.shown(), "the user is warned")
+    slow = [row for row in run.rows() if row["straggler/rank"] == 1 and row["straggler/ratio"] > 1.5]
+    assert len(slow) >= 3
+    for row in slow:
+        assert row["straggler/ratio"] == pytest.approx(row["straggler/slowest_s"] / row["straggler/median_s"])
+        assert row["time/score_s"] + row["time/train_s"] > 0.9 * row["straggler/slowest_s"], "rank 0 waits in its spans"
+
+
+def _check_scrape(run: Run) -> None:
+    (url,) = re.findall(r"metrics at (http://127\.0\.0\.1:\d+/metrics)", run.shown())
+    run.wait(lambda: any("bapo_engine_up" in name for name in scrape(url)), "the engine was asked")
+    found = scrape(url)
+    assert found['bapo_step{run="run"}'] >= 4
+    assert found['bapo_steps_total{run="run"}'] == found['bapo_step{run="run"}']
+    (engine_up,) = [value for name, value in found.items() if name.startswith("bapo_engine_up")]
+    assert engine_up == 1
+    (version,) = [value for name, value in found.items() if name.startswith("bapo_engine_weight_version")]
+    assert version > 0
+    exported = {name.split("{")[0] for name in found} | {f"bapo_{name}" for name in GPU_METRICS}
+    queries = [t["expr"] for panel in dashboard()["panels"] for t in panel.get("targets", [])]
+    assert len(queries) > 20
+    asked = {name for query in queries for name in re.findall(r"bapo_\w+", query)}
+    assert asked <= exported, f"the dashboard asks for what no run exports: {sorted(asked - exported)}"
+    rows = set(run.rows()[-1])
+    assert {prometheus_name(name) for name in rows & METRICS.keys()} <= exported
+
+
+def _check_stall(run: Run) -> None:
+    waiting, hung = run.stall(0), run.stall(1)
+    assert re.search(r"^step \d+, (score|train): at ", hung.splitlines()[1])
+    assert re.search(r"^step \d+, (score|train): in all_reduce, called by learner/", waiting.splitlines()[1])
+    assert "trainer: forward step 1 of" in hung
+    assert "of the rollout loop" in waiting
+    told = [line for line in run.shown().splitlines() if "rank 1 in step" in line][-1]
+    assert told.startswith("warning: no progress: ")
+    assert told.endswith(f"see {run.log_dir}/stall-<rank>.txt")
+
+
+def no_memory_for_adam(rank: int, run_dir: Path) -> None:
+    import torch
+
+    from bapo_megatron.learner import megatron
+
+    def clip_and_step(*_: object) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore lines")
+
+    megatron.clip_and_step = clip_and_step
+
+
+def test_running_out_of_memory_is_one_clear_error(engine: Engine, tmp_path: Path) -> None:
+    config = small_run(tmp_path, "run", "train.num_steps=2", "parallel.tensor=1")
+    with Run(config, engine, no_memory_for_adam) as run:
+        (rank,) = run.ranks
+        rank.join(600)
+        assert rank.exitcode == 2
+    lines = (run.log_dir / "error-0.txt").read_text().splitlines()
+    assert lines[0] == (
+        "trainer rank 0 ran out of memory in training (the optimizer step), step 1: "
+        "CUDA out of memory. Tried to allocate 2.00 GiB."
+    )
+    assert re.match(r"in use: \d+\.\d+ GiB by this process", lines[1])
+    assert re.match(r"planned for this rank: weights \d.* MiB, gradients .*; peak ", lines[2])
+    suggestions = [line for line in lines if line.startswith("try ")]
+    assert suggestions
+    log = (run.log_dir / "trainer-0.log").read_text()
+    assert "Traceback" in log
+    assert "torch.OutOfMemoryError" in log or "torch.cuda.OutOfMemoryError" in log
+
+
+def _out_of_memory(folder: Path) -> None:
+    """In a process of its own: errors at the seams of a learner, and a real one."""
+    import torch
+
+    from bapo_megatron.assets import demo_model_path
+    from bapo_megatron.buffer.packing import one_minibatch
+    from bapo_megatron.config.load import load_config
+    from bapo_megatron.errors import OutOfMemoryError
+    from bapo_megatron.learner import megatron
+    from bapo_megatron.learner.megatron import MegatronLearner
+    from bapo_megatron.learner.model import PolicyModel
+    from bapo_megatron.learner.parallel import stop_processes
+    from bapo_megatron.monitor.oom import explaining_out_of_memory
+    from bapo_megatron.monitor.stopwatch import Stopwatch
+    from bapo_megatron.types import ClipBounds
+    from tests.integration.learner_reference import random_batch
+
+    config = load_config(["demo"], ["parallel.tensor=1", "parallel.timeout_s=60"])
+    found: dict[str, str] = {}
+    watch = Stopwatch()
+
+    def explained(name: str, body: Callable[[], object]) -> None:
+        try:
+            with explaining_out_of_memory(config, demo_model_path(), 0):
+                body()
+        except OutOfMemoryError as error:
+            found[name] = str(error)
+
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def build() -> None:
+        megatron.PolicyModel, real = fail, megatron.PolicyModel  # type: ignore[assignment,misc]
+        try:
+            MegatronLearner(config, demo_model_path())
+        finally:
+            megatron.PolicyModel = real  # type: ignore[misc]
+
+    explained("building", build)
+    stop_processes()
+    learner = MegatronLearner(config, demo_model_path())
+    batch = random_batch()
+    batch = replace(batch, token_ids_T=batch.token_ids_T % learner.shape.vocab_size)
+    minibatch = one_minibatch(batch, max_tokens=200, share=learner.share)
+    bounds = ClipBounds(0.8, 1.2, 0.5, False, 0)
+
+    def in_span(span: str, body: Callable[[], object]) -> None:
+        for _ in watch.steps([2]):
+            watch._heartbeat.span = None
+            with watch.span(span):
+                body()
+
+    forward = PolicyModel.forward
+    PolicyModel.forward = fail  # type: ignore[method-assign,assignment]
+    explained("score", lambda: in_span("score", lambda: learner.log_probs(minibatch)))
+    explained("forward", lambda: in_span("train", lambda: learner.step(minibatch, bounds)))
+    PolicyModel.forward = forward  # type: ignore[method-assign]
+
+    def failing_backward(self: PolicyModel, *arguments: Any, **options: Any) -> Any:
+        scores = forward(self, *arguments, **options)
+        scores[0].register_hook(fail)
+        return scores
+
+    PolicyModel.forward = failing_backward  # type: ignore[method-assign]
+    explained("backward", lambda: in_span("train", lambda: learner.step(minibatch, bounds)))
+    PolicyModel.forward = forward  # type: ignore[method-assign]
+    explained("sync", lambda: in_span("sync", fail))
+
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, resource.RLIM_INFINITY))
+    explained("torch", lambda: in_span("critic", lambda: torch.empty(2**31, dtype=torch.uint8)))
+    explained("python", lambda: in_span("rollout", lambda: bytearray(2**31)))
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+def test_every_part_that_runs_out_of_memory_is_named(tmp_path: Path) -> None:
+    process = forkserver().Process(target=_out_of_memory, args=(tmp_path,), daemon=True)
+    process.start()
+    process.join(600)
+    assert process.exitcode == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    parts = {name: text.splitlines()[0].split(" memory in ")[1].split(": ")[0] for name, text in found.items()}
+    assert parts == {
+        "building": "building the model, before the first step",
+        "score": "scoring (a forward pass), step 3",
+        "forward": "training (a forward pass), step 3",
+        "backward": "training (a backward pass), step 3",
+        "sync": "the weight sync, step 3",
+        "torch": "the critic, step 3",
+        "python": "taking a batch, step 3",
+    }
+    assert "DefaultCPUAllocator" in found["torch"].splitlines()[0]
+    assert "its address space is limited to" in found["torch"]

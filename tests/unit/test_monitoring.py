@@ -1,0 +1,258 @@
+"""The endpoint for Prometheus, its dashboard, stalls, slow ranks, and what is out of memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import threading
+import time
+import types
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.monitor import straggler
+from bapo_megatron.monitor.gpu_facts import GPU_METRICS, GPUFacts
+from bapo_megatron.monitor.grafana import dashboard
+from bapo_megatron.monitor.heartbeat import TRAINER, Heartbeat
+from bapo_megatron.monitor.metrics import METRICS
+from bapo_megatron.monitor.oom import is_out_of_memory
+from bapo_megatron.monitor.prometheus import PrometheusEndpoint, RunCollector, prometheus_name
+from bapo_megatron.monitor.stall import StallWatchdog, _by_place
+from bapo_megatron.monitor.stopwatch import Stopwatch
+from bapo_megatron.monitor.straggler import LocalTime, StragglerAlarm, straggler_metrics
+from bapo_megatron.rollout.base import EngineState
+
+DASHBOARD = Path(__file__).parents[2] / "bapo_megatron" / "monitor" / "assets" / "grafana.json"
+
+
+def scrape(url: str) -> dict[str, float]:
+    """Samples by name and labels."""
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=30) as reply:
+        lines = reply.read().decode().splitlines()
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
+
+
+# Prometheus
+
+
+def test_the_endpoint_serves_the_latest_of_each_metric_and_counts() -> None:
+    endpoint = PrometheusEndpoint("demo", "127.0.0.1", 0)
+    try:
+        collector = endpoint.collector
+        collector.engine_states = lambda: [EngineState("http://a:1", True, False, 7, 3, 2)]
+        collector.record({"step": 1, "eval/reward": 0.25, "train/tokens": 100.0, "time/step_s": 2.0})
+        collector.record({"step": 2, "train/tokens": 50.0, "rollout/tokens_generated": 30.0, "my/own-metric": 1.5})
+        found = scrape(endpoint.url)
+    finally:
+        endpoint.close()
+    assert found['bapo_step{run="demo"}'] == 2
+    assert found['bapo_eval_reward{run="demo"}'] == 0.25, "of the step before"
+    assert found['bapo_time_step_seconds{run="demo"}'] == 2
+    assert found['bapo_my_own_metric{run="demo"}'] == 1.5
+    assert found['bapo_trained_tokens_total{run="demo"}'] == 150
+    assert found['bapo_generated_tokens_total{run="demo"}'] == 30
+    assert found['bapo_steps_total{run="demo"}'] == 2
+    engine = {name: found[f'bapo_engine_{name}{{engine="http://a:1",run="demo"}}'] for name in ("up", "live")}
+    assert engine == {"up": 1, "live": 0}
+    assert found['bapo_engine_weight_version{engine="http://a:1",run="demo"}'] == 7
+    assert found['bapo_engine_running_requests{engine="http://a:1",run="demo"}'] == 3
+    assert abs(found['bapo_last_step_timestamp_seconds{run="demo"}'] - time.time()) < 120
+
+
+def test_names_are_valid_and_different() -> None:
+    names = {prometheus_name(metric) for metric in METRICS}
+    assert len(names) == len(METRICS)
+    assert all(name.replace("_", "").isalnum() and name.startswith("bapo_") for name in names)
+    assert prometheus_name("train/tokens_per_s") == "bapo_train_tokens_per_second"
+
+
+def test_a_port_in_use_is_one_clear_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"monitor.prometheus_port={port}: cannot listen on 127.0.0.1"):
+            PrometheusEndpoint("demo", "127.0.0.1", port)
+
+
+def _refuse(error: Exception) -> Any:
+    def call(*_: object) -> None:
+        raise error
+
+    return call
+
+
+def fake_nvml(has_driver: bool) -> Any:
+    """pynvml, as far as it is used, with one GPU that does not tell its power."""
+    error = type("NVMLError", (Exception,), {})
+    nothing = _refuse(error("Driver Not Loaded"))
+    return types.SimpleNamespace(
+        NVMLError=error,
+        NVML_TEMPERATURE_GPU=0,
+        nvmlInit=(lambda: None) if has_driver else nothing,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetMemoryInfo=lambda gpu: types.SimpleNamespace(used=10, total=80),
+        nvmlDeviceGetUtilizationRates=lambda gpu: types.SimpleNamespace(gpu=75),
+        nvmlDeviceGetPowerUsage=_refuse(error("Not Supported")),
+        nvmlDeviceGetTemperature=lambda gpu, sensor: 61,
+    )
+
+
+def test_gpus_are_told_as_far_as_they_tell() -> None:
+    readings = list(GPUFacts(fake_nvml(has_driver=True)).read())
+    assert readings == [
+        ("gpu_memory_used_bytes", 0, 10.0),
+        ("gpu_memory_total_bytes", 0, 80.0),
+        ("gpu_utilization_ratio", 0, 0.75),
+        ("gpu_temperature_celsius", 0, 61.0),
+    ]
+    assert list(GPUFacts(fake_nvml(has_driver=False)).read()) == []
+    names = {family.name for family in RunCollector("demo", GPUFacts(fake_nvml(has_driver=True))).collect()}
+    assert {f"bapo_{name}" for name in GPU_METRICS} - names == {"bapo_gpu_power_watts"}
+
+
+def test_real_nvml_names_exist_and_no_gpu_is_no_error() -> None:
+    pynvml = pytest.importorskip("pynvml")
+    used = vars(fake_nvml(has_driver=True))
+    assert [name for name in used if not hasattr(pynvml, name)] == []
+    if not torch.cuda.is_available():
+        assert list(GPUFacts().read()) == []
+
+
+def test_the_shipped_dashboard_is_the_generated_one() -> None:
+    assert json.loads(DASHBOARD.read_text()) == dashboard()
+    panels = dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    (datasource,) = [v for v in dashboard()["templating"]["list"] if v["type"] == "datasource"]
+    plots = [panel for panel in panels if panel["type"] != "row"]
+    assert {panel["datasource"]["uid"] for panel in plots} == {f"${{{datasource['name']}}}"}
+    cells = {(p["gridPos"]["x"] + i, p["gridPos"]["y"] + j) for p in panels for i, j in _grid(p["gridPos"])}
+    assert len(cells) == sum(p["gridPos"]["w"] * p["gridPos"]["h"] for p in panels), "panels overlap"
+    assert max(x for x, _ in cells) < 24
+
+
+def _grid(place: dict[str, int]) -> list[tuple[int, int]]:
+    return [(i, j) for i in range(place["w"]) for j in range(place["h"])]
+
+
+# stalls
+
+
+def wait_for(condition: Any, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def test_a_stall_is_reported_once_with_stacks_and_tasks(tmp_path: Path) -> None:
+    heartbeat, told = Heartbeat(), []
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="rollout")
+    thread.start()
+    heartbeat.loops["rollout"] = loop
+    waiting = asyncio.run_coroutine_threadsafe(asyncio.sleep(600), loop)
+    watch = Stopwatch(heartbeat=heartbeat)
+    report = tmp_path / "stall-0.txt"
+    try:
+        with StallWatchdog(0, tmp_path, timeout_s=0.3, engine_timeout_s=600, tell=told.append, heartbeat=heartbeat):
+            for _ in watch.steps([4]):
+                with watch.span("train"):
+                    heartbeat.beat(TRAINER, "forward step 2 of 3")
+                    wait_for(report.exists)  # nothing moves
+                    wait_for(lambda: told)
+                    first = report.read_text()
+                    time.sleep(0.5)
+                    assert report.read_text() == first, "told again although nothing has changed"
+    finally:
+        waiting.cancel()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+    assert first.splitlines()[0].endswith(f"process {os.getpid()}")
+    assert first.splitlines()[1].startswith("step 5, train: ")
+    assert "trainer: forward step 2 of 3" in first
+    assert "thread MainThread" in first
+    assert "wait_for(report.exists)" in first
+    assert "of the rollout loop" in first
+    assert len(told) == 1
+    assert told[0].startswith("no progress: rank 0 in step 5, train: ")
+
+
+def test_answers_of_engines_are_progress_only_while_they_are_waited_for(tmp_path: Path) -> None:
+    now = 1000.0
+    heartbeat = Heartbeat(clock=lambda: now)
+    watchdog = StallWatchdog(0, tmp_path, timeout_s=10, engine_timeout_s=70, heartbeat=heartbeat)
+    heartbeat.enter("rollout")
+    now += 50
+    heartbeat.beat("engine a", "answered call 3")
+    last, limit_s = watchdog._last_beat()
+    assert (now - last.at_s, limit_s) == (0, 70)
+    heartbeat.enter("train")
+    now += 11
+    heartbeat.beat("engine a", "answered call 4")
+    last, limit_s = watchdog._last_beat()
+    assert (now - last.at_s, limit_s) == (11, 10)
+
+
+def test_ranks_at_the_same_place_share_a_line_and_the_odd_one_comes_first() -> None:
+    heads = {0: "a\nstep 1, train: X", 1: "b\nstep 1, train: Y", 2: "c\nstep 1, train: X"}
+    assert list(_by_place(heads)) == ["rank 1 in step 1, train: Y", "ranks 0, 2 in step 1, train: X"]
+
+
+# slow ranks
+
+
+def test_the_slowest_rank_is_compared_with_the_median() -> None:
+    found = straggler_metrics([1.0, 1.2, 3.0, 1.0])
+    assert found == {
+        "straggler/ratio": 3.0,
+        "straggler/rank": 2.0,
+        "straggler/slowest_s": 3.0,
+        "straggler/median_s": 1.0,
+    }
+    assert straggler_metrics([1.0, 2.0])["straggler/ratio"] == 2
+    assert straggler_metrics([1.0]) == straggler_metrics([0.0, 0.0]) == {}
+
+
+def test_only_a_rank_that_stays_slow_is_told_and_once() -> None:
+    alarm = StragglerAlarm(1.5)
+    slow, fast, other = straggler_metrics([1, 1, 2]), straggler_metrics([1, 1, 1.1]), straggler_metrics([2, 1, 1])
+    steps = [slow, other, slow, fast, other, slow, slow, slow, fast, fast, fast, fast, fast, slow, slow, slow]
+    told = [alarm.observe(step) is not None for step in steps]
+    assert [i for i, t in enumerate(told) if t] == [6, 15], "3 of 5 at the seventh; again after five fast ones"
+    assert alarm.observe({}) is None
+    again = StragglerAlarm(1.5)
+    warning = [again.observe(slow) for _ in range(3)][-1]
+    assert warning is not None
+    assert "trainer rank 2 is slow: its own passes take 2.00 s, 2.0 times the median rank's (1.00 s)" in warning
+
+
+def test_local_time_ends_at_the_first_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([10.0, 13.0, 20.0, 21.5])
+    monkeypatch.setattr(straggler, "_now", lambda: next(moments))
+    clock = LocalTime()
+    for _ in range(2):
+        clock.start()
+        clock.stop()
+        clock.stop()  # the collectives are behind it: not counted
+    assert clock.take() == 3.0 + 1.5
+    assert clock.take() == 0
+
+
+# out of memory
+
+
+def test_what_counts_as_out_of_memory() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate"))
+    assert not is_out_of_memory(RuntimeError("shape mismatch"))
