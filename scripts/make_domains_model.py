@@ -60,7 +60,7 @@ NUM_EVALUATED = 256
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=shipped_model_path("study-domains"))
-    parser.add_argument("--num-updates", type=int, default=600)
+    parser.add_argument("--num-updates", type=int, default=2400)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

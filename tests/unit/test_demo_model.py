@@ -118,7 +118,7 @@ class TestStudyModels:
         for source, judge, max_tokens in load_script("make_domains_model").domains(1):
             questions = [source[i] for i in range(64)]
             reward = mean_reward(model, tokenizer, questions, judge, max_tokens)
-            assert 0.02 < reward < 0.40, source.name  # measured on 256: 0.17, 0.13, 0.21
+            assert 0.12 < reward < 0.55, source.name  # measured on 256: 0.30, 0.36, 0.28
 
 
 class TestScript:
