@@ -71,7 +71,16 @@ def test_a_run_leaves_its_books(single_process: tuple[Path, list[dict[str, float
     folder, rows = single_process
     run = folder / "single"
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    optional = ("eval/", "critic/", "loss/kl_", "reward/running_std", "reward/clipped_share", "straggler/", "monitor/")
+    optional = (
+        "eval/",
+        "critic/",
+        "loss/kl_",
+        "profile/",
+        "reward/running_std",
+        "reward/clipped_share",
+        "straggler/",
+        "monitor/",
+    )
     assert set(rows[0]) == {name for name in METRICS if not name.startswith(optional)}
     last = rows[-1]
     assert last["version"] == 8
