@@ -13,6 +13,7 @@ import sysconfig
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -129,7 +130,7 @@ def test_a_job_says_so_once_it_knows_how_long_its_steps_take(
         for job in ("", "7"):
             monkeypatch.setenv("SLURM_JOB_ID", job) if job else monkeypatch.delenv("SLURM_JOB_ID", raising=False)
             recorder = Recorder(config, run_dir, sys.stdout)
-            recorder.begin(1, str)
+            recorder.begin(1, SimpleNamespace(decode=str))  # type: ignore[arg-type]
             for step in (2, 3):
                 recorder.record(step, step, {"time/step_s": 200.0})
             recorder.end()
