@@ -36,19 +36,21 @@ from tests.integration.engines import EngineProcess, start_engines
 from tests.integration.faulty_proxy import CALL_FAULTS, FAULTS, RESULT_FAULTS, FaultyProxy
 
 STEPS, PROMPTS, SAMPLES, IN_FLIGHT = 4, 4, 4, 6
-MAX_UNTRAINED = 12  # groups, in every mode
+MAX_STALENESS = 2
+MAX_UNTRAINED = PROMPTS * (MAX_STALENESS + 1)  # groups: without a bound, a group that is slow lets others pile up
 VOCAB_SIZE = 16
 SETTINGS: dict[str, Any] = {
     "prompts_per_step": PROMPTS,
     "samples_per_prompt": SAMPLES,
     "groups_in_flight": IN_FLIGHT,
     "tokens_per_round": 12,
+    "max_staleness": MAX_STALENESS,
     "startup_timeout_s": 10.0,
 }
 MODES: dict[str, dict[str, Any]] = {
     "rounds": {},
     "tail": {"abort_tail": True, "tokens_per_round": None},
-    "overlap": {"overlap": True, "max_staleness": 2},
+    "overlap": {"overlap": True},
 }
 Responses = dict[str, tuple[tuple[int, ...], tuple[float, ...]]]
 
@@ -168,11 +170,12 @@ def test_aborts_and_pauses_at_random_moments_lose_no_token(
 ) -> None:
     chaos = random.Random(seed)
 
-    async def disturb(engines: list[CountingEngine], scheduler: Scheduler) -> None:
+    async def disturb(engines: list[CountingEngine], scheduler: Scheduler, enough: asyncio.Event) -> None:
         modes: list[PauseMode] = ["retract", "in_place"]
-        while True:
+        while not enough.is_set():
             num_before = scheduler.ledger.num_tokens["generated"]
-            while scheduler.ledger.num_tokens["generated"] == num_before:  # else a slow machine would never get on
+            # else a slow machine would never get on
+            while scheduler.ledger.num_tokens["generated"] == num_before and not enough.is_set():
                 await asyncio.sleep(0.002)
             await asyncio.sleep(chaos.uniform(0.0, 0.03))
             engine = chaos.choice(engines)
@@ -195,15 +198,16 @@ def test_aborts_and_pauses_at_random_moments_lose_no_token(
         engines = connect(*(server.url for server in servers))
         scheduler = make(engines, **MODES[mode])
         trained: list[Trajectory] = []
-        disturbing = asyncio.create_task(disturb(engines, scheduler))
+        enough = asyncio.Event()
+        disturbing = asyncio.create_task(disturb(engines, scheduler, enough))
         for step in range(STEPS):
             mine, stats = await take(scheduler, step)
             assert (stats.num_retries, stats.num_fenced) == (0, 0)
             trained += mine
             assert_balanced(scheduler, trained, undisturbed)
         assert not disturbing.done(), disturbing.exception()
-        disturbing.cancel()
-        await asyncio.gather(disturbing, return_exceptions=True)
+        enough.set()  # not cancelled: a pause whose answer nobody waits for would outlast this test
+        await asyncio.wait_for(disturbing, 30)
         await close(scheduler, engines)
         assert_balanced(scheduler, trained, undisturbed)
         return trained, sum(e.num_aborted for e in engines)
