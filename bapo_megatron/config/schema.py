@@ -235,7 +235,8 @@ class OptimizerConfig(Section):
     clip_grad: PositiveFloat = 1.0
     """Largest global gradient norm."""
     max_skipped_in_a_row: PositiveInt = 20
-    """An update whose gradient is not finite is skipped and counted; so many in a row end the run with an error."""
+    """An update whose gradient is not finite is skipped and counted; so many in a row end the run with an error. It
+    holds for the critic's updates, too."""
     distributed: bool = False
     """Split Adam's state (and the float32 copy of bfloat16 weights) over the data and context ranks, as Megatron's
     distributed optimizer does. The same update for less memory."""

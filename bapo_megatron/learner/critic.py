@@ -31,6 +31,7 @@ from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape
 from bapo_megatron.learner import checkpoint
 from bapo_megatron.learner.adam import AdamState, clip_and_step, set_rates
 from bapo_megatron.learner.build import for_training
+from bapo_megatron.learner.gradient_guard import SkipLimit
 from bapo_megatron.learner.hf.convert import gather_weights, load_weights
 from bapo_megatron.learner.hf.names import VALUE_HEAD
 from bapo_megatron.learner.hf.shapes import validate_layout
@@ -102,6 +103,7 @@ class Critic:
         self.layout = ParallelLayout.current()
         self.version = 0
         self.num_skipped_updates = 0
+        self._skips = SkipLimit(config.optimizer.max_skipped_in_a_row, "critic")
         settings = transformer_config(self.shape, config)
         self.share = self.layout.share(
             sequence_parallel=settings.sequence_parallel, tokens_multiple=tokens_multiple(config)
@@ -131,6 +133,9 @@ class Critic:
         Args:
             old_values_T, returns_T: on the CPU, of each token of the Batch that the mini-batch was cut from; nothing
                 is read on prompts.
+
+        Raises:
+            DivergedError: `optimizer.max_skipped_in_a_row` updates had no finite gradient.
         """
         old_values_T, returns_T = old_values_T.float().to(device()), returns_T.float().to(device())
 
@@ -147,6 +152,7 @@ class Critic:
         learning_rate = self._set_learning_rate()
         grad_norm = clip_and_step(self.optimizer, self.config.optimizer.clip_grad)
         self.num_skipped_updates += not math.isfinite(grad_norm)
+        self._skips.observe(grad_norm)
         self.version += 1
         sums = self.layout.reduce_over_data(torch.stack(outputs).sum(0) if self.layout.is_last_stage else None)
         loss, num_clipped, num_tokens = sums.tolist()
@@ -173,13 +179,18 @@ class Critic:
 
     def snapshot(self) -> Snapshot:
         """Weights, optimizer state and version: see `Learner.snapshot`."""
-        facts = {"version": self.version, "skipped_updates": self.num_skipped_updates}
+        facts = {
+            "version": self.version,
+            "skipped_updates": self.num_skipped_updates,
+            "skipped_in_a_row": self._skips.num_in_a_row,
+        }
         return checkpoint.take_snapshot(self.model, self.shape, self.layout, self.adam, facts, self.hf_path)
 
     def load(self, folder: Path) -> None:
         """Read what a snapshot wrote: see `Learner.load`."""
         facts = checkpoint.load(self.model, self.shape, self.layout, self.adam, folder)
         self.version, self.num_skipped_updates = facts["version"], facts["skipped_updates"]
+        self._skips.num_in_a_row = facts.get("skipped_in_a_row", 0)
 
     def _micro_batch_loss(
         self, batch: MicroBatch, values_R: Tensor, old_R: Tensor, returns_R: Tensor, num_trained_tokens: int

@@ -14,6 +14,36 @@ _WINDOW = 101  # norms behind the median: long enough to outlast a spike, short 
 _MIN_NORMS = 11  # before that the median says little, and the norms of a warm-up move by themselves
 
 
+class SkipLimit:
+    """Ends a run that only skips updates: it learns nothing, and should not look as if it did.
+
+    Args:
+        max_in_a_row: so many skipped updates without another one between them are the end.
+        part: whose gradients, as its settings and metrics are called: "optimizer" (the policy's) or "critic".
+    """
+
+    def __init__(self, max_in_a_row: int, part: str) -> None:
+        self.num_in_a_row = 0
+        self._max_in_a_row = max_in_a_row
+        self._part = part
+
+    def observe(self, norm: float) -> None:
+        """Count one update by its gradient norm, the same on every rank.
+
+        Raises:
+            DivergedError: the norm was not finite, and neither were those of the updates before.
+        """
+        self.num_in_a_row = 0 if math.isfinite(norm) else self.num_in_a_row + 1
+        if self.num_in_a_row >= self._max_in_a_row:
+            whose, losses = ("the critic's", "critic/loss") if self._part == "critic" else ("the", "loss/*")
+            raise DivergedError(
+                f"{whose} last {self.num_in_a_row} updates were skipped because their gradient was not "
+                f"finite, and the run learns nothing any more: look at {self._part}/grad_norm and {losses} in "
+                "metrics.jsonl, then start a new run from a checkpoint before the first skip with a lower "
+                f"{self._part}.lr; optimizer.max_skipped_in_a_row is how many are borne"
+            )
+
+
 class GradientGuard:
     """Watches the norms before clipping, which are the same on every rank; so is what it says.
 
@@ -25,28 +55,18 @@ class GradientGuard:
     def __init__(self, config: Config) -> None:
         self._limit = config.monitor.grad_norm_alarm or math.inf
         self._spike = config.monitor.grad_spike
-        self._max_skipped = config.optimizer.max_skipped_in_a_row
+        self._skips = SkipLimit(config.optimizer.max_skipped_in_a_row, "optimizer")
         self._norms: deque[float] = deque(maxlen=_WINDOW)
-        self._num_skipped_in_a_row = 0
 
     def observe(self, norm: float) -> dict[str, float]:
         """The metrics of one update.
 
         Raises:
-            DivergedError: the norm was not finite, and neither were those of the updates before: a run that only skips
-                learns nothing, and should not look as if it did.
+            DivergedError: see `SkipLimit`.
         """
+        self._skips.observe(norm)
         if not math.isfinite(norm):
-            self._num_skipped_in_a_row += 1
-            if self._num_skipped_in_a_row >= self._max_skipped:
-                raise DivergedError(
-                    f"the last {self._num_skipped_in_a_row} updates were skipped because their gradient was not "
-                    "finite, and the run learns nothing any more: look at optimizer/grad_norm and loss/* in "
-                    "metrics.jsonl, then start a new run from a checkpoint before the first skip with a lower "
-                    "optimizer.lr; optimizer.max_skipped_in_a_row is how many are borne"
-                )
             return {"optimizer/grad_norm_max": norm, "optimizer/grad_alarms": 0.0}
-        self._num_skipped_in_a_row = 0
         usual = median(self._norms) if len(self._norms) >= _MIN_NORMS else math.nan
         is_alarm = norm > self._limit or norm > self._spike * usual  # nothing exceeds nan
         self._norms.append(norm)
@@ -54,8 +74,8 @@ class GradientGuard:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON value."""
-        return {"norms": list(self._norms), "skipped_in_a_row": self._num_skipped_in_a_row}
+        return {"norms": list(self._norms), "skipped_in_a_row": self._skips.num_in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._norms = deque(state["norms"], maxlen=_WINDOW)
-        self._num_skipped_in_a_row = state["skipped_in_a_row"]
+        self._skips.num_in_a_row = state["skipped_in_a_row"]

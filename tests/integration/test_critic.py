@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bapo_megatron.checkpoints import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig, Config
-from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.errors import CheckpointError, ConfigError, DivergedError
 from bapo_megatron.learner.critic import Critic
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.values import ValueAdvantages
@@ -312,6 +312,30 @@ def check_resumed(rank: int, world_size: int, root: Path) -> None:
         for name, weight in critic.named_weights():
             torch.testing.assert_close(weight, weights[name], rtol=tolerance, atol=tolerance)
         parallel_state.destroy_model_parallel()
+
+
+def check_skips(rank: int, world_size: int, root: Path) -> None:
+    """Gradients that are not finite leave the weights as they are; too many in a row end the run, a resumed one too."""
+    batch, store = make_batch(), CheckpointStore(root / "saved-skips", CheckpointConfig())
+    broken = replace(batch, rewards_S=torch.full_like(batch.rewards_S, torch.nan))
+    limit = {"eps": ADAM_EPS, "max_skipped_in_a_row": NUM_UPDATES + 1}
+    config = make_config(root / "critic-qwen2", {"pipeline": 2}, optimizer=limit)
+    policy, advantages, critic = make_advantages(config, root / "qwen2")
+    before = {name: weight.clone() for name, weight in critic.named_weights()}
+    assert advantages.on(broken, step=0).metrics["critic/skipped"] == NUM_UPDATES
+    assert all(torch.equal(weight, before[name]) for name, weight in critic.named_weights())
+    store.save(1, {"learner": policy, **advantages.parts}, {})
+    parallel_state.destroy_model_parallel()
+
+    policy, advantages, _ = make_advantages(config, root / "qwen2")
+    store.resume({"learner": policy, **advantages.parts})
+    with pytest.raises(DivergedError, match=rf"the critic's last {NUM_UPDATES + 1} updates .* lower critic\.lr"):
+        advantages.on(broken, step=1)
+    parallel_state.destroy_model_parallel()
+
+
+def test_a_critic_that_only_skips_ends_the_run(folder: Path) -> None:
+    run_distributed(check_skips, 2, folder, timeout_s=120)
 
 
 def test_it_is_saved_with_the_policy_and_resumes_at_any_layout(folder: Path) -> None:
