@@ -20,6 +20,7 @@ LOOPBACK = "127.0.0.1"
 
 _END_TIMEOUT_S = 15.0
 _POLL_S = 0.1
+_STACKS_TIMEOUT_S = 1.0
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy stands before loopback
 
 
@@ -72,6 +73,19 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     process.wait(timeout=_END_TIMEOUT_S)
     if process.stdin:
         process.stdin.close()
+
+
+def ask_for_stacks(process: subprocess.Popen[bytes]) -> None:
+    """Have a hung engine, and what it has started, write the Python stacks of all threads to its log, before a `kill`.
+
+    Our engines answer SIGUSR1 so, even where some library holds the interpreter; it ends a process that does not.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGUSR1)
+        os.killpg(process.pid, signal.SIGCONT)  # it may be hung because somebody has stopped it
+    deadline = time.monotonic() + _STACKS_TIMEOUT_S
+    while time.monotonic() < deadline and not has_ended(process):
+        time.sleep(_POLL_S)
 
 
 def has_ended(process: subprocess.Popen[bytes]) -> bool:

@@ -1,18 +1,22 @@
 """One SGLang server: `python -m bapo_megatron.launch.sglang_server [arguments of sglang.launch_server]`.
 
-SGLang's own entry point, and around it: the CPU compatibility, in this process and in the schedulers that SGLang spawns
-(multiprocessing imports the main module of a parent again in its children), and an end when standard input closes.
+SGLang's own entry point, and around it: the CPU compatibility and stacks on SIGUSR1, in this process and in the
+schedulers that SGLang spawns (multiprocessing imports the main module of a parent again in its children), and an end
+when standard input closes.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
 import threading
 
 from bapo_megatron_patches.sglang import apply_cpu_compat
 
 apply_cpu_compat()
+faulthandler.register(signal.SIGUSR1)  # a supervisor asks for the stacks of a hung server and of its schedulers
 
 
 def main() -> None:

@@ -153,8 +153,9 @@ class _Engine:
                 answered_at = time.monotonic()
                 self.problem = None
             elif time.monotonic() - answered_at > limit_s:
+                processes.ask_for_stacks(self.process)
                 processes.kill(self.process)
-                self.problem = f"did not answer for {name} = {limit_s:g} s and was killed"
+                self.problem = f"did not answer for {name} = {limit_s:g} s, was asked for its stacks and killed"
                 return True
             probe_at = time.monotonic() + min(_PROBE_INTERVAL_S, limit_s / 4)
         return False

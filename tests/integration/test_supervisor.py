@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -122,7 +123,7 @@ def test_a_killed_engine_comes_back_on_its_url_with_the_weights_of_the_start(tmp
 
 def test_a_hung_engine_is_killed_and_started_again(tmp_path: Path) -> None:
     told: list[str] = []
-    with engines(tmp_path, told, kind=stub, hang_timeout_s=3.0) as (url,):
+    with engines(tmp_path, told, hang_timeout_s=3.0) as (url,):
         first = pid_of(url)
         time.sleep(5)  # answering all the while
         assert told == []
@@ -130,7 +131,10 @@ def test_a_hung_engine_is_killed_and_started_again(tmp_path: Path) -> None:
         wait_until(lambda: is_up_again(url, first), "the engine was up again")
         assert not psutil.pid_exists(first)
     assert len(told) == 1
-    assert "did not answer for rollout.hang_timeout_s = 3 s and was killed" in told[0]
+    assert "did not answer for rollout.hang_timeout_s = 3 s, was asked for its stacks and killed" in told[0]
+    log = Path(told[0].split("its log: ")[1].split(")")[0]).read_text()
+    assert re.search(r"^Thread 0x.*?/embedded/engine\.py.* in _obey\n", log, re.MULTILINE | re.DOTALL), log
+    assert re.search(r"^Current thread 0x.* \(most recent call first\):", log, re.MULTILINE), log
 
 
 def test_a_paused_engine_does_not_count_as_hung(tmp_path: Path) -> None:

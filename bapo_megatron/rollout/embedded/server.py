@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import json
 import os
 import signal
@@ -280,6 +281,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--exit-with-parent", action="store_true", help="exit when stdin closes")
     args = parser.parse_args(argv)
 
+    faulthandler.register(signal.SIGUSR1)  # a supervisor asks for the stacks of a hung engine
     torch.set_num_threads(args.threads)
     sys.setswitchinterval(_GIL_SWITCH_S)
     try:
