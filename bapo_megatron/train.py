@@ -18,6 +18,7 @@ With rollout.overlap, the engines go on sampling while all below the first line 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +56,18 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
     store = CheckpointStore(run_dir.checkpoints_dir, config.checkpoint, warn=recorder.note if recorder else print)
     models: dict[str, Saveable] = {"learner": learner, **advantages.parts}
     first_step = _restore(store.resume(models), learner, rollouts, finder)
-    channel = _open_channel(config, first, learner, run_dir)
+    channel = _open_channel(config, first, learner, run_dir.path / "weights")
+    push = partial(_push, channel, learner, rollouts)
     if recorder and first:
         recorder.begin(first_step, first)
-    _push(channel, learner, rollouts)
-    if first_step == 0 and (baseline := rollouts.evaluate(0, learner.version)) and recorder:
+    push()
+    if first_step == 0 and (baseline := rollouts.evaluate(0, learner.version, push)) and recorder:
         recorder.note(f"evaluation before training: reward {baseline['eval/reward']:.3f}")
     watch = Stopwatch()
     for step in watch.steps(stop.steps(range(first_step, config.train.num_steps))):
         updates = UpdateMetrics(config)
         with watch.span("rollout"):
-            while (batch := rollouts.next_batch(step, learner.version)) is None:
-                _push(channel, learner, rollouts)  # an engine came back, without weights
+            batch = rollouts.next_batch(step, learner.version, push)
         with watch.span("critic"):
             batch = advantages.on(batch, step)
         with watch.span("score"):
@@ -79,9 +80,9 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
                 finder.observe(minibatch, result.log_probs)
             updates.add(result)
         with watch.span("sync"):
-            sync = _push(channel, learner, rollouts)
+            sync = push()
         with watch.span("eval"):
-            evaluation = rollouts.evaluate(step + 1, learner.version)
+            evaluation = rollouts.evaluate(step + 1, learner.version, push)
         times = watch.lap() | compare_ranks()
         if recorder:
             recorder.record(step + 1, learner.version, batch.metrics, updates.result(), sync, evaluation, times)
@@ -114,14 +115,13 @@ def _optimizer_steps(batch: Batch, config: Config, step: int, learner: Learner) 
     )
 
 
-def _open_channel(config: Config, first: Rollouts | None, learner: MegatronLearner, run_dir: RunDir) -> Channel | None:
+def _open_channel(config: Config, first: Rollouts | None, learner: MegatronLearner, folder: Path) -> Channel | None:
     """Rank 0 talks to the engines; the other ranks take part in gathering the weights. None where there are none."""
     if config.rollout.engine == "recorded":
         return None
     channel: Channel = FollowerChannel()
     if isinstance(first, RolloutManager):
-        loop, folder = first.loop, run_dir.path / "weights"
-        channel = open_channel(config.sync, first.pool, loop.submit, folder=folder, hf_path=learner.hf_path)
+        channel = open_channel(config.sync, first.pool, first.loop.submit, folder=folder, hf_path=learner.hf_path)
     channel.connect(learner.weight_specs())
     return channel
 

@@ -46,7 +46,9 @@ def share_batch(make_batch: Callable[[], Batch | None] | None, *, sign_of_life_s
     return batch
 
 
-def share_metrics(make: Callable[[], dict[str, float]] | None, *, sign_of_life_s: float) -> dict[str, float]:
+def share_metrics(
+    make: Callable[[], dict[str, float] | None] | None, *, sign_of_life_s: float
+) -> dict[str, float] | None:
     """Like `share_batch`, for what rank 0 measures."""
     if dist.get_world_size() == 1:
         assert make is not None

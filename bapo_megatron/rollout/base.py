@@ -126,8 +126,8 @@ class Rollouts(Protocol):
         """Weights of this version are about to be pushed."""
         ...
 
-    def evaluate(self, version: int) -> dict[str, float]:
-        """Metrics of the weights that were just pushed, on prompts of their own."""
+    def evaluate(self, version: int) -> dict[str, float] | None:
+        """Metrics of the weights that were just pushed, on prompts of their own; None as `next_batch`."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:

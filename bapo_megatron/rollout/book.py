@@ -98,9 +98,11 @@ class RolloutBook:
             trajectories=tuple(replace(t, reward=float(r)) for t, r in zip(group.trajectories, rewards, strict=True)),
         )
 
-    def settle(self, judged: Group, drop: str | None = None) -> None:
-        """A judged group waits to be trained, or leaves for the reason `drop`."""
+    def settle(self, judged: Group, version: int, drop: str | None = None) -> None:
+        """A judged group waits to be trained, or leaves: for the reason `drop`, or since it is too old at `version`."""
         del self._active[judged.prompt.prompt_id]
+        if self.bound.is_stale(judged, version):
+            drop = "stale"
         if drop is None:
             self._finished.append(judged)
         else:
@@ -119,19 +121,22 @@ class RolloutBook:
         return chosen
 
     def drop_stale(self, version: int) -> None:
-        """Drop what can no longer be trained within the bound: nothing, unless the bound was lowered between runs."""
+        """Drop what can no longer be trained within the bound: nothing, unless the bound was lowered between runs.
+
+        Groups with a request under way, and complete ones, whose verdict may be under way, are left to `settle`.
+        """
         for group in [g for g in self._finished if self.bound.is_stale(g, version)]:
             self._finished.remove(group)
             self._drop(group, "stale")
         for group in [g for g in self._active.values() if self.bound.is_stale(g, version)]:
-            if not any(self.ledger.is_running(t.sample_id) for t in group.trajectories):
+            if not (is_complete(group) or any(self.ledger.is_running(t.sample_id) for t in group.trajectories)):
                 del self._active[group.prompt.prompt_id]
                 self._num_unfinished -= sum(t.finish_reason is None for t in group.trajectories)
                 self._drop(group, "stale")
 
     def is_urgent(self, trajectory: Trajectory, version: int) -> bool:
         """Its group must be trained in the step that begins at `version`, or never."""
-        return self.bound.slack_of(self._active[trajectory.prompt.prompt_id], version) <= 0
+        return self.bound.slack_of(self._active[trajectory.prompt.prompt_id], version) == 0
 
     def buffered(self) -> Iterator[Trajectory]:
         """Every response that is here: partial, waiting, or finished and not yet taken."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,8 @@ from bapo_megatron.monitor.heartbeat import HEARTBEAT
 from bapo_megatron.rollout.base import Engine, GenerateRequest, GenerateResult
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.types import Segment, Trajectory
+
+log = logging.getLogger(__name__)
 
 Accept = Callable[[Trajectory], None]
 """Takes a response that has grown. Called at once for each, so that a cancelled wait loses nothing that came back."""
@@ -31,6 +34,7 @@ class DispatchStats:
     num_tokens: int = 0  # sampled and believed
     num_retries: int = 0  # requests that were repeated
     errors: list[str] = field(default_factory=list)  # why
+    told: set[tuple[str, str]] = field(default_factory=set)  # url and complaint, of those that were logged
 
 
 class Dispatcher:
@@ -54,6 +58,11 @@ class Dispatcher:
         stats, self._stats = self._stats, DispatchStats()
         return stats
 
+    def fence(self, engine: Engine, reason: str) -> None:
+        """It fails in what it is asked for. A late failure says nothing new of one that is fenced, or back, by now."""
+        if self.pool.is_live(engine):
+            self.pool.fence(engine, reason)
+
     async def abort_open(self) -> None:
         """End every request that is under way; each returns with what it has. One that is on its way may be missed."""
 
@@ -61,7 +70,7 @@ class Dispatcher:
             try:
                 await engine.abort(rid)
             except EngineError as failure:
-                self.pool.fence(engine, str(failure))
+                self.fence(engine, str(failure))
 
         live = self.pool.live()
         by_router = self._config.router_url is not None  # which chose the server
@@ -94,18 +103,17 @@ class Dispatcher:
             RequestRefusedError: the engine is well, but refuses the request.
             EngineError: another trainer is updating this engine.
         """
-        remaining = list(trajectories)
+        remaining, problem = list(trajectories), None
         for attempt in range(self._config.max_retries + 1):
-            if attempt:
-                self._stats.num_retries += len(remaining)
+            if problem is not None:
+                self._count_retries(len(remaining), engine, problem)
                 await asyncio.sleep(min(0.1 * 2**attempt, 2.0))
             remaining, problem = await self._attempt(remaining, engine, step, accept)
             if problem is None:
                 self.pool.replied(engine)
             if problem is None or not self.pool.is_live(engine):
                 return
-            self._stats.errors.append(problem)
-        self.pool.fence(engine, f"{problem} (gave up after {self._config.max_retries + 1} attempts)")
+        self.fence(engine, f"{problem} (gave up after {self._config.max_retries + 1} attempts)")
 
     async def _attempt(
         self, trajectories: list[Trajectory], engine: Engine, step: int, accept: Accept
@@ -139,12 +147,21 @@ class Dispatcher:
                     f"{engine.url}, request {result.rid}: tokens of weight version {outdated}, but version "
                     f"{oldest_version} was sent there; was it restarted?"
                 )
-                self.pool.fence(engine, problem)
+                self.fence(engine, problem)
             else:
                 self._check_newest(engine, result)
                 self._stats.num_tokens += len(result.token_ids)
                 accept(_grown(trajectory, result, step, self._config.max_response_tokens))
         return failed, problem
+
+    def _count_retries(self, num: int, engine: Engine, problem: str) -> None:
+        """Requests are repeated: log why, once for all that fail alike until the stats are taken."""
+        self._stats.num_retries += num
+        self._stats.errors.append(problem)
+        complaint = (engine.url, problem.partition(": ")[2] or problem)  # without the request that it is about
+        if complaint not in self._stats.told:
+            self._stats.told.add(complaint)
+            log.warning("a request is repeated: %s", problem)
 
     def _request(self, trajectory: Trajectory, rid: str) -> GenerateRequest:
         room = self._config.max_response_tokens - trajectory.num_response_tokens

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import EngineError
+from bapo_megatron.errors import EngineError, NoEngineLeftError
 from bapo_megatron.rollout.dispatch import Dispatcher
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.scheduler import Score
@@ -31,6 +31,10 @@ class Evaluator:
         """`score` may block: it is called in a thread."""
         self._pool = pool
         self._score = score
+        self.num_answers = 0  # a sign of progress
+        self._responses: dict[str, Trajectory] = {}  # by sample, of the evaluation under way
+        self._unfinished_version: int | None = None  # its weights
+        self._startup_timeout_s = config.rollout.startup_timeout_s
         whole = config.rollout.model_copy(update={"temperature": config.eval.temperature, "tokens_per_round": None})
         self._dispatcher = Dispatcher(whole, pool, stop_token_ids=stop_token_ids, run_seed=config.run.seed)
         self._empty = [
@@ -39,32 +43,53 @@ class Evaluator:
             for i in range(config.eval.samples_per_prompt)
         ]
 
-    async def run(self, version: int) -> dict[str, float]:
-        """Metrics of the weights of `version`, which every live engine holds. Raises as `sample`."""
-        return eval_metrics(await self.sample(version))
+    @property
+    def num_samples(self) -> int:
+        """Responses that are judged, at once."""
+        return len(self._empty)
+
+    async def run(self, version: int) -> dict[str, float] | None:
+        """Metrics of the weights of `version`, which every live engine holds.
+
+        None where all live engines are gone but one is back: push these weights again, and the evaluation goes on.
+
+        Raises:
+            EngineError: no engine comes back in time, or responses are aborted time and again.
+        """
+        try:
+            return eval_metrics(await self.sample(version))
+        except NoEngineLeftError:
+            await self._pool.until_one_is_back(self._startup_timeout_s)
+            return None
 
     async def sample(self, version: int) -> list[Trajectory]:
         """Judged responses of the weights of `version`; -1 for those that the engines started with.
 
         Raises:
-            EngineError: no engine is left to ask.
+            NoEngineLeftError: nobody is left to ask. The next call for this version keeps what was answered.
+            EngineError: responses are aborted time and again.
         """
         self._dispatcher.version = self._dispatcher.newest_version = version
-        responses = {t.sample_id: t for t in self._empty}
+        self._dispatcher.take_stats()
+        if version != self._unfinished_version:
+            self._responses = {t.sample_id: t for t in self._empty}
+        self._unfinished_version = version
+        responses = self._responses
 
         def accept(trajectory: Trajectory) -> None:
             responses[trajectory.sample_id] = trajectory
+            self.num_answers += 1
 
         for _ in range(_MAX_ROUNDS):  # one, unless requests are aborted or engines fail
             unfinished = [t for t in responses.values() if t.finish_reason is None]
             if not unfinished:
                 break
             if not self._pool.live():
-                raise EngineError(f"no rollout engine is left for the evaluation: {self._pool.describe()}")
+                raise NoEngineLeftError(f"no rollout engine is left for the evaluation: {self._pool.describe()}")
             await self._dispatcher.grow_together(unfinished, 0, accept)
         else:
             raise EngineError(f"responses of the evaluation were aborted {_MAX_ROUNDS} times in a row; by whom?")
-        samples = list(responses.values())
+        samples, self._unfinished_version = list(responses.values()), None
         rewards = await asyncio.to_thread(self._score, samples)
         return [replace(t, reward=float(r)) for t, r in zip(samples, rewards, strict=True)]
 

@@ -9,7 +9,7 @@ import asyncio
 import concurrent.futures
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,20 +48,31 @@ class LoopThread:
         """Start it and return at once."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str = "the rollout engines") -> T:
+    def run(
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        timeout_s: float,
+        what: str = "the rollout engines",
+        progress: Callable[[], tuple[int, ...]] = tuple,
+    ) -> T:
         """The coroutine's result.
 
+        Args:
+            timeout_s: for all of it, where it shows no `progress`; else for nothing to change in it.
+            what: who is waited for.
+            progress: counts that change while it goes on; asked every `timeout_s`.
+
         Raises:
-            EngineError: nothing came back within `timeout_s`; `what` names who was waited for.
+            EngineError: nothing came back, and nothing changed, within `timeout_s`.
         """
-        future = self.submit(coroutine)
-        try:
-            return future.result(timeout_s)
-        except concurrent.futures.TimeoutError:
-            if future.done():
-                raise  # the coroutine's own time-out, not this deadline
-            future.cancel()
-            raise EngineError(f"waited {timeout_s:.0f} s for {what}: no answer") from None
+        future, seen = self.submit(coroutine), progress()
+        while not concurrent.futures.wait([future], timeout_s).done:
+            if (now := progress()) == seen:
+                future.cancel()
+                sign = "progress" if seen else "answer"
+                raise EngineError(f"waited {timeout_s:g} s for {what}: no {sign}")
+            seen = now
+        return future.result()
 
     def close(self) -> None:
         HEARTBEAT.loops.pop("rollout", None)
@@ -142,13 +153,10 @@ class RolloutManager:
         Returns None where all live engines are gone but one is back: it needs the weights pushed again.
 
         Raises:
-            EngineError: the engines failed, or sampling outlasted every request deadline it could have met.
+            EngineError: the engines failed, or no token and no verdict came in for longer than any of them may take.
         """
-        # One step may take several rounds, each with its retries; past this, something hangs.
-        r = self.config.rollout
-        rounds = 2 + r.max_response_tokens // (r.tokens_per_round or 10**9)
-        deadline_s = r.request_timeout_s * (r.max_retries + 1) * rounds * 2 + r.startup_timeout_s
-        groups, stats = self.loop.run(self.scheduler.take(step, version), deadline_s, f"the rollouts of step {step}")
+        taking = self.scheduler.take(step, version)
+        groups, stats = self.loop.run(taking, self._patience_s(), f"the rollouts of step {step}", self._progress)
         if groups is None:
             return None
         now_s = time.monotonic()
@@ -156,16 +164,22 @@ class RolloutManager:
         self._last_batch_s = now_s
         return self._builder.build(groups, metrics), groups
 
-    def evaluate(self, version: int) -> dict[str, float]:
+    def evaluate(self, version: int) -> dict[str, float] | None:
         """Metrics of the weights of `version`, which were just pushed; nothing without eval.interval_steps.
 
+        Returns None as `next_batch` does, and goes on where it was when it is asked again.
+
         Raises:
-            EngineError: no engine is left, or its deadline passed.
+            EngineError: as `next_batch`.
         """
-        if self._evaluator is None:
+        if (evaluator := self._evaluator) is None or (scorer := self._eval_scorer) is None:
             return {}
-        deadline_s = self.config.rollout.request_timeout_s * (self.config.rollout.max_retries + 2)
-        return self.loop.run(self._evaluator.run(version), deadline_s, "the evaluation")
+
+        def progress() -> tuple[int, ...]:  # of the evaluation alone: with overlap, training samples beside it
+            return evaluator.num_answers, scorer.num_judged, self.pool.num_fenced
+
+        patience_s = self._patience_s(evaluator.num_samples)
+        return self.loop.run(evaluator.run(version), patience_s, "the evaluation", progress)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON value; taken between two events of the loop, since sampling may be going on."""
@@ -182,7 +196,7 @@ class RolloutManager:
 
     def close(self) -> None:
         """Stop sampling; let go of connections and workers."""
-        self.loop.run(self.scheduler.close(), self.config.rollout.request_timeout_s + 60.0, "sampling to stop")
+        self.loop.run(self.scheduler.close(), self._patience_s(), "sampling to stop", self._progress)
         for watch in self._watches:
             watch.cancel()
         for engine in self.engines:
@@ -191,6 +205,20 @@ class RolloutManager:
             if scorer is not None:
                 scorer.close()
         self.loop.close()
+
+    def _patience_s(self, num_judged_at_once: int | None = None) -> float:
+        """The longest time without progress of engines and judges that keep their deadlines; past it, something hangs.
+
+        A request fails with all its repetitions, an engine comes back, the responses that are judged at once (those of
+        a group, unless told otherwise) are judged one by one, each of them twice.
+        """
+        r = self.config.rollout
+        judging_s = 2 * self.config.reward.timeout_s * (num_judged_at_once or r.samples_per_prompt)
+        return r.request_timeout_s * (r.max_retries + 1) + r.startup_timeout_s + judging_s
+
+    def _progress(self) -> tuple[int, ...]:
+        """What grows while sampling goes on: tokens, verdicts, and engines that are given up with their requests."""
+        return self.scheduler.ledger.num_tokens["generated"], self._scorer.num_judged, self.pool.num_fenced
 
     def _judge_with(self, scorer: RewardScorer) -> Score:
         def score(trajectories: Sequence[Trajectory]) -> list[float]:

@@ -15,12 +15,14 @@ import threading
 from collections.abc import Sequence
 from typing import Literal
 
+from bapo_megatron.errors import EngineError
 from bapo_megatron.rollout.base import Engine
 
 Status = Literal["live", "fenced", "back", "lost"]
 
 _MAX_FAILURES = 3  # times in a row that an engine may be fenced without one good reply in between
 _PROBE_INTERVAL_S = 1.0
+_POLL_S = 0.2
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ class EnginePool:
     def fence(self, engine: Engine, reason: str) -> None:
         """Ask it for nothing more until a push has verified its weights. Safe to call again."""
         with self._lock:
-            if self._status[engine.url] == "live":
+            if self._status[engine.url] in ("live", "back"):  # also one that no push can bring in
                 self.num_fenced += 1
                 log.warning("%s is fenced off: %s", engine.url, reason)
                 self._num_failures[engine.url] += 1
@@ -93,6 +95,20 @@ class EnginePool:
                         if self._status[engine.url] == "fenced":
                             self._status[engine.url] = "back"
             await asyncio.sleep(_PROBE_INTERVAL_S)
+
+    async def until_one_is_back(self, timeout_s: float) -> None:
+        """Wait for a fenced engine to be healthy again; somebody has to `watch`.
+
+        Raises:
+            EngineError: none is expected back, or none came within `timeout_s`; says of each engine why it is missing.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while not self.back():
+            if self.is_hopeless() or loop.time() > deadline:
+                waited = "" if self.is_hopeless() else f" after {timeout_s:g} s"
+                raise EngineError(f"no rollout engine is left{waited}: {self.describe()}")
+            await asyncio.sleep(_POLL_S)
 
     def _with_status(self, status: Status) -> list[Engine]:
         with self._lock:

@@ -12,6 +12,7 @@ either of them a `Stream` keeps every slot busy. What is not taken now is kept f
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,10 +37,10 @@ DropReason = Callable[[Group], str | None]
 
 @dataclass(slots=True)
 class RolloutStats:
-    """What one call of `take` did."""
+    """What one step's groups took: all that was done since `take` returned those of the step before."""
 
     num_rounds: int = 0
-    num_tokens: int = 0  # sampled since the last call
+    num_tokens: int = 0  # sampled
     num_retries: int = 0
     num_stale_groups: int = 0
     num_dropped_groups: int = 0  # judged, but not worth training
@@ -75,7 +76,8 @@ class Scheduler:
         self._dispatcher = Dispatcher(config, pool, stop_token_ids=stop_token_ids, run_seed=seed)
         self._stream = Stream(config, self.book, self._dispatcher, self._judge)
         self._updates_per_step = updates_per_step
-        self._num_rounds = 0
+        self._num_rounds = 0  # since the last stats, as `_dispatcher` counts, too
+        self._num_dropped_before: Counter[str] = Counter()  # groups by reason, until the last stats
         self._num_dropped_in_a_row = 0
 
     @property
@@ -93,29 +95,18 @@ class Scheduler:
     async def take(self, step: int, version: int) -> tuple[list[Group] | None, RolloutStats]:
         """The groups of one step, finished and judged; every live engine holds weights of `version`.
 
-        None instead of groups asks for a push of the same weights: all live engines are gone, but one is back.
+        None instead of groups asks for a push of the same weights: all live engines are gone, but one is back. What was
+        done until then is in the stats of the call that returns the groups.
 
         Raises:
             EngineError: no engine is left, none comes back in time, or they return no tokens at all.
         """
         self.expect(version)
         self._dispatcher.version = version
-        dropped_before = self.book.num_dropped.copy()
-        self._num_rounds = 0
         self.book.drop_stale(version)
         is_streaming = self.config.overlap or self.config.abort_tail
         groups = await (self._take_from_stream(step, version) if is_streaming else self._take_rounds(step, version))
-        done = self._dispatcher.take_stats()
-        dropped = self.book.num_dropped - dropped_before
-        return groups, RolloutStats(
-            num_rounds=self._num_rounds,
-            num_tokens=done.num_tokens,
-            num_retries=done.num_retries,
-            num_stale_groups=dropped["stale"],
-            num_dropped_groups=dropped.total() - dropped["stale"],
-            num_fenced=self.pool.num_fenced,
-            errors=done.errors,
-        )
+        return groups, RolloutStats() if groups is None else self._take_stats()
 
     async def close(self) -> None:
         """Stop what is being sampled; responses keep what they have."""
@@ -137,7 +128,7 @@ class Scheduler:
             if (groups := self.book.choose(version)) is not None:
                 return groups
             if not self.pool.live():
-                await self._until_one_is_back()
+                await self.pool.until_one_is_back(self.config.startup_timeout_s)
                 return None
             self.book.admit(version, version)
             num_idle = 0 if await self._run_round(step) else num_idle + 1
@@ -174,7 +165,7 @@ class Scheduler:
         self._stream.start(step, version)
         while (groups := self.book.choose(version)) is None:
             if not self.pool.live():
-                await self._until_one_is_back()
+                await self.pool.until_one_is_back(self.config.startup_timeout_s)
                 return None
             await self._stream.wait(_POLL_S)
         if self.config.overlap:
@@ -188,30 +179,30 @@ class Scheduler:
 
     # both
 
+    def _take_stats(self) -> RolloutStats:
+        done, num_rounds, self._num_rounds = self._dispatcher.take_stats(), self._num_rounds, 0
+        dropped = self.book.num_dropped - self._num_dropped_before
+        self._num_dropped_before = self.book.num_dropped.copy()
+        return RolloutStats(
+            num_rounds=num_rounds,
+            num_tokens=done.num_tokens,
+            num_retries=done.num_retries,
+            num_stale_groups=dropped["stale"],
+            num_dropped_groups=dropped.total() - dropped["stale"],
+            num_fenced=self.pool.num_fenced,
+            errors=done.errors,
+        )
+
     async def _rewards(self, group: Group) -> Sequence[float]:
         return await asyncio.to_thread(self._score, group.trajectories)
 
     def _settle(self, group: Group, rewards: Sequence[float]) -> None:
         judged = self.book.judged(group, rewards)
         reason = self._drop_reason(judged)
-        self.book.settle(judged, reason)
+        self.book.settle(judged, self._dispatcher.version, reason)
         self._num_dropped_in_a_row = self._num_dropped_in_a_row + 1 if reason else 0
         if self._num_dropped_in_a_row >= _MAX_DROPPED_STEPS * self.config.prompts_per_step:
             raise UserError(
                 f"{self._num_dropped_in_a_row} groups in a row were dropped ({reason}): the prompts are far too easy "
                 'or too hard for this policy; choose others, or set rollout.zero_variance="keep"'
             )
-
-    async def _until_one_is_back(self) -> None:
-        """Wait for a fenced engine to be healthy again.
-
-        Raises:
-            EngineError: says of each engine why it is missing.
-        """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.config.startup_timeout_s
-        while not self.pool.back():
-            if self.pool.is_hopeless() or loop.time() > deadline:
-                waited = "" if self.pool.is_hopeless() else f" after {self.config.startup_timeout_s:g} s"
-                raise EngineError(f"no rollout engine is left{waited}: {self.pool.describe()}")
-            await asyncio.sleep(_POLL_S)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,9 @@ from bapo_megatron.buffer.share import share_batch, share_metrics
 from bapo_megatron.config.schema import Config
 from bapo_megatron.rollout.base import Rollouts
 from bapo_megatron.types import Batch, Group
+
+Push = Callable[[], Mapping[str, float]]
+"""Hands the learner's weights to every engine that is there. Collective."""
 
 
 class SharedRollouts:
@@ -22,18 +25,25 @@ class SharedRollouts:
         self._keep = keep
         self._sign_of_life_s = config.parallel.timeout_s / 4
 
-    def next_batch(self, step: int, version: int) -> Batch | None:
-        """The batch of one step, sampled with weights of `version` or older; None asks for a push of these weights."""
-        make = partial(self._make, self._first, step, version) if self._first else None
-        return share_batch(make, sign_of_life_s=self._sign_of_life_s)
+    def next_batch(self, step: int, version: int, push: Push) -> Batch:
+        """The batch of one step, sampled with weights of `version` or older.
 
-    def evaluate(self, num_done: int, version: int) -> dict[str, float]:
+        `push`, here and below, is called when the last engine has failed and one came back, without these weights.
+        """
+        make = partial(self._make, self._first, step, version) if self._first else None
+        while (batch := share_batch(make, sign_of_life_s=self._sign_of_life_s)) is None:
+            push()
+        return batch
+
+    def evaluate(self, num_done: int, version: int, push: Push) -> dict[str, float]:
         """Metrics of the weights that were just pushed; nothing where no evaluation is due after `num_done` steps."""
         interval = self._config.eval.interval_steps
         if interval is None or (num_done % interval and num_done != self._config.train.num_steps):
             return {}
         ask = partial(self._first.evaluate, version) if self._first else None
-        return share_metrics(ask, sign_of_life_s=self._sign_of_life_s)
+        while (metrics := share_metrics(ask, sign_of_life_s=self._sign_of_life_s)) is None:
+            push()
+        return metrics
 
     def expect(self, version: int) -> None:
         """Weights of this version are about to be pushed."""

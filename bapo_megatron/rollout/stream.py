@@ -89,7 +89,7 @@ class Stream:
                 await asyncio.wait(tasks, timeout=_ABORT_AGAIN_S)
         for task, engine in list(self._requests.values()):
             reason = f"{engine.url}: requests did not end within {self._config.request_timeout_s:g} s of their abort"
-            self._dispatcher.pool.fence(engine, reason)
+            self._dispatcher.fence(engine, reason)
             task.cancel()
         leftover = [task for task, _ in self._requests.values()] + list(self._verdicts.values())
         if leftover:

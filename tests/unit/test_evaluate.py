@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import EngineError
+from bapo_megatron.errors import EngineError, NoEngineLeftError
+from bapo_megatron.rollout.base import GenerateRequest, GenerateResult
 from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.types import Prompt, Segment, Trajectory
@@ -59,8 +60,45 @@ def test_a_failing_engine_leaves_its_part_to_the_others_and_aborts_are_made_good
 def test_no_engine_left_is_an_error() -> None:
     engine = ScriptedEngine()
     engine.failures = 9
-    with pytest.raises(EngineError, match="no rollout engine is left for the evaluation: http://scripted is fenced"):
-        asyncio.run(evaluator(engine).run(0))
+    asked = evaluator(engine, startup_timeout_s=0.1)
+    with pytest.raises(NoEngineLeftError, match="is left for the evaluation: http://scripted is fenced"):
+        asyncio.run(asked.sample(0))
+    with pytest.raises(EngineError, match=r"no rollout engine is left after 0\.1 s: http://scripted is fenced"):
+        asyncio.run(asked.run(0))
+
+
+def test_when_the_last_engine_is_back_the_evaluation_asks_for_a_push_and_goes_on_where_it_was() -> None:
+    class FailsOnce(ScriptedEngine):
+        def __init__(self, url: str, call: int) -> None:
+            super().__init__(url=url)
+            self.calls_left = call
+
+        async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
+            self.calls_left -= 1
+            if self.calls_left == 0:
+                raise EngineError(f"{self.url}: connection refused")
+            return await super().generate_many(requests)
+
+    whole: list[Trajectory] = []
+    judged: list[Trajectory] = []
+    asyncio.run(evaluator(ScriptedEngine(), judged=whole).run(0))
+    first, second = FailsOnce("http://first", call=2), FailsOnce("http://second", call=1)
+    asked = evaluator(first, second, judged=judged, startup_timeout_s=60)
+
+    async def run() -> None:
+        watch = asyncio.create_task(asked._pool.watch())
+        assert await asked.run(0) is None, "the second failed, and the first in taking over"
+        assert not judged
+        for engine in (first, second):
+            asked._pool.admit(engine)  # type: ignore[arg-type]
+        assert (await asked.run(0) or {})["eval/num_samples"] == 10
+        watch.cancel()
+
+    asyncio.run(run())
+    assert {t.sample_id: t.response_ids for t in judged} == {t.sample_id: t.response_ids for t in whole}
+    assert len(first.requests) + len(second.requests) == 10, "what was answered is not asked again"
+    asyncio.run(asked.run(0))
+    assert len(first.requests) + len(second.requests) == 20, "a new evaluation begins anew"
 
 
 def test_metrics_by_hand() -> None:

@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.errors import EngineError, RequestRefusedError, UserError
 from bapo_megatron.rollout.base import GenerateRequest, GenerateResult, VersionSpan
+from bapo_megatron.rollout.book import RolloutBook
 from bapo_megatron.rollout.dispatch import sample_seed
 from bapo_megatron.rollout.pool import EnginePool
-from bapo_megatron.rollout.scheduler import Scheduler
-from bapo_megatron.types import Group, Prompt, Trajectory
+from bapo_megatron.rollout.scheduler import RolloutStats, Scheduler
+from bapo_megatron.rollout.staleness import StalenessBound
+from bapo_megatron.types import Group, Prompt, Segment, Trajectory
 
 STOP = 9
 
@@ -164,6 +166,24 @@ def test_a_failed_request_is_repeated_then_loud_and_nothing_is_lost() -> None:
     assert [g.prompt.prompt_id for g in groups] == [2, 3]
 
 
+def test_why_requests_are_repeated_is_logged_once_for_all_that_fail_alike(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(ScriptedEngine):
+        async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
+            if not self.failures:
+                return await super().generate_many(requests)
+            self.failures -= 1
+            status = 503 if self.failures == 2 else 500
+            raise EngineError(f"{self.url}/generate, request {requests[0].rid}: HTTP {status}: no")
+
+    engine = Failing()
+    scheduler = make(engine, max_retries=3)
+    engine.failures = 3
+    _, stats = asyncio.run(scheduler.take(0, 0))
+    assert len(stats.errors) == 3
+    where = "a request is repeated: http://scripted/generate, request 0.0-s0"
+    assert caplog.messages == [f"{where}c0: HTTP 503: no", f"{where}c1: HTTP 500: no"]
+
+
 def test_a_failing_engine_is_fenced_and_the_others_take_over() -> None:
     good, bad = ScriptedEngine(url="http://good"), ScriptedEngine(url="http://bad")
     bad.failures = 100
@@ -183,12 +203,15 @@ def test_an_engine_that_is_back_gets_weights_before_it_is_asked() -> None:
 
     async def run() -> list[Group] | None:
         watch = asyncio.create_task(scheduler.pool.watch())
-        groups, _ = await scheduler.take(0, 0)
+        groups, stats = await scheduler.take(0, 0)
+        assert stats == RolloutStats()
         assert groups is None, "the only engine failed, and is healthy again: the trainer has to push"
         assert not engine.requests
         scheduler.pool.admit(engine)  # type: ignore[arg-type]
-        groups, _ = await scheduler.take(0, 0)
+        groups, stats = await scheduler.take(0, 0)
         watch.cancel()
+        assert (stats.num_retries, stats.num_rounds, stats.num_fenced) == (6, 2, 1), "the faults are this batch's"
+        assert len(stats.errors) == 1
         return groups
 
     groups = asyncio.run(run())
@@ -278,6 +301,28 @@ def test_stale_groups_are_dropped_and_counted() -> None:
     assert stats.num_stale_groups == 6
     assert min(v for g in groups for t in g.trajectories for v in t.versions) == 3
     assert after.ledger.dropped == {"stale": 18}
+
+
+def test_the_bound_holds_for_groups_that_are_running_or_being_judged_when_they_become_stale() -> None:
+    bound = StalenessBound(max_age=0, updates_per_step=1, groups_per_step=2)
+    book = RolloutBook(RolloutConfig(prompts_per_step=2, samples_per_prompt=1), CountingPrompts(), bound)
+    being_judged, running = book.admit(0, 0)
+    for response, reason in ((being_judged, "stop"), (running, None)):
+        book.start(response)
+        if reason:
+            book.grow(response.extended([Segment(0, 0, (5,), (-1.0,))], reason))  # type: ignore[arg-type]
+    (complete,) = book.complete()
+    book.drop_stale(1)
+    assert not book.num_dropped, "neither may leave now: its request, or its verdict, would find it gone"
+    book.settle(book.judged(complete, [1.0]), 1)
+    assert book.num_dropped == {"stale": 1}
+    book.grow(running.extended([Segment(0, 0, (6, 7), (-1.0, -1.0))], "length"))
+    assert not book.is_urgent(running, 1), "no hurry: it is too late"
+    (complete,) = book.complete()
+    book.settle(book.judged(complete, [1.0]), 1)
+    assert book.num_dropped == {"stale": 2}
+    book.ledger.check(book.buffered())
+    assert book.ledger.num_tokens == {"generated": 3, "dropped": 3}
 
 
 def test_a_restored_scheduler_goes_on_exactly() -> None:

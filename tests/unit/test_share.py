@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from bapo_megatron.buffer import share
+from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import EngineError, UserError
-from bapo_megatron.types import Batch
+from bapo_megatron.rollout.shared import SharedRollouts
+from bapo_megatron.types import Batch, Group
 from tests.distributed import run_distributed
 
 
@@ -42,6 +46,43 @@ def on_every_rank(rank: int, world_size: int) -> None:
     assert got.metrics == expected.metrics
     with pytest.raises(UserError, match="http://engine:1 is gone"):
         share.share_batch(fail if is_first else None, sign_of_life_s=0.1)
+
+
+class Interrupted:
+    """Rollouts whose last engine fails twice in everything."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def next_batch(self, step: int, version: int) -> tuple[Batch, list[Group]] | None:
+        self.num_asked += 1
+        return (make(), []) if self.num_asked % 3 == 0 else None
+
+    def evaluate(self, version: int) -> dict[str, float] | None:
+        self.num_asked += 1
+        return {"eval/reward": 0.5} if self.num_asked % 3 == 0 else None
+
+
+def pushes_on_every_rank(rank: int, world_size: int) -> None:
+    config = Config.model_validate({"eval": {"interval_steps": 2}})
+    pushed: list[int] = []
+
+    def push() -> dict[str, float]:
+        dist.barrier()
+        pushed.append(rank)
+        return {}
+
+    first: Any = Interrupted() if rank == 0 else None
+    rollouts = SharedRollouts(config, first, lambda *_: None)
+    assert rollouts.next_batch(0, 1, push).metrics == {"reward/mean": 0.1}
+    assert pushed == [rank] * 2
+    assert rollouts.evaluate(2, 1, push) == {"eval/reward": 0.5}
+    assert pushed == [rank] * 4
+    assert rollouts.evaluate(3, 1, push) == {}, "none is due"
+
+
+def test_every_rank_pushes_until_the_batch_or_the_evaluation_is_there() -> None:
+    run_distributed(pushes_on_every_rank, 2)
 
 
 def flags_on_every_rank(rank: int, world_size: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -280,6 +281,70 @@ def test_state_saved_while_sampling_goes_on_loses_and_repeats_nothing() -> None:
         return trained
 
     check(second, head + asyncio.run(rest()))
+
+
+@pytest.mark.parametrize("judge_s", [0.0, 0.05])
+def test_a_bound_that_is_lowered_between_runs_holds_from_then_on(judge_s: float) -> None:
+    """What becomes stale while it is sampled or judged is dropped, and counted in the batch that comes next."""
+    options = {**OPTIONS, "overlap": True, "samples_per_prompt": 2, "groups_in_flight": 12, "tokens_per_round": 6}
+    engine = TimedEngine()
+    first = make(engine, max_staleness=12, **options)
+    head = asyncio.run(train(first, [engine], num_steps=4, updates=1))
+    second = make(engine, max_staleness=2, **options)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    score = second._score
+
+    def judge(trajectories: Sequence[Trajectory]) -> Sequence[float]:
+        time.sleep(judge_s)
+        return score(trajectories)
+
+    second._score = judge
+    num_stale = 0
+
+    async def rest() -> list[list[Group]]:
+        nonlocal num_stale
+        batches = []
+        for step in range(4, 12):
+            groups, stats = await second.take(step, step)
+            assert groups is not None
+            batches.append(groups)
+            num_stale += stats.num_stale_groups
+            await asyncio.sleep(0.004)
+            second.expect(step + 1)
+            engine.version = step + 1
+        await second.close()
+        return batches
+
+    tail = asyncio.run(rest())
+    for step, groups in enumerate(tail, start=4):
+        assert max(step - v for g in groups for t in g.trajectories for v in t.versions) <= 2
+    check(second, [])
+    assert {t.sample_id for g in [g for b in head for g in b] for t in g.trajectories}.isdisjoint(
+        t.sample_id for b in tail for g in b for t in g.trajectories
+    )
+    assert 0 < num_stale == second.book.num_dropped["stale"]
+
+
+def test_groups_dropped_while_the_trainer_trains_are_counted_in_the_next_batch() -> None:
+    engine = TimedEngine()
+    scheduler = make(
+        engine,
+        drop_reason=lambda group: "zero_variance" if group.prompt.prompt_id % 2 else None,
+        **{**OPTIONS, "overlap": True, "max_staleness": 12, "groups_in_flight": 16},
+    )
+
+    async def run() -> list[int]:
+        counts = []
+        for step in range(4):
+            groups, stats = await scheduler.take(step, 0)
+            assert groups is not None
+            counts.append(stats.num_dropped_groups)
+            assert sum(counts) == scheduler.book.num_dropped["zero_variance"]
+            await asyncio.sleep(0.1)
+        await scheduler.close()
+        return counts
+
+    assert sum(asyncio.run(run())) > 0
 
 
 @settings(max_examples=40, deadline=None)

@@ -378,6 +378,31 @@ def test_an_engine_back_with_another_model_is_fenced_before_anything_is_sent(loo
     assert other.calls.count("begin") == 1
 
 
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_an_engine_that_no_push_can_bring_in_is_given_up_and_said_so(
+    loop: LoopThread, num_engines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was started again with another model, and is healthy: a run of one engine must not push for ever."""
+    world = World(loop, num_engines)
+    world.push()
+    other = world.engines[-1]
+    other.weights["w2"] = torch.zeros(9)
+    world.pool.fence(other, "it was started again")  # type: ignore[arg-type]
+    world.pool._status[other.url] = "back"
+    world.push()
+    assert "w2" in caplog.messages[-1], "told each time"
+    assert caplog.messages[-1].startswith(f"{other.url} is fenced off")
+    world.pool._status[other.url] = "back"
+    if num_engines == 1:
+        with pytest.raises(EngineError, match=r"no rollout engine is left: http://a is lost \(.*w2"):
+            world.push()
+    else:
+        world.push()
+        world.assert_goes_on("a")
+    assert f"{other.url} is lost" in world.pool.describe()
+    assert world.pool.num_fenced == 3
+
+
 def test_a_flapping_engine_does_not_keep_a_push_from_ending(loop: LoopThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is back at once and fails in every broadcast: repeated pushes leave it out."""
     world = World(loop, 2)

@@ -1,0 +1,150 @@
+"""Who is waited for may take as long as it shows progress, and no longer than its deadline without."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import EngineError
+from bapo_megatron.rollout.manager import LoopThread, RolloutManager
+from bapo_megatron.rollout.scheduler import RolloutStats
+
+SHORT_S = 0.05
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[LoopThread]:
+    thread = LoopThread()
+    yield thread
+    thread.close()
+
+
+class Progress:
+    """Counts up each time that somebody looks, `num_steps` times."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_looks = 0
+        self.num_steps = num_steps
+
+    def look(self) -> int:
+        self.num_looks += 1
+        return min(self.num_looks, self.num_steps)
+
+    async def until_looked_at(self, num_looks: int) -> None:
+        while self.num_looks < num_looks:
+            await asyncio.sleep(0.01)
+
+
+def test_progress_extends_the_deadline_and_its_end_ends_the_wait(loop: LoopThread) -> None:
+    progress = Progress(10**6)
+    loop.run(progress.until_looked_at(6), SHORT_S, "a slow one", lambda: (progress.look(),))
+    assert progress.num_looks >= 6, "five deadlines have passed"
+
+    cancelled = []
+
+    async def forever() -> None:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            cancelled.append(True)
+
+    progress = Progress(3)
+    with pytest.raises(EngineError, match=r"waited 0.05 s for a hung one: no progress"):
+        loop.run(forever(), SHORT_S, "a hung one", lambda: (progress.look(),))
+    assert progress.num_looks == 4
+    with pytest.raises(EngineError, match=r"waited 0.05 s for a silent one: no answer"):
+        loop.run(forever(), SHORT_S, "a silent one")
+    loop.run(asyncio.sleep(0), 60)
+    assert cancelled == [True, True]
+
+
+def test_an_error_of_the_coroutine_is_its_own(loop: LoopThread) -> None:
+    async def fail() -> None:
+        raise TimeoutError("of a socket")
+
+    with pytest.raises(TimeoutError, match="of a socket"):
+        loop.run(fail(), 60)
+
+
+def manager(loop: LoopThread, take: Any, evaluate: Any, **counts: Any) -> RolloutManager:
+    """As much of one as asks for a batch or an evaluation; its longest wait without progress is below a second."""
+    made = object.__new__(RolloutManager)
+    quick = {"request_timeout_s": 2 * SHORT_S, "startup_timeout_s": SHORT_S, "max_retries": 0, "samples_per_prompt": 1}
+    made.config = Config.model_validate({"rollout": quick, "reward": {"timeout_s": SHORT_S / 2}})
+    made.loop = loop
+    still = {
+        "tokens": lambda: 0,
+        "judged": lambda: 0,
+        "fenced": lambda: 0,
+        "answers": lambda: 0,
+        "eval_judged": lambda: 0,
+    }
+    now = still | counts
+    made.pool = _Counts(num_fenced=now["fenced"])  # type: ignore[assignment]
+    made._scorer = _Counts(num_judged=now["judged"])  # type: ignore[assignment]
+    made._eval_scorer = _Counts(num_judged=now["eval_judged"])  # type: ignore[assignment]
+    made._evaluator = _Counts(num_answers=now["answers"], num_samples=lambda: 1)  # type: ignore[assignment]
+    made._evaluator.run = evaluate  # type: ignore[method-assign, union-attr]
+    made.scheduler = SimpleNamespace(take=take, ledger=SimpleNamespace(num_tokens=_Tokens(now["tokens"])))  # type: ignore
+    return made
+
+
+class _Counts:
+    """Attributes that are asked of functions."""
+
+    def __init__(self, **functions: Any) -> None:
+        self._functions = functions
+
+    def __getattr__(self, name: str) -> Any:
+        return self._functions[name]()
+
+
+class _Tokens:
+    def __init__(self, generated: Any) -> None:
+        self._generated = generated
+
+    def __getitem__(self, key: str) -> int:
+        assert key == "generated"
+        return self._generated()
+
+
+@pytest.mark.parametrize("sign", ["tokens", "judged", "fenced"])
+def test_a_batch_may_take_any_time_while_something_moves(loop: LoopThread, sign: str) -> None:
+    progress = Progress(10**6)
+
+    async def take(step: int, version: int) -> tuple[None, RolloutStats]:
+        await progress.until_looked_at(5)
+        return None, RolloutStats()
+
+    assert manager(loop, take, None, **{sign: progress.look}).next_batch(0, 0) is None
+    assert progress.num_looks >= 5
+
+
+@pytest.mark.parametrize("sign", ["answers", "eval_judged", "fenced"])
+def test_an_evaluation_may_take_any_time_while_something_of_it_moves(loop: LoopThread, sign: str) -> None:
+    progress = Progress(10**6)
+
+    async def evaluate(version: int) -> None:
+        await progress.until_looked_at(5)
+
+    assert manager(loop, None, evaluate, **{sign: progress.look}).evaluate(0) is None
+    assert progress.num_looks >= 5
+
+
+@pytest.mark.parametrize("ask", ["next_batch", "evaluate"])
+def test_what_hangs_is_named(loop: LoopThread, ask: str) -> None:
+    async def hang(*_: int) -> Any:
+        await asyncio.sleep(600)
+
+    training = itertools.count()  # with overlap, sampling for training goes on beside an evaluation
+    moving = {"tokens": training.__next__} if ask == "evaluate" else {}
+    hung = manager(loop, hang, hang, **moving)
+    who = "the evaluation" if ask == "evaluate" else "the rollouts of step 3"
+    with pytest.raises(EngineError, match=f"waited 0.2 s for {who}: no progress"):
+        hung.next_batch(3, 0) if ask == "next_batch" else hung.evaluate(0)
