@@ -119,7 +119,7 @@ def test_a_warning_is_told_of_the_task_that_brings_it() -> None:
             "rollout.engine=recorded rollout.recorded_from=x",
             "engine nodes: 0 instead of 2, engines per node: 0 instead of 1",
         ),
-        ("cluster.nodes=1", "nodes: 1 instead of 2"),
+        ("cluster.nodes=1", "nodes: 1 instead of 2, trainer nodes: 1 instead of 2"),
         ("cluster.gpu=h100", "GPUs per node: 8 instead of 0"),
         ("parallel.threads_per_rank=2", "parallel.threads_per_rank 2 instead of unset"),
         ("slurm.time_limit=01:00:00", "slurm.time_limit 01:00:00 instead of unset"),
