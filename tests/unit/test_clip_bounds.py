@@ -203,12 +203,15 @@ def test_masked_values_and_unused_logprobs_do_no_harm():
     assert counted_tokens(table) == (1, 1)
 
 
-@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("contribution", ["gradient", "surrogate"])
-@pytest.mark.parametrize("where", ["ratio", "advantages", "rollout_logprobs", "weights"])
+@pytest.mark.parametrize(
+    ("where", "advantage"),
+    [
+        *itertools.product(("ratio", "advantages", "rollout_logprobs", "weights"), (1.0, -1.0)),
+        *itertools.product(("ratio", "advantages"), (0.0,)),  # the others are not read of a token that counts nowhere
+    ],
+)
 def test_one_nan_of_a_trained_token_leaves_the_bounds_of_all_ranks_at_their_start(where, contribution, advantage):
-    if advantage == 0 and where in ("rollout_logprobs", "weights"):
-        pytest.skip("they are not read of a token that counts nowhere")
     config = ClipBoundConfig(contribution=contribution, token_weight="rollout_prob", rho0=0.99)
     values = {
         "ratio": torch.ones(3),
