@@ -45,8 +45,8 @@ class SlurmConfig(Section):
     setup: tuple[str, ...] = ()
     """Lines of bash that the job runs first on its first node, such as "module load cuda"."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Variables of all processes, such as { NCCL_IB_HCA = "mlx5" }. No place for keys such as WANDB_API_KEY: settings are
-    kept in the job's script, config.toml and report.html, and sent to W&B. sbatch hands on your own environment."""
+    """Variables of all processes, such as { NCCL_IB_HCA = "mlx5" }. No place for keys such as WANDB_API_KEY: settings
+    are kept in the job's script, config.toml and report.html, and sent to W&B. sbatch hands on your own environment."""
     interface: str | None = None
     """Network interface over which the nodes talk, such as "ib0". Unset: what the host name of a node resolves to, and
     NCCL's own choice."""

@@ -47,7 +47,7 @@ def mounts(config: Config) -> list[str]:
 
 def _absolute(path: str) -> Path:
     """Without "~" and "..". A shipped model's name becomes a path in the working folder, which is mounted anyway."""
-    return Path(os.path.abspath(Path(path).expanduser()))
+    return Path(os.path.abspath(os.path.expanduser(path)))
 
 
 def _folders_of(path: Path) -> set[Path]:

@@ -19,7 +19,7 @@ from bapo_megatron.config.plan import check
 from bapo_megatron.config.plan_slurm import check_slurm, place
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.violation import Violation
-from bapo_megatron.errors import UserError
+from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.launch.container import mounts
 from bapo_megatron.monitor.jsonl import read_jsonl
@@ -38,13 +38,13 @@ def tasks_of(config: Config) -> tuple[list[list[str]], list[Violation]]:
     for index, line in enumerate(config.slurm.sweep):
         name = f"{config.run.name}-{index}"
         try:
-            settings = [f"run.name={name}", *shlex.split(line)]
+            settings = [f"run.name={name}", *_split(line)]
             task = load_tables(tables, settings)
-        except ValueError as error:  # of shlex, or a ConfigError
+            wrong = _check(task)
+        except UserError as error:
             wrong = [Violation(message) for message in str(error).splitlines()]
         else:
             tasks.append(settings)
-            wrong = _check(task)
             if task.run.name != name:
                 wrong.append(Violation(f"the run of this task is {name}; leave run.name out"))
             if not any(v.severity == "error" for v in wrong):  # else it may have no placement
@@ -64,6 +64,13 @@ def known_step_s(config: Config) -> float | None:
         return None
     measured = [row["time/step_s"] for row in read_jsonl(metrics)[-_RECENT_STEPS:] if "time/step_s" in row]
     return statistics.median(measured) if measured else None
+
+
+def _split(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError as error:  # such as "No closing quotation"
+        raise ConfigError(str(error)) from error
 
 
 def _check(config: Config) -> list[Violation]:
