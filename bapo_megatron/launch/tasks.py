@@ -13,18 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.load import dump_config, load_tables
-from bapo_megatron.config.plan import check
 from bapo_megatron.config.plan_slurm import check_slurm, place
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.violation import Violation
 from bapo_megatron.errors import ConfigError, UserError
-from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.launch.container import mounts
 from bapo_megatron.monitor.jsonl import read_jsonl
-from bapo_megatron.preflight.known_models import known_config
-from bapo_megatron.preflight.plan import check_cluster
+from bapo_megatron.preflight.check import violations_of
 
 _RECENT_STEPS = 20
 
@@ -74,29 +70,9 @@ def _split(line: str) -> list[str]:
 
 
 def _check(config: Config) -> list[Violation]:
-    """All that can be known to be wrong with a run, on the nodes that its job asks for."""
-    cluster, found = config.cluster, []
-
-    def hf_config(path: str, setting: str) -> dict[str, Any] | None:
-        try:
-            return load_hf_config(resolve_model_path(path, setting=setting))
-        except UserError as error:
-            found.append(Violation(str(error)))
-            return None
-
-    known = known_config(config.model.path) if cluster.gpu is not None else None
-    model = known or hf_config(config.model.path, "model.path")
-    reference = config.loss.reference_path if config.loss.kl_coef else None
-    found += check(
-        config,
-        hf_config=model,
-        reference_config=hf_config(reference, "loss.reference_path") if reference else None,
-        num_gpus=cluster.nodes * cluster.gpus_per_node if cluster.gpu is not None else 0,
-    )
-    found += check_slurm(config, step_s=known_step_s(config))
-    if not any(v.severity == "error" for v in found):  # memory needs a possible layout
-        found += check_cluster(config, model)
-    return found
+    """All that can be known to be wrong with a run and with its job, each once."""
+    found = [*violations_of(config, elsewhere=True), *check_slurm(config, step_s=known_step_s(config))]
+    return list(dict.fromkeys(found))
 
 
 def _not_of_this_job(job: Config, task: Config) -> Iterator[Violation]:
