@@ -47,18 +47,28 @@ def load_config(files: Sequence[Path | str], overrides: Sequence[str] = ()) -> C
     Raises:
         ConfigError: a missing or malformed file, a malformed override, or all violations of the schema, one a line.
     """
-    merged: dict[str, Any] = {}
-    origins: Origins = {}
+    tables: list[tuple[str, dict[str, Any]]] = []
     problems: list[str] = []
     for file in files:
         try:
             path = find_config(file)
-            table = _read_toml(path)
+            tables.append((str(path), _read_toml(path)))
         except ConfigError as error:
             problems.append(str(error))
-            continue
+    return _merged(tables, overrides, problems)
+
+
+def load_tables(tables: Mapping[str, dict[str, Any]], overrides: Sequence[str] = ()) -> Config:
+    """Like `load_config`, for tables that were read already, in order, each with what to call it in errors."""
+    return _merged(list(tables.items()), overrides, [])
+
+
+def _merged(tables: Sequence[tuple[str, dict[str, Any]]], overrides: Sequence[str], problems: list[str]) -> Config:
+    merged: dict[str, Any] = {}
+    origins: Origins = {}
+    for source, table in tables:
         _put_over(merged, table)
-        origins |= dict.fromkeys(_leaves(table), str(path))
+        origins |= dict.fromkeys(_leaves(table), source)
     parsed = []
     for text in overrides:
         try:
@@ -74,16 +84,6 @@ def load_config(files: Sequence[Path | str], overrides: Sequence[str] = ()) -> C
             continue
         origins |= dict.fromkeys(_leaves(value, path_in_schema), f"override {text}")
     return _validated(merged, origins, problems)
-
-
-def load_tables(tables: Mapping[str, dict[str, Any]]) -> Config:
-    """Like `load_config`, for tables that were read already, in order, each with what to call it in errors."""
-    merged: dict[str, Any] = {}
-    origins: Origins = {}
-    for source, table in tables.items():
-        _put_over(merged, table)
-        origins |= dict.fromkeys(_leaves(table), source)
-    return _validated(merged, origins, [])
 
 
 def _validated(merged: dict[str, Any], origins: Origins, problems: list[str]) -> Config:
