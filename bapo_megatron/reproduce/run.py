@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from bapo_megatron.config.schema import Config
+from bapo_megatron.cores import num_cores
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reproduce import page
 from bapo_megatron.reproduce.checks import problems_of
@@ -101,7 +101,7 @@ def _train(missing: dict[str, Run], options: Options) -> None:
         print(f"  {counts} {run.variant}, seed {run.seed}: {seconds:.0f} s", flush=True)
 
     configs = [run.config for run in missing.values()]
-    num_jobs = options.num_jobs or os.cpu_count() or 1
+    num_jobs = options.num_jobs or num_cores()
     train_all(configs, num_jobs=num_jobs, timeout_s=options.timeout_s, tell=tell)
 
 
