@@ -12,6 +12,7 @@ error that names the file or the override it came from.
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -28,6 +29,12 @@ from bapo_megatron.errors import ConfigError
 
 UNSET = "none"
 Origins = dict[paths.Path, str]
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Configurations, and overrides, from a command line: an override has a "=" and is no file."""
+    overrides = [a for a in arguments if "=" in a and not os.path.isfile(a)]  # Path.is_file raises where it is long
+    return [a for a in arguments if a not in overrides], overrides
 
 
 def load_config(files: Sequence[Path | str], overrides: Sequence[str] = ()) -> Config:
@@ -100,13 +107,12 @@ def find_config(file: Path | str) -> Path:
     Raises:
         ConfigError: neither exists; lists the shipped names.
     """
-    path = Path(file)
-    if path.is_file():
-        return path
+    if os.path.isfile(file):
+        return Path(file)
     shipped = shipped_configs()
     if str(file) in shipped:
         return shipped[str(file)]
-    what = "is a folder" if path.is_dir() else "does not exist"
+    what = "is a folder" if os.path.isdir(file) else "does not exist"
     raise ConfigError(
         f"configuration {file} {what}; give a TOML file or a shipped configuration ({', '.join(sorted(shipped))})"
     )

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.config.load import load_config
+from bapo_megatron.config.load import load_config, split_arguments
 from bapo_megatron.config.plan import check
 from bapo_megatron.config.plan_slurm import check_placement, refuse_several_nodes
 from bapo_megatron.config.schema import Config
@@ -28,8 +27,7 @@ def load_checked(arguments: Sequence[str], *, elsewhere: bool = False, memory: b
         elsewhere: where the configuration names a cluster, check for that instead of this machine.
         memory: whether what does not fit into the cluster's GPUs is a violation.
     """
-    overrides = [a for a in arguments if "=" in a and not Path(a).is_file()]
-    config = load_config([a for a in arguments if a not in overrides], overrides)
+    config = load_config(*split_arguments(arguments))
     if not elsewhere:
         refuse_several_nodes(config)
     elsewhere = elsewhere and config.cluster.gpu is not None
