@@ -38,12 +38,12 @@ GPUS = {
 
 
 def visible_indexes(setting: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
-    """The GPUs that CUDA shows to a process: what the first entry that names none ends, and one named twice empties
-    (CUDA C++ Programming Guide, "CUDA Environment Variables"). A part of a GPU (MIG) is none.
+    """The GPUs that CUDA shows to a process: the list ends before the first entry that names none, and is empty where
+    one is named twice (CUDA C++ Programming Guide, "CUDA Environment Variables"). A part of a GPU (MIG) is none.
 
     Args:
         setting: CUDA_VISIBLE_DEVICES: indexes, or beginnings of UUIDs. None: unset, which shows all.
-        uuids: of all GPUs, such as "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6".
+        uuids: of all GPUs, in the driver's order, which is CUDA's too where all are alike.
 
     Example: visible_indexes("1,0", ["GPU-a", "GPU-b", "GPU-c"]) == (1, 0)
     """

@@ -74,9 +74,10 @@ class Probes:
         name = f"group ({self.backend})"
         missing = [i for i, result in enumerate(self.results) if "is_right" not in result]
         if missing:
-            why = self.results[missing[0]]["problem"]
+            result = self.results[missing[0]]
             where = "the network between the nodes" if is_across_nodes else "the loopback interface and its firewall"
-            return [Finding(name, "error", f"process {missing[0]} of this node: {why}", f"check {where}")]
+            advice = f"check {where}" if "torch" in result else "it did not come to messages: see torch"
+            return [Finding(name, "error", f"process {missing[0]} of this node: {result['problem']}", advice)]
         if not all(result["is_right"] for result in self.results):
             return [Finding(name, "error", "a broadcast or all-reduce gave wrong values", "do not train here")]
         first = self.results[0]

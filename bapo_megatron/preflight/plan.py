@@ -99,8 +99,8 @@ def check_cluster(config: Config, hf_config: dict[str, Any] | None, *, memory: b
 
 
 def _placement(config: Config) -> Iterator[str]:
-    """Neither a tensor-parallel group nor a server is on two machines. That those which one machine can hold are not
-    split by their neighbours is for `check_placement`, which spreads whole groups and servers over the nodes."""
+    """Whether one machine can hold a tensor-parallel group, and a server. That none is split which it can hold is for
+    `check_placement`: servers are placed whole."""
     c, r = config.cluster, config.rollout
     sizes = {"parallel.tensor": config.parallel.tensor}
     if r.engine == "sglang":
