@@ -18,6 +18,8 @@ from bapo_megatron.learner.machine import this_machine
 from bapo_megatron.preflight.known_models import known_config
 from bapo_megatron.preflight.plan import check_cluster
 
+_ENOUGH_GPUS = 1_000_000  # the number of ranks stays as it is
+
 
 def load_checked(arguments: Sequence[str], *, elsewhere: bool = False, memory: bool = True) -> Config:
     """Load, check across sections, print warnings; raises ConfigError with every violation.
@@ -63,6 +65,14 @@ def violations_of(config: Config, *, elsewhere: bool, memory: bool = True) -> li
     if not any(v.severity == "error" for v in found):  # memory needs a possible layout
         found += check_cluster(config, hf_config, memory=memory)
     return found
+
+
+def accepts_layout(config: Config, hf_config: dict[str, Any], *, on_gpus: bool) -> bool:
+    """Whether `bapo check` finds no error in a changed layout of as many ranks, memory aside."""
+    violations = check(config, hf_config=hf_config, num_gpus=_ENOUGH_GPUS if on_gpus else 0)
+    if config.cluster.nodes > 1:
+        violations += check_placement(config)
+    return not any(v.severity == "error" for v in violations)
 
 
 def _hf_config(path: str, setting: str, found: list[Violation]) -> dict[str, Any] | None:
