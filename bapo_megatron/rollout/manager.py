@@ -60,7 +60,8 @@ class LoopThread:
         Args:
             timeout_s: for all of it, where it shows no `progress`; else for nothing to change in it.
             what: who is waited for.
-            progress: counts that change while it goes on; asked every `timeout_s`.
+            progress: counts that change while it goes on; asked every `timeout_s`, so that what hangs is told after one
+                to two of these.
 
         Raises:
             EngineError: nothing came back, and nothing changed, within `timeout_s`.

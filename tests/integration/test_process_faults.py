@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -76,6 +79,50 @@ def test_a_run_that_is_ended_leaves_no_process_behind(
         wait_until(lambda: not any(map(is_running, started)), 10, f"{started} ended")
         text = (tmp_path / "output").read_text()
         assert "Traceback" not in text, text
+    finally:
+        for pid in (run.pid, *started):
+            if is_running(pid):
+                os.kill(pid, signal.SIGKILL)
+        run.wait(10)
+
+
+def is_sampling(engine: str) -> bool:
+    """Whether the engine with this command line has requests under way."""
+    port = engine.split("--port ")[1].split()[0]
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/loads", timeout=5) as reply:
+        return any(part["num_running_reqs"] for part in json.load(reply)["loads"])
+    return False
+
+
+@pytest.mark.slow
+def test_the_only_engine_killed_in_an_evaluation_costs_time_and_nothing_else(tmp_path: Path) -> None:
+    """It is started again, pushed to, and asked for the rest. The first thing that it samples is an evaluation."""
+    command = [sys.executable, "-m", "bapo_megatron", "train", "demo", f"run.dir={tmp_path}", "run.name=killed"]
+    command += ["monitor.progress=lines", "parallel.tensor=2", "train.num_steps=1"]
+    command += ["eval.interval_steps=1", "eval.num_prompts=400"]
+    with (tmp_path / "output").open("wb") as output:
+        run = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    started: dict[int, str] = {}
+    try:
+
+        def is_evaluating() -> bool:
+            with contextlib.suppress(psutil.Error):  # one that ends just now
+                started.update(descendants(run.pid))
+            engines = [args for args in started.values() if "rollout.embedded" in args]
+            return run.poll() is not None or any(map(is_sampling, engines))
+
+        wait_until(is_evaluating, 120, "the evaluation before training began")
+        assert run.poll() is None, (tmp_path / "output").read_text()
+        for pid, args in started.items():
+            if "rollout.embedded" in args:
+                os.kill(pid, signal.SIGKILL)
+        assert run.wait(180) == 0, (tmp_path / "output").read_text()
+        (log,) = (tmp_path / "killed" / "logs").rglob("trainer-0.log")
+        fenced = [line for line in log.read_text().splitlines() if "is fenced off" in line]
+        assert len(fenced) == 1
+        assert "requests from eval-" in fenced[0]
+        (row,) = map(json.loads, (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines())
+        assert row["eval/num_samples"] == 400
     finally:
         for pid in (run.pid, *started):
             if is_running(pid):
