@@ -162,7 +162,7 @@ class _Asking:
         by_prompt: dict[int, list[Answered]] = {prompt.prompt_id: [] for prompt in prompts}
         for t in samples:
             text, verdict = verdicts[t.sample_id]
-            answer = final_answer(self.kind, text) if has_answers(self.kind) else None
+            answer = final_answer(self.kind, t.prompt.answer, text) if has_answers(self.kind) else None
             answered = Answered(
                 verdict.reward, answer, t.num_response_tokens, t.finish_reason == "length", verdict.problem
             )

@@ -50,7 +50,7 @@ def _outdented(indent: str, block: str) -> str:
     first = next((line for line in lines if line.strip()), "")
     if not first.startswith(indent):  # only the fence is indented: a program begins in the first column
         return block
-    return "\n".join(line[len(os.path.commonprefix([line, indent])) :] for line in lines)
+    return "\n".join(line.removeprefix(indent) for line in lines)
 
 
 class CodeJudge:

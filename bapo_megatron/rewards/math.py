@@ -41,8 +41,8 @@ def _reference(answer: Any) -> list[Any]:
     gold = _parse_reference(_plain(answer))
     if not gold:
         raise UserError(
-            f"reward.kind = 'math': math-verify finds no number or expression in the answer {answer!r:.200}, so that no "
-            "response could be right; mend the answer, leave its prompt out, or judge by a function of your own"
+            f"reward.kind = 'math': math-verify finds no number or expression in the answer {answer!r:.200}, so that "
+            "no response could be right; mend the answer, leave its prompt out, or judge by a function of your own"
         )
     if isinstance(answer, float) and "e" in str(answer):
         for spelling in (str(answer), str(answer).replace("e+", "e")):  # a response may say 1e-07 or 1e16 too
