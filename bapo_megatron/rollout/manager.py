@@ -23,7 +23,7 @@ from bapo_megatron.rewards import RewardScorer, is_informative
 from bapo_megatron.rollout.base import Engine, EngineState
 from bapo_megatron.rollout.client import HttpEngine
 from bapo_megatron.rollout.engine_states import EngineStates
-from bapo_megatron.rollout.evaluate import Evaluator
+from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
 from bapo_megatron.rollout.metrics import batch_metrics
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.scheduler import RolloutStats, Scheduler, Score
@@ -160,12 +160,13 @@ class RolloutManager:
         """Metrics of the weights of `version`, which were just pushed; nothing without eval.interval_steps.
 
         Raises:
-            EngineError: no engine is left, or its deadline passed.
+            EngineError: no engine is left, or the deadline for its responses passed.
+            UserError: the judge says that the data is wrong.
         """
-        if self._evaluator is None:
+        if self._evaluator is None or self._eval_scorer is None:
             return {}
-        deadline_s = self.config.rollout.request_timeout_s * (self.config.rollout.max_retries + 2)
-        return self.loop.run(self._evaluator.run(version), deadline_s, "the evaluation")
+        samples = self.loop.run(self._evaluator.sample(version), self._evaluator.deadline_s, self._evaluator.what)
+        return eval_metrics(samples, self._judge_with(self._eval_scorer)(samples))
 
     def state_dict(self) -> dict[str, Any]:
         """JSON value; taken between two events of the loop, since sampling may be going on."""
@@ -213,7 +214,7 @@ class RolloutManager:
         stream, scorer = PromptStream(config, self._tokenizer), RewardScorer(config)
         num_prompts = min(config.eval.num_prompts, len(stream.source))
         prompts = [stream.next() for _ in range(num_prompts)]
-        return Evaluator(config, self.pool, prompts, self._judge_with(scorer), self._stop_token_ids), scorer
+        return Evaluator(config, self.pool, prompts, self._stop_token_ids), scorer
 
     def _metrics(self, groups: Sequence[Group], stats: RolloutStats, elapsed_s: float) -> dict[str, float]:
         """What this batch looks like, and what it took; names are explained in docs/metrics.md."""
