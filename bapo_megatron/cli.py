@@ -271,12 +271,10 @@ def _doctor(options: argparse.Namespace) -> int:
     print(packages, flush=True)
     if packages.verdict == "error":  # what comes next imports them
         return 1
-    from bapo_megatron.config.load import load_config
+    from bapo_megatron.config.load import load_config, split_arguments
     from bapo_megatron.preflight.doctor import examine, parse_rendezvous, verdict
 
-    overrides = [a for a in options.config if "=" in a and not Path(a).is_file()]
-    files = [a for a in options.config if a not in overrides]
-    config = load_config(files, overrides) if options.config else None
+    config = load_config(*split_arguments(options.config)) if options.config else None
     rendezvous = parse_rendezvous(options.rendezvous, options.num_nodes, options.node_rank)
     findings = [packages]
     for finding in examine(config, options.port, rendezvous):
@@ -298,11 +296,10 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
+    from bapo_megatron.config.load import split_arguments
     from bapo_megatron.evaluation.run import eval_config, evaluate
 
-    overrides = [a for a in options.arguments if "=" in a and not Path(a).is_file()]
-    files = [a for a in options.arguments if a not in overrides]
-    config = eval_config(options.checkpoint, files, overrides, options.data, options.samples)
+    config = eval_config(options.checkpoint, *split_arguments(options.arguments), options.data, options.samples)
     output = options.output or Path("evals") / time.strftime("%Y%m%d-%H%M%S")
     evaluation = evaluate(
         config, options.checkpoint, output, limit=options.limit, tell=lambda text: print(text, file=sys.stderr)

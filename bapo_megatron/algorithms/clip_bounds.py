@@ -160,6 +160,7 @@ def contribution_table(
     """What positive and negative tokens contribute at every candidate bound: float64 [K + 2], additive over tokens.
 
     Layout: P at each point of `high`, N at each point of `low`, number of positive tokens, number of negative tokens.
+    All of it is nan where a value of one masked-in token is: so is that update's gradient, which the learner skips.
 
     Args (tensors of one shape [...], any device):
         ratio: the ratio that the loss clips, of each token, dimensionless. Compared with the bounds in float64.
@@ -170,6 +171,7 @@ def contribution_table(
         weights: factor of each token's term in the objective, at least 0 (`losses.ratio_and_weight`); None: all 1.
     """
     table = []
+    is_broken = (mask & (ratio.isnan() | advantages.isnan())).any()
     for points, positive in ((config.high.points, True), (config.low.points, False)):
         counted = mask & ((advantages > 0) if positive else (advantages < 0))
         mass = advantages[counted].double().abs()
@@ -178,9 +180,10 @@ def contribution_table(
         if config.token_weight == "rollout_prob":
             assert rollout_logprobs is not None, "token_weight = 'rollout_prob' needs the rollout's log-probs"
             mass = mass * rollout_logprobs[counted].double().exp()
+        is_broken = is_broken | mass.isnan().any()
         table.append(_side(ratio[counted].double(), mass, points, upper=positive, config=config))
     counts = [(mask & (advantages > 0)).sum(), (mask & (advantages < 0)).sum()]
-    return torch.cat([*table, torch.stack(counts).double()])
+    return torch.cat([*table, torch.stack(counts).double()]).masked_fill(is_broken, math.nan)
 
 
 def _side(ratio: Tensor, mass: Tensor, points: Sequence[float], upper: bool, config: ClipBoundConfig) -> Tensor:
@@ -209,7 +212,7 @@ def _right(buckets: Tensor) -> Tensor:
 def search_bounds(table: Tensor, config: ClipBoundConfig) -> ClipBounds:
     """The search on the table of the whole optimizer step (summed over micro-batches and data ranks).
 
-    Where nothing contributes (P + N = 0) rho is nan, and the search stops.
+    Where nothing contributes (P + N = 0), or the table is nan, rho is nan, and the search stops.
     """
     positive, negative = _read(table, config)
     high, low = config.high.points, config.low.points
@@ -254,7 +257,6 @@ def _read(table: Tensor, config: ClipBoundConfig) -> tuple[list[float], list[flo
     num_high, num_low = len(config.high.points), len(config.low.points)
     assert table.shape == (num_high + num_low + 2,), "the table was made with other bounds"
     values = table.tolist()
-    assert not any(map(math.isnan, values)), "a trained token has a ratio, advantage or log-prob that is not a number"
     return values[:num_high], values[num_high:-2]
 
 

@@ -62,10 +62,14 @@ class LossResult:
 
 
 def importance_ratio(log_probs: Tensor, reference_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """pi / pi_reference per token; 1 where masked. A log-ratio beyond +-20 is cut there and carries no gradient."""
+    """pi / pi_reference per token; 1 where masked.
+
+    A log-ratio beyond +-20 is cut there and carries no gradient; the gradient of nan is nan, so its update is skipped.
+    """
     # The inputs are selected, not the result: a nan that is merely multiplied by 0 still spoils the gradient.
     log_ratio = torch.where(mask, log_probs - reference_logprobs, 0.0)
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    cut = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.where(log_ratio.abs() > MAX_LOG_RATIO, cut, log_ratio).exp()  # the gradient of clamp hides a nan
 
 
 def ratio_and_weight(

@@ -12,6 +12,7 @@ error that names the file or the override it came from.
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -30,6 +31,12 @@ UNSET = "none"
 Origins = dict[paths.Path, str]
 
 
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Configurations, and overrides, from a command line: an override has a "=" and is no file."""
+    overrides = [a for a in arguments if "=" in a and not os.path.isfile(a)]  # Path.is_file raises where it is long
+    return [a for a in arguments if a not in overrides], overrides
+
+
 def load_config(files: Sequence[Path | str], overrides: Sequence[str] = ()) -> Config:
     """Merge TOML files in order, then overrides, and validate the result.
 
@@ -40,18 +47,28 @@ def load_config(files: Sequence[Path | str], overrides: Sequence[str] = ()) -> C
     Raises:
         ConfigError: a missing or malformed file, a malformed override, or all violations of the schema, one a line.
     """
-    merged: dict[str, Any] = {}
-    origins: Origins = {}
+    tables: list[tuple[str, dict[str, Any]]] = []
     problems: list[str] = []
     for file in files:
         try:
             path = find_config(file)
-            table = _read_toml(path)
+            tables.append((str(path), _read_toml(path)))
         except ConfigError as error:
             problems.append(str(error))
-            continue
+    return _merged(tables, overrides, problems)
+
+
+def load_tables(tables: Mapping[str, dict[str, Any]], overrides: Sequence[str] = ()) -> Config:
+    """Like `load_config`, for tables that were read already, in order, each with what to call it in errors."""
+    return _merged(list(tables.items()), overrides, [])
+
+
+def _merged(tables: Sequence[tuple[str, dict[str, Any]]], overrides: Sequence[str], problems: list[str]) -> Config:
+    merged: dict[str, Any] = {}
+    origins: Origins = {}
+    for source, table in tables:
         _put_over(merged, table)
-        origins |= dict.fromkeys(_leaves(table), str(path))
+        origins |= dict.fromkeys(_leaves(table), source)
     parsed = []
     for text in overrides:
         try:
@@ -67,16 +84,6 @@ def load_config(files: Sequence[Path | str], overrides: Sequence[str] = ()) -> C
             continue
         origins |= dict.fromkeys(_leaves(value, path_in_schema), f"override {text}")
     return _validated(merged, origins, problems)
-
-
-def load_tables(tables: Mapping[str, dict[str, Any]]) -> Config:
-    """Like `load_config`, for tables that were read already, in order, each with what to call it in errors."""
-    merged: dict[str, Any] = {}
-    origins: Origins = {}
-    for source, table in tables.items():
-        _put_over(merged, table)
-        origins |= dict.fromkeys(_leaves(table), source)
-    return _validated(merged, origins, [])
 
 
 def _validated(merged: dict[str, Any], origins: Origins, problems: list[str]) -> Config:
@@ -100,13 +107,12 @@ def find_config(file: Path | str) -> Path:
     Raises:
         ConfigError: neither exists; lists the shipped names.
     """
-    path = Path(file)
-    if path.is_file():
-        return path
+    if os.path.isfile(file):
+        return Path(file)
     shipped = shipped_configs()
     if str(file) in shipped:
         return shipped[str(file)]
-    what = "is a folder" if path.is_dir() else "does not exist"
+    what = "is a folder" if os.path.isdir(file) else "does not exist"
     raise ConfigError(
         f"configuration {file} {what}; give a TOML file or a shipped configuration ({', '.join(sorted(shipped))})"
     )

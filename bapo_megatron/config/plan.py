@@ -8,6 +8,7 @@ from typing import Any
 from bapo_megatron.config.plan_critic import check_critic
 from bapo_megatron.config.plan_learning import check_learning, check_reference
 from bapo_megatron.config.plan_monitor import check_monitor
+from bapo_megatron.config.plan_servers import check_servers, server_address
 from bapo_megatron.config.precision import Machine, check_precision
 from bapo_megatron.config.schema import Config, RolloutConfig
 from bapo_megatron.config.violation import Violation
@@ -49,6 +50,7 @@ def check(
         *_batch(config),
         *_rollout(config),
         *_engines(config),
+        *check_servers(config),
         *_data(config),
         *_reward(config),
         *_eval(config),
@@ -278,7 +280,7 @@ def _router(url: str, r: RolloutConfig) -> Iterator[Violation]:
             f'rollout.router_url="{url}" is for servers of your own that the router knows; set rollout.engine="attach" '
             "and their rollout.urls, or leave router_url out"
         )
-    if not url.startswith(("http://", "https://")):
+    if server_address(url) is None:
         yield Violation(f'rollout.router_url="{url}" is no URL; set it to something like "http://127.0.0.1:30001"')
     if url.rstrip("/") in {worker.rstrip("/") for worker in r.urls}:
         yield Violation(f'rollout.router_url="{url}" is also one of rollout.urls, which are the servers behind it')

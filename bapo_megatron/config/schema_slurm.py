@@ -24,7 +24,7 @@ class SlurmConfig(Section):
     container_image: str | None = None
     """pyxis, apptainer: file of the image, or its address in a registry, such as "docker://registry/image:tag"."""
     container_mounts: tuple[str, ...] = ()
-    """Folders, or "folder:inside", to mount besides the working folder, run.dir, and the paths of model and data."""
+    """Folders, or "folder:inside", to mount besides the working folder, run.dir, and the paths of models and data."""
     rollout_nodes: int | None = Field(None, ge=0)
     """The last nodes, for engines alone. 0: each node has trainer ranks on its first GPUs and engines on the next.
     Unset: as many as SGLang's servers fill, else 0."""
@@ -45,7 +45,8 @@ class SlurmConfig(Section):
     setup: tuple[str, ...] = ()
     """Lines of bash that the job runs first on its first node, such as "module load cuda"."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Variables of all processes, such as { NCCL_IB_HCA = "mlx5" }."""
+    """Variables of all processes, such as { NCCL_IB_HCA = "mlx5" }. No place for keys such as WANDB_API_KEY: settings
+    are kept in the job's script, config.toml and report.html, and sent to W&B. sbatch hands on your own environment."""
     interface: str | None = None
     """Network interface over which the nodes talk, such as "ib0". Unset: what the host name of a node resolves to, and
     NCCL's own choice."""
@@ -58,7 +59,7 @@ class SlurmConfig(Section):
     """Jobs to submit, each of which goes on where the one before was stopped, in place of a requeue at the limit."""
     sweep: tuple[str, ...] = ()
     """One task of a job array for each: settings, separated by blanks, such as "optimizer.lr=1e-6 bapo.rho0=0.4".
-    Task i is the run `<run.name>-<i>`."""
+    Task i is the run `<run.name>-<i>`. Ranks, engines and nodes are the same in all tasks."""
     startup_timeout_s: PositiveFloat = 900.0
     """How long the processes of a job wait for each other to start: nodes may differ in how fast they load an image."""
 

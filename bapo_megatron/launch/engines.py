@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from bapo_megatron.config.schema import Config
+from bapo_megatron.cores import num_cores
 from bapo_megatron.launch import processes, sglang
 from bapo_megatron.launch.processes import EngineShare
 from bapo_megatron.launch.supervisor import EngineSpec, supervised
@@ -43,7 +43,7 @@ def _embedded_specs(
 ) -> list[EngineSpec]:
     """Each start holds the weights of `model_path`, as version "default": only a push gives a server a number."""
     r = config.rollout
-    threads = r.engine_threads or max(1, (os.cpu_count() or 1) // share.count)
+    threads = r.engine_threads or max(1, num_cores() // share.count)
     context = r.engine_max_context or config.data.max_prompt_tokens + r.max_response_tokens
     command = [
         *(sys.executable, "-m", "bapo_megatron.rollout.embedded"),
@@ -63,6 +63,8 @@ def _embedded_specs(
 
 
 def _tell(text: str, log: Path) -> None:
-    print(f"bapo: {text}", file=sys.stderr, flush=True)
-    with log.open("a") as lines:
+    """On the terminal and in the log: a full disk or a closed terminal must not end a supervisor's thread."""
+    with contextlib.suppress(OSError):
+        print(f"bapo: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError), log.open("a") as lines:
         lines.write(f"{datetime.now(UTC).isoformat(timespec='seconds')} {text}\n")

@@ -17,6 +17,7 @@ from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.load import dump_config
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
+from bapo_megatron.cores import num_cores
 from bapo_megatron.errors import UserError
 from bapo_megatron.launch.engines import running_engines
 from bapo_megatron.launch.processes import EngineShare
@@ -46,7 +47,7 @@ def _train(config: Config, run_dir: RunDir, urls: Sequence[str]) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     ranks = num_ranks(config)
-    threads = config.parallel.threads_per_rank or max(1, (os.cpu_count() or 1) // ranks)
+    threads = config.parallel.threads_per_rank or max(1, num_cores() // ranks)
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,11 +67,22 @@ def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """End an engine and what it has started, at once: its session is its own. One that `has_ended` leaves children."""
+    """End an engine and what it has started, at once: its session is its own. One that `has_ended` leaves children.
+
+    One that the kernel does not let go of, in a GPU's driver for instance, is told of and left.
+    """
     if process.returncode is None:  # not reaped, so that its number is still its own
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    process.wait(timeout=_END_TIMEOUT_S)
+    try:
+        process.wait(timeout=_END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        print(
+            f"bapo: engine process {process.pid} has not ended {_END_TIMEOUT_S:g} s after SIGKILL and may still hold "
+            "its port and its GPU: look at it with ps",
+            file=sys.stderr,
+            flush=True,
+        )
     if process.stdin:
         process.stdin.close()
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config.schema import Config
+from bapo_megatron.cores import num_cores
 from bapo_megatron.errors import UserError
 from bapo_megatron.launch import processes
 from bapo_megatron.launch.supervisor import EngineSpec, supervised
@@ -113,7 +114,7 @@ def engine_specs(
     r = config.rollout
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     check_installed(has_gpu=num_gpus > 0)
-    threads = r.engine_threads or max(1, (os.cpu_count() or 1) // (share.count * r.server_tensor_parallel))
+    threads = r.engine_threads or max(1, num_cores() // (share.count * r.server_tensor_parallel))
     specs = [
         ServerSpec(
             model_path,

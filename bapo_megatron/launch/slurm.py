@@ -6,10 +6,10 @@ job.sbatch -> srun: launch/node.py, as trainer ranks and as engine nodes
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import shlex
 import shutil
-import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,15 +19,16 @@ from typing import Any
 
 import jinja2
 
-from bapo_megatron.config.load import dump_config, load_config
+from bapo_megatron.config.load import dump_config
 from bapo_megatron.config.plan_slurm import check_slurm, place
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.violation import Violation
 from bapo_megatron.errors import ConfigError, UserError
-from bapo_megatron.monitor.jsonl import read_jsonl, write_atomically
+from bapo_megatron.launch.container import container_arguments
+from bapo_megatron.launch.tasks import known_step_s, tasks_of
+from bapo_megatron.monitor.jsonl import write_atomically
 
 _SBATCH_TIMEOUT_S = 60.0
-_RECENT_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +56,20 @@ class Job:
 
 
 def prepare(config: Config) -> tuple[Job, list[Violation]]:
-    """The job of a configuration, and warnings.
+    """The job of a configuration that was checked as a run (preflight/check.py), and warnings.
 
     Raises:
-        ConfigError: all that is wrong with it.
+        ConfigError: all that is wrong with the job, and with each task of its array.
     """
-    found = check_slurm(config, step_s=known_step_s(config))
+    tasks, of_tasks = tasks_of(config)
+    found = [*check_slurm(config, step_s=known_step_s(config)), *of_tasks]
     errors = [v.message for v in found if v.severity == "error"]
+    if errors:
+        raise ConfigError("\n".join(errors))
     text = dump_config(config)
     folder = Path(config.run.dir).absolute() / config.run.name / "slurm"
     # A name of its own for each content: a job that waits in the queue keeps what it was submitted with.
     config_path = folder / f"config-{hashlib.sha256(text.encode()).hexdigest()[:8]}.toml"
-    tasks = _tasks(config, text, errors)
-    if errors:
-        raise ConfigError("\n".join(errors))
     return Job(folder, config_path, text, _render(config, folder, config_path, tasks), config.slurm.chain), found
 
 
@@ -89,33 +90,8 @@ def submit(job: Job) -> list[str]:
     return ids
 
 
-def known_step_s(config: Config) -> float | None:
-    """How long a step of this run took lately; None before its first one.
-
-    The plan's times are no substitute: they depend on how long responses are, which nobody knows before.
-    """
-    metrics = Path(config.run.dir) / config.run.name / "metrics.jsonl"
-    if not metrics.exists():
-        return None
-    measured = [row["time/step_s"] for row in read_jsonl(metrics)[-_RECENT_STEPS:] if "time/step_s" in row]
-    return statistics.median(measured) if measured else None
-
-
-def _tasks(config: Config, text: str, errors: list[str]) -> list[list[str]]:
-    """The settings of each task of an array; what is wrong with one goes to `errors`."""
-    tasks = []
-    for index, line in enumerate(config.slurm.sweep):
-        try:
-            settings = [*shlex.split(line), f"run.name={config.run.name}-{index}"]
-            load_config([], [f"run.name={config.run.name}", *settings])
-        except (ValueError, ConfigError) as error:
-            errors.append(f"slurm.sweep[{index}] = {line!r}: {error}")
-        else:
-            tasks.append(settings)
-    return tasks
-
-
-def _render(config: Config, folder: Path, config_path: Path, tasks: Sequence[Sequence[str]]) -> str:
+@functools.cache
+def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("bapo_megatron.launch", "."),
         undefined=jinja2.StrictUndefined,
@@ -123,8 +99,12 @@ def _render(config: Config, folder: Path, config_path: Path, tasks: Sequence[Seq
         autoescape=False,  # shell, not HTML: everything is quoted by the filter
     )
     environment.filters["quoted"] = lambda value: shlex.quote(str(value))
+    return environment.get_template("slurm.sbatch.jinja")
+
+
+def _render(config: Config, folder: Path, config_path: Path, tasks: Sequence[Sequence[str]]) -> str:
     slurm, placement = config.slurm, place(config)
-    return environment.get_template("slurm.sbatch.jinja").render(
+    return _template().render(
         name=config.run.name,
         slurm=slurm,
         place=placement,
@@ -135,48 +115,16 @@ def _render(config: Config, folder: Path, config_path: Path, tasks: Sequence[Seq
         folder=folder,
         config_path=config_path,
         log=folder / ("job-%A_%a.log" if tasks else "job-%j.log"),
-        run_logs=folder.parent / "logs",
+        run_dir=folder.parent,
         threads=config.parallel.threads_per_rank,
         environment=_interface_variables(slurm.interface) | slurm.environment,
-        runtime=_runtime(config),
+        runtime=container_arguments(config),
         python=slurm.python or (sys.executable if slurm.runtime == "venv" else "python"),
     )
 
 
 def _interface_variables(interface: str | None) -> dict[str, str]:
     return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-
-
-def _runtime(config: Config) -> list[str]:
-    """What stands between srun's options and the interpreter."""
-    slurm, mounts = config.slurm, _mounts(config)
-    if slurm.runtime == "pyxis":
-        return [
-            f"--container-image={slurm.container_image}",
-            f"--container-mounts={','.join(m if ':' in m else f'{m}:{m}' for m in mounts)}",
-            f"--container-workdir={Path.cwd()}",
-        ]
-    if slurm.runtime == "apptainer":
-        nv = ["--nv"] if config.cluster.gpu is not None else []
-        return [
-            "apptainer",
-            "exec",
-            *nv,
-            f"--bind={','.join(mounts)}",
-            f"--pwd={Path.cwd()}",
-            str(slurm.container_image),
-        ]
-    return []
-
-
-def _mounts(config: Config) -> list[str]:
-    """Folders that a container needs, each once, without those inside another."""
-    named = [config.model.path, config.loss.reference_path, config.data.path, config.eval.path]
-    absolute = [Path(path) for path in named if path is not None and Path(path).is_absolute()]
-    folders = {Path.cwd(), Path(config.run.dir).absolute(), *(p if p.is_dir() else p.parent for p in absolute)}
-    folders |= {Path(mount) for mount in config.slurm.container_mounts if ":" not in mount}
-    outermost = sorted(str(f) for f in folders if not any(other in f.parents for other in folders))
-    return [*outermost, *(mount for mount in config.slurm.container_mounts if ":" in mount)]
 
 
 def _sbatch(arguments: Sequence[str]) -> str:

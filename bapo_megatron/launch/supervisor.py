@@ -130,7 +130,10 @@ class _Engine:
             self._tell(f"{self} {self.problem} (its log: {old_log}); {restart}")
             if self._ended.wait(min(_FIRST_DELAY_S * 2 ** (attempt - 1), _MAX_DELAY_S)):
                 return
-            self.start()
+            try:
+                self.start()
+            except OSError as problem:  # no memory or no process left: the next attempt may find some
+                self._tell(f"{self} could not be started: {problem}")
         if self._wait_for_a_problem():
             self._tell(f"{self} {self.problem} (its log: {self.log}); no restart is left, the run goes on without it")
 

@@ -48,7 +48,9 @@ class BoundsFinder:
     def observe(self, minibatch: MiniBatch, log_probs: list[Tensor] | None) -> None:
         """After the step, with the log-probs of its forward pass: what `lagged` uses next time."""
         if self._searches and self._config.bapo.scope == "lagged":
-            self._lagged = self._global_table(minibatch, log_probs)
+            table = self._global_table(minibatch, log_probs)
+            if not table.isnan().any():  # of an update that was skipped, the same on every rank
+                self._lagged = table
 
     def state_dict(self) -> dict[str, list[float] | None]:
         return {"lagged": None if self._lagged is None else self._lagged.flatten().tolist()}

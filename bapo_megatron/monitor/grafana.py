@@ -49,7 +49,7 @@ _ROWS: dict[str, list[_Panel]] = {
         _Panel(
             "Where the time goes",
             "s",
-            _metrics(*(f"time/{span}_s" for span in ("rollout", "score", "train", "sync", "eval", "other"))),
+            _metrics(*(f"time/{span}_s" for span in ("rollout", "critic", "score", "train", "sync", "eval", "other"))),
         ),
         _Panel(
             "Tokens per second",

@@ -103,7 +103,7 @@ def _suggestions(config: Config, shape: ModelShape, hf_config: dict[str, Any], g
     for number, change in enumerate(lighter(config, shape, hf_config, gpu_bytes), start=1):
         yield f"try {number}: {' '.join(change.overrides)}, planned peak {amount(change.total)}"
     if config.cluster.gpu is not None:
-        for layout in suggest(config, shape, make_plan(config, shape), count=2):
+        for layout in suggest(config, hf_config, make_plan(config, shape), count=2):
             yield f"or: {' '.join(layout.overrides)}, planned peak {amount(layout.plan.trainer.total)}"
     if gpu_bytes is None:
         yield "or: a machine with more memory, or fewer engines beside the trainer (rollout.num_servers)"

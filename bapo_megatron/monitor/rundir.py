@@ -28,6 +28,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from bapo_megatron.cores import num_cores
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.monitor.jsonl import write_atomically
 
@@ -47,8 +48,11 @@ RESUMABLE_SETTINGS = (
     "train.num_steps",
     "train.max_tokens_per_microbatch",
     "train.logprob_chunk_tokens",
+    "train.logprob_backend",
     "train.recompute",
     "parallel.*",
+    "optimizer.distributed",
+    "reward.concurrency",
     "rollout.engine",
     "rollout.record",
     "rollout.recorded_from",
@@ -56,10 +60,12 @@ RESUMABLE_SETTINGS = (
     "rollout.abort_tail",
     "rollout.max_staleness",
     "rollout.urls",
+    "rollout.router_url",
     "rollout.num_servers",
     "rollout.server_tensor_parallel",
     "rollout.max_concurrent_requests",
     "rollout.max_retries",
+    "rollout.max_restarts",
     "rollout.engine_threads",
     "rollout.engine_max_context",
     "sglang.*",
@@ -196,7 +202,7 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "executable": sys.executable,
         "platform": platform.platform(),
-        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "num_cores": num_cores(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
     }
 

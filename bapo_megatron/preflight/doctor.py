@@ -13,10 +13,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.plan import num_ranks
+from bapo_megatron.config.plan_servers import server_address
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
@@ -35,12 +35,15 @@ _CHECKPOINT_BYTES = 12  # a parameter's float32 weight and two moments
 
 
 def examine(config: Config | None, ports: Sequence[int], rendezvous: Rendezvous | None) -> Iterator[Finding]:
-    """Findings, in the order in which they are known."""
+    """Findings, in the order in which they are known. Raises UserError for a port that cannot be."""
+    for port in ports:
+        if not 0 < port < 65536:
+            raise UserError(f"--port {port} is no port; name one from 1 to 65535")
     driver = software.read_driver()
-    has_gpu = bool(driver.gpus)
+    has_gpu = bool(driver.visible)
     timeout_s = NODES_TIMEOUT_S if rendezvous and rendezvous.num_nodes > 1 else PROBE_TIMEOUT_S
     yield Finding("python", "ok" if sys.version_info >= (3, 11) else "error", sys.version.split()[0], "")
-    yield check_versions("gpu" if has_gpu else "cpu")
+    yield check_versions("gpu" if driver.gpus else "cpu")
     to_listen = [("127.0.0.1", port) for port in ports]
     if rendezvous and rendezvous.node_rank == 0:
         to_listen.append(("0.0.0.0", rendezvous.port))
@@ -48,7 +51,7 @@ def examine(config: Config | None, ports: Sequence[int], rendezvous: Rendezvous 
         yield finding
         if finding.verdict == "error" and rendezvous:
             rendezvous = None  # the group meets elsewhere, to say what else is wrong
-    with started_probes(len(driver.gpus), rendezvous, timeout_s) as probes:
+    with started_probes(len(driver.visible), rendezvous, timeout_s) as probes:
         yield software.check_megatron(has_gpu)
         yield from software.check_gpus(driver, _gpus_needed(config))
         yield machine.check_disk(Path(config.run.dir if config else "."), _disk_needed(config))
@@ -125,6 +128,9 @@ def examine_needs(config: Config) -> Iterator[Finding]:
             yield Finding(name, "ok" if is_there else "error", what, advice)
     if config.rollout.engine == "attach":
         for url in config.rollout.urls:
-            parts = urlsplit(url)
-            port = parts.port or (443 if parts.scheme == "https" else 80)
-            yield machine.check_reachable("engine", parts.hostname or "", port)
+            address = server_address(url)
+            if address is None:
+                advice = 'rollout.urls has addresses such as "http://127.0.0.1:30000"'
+                yield Finding("engine", "error", f"{url} is no URL of a server", advice)
+            else:
+                yield machine.check_reachable("engine", *address)

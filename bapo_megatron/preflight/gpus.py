@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 GIB = 2**30
@@ -34,3 +35,33 @@ GPUS = {
     "h200": GPU("H200 SXM 141 GB", 139.8, 989e12, 1979e12, 4.8e12, 450e9),
     "b200": GPU("B200 SXM 180 GB", 178.0, 2250e12, 4500e12, 8.0e12, 900e9),
 }
+
+
+def visible_indexes(setting: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
+    """The GPUs that CUDA shows to a process: the list ends before the first entry that names none, and is empty where
+    one is named twice (CUDA C++ Programming Guide, "CUDA Environment Variables"). A part of a GPU (MIG) is none.
+
+    Args:
+        setting: CUDA_VISIBLE_DEVICES: indexes, or beginnings of UUIDs. None: unset, which shows all.
+        uuids: of all GPUs, in the driver's order, which is CUDA's too where all are alike.
+
+    Example: visible_indexes("1,0", ["GPU-a", "GPU-b", "GPU-c"]) == (1, 0)
+    """
+    if setting is None:
+        return tuple(range(len(uuids)))
+    found: list[int] = []
+    for entry in setting.split(","):
+        index = _index(entry.strip(), uuids)
+        if index is None:
+            break
+        if index in found:
+            return ()
+        found.append(index)
+    return tuple(found)
+
+
+def _index(entry: str, uuids: Sequence[str]) -> int | None:
+    if entry.isdecimal():
+        return int(entry) if int(entry) < len(uuids) else None
+    named = [i for i, uuid in enumerate(uuids) if entry.startswith("GPU-") and uuid.startswith(entry)]
+    return named[0] if len(named) == 1 else None

@@ -46,8 +46,17 @@ class Probes:
         deadline = time.monotonic() + self.timeout_s
         for process in self.processes:
             process.join(max(0.1, deadline - time.monotonic()))
+        problems = [self._problem(process) for process in self.processes]
         self.end()
-        self.results = [json.loads(path.read_text()) if path.exists() else {} for path in self.outputs]
+        for path, problem in zip(self.outputs, problems, strict=True):
+            result = json.loads(path.read_text()) if path.exists() else {}
+            self.results.append(result if "is_right" in result else {"problem": problem} | result)
+
+    def _problem(self, process: BaseProcess) -> str:
+        """Why it has no result, where it does not say so itself."""
+        if process.is_alive():
+            return f"not done after {self.timeout_s:.0f} s"
+        return f"ended with exit code {process.exitcode}"
 
     def end(self) -> None:
         for process in self.processes:
@@ -57,7 +66,7 @@ class Probes:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """About torch, of the first process."""
+        """About torch, of the first process; a "problem" alone where it could not say."""
         return self.results[0]
 
     def findings(self, is_across_nodes: bool) -> list[Finding]:
@@ -65,9 +74,10 @@ class Probes:
         name = f"group ({self.backend})"
         missing = [i for i, result in enumerate(self.results) if "is_right" not in result]
         if missing:
-            why = self.results[missing[0]].get("problem", f"not done after {self.timeout_s:.0f} s")
+            result = self.results[missing[0]]
             where = "the network between the nodes" if is_across_nodes else "the loopback interface and its firewall"
-            return [Finding(name, "error", f"process {missing[0]} of this node: {why}", f"check {where}")]
+            advice = f"check {where}" if "torch" in result else "it did not come to messages: see torch"
+            return [Finding(name, "error", f"process {missing[0]} of this node: {result['problem']}", advice)]
         if not all(result["is_right"] for result in self.results):
             return [Finding(name, "error", "a broadcast or all-reduce gave wrong values", "do not train here")]
         first = self.results[0]

@@ -38,12 +38,20 @@ class Task:
 
 def probe(task: Task, output: Path) -> None:
     """Write what is found as JSON: facts about torch at once, what the group measures in their place at the end."""
+    facts: dict[str, Any] = {}
     try:
         facts = _facts()
-        output.write_text(json.dumps(facts))
-        output.write_text(json.dumps(facts | _measure(task)))
+        _write(output, facts)
+        _write(output, facts | _measure(task))
     except (RuntimeError, OSError, ValueError) as error:  # torch.distributed's errors are RuntimeErrors
-        output.write_text(json.dumps(facts | {"problem": str(error).strip().splitlines()[0]}))
+        _write(output, facts | {"problem": (str(error).strip() or type(error).__name__).splitlines()[0]})
+
+
+def _write(output: Path, result: dict[str, Any]) -> None:
+    """Whole or not at all: this process may be killed at any time."""
+    partial = output.with_suffix(".partial")
+    partial.write_text(json.dumps(result))
+    partial.replace(output)
 
 
 def _facts() -> dict[str, Any]:
@@ -51,13 +59,16 @@ def _facts() -> dict[str, Any]:
     facts: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "num_gpus": num_gpus}
     if num_gpus:
         facts["capability"] = torch.cuda.get_device_capability()
-        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        if dist.is_nccl_available():
+            facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return facts
 
 
 def _measure(task: Task) -> dict[str, Any]:
     use_nccl = task.backend == "nccl"
     if use_nccl:
+        if not torch.cuda.is_available():
+            raise RuntimeError("torch sees no GPU")
         torch.cuda.set_device(task.local_rank)
     elif task.host == LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

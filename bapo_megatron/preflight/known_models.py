@@ -98,10 +98,15 @@ def known_config(path: str) -> dict[str, Any] | None:
     return None if folder.exists() else KNOWN_MODELS.get(folder.name)
 
 
+def planned_config(path: str) -> dict[str, Any]:
+    """The config.json of `model.path`, known or read from its folder. Raises CheckpointError: neither."""
+    return known_config(path) or load_hf_config(resolve_model_path(path))
+
+
 def planned_shape(path: str) -> ModelShape:
     """Of `model.path`, known or read from its folder.
 
     Raises:
         CheckpointError: neither, or a model that is not supported.
     """
-    return model_shape(known_config(path) or load_hf_config(resolve_model_path(path)))
+    return model_shape(planned_config(path))

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from bapo_megatron.config.plan import check
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape
+from bapo_megatron.preflight.check import accepts_layout
 from bapo_megatron.preflight.memory import fullest_rank, microbatch_tokens, runs_forwards_first
 
 _WORTH = 0.97  # of the present need: what saves less is no suggestion
 _MIN_CHUNK_TOKENS = 64
-_ENOUGH_GPUS = 1_000_000  # the number of ranks stays as it is
 
 Change = dict[str, dict[str, Any]]  # values by section and setting
 
@@ -34,8 +33,7 @@ def lighter(
     for change in _changes(config, shape, gpu_bytes):
         sections = {name: getattr(config, name).model_copy(update=values) for name, values in change.items()}
         changed = config.model_copy(update=sections)
-        violations = check(changed, hf_config=hf_config, num_gpus=_ENOUGH_GPUS if gpu_bytes else 0)
-        if any(v.severity == "error" for v in violations):
+        if not accepts_layout(changed, hf_config, on_gpus=bool(gpu_bytes)):
             continue
         total = fullest_rank(changed, shape, gpu_bytes).total
         if total < _WORTH * present:

@@ -102,7 +102,7 @@ def check_reachable(name: str, host: str, port: int) -> Finding:
     start_s = time.monotonic()
     try:
         socket.create_connection((host, port), timeout=_TIMEOUT_S).close()
-    except OSError as error:
-        reason = error.strerror or str(error) or "no answer"
+    except (OSError, UnicodeError) as error:  # UnicodeError: no host has such a name
+        reason = getattr(error, "strerror", None) or str(error) or "no answer"
         return Finding(name, "error", f"{host}:{port}: {reason}", "start it there, or correct the address")
     return Finding(name, "ok", f"{host}:{port} answers after {1000 * (time.monotonic() - start_s):.0f} ms")

@@ -99,20 +99,17 @@ def check_cluster(config: Config, hf_config: dict[str, Any] | None, *, memory: b
 
 
 def _placement(config: Config) -> Iterator[str]:
-    """Neither a tensor-parallel group nor a server is on two machines."""
-    c, p, r = config.cluster, config.parallel, config.rollout
-    if c.gpus_per_node % p.tensor:
-        yield (
-            f"parallel.tensor={p.tensor} does not divide cluster.gpus_per_node={c.gpus_per_node}: ranks that share "
-            "layers would be on two machines, whose network is too slow for it; set it to a divisor"
-        )
-    if r.engine != "sglang":
-        return
-    for what, count in (("cluster.gpus_per_node", c.gpus_per_node), ("the number of trainer ranks", num_ranks(config))):
-        if count % r.server_tensor_parallel:
+    """Whether one machine can hold a tensor-parallel group, and a server. That none is split which it can hold is for
+    `check_placement`: servers are placed whole."""
+    c, r = config.cluster, config.rollout
+    sizes = {"parallel.tensor": config.parallel.tensor}
+    if r.engine == "sglang":
+        sizes["rollout.server_tensor_parallel"] = r.server_tensor_parallel
+    for setting, size in sizes.items():
+        if size > c.gpus_per_node:
             yield (
-                f"rollout.server_tensor_parallel={r.server_tensor_parallel} does not divide {what}, {count}: servers "
-                "take the GPUs after the trainer's, and one would be on two machines; set it to a divisor"
+                f"{setting}={size} is more than cluster.gpus_per_node={c.gpus_per_node}: ranks that share layers would "
+                f"be on two machines, whose network is too slow for it; set it to {c.gpus_per_node} or less"
             )
 
 
@@ -142,14 +139,19 @@ def _train_seconds(
     p, t = config.parallel, config.train
     computing = flops / num_ranks(config) / gpu.flops(config.model.dtype)
     computing *= work.bubble(config, _num_microbatches(config, tokens))
-    network = config.cluster.network_gbit_per_s * 1e9 / 8
-    spans = work.trainer_spans_nodes(config)
-    context_link = network if p.tensor * p.context > config.cluster.gpus_per_node else gpu.nvlink_bytes_per_s
-    sending = work.tensor_parallel_bytes(config, shape, tokens, passes) / gpu.nvlink_bytes_per_s
-    sending += work.context_parallel_bytes(config, shape, tokens, passes) / context_link
     updates = t.minibatches_per_step * t.epochs_per_step
-    sending += updates * work.gradient_bytes(config, parameters) / (network if spans else gpu.nvlink_bytes_per_s)
+    sharing, stage = p.tensor * p.context, p.tensor * p.context * p.data  # ranks in a row
+    sending = work.tensor_parallel_bytes(config, shape, tokens, passes) / gpu.nvlink_bytes_per_s
+    sending += work.context_parallel_bytes(config, shape, tokens, passes) / _link(config, gpu, sharing)
+    sending += work.pipeline_parallel_bytes(config, shape, tokens, passes) / _link(config, gpu, num_ranks(config))
+    sending += updates * work.gradient_bytes(config, parameters) / _link(config, gpu, stage)
     return Seconds(computing + sending, computing / COMPUTE_SHARE + sending / LINK_SHARE)
+
+
+def _link(config: Config, gpu: GPU, num_consecutive: int) -> float:
+    """Bytes per second between ranks of a group within so many consecutive ones."""
+    network = config.cluster.network_gbit_per_s * 1e9 / 8
+    return network if work.spans_nodes(config, num_consecutive) else gpu.nvlink_bytes_per_s
 
 
 def _num_microbatches(config: Config, tokens: work.StepTokens) -> int:
@@ -167,7 +169,6 @@ def _sync_seconds(config: Config, shape: ModelShape, gpu: GPU) -> Seconds:
     ends_elsewhere = c.nodes > 1
     gathering = num_bytes * (p.tensor - 1) / p.tensor / gpu.nvlink_bytes_per_s
     if p.pipeline > 1:
-        link = network if num_ranks(config) > c.gpus_per_node else gpu.nvlink_bytes_per_s
-        gathering += num_bytes * (p.pipeline - 1) / p.pipeline / link
+        gathering += num_bytes * (p.pipeline - 1) / p.pipeline / _link(config, gpu, num_ranks(config))
     sending = num_bytes / (network if ends_elsewhere else gpu.nvlink_bytes_per_s)
     return Seconds(gathering + sending, (gathering + sending) / LINK_SHARE)

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
+from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight.gpus import GIB
-from bapo_megatron.preflight.known_models import planned_shape
+from bapo_megatron.preflight.known_models import planned_config, planned_shape
 from bapo_megatron.preflight.memory import TrainerMemory, fullest_rank
 from bapo_megatron.preflight.plan import COMPUTE_SHARE, LINK_SHARE, Plan, Seconds, make_plan, memory_problems
 from bapo_megatron.preflight.suggest import Suggestion, suggest
@@ -25,11 +26,12 @@ def explain(config: Config, response_tokens: int | None = None) -> tuple[str, li
     Args:
         response_tokens: average length of a response; None: all are as long as allowed.
     """
-    shape = planned_shape(config.model.path)
+    hf_config = planned_config(config.model.path)
+    shape = model_shape(hf_config)
     if config.cluster.gpu is None:
         return "\n".join(_memory(fullest_rank(config, shape), "process on CPUs")), []
     plan = make_plan(config, shape, response_tokens)
-    lines = [*_lines(config, plan), *_suggestions(suggest(config, shape, plan))]
+    lines = [*_lines(config, plan), *_suggestions(suggest(config, hf_config, plan))]
     return "\n".join(lines), memory_problems(config, plan)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from bapo_megatron_patches.sglang import SUPPORTED as SGLANG_SUPPORTED
 from bapo_megatron.errors import UserError
 from bapo_megatron.launch.sglang import check_installed
 from bapo_megatron.preflight.finding import Finding, Verdict
-from bapo_megatron.preflight.gpus import GIB
+from bapo_megatron.preflight.gpus import GIB, visible_indexes
 
 _FP8_CAPABILITY = (8, 9)  # Ada; Hopper is (9, 0)
 _IMPORT_TIMEOUT_S = 15.0
@@ -29,6 +30,7 @@ class Driver:
     version: str = ""
     cuda: tuple[int, int] = (0, 0)  # the newest CUDA that it can run
     gpus: tuple[tuple[str, int, int], ...] = ()  # name, bytes in all, bytes in use
+    visible: tuple[int, ...] = ()  # those of `gpus` that CUDA_VISIBLE_DEVICES leaves to a run
     problem: str = ""
 
 
@@ -44,12 +46,18 @@ def read_driver() -> Driver:
         return Driver(problem=f"no driver: {error}")
     try:
         cuda = pynvml.nvmlSystemGetCudaDriverVersion()
-        gpus = []
+        gpus, uuids = [], []
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
             gpus.append((_text(pynvml.nvmlDeviceGetName(handle)), int(memory.total), int(memory.used)))
-        return Driver(_text(pynvml.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10), tuple(gpus))
+            uuids.append(_text(pynvml.nvmlDeviceGetUUID(handle)))
+        return Driver(
+            _text(pynvml.nvmlSystemGetDriverVersion()),
+            (cuda // 1000, cuda % 1000 // 10),
+            tuple(gpus),
+            visible_indexes(os.environ.get("CUDA_VISIBLE_DEVICES"), uuids),
+        )
     except pynvml.NVMLError as error:
         return Driver(problem=f"the driver does not answer: {error}")
     finally:
@@ -61,18 +69,24 @@ def _text(value: str | bytes) -> str:
 
 
 def check_gpus(driver: Driver, needed: int) -> Iterator[Finding]:
-    """Driver and GPUs; a GPU in which others hold memory is told."""
+    """Driver and visible GPUs; a GPU in which others hold memory is told."""
     verdict: Verdict = "error" if needed else "absent"
     if driver.problem:
         yield Finding("driver", verdict, driver.problem, "install NVIDIA's driver and `pip install nvidia-ml-py`")
         yield Finding("GPUs", verdict, f"none, {needed} needed" if needed else "none: CPU use only")
         return
     yield Finding("driver", "ok", f"{driver.version}, for CUDA up to {driver.cuda[0]}.{driver.cuda[1]}")
+    here, shown = len(driver.gpus), len(driver.visible)
     names = ", ".join(sorted({f"{name} ({total / GIB:.0f} GiB)" for name, total, _ in driver.gpus}))
-    what = f"{len(driver.gpus)} x {names}"
-    busy = [f"GPU {i}: {used / GIB:.1f} GiB" for i, (_, _, used) in enumerate(driver.gpus) if used > GIB]
-    if len(driver.gpus) < needed:
-        yield Finding("GPUs", "error", f"{what}, {needed} needed", "lower parallel.* or rollout.num_servers")
+    what = f"{here} x {names}" if here else "none"
+    if shown < here:
+        what += f", {shown or 'none'} visible (CUDA_VISIBLE_DEVICES)"
+    busy = [f"GPU {i}: {driver.gpus[i][2] / GIB:.1f} GiB" for i in driver.visible if driver.gpus[i][2] > GIB]
+    if shown < needed:
+        advice = "lower parallel.* or rollout.num_servers" if here < needed else "name more in CUDA_VISIBLE_DEVICES"
+        yield Finding("GPUs", "error", f"{what}, {needed} needed", advice)
+    elif not shown:
+        yield Finding("GPUs", "absent", f"{what}: CPU use only")
     elif busy:
         yield Finding("GPUs", "warning", f"{what}; in use: {', '.join(busy)}", "`nvidia-smi` says by whom")
     else:
@@ -80,18 +94,25 @@ def check_gpus(driver: Driver, needed: int) -> Iterator[Finding]:
 
 
 def check_torch(facts: dict[str, Any], driver: Driver) -> Iterator[Finding]:
-    """torch and its CUDA against the driver, and NCCL; `facts` are those of a group probe."""
+    """torch and its CUDA against the driver, and NCCL; `facts` are those of a group probe, or its "problem"."""
+    if "torch" not in facts:
+        advice = "`nvidia-smi` says who has the GPUs" if driver.visible else ""
+        yield Finding("torch", "error", facts["problem"], advice)
+        return
     cuda = facts["cuda"]
     what = f"{facts['torch']}, " + (f"built for CUDA {cuda}" if cuda else "built for CPUs")
-    if not driver.gpus:
+    if not driver.visible:
         yield Finding("torch", "ok", what)
         yield Finding("NCCL", "absent", "not used without GPUs: gloo is")
         return
     if cuda is None:
         yield Finding("torch", "error", what, "there are GPUs: install a CUDA build of torch")
-    elif facts["num_gpus"] == 0 or int(cuda.split(".")[0]) > driver.cuda[0]:
+    elif int(cuda.split(".")[0]) > driver.cuda[0]:
         newest = f"{driver.cuda[0]}.{driver.cuda[1]}"
         yield Finding("torch", "error", f"{what}; the driver runs CUDA up to {newest}", "update one of them")
+    elif facts["num_gpus"] == 0:
+        why = f"{what}; it sees none of the {len(driver.visible)} GPUs"
+        yield Finding("torch", "error", why, "`python -c 'import torch; torch.cuda.init()'` says why")
     else:
         yield Finding("torch", "ok", what)
     if "nccl" in facts:
@@ -116,7 +137,9 @@ def check_transformer_engine(facts: dict[str, Any], needed: bool) -> Finding:
     if installed is None:
         verdict: Verdict = "error" if needed else "absent"
         return Finding(name, verdict, "is not installed: no FP8", "pip install 'bapo-megatron[gpu]', on a GPU machine")
-    if not facts.get("num_gpus"):
+    if "torch" not in facts:
+        return Finding(name, "absent", f"{installed}; not examined, as torch did not answer")
+    if not facts["num_gpus"]:
         return Finding(name, "absent", f"{installed}, and no GPU to use it")
     problem = _import_problem("transformer_engine.pytorch")
     if problem:

@@ -9,7 +9,8 @@ from typing import Any
 
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
-from bapo_megatron.hf.shape import ModelShape
+from bapo_megatron.hf.shape import ModelShape, model_shape
+from bapo_megatron.preflight.check import accepts_layout
 from bapo_megatron.preflight.plan import Plan, make_plan
 
 _WORTH = 0.97  # of the present time: what is not this much better is no suggestion
@@ -23,16 +24,17 @@ class Suggestion:
     plan: Plan
 
 
-def suggest(config: Config, shape: ModelShape, present: Plan, count: int = 3) -> list[Suggestion]:
-    """The fastest layouts that fit, better than the present one where that fits too; with the fewest changes first."""
-    found = []
+def suggest(config: Config, hf_config: dict[str, Any], present: Plan, count: int = 3) -> list[Suggestion]:
+    """The fastest layouts that `bapo check` accepts, better than the present one where that fits too; with the fewest
+    changes first. Args: hf_config: the model's config.json."""
+    shape, found = model_shape(hf_config), []
     for sections in _candidates(config, shape):
         candidate = _with(config, sections)
         overrides = _overrides(config, sections)
         if overrides:
             plan = make_plan(candidate, shape, present.tokens.response)
             limit = _WORTH * present.train.expected if present.fits else float("inf")
-            if plan.fits and plan.train.expected < limit:
+            if plan.fits and plan.train.expected < limit and accepts_layout(candidate, hf_config, on_gpus=True):
                 found.append(Suggestion(overrides, plan))
     return sorted(found, key=lambda s: (round(s.plan.train.expected, 1), len(s.overrides), s.plan.trainer.total))[
         :count

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bapo_megatron.config.plan import num_ranks
+from bapo_megatron.config.plan_slurm import place
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape
 from bapo_megatron.preflight.memory import ITEM_BYTES, MASTER_BYTES, searches_exactly
@@ -75,9 +76,8 @@ def tensor_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens,
     p = config.parallel
     if p.tensor == 1:
         return 0.0
-    share = 2 * (p.tensor - 1) / p.tensor
-    hidden = tokens.total / (p.data * p.context) * shape.hidden_size * ITEM_BYTES[config.model.dtype]
-    return share * hidden * shape.num_layers / p.pipeline * 2 * _passes(config, scoring_passes)
+    reducing = 2 * (p.tensor - 1) / p.tensor * _hidden_bytes(config, shape, tokens)
+    return reducing * shape.num_layers / p.pipeline * 2 * _passes(config, scoring_passes)
 
 
 def context_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens, scoring_passes: int) -> float:
@@ -88,6 +88,21 @@ def context_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens
     heads = 2 * shape.num_kv_heads * shape.head_dim / p.tensor * ITEM_BYTES[config.model.dtype]
     pack = tokens.total / p.data * heads * (p.context - 1) / p.context
     return pack * shape.num_layers / p.pipeline * _passes(config, scoring_passes)
+
+
+def pipeline_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens, scoring_passes: int) -> float:
+    """Sent by one rank in a step, on average over stages: hidden states to the next chunk of layers, their gradients to
+    the one before. With sequence parallelism each tensor rank sends its share of them, else each sends all."""
+    p = config.parallel
+    chunks_before_others = (p.pipeline * p.virtual_pipeline - 1) / p.pipeline
+    crossings = chunks_before_others * (2 * config.train.epochs_per_step + scoring_passes)
+    return crossings * _hidden_bytes(config, shape, tokens) / (p.tensor if p.sequence else 1)
+
+
+def _hidden_bytes(config: Config, shape: ModelShape, tokens: StepTokens) -> float:
+    """Of the hidden states of a rank's tokens."""
+    p = config.parallel
+    return tokens.total / (p.data * p.context) * shape.hidden_size * ITEM_BYTES[config.model.dtype]
 
 
 def _passes(config: Config, scoring_passes: int) -> float:
@@ -106,6 +121,15 @@ def sync_bytes(config: Config, shape: ModelShape) -> int:
     return model_parameters(shape) * ITEM_BYTES[config.model.dtype]
 
 
-def trainer_spans_nodes(config: Config) -> bool:
-    """Whether ranks of one data-parallel group are on different machines."""
-    return num_ranks(config) > config.cluster.gpus_per_node
+def spans_nodes(config: Config, num_consecutive: int) -> bool:
+    """Whether ranks of one group are on different machines, in a placement that `bapo check` accepts.
+
+    Args:
+        num_consecutive: ranks that the group is within. They are ordered tensor, context, data, pipeline
+            (learner/parallel.py): tensor x context share sequences, tensor x context x data sum gradients.
+
+    Example: 16 ranks on two nodes, data=8 pipeline=2: False for 8, as each stage is on one node; True for 16.
+    """
+    on_node = num_ranks(config) if config.cluster.nodes == 1 else place(config).ranks_per_node
+    firsts = range(0, num_ranks(config), num_consecutive)
+    return any(first // on_node != (first + num_consecutive - 1) // on_node for first in firsts)

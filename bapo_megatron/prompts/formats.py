@@ -74,6 +74,11 @@ def _text(row: dict[str, Any], where: str, *names: str) -> str:
     name, value = _field(row, where, *names)
     if not isinstance(value, str):
         raise DataError(f"{where}: field {name!r} must be a string, got {kind_of(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON may spell half of a surrogate pair, which no tokenizer takes
+        what = ascii(value[error.start])
+        raise DataError(f"{where}: field {name!r} is not valid Unicode: {what} at character {error.start}") from None
     return value
 
 

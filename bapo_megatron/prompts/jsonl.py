@@ -81,6 +81,8 @@ def _parse(line: str, where: str) -> dict[str, Any]:
         row: Any = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON: {error.msg} (column {error.colno})") from None
+    except ValueError as error:  # a whole number of thousands of digits
+        raise DataError(f"{where}: not JSON that Python reads: {error}") from None
     except RecursionError:
         raise DataError(f"{where}: JSON is nested too deeply") from None
     if not isinstance(row, dict):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
-import os
-import platform
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +15,10 @@ from matplotlib.figure import Figure as Canvas
 
 from bapo_megatron.monitor.jsonl import write_atomically
 from bapo_megatron.monitor.metrics import METRICS
+from bapo_megatron.reproduce.pool import environment_path
 from bapo_megatron.reproduce.results import DERIVED, FINALS, HEADLINE, PROFILE, PROFILE_PARTS, StudyResult
 from bapo_megatron.reproduce.results import Figure as Number
-from bapo_megatron.reproduce.study import Plot, Study
+from bapo_megatron.reproduce.study import Plot, Run, Study
 
 _PANEL_INCHES = (4.6, 3.0)
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")  # Okabe and Ito
@@ -36,34 +34,42 @@ _STYLE: dict[Any, Any] = {
 }
 _MAX_BANDS = 6  # bands of more variants hide each other
 _PROFILE_LABELS = {
-    "share": "share of tokens",
-    "ratio": "mean ratio",
-    "abs_log_ratio": "mean |log ratio| [nats]",
-    "entropy": "mean entropy [nats]",
-    "clip_high_share": "clipped at the upper bound [share]",
-    "clip_low_share": "clipped at the lower bound [share]",
+    f"{PROFILE}/share": "share of tokens",
+    f"{PROFILE}/ratio": "mean ratio",
+    f"{PROFILE}/abs_log_ratio": "mean |log ratio| [nats]",
+    f"{PROFILE}/entropy": "mean entropy [nats]",
+    f"{PROFILE}/clip_high_share": "clipped at the upper bound [share]",
+    f"{PROFILE}/clip_low_share": "clipped at the lower bound [share]",
 }
 _PACKAGES = ("bapo-megatron", "torch", "megatron-core", "transformers")
 
 
-def write(name: str, study: Study, result: StudyResult, folder: Path, command: str) -> None:
-    """Write the three files, each whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    facts = {
-        "command": command,
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": _machine(),
-        "versions": {package: metadata.version(package) for package in _PACKAGES},
-    }
+def write(name: str, study: Study, runs: Sequence[Run], result: StudyResult, *, folder: Path, command: str) -> None:
+    """Write the three files, each whole or not at all, and none where one cannot be made."""
+    facts = {"command": command, **_origin(runs)}
     document = {"study": name, "title": study.title, "figure": study.figure, **facts, **result.as_json()}
-    write_atomically(folder / f"{name}.json", json.dumps(document, indent=1) + "\n")
-    _draw(study, result, folder / f"{name}.svg")
-    write_atomically(folder / f"{name}.md", _markdown(name, study, result, facts))
+    texts = {
+        "json": json.dumps(document, indent=1) + "\n",
+        "svg": _draw(study, result),
+        "md": _markdown(name, study, result, facts),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for ending, text in texts.items():
+        write_atomically(folder / f"{name}.{ending}", text)
 
 
-def _machine() -> str:
-    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{os.cpu_count()} CPU cores ({platform.machine()}), {gib:.0f} GiB, no GPU"
+def _origin(runs: Sequence[Run]) -> dict[str, Any]:
+    """When, where and with what the runs were trained, as they themselves say; where they differ, each of it."""
+    said = [json.loads(environment_path(run.config).read_text(encoding="utf-8")) for run in runs]
+    dates = sorted({environment["time"][: len("2026-01-31")] for environment in said})
+    return {
+        "date": dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}",
+        "machine": "; ".join(sorted({f"{e['num_cores']} CPU cores, {e['platform']}" for e in said})),
+        "versions": {
+            package: " and ".join(sorted({e["packages"].get(package, "unknown") for e in said}))
+            for package in _PACKAGES
+        },
+    }
 
 
 def _markdown(name: str, study: Study, result: StudyResult, facts: dict[str, Any]) -> str:
@@ -115,7 +121,8 @@ def _cell(number: Number | None) -> str:
     return f"{number.mean:.{digits}f}" + (f" ± {number.std:.{digits}f}" if number.std else "")
 
 
-def _draw(study: Study, result: StudyResult, path: Path) -> None:
+def _draw(study: Study, result: StudyResult) -> str:
+    """The plots, as SVG."""
     panels = [plot for plot in study.plots if plot.metric != PROFILE]
     if PROFILE in (plot.metric for plot in study.plots):
         panels += [Plot(metric=f"{PROFILE}/{part}", log=part == "share") for part in PROFILE_PARTS]
@@ -127,12 +134,19 @@ def _draw(study: Study, result: StudyResult, path: Path) -> None:
         for axis, plot in zip(axes, panels, strict=False):
             _draw_curves(axis, result, plot.metric)
             axis.set_ylabel(plot.label or _label(plot.metric))
-            axis.set_yscale("log" if plot.log else "linear")
+            axis.set_yscale("log" if plot.log and _has_positive(result, plot.metric) else "linear")
         for axis in axes[len(panels) :]:
             axis.set_visible(False)
         handles, labels = axes[0].get_legend_handles_labels()
         canvas.legend(handles, labels, loc="outside lower center", ncols=_legend_columns(labels))
-        canvas.savefig(path, metadata={"Date": None})
+        drawn = io.StringIO()
+        canvas.savefig(drawn, format="svg", metadata={"Date": None})
+        return drawn.getvalue()
+
+
+def _has_positive(result: StudyResult, metric: str) -> bool:
+    """A logarithmic axis needs one."""
+    return any(v > 0 for variant in result.variants for v in variant.curves[metric].mean)
 
 
 def _legend_columns(labels: Sequence[str]) -> int:
@@ -149,13 +163,13 @@ def _draw_curves(axis: Axes, result: StudyResult, metric: str) -> None:
         axis.plot(curve.x, curve.mean, label=variant.name, linewidth=1.5, **_style(i))
         if len(result.seeds) > 1 and len(result.variants) <= _MAX_BANDS:
             axis.fill_between(curve.x, curve.low, curve.high, color=_style(i)["color"], alpha=0.1, linewidth=0)
-    axis.set_xlabel("probability of the token" if metric.startswith(f"{PROFILE}/") else "optimizer updates")
+    axis.set_xlabel("probability of the token" if metric in _PROFILE_LABELS else "optimizer updates")
 
 
 def _label(metric: str) -> str:
     if metric in DERIVED:
         return DERIVED[metric][0]
-    if metric.startswith(f"{PROFILE}/"):
-        return _PROFILE_LABELS[metric.removeprefix(f"{PROFILE}/")]
+    if metric in _PROFILE_LABELS:
+        return _PROFILE_LABELS[metric]
     unit = METRICS[metric].unit
     return f"{metric} [{unit}]"

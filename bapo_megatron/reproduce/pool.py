@@ -34,11 +34,16 @@ def run_path(config: Config) -> Path:
     return Path(config.run.dir) / config.run.name
 
 
+def environment_path(config: Config) -> Path:
+    """JSON: when, where and with which packages the run was trained."""
+    return run_path(config) / "environment.json"
+
+
 def is_finished(config: Config) -> bool:
-    """Whether the run has come to its last step."""
-    path = run_path(config) / "metrics.jsonl"
-    metrics = read_metrics(path) if path.is_file() else []
-    return bool(metrics) and metrics[-1]["step"] == config.train.num_steps
+    """Whether the run has come to its last step, and says where."""
+    metrics = read_metrics(run_path(config) / "metrics.jsonl")
+    is_at_end = bool(metrics) and metrics[-1]["step"] == config.train.num_steps
+    return is_at_end and environment_path(config).is_file()
 
 
 def train_all(
@@ -52,7 +57,8 @@ def train_all(
         timeout_s: of one run.
 
     Raises:
-        UserError: a run failed, or took longer; says which, and names its logs. The others are ended.
+        UserError: a run failed, took longer (says which, and names its logs), or its folder cannot be used. The
+            others are ended.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_WORKERS])
@@ -108,13 +114,9 @@ class _Forks:
 
 
 def _train(config: Config, forks: _Forks, stop: Event, deadline: float) -> None:
-    folder = run_path(config)
-    folder.mkdir(parents=True, exist_ok=True)
-    engine_log = folder / "engine.log"
-
     def is_ready(url: str, engine: ForkServerProcess) -> bool:
         if engine.exitcode is not None:
-            raise UserError(f"the engine of {folder} ended with exit code {engine.exitcode}; its log: {engine_log}")
+            raise UserError(f"the engine of {run.path} ended with exit code {engine.exitcode}; its log: {engine_log}")
         return processes.answers(f"{url}/health", timeout_s=1.0)
 
     def wait(is_done: Callable[[], bool]) -> None:
@@ -122,17 +124,18 @@ def _train(config: Config, forks: _Forks, stop: Event, deadline: float) -> None:
             if stop.is_set():
                 raise _StoppedError
             if time.monotonic() > deadline:
-                raise UserError(f"the run {folder} was not done in time; its log: {_log(folder)}")
+                raise UserError(f"the run {run.path} was not done in time; its log: {run.log_path('trainer', 0)}")
             time.sleep(_POLL_S)
 
-    with processes.reserved_ports(1) as ports:
+    with RunDir.open(config) as run, processes.reserved_ports(1) as ports:
+        engine_log = run.log_path("engine", 0)
         url = f"http://{processes.LOOPBACK}:{ports[0]}"
         with forks.running("serve", _engine_arguments(config, ports[0]), engine_log) as engine:
             wait(lambda: is_ready(url, engine))
-            with forks.running("train", config, url) as trainer:
+            with forks.running("train", run.path, url) as trainer:
                 wait(lambda: trainer.exitcode is not None)
                 if trainer.exitcode != 0:
-                    raise UserError(_complaint(folder, trainer.exitcode))
+                    raise UserError(_complaint(run, trainer.exitcode))
 
 
 def _engine_arguments(config: Config, port: int) -> list[str]:
@@ -167,10 +170,7 @@ def _one_thread_each() -> Iterator[None]:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-def _complaint(folder: Path, code: int | None) -> str:
-    said = [path.read_text() for path in sorted(RunDir.attach(folder).log_dir.glob("error-*.txt"))]
-    return f"the run {folder} ended with exit code {code}: {said[0] if said else 'see its log'} ({_log(folder)})"
-
-
-def _log(folder: Path) -> Path:
-    return RunDir.attach(folder).log_path("trainer", 0)
+def _complaint(run: RunDir, code: int | None) -> str:
+    said = [path.read_text() for path in sorted(run.log_dir.glob("error-*.txt"))]
+    told = said[0] if said else "see its log"
+    return f"the run {run.path} ended with exit code {code}: {told} ({run.log_path('trainer', 0)})"

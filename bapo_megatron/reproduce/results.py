@@ -96,7 +96,7 @@ class Comparison:
 class StudyResult:
     """All that a study's page and plots show."""
 
-    seeds: list[int]
+    seeds: list[int]  # in the study's order, which is that of Figure.by_seed
     variants: list[VariantResult]
     comparisons: list[Comparison]
 
@@ -115,9 +115,9 @@ def gather(study: Study, runs: Sequence[Run]) -> StudyResult:
     comparisons = [
         _compare(first, second, finals[first][HEADLINE].by_seed, finals[second][HEADLINE].by_seed)
         for first, second in study.compare
-        if first in finals and second in finals
+        if all(HEADLINE in finals.get(name, {}) for name in (first, second))
     ]
-    return StudyResult(sorted({run.seed for run in runs}), variants, comparisons)
+    return StudyResult(list(dict.fromkeys(run.seed for run in runs)), variants, comparisons)
 
 
 def value(row: Row, metric: str) -> float:
@@ -162,7 +162,8 @@ def _final(rows: Sequence[Row], metric: str, part: str) -> float:
     if part == "last":
         return value(rows[-1], metric)
     if part == "median":
-        return statistics.median(value(row, metric) for row in rows)
+        finite = [v for row in rows if math.isfinite(v := value(row, metric))]
+        return statistics.median(finite) if finite else math.nan
     first = len(rows) - max(1, round(len(rows) * LAST_PART)) if part == "end" else 0
     return _mean([value(row, metric) for row in rows[first:]])
 

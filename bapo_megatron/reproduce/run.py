@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.config.plan import check
 from bapo_megatron.config.schema import Config
+from bapo_megatron.cores import num_cores
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.reproduce import page
+from bapo_megatron.reproduce.checks import problems_of
 from bapo_megatron.reproduce.pool import is_finished, train_all
 from bapo_megatron.reproduce.results import gather
 from bapo_megatron.reproduce.study import Run, Study, load_study, plan_runs, shipped_studies
@@ -49,40 +46,47 @@ def reproduce(options: Options) -> None:
             study = load_study(name)
             print(f"{name:14}{study.figure}: {study.question}")
         return
-    studies = _load(options)
-    plans = {n: plan_runs(s, quick=options.quick, runs_dir=options.runs_dir) for n, s in studies.items()}
-    _check([run for plan in plans.values() for run in plan])
-    for name, study in studies.items():
-        runs = plans[name]
-        missing = {run.config.run.name: run for run in runs if not is_finished(run.config)}
-        print(f"{name}: {study.title} ({study.figure}); {len(missing)} of {len(runs)} runs to do", flush=True)
+    plans = _plan(options)
+    for plan in plans:
+        missing = {run.config.run.name: run for run in plan.runs if not is_finished(run.config)}
+        heading = f"{plan.name}: {plan.study.title} ({plan.study.figure})"
+        print(f"{heading}; {len(missing)} of {len(plan.runs)} runs to do", flush=True)
         _train(missing, options)
-        page.write(name, study, gather(study, runs), options.output, _command(options, name))
-        print(f"{name}: {options.output / name}.md", flush=True)
+        result, command = gather(plan.study, plan.runs), _command(options, plan.source)
+        page.write(plan.name, plan.study, plan.runs, result, folder=options.output, command=command)
+        print(f"{plan.name}: {options.output / plan.name}.md", flush=True)
 
 
-def _load(options: Options) -> dict[str, Study]:
-    names = list(shipped_studies()) if options.names == (ALL,) else list(options.names)
-    studies = {Path(name).stem: load_study(name) for name in names}
-    for name, study in list(studies.items()):
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """One study of those asked for."""
+
+    name: str  # of its files
+    source: str  # as the user gave it: a name, or a file
+    study: Study
+    runs: list[Run]
+
+
+def _plan(options: Options) -> list[_Plan]:
+    """Raises ConfigError with all that is wrong, of all studies."""
+    plans: dict[str, _Plan] = {}
+    problems: list[str] = []
+    for source in shipped_studies() if options.names == (ALL,) else dict.fromkeys(options.names):
+        name, study = Path(source).stem, load_study(source)
+        if name in plans:
+            twins = f"{plans[name].source} and {source}"
+            raise ConfigError(f"{twins} would both write {options.output / name}.md; rename one, or give one at a time")
         if study.needs and not Path(study.needs).is_dir():
             if options.names != (ALL,):
                 raise ConfigError(f"study {name} needs the folder {study.needs}, which does not exist; see its file")
             print(f"{name}: left out, there is no folder {study.needs}", flush=True)
-            del studies[name]
-    return studies
-
-
-def _check(runs: Sequence[Run]) -> None:
-    """Raises ConfigError with every violation of every variant."""
-    problems = {
-        f"variant {run.variant!r}: {violation.message}": None
-        for run in runs
-        for violation in check(run.config, hf_config=load_hf_config(resolve_model_path(run.config.model.path)))
-        if violation.severity == "error"
-    }
+            continue
+        runs = plan_runs(study, quick=options.quick, runs_dir=options.runs_dir)
+        plans[name] = _Plan(name, source, study, runs)
+        problems += problems_of(name, study, runs)
     if problems:
         raise ConfigError("\n".join(problems))
+    return list(plans.values())
 
 
 def _train(missing: dict[str, Run], options: Options) -> None:
@@ -97,10 +101,10 @@ def _train(missing: dict[str, Run], options: Options) -> None:
         print(f"  {counts} {run.variant}, seed {run.seed}: {seconds:.0f} s", flush=True)
 
     configs = [run.config for run in missing.values()]
-    num_jobs = options.num_jobs or os.cpu_count() or 1
+    num_jobs = options.num_jobs or num_cores()
     train_all(configs, num_jobs=num_jobs, timeout_s=options.timeout_s, tell=tell)
 
 
-def _command(options: Options, name: str) -> str:
+def _command(options: Options, source: str) -> str:
     """What repeats one study."""
-    return shlex.join(["bapo", "reproduce", name, *(["--quick"] if options.quick else [])])
+    return shlex.join(["bapo", "reproduce", source, *(["--quick"] if options.quick else [])])

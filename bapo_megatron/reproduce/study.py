@@ -17,8 +17,6 @@ settings = { train = { num_steps = 2 } }
 
 from __future__ import annotations
 
-import hashlib
-import json
 import tomllib
 from dataclasses import dataclass
 from importlib import resources
@@ -31,6 +29,7 @@ from bapo_megatron.config.base import Section
 from bapo_megatron.config.load import load_tables
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.reproduce.identity import run_name
 
 _BASE = "base"
 
@@ -55,7 +54,7 @@ class Plot(Section):
 class Quick(Section):
     """How `--quick` shortens the study: enough to see that it runs, not what it finds."""
 
-    seeds: tuple[int, ...] = (0,)
+    seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
     variants: tuple[str, ...] = ()
     """Unset: all."""
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -77,10 +76,13 @@ class Study(Section):
     """A folder that must exist, such as a model that does not ship with the package."""
 
     @model_validator(mode="after")
-    def _names_are_known(self) -> Study:
+    def _names_are_known_and_seeds_differ(self) -> Study:
         names = [variant.name for variant in self.variants]
         if len(set(names)) < len(names):
             raise ValueError("two variants have the same name")
+        for seeds in (self.seeds, self.quick.seeds):
+            if len(set(seeds)) < len(seeds):
+                raise ValueError(f"the same seed twice in {list(seeds)}")
         for name in [*(name for pair in self.compare for name in pair), *self.quick.variants]:
             if name not in names:
                 raise ValueError(f"there is no variant {name!r}")
@@ -122,7 +124,8 @@ def load_study(name: str) -> Study:
 
 
 def plan_runs(study: Study, *, quick: bool, runs_dir: Path) -> list[Run]:
-    """Every run of a study, seed by seed. Runs of equal settings have the same name, in whichever study they occur.
+    """Every run of a study, seed by seed. Runs of equal settings have the same name, in whichever study they occur;
+    identity.py says what else a name stands for.
 
     Raises:
         ConfigError: a variant's settings are not those of a configuration.
@@ -145,6 +148,4 @@ def _config(study: Study, variant: Variant, seed: int, *, quick: bool, runs_dir:
         "study": {"run": {"seed": seed, "dir": str(runs_dir)}},
     }
     config = load_tables(tables)
-    said = config.model_dump(mode="json", exclude_defaults=True, exclude={"run": {"dir"}})
-    name = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
-    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": run_name(config)})})

@@ -14,8 +14,6 @@ from pathlib import Path
 import bapo_megatron.monitor.record
 import bapo_megatron.stopping
 import bapo_megatron.train  # noqa: F401  run_rank imports these late
-from bapo_megatron.config.load import dump_config
-from bapo_megatron.config.schema import Config
 from bapo_megatron.launch.trainer import redirect_output, run_rank
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.rollout.embedded import server
@@ -28,13 +26,15 @@ def serve(lifeline: Connection, arguments: list[str], log: Path) -> None:
     server.main(arguments)
 
 
-def train(lifeline: Connection, config: Config, url: str) -> None:
-    """The training loop of `bapo train`, as its only rank; the process ends with the exit code of `run_rank`."""
+def train(lifeline: Connection, run_path: Path, url: str) -> None:
+    """The training loop of `bapo train`, as its only rank, in a run's folder that the parent has opened.
+
+    The process ends with the exit code of `run_rank`.
+    """
     _end_with(lifeline)
-    with RunDir.open(config, config_text=dump_config(config)) as run_dir:
-        redirect_output(run_dir.log_path("trainer", 0))
-        code = run_rank(run_dir, [url])
-    os._exit(code)
+    run_dir = RunDir.attach(run_path)
+    redirect_output(run_dir.log_path("trainer", 0))
+    os._exit(run_rank(run_dir, [url]))
 
 
 def _end_with(lifeline: Connection) -> None:

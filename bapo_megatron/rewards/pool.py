@@ -28,6 +28,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from bapo_megatron.cores import num_cores
 from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.judges import OWN_DEADLINE, JudgeSpec
 
@@ -220,7 +221,7 @@ class WorkerPool:
     async def _open(self, concurrency: int | None) -> None:
         first = await self._start()
         self._is_async = first.is_async
-        num_processes = min(MAX_PROCESSES, os.cpu_count() or 1)
+        num_processes = min(MAX_PROCESSES, num_cores())
         if self._is_async:
             self._shared = first
             self._slots = asyncio.Semaphore(concurrency or ASYNC_CONCURRENCY)

@@ -64,7 +64,7 @@ class RecordedRollouts:
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         assert config.rollout.recorded_from is not None, "config.plan checks this"
-        self._folder = Path(config.rollout.recorded_from)
+        self._folder = Path(config.rollout.recorded_from).expanduser()
         self._tokenizer = tokenizer
         self._builder = BatchBuilder(config)
 

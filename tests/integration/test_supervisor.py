@@ -16,13 +16,14 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import pytest
 
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.errors import EngineError, UserError
+from bapo_megatron.launch import engines as launch_engines
 from bapo_megatron.launch import processes, sglang, supervisor
 from bapo_megatron.launch.supervisor import EngineSpec, supervised
 
@@ -190,6 +191,34 @@ def test_a_port_that_someone_else_has_taken_uses_up_the_restarts(tmp_path: Path)
         wait_until(lambda: len(told) == 2, "the engine was given up")
     assert "ended with exit code" in told[1]
     assert "Address already in use" in (tmp_path / "engine-0.restart-1.log").read_text()
+
+
+def test_a_restart_that_finds_no_process_left_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    with engines(tmp_path, told, kind=stub) as (url,):
+        first, start = pid_of(url), processes.start
+        failures = [BlockingIOError(11, "Resource temporarily unavailable")]
+        monkeypatch.setattr(processes, "start", lambda *spec: start(*spec) if not failures else _raise(failures.pop()))
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: is_up_again(url, first), "the engine was up again")
+    assert len(told) == 3
+    assert "ended with" in told[0]
+    assert "could not be started: [Errno 11] Resource temporarily unavailable" in told[1]
+
+
+def _raise(problem: Exception) -> NoReturn:
+    raise problem
+
+
+def test_a_full_disk_or_a_closed_terminal_does_not_end_the_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "closed").touch()
+    with (tmp_path / "closed").open() as read_only:  # writing to it raises an OSError
+        monkeypatch.setattr(sys, "stderr", read_only)
+        launch_engines._tell("one line", tmp_path / "no such folder" / "supervisor.log")
+        launch_engines._tell("one line", tmp_path / "supervisor.log")
+    assert "one line" in (tmp_path / "supervisor.log").read_text()
 
 
 def test_a_failure_at_the_first_start_is_an_error_at_once(tmp_path: Path) -> None:

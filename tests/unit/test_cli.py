@@ -49,6 +49,12 @@ def test_check_summarizes_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ranks = tensor 2" in capsys.readouterr().out
 
 
+def test_an_override_may_be_longer_than_a_file_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "demo", f"rollout.urls={[f'http://10.0.0.{i}:30000' for i in range(20)]}"]) == 0
+    assert cli.main(["check", "x" * 300]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
 def test_a_missing_model_is_told_with_the_other_violations(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "demo", "model.path=nowhere", "data.source=jsonl"]) == 2
     error = capsys.readouterr().err

@@ -203,11 +203,32 @@ def test_masked_values_and_unused_logprobs_do_no_harm():
     assert counted_tokens(table) == (1, 1)
 
 
-def test_a_nan_of_a_trained_token_is_loud():
-    config = ClipBoundConfig()
-    table = contribution_table(torch.tensor([float("nan")]), torch.tensor([-1.0]), torch.tensor([True]), None, config)
-    with pytest.raises(AssertionError, match="not a number"):
-        search_bounds(table, config)
+@pytest.mark.parametrize("contribution", ["gradient", "surrogate"])
+@pytest.mark.parametrize(
+    ("where", "advantage"),
+    [
+        *itertools.product(("ratio", "advantages", "rollout_logprobs", "weights"), (1.0, -1.0)),
+        *itertools.product(("ratio", "advantages"), (0.0,)),  # the others are not read of a token that counts nowhere
+    ],
+)
+def test_one_nan_of_a_trained_token_leaves_the_bounds_of_all_ranks_at_their_start(where, contribution, advantage):
+    config = ClipBoundConfig(contribution=contribution, token_weight="rollout_prob", rho0=0.99)
+    values = {
+        "ratio": torch.ones(3),
+        "advantages": torch.tensor([advantage, 1.0, -1.0]),
+        "rollout_logprobs": torch.full((3,), -0.5),
+        "weights": torch.ones(3),
+    }
+    mask = torch.ones(3, dtype=torch.bool)
+    whole = contribution_table(**values, mask=mask, config=config)
+    assert search_bounds(whole, config).saturated
+    values[where][0] = math.nan
+    table = contribution_table(**values, mask=mask, config=config)
+    assert table.isnan().all()
+    bounds = search_bounds(table + whole, config)  # as with another rank's
+    assert (bounds.low, bounds.high, bounds.saturated, bounds.num_moves) == (0.6, 1.2, False, 0)
+    assert math.isnan(bounds.positive_share)
+    assert math.isnan(positive_share(table, config, 0.6, 1.2))
 
 
 @settings(max_examples=50, deadline=None)

@@ -139,6 +139,23 @@ def test_a_router_stands_before_servers_of_the_user() -> None:
         assert part in violation.message
 
 
+@pytest.mark.parametrize(
+    "url", ["http://h:99999", "http://h:0", "http://:30000", "h:30000", "ftp://h:1", "http://[::1"]
+)
+def test_urls_that_cannot_be(url: str) -> None:
+    attach = ["rollout.engine=attach", f'rollout.urls=["http://[::1]:30000", "https://node3", "{url}"]']
+    assert messages(*attach) == [
+        f'rollout.urls: "{url}" is no URL of a server; write it like "http://127.0.0.1:30000"',
+    ]
+
+
+@pytest.mark.parametrize("value", ["high", "0", "1.5", "true", "false", '"0.8"'])
+def test_a_share_of_memory_is_between_0_and_1(value: str) -> None:
+    (message,) = messages(f"sglang.extra.mem_fraction_static={value}")
+    assert "is no share of a GPU's memory" in message
+    assert messages("sglang.extra.mem_fraction_static=0.8") == []
+
+
 def test_a_hang_timeout_leaves_time_for_a_weight_update() -> None:
     config = load_config([], ["rollout.engine=sglang", "rollout.hang_timeout_s=10"])
     (violation,) = check(config, hf_config=None)

@@ -71,6 +71,19 @@ def test_the_image_runs_without_rights(path: Path) -> None:
     assert instructions(path)[-1][0] == "CMD"
 
 
+def test_both_images_write_as_the_same_user() -> None:
+    """The first image that fills a named volume gives it an owner; docker/README.md says which one."""
+    numbers = set()
+    for path in DOCKERFILES:
+        (added,) = re.findall(r"useradd .*--uid (\d+)", path.read_text())
+        (used,) = [rest for name, rest in instructions(path) if name == "USER"]
+        numbers |= {added, used}
+    assert len(DOCKERFILES) == 2
+    assert len(numbers) == 1
+    readme = (ROOT / "docker" / "README.md").read_text()
+    assert f"a user without rights, the number {numbers.pop()}," in readme
+
+
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
 def test_the_scripts_that_it_runs_exist(path: Path) -> None:
     runs = " ".join(rest for name, rest in instructions(path) if name == "RUN")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import resource
 import socket
 import subprocess
 import sys
 import threading
+import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,16 +21,17 @@ import torch
 from bapo_megatron import cli
 from bapo_megatron.config.load import load_config
 from bapo_megatron.errors import UserError
+from bapo_megatron.preflight import doctor as doctor_room
+from bapo_megatron.preflight import group_probe, versions
 from bapo_megatron.preflight import machine_checks as machine
 from bapo_megatron.preflight import software_checks as software
-from bapo_megatron.preflight import versions
 from bapo_megatron.preflight.doctor import examine_needs, parse_rendezvous, verdict
 from bapo_megatron.preflight.finding import Finding
-from bapo_megatron.preflight.gpus import GIB
-from bapo_megatron.preflight.group_checks import Rendezvous, clock_finding
+from bapo_megatron.preflight.gpus import GIB, visible_indexes
+from bapo_megatron.preflight.group_checks import Rendezvous, clock_finding, started_probes
 from bapo_megatron.preflight.software_checks import Driver
 
-DRIVER = Driver("570.1", (12, 8), (("NVIDIA H100", 80 * GIB, 0), ("NVIDIA H100", 80 * GIB, 3 * GIB)))
+DRIVER = Driver("570.1", (12, 8), (("NVIDIA H100", 80 * GIB, 0), ("NVIDIA H100", 80 * GIB, 3 * GIB)), (0, 1))
 FACTS: dict[str, Any] = {
     "torch": "2.9.0+cu128",
     "cuda": "12.8",
@@ -87,6 +91,138 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert cli.main(["doctor", "--versions"]) == 1
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["no-such-package", "-", "-", ">=1,<2", "missing"] in rows
+
+
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [
+        (RuntimeError("CUDA error: all CUDA-capable devices are busy\nmore"), "CUDA error: all CUDA-capable devices"),
+        (RuntimeError(), "RuntimeError"),
+        (SystemExit(3), "ended with exit code 3"),  # stands for one that a signal ends
+    ],
+)
+def test_a_torch_that_cannot_answer_fails_without_a_traceback(
+    error: BaseException, problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> dict[str, Any]:
+        raise error
+
+    monkeypatch.setattr(group_probe, "_facts", broken)
+    assert cli.main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("FAIL torch ") and problem in line for line in lines), lines
+    assert any(line.startswith("FAIL group (gloo) ") and problem in line for line in lines), lines
+    assert lines[-1] == "not fit: torch, group (gloo)"
+
+
+def test_a_probe_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed at its deadline, before it has written anything."""
+    monkeypatch.setattr(group_probe, "_facts", lambda: time.sleep(60))
+    with started_probes(0, None, timeout_s=0.2) as probes:
+        probes.wait()
+    (torch_finding,) = software.check_torch(probes.facts, Driver(problem="none"))
+    assert (torch_finding.verdict, torch_finding.what) == ("error", "not done after 0 s")
+    monkeypatch.setattr(software, "_version", lambda name: "2.9.0")
+    assert "torch did not answer" in software.check_transformer_engine(probes.facts, needed=False).what
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a torch that sees no GPU")
+def test_a_torch_without_cuda_on_a_machine_with_gpus() -> None:
+    with started_probes(1, None, timeout_s=30.0) as probes:
+        probes.wait()
+    found = [*software.check_torch(probes.facts, DRIVER), *probes.findings(is_across_nodes=False)]
+    assert [f.verdict for f in found] == ["error"] * 3
+    assert "torch sees no GPU" in found[-1].what
+
+
+def test_one_process_for_each_visible_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight, two: NCCL's ranks 2 to 7 would have no device."""
+    started = []
+
+    def start(num_gpus: int, *rest: Any) -> contextlib.AbstractContextManager[Any]:
+        started.append(num_gpus)
+        return started_probes(0, *rest)
+
+    monkeypatch.setattr(doctor_room, "started_probes", start)
+    monkeypatch.setattr(software, "read_driver", lambda: Driver("570.1", (12, 8), 8 * DRIVER.gpus[:1], (0, 1)))
+    findings = {f.name: f for f in doctor_room.examine(None, [], None)}
+    assert started == [2]
+    assert (findings["GPUs"].verdict, findings["GPUs"].what) == (
+        "ok",
+        "8 x NVIDIA H100 (80 GiB), 2 visible (CUDA_VISIBLE_DEVICES)",
+    )
+
+
+def test_hidden_gpus_are_for_cpu_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "read_driver", lambda: Driver("570.1", (12, 8), DRIVER.gpus))
+    findings = list(doctor_room.examine(None, [], None))
+    by_name = {f.name: f for f in findings}
+    assert (by_name["torch"].verdict, by_name["NCCL"].verdict) == ("ok", "absent")
+    assert by_name["GPUs"].what == "2 x NVIDIA H100 (80 GiB), none visible (CUDA_VISIBLE_DEVICES): CPU use only"
+    text, code = verdict([f for f in findings if f.name != "versions"])  # a GPU stack's, against which this one is held
+    assert code == 0
+    assert text.startswith("fit for CPU use")
+
+
+UUIDS = ["GPU-8932f937-d72c", "GPU-8f00a1b2-0000", "GPU-1c2d3e4f-1111"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "indexes"),
+    [
+        (None, (0, 1, 2)),
+        ("", ()),
+        ("0,1", (0, 1)),
+        ("2, 0", (2, 0)),
+        ("1,-1,0", (1,)),
+        ("1,7,0", (1,)),
+        ("1,1", ()),
+        ("NoDevFiles", ()),
+        ("GPU-1c,GPU-8932f937-d72c", (2, 0)),
+        ("GPU-8", ()),  # of two
+        ("MIG-GPU-8932f937-d72c/1/0", ()),
+    ],
+)
+def test_visible_gpus(setting: str | None, indexes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert visible_indexes(setting, UUIDS) == indexes
+    if setting is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+    entries = torch.cuda._parse_visible_devices()  # torch's reading, before it looks at the GPUs
+    if entries and isinstance(entries[0], int):
+        assert tuple(itertools.takewhile(lambda i: i < len(UUIDS), entries)) == indexes
+    elif not entries:
+        assert indexes == ()
+
+
+def test_the_driver_is_asked_what_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML counts all GPUs, whatever CUDA_VISIBLE_DEVICES says."""
+    nvml = types.SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlSystemGetCudaDriverVersion=lambda: 12080,
+        nvmlSystemGetDriverVersion=lambda: b"570.1",
+        nvmlDeviceGetCount=lambda: len(UUIDS),
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetMemoryInfo=lambda handle: types.SimpleNamespace(total=80 * GIB, used=handle * GIB),
+        nvmlDeviceGetName=lambda handle: "NVIDIA H100",
+        nvmlDeviceGetUUID=lambda handle: UUIDS[handle],
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
+    driver = software.read_driver()
+    assert (driver.version, driver.cuda, len(driver.gpus), driver.visible) == ("570.1", (12, 8), 3, (2, 0))
+    (_, gpus) = software.check_gpus(driver, 0)
+    assert gpus.what == "3 x NVIDIA H100 (80 GiB), 2 visible (CUDA_VISIBLE_DEVICES); in use: GPU 2: 2.0 GiB"
+    (_, gpus) = software.check_gpus(driver, 3)
+    assert (gpus.verdict, gpus.advice) == ("error", "name more in CUDA_VISIBLE_DEVICES")
+
+
+def test_a_port_that_cannot_be_is_a_wrong_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--port", "70000"]) == 2
+    assert "--port 70000 is no port; name one from 1 to 65535" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -152,6 +288,14 @@ def test_an_engine_that_does_not_answer(taken_port: int) -> None:
     by_name = [(f.name, f.verdict) for f in found]
     assert by_name == [("model", "ok"), ("data.path", "error"), ("engine", "error"), ("engine", "ok")]
     assert str(port) in found[2].what
+
+
+@pytest.mark.parametrize("url", ["http://h:99999", "http://h:port", "h:30000", "http://[::1", "http://a..b:30000"])
+def test_a_url_that_cannot_be_is_a_finding(url: str) -> None:
+    config = load_config(["demo"], ["rollout.engine=attach", f'rollout.urls=["{url}"]'])
+    *_, finding = examine_needs(config)
+    assert (finding.name, finding.verdict) == ("engine", "error")
+    assert url.removeprefix("http://") in finding.what
 
 
 def test_gpus() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
+import torch
 
 from bapo_megatron.config.load import load_config
+from bapo_megatron.config.plan import check, num_ranks
+from bapo_megatron.config.plan_slurm import check_placement, place
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight import work
+from bapo_megatron.preflight.check import accepts_layout, load_checked
 from bapo_megatron.preflight.gpus import GIB, GPUS
 from bapo_megatron.preflight.known_models import KNOWN_MODELS
 from bapo_megatron.preflight.memory import forwards_under_way, trainer_memory
@@ -18,7 +23,8 @@ from bapo_megatron.preflight.plan import check_cluster, make_plan
 from bapo_megatron.preflight.rollouts import decode_seconds, server_memory
 from bapo_megatron.preflight.suggest import suggest
 
-SHAPE = model_shape(KNOWN_MODELS["DeepSeek-R1-Distill-Qwen-7B"])
+HF_CONFIG = KNOWN_MODELS["DeepSeek-R1-Distill-Qwen-7B"]
+SHAPE = model_shape(HF_CONFIG)
 GPU_BYTES = 80 * GIB
 
 
@@ -124,27 +130,30 @@ def test_sync() -> None:
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        ("cluster.gpus_per_node=6", ["parallel.tensor=4 does not divide", "server_tensor_parallel=4 does not divide"]),
+        (
+            "cluster.gpus_per_node=2",
+            ["parallel.tensor=4 is more than cluster.gpus_per_node=2", "rollout.server_tensor_parallel=4 is more than"],
+        ),
         ("cluster.gpu_memory_gib=20", ["a trainer rank needs", "95% of a H100 SXM 80 GB are 19.0 GiB"]),
         ("sglang.extra.mem_fraction_static=0.04", ["has room for 0 tokens", "one response takes 34816"]),
     ],
 )
 def test_what_does_not_fit_is_told_with_the_numbers(overrides: str, parts: list[str]) -> None:
     config = recipe(*overrides.split())
-    text = "\n".join(v.message for v in check_cluster(config, KNOWN_MODELS["DeepSeek-R1-Distill-Qwen-7B"]))
+    text = "\n".join(v.message for v in check_cluster(config, HF_CONFIG))
     assert all(part in text for part in parts), text
 
 
 def test_suggestions_fit_and_are_faster() -> None:
     config = recipe()
     present = make_plan(config, SHAPE)
-    found = suggest(config, SHAPE, present)
+    found = suggest(config, HF_CONFIG, present)
     assert found
     for s in found:
         changed = make_plan(recipe(*s.overrides), SHAPE)
         assert changed.fits
         assert changed.train.expected < present.train.expected
-        assert check_cluster(recipe(*s.overrides), KNOWN_MODELS["DeepSeek-R1-Distill-Qwen-7B"]) == []
+        assert check_cluster(recipe(*s.overrides), HF_CONFIG) == []
         assert changed.train == s.plan.train, "the overrides give what was promised"
 
 
@@ -152,5 +161,114 @@ def test_a_layout_that_does_not_fit_gets_one_that_does() -> None:
     config = recipe("parallel.tensor=1", "parallel.sequence=false", "parallel.data=16", "train.recompute=false")
     present = make_plan(config, SHAPE)
     assert not present.fits
-    assert all(s.plan.fits for s in suggest(config, SHAPE, present))
-    assert suggest(config, SHAPE, present)
+    found = suggest(config, HF_CONFIG, present)
+    assert found
+    assert all(s.plan.fits for s in found)
+
+
+@pytest.mark.parametrize(
+    "settings", ["train.schedule=forwards_first rollout.max_response_tokens=8192", "slurm.rollout_nodes=0"]
+)
+def test_suggestions_pass_the_check(settings: str) -> None:
+    """forwards_first knows no pipeline stages, which are in the fastest layouts."""
+    start = ["parallel.tensor=1", "parallel.sequence=false", "parallel.data=16", *settings.split()]
+    config = recipe(*start)
+    found = suggest(config, HF_CONFIG, make_plan(config, SHAPE))
+    assert found
+    for s in found:
+        changed = recipe(*start, *s.overrides)
+        assert check(changed, hf_config=HF_CONFIG, num_gpus=32) == []
+        assert check_placement(changed) == []
+
+
+def test_a_layout_must_fit_the_nodes() -> None:
+    """Eight trainer ranks a node beside nodes of servers; four, where they share them."""
+    files, hf_config = ["models/qwen3-32b-64k", "algorithms/bapo", "clusters/4x8-h200"], KNOWN_MODELS["Qwen3-32B-64k"]
+    layout = ["parallel.tensor=8", "parallel.pipeline=1", "parallel.data=2"]
+    assert accepts_layout(load_config(files, layout), hf_config, on_gpus=True)
+    assert not accepts_layout(load_config(files, [*layout, "slurm.rollout_nodes=0"]), hf_config, on_gpus=True)
+
+
+def test_a_server_beside_fewer_ranks_than_it_has_gpus() -> None:
+    layout = ["parallel.data=2", "rollout.engine=sglang", "rollout.server_tensor_parallel=4", "model.dtype=bfloat16"]
+    assert load_checked(["demo", "cluster.gpu=h100", *layout], elsewhere=True, memory=False).cluster.gpus_per_node == 8
+
+
+def test_no_accepted_layout_splits_a_server_or_a_tensor_group() -> None:
+    """GPU by GPU, as place() spreads them."""
+    base, accepted = recipe(), 0
+    sizes = itertools.product((1, 2, 3), (6, 8), (1, 2, 3, 4), (1, 2, 3, 4, 6), (1, 2, 3, 4), (1, 2, 3, 4, 6, 8))
+    for nodes, gpus, tensor, data, servers, server_tensor in sizes:
+        config = base.model_copy(
+            update={
+                "cluster": base.cluster.model_copy(update={"nodes": nodes, "gpus_per_node": gpus}),
+                "parallel": base.parallel.model_copy(update={"tensor": tensor, "data": data, "num_ranks": None}),
+                "rollout": base.rollout.model_copy(
+                    update={"num_servers": servers, "server_tensor_parallel": server_tensor}
+                ),
+            }
+        )
+        found = check(config, hf_config=None, num_gpus=nodes * gpus)
+        found += [*(check_placement(config) if nodes > 1 else []), *check_cluster(config, None)]
+        if any(v.severity == "error" for v in found):
+            continue
+        accepted += 1
+        placed = place(config)
+        assert placed.ranks_per_node % tensor == 0, "a tensor-parallel group is on one machine"
+        assert placed.ranks_per_node <= gpus
+        last_gpu = placed.first_server_gpu + placed.servers_per_node * server_tensor
+        assert last_gpu <= gpus, "each server has its GPUs on one machine"
+    assert accepted > 100
+
+
+@pytest.mark.parametrize("sharing", ["", "slurm.rollout_nodes=0"])
+def test_groups_that_are_on_two_machines(sharing: str) -> None:
+    """Rank by rank, in the order of learner/parallel.py, on nodes of the trainer's own and on nodes with servers."""
+    base, seen = recipe(*sharing.split()), set()
+    for tensor, context, data, pipeline in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4, 8), (1, 2, 4)):
+        layout = {"tensor": tensor, "context": context, "data": data, "pipeline": pipeline, "num_ranks": None}
+        config = base.model_copy(update={"parallel": base.parallel.model_copy(update=layout)})
+        if any(v.severity == "error" for v in check_placement(config)):
+            continue
+        ranks = torch.arange(num_ranks(config)).view(pipeline, data, context, tensor)
+        node = ranks // place(config).ranks_per_node
+        for name, in_a_row, nodes_of_groups in (
+            ("context", tensor * context, node.movedim(2, -1).reshape(-1, context)),
+            ("data x context", tensor * context * data, node.permute(0, 3, 1, 2).reshape(-1, data * context)),
+            ("pipeline", num_ranks(config), node.movedim(0, -1).reshape(-1, pipeline)),
+        ):
+            if nodes_of_groups.shape[1] > 1:
+                are_apart = bool((nodes_of_groups != nodes_of_groups[:, :1]).any())
+                assert work.spans_nodes(config, in_a_row) == are_apart
+                seen.add((name, are_apart))
+    assert {("context", False), ("context", True), ("data x context", False), ("data x context", True)} <= seen
+    assert ("pipeline", True) in seen
+
+
+def test_what_goes_over_the_network() -> None:
+    """Of two stages of eight data ranks on a node each: hidden states, and no gradients. On shared nodes, both."""
+    stages = ["parallel.tensor=1", "parallel.sequence=false", "parallel.pipeline=2", "parallel.data=8"]
+    sent = [
+        make_plan(recipe(*stages, *more, "cluster.network_gbit_per_s=8"), SHAPE).train.least
+        - make_plan(recipe(*stages, *more, "cluster.network_gbit_per_s=16"), SHAPE).train.least
+        for more in ([], ["slurm.rollout_nodes=0"])
+    ]  # seconds: (1/1e9 - 1/2e9) of the bytes
+    tokens, config = 512 * (2048 + 32768), recipe(*stages)
+    passes = 2 + work.num_scoring_passes(config, forwards_first=False)
+    hidden = tokens / 8 * 3584 * 2 / 2 * passes  # bfloat16; one of two stages sends in each direction
+    assert math.isclose(sent[0] * 2e9, hidden, rel_tol=1e-6)
+    gradients = 2 * 2 * 7 / 8 * 4 * make_plan(config, SHAPE).trainer.num_parameters  # two updates, float32
+    assert math.isclose(sent[1] * 2e9, hidden + gradients, rel_tol=1e-6)
+
+
+def test_tensor_ranks_send_their_share_to_the_next_stage_with_sequence_parallelism() -> None:
+    tokens = work.StepTokens.of(recipe())
+    both = ["parallel.tensor=2", "parallel.pipeline=4", "parallel.data=2"]
+    split, whole = (
+        work.pipeline_parallel_bytes(recipe(*both, f"parallel.sequence={on}"), SHAPE, tokens, 1)
+        for on in ("true", "false")
+    )
+    assert whole == 2 * split == 3 * 3 / 4 * tokens.total / 2 * 3584 * 2
+    chunks = recipe(*both, "parallel.sequence=false", "parallel.virtual_pipeline=7")
+    assert work.pipeline_parallel_bytes(chunks, SHAPE, tokens, 1) == whole * (4 * 7 - 1) / 3
+    assert work.pipeline_parallel_bytes(recipe(), SHAPE, tokens, 1) == 0

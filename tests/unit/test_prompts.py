@@ -105,6 +105,11 @@ class TestJsonl:
             ('{"prompt": 3, "answer": 1}', r"prompts.jsonl:2: field 'prompt' must be a string, got a number"),
             ('{"prompt": "a", "answer": null}', r"prompts.jsonl:2: field 'answer' must not be null"),
             ("[" * 100_000, r"prompts.jsonl:2: "),
+            ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", r"prompts.jsonl:2: not JSON that Python reads: .*digits"),
+            (
+                r'{"prompt": "ab\ud83d", "answer": 1}',
+                r"2: field 'prompt' is not valid Unicode: '\\ud83d' at character 2",
+            ),
         ],
     )
     def test_malformed_line_names_file_and_line(self, jsonl, line, message):

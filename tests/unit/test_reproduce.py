@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +17,7 @@ from bapo_megatron.reproduce.page import write
 from bapo_megatron.reproduce.pool import is_finished, run_path
 from bapo_megatron.reproduce.results import DERIVED, gather, value
 from bapo_megatron.reproduce.run import Options, reproduce
-from bapo_megatron.reproduce.study import Study, load_study, plan_runs, shipped_studies
+from bapo_megatron.reproduce.study import Run, Study, load_study, plan_runs, shipped_studies
 
 MINIMAL = """
 title = "A title"
@@ -70,7 +73,7 @@ def test_equal_settings_are_one_run_and_others_are_not(tmp_path: Path) -> None:
     renamed = MINIMAL.replace('"narrow"', '"thin"')
     there = plan_runs(study_from(tmp_path, renamed), quick=False, runs_dir=tmp_path / "b")
     assert [r.config.run.name for r in here] == [r.config.run.name for r in there]
-    assert len({r.config.run.name for r in here}) == 4
+    assert len({r.config.run.name for r in here}) == 4  # what else makes two runs one: test_run_identity.py
 
 
 @pytest.mark.parametrize(
@@ -96,18 +99,16 @@ def test_settings_that_do_not_exist_name_their_variant(tmp_path: Path) -> None:
         plan_runs(study, quick=False, runs_dir=tmp_path)
 
 
-def test_nothing_starts_where_one_study_is_wrong(tmp_path: Path) -> None:
-    def options(*names: str) -> Options:
-        return Options(names, False, tmp_path / "out", tmp_path / "runs", 1, 60.0)
+def options(tmp_path: Path, *names: str) -> Options:
+    return Options(names, False, tmp_path / "out", tmp_path / "runs", 1, 60.0)
 
+
+def test_nothing_starts_where_one_study_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no study 'figure_99'; give a TOML file, all, or one of: .*staleness"):
-        reproduce(options("staleness", "figure_99"))
-    (tmp_path / "far.toml").write_text(MINIMAL.replace("train = { num_steps = 4 }", "parallel = { tensor = 3 }"))
-    with pytest.raises(ConfigError, match=r"variant 'narrow': .*tensor"):
-        reproduce(options(str(tmp_path / "far.toml")))
+        reproduce(options(tmp_path, "staleness", "figure_99"))
     (tmp_path / "big.toml").write_text('needs = "no/such/folder"\n' + MINIMAL)
     with pytest.raises(ConfigError, match="study big needs the folder no/such/folder"):
-        reproduce(options(str(tmp_path / "big.toml")))
+        reproduce(options(tmp_path, str(tmp_path / "big.toml")))
     assert not (tmp_path / "runs").exists()
     assert not (tmp_path / "out").exists()
 
@@ -117,6 +118,22 @@ def row(step: int, reward: float, clipped: float) -> dict[str, float | None]:
     return {"step": step, "version": 10 * step, **metrics, "bapo/low": None}
 
 
+def finish(run: Run, rows: Sequence[Mapping[str, float | None]], *, torch: str = "2.0", **environment: object) -> None:
+    """As if the run had been trained."""
+    folder = run_path(run.config)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    packages = {"bapo-megatron": "0.9", "torch": torch, "megatron-core": "0.1", "transformers": "5.0"}
+    facts = {"time": "2025-03-01T12:00:00+00:00", "num_cores": 2, "platform": "Linux-test", "packages": packages}
+    (folder / "environment.json").write_text(json.dumps(facts | environment))
+
+
+def write_page(tmp_path: Path, study: Study, runs: Sequence[Run]) -> str:
+    folder = tmp_path / "out"
+    write("mine", study, runs, gather(study, runs), folder=folder, command="bapo reproduce mine")
+    return (folder / "mine.md").read_text()
+
+
 def test_results_are_those_of_numpy(tmp_path: Path) -> None:
     study = study_from(tmp_path)
     runs = plan_runs(study, quick=False, runs_dir=tmp_path / "runs")
@@ -124,24 +141,23 @@ def test_results_are_those_of_numpy(tmp_path: Path) -> None:
     rewards, clipped = rng.random((4, 4)), rng.random((4, 4))
     evaluated = rng.random(4)
     for i, run in enumerate(runs):
-        folder = run_path(run.config)
-        folder.mkdir(parents=True)
         rows = [row(step + 1, rewards[i, step], clipped[i, step]) for step in range(4)]
-        assert not is_finished(run.config)
         rows[-1]["eval/reward"] = evaluated[i]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        finish(run, rows[:-1])
+        assert not is_finished(run.config)
+        finish(run, rows)
         assert is_finished(run.config)
 
     result = gather(study, runs)
     narrow, wide = result.variants
-    assert result.seeds == [1, 3]
+    assert result.seeds == [3, 1]
     assert wide.curves["reward/mean"].mean == pytest.approx(rewards[[1, 3]].mean(0))
     assert wide.curves["reward/mean"].low == pytest.approx(rewards[[1, 3]].min(0))
     assert wide.curves["clip_share"].high == pytest.approx(3 * clipped[[1, 3]].max(0))
     assert wide.curves["reward/mean"].x == [10, 20, 30, 40]
     assert narrow.finals["pass rate"].mean == pytest.approx(evaluated[[0, 2]].mean())
     assert narrow.finals["pass rate"].std == pytest.approx(evaluated[[0, 2]].std(ddof=1))
-    assert narrow.finals["reward at the end"].by_seed == pytest.approx(rewards[[0, 2], 3])
+    assert narrow.finals["reward at the end"].by_seed == pytest.approx(rewards[[0, 2], 3]), "of seed 3, then 1"
     assert narrow.finals["clipped"].mean == pytest.approx(3 * clipped[[0, 2]].mean())
     assert "c_low" not in narrow.finals, "it was never a number"
     (comparison,) = result.comparisons
@@ -150,17 +166,105 @@ def test_results_are_those_of_numpy(tmp_path: Path) -> None:
     assert comparison.standard_error == pytest.approx(differences.std(ddof=1) / math.sqrt(2))
     assert comparison.num_higher == (differences > 0).sum()
 
-    write("mine", study, result, tmp_path / "out", "bapo reproduce mine")
-    page = (tmp_path / "out" / "mine.md").read_text()
+    page = write_page(tmp_path, study, runs)
     assert f"| wide | narrow | {differences.mean():+.3f} ±" in page
     assert "bapo reproduce mine" in page
-    assert "seeds 1, 3" in page
+    assert "seeds 3, 1" in page
     figures = json.loads((tmp_path / "out" / "mine.json").read_text())
     assert figures["variants"][1]["curves"]["reward/mean"]["mean"] == pytest.approx(rewards[[1, 3]].mean(0), abs=1e-6)
     drawn = (tmp_path / "out" / "mine.svg").read_text()
     assert drawn.startswith("<?xml")
-    write("mine", study, result, tmp_path / "out", "bapo reproduce mine")
+    write_page(tmp_path, study, runs)
     assert (tmp_path / "out" / "mine.svg").read_text() == drawn, "the same figures give the same file"
+
+
+def test_a_page_says_when_and_with_what_its_runs_were_trained(tmp_path: Path) -> None:
+    study = study_from(tmp_path)
+    runs = plan_runs(study, quick=False, runs_dir=tmp_path / "runs")
+    for run in runs:
+        finish(run, [row(4, 0.5, 0.1) | {"eval/reward": 0.5}], time="2025-03-01T23:00:00+00:00", num_cores=3)
+    assert "2025-03-01, 3 CPU cores, Linux-test; seeds 3, 1; bapo-megatron 0.9, torch 2.0, megatron" in write_page(
+        tmp_path, study, runs
+    )
+    finish(runs[1], [row(4, 0.5, 0.1)], time="2025-02-27T00:00:00+00:00", torch="1.9")
+    page = write_page(tmp_path, study, runs)
+    assert "2025-02-27 to 2025-03-01, 2 CPU cores, Linux-test; 3 CPU cores, Linux-test; seeds" in page
+    assert "torch 1.9 and 2.0" in page
+
+
+def test_a_page_that_cannot_be_drawn_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = study_from(tmp_path)
+    runs = plan_runs(study, quick=False, runs_dir=tmp_path / "runs")
+    for run in runs:
+        finish(run, [row(4, 0.5, 0.1) | {"eval/reward": 0.5}])
+    write_page(tmp_path, study, runs)
+    before = {file.name: file.read_text() for file in (tmp_path / "out").iterdir()}
+    assert set(before) == {"mine.json", "mine.md", "mine.svg"}
+
+    def half(_: object, target: Path | io.StringIO, **__: object) -> None:
+        if isinstance(target, Path):
+            target.write_text("<svg")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("bapo_megatron.reproduce.page.Canvas.savefig", half)
+    finish(runs[0], [row(4, 0.25, 0.1) | {"eval/reward": 0.75}])
+    with pytest.raises(OSError, match="No space"):
+        write_page(tmp_path, study, runs)
+    assert {file.name: file.read_text() for file in (tmp_path / "out").iterdir()} == before
+
+
+@pytest.mark.parametrize("typed", ["sub/mine.toml", "./sub/my study.toml", "staleness"])
+def test_a_page_names_the_study_as_the_user_did(typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    if typed != "staleness":
+        Path(typed).write_text(MINIMAL)
+    for run in plan_runs(load_study(typed), quick=False, runs_dir=tmp_path / "runs"):
+        finish(run, [row(run.config.train.num_steps, 0.5, 0.1) | {"eval/reward": 0.5}])
+    reproduce(options(tmp_path, typed))
+    page = tmp_path / "out" / f"{Path(typed).stem}.md"
+    assert f"`{shlex.join(['bapo', 'reproduce', typed])}`" in page.read_text()
+
+
+def test_skipped_updates_do_not_count_in_the_median(tmp_path: Path) -> None:
+    study = study_from(tmp_path, MINIMAL.replace("seeds = [3, 1]", "seeds = [3]"))
+    runs = plan_runs(study, quick=False, runs_dir=tmp_path / "runs")
+    norms = {"narrow": [4.0, None, 1.0, 2.0], "wide": [None] * 4}  # None: all updates of the step were skipped
+    for run in runs:
+        rows = [row(i + 1, 0.5, 0.1) | {"optimizer/grad_norm": norm} for i, norm in enumerate(norms[run.variant])]
+        finish(run, rows)
+    narrow, wide = gather(study, runs).variants
+    assert narrow.finals["gradient norm, median"].mean == 2.0
+    assert "gradient norm, median" not in wide.finals
+
+
+def test_a_variant_without_headline_is_not_compared(tmp_path: Path) -> None:
+    study = study_from(tmp_path)
+    runs = plan_runs(study, quick=False, runs_dir=tmp_path / "runs")
+    for run in runs:
+        finish(run, [row(4, 0.5, 0.1)])
+    assert gather(study, runs).comparisons == []
+
+
+def test_one_bin_of_the_profile_can_be_plotted(tmp_path: Path) -> None:
+    study = study_from(tmp_path, MINIMAL.replace('"clip_share"', '"profile/p00_share"'))
+    runs = plan_runs(study, quick=False, runs_dir=tmp_path / "runs")
+    for run in runs:
+        finish(run, [row(4, 0.5, 0.1) | {"profile/p00_share": 0.1}])
+    write_page(tmp_path, study, runs)
+    drawn = (tmp_path / "out" / "mine.svg").read_text()
+    assert "profile/p00_share [share]" in drawn
+    assert "optimizer updates" in drawn
+    assert "probability of the token" not in drawn
+
+
+def test_a_metric_that_is_never_positive_can_be_plotted_logarithmically(tmp_path: Path) -> None:
+    study = study_from(tmp_path, MINIMAL.replace('"clip_share"', '"optimizer/grad_norm"\nlog = true'))
+    runs = plan_runs(study, quick=False, runs_dir=tmp_path / "runs")
+    for run in runs:
+        finish(run, [row(4, 0.5, 0.1)])
+    write_page(tmp_path, study, runs)
+    assert "optimizer/grad_norm [norm]" in (tmp_path / "out" / "mine.svg").read_text()
 
 
 def test_derived_metrics() -> None:

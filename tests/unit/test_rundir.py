@@ -55,7 +55,12 @@ def test_the_same_settings_resume_as_the_next_attempt(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("num_steps = 10", "num_steps = 20"), ("300.0", "60.0"), ('name = "demo"', 'name = "demo"\ndir = "elsewhere"')],
+    [
+        ("num_steps = 10", "num_steps = 20"),
+        ("300.0", "60.0"),
+        ('name = "demo"', 'name = "demo"\ndir = "elsewhere"'),
+        ("[rollout]", '[rollout]\nrouter_url = "http://10.0.0.7:30000"\nmax_restarts = 5'),
+    ],
 )
 def test_harmless_settings_may_change(tmp_path: Path, old: str, new: str) -> None:
     with RunDir.open_path(tmp_path / "demo", CONFIG) as run:

@@ -28,7 +28,8 @@ from bapo_megatron.config.schema_slurm import seconds_of
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.launch import node
 from bapo_megatron.launch.meeting import END, RUN, Meeting
-from bapo_megatron.launch.slurm import known_step_s, prepare
+from bapo_megatron.launch.slurm import prepare
+from bapo_megatron.launch.tasks import known_step_s
 from bapo_megatron.monitor.record import Recorder
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.stopping import StopFile
@@ -189,7 +190,8 @@ def test_the_script_means_what_was_set_however_it_is_written(tmp_path: Path) -> 
 def test_a_sweep_has_one_task_for_each_line() -> None:
     job, _ = prepare(configured('slurm.sweep=["optimizer.lr=1e-5", "optimizer.lr=1e-4 bapo.rho0=0.4"]'))
     assert "#SBATCH --array=0-1" in job.script
-    assert "1) settings=(optimizer.lr=1e-4 bapo.rho0=0.4 run.name=job-1) ;;" in job.script
+    assert "1) settings=(run.name=job-1 optimizer.lr=1e-4 bapo.rho0=0.4) ;;" in job.script
+    assert f'logs of each process:" {job.folder.parent}-"$SLURM_ARRAY_TASK_ID"/logs' in job.script
 
 
 def test_shellcheck_finds_nothing(tmp_path: Path) -> None:

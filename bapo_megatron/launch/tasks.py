@@ -1,0 +1,114 @@
+"""The tasks of a job array: each a run of its own, checked as its processes will load it, with one script for all.
+
+A task's configuration is the job's with the settings of its line of `slurm.sweep` put over it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import statistics
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.config.load import dump_config, load_tables
+from bapo_megatron.config.plan_slurm import check_slurm, place
+from bapo_megatron.config.schema import Config
+from bapo_megatron.config.violation import Violation
+from bapo_megatron.errors import ConfigError, UserError
+from bapo_megatron.launch.container import mounts
+from bapo_megatron.monitor.jsonl import read_jsonl
+from bapo_megatron.preflight.check import violations_of
+
+_RECENT_STEPS = 20
+
+
+def tasks_of(config: Config) -> tuple[list[list[str]], list[Violation]]:
+    """The settings of each task over `config`, and what is wrong with a task that is not wrong with `config`."""
+    tasks: list[list[str]] = []
+    found: list[Violation] = []
+    tables = {"the job's settings": tomllib.loads(dump_config(config))}
+    known = _check(config) if config.slurm.sweep else []
+    for index, line in enumerate(config.slurm.sweep):
+        name = f"{config.run.name}-{index}"
+        try:
+            settings = [f"run.name={name}", *_split(line)]
+            task = load_tables(tables, settings)
+            wrong = _check(task)
+        except UserError as error:
+            wrong = [Violation(message) for message in str(error).splitlines()]
+        else:
+            tasks.append(settings)
+            if task.run.name != name:
+                wrong.append(Violation(f"the run of this task is {name}; leave run.name out"))
+            if not any(v.severity == "error" for v in wrong):  # else it may have no placement
+                wrong += _not_of_this_job(config, task)
+        told = (v for v in wrong if v not in known)
+        found += [dataclasses.replace(v, message=f"slurm.sweep[{index}] = {line!r}: {v.message}") for v in told]
+    return tasks, found
+
+
+def known_step_s(config: Config) -> float | None:
+    """How long a step of this run took lately; None before its first one.
+
+    The plan's times are no substitute: they depend on how long responses are, which nobody knows before.
+    """
+    metrics = Path(config.run.dir) / config.run.name / "metrics.jsonl"
+    if not metrics.exists():
+        return None
+    measured = [row["time/step_s"] for row in read_jsonl(metrics)[-_RECENT_STEPS:] if "time/step_s" in row]
+    return statistics.median(measured) if measured else None
+
+
+def _split(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError as error:  # such as "No closing quotation"
+        raise ConfigError(str(error)) from error
+
+
+def _check(config: Config) -> list[Violation]:
+    """All that can be known to be wrong with a run and with its job, each once."""
+    found = [*violations_of(config, elsewhere=True), *check_slurm(config, step_s=known_step_s(config))]
+    return list(dict.fromkeys(found))
+
+
+def _not_of_this_job(job: Config, task: Config) -> Iterator[Violation]:
+    """What a task needs of its script or its container, and does not get from those of the job."""
+    ours, theirs = _script_facts(job), _script_facts(task)
+    differ = [
+        f"{name} {_shown(theirs[name])} instead of {_shown(ours[name])}" for name in ours if ours[name] != theirs[name]
+    ]
+    if differ:
+        yield Violation(
+            f"the tasks of a job share one script, and this one needs {', '.join(differ)}; submit it on its own"
+        )
+    there = mounts(job)
+    missing = [mount for mount in mounts(task) if not any(Path(mount).is_relative_to(other) for other in there)]
+    if job.slurm.runtime != "venv" and missing:
+        yield Violation(
+            f"the tasks of a job share one list of mounts, and this one reads files in {', '.join(missing)}; add that "
+            "to slurm.container_mounts, or submit it on its own"
+        )
+
+
+def _script_facts(config: Config) -> dict[str, Any]:
+    """What the script is written from, besides names, by what messages call it."""
+    placement, cluster = place(config), config.cluster
+    return {
+        "run.dir": config.run.dir,
+        "parallel.threads_per_rank": config.parallel.threads_per_rank,
+        **{f"slurm.{name}": value for name, value in config.slurm},
+        "nodes:": placement.num_nodes,
+        "GPUs per node:": cluster.gpus_per_node if cluster.gpu is not None else 0,
+        "trainer nodes:": placement.trainer_nodes,
+        "trainer ranks per node:": placement.ranks_per_node,
+        "engine nodes:": placement.server_nodes,
+        "engines per node:": placement.servers_per_node,
+    }
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else str(value)

@@ -1,0 +1,70 @@
+"""What can be known to be wrong with a study before anything is trained."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from bapo_megatron.assets import resolve_model_path
+from bapo_megatron.config.plan import check
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import UserError
+from bapo_megatron.hf.shape import load_hf_config
+from bapo_megatron.monitor.metrics import METRICS
+from bapo_megatron.reproduce.identity import inputs
+from bapo_megatron.reproduce.results import DERIVED, HEADLINE, PROFILE
+from bapo_megatron.reproduce.study import Run, Study
+
+# What a study's runs all have (pool.py): one engine of ours and one trainer rank each.
+_ONLY: dict[str, dict[str, Any]] = {
+    "rollout": {"engine": "embedded", "num_servers": 1},
+    "parallel": {"tensor": 1, "pipeline": 1, "context": 1, "data": 1},
+}
+
+
+def problems_of(name: str, study: Study, runs: Sequence[Run]) -> list[str]:
+    """Every reason why these runs could not be trained, or the study's page not be written; each says where."""
+    found = [f"study {name}: {problem}" for problem in _plots(study)]
+    for run in runs:
+        where = f"study {name}, variant {run.variant!r}"
+        found += [f"{where}: {problem}" for problem in (*_settings(run.config), *_figures(study, run))]
+    return list(dict.fromkeys(found))  # once, not for every seed
+
+
+def _plots(study: Study) -> Iterator[str]:
+    known = [*METRICS, *DERIVED, PROFILE]
+    for i, plot in enumerate(study.plots):
+        if plot.metric in known:
+            continue
+        near = difflib.get_close_matches(plot.metric, known, n=3)
+        advice = f"did you mean {' or '.join(near)}?" if near else f"see docs/metrics.md, or {', '.join(DERIVED)}"
+        yield f'plots.{i}.metric: there is no metric "{plot.metric}"; {advice}'
+
+
+def _settings(config: Config) -> Iterator[str]:
+    for section, wanted in _ONLY.items():
+        for setting, only in wanted.items():
+            if (got := getattr(getattr(config, section), setting)) != only:
+                yield f"{section}.{setting} is {got!r}; each run of a study has {only!r} there: leave the setting out"
+    for setting, path in inputs(config):
+        if setting != "model.path" and not path.exists():
+            yield f"{setting}: there is nothing at {path.absolute()}"
+    try:
+        hf_config = load_hf_config(resolve_model_path(config.model.path))
+    except UserError as error:
+        yield str(error)
+    else:
+        yield from (v.message for v in check(config, hf_config=hf_config) if v.severity == "error")
+
+
+def _figures(study: Study, run: Run) -> Iterator[str]:
+    """What the study compares and plots, against what this run will tell."""
+    is_compared = any(run.variant in pair for pair in study.compare)
+    if is_compared and run.config.eval.interval_steps is None:
+        yield (
+            f"compare goes by the {HEADLINE} after the last step, and eval.interval_steps is unset; "
+            "set eval.interval_steps, or leave the variant out of compare"
+        )
+    if PROFILE in (plot.metric for plot in study.plots) and not run.config.monitor.token_profile:
+        yield f'the plot of "{PROFILE}" needs monitor.token_profile = true'

@@ -1,0 +1,61 @@
+"""Which training run a configuration is: the same settings, files and package are the same run, in whichever study."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from bapo_megatron import __version__
+from bapo_megatron.assets import SHIPPED_MODELS, shipped_model_path
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.learner.folder import digest_of
+
+_MODEL_FILES = ("*.json", "*.safetensors", "tokenizer.model")  # settings, weights, tokenizer
+
+
+def run_name(config: Config) -> str:
+    """16 hex digits that change with any setting, defaults included, but run.name and run.dir; with the version of this
+    package; and with the content of the models and data files that the settings name. Not with a judge's own code.
+
+    Raises:
+        ConfigError: such a file cannot be read. One that is missing counts as empty; others tell of it.
+    """
+    says = {
+        "bapo-megatron": __version__,
+        "settings": config.model_dump(mode="json", exclude={"run": {"name", "dir"}}),
+        "files": {setting: _digests(path) for setting, path in inputs(config)},
+    }
+    return hashlib.sha256(json.dumps(says, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def inputs(config: Config) -> Iterator[tuple[str, Path]]:
+    """The models and data files that the settings name: setting, file or folder."""
+    paths = {
+        "model.path": config.model.path,
+        "loss.reference_path": config.loss.reference_path,
+        "critic.path": config.critic.path,
+        "data.path": config.data.path,
+        "eval.path": config.eval.path,
+    }
+    for setting, path in paths.items():
+        if path is not None:
+            yield setting, shipped_model_path(path) if path in SHIPPED_MODELS else Path(path).expanduser()
+
+
+def _digests(path: Path) -> dict[str, str]:
+    """Of a file, or of a model's folder: file name -> digest."""
+    try:
+        files = [path] if path.is_file() else [file for pattern in _MODEL_FILES for file in sorted(path.glob(pattern))]
+        return {file.name: _digest(file, (s := file.stat()).st_size, s.st_mtime_ns) for file in files}
+    except OSError as error:
+        raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
+
+
+@cache
+def _digest(file: Path, _size: int, _mtime_ns: int) -> str:
+    """Read once, as long as the file stays what it was."""
+    return digest_of(file)

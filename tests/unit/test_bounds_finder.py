@@ -1,0 +1,76 @@
+"""Which tokens the search sees, where one of them is not a number."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.algorithms.losses import LossInputs, clipped_policy_loss
+from bapo_megatron.config.schema import Config
+from bapo_megatron.learner.bounds import BoundsFinder
+from bapo_megatron.types import MicroBatch, MiniBatch
+
+
+def minibatch(*advantages: float) -> MiniBatch:
+    n = len(advantages)
+    rows_R, zeros_R = torch.arange(n), torch.zeros(n)
+    micro = MicroBatch(
+        token_ids_T=rows_R,
+        position_ids_T=rows_R,
+        cu_seqlens_S1=torch.tensor([0, n], dtype=torch.int32),
+        rows_R=rows_R,
+        batch_rows_R=rows_R,
+        targets_R=rows_R,
+        advantages_R=torch.tensor(advantages),
+        behaviour_logprobs_R=zeros_R,
+        versions_R=torch.zeros_like(rows_R),
+        mask_R=torch.ones(n, dtype=torch.bool),
+    )
+    return MiniBatch((micro,), n)
+
+
+def finder(config: Config, log_probs_R: Tensor) -> BoundsFinder:
+    learner: Any = SimpleNamespace(score=lambda _: [log_probs_R], sum_over_data_ranks=lambda table: table)
+    return BoundsFinder(config, learner)
+
+
+def test_an_update_that_is_skipped_for_a_nan_leaves_the_bounds_of_the_next_one_alone():
+    config = Config.model_validate({"loss": {"name": "bapo"}, "bapo": {"scope": "lagged"}})
+    zeros_R = torch.zeros(3)
+    lagged = finder(config, zeros_R)
+    whole, broken = minibatch(1.0, 1.0, -3.0), minibatch(1.0, math.nan, -3.0)
+    lagged.observe(whole, [zeros_R])
+    want = lagged.find(whole)
+    assert want.saturated
+    lagged.observe(broken, [zeros_R])
+    assert lagged.find(whole) == want
+    lagged.observe(whole, [torch.tensor([0.0, math.nan, 0.0])])
+    resumed = finder(config, zeros_R)
+    resumed.load_state_dict(json.loads(json.dumps(lagged.state_dict())))
+    assert resumed.find(whole) == want
+
+
+def test_a_nan_in_the_update_itself_starts_the_search_and_spoils_the_loss_so_that_it_is_skipped():
+    config = Config.model_validate({"loss": {"name": "bapo"}})
+    for advantages, log_probs in (((1.0, math.nan, -3.0), (0.0, 0.0, 0.0)), ((1.0, 2.0, -3.0), (math.nan, 0.0, 0.0))):
+        batch, log_probs_R = minibatch(*advantages), torch.tensor(log_probs, requires_grad=True)
+        bounds = finder(config, log_probs_R.detach()).find(batch)
+        assert (bounds.low, bounds.high) == (config.bapo.low.start, config.bapo.high.start)
+        assert math.isnan(bounds.positive_share)
+        (micro,) = batch.micro_batches
+        inputs = LossInputs(
+            log_probs_R=log_probs_R,
+            behaviour_logprobs_R=micro.behaviour_logprobs_R,
+            advantages_R=micro.advantages_R,
+            mask_R=micro.mask_R,
+            ages_R=micro.versions_R,
+            bounds=bounds,
+            entropy_R=torch.zeros(3),
+        )
+        clipped_policy_loss(inputs, config.loss).loss_R.sum().backward()
+        assert not log_probs_R.grad.isfinite().all()

@@ -1,0 +1,86 @@
+"""What makes two runs of a study one run, and what makes them two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import Field
+
+from bapo_megatron.config.schema import Config, LossConfig
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.reproduce import identity
+from bapo_megatron.reproduce.identity import run_name
+
+MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    for name in MODEL_FILES:
+        (tmp_path / name).write_text("{}")
+    return tmp_path
+
+
+def config_of(**sections: dict[str, object]) -> Config:
+    return Config.model_validate(sections)
+
+
+def test_place_and_name_are_not_part_of_it() -> None:
+    assert run_name(config_of(run={"name": "a", "dir": "here"})) == run_name(config_of(run={"name": "b", "dir": "x"}))
+    assert run_name(config_of(run={"seed": 1})) != run_name(config_of(run={"seed": 2}))
+    assert run_name(config_of(loss={"clip_high": 1.2})) == run_name(config_of()), "1.2 is the default"
+
+
+def test_another_default_is_another_run() -> None:
+    class NewerLoss(LossConfig):
+        clip_high: float = 1.5
+
+    class Newer(Config):
+        loss: NewerLoss = Field(default_factory=NewerLoss)
+
+    assert run_name(Newer()) != run_name(Config())
+    assert run_name(Newer(loss=NewerLoss(clip_high=1.2))) == run_name(Config())
+
+
+def test_another_version_of_the_package_is_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = run_name(Config())
+    monkeypatch.setattr(identity, "__version__", "99.0")
+    assert run_name(Config()) != before
+
+
+@pytest.mark.parametrize("file", MODEL_FILES)
+@pytest.mark.parametrize("section", ["model", "critic"])
+def test_another_model_under_the_same_path_is_another_run(model: Path, section: str, file: str) -> None:
+    config = config_of(**{section: {"path": str(model)}})
+    before = run_name(config)
+    assert run_name(config) == before
+    (model / file).write_text("{} ")
+    assert run_name(config) != before
+
+
+def test_other_prompts_under_the_same_path_are_another_run(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    config = config_of(data={"source": "jsonl", "path": str(file)})
+    names = {run_name(config)}  # there is no file yet
+    for text in ("one", "other prompts"):
+        file.write_text(text)
+        names.add(run_name(config))
+    assert len(names) == 3
+
+
+def test_a_model_is_read_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(identity, "digest_of", lambda file: read.append(file.name) or "digest")
+    for seed in range(3):
+        run_name(config_of(model={"path": str(model)}, run={"seed": seed}))
+    assert sorted(read) == sorted(MODEL_FILES)
+
+
+def test_a_model_that_cannot_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(identity, "digest_of", refuse)
+    with pytest.raises(ConfigError, match=r"cannot read .*config.json: Permission denied"):
+        run_name(config_of(model={"path": str(model)}))

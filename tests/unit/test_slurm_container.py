@@ -1,0 +1,78 @@
+"""What the container of a SLURM job gets to see of the machine's files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.config.load import load_config
+from bapo_megatron.launch.container import container_arguments, mounts
+
+READ = {
+    "model.path": "model",
+    "critic.path": "critic",
+    "loss.reference_path": "reference",
+    "rollout.recorded_from": "rollouts",
+    "data.path": "train/prompts.jsonl",
+    "eval.path": "test/prompts.jsonl",
+}
+
+
+@pytest.fixture(autouse=True)
+def _work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """<tmp_path>/work is the working folder, <tmp_path>/home the user's."""
+    for name in ("work", "home"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path
+
+
+def mounted(folder: Path, *settings: str) -> list[str]:
+    return [mount.replace(str(folder), "") for mount in mounts(load_config(["demo"], settings))]
+
+
+@pytest.mark.parametrize("place", ["{folder}/store", "~", "../store"])
+@pytest.mark.parametrize("setting", READ)
+def test_what_the_job_reads_is_mounted_however_it_is_written(setting: str, place: str, tmp_path: Path) -> None:
+    path = Path(place.format(folder=tmp_path)) / READ[setting]
+    real = tmp_path / ("home" if place == "~" else "store") / READ[setting]
+    folder = real.parent if real.suffix else real
+    folder.mkdir(parents=True)
+    if real.suffix:
+        real.touch()
+    assert mounted(tmp_path, f"{setting}={path}") == sorted([str(folder).replace(str(tmp_path), ""), "/work"])
+
+
+def test_what_is_in_the_working_folder_is_mounted_with_it(tmp_path: Path) -> None:
+    assert mounted(tmp_path, "model.path=demo", "data.path=prompts.jsonl") == ["/work"]
+
+
+def test_where_links_lead_is_mounted_too(tmp_path: Path) -> None:
+    """A model as in a Hugging Face cache, a file, and folders below the working folder that are on another disk."""
+    snapshot, blobs = tmp_path / "cache" / "snapshots" / "abc", tmp_path / "cache" / "blobs"
+    for folder in (snapshot, blobs, tmp_path / "disk" / "runs", tmp_path / "disk" / "data"):
+        folder.mkdir(parents=True)
+    (blobs / "1f").touch()
+    (snapshot / "model.safetensors").symlink_to("../../blobs/1f")
+    (tmp_path / "disk" / "data" / "prompts.jsonl").touch()
+    (tmp_path / "work" / "prompts.jsonl").symlink_to(tmp_path / "disk" / "data" / "prompts.jsonl")
+    (tmp_path / "work" / "runs").symlink_to(tmp_path / "disk" / "runs")
+    settings = (f"model.path={snapshot}", "data.path=prompts.jsonl", "run.dir=runs")
+    assert mounted(tmp_path, *settings) == ["/cache/blobs", "/cache/snapshots/abc", "/disk/data", "/disk/runs", "/work"]
+
+
+def test_how_each_runtime_is_told(tmp_path: Path) -> None:
+    extra = f'slurm.container_mounts=["{tmp_path}/more", "/a:/b:ro"]'
+    pyxis = load_config(["demo"], ["slurm.runtime=pyxis", "slurm.container_image=i", extra])
+    assert container_arguments(pyxis) == [
+        "--container-image=i",
+        f"--container-mounts={tmp_path}/more:{tmp_path}/more,{tmp_path}/work:{tmp_path}/work,/a:/b:ro",
+        f"--container-workdir={tmp_path}/work",
+    ]
+    apptainer = load_config(["demo"], ["slurm.runtime=apptainer", "slurm.container_image=i", "cluster.gpu=h100"])
+    assert container_arguments(apptainer) == [
+        *("apptainer", "exec", "--nv", f"--bind={tmp_path}/work", f"--pwd={tmp_path}/work", "i"),
+    ]
+    assert container_arguments(load_config(["demo"])) == []

@@ -1,0 +1,195 @@
+"""The tasks of a job array: checked as the job will load them, and refused where one script cannot serve them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from bapo_megatron.config.load import dump_config, load_config, load_tables
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.launch import slurm, tasks
+from bapo_megatron.launch.slurm import prepare
+
+TWO_NODES = ("cluster.nodes=2", "parallel.data=2", "rollout.num_servers=2")
+
+
+def sweep(*lines: str) -> str:
+    return f"slurm.sweep={json.dumps(lines)}"
+
+
+def configured(*settings: str) -> Config:
+    return load_config(["demo"], ["run.name=job", *settings])
+
+
+def loaded_by_the_job(job: slurm.Job, folder: Path, index: int) -> Config:
+    """As a process of task `index` loads it: the written settings, and those that the script gives."""
+    (line,) = [line for line in job.script.splitlines() if line.startswith(f"    {index}) settings=(")]
+    settings = shlex.split(line.removeprefix(f"    {index}) settings=(").removesuffix(") ;;"))
+    file = folder / "config.toml"
+    file.write_text(job.config_text)
+    return load_config([file], settings)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("train.minibatches_per_step=7", "train.minibatches_per_step=7 does not divide"),
+        ("rollout.tokens_per_round=100000", "rollout.tokens_per_round=100000 is more than rollout.max_response_tokens"),
+        ("loss.name=clip_higher loss.clip_higher=1.1", "loss.clip_higher=1.1 should be above loss.clip_high=1.2"),
+        ("bapo.low.start=0.8", r"bapo.low: start \(0.8\) must not be above stop \(0.7\)"),
+        ("model.path=/nowhere", "there is no folder /nowhere"),
+        ("optimizer.rl=1", "no such setting: optimizer.rl"),
+        ("optimizer.lr='1", "No closing quotation"),
+        ("run.name=mine", "the run of this task is job-1; leave run.name out"),
+    ],
+)
+def test_a_task_that_cannot_run_is_named(line: str, said: str) -> None:
+    """Its settings are those of the job with its own over them: bapo.low.stop is the job's."""
+    with pytest.raises(ConfigError) as caught:
+        prepare(configured("bapo.low.start=0.5", "bapo.low.stop=0.7", sweep("optimizer.lr=1e-4", line)))
+    (message,) = str(caught.value).splitlines()
+    assert message.startswith(f"slurm.sweep[1] = {line!r}: ")
+    with pytest.raises(ConfigError, match=said):
+        raise caught.value
+
+
+def test_all_tasks_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        prepare(
+            configured("slurm.rollout_nodes=1", sweep("run.nmae=x loss.name=q", "optimizer.lr=1e-4", "data.nmae=x"))
+        )
+    told = str(caught.value).splitlines()
+    assert [line.partition(" = ")[0] for line in told[1:]] == ["slurm.sweep[0]"] * 2 + ["slurm.sweep[2]"]
+    assert told[0].startswith("slurm.rollout_nodes=1 leaves none")
+
+
+def test_a_task_is_valid_with_the_settings_of_its_job(tmp_path: Path) -> None:
+    """bapo.low.start=0.95 is above the default of bapo.low.stop, and below the job's."""
+    job, _ = prepare(configured("bapo.low.stop=0.97", sweep("bapo.low.start=0.95", "data.source=programs")))
+    first, second = (loaded_by_the_job(job, tmp_path, i) for i in (0, 1))
+    assert (first.bapo.low.start, first.bapo.low.stop, first.run.name) == (0.95, 0.97, "job-0")
+    assert second.data.options == {}, "they are of the job's prompt source"
+
+
+def test_memory_is_checked_for_each_task() -> None:
+    recipe = load_config(
+        ["models/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h200"],
+        [sweep("optimizer.lr=1e-6", "train.max_tokens_per_microbatch=900000")],
+    )
+    with pytest.raises(ConfigError) as caught:
+        prepare(recipe)
+    (message,) = str(caught.value).splitlines()
+    assert "slurm.sweep[1]" in message
+    assert "a trainer rank needs" in message
+
+
+def test_a_task_that_ran_before_has_the_time_of_its_own_steps(tmp_path: Path) -> None:
+    metrics = tmp_path / "job-1" / "metrics.jsonl"
+    metrics.parent.mkdir()
+    metrics.write_text(json.dumps({"step": 1, "time/step_s": 200.0}) + "\n")
+    limits = ("slurm.time_limit=01:00:00", "checkpoint.interval_steps=20")
+    with pytest.raises(
+        ConfigError, match=r"slurm.sweep\[1\] = .*: slurm.time_limit=01:00:00 is shorter than one"
+    ) as caught:
+        prepare(configured(f"run.dir={tmp_path}", *limits, sweep("optimizer.lr=1e-4", "optimizer.lr=1e-5")))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_warning_is_told_of_the_task_that_brings_it() -> None:
+    lines = ("checkpoint.interval_steps=none", "optimizer.lr=1e-4")
+    _, found = prepare(configured(sweep(*lines)))
+    assert [v.message.partition(" = ")[0] for v in found] == ["slurm.sweep[0]"]
+    _, found = prepare(configured("checkpoint.interval_steps=none", sweep(*lines)))
+    assert [v.message.partition(" ")[0] for v in found] == ["checkpoint.interval_steps"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("parallel.data=4", "trainer ranks per node: 4 instead of 2"),
+        ("rollout.num_servers=4", "engines per node: 2 instead of 1"),
+        (
+            "rollout.engine=recorded rollout.recorded_from=x",
+            "engine nodes: 0 instead of 2, engines per node: 0 instead of 1",
+        ),
+        ("cluster.nodes=1", "nodes: 1 instead of 2, trainer nodes: 1 instead of 2"),
+        ("cluster.gpu=h100", "GPUs per node: 8 instead of 0"),
+        ("parallel.threads_per_rank=2", "parallel.threads_per_rank 2 instead of unset"),
+        ("slurm.time_limit=01:00:00", "slurm.time_limit 01:00:00 instead of unset"),
+        ("run.dir=elsewhere", "run.dir elsewhere instead of"),
+    ],
+)
+def test_a_task_that_needs_another_script_is_to_be_submitted_on_its_own(line: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        prepare(configured(*TWO_NODES, sweep(line)))
+    (message,) = str(caught.value).splitlines()
+    assert message.startswith(f"slurm.sweep[0] = {line!r}: the tasks of a job share one script, and this one needs ")
+    assert said in message
+    assert message.endswith("; submit it on its own")
+
+
+def test_a_task_that_reads_what_is_not_mounted_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    file = tmp_path / "data" / "prompts.jsonl"
+    container = ("slurm.runtime=apptainer", "slurm.container_image=docker://a/b:1")
+    lines = sweep("optimizer.lr=1e-4", f"data.source=jsonl data.path={file}")
+    with pytest.raises(
+        ConfigError, match=rf"slurm.sweep\[1\] = .* this one reads files in {tmp_path}/data; add that to"
+    ):
+        prepare(configured(*container, lines))
+    prepare(configured(*container, lines, f'slurm.container_mounts=["{tmp_path}"]'))
+    prepare(configured(lines))
+
+
+def test_the_script_does_not_depend_on_what_a_task_may_change() -> None:
+    """Each setting in turn: it is refused, or the script that it would have alone is that of the job."""
+    job = configured()
+    tables, script = {"job": tomllib.loads(dump_config(job))}, commands(job)
+    refused, same = set(), set()
+    for name, values in changes(job):
+        for value in values:
+            try:
+                task = load_tables(tables, [f"{name}={value}"])
+                differs = any(tasks._not_of_this_job(job, task))
+            except (ConfigError, ZeroDivisionError):  # invalid, or without a placement
+                continue
+            assert task != job
+            if differs:
+                refused.add(name)
+            else:
+                same.add(name)
+                assert commands(task) == script, f"{name}={value}"
+            break
+    assert len(same) > 100
+    assert {"slurm.partition", "slurm.exclusive", "parallel.data", "cluster.nodes", "run.dir"} <= refused
+
+
+def changes(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Each setting, but for the name of the run, with values to try in its place."""
+    for field in type(config).model_fields:
+        name, value = f"{prefix}{field}", getattr(config, field)
+        if isinstance(value, BaseModel):
+            yield from changes(value, f"{name}.")
+        elif isinstance(value, bool):
+            yield name, [json.dumps(not value)]
+        elif isinstance(value, int | float):
+            yield name, [f"{2 * value + 1}", f"{value / 2 or 0.5}"]
+        elif isinstance(value, str) and name != "run.name":
+            yield name, ["another"]
+        elif value is None:
+            yield name, ["3", "other", "01:00:00", "h100"]
+        elif isinstance(value, tuple):
+            yield name, ['["--other"]']
+
+
+def commands(config: Config) -> list[str]:
+    folder = Path("/folder")
+    script = slurm._render(config, folder, folder / "config.toml", tasks=[])
+    return [line for line in script.splitlines() if not line.startswith("# ")]
