@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.errors import CheckpointError, TornCheckpointError
 from bapo_megatron.learner.folder import FORMAT, read_index, read_sealed, seal
+from bapo_megatron.learner.host_buffer import HostBuffer
 from bapo_megatron.learner.shards import Snapshot
 from bapo_megatron.learner.together import first_complaint, gather_json, rank_and_size
 from bapo_megatron.saving import Saving, flush, remove, replace_durably
@@ -47,6 +48,7 @@ class CheckpointStore:
         self._config = config
         self._warn = warn
         self._saving: Saving | None = None
+        self._buffers: dict[str, HostBuffer] = {}  # by part; free while no save is under way
 
     def latest(self) -> Path | None:
         """The newest checkpoint, by what `latest` says; its files are not looked at. Not collective.
@@ -83,8 +85,8 @@ class CheckpointStore:
         text = seal({"format": FORMAT, "step": step, **(state or {})}) if rank_and_size()[0] == 0 else None
         snapshots = {name: part.snapshot() for name, part in parts.items()}
         if self._config.asynchronous:
-            for snapshot in snapshots.values():
-                snapshot.detach()
+            for name, snapshot in snapshots.items():
+                snapshot.detach(self._buffers.setdefault(name, HostBuffer()))
         self._saving = Saving(partial, final, snapshots, text, self._config.timeout_s)
         self._prepare(partial, parts)
         self._saving.start()
@@ -158,6 +160,7 @@ class CheckpointStore:
             return
         assert self._saving is not None
         saving, self._saving = self._saving, None
+        self._buffers = {}  # a thread that is late may still read them
         if rank_and_size()[0] == 0:
             remove(saving.partial)  # it may be what has filled the disk
         raise CheckpointError(f"cannot save {saving.final}: {found}; the previous checkpoint is still the latest")

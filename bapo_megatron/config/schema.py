@@ -310,8 +310,9 @@ class CheckpointConfig(Section):
     keep_last: PositiveInt = 2
     """Checkpoints kept; older ones are deleted after a newer one is complete."""
     asynchronous: bool = False
-    """Copy weights and optimizer state to CPU memory (12 bytes a parameter, divided among the ranks) and write them
-    while training goes on; the checkpoint counts from the next step boundary at which all ranks have written."""
+    """Copy weights and optimizer state to CPU memory (12 bytes a parameter, divided among the ranks; kept for the next
+    save) and write them while training goes on; the checkpoint counts from the next step boundary at which all ranks
+    have written."""
     timeout_s: PositiveFloat = 1800.0
     """The run ends with an error where a rank takes longer to write one checkpoint."""
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -63,19 +64,20 @@ class Problem:
         values = {f"avg@{num}": _mean([r.reward for r in self.responses])}
         values |= {f"pass@{k}": pass_at_k(num, self.num_passed, k) for k in powers_up_to(num)}
         if has_answers:
-            wrong, abstained = self.wrong_counts, self.num_abstained
-            values |= {f"maj@{k}": majority_at_k(self.num_passed, wrong, abstained, k) for k in powers_up_to(num)}
+            ks = powers_up_to(num)
+            majority = majority_at_k(self.num_passed, self.wrong_counts, self.num_abstained, ks)
+            values |= {f"maj@{k}": value for k, value in zip(ks, majority, strict=True)}
         return values | {
             "response_tokens": _mean([r.num_tokens for r in self.responses]),
             "truncated_share": _mean([r.is_truncated for r in self.responses]),
         }
 
-    def to_json(self, *, has_answers: bool) -> dict[str, Any]:
+    def to_json(self, estimates: Mapping[str, float]) -> dict[str, Any]:
         return {
             "index": self.index,
             "prompt": self.prompt,
             "reference": self.reference,
-            **self.estimates(has_answers=has_answers),
+            **estimates,
             "rewards": [r.reward for r in self.responses],
             "answers": [r.answer for r in self.responses],
             "num_tokens": [r.num_tokens for r in self.responses],
@@ -93,7 +95,7 @@ class Estimate:
     high: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Evaluation:
     """All problems of one evaluation, in the source's order, each with equally many responses."""
 
@@ -102,9 +104,15 @@ class Evaluation:
     has_answers: bool  # whether responses have a final answer that a majority can agree on
     seed: int  # of the resampling
 
+    @cached_property
+    def estimates_by_problem(self) -> list[dict[str, float]]:
+        """Each problem's part of each estimate."""
+        return [p.estimates(has_answers=self.has_answers) for p in self.problems]
+
+    @cached_property
     def estimates(self) -> dict[str, Estimate]:
         """By name: avg@n, pass@k, maj@k, response_tokens, truncated_share; 95 % intervals over problems."""
-        rows = [p.estimates(has_answers=self.has_answers) for p in self.problems]
+        rows = self.estimates_by_problem
         values_PM = np.array([list(row.values()) for row in rows], dtype=np.float64)
         columns = zip(rows[0], values_PM.mean(0), *bootstrap(values_PM, seed=self.seed), strict=True)
         return {name: Estimate(float(value), float(low), float(high)) for name, value, low, high in columns}
@@ -122,9 +130,9 @@ class Evaluation:
             "verifier_errors": self.count("error"),
             "estimates": {
                 name: {"value": e.value, "low": _or_none(e.low), "high": _or_none(e.high)}
-                for name, e in self.estimates().items()
+                for name, e in self.estimates.items()
             },
-            "problems": [p.to_json(has_answers=self.has_answers) for p in self.problems],
+            "problems": [p.to_json(row) for p, row in zip(self.problems, self.estimates_by_problem, strict=True)],
         }
 
     def table(self) -> str:
@@ -132,7 +140,7 @@ class Evaluation:
         num = len(self.problems[0].responses)
         lines = [f"{len(self.problems)} problems, {num} responses to each", ""]
         lines.append(f"{'':<18}{'estimate':>10}   95 % interval")
-        for name, e in self.estimates().items():
+        for name, e in self.estimates.items():
             digits = 1 if name == "response_tokens" else 3
             interval = "-" if math.isnan(e.low) else f"[{e.low:.{digits}f}, {e.high:.{digits}f}]"
             lines.append(f"{name:<18}{e.value:>10.{digits}f}   {interval}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -122,53 +123,67 @@ class _Asking:
         """Some problems at a time, as many as the engines sample at once; each response is written once judged.
 
         Raises:
-            EngineError: no engine is left, or the deadline passed.
+            EngineError: no engine is left, or the deadline for the responses to some problems passed.
+            UserError: the judge says that the data is wrong.
         """
-        config, r = self._config, self._config.rollout
-        deadline_s = r.request_timeout_s * (r.max_retries + 2)
-        num_at_once = max(1, r.max_concurrent_requests * len(urls) // config.eval.samples_per_prompt)
+        config = self._config
+        num_at_once = max(1, config.rollout.max_concurrent_requests * len(urls) // config.eval.samples_per_prompt)
+        stop = (int(self._tokenizer.eos_token_id),)
         problems: list[Problem] = []
         writer = JsonlWriter(responses)
         with contextlib.closing(writer), _connected(config, urls, self._vocab_size) as (loop, pool):
             for start in range(0, len(self._prompts), num_at_once):
                 prompts = self._prompts[start : start + num_at_once]
-                verdicts: dict[str, tuple[str, Verdict]] = {}
-                stop = (int(self._tokenizer.eos_token_id),)
-                evaluator = Evaluator(config, pool, prompts, self._judge_into(verdicts), stop)
-                what = f"{len(prompts)} problems (deadline: rollout.request_timeout_s={r.request_timeout_s:g})"
-                samples = loop.run(evaluator.sample(_FRESH), deadline_s, what)
-                problems += self._problems(prompts, samples, verdicts)
-                for trajectory in samples:
-                    writer.write(_record(trajectory, *verdicts[trajectory.sample_id]))
+                evaluator = Evaluator(config, pool, prompts, stop)
+                samples = loop.run(evaluator.sample(_FRESH), evaluator.deadline_s, evaluator.what)
+                judged = self._judge(samples)
+                for response in judged:
+                    writer.write(response.record())
+                problems += self._problems(prompts, judged)
                 passed = sum(p.num_passed for p in problems)
                 num = sum(len(p.responses) for p in problems)
                 tell(f"{len(problems)} of {len(self._prompts)} problems, {passed} of {num} responses pass")
         return tuple(problems)
 
-    def _judge_into(self, verdicts: dict[str, tuple[str, Verdict]]) -> Callable[[Sequence[Trajectory]], list[float]]:
-        """A `Score` that keeps each response's text and verdict by its sample."""
+    def _judge(self, samples: Sequence[Trajectory]) -> list[_Judged]:
+        """Waits for each verdict no longer than reward.timeout_s from when its turn comes. Raises UserError."""
+        texts = self._tokenizer.batch_decode([list(t.response_ids) for t in samples], skip_special_tokens=True)
+        verdicts = self._scorer.verdicts([(t.prompt, text) for t, text in zip(samples, texts, strict=True)])
+        return [_Judged(*found) for found in zip(samples, texts, verdicts, strict=True)]
 
-        def score(samples: Sequence[Trajectory]) -> list[float]:
-            texts = self._tokenizer.batch_decode([list(t.response_ids) for t in samples], skip_special_tokens=True)
-            found = self._scorer.verdicts([(t.prompt, text) for t, text in zip(samples, texts, strict=True)])
-            verdicts.update({t.sample_id: (x, v) for t, x, v in zip(samples, texts, found, strict=True)})
-            return [verdict.reward for verdict in found]
-
-        return score
-
-    def _problems(
-        self, prompts: Sequence[Prompt], samples: Sequence[Trajectory], verdicts: dict[str, tuple[str, Verdict]]
-    ) -> Iterator[Problem]:
+    def _problems(self, prompts: Sequence[Prompt], judged: Sequence[_Judged]) -> Iterator[Problem]:
         by_prompt: dict[int, list[Answered]] = {prompt.prompt_id: [] for prompt in prompts}
-        for t in samples:
-            text, verdict = verdicts[t.sample_id]
-            answer = final_answer(self.kind, text) if has_answers(self.kind) else None
-            answered = Answered(
-                verdict.reward, answer, t.num_response_tokens, t.finish_reason == "length", verdict.problem
-            )
-            by_prompt[t.prompt.prompt_id].append(answered)
+        for response in judged:
+            by_prompt[response.trajectory.prompt.prompt_id].append(response.answered(self.kind))
         for prompt in prompts:
             yield Problem(prompt.prompt_id, prompt.text, prompt.answer, tuple(by_prompt[prompt.prompt_id]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """One response, as text and with its verdict."""
+
+    trajectory: Trajectory
+    text: str
+    verdict: Verdict
+
+    def answered(self, kind: str) -> Answered:
+        t, verdict = self.trajectory, self.verdict
+        answer = final_answer(kind, t.prompt.answer, self.text) if has_answers(kind) else None
+        return Answered(verdict.reward, answer, t.num_response_tokens, t.finish_reason == "length", verdict.problem)
+
+    def record(self) -> dict[str, Any]:
+        """JSON value of its line in responses.jsonl."""
+        return {
+            "index": self.trajectory.prompt.prompt_id,
+            "sample_id": self.trajectory.sample_id,
+            "response": self.text,
+            "reward": self.verdict.reward,
+            "verifier_problem": self.verdict.problem,
+            "verifier_message": self.verdict.message,
+            "num_tokens": self.trajectory.num_response_tokens,
+            "finish_reason": self.trajectory.finish_reason,
+        }
 
 
 @contextlib.contextmanager
@@ -198,19 +213,6 @@ def _connected(config: Config, urls: Sequence[str], vocab_size: int) -> Iterator
         for client in clients:
             loop.run(client.close(), 10.0, f"{client.url} to close")
         loop.close()
-
-
-def _record(trajectory: Trajectory, text: str, verdict: Verdict) -> dict[str, Any]:
-    return {
-        "index": trajectory.prompt.prompt_id,
-        "sample_id": trajectory.sample_id,
-        "response": text,
-        "reward": verdict.reward,
-        "verifier_problem": verdict.problem,
-        "verifier_message": verdict.message,
-        "num_tokens": trajectory.num_response_tokens,
-        "finish_reason": trajectory.finish_reason,
-    }
 
 
 def _is_hf(checkpoint: Path) -> bool:

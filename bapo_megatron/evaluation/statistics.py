@@ -11,7 +11,7 @@ Shape legend: P problems, M estimates.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from math import comb
 
@@ -28,8 +28,8 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     return 1.0 - comb(num_samples - num_passed, k) / comb(num_samples, k)
 
 
-def majority_at_k(num_passed: int, wrong_counts: Sequence[int], num_abstained: int, k: int) -> float:
-    """Probability that among k responses, drawn without replacement, the right answer has the most votes.
+def majority_at_k(num_passed: int, wrong_counts: Sequence[int], num_abstained: int, ks: Sequence[int]) -> list[float]:
+    """For each k, the probability that among k responses, drawn without replacement, the right answer has most votes.
 
     Of answers with equally many votes, each wins with the same probability. Nobody wins where all abstain.
 
@@ -38,29 +38,50 @@ def majority_at_k(num_passed: int, wrong_counts: Sequence[int], num_abstained: i
         wrong_counts: responses with each of the wrong answers, all above 0.
         num_abstained: responses without an answer.
 
-    Example: majority_at_k(1, [1], 0, 2) == 0.5
+    Example: majority_at_k(1, [1], 0, [1, 2]) == [0.5, 0.5]
     """
     num_samples = num_passed + sum(wrong_counts) + num_abstained
-    assert 1 <= k <= num_samples
+    assert all(1 <= k <= num_samples for k in ks)
     assert all(count > 0 for count in wrong_counts)
-    won = 0.0
-    for votes in range(1, min(num_passed, k) + 1):
-        for (drawn, num_ties), ways in _beaten(wrong_counts, votes, k - votes).items():
-            rest = comb(num_abstained, k - votes - drawn)
-            won += comb(num_passed, votes) * ways * rest / (num_ties + 1) / comb(num_samples, k)
+    won = [0.0] * len(ks)
+    for votes in range(1, min(num_passed, max(ks)) + 1):
+        rest = [k - votes for k in ks]
+        for num_ties, ways in enumerate(_ways_to_beat(wrong_counts, num_abstained, votes, rest)):
+            for i, k in enumerate(ks):
+                won[i] += comb(num_passed, votes) * ways[i] / ((num_ties + 1) * comb(num_samples, k))
     return won
 
 
-def _beaten(counts: Sequence[int], votes: int, room: int) -> dict[tuple[int, int], int]:
-    """Ways to draw at most `room` wrong answers, none more than `votes` times: by (how many, how many tie)."""
-    ways: dict[tuple[int, int], int] = {(0, 0): 1}
-    for count in counts:
-        longer: dict[tuple[int, int], int] = defaultdict(int)
-        for (drawn, num_ties), num in ways.items():
-            for more in range(min(count, votes, room - drawn) + 1):
-                longer[drawn + more, num_ties + (more == votes)] += num * comb(count, more)
-        ways = longer
-    return ways
+def _ways_to_beat(counts: Sequence[int], num_abstained: int, votes: int, drawn: Sequence[int]) -> list[list[int]]:
+    """Ways to draw other than right answers, none of them more than `votes` times: by [ties][how many are drawn].
+
+    Ways are the coefficients of polynomials in x, whose exponent is the number drawn. A polynomial is kept as one
+    integer, its value at x = 2^bits: no coefficient overflows, since none exceeds the number of subsets. A wrong answer
+    is drawn less than `votes` times, fewer(x) = sum of C(count, j) x^j, or ties, C(count, votes) x^votes; m answers of
+    the same count tie i times in C(m, i) ties^i fewer^(m - i). Smaller counts cannot tie: together they are
+    (1 + x)^number, like those who abstain.
+    """
+    bits, room = num_abstained + sum(counts) + 1, max(drawn)
+    free = num_abstained + sum(count for count in counts if count < votes)
+    by_ties = [(1 + (1 << bits)) ** free]  # each without the factors x^votes of its ties
+    for count, num_answers in Counter(count for count in counts if count >= votes).items():
+        fewer = sum(comb(count, j) << bits * j for j in range(votes))
+        most = min(num_answers, room // votes)
+        group = [comb(num_answers, i) * comb(count, votes) ** i * fewer ** (num_answers - i) for i in range(most + 1)]
+        longer = [0] * min(len(by_ties) + most, room // votes + 1)
+        for i, ways in enumerate(by_ties):
+            for j, more in enumerate(group[: len(longer) - i]):
+                longer[i + j] += _low(ways * more, bits * (room - votes * (i + j) + 1))
+        by_ties = longer
+    return [[_coefficient(ways, n - votes * i, bits) for n in drawn] for i, ways in enumerate(by_ties)]
+
+
+def _coefficient(polynomial: int, exponent: int, bits: int) -> int:
+    return _low(polynomial >> bits * exponent, bits) if exponent >= 0 else 0
+
+
+def _low(number: int, bits: int) -> int:
+    return number & ((1 << bits) - 1)
 
 
 def bootstrap(

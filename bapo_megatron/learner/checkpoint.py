@@ -40,8 +40,8 @@ def take_snapshot(
 ) -> Snapshot:
     """What this rank is to write. Collective over data x context ranks.
 
-    Takes no memory, but for parameters across a border of the distributed optimizer (on the CPU) and, until they are
-    written, what `Snapshot.detach` copies: the pieces are views of the live tensors.
+    Takes no memory, but for parameters across a border of the distributed optimizer (on the CPU) and what
+    `Snapshot.detach` copies: the pieces are views of the live tensors.
 
     Args:
         model: this rank's chunks of the model.

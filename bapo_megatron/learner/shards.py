@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bapo_megatron.hf.reader import check_finite
 from bapo_megatron.hf.writer import MAX_FILE_BYTES, copy_companions, save_tensors
 from bapo_megatron.learner.folder import HF_CONFIG, Manifest, digest_of, write_index
+from bapo_megatron.learner.host_buffer import HostBuffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +57,20 @@ class Snapshot:
         self._pieces = pieces
         self._rank = rank
         self._hf_path = hf_path
-        self._copied: torch.cuda.Event | None = None
+        self._buffer: HostBuffer | None = None
 
-    def detach(self) -> None:
+    def detach(self, buffer: HostBuffer | None = None) -> None:
         """Copy to the CPU, so that training may go on: what `write` reads does not change any more.
 
-        From a GPU into page-locked memory, in the order of the current stream: returns before the copies are done.
+        From a GPU in the order of the current stream: returns before the copies are done.
+
+        Args:
+            buffer: where to; it belongs to this snapshot until `write` has returned. Unset: a new one.
         """
-        self._pieces = [replace(piece, values=_copy(piece.values)) for piece in self._pieces]
-        if torch.cuda.is_available():
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        self._buffer = buffer or HostBuffer()
+        pieces = list(self._pieces)
+        copies = self._buffer.copy([piece.values for piece in pieces])
+        self._pieces = [replace(piece, values=copy) for piece, copy in zip(pieces, copies, strict=True)]
 
     def write(self, folder: Path, max_file_bytes: int = MAX_FILE_BYTES) -> Manifest:
         """Write this rank's files. Not collective; may run in any thread, after `detach`. To be called once.
@@ -78,8 +81,8 @@ class Snapshot:
             CheckpointError: the disk is full, or a value is nan or infinite: it could not be loaded again, and would
                 take the place of one that can.
         """
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self._buffer is not None:
+            self._buffer.wait()
         manifest: Manifest = {"files": {}, "tensors": {}}
         for number, pieces in enumerate(_in_files(self._pieces, max_file_bytes)):
             name = f"rank-{self._rank:05d}-{number:03d}.safetensors"
@@ -108,12 +111,6 @@ class Snapshot:
             copied = sorted((folder / HF_CONFIG).iterdir())
             files = {f"{HF_CONFIG}/{file.name}": [file.stat().st_size, digest_of(file)] for file in copied}
         write_index(folder, self.facts, [*manifests, {"files": files, "tensors": {}}])
-
-
-def _copy(values: Tensor) -> Tensor:
-    """Of the values' shape, contiguous."""
-    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-    return copy.copy_(values.detach(), non_blocking=True)
 
 
 def _in_files(pieces: Iterable[Piece], max_bytes: int) -> Iterator[list[Piece]]:

@@ -25,18 +25,32 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from bapo_megatron.errors import UserError
+
 log = logging.getLogger(__name__)
 
 MAX_VERDICTS_KEPT = 1 << 16
 MAX_FILE_BYTES = 16 << 20  # of anything that a program writes, its output included
 _SANDBOX = str(Path(__file__).with_name("sandbox.py"))
-_BLOCK = re.compile(r"^[ \t]*```(?:python3?|py)[ \t]*\r?\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+_BLOCK = re.compile(r"^([ \t]*)```(?:python3?|py)[ \t]*\r?\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+_SHAPES = '{"tests": "assert f(1) == 2"} and/or {"cases": [{"stdin": "1 2", "stdout": "3"}, ...]}'
 
 
 def last_program(response: str) -> str | None:
-    """The last fenced block marked as Python, None without one. A block that is not closed was cut off: not counted."""
+    """The last fenced block marked as Python, None without one. A block that is not closed was cut off: not counted.
+
+    A block that is indented as a whole, as in a list, loses the indentation of its fence.
+    """
     blocks = _BLOCK.findall(response)
-    return blocks[-1] if blocks else None
+    return _outdented(*blocks[-1]) if blocks else None
+
+
+def _outdented(indent: str, block: str) -> str:
+    lines = block.split("\n")
+    first = next((line for line in lines if line.strip()), "")
+    if not first.startswith(indent):  # only the fence is indented: a program begins in the first column
+        return block
+    return "\n".join(line.removeprefix(indent) for line in lines)
 
 
 class CodeJudge:
@@ -53,7 +67,7 @@ class CodeJudge:
         """1.0 if the program passes every test, else 0.0.
 
         Raises:
-            ValueError: the answer has no tests that can be run.
+            UserError: the answer has no tests that can be run.
             TimeoutError: the tests were not done in time.
         """
         tests, cases = _tests_of(answer)
@@ -145,15 +159,23 @@ def _lines(text: str) -> list[str]:
 
 
 def _tests_of(answer: Any) -> tuple[str | None, list[dict[str, str]]]:
-    """(tests, cases) of an answer. Raises ValueError where neither can be run."""
+    """(tests, cases) of an answer. Raises UserError where neither can be run: no response could pass."""
     if not isinstance(answer, dict) or not answer.keys() & {"tests", "cases"}:
-        raise ValueError('reward.kind = "code" needs answers like {"tests": "assert ..."} or {"cases": [...]}')
-    tests, cases = answer.get("tests"), answer.get("cases", [])
-    if tests is not None and not (isinstance(tests, str) and tests.strip()):
-        raise ValueError('"tests" of an answer must be Python text')
+        raise _wrong("has neither tests nor cases", answer)
+    tests, cases = answer.get("tests"), answer.get("cases")
     if tests is None and not cases:
-        raise ValueError('"cases" of an answer must not be empty')
-    for case in cases:
-        if not (isinstance(case, dict) and isinstance(case.get("stdin"), str) and isinstance(case.get("stdout"), str)):
-            raise ValueError('each of an answer\'s "cases" must be {"stdin": text, "stdout": text}')
+        raise _wrong("has no cases", answer)
+    if tests is not None and not (isinstance(tests, str) and tests.strip()):
+        raise _wrong('has "tests" that are no Python text', answer)
+    cases = [] if cases is None else cases
+    if not isinstance(cases, list) or not all(map(_is_case, cases)):
+        raise _wrong('has "cases" that are no list of {"stdin": text, "stdout": text}', answer)
     return tests, cases
+
+
+def _is_case(case: Any) -> bool:
+    return isinstance(case, dict) and isinstance(case.get("stdin"), str) and isinstance(case.get("stdout"), str)
+
+
+def _wrong(what: str, answer: Any) -> UserError:
+    return UserError(f"reward.kind = 'code': an answer {what}; it must be {_SHAPES}, not {answer!r:.200}")

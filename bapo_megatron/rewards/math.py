@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
+from decimal import Decimal
 from typing import Any
 
 import math_verify
+import sympy
+
+from bapo_megatron.errors import UserError
 
 MAX_RESPONSE_CHARS = 8192
 """Only the end of a longer response is read: the final answer is there, and parsing time grows with length."""
+_DECIMALS = 6  # that must agree where one of two numbers is a decimal: math-verify's default
+_DOLLAR = re.compile(r"(?<!\\)\\\$")  # an amount of money; math-verify takes its $ for one that opens a formula
 
 # it warns on every call that its own timeout is off; the deadline of a judgement is RewardScorer's
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -19,13 +27,53 @@ def judge_math(answer: Any, response: str) -> float:
 
     `answer` is a string (LaTeX or plain) or a number. The final answer is the content of \\boxed{} where there is one,
     else the last expression found. Has no deadline of its own: see RewardScorer.
+
+    Raises:
+        UserError: the reference cannot be read, so that no response could be right.
     """
-    gold = _parse_reference(str(answer).strip())
-    found = math_verify.parse(response[-MAX_RESPONSE_CHARS:], parsing_timeout=None)
-    return float(bool(gold and found) and math_verify.verify(gold, found, timeout_seconds=None))
+    gold = _reference(answer)
+    found = _parse(_DOLLAR.sub("", response[-MAX_RESPONSE_CHARS:]))
+    return float(bool(found) and math_verify.verify(gold, found, float_rounding=_decimals(gold), timeout_seconds=None))
+
+
+def _reference(answer: Any) -> list[Any]:
+    """The reference in each way to write it that math-verify reads differently."""
+    gold = _parse_reference(_plain(answer))
+    if not gold:
+        raise UserError(
+            f"reward.kind = 'math': math-verify finds no number or expression in the answer {answer!r:.200}, so that "
+            "no response could be right; mend the answer, leave its prompt out, or judge by a function of your own"
+        )
+    if isinstance(answer, float) and "e" in str(answer):
+        for spelling in (str(answer), str(answer).replace("e+", "e")):  # a response may say 1e-07 or 1e16 too
+            gold += _parse_reference(spelling)
+    return gold
+
+
+def _plain(answer: Any) -> str:
+    """As text. math-verify takes the e of 1e-05 for Euler's number. Example: _plain(1e-05) == "0.00001"."""
+    if isinstance(answer, float) and math.isfinite(answer):
+        return format(Decimal(str(answer)), "f")
+    return _DOLLAR.sub("", str(answer)).strip()
 
 
 def _parse_reference(answer: str) -> list[Any]:
     """Plain LaTeX such as x^2+1 is only read as a whole inside $...$."""
     marked = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
-    return math_verify.parse(marked, parsing_timeout=None) or math_verify.parse(answer, parsing_timeout=None)
+    return _parse(marked) or _parse(answer)
+
+
+def _parse(text: str) -> list[Any]:
+    """Empty where nothing is found, or what is found breaks the parser."""
+    try:
+        return math_verify.parse(text, parsing_timeout=None, raise_on_error=True)
+    except MemoryError:  # says nothing about the text: the judge process may be at its limit
+        raise
+    except Exception:
+        return []
+
+
+def _decimals(gold: list[Any]) -> int:
+    """math-verify's own number of decimals, but 6 significant digits where that would take 1e-7 and 2e-7 for equal."""
+    size = abs(float(gold[0])) if isinstance(gold[0], sympy.Float) else 0.0
+    return _DECIMALS - 1 - math.floor(math.log10(size)) if 0 < size < 10**-_DECIMALS else _DECIMALS

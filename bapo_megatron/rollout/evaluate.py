@@ -1,22 +1,20 @@
-"""Evaluation inside a run: the current weights on prompts of their own, judged like training samples.
+"""Evaluation: whole responses of the current weights to prompts of their own, and what they say.
 
-It happens between a weight push and the next step, so all tokens are of one version, in every mode: with overlap,
-sampling for training goes on beside it. Nothing of it enters the ledger.
+Inside a run it happens between a weight push and the next step, so all tokens are of one version, in every mode: with
+overlap, sampling for training goes on beside it. Nothing of it enters the ledger. Responses are judged after they were
+sampled, by who asked for them: judging has deadlines of its own and says nothing about the engines.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import EngineError, NoEngineLeftError
 from bapo_megatron.rollout.dispatch import Dispatcher
 from bapo_megatron.rollout.pool import EnginePool
-from bapo_megatron.rollout.scheduler import Score
 from bapo_megatron.types import Prompt, Trajectory
 
 _MAX_ROUNDS = 8
@@ -26,15 +24,12 @@ class Evaluator:
     """Samples `eval.samples_per_prompt` responses to each prompt, the same prompts and seeds every time."""
 
     def __init__(
-        self, config: Config, pool: EnginePool, prompts: Sequence[Prompt], score: Score, stop_token_ids: tuple[int, ...]
+        self, config: Config, pool: EnginePool, prompts: Sequence[Prompt], stop_token_ids: tuple[int, ...]
     ) -> None:
-        """`score` may block: it is called in a thread."""
         self._pool = pool
-        self._score = score
-        self.num_answers = 0  # a sign of progress
         self._responses: dict[str, Trajectory] = {}  # by sample, of the evaluation under way
         self._unfinished_version: int | None = None  # its weights
-        self._startup_timeout_s = config.rollout.startup_timeout_s
+        self._num_answers = 0
         whole = config.rollout.model_copy(update={"temperature": config.eval.temperature, "tokens_per_round": None})
         self._dispatcher = Dispatcher(whole, pool, stop_token_ids=stop_token_ids, run_seed=config.run.seed)
         self._empty = [
@@ -43,27 +38,21 @@ class Evaluator:
             for i in range(config.eval.samples_per_prompt)
         ]
 
-    @property
-    def num_samples(self) -> int:
-        """Responses that are judged, at once."""
-        return len(self._empty)
+        rollout = config.rollout
+        self.deadline_s = rollout.request_timeout_s * (rollout.max_retries + 2)
+        """For `sample`: without `progress` for this long, something hangs."""
+        self.what = (
+            f"the engines' {len(self._empty)} responses to {len(prompts)} problems (deadline: {self.deadline_s:g} s, "
+            f"rollout.request_timeout_s = {rollout.request_timeout_s:g} for each of rollout.max_retries + 2 tries)"
+        )
+        """Who is waited for, in words."""
 
-    async def run(self, version: int) -> dict[str, float] | None:
-        """Metrics of the weights of `version`, which every live engine holds.
-
-        None where all live engines are gone but one is back: push these weights again, and the evaluation goes on.
-
-        Raises:
-            EngineError: no engine comes back in time, or responses are aborted time and again.
-        """
-        try:
-            return eval_metrics(await self.sample(version))
-        except NoEngineLeftError:
-            await self._pool.until_one_is_back(self._startup_timeout_s)
-            return None
+    def progress(self) -> tuple[int, ...]:
+        """Counts that change while it goes on: answers, and engines that are given up."""
+        return self._num_answers, self._pool.num_fenced
 
     async def sample(self, version: int) -> list[Trajectory]:
-        """Judged responses of the weights of `version`; -1 for those that the engines started with.
+        """Whole responses of the weights of `version`, which every live engine holds; -1: those it started with.
 
         Raises:
             NoEngineLeftError: nobody is left to ask. The next call for this version keeps what was answered.
@@ -73,12 +62,11 @@ class Evaluator:
         self._dispatcher.take_stats()
         if version != self._unfinished_version:
             self._responses = {t.sample_id: t for t in self._empty}
-        self._unfinished_version = version
-        responses = self._responses
+        self._unfinished_version, responses = version, self._responses
 
         def accept(trajectory: Trajectory) -> None:
             responses[trajectory.sample_id] = trajectory
-            self.num_answers += 1
+            self._num_answers += 1
 
         for _ in range(_MAX_ROUNDS):  # one, unless requests are aborted or engines fail
             unfinished = [t for t in responses.values() if t.finish_reason is None]
@@ -89,17 +77,15 @@ class Evaluator:
             await self._dispatcher.grow_together(unfinished, 0, accept)
         else:
             raise EngineError(f"responses of the evaluation were aborted {_MAX_ROUNDS} times in a row; by whom?")
-        samples, self._unfinished_version = list(responses.values()), None
-        rewards = await asyncio.to_thread(self._score, samples)
-        return [replace(t, reward=float(r)) for t, r in zip(samples, rewards, strict=True)]
+        self._unfinished_version = None
+        return list(responses.values())
 
 
-def eval_metrics(samples: Sequence[Trajectory]) -> dict[str, float]:
+def eval_metrics(samples: Sequence[Trajectory], rewards: Sequence[float]) -> dict[str, float]:
     """Mean reward with its standard error over prompts, and what the responses look like."""
     by_prompt: dict[int, list[float]] = {}
-    for trajectory in samples:
-        assert trajectory.reward is not None, "judged"
-        by_prompt.setdefault(trajectory.prompt.prompt_id, []).append(trajectory.reward)
+    for trajectory, reward in zip(samples, rewards, strict=True):
+        by_prompt.setdefault(trajectory.prompt.prompt_id, []).append(reward)
     means = [statistics.fmean(rewards) for rewards in by_prompt.values()]
     return {
         "eval/reward": statistics.fmean(means),

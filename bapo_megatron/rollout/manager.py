@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from bapo_megatron.buffer.batch import BatchBuilder
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import EngineError
+from bapo_megatron.errors import EngineError, NoEngineLeftError
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.monitor.heartbeat import HEARTBEAT
 from bapo_megatron.prompts.stream import PromptStream
@@ -23,7 +23,7 @@ from bapo_megatron.rewards import RewardScorer, is_informative
 from bapo_megatron.rollout.base import Engine, EngineState
 from bapo_megatron.rollout.client import HttpEngine
 from bapo_megatron.rollout.engine_states import EngineStates
-from bapo_megatron.rollout.evaluate import Evaluator
+from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
 from bapo_megatron.rollout.metrics import batch_metrics
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.scheduler import RolloutStats, Scheduler, Score
@@ -157,7 +157,7 @@ class RolloutManager:
             EngineError: the engines failed, or no token and no verdict came in for longer than any of them may take.
         """
         taking = self.scheduler.take(step, version)
-        groups, stats = self.loop.run(taking, self._patience_s(), f"the rollouts of step {step}", self._progress)
+        groups, stats = self.loop.run(taking, self._patience_s, f"the rollouts of step {step}", self._progress)
         if groups is None:
             return None
         now_s = time.monotonic()
@@ -171,16 +171,18 @@ class RolloutManager:
         Returns None as `next_batch` does, and goes on where it was when it is asked again.
 
         Raises:
-            EngineError: as `next_batch`.
+            EngineError: no engine is left and none comes back, or they hang.
+            UserError: the judge says that the data is wrong.
         """
-        if (evaluator := self._evaluator) is None or (scorer := self._eval_scorer) is None:
+        if (evaluator := self._evaluator) is None or self._eval_scorer is None:
             return {}
-
-        def progress() -> tuple[int, ...]:  # of the evaluation alone: with overlap, training samples beside it
-            return evaluator.num_answers, scorer.num_judged, self.pool.num_fenced
-
-        patience_s = self._patience_s(evaluator.num_samples)
-        return self.loop.run(evaluator.run(version), patience_s, "the evaluation", progress)
+        try:
+            samples = self.loop.run(evaluator.sample(version), evaluator.deadline_s, evaluator.what, evaluator.progress)
+        except NoEngineLeftError:
+            timeout_s = self.config.rollout.startup_timeout_s
+            self.loop.run(self.pool.until_one_is_back(timeout_s), timeout_s + 10, "an engine to be back")
+            return None
+        return eval_metrics(samples, self._judge_with(self._eval_scorer)(samples))
 
     def state_dict(self) -> dict[str, Any]:
         """JSON value; taken between two events of the loop, since sampling may be going on."""
@@ -197,7 +199,7 @@ class RolloutManager:
 
     def close(self) -> None:
         """Stop sampling; let go of connections and workers."""
-        self.loop.run(self.scheduler.close(), self._patience_s(), "sampling to stop", self._progress)
+        self.loop.run(self.scheduler.close(), self._patience_s, "sampling to stop", self._progress)
         for watch in self._watches:
             watch.cancel()
         for engine in self.engines:
@@ -207,14 +209,15 @@ class RolloutManager:
                 scorer.close()
         self.loop.close()
 
-    def _patience_s(self, num_judged_at_once: int | None = None) -> float:
+    @property
+    def _patience_s(self) -> float:
         """The longest time without progress of engines and judges that keep their deadlines; past it, something hangs.
 
-        A request fails with all its repetitions, an engine comes back, the responses that are judged at once (those of
-        a group, unless told otherwise) are judged one by one, each of them twice.
+        A request fails with all its repetitions, an engine comes back, the responses of a group are judged one by one,
+        each of them twice.
         """
         r = self.config.rollout
-        judging_s = 2 * self.config.reward.timeout_s * (num_judged_at_once or r.samples_per_prompt)
+        judging_s = 2 * self.config.reward.timeout_s * r.samples_per_prompt
         return r.request_timeout_s * (r.max_retries + 1) + r.startup_timeout_s + judging_s
 
     def _progress(self) -> tuple[int, ...]:
@@ -242,7 +245,7 @@ class RolloutManager:
         stream, scorer = PromptStream(config, self._tokenizer), RewardScorer(config)
         num_prompts = min(config.eval.num_prompts, len(stream.source))
         prompts = [stream.next() for _ in range(num_prompts)]
-        return Evaluator(config, self.pool, prompts, self._judge_with(scorer), self._stop_token_ids), scorer
+        return Evaluator(config, self.pool, prompts, self._stop_token_ids), scorer
 
     def _metrics(self, groups: Sequence[Group], stats: RolloutStats, elapsed_s: float) -> dict[str, float]:
         """What this batch looks like, and what it took; names are explained in docs/metrics.md."""

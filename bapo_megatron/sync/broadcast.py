@@ -201,7 +201,7 @@ class _Sender:
             f"take the bucket with {names[0]}",
             lambda e: e.update_weights(names, dtypes, shapes, self.group.name, flat=flat, version=version),
         )
-        # Sooner than the replies' deadline: a hung engine ends the broadcast, and the others are free to say so.
+        # Over gloo sooner than the replies' deadline: a hung engine ends the broadcast, the others are free to say so.
         timeout_s = self.members.timeout_s / 2
         self.flights.append(_Flight(replies, [self.group.broadcast(tensor, timeout_s) for tensor in tensors]))
         self.num_bytes += bucket.num_bytes

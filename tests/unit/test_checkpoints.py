@@ -291,6 +291,55 @@ def test_a_disk_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Monke
     assert not (tmp_path / "latest").exists()
 
 
+def addresses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of what each following snapshot writes."""
+    written: list[int] = []
+    original = Snapshot.write
+
+    def write(snapshot: Snapshot, folder: Path) -> Manifest:
+        written.extend(piece.values.data_ptr() for piece in snapshot._pieces)
+        return original(snapshot, folder)
+
+    monkeypatch.setattr(Snapshot, "write", write)
+    return written
+
+
+def test_the_memory_of_a_save_serves_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = addresses(monkeypatch)
+    store = CheckpointStore(tmp_path, settings(asynchronous=True))
+    for step in (1, 2, 3):
+        save_whole(store, step, step, state={"also": step})
+        assert resume(tmp_path) == step
+    assert len(written) == 3
+    assert len(set(written)) == 1
+
+
+def test_memory_that_a_late_writer_reads_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its save was given up, and another one is asked for all the same."""
+    late, go_on, read = threading.Event(), threading.Event(), []
+    original = Snapshot.write
+
+    def write(snapshot: Snapshot, folder: Path) -> Manifest:
+        if not late.is_set():
+            late.set()
+            (piece,) = snapshot._pieces
+            assert go_on.wait(60)
+            read.append(float(piece.values.sum()) / piece.values.numel())
+        return original(snapshot, folder)
+
+    monkeypatch.setattr(Snapshot, "write", write)
+    store = CheckpointStore(tmp_path, settings(asynchronous=True, timeout_s=0.2))
+    with pytest.raises(CheckpointError, match="has not taken"):
+        save_whole(store, 1, 1.0)
+    assert late.is_set()
+    store._config = settings(asynchronous=True)
+    save_whole(store, 2, 2.0, state={"also": 2})
+    go_on.set()
+    poll_until(lambda: read, store)
+    assert read == [1.0]
+    assert resume(tmp_path) == 2
+
+
 def test_a_checkpoint_that_could_not_be_loaded_is_not_written(tmp_path: Path) -> None:
     """nan in the weights: it would push out the checkpoints that can be."""
     save(tmp_path, 1)

@@ -16,6 +16,7 @@ import pytest
 
 import bapo_megatron.rewards.code as code_module
 from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import UserError
 from bapo_megatron.rewards import RewardScorer
 from bapo_megatron.rewards.code import CodeJudge, last_program, same_output
 from bapo_megatron.types import Prompt
@@ -39,7 +40,12 @@ def respond(program: str) -> str:
         ("```python\na\n```", "a\n"),
         ("```python\na\n```\n or rather\n```py\nb\nc\n```\n", "b\nc\n"),
         ("```Python3 \r\na\r\n```", "a\r\n"),
-        ("  ```python\n  a\n  ```", "  a\n"),
+        ("  ```python\n  a\n  ```", "a\n"),
+        ("1. So:\n   ```python\n   def f(x):\n       return x\n\n   ```\n", "def f(x):\n    return x\n\n"),
+        ("\t```python\r\n\tif a:\r\n\t\tb\r\n\t```", "if a:\r\n\tb\r\n"),
+        ("  ```python\n\n  x = '''\nfar left\n    in'''\n  ```", "\nx = '''\nfar left\n  in'''\n"),
+        ("  ```python\ndef f(x):\n return x\n  ```", "def f(x):\n return x\n"),  # only the fence is indented
+        ("  ```python\n\n  ```", "\n"),
         ("```\na\n```", None),
         ("```bash\na\n```", None),
         ("```python\nx = '```'\n```", "x = '```'\n"),
@@ -131,12 +137,33 @@ def test_a_program_is_run_once_for_the_same_tests(monkeypatch: pytest.MonkeyPatc
     assert len(runs) == 6, "the memory is bounded"
 
 
+def test_an_indented_program_runs(judge: CodeJudge) -> None:
+    program = respond("def f(x):\n    y = x\n    return y + 1")
+    assert judge.judge(NEXT, "- " + textwrap.indent(program, "  ")) == 1.0
+
+
 @pytest.mark.parametrize(
-    "answer", ["assert True", {}, {"tests": ""}, {"tests": 1}, {"cases": []}, {"cases": [{"stdin": "1"}]}]
+    ("answer", "message"),
+    [
+        ("assert True", "has neither tests nor cases"),
+        ({}, "has neither"),
+        ({"test": "assert True"}, "has neither .* not {'test': 'assert True'}"),
+        ({"tests": ""}, "no Python text"),
+        ({"tests": 1}, "no Python text"),
+        ({"cases": []}, "has no cases"),
+        ({"cases": [{"stdin": "1"}]}, 'no list of {"stdin": text, "stdout": text}'),
+        ({"cases": {"stdin": "1", "stdout": "1"}}, "no list of"),
+        ({"tests": "assert True", "cases": 3}, "no list of"),
+        ({"tests": "assert True", "cases": [{"stdin": 1, "stdout": "1"}]}, "no list of"),
+    ],
 )
-def test_answers_without_tests_are_errors(judge: CodeJudge, answer: object) -> None:
-    with pytest.raises(ValueError, match=r"answer"):
-        judge.judge(answer, respond("f = 1"))
+def test_an_answer_without_tests_is_an_error_of_the_data(judge: CodeJudge, answer: object, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        judge.judge(answer, "no program, but the answer is told all the same")
+
+
+def test_an_absent_column_is_no_case(judge: CodeJudge) -> None:
+    assert judge.judge({**NEXT, "cases": None}, respond("def f(x): return x + 1")) == 1.0  # as Parquet has it
 
 
 @pytest.mark.parametrize(
@@ -272,6 +299,12 @@ def test_the_scorer_runs_programs_and_counts(scorer: RewardScorer) -> None:
     programs = ["def f(x): return x + 1", "while True: pass", "def f(x): return x", "import os; os._exit(0)"]
     items = [(Prompt(i, (1,), "?", NEXT, "test"), respond(p)) for i, p in enumerate(programs)]
     processes = set(psutil.Process().children())
-    assert scorer.score([*items, (Prompt(9, (1,), "?", "no tests", "test"), respond("x"))]) == [1.0, 0.0, 0.0, 0.0, 0.0]
-    assert (scorer.num_timeouts, scorer.num_errors) == (1, 1)
+    assert scorer.score(items) == [1.0, 0.0, 0.0, 0.0]
+    assert (scorer.num_timeouts, scorer.num_errors) == (1, 0)
     assert processes <= set(psutil.Process().children()), "a program that does not end costs no judge process"
+
+
+def test_an_answer_of_the_wrong_shape_ends_the_run(scorer: RewardScorer) -> None:
+    mistyped = Prompt(9, (1,), "?", {"test": "assert f(1) == 2"}, "test")
+    with pytest.raises(UserError, match=r"reward\.kind = 'code': an answer has neither tests nor cases; it must be"):
+        scorer.score([(mistyped, respond("def f(x): return x + 1"))])

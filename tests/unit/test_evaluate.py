@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import EngineError, NoEngineLeftError
 from bapo_megatron.rollout.base import GenerateRequest, GenerateResult
 from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
+from bapo_megatron.rollout.manager import LoopThread, RolloutManager
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.types import Prompt, Segment, Trajectory
 from tests.unit.test_scheduler import STOP, ScriptedEngine
@@ -21,7 +23,7 @@ from tests.unit.test_scheduler import STOP, ScriptedEngine
 PROMPTS = [Prompt(i, (1, 2, i % 7), "", "", "test") for i in range(5)]
 
 
-def evaluator(*engines: ScriptedEngine, judged: list[Trajectory] | None = None, **settings: Any) -> Evaluator:
+def evaluator(*engines: ScriptedEngine, **settings: Any) -> Evaluator:
     config = Config.model_validate(
         {
             "eval": {"samples_per_prompt": 2, "temperature": 0.5},
@@ -29,45 +31,35 @@ def evaluator(*engines: ScriptedEngine, judged: list[Trajectory] | None = None, 
         }
     )
 
-    def score(trajectories: Sequence[Trajectory]) -> list[float]:
-        if judged is not None:
-            judged.extend(trajectories)
-        return [float(t.finish_reason == "stop") for t in trajectories]
-
-    return Evaluator(config, EnginePool(engines), PROMPTS, score, (STOP,))  # type: ignore[arg-type]
+    return Evaluator(config, EnginePool(engines), PROMPTS, (STOP,))  # type: ignore[arg-type]
 
 
 def test_every_response_is_whole_and_at_the_evaluations_temperature() -> None:
-    engine, judged = ScriptedEngine(), []  # type: ignore[var-annotated]
+    engine = ScriptedEngine()
     engine.version = 3
-    metrics = asyncio.run(evaluator(engine, judged=judged).run(3))
-    assert len(judged) == metrics["eval/num_samples"] == 10
-    assert all(t.finish_reason for t in judged)
+    samples = asyncio.run(evaluator(engine).sample(3))
+    assert len({t.sample_id for t in samples}) == 10
+    assert all(t.finish_reason for t in samples)
     assert {r.temperature for r in engine.requests} == {0.5}
     assert len(engine.requests) == 10, "in one piece, whatever the budget of training"
 
 
 def test_a_failing_engine_leaves_its_part_to_the_others_and_aborts_are_made_good() -> None:
-    whole: list[Trajectory] = []
-    asyncio.run(evaluator(ScriptedEngine(), judged=whole).run(0))
+    whole = asyncio.run(evaluator(ScriptedEngine()).sample(0))
     bad, chaotic = ScriptedEngine(url="http://bad"), ScriptedEngine(random.Random(1), url="http://chaotic")
     bad.failures = 9
-    judged: list[Trajectory] = []
-    asyncio.run(evaluator(bad, chaotic, judged=judged).run(0))
-    assert {t.sample_id: t.response_ids for t in judged} == {t.sample_id: t.response_ids for t in whole}
+    samples = asyncio.run(evaluator(bad, chaotic).sample(0))
+    assert {t.sample_id: t.response_ids for t in samples} == {t.sample_id: t.response_ids for t in whole}
 
 
 def test_no_engine_left_is_an_error() -> None:
     engine = ScriptedEngine()
     engine.failures = 9
-    asked = evaluator(engine, startup_timeout_s=0.1)
     with pytest.raises(NoEngineLeftError, match="is left for the evaluation: http://scripted is fenced"):
-        asyncio.run(asked.sample(0))
-    with pytest.raises(EngineError, match=r"no rollout engine is left after 0\.1 s: http://scripted is fenced"):
-        asyncio.run(asked.run(0))
+        asyncio.run(evaluator(engine).sample(0))
 
 
-def test_when_the_last_engine_is_back_the_evaluation_asks_for_a_push_and_goes_on_where_it_was() -> None:
+def test_when_the_last_engine_is_back_the_evaluation_asks_for_a_push_and_goes_on_where_it_was(loop: LoopThread) -> None:
     class FailsOnce(ScriptedEngine):
         def __init__(self, url: str, call: int) -> None:
             super().__init__(url=url)
@@ -79,40 +71,81 @@ def test_when_the_last_engine_is_back_the_evaluation_asks_for_a_push_and_goes_on
                 raise EngineError(f"{self.url}: connection refused")
             return await super().generate_many(requests)
 
-    whole: list[Trajectory] = []
-    judged: list[Trajectory] = []
-    asyncio.run(evaluator(ScriptedEngine(), judged=whole).run(0))
+    whole = asyncio.run(evaluator(ScriptedEngine()).sample(0))
     first, second = FailsOnce("http://first", call=2), FailsOnce("http://second", call=1)
-    asked = evaluator(first, second, judged=judged, startup_timeout_s=60)
-
-    async def run() -> None:
-        watch = asyncio.create_task(asked._pool.watch())
-        assert await asked.run(0) is None, "the second failed, and the first in taking over"
-        assert not judged
-        for engine in (first, second):
-            asked._pool.admit(engine)  # type: ignore[arg-type]
-        assert (await asked.run(0) or {})["eval/num_samples"] == 10
-        watch.cancel()
-
-    asyncio.run(run())
-    assert {t.sample_id: t.response_ids for t in judged} == {t.sample_id: t.response_ids for t in whole}
+    asked = evaluator(first, second)
+    manager = rollouts(loop, asked, Judge(0))
+    manager.pool, manager.config = asked._pool, Config.model_validate({"rollout": {"startup_timeout_s": 0.1}})
+    with pytest.raises(EngineError, match=r"no rollout engine is left after 0\.1 s: http://second is fenced"):
+        manager.evaluate(0)
+    manager.config = Config()
+    watch = loop.submit(manager.pool.watch())
+    assert manager.evaluate(0) is None, "the second failed, then the first in taking over, and one of them is back"
+    watch.cancel()
+    for engine in (first, second):
+        manager.pool.admit(engine)  # type: ignore[arg-type]
+    samples = loop.run(asked.sample(0), 60)
+    assert {t.sample_id: t.response_ids for t in samples} == {t.sample_id: t.response_ids for t in whole}
     assert len(first.requests) + len(second.requests) == 10, "what was answered is not asked again"
-    asyncio.run(asked.run(0))
+    assert (manager.evaluate(0) or {})["eval/num_samples"] == 10
     assert len(first.requests) + len(second.requests) == 20, "a new evaluation begins anew"
 
 
-def test_metrics_by_hand() -> None:
-    def answer(prompt: int, index: int, reward: float, num_tokens: int, reason: Any) -> Trajectory:
-        segment = Segment(0, 0, (1,) * num_tokens, (-0.5,) * num_tokens)
-        return Trajectory(f"{prompt}.{index}", PROMPTS[prompt], (segment,), reason, reward)
+class Judge:
+    """A scorer and a tokenizer in one; judging takes longer than the engines have."""
 
-    samples = [
-        answer(0, 0, 1.0, 2, "stop"),
-        answer(0, 1, 0.0, 4, "length"),
-        answer(1, 0, 0.0, 6, "stop"),
-        answer(1, 1, 0.0, 8, "stop"),
-    ]
-    assert eval_metrics(samples) == {
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def batch_decode(self, ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        return ["text"] * len(ids)
+
+    def score(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
+        time.sleep(self.seconds)
+        return [float(prompt.prompt_id == 0) for prompt, _ in items]
+
+
+@pytest.fixture
+def loop() -> Iterator[LoopThread]:
+    loop = LoopThread()
+    yield loop
+    loop.close()
+
+
+def rollouts(loop: LoopThread, asked: Evaluator, judge: Judge) -> RolloutManager:
+    manager = object.__new__(RolloutManager)
+    manager.loop, manager._evaluator, manager._eval_scorer, manager._tokenizer = loop, asked, judge, judge  # type: ignore[assignment]
+    return manager
+
+
+def test_judging_has_a_deadline_of_its_own(loop: LoopThread) -> None:
+    asked = evaluator(ScriptedEngine(), request_timeout_s=0.75)
+    assert asked.deadline_s == 1.5
+    metrics = rollouts(loop, asked, Judge(1.6)).evaluate(0) or {}
+    assert (metrics["eval/reward"], metrics["eval/num_samples"]) == (0.2, 10.0)
+
+
+class Hanging(ScriptedEngine):
+    async def generate_many(self, requests: Any) -> Any:
+        await asyncio.sleep(3600)
+
+
+def test_engines_that_hang_are_named_with_the_real_deadline(loop: LoopThread) -> None:
+    message = (
+        r"waited 1 s for the engines' 10 responses to 5 problems \(deadline: 1 s, rollout.request_timeout_s = 0.5 for "
+        r"each of rollout.max_retries \+ 2 tries\): no progress"
+    )
+    with pytest.raises(EngineError, match=message):
+        rollouts(loop, evaluator(Hanging(), request_timeout_s=0.5), Judge(0)).evaluate(0)
+
+
+def test_metrics_by_hand() -> None:
+    def answer(prompt: int, index: int, num_tokens: int, reason: Any) -> Trajectory:
+        segment = Segment(0, 0, (1,) * num_tokens, (-0.5,) * num_tokens)
+        return Trajectory(f"{prompt}.{index}", PROMPTS[prompt], (segment,), reason)
+
+    samples = [answer(0, 0, 2, "stop"), answer(0, 1, 4, "length"), answer(1, 0, 6, "stop"), answer(1, 1, 8, "stop")]
+    assert eval_metrics(samples, [1.0, 0.0, 0.0, 0.0]) == {
         "eval/reward": 0.25,
         "eval/reward_stderr": pytest.approx(math.sqrt(2 * 0.25**2) / math.sqrt(2)),
         "eval/best_of_group": 0.5,

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import random
 import re
 import statistics
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+import bapo_megatron.evaluation.run as run_module
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.cli import main
 from bapo_megatron.convert import convert
 from bapo_megatron.errors import DataError, UserError
 from bapo_megatron.evaluation.run import _Asking, eval_config, evaluate
 from bapo_megatron.prompts.chains import Chain
+from bapo_megatron.rewards.pool import Verdict
 from bapo_megatron.rewards.scorer import RewardScorer
-from bapo_megatron.types import Segment, Trajectory
+from bapo_megatron.rollout.manager import LoopThread
+from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.types import Prompt, Segment, Trajectory
+from tests.unit.test_scheduler import ScriptedEngine
 
 NUM_PROBLEMS, NUM_SAMPLES = 7, 4
 SMALL = ["rollout.max_response_tokens=48", "data.max_prompt_tokens=16", "rollout.max_concurrent_requests=12"]
@@ -101,14 +108,49 @@ def test_responses_that_are_no_answers_count_as_wrong_and_are_reported(tmp_path:
         samples = [
             Trajectory(f"eval-0.{i}", prompt, (Segment(-1, 0, (i,), (-1.0,)),), "stop") for i in range(len(texts))
         ]
-        verdicts: dict[str, Any] = {}
-        rewards = asking._judge_into(verdicts)(samples)
-        (problem,) = asking._problems([prompt], samples, verdicts)
-    assert rewards == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
+        judged = asking._judge(samples)
+        (problem,) = asking._problems([prompt], judged)
+    assert [response.verdict.reward for response in judged] == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
     assert problem.num_passed == 3
     assert problem.count("timeout") + problem.count("error") >= 1, "the tower of powers has no verdict"
     assert problem.responses[5].problem in ("timeout", "error")
     assert problem.responses[1].answer is None
+
+
+class SlowScorer:
+    def verdicts(self, items: Sequence[tuple[Prompt, str]]) -> list[Verdict]:
+        time.sleep(1.6)
+        return [Verdict(0.0, "timeout", "no verdict in 1.6 s", 1.6) for _ in items]
+
+
+def test_judging_longer_than_engines_may_take_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def connected(*_: object) -> Iterator[tuple[LoopThread, EnginePool]]:
+        loop, engine = LoopThread(), ScriptedEngine()
+        engine.version = -1  # the weights that it was started with
+        yield loop, EnginePool([engine])  # type: ignore[list-item]
+        loop.close()
+
+    monkeypatch.setattr(run_module, "_connected", connected)
+    write_chains(tmp_path / "chains.jsonl")
+    settings = ["reward.kind=chains", "rollout.request_timeout_s=0.75", "rollout.max_retries=0", *SMALL]
+    config = eval_config(Path("demo"), [], settings, tmp_path / "chains.jsonl", 2)
+    asking = _Asking(config, demo_model_path(), SlowScorer(), 3)  # type: ignore[arg-type]
+    problems = asking.ask(["http://scripted"], tmp_path / "responses.jsonl", lambda _: None)
+    assert [p.count("timeout") for p in problems] == [2, 2, 2]
+    assert len((tmp_path / "responses.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_reference_that_no_response_can_match_ends_the_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "3+5=", "answer": 8}\n{"prompt": "1+5=", "answer": "$$"}')
+    command = ["eval", "demo", *SMALL, "--data", str(path), "-n", "1", "--output", str(tmp_path / "out")]
+    assert main(command) == 2
+    message = capsys.readouterr().err
+    assert "math-verify finds no number or expression in the answer '$$'" in message
+    assert "Traceback" not in message
 
 
 @pytest.mark.parametrize(

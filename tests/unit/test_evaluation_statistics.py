@@ -6,12 +6,15 @@ import itertools
 import random
 import statistics
 from collections import Counter
+from collections.abc import Sequence
+from math import comb
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bapo_megatron.evaluation import results
 from bapo_megatron.evaluation.results import Answered, Evaluation, Problem
 from bapo_megatron.evaluation.statistics import bootstrap, majority_at_k, pass_at_k, powers_up_to
 
@@ -33,21 +36,41 @@ def test_estimates_equal_the_mean_over_all_choices_of_k(cast: list[str | None], 
     passed = cast.count(RIGHT)
     wrong = Counter(vote for vote in cast if vote not in (RIGHT, None))
     assert pass_at_k(len(cast), passed, k) == pytest.approx(statistics.fmean(RIGHT in drawn for drawn in choices))
-    assert majority_at_k(passed, list(wrong.values()), cast.count(None), k) == pytest.approx(
-        statistics.fmean(map(wins, choices))
+    assert majority_at_k(passed, list(wrong.values()), cast.count(None), [k]) == pytest.approx(
+        [statistics.fmean(map(wins, choices))]
     )
 
 
 def test_large_samples_are_exact_and_quick() -> None:
     assert pass_at_k(1024, 1, 512) == pytest.approx(0.5)
-    assert majority_at_k(64, [1] * 64, 64, 64) > 0.999
-    assert majority_at_k(0, [3, 2], 1, 6) == 0.0
+    assert majority_at_k(64, [1] * 64, 64, [64])[0] > 0.999
+    assert majority_at_k(0, [3, 2], 1, [6]) == [0.0]
+
+
+@pytest.mark.parametrize("wrong", [[1] * 160, [2] * 80, [1, 2, 3] * 27, list(range(1, 18)), [40, 40, 39, 38, 1, 1, 1]])
+def test_a_vote_of_hundreds_agrees_with_draws(wrong: list[int]) -> None:
+    passed, abstained = 64, 192 - sum(wrong)
+    ks = powers_up_to(256)
+    found = majority_at_k(passed, wrong, abstained, ks)
+    counts = [passed, *wrong, abstained]
+    generator = np.random.default_rng(3)
+    for k, probability in zip(ks, found, strict=True):
+        drawn = generator.multivariate_hypergeometric(counts, k, size=4000, method="marginals")[:, :-1]
+        most = drawn.max(axis=1, keepdims=True)
+        won = np.where((most[:, 0] > 0) & (drawn[:, 0] == most[:, 0]), 1 / (drawn == most).sum(axis=1), 0.0)
+        assert probability == pytest.approx(won.mean(), abs=4 * won.std() / 4000**0.5 + 1e-3)
+
+
+def test_no_number_is_too_large() -> None:
+    assert majority_at_k(4, [], 1096, [1, 1100]) == pytest.approx([4 / 1100, 1.0])
+    none = comb(1096, 550) / comb(1100, 550)  # that all 550 abstain; else it is even
+    assert majority_at_k(2, [2], 1096, [550]) == pytest.approx([(1 - none) / 2])
 
 
 def test_one_response_is_its_own_majority() -> None:
     for passed, wrong, abstained in [(3, [2, 1], 2), (0, [1], 0), (4, [], 0)]:
         num = passed + sum(wrong) + abstained
-        assert majority_at_k(passed, wrong, abstained, 1) == pytest.approx(pass_at_k(num, passed, 1))
+        assert majority_at_k(passed, wrong, abstained, [1]) == pytest.approx([pass_at_k(num, passed, 1)])
 
 
 def test_reported_k() -> None:
@@ -88,7 +111,7 @@ def generated_problems(num: int, num_samples: int) -> tuple[Problem, ...]:
 
 def test_avg_at_16_of_100_problems_agrees_with_brute_force() -> None:
     problems = generated_problems(100, 16)
-    estimates = Evaluation({}, problems, has_answers=True, seed=0).estimates()
+    estimates = Evaluation({}, problems, has_answers=True, seed=0).estimates
     means = [statistics.fmean(r.reward for r in p.responses) for p in problems]
     found = estimates["avg@16"]
     assert found.value == pytest.approx(statistics.fmean(means))
@@ -126,5 +149,21 @@ def test_tables_and_json_hold_what_was_found() -> None:
     assert table.index("1/4") < table.index("4/4"), "the hardest first"
     assert max(map(len, table.splitlines())) < 100
     without = Evaluation({}, problems[:1], has_answers=False, seed=0)
-    assert not any(name.startswith("maj") for name in without.estimates())
+    assert not any(name.startswith("maj") for name in without.estimates)
     assert without.to_json()["estimates"]["avg@4"] == {"value": 1.0, "low": None, "high": None}
+
+
+def test_estimates_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def count(passed: int, wrong: Sequence[int], abstained: int, ks: Sequence[int]) -> list[float]:
+        asked.append(passed)
+        return majority_at_k(passed, wrong, abstained, ks)
+
+    monkeypatch.setattr(results, "majority_at_k", count)
+    evaluation = Evaluation({}, generated_problems(5, 4), has_answers=True, seed=0)
+    record = evaluation.to_json()
+    evaluation.table()
+    assert len(asked) == 5, "once a problem, whoever asks"
+    means = [statistics.fmean(p["maj@4"] for p in record["problems"]), evaluation.estimates["maj@4"].value]
+    assert means[0] == pytest.approx(means[1])

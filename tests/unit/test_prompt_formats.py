@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ from hypothesis import strategies as st
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import DataError
+from bapo_megatron.evaluation.results import Answered, Problem
 from bapo_megatron.prompts.jsonl import JsonlSource
+from bapo_megatron.prompts.reasoning_gym import ReasoningGymSource
 from bapo_megatron.rewards.answers import final_answer
 from bapo_megatron.rewards.code import CodeJudge
 from bapo_megatron.rewards.judges import JudgeSpec
+from bapo_megatron.rewards.reasoning_gym import build_judge
 
 AIME = {"id": 60, "problem": "Every morning Aya ...", "solution": "...", "answer": "204", "url": "...", "year": "2024"}
 MATH_500 = {"problem": "Convert (0,3).", "solution": "...", "answer": "\\left( 3, \\frac{\\pi}{2} \\right)", "level": 2}
@@ -27,6 +31,14 @@ HUMANEVAL = {
     "test": "def check(candidate):\n    assert candidate(2) == 4\n",
     "entry_point": "double",
 }
+SpellBackward = tuple[Any, Callable[[Any, str], float], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def spell_backward() -> SpellBackward:
+    """The data set "esenihC" for "Chinese", its judge, and the answer of its first item."""
+    source = ReasoningGymSource("spell_backward", 1, 0, {})
+    return source.data, build_judge("spell_backward", 1, 0, {}), source[0].answer
 
 
 def write(folder: Path, rows: list[dict[str, Any]], suffix: str) -> str:
@@ -111,6 +123,7 @@ def test_parquet_files_that_are_none(tmp_path: Path) -> None:
         ("\\boxed{0.50}", "1/2"),
         ("\\boxed{1,072}", "1072"),
         ("\\boxed{ $x + 1$ }", "x+1"),
+        ("\\boxed{\\$18.90}", "189/10"),
         ("cut off \\boxed{\\frac{1", "1"),
         ("<answer> Yes. </answer>", "yes"),
         ("so it is 12.", "12"),
@@ -120,20 +133,71 @@ def test_parquet_files_that_are_none(tmp_path: Path) -> None:
     ],
 )
 def test_final_answers(response: str, answer: str | None) -> None:
-    assert final_answer("math", response) == answer
+    assert final_answer("math", "", response) == answer
 
 
 def test_the_answer_of_a_chain() -> None:
-    assert final_answer("chains", "3+5=1,1*2=2,") == "2"
-    assert final_answer("chains", "3+5=1,1*2") is None
+    assert final_answer("chains", "2", "3+5=1,1*2=2,") == "2"
+    assert final_answer("chains", "2", "3+5=1,1*2") is None
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.text(st.sampled_from("\\boxed{}<answer>/12,.$ é\ud800")))
 def test_any_text_has_an_answer_or_none(text: str) -> None:
-    assert final_answer("math", text) != ""
+    assert final_answer("math", "", text) != ""
 
 
 @pytest.mark.parametrize("piece", ["\\boxed{", "<answer>", "1,", "-", "{" * 9, "9" * 99])
 def test_huge_responses_take_no_time(piece: str) -> None:
-    final_answer("math", piece * 100_000)
+    final_answer("math", "", piece * 100_000)
+    for reference in ("12", "olleh"):
+        final_answer("reasoning_gym", {"index": 0, "answer": reference}, piece * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("reference", "response", "answer"),
+    [
+        ("olleh", " olhel\n", "olhel"),
+        ("olleh", "o l h e l.", "o l h e l."),
+        ("olleh", "3 letters: <answer>olhel</answer>", "olhel"),
+        ("olleh", "\\boxed{olleh} is 5 letters", "\\boxed{olleh} is 5 letters"),
+        ("olleh", " ", None),
+        (None, "A or B", "A or B"),
+        ("12", "7 + 5 = 13.0", "13"),
+        ("12", "\\boxed{1} or <answer> 1,300 </answer> or 5", "1300"),
+        ("12", "thirteen", None),
+    ],
+)
+def test_what_the_judge_of_reasoning_gym_judges_is_the_answer(
+    reference: str | None, response: str, answer: str | None
+) -> None:
+    assert final_answer("reasoning_gym", {"index": 0, "answer": reference}, response) == answer
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(["<answer>", "</answer>", "EsenihC", "esenih", "1", "\\boxed{", " ", "\n", "."])))
+def test_the_judge_of_reasoning_gym_scores_what_is_grouped(spell_backward: SpellBackward, pieces: list[str]) -> None:
+    response, (data, judge, answer) = "".join(pieces), spell_backward
+    grouped = final_answer("reasoning_gym", answer, response)
+    assert judge(answer, response) == data.score_answer(grouped, data[0])
+
+
+def test_long_answers_are_equal_by_their_digest() -> None:
+    reference = {"index": 0, "answer": "olleh"}
+    a, b, c = (
+        final_answer("reasoning_gym", reference, "x" * n + end) for n, end in [(5000, "y"), (5000, "y"), (5000, "z")]
+    )
+    assert a == b != c
+    assert len(str(a)) < 300
+    assert final_answer("reasoning_gym", reference, "\ud800" * 5000) is not None
+
+
+def test_the_majority_of_bare_wrong_texts_wins(spell_backward: SpellBackward) -> None:
+    _, judge, answer = spell_backward
+    texts = [answer["answer"], *["esenih"] * 15]
+    answered = tuple(
+        Answered(judge(answer, text), final_answer("reasoning_gym", answer, text), 7, False, None) for text in texts
+    )
+    estimates = Problem(0, "Spell Chinese backward", answer, answered).estimates(has_answers=True)
+    assert estimates["pass@1"] == estimates["maj@1"] == 1 / 16
+    assert estimates["maj@16"] == 0.0

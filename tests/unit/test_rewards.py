@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+import math_verify
 import psutil
 import pytest
 from hypothesis import given, settings
@@ -70,15 +74,59 @@ def test_chain_judge_accepts_the_source_s_answers():
         ("x^2+1", "it is $1+x^3$", 0.0),
         ("$\\sqrt{2}$", "\\boxed{2^{1/2}}", 1.0),
         ("12", "", 0.0),
-        ("", "12", 0.0),
         ("12", "\\boxed{", 0.0),
         ("12", "\\frac{", 0.0),
         ("12", "\x00 \ud800 $$ $\\frac{}{}$", 0.0),
         ("12", "1" * 200_000 + " so the answer is 12", 1.0),  # only the end is read
+        ("?", "\\boxed{?}", 1.0),  # no expression, but equal
+        (True, "\\boxed{True}", 1.0),
     ],
 )
 def test_math_judge(answer, response, reward):
     assert judge_math(answer, response) == reward
+
+
+@pytest.mark.parametrize("number", [1e-5, 1e-7, -2.5e-7, 1e-12, 1e16, -1e22, 0.0, 3.0, 0.1, 5e-324])
+def test_a_reference_that_json_would_write_with_an_exponent(number):
+    exact = Fraction(str(number))
+    plain = format(Decimal(str(number)), "f")
+    fraction = f"\\frac{{{exact.numerator}}}{{{exact.denominator}}}"
+    for right in (plain, f"${plain}$", f"\\boxed{{{plain}}}", f"\\boxed{{{fraction}}}", f"\\boxed{{{number}}}"):
+        assert judge_math(number, right) == 1.0, right
+    for wrong in (number + 1, number * 2 + (number == 0), number * 1.2 + (number == 0), -number or 1.0):
+        assert judge_math(number, f"\\boxed{{{format(Decimal(str(wrong)), 'f')}}}") == (wrong == number), wrong
+
+
+@pytest.mark.parametrize("answer", ["\\$18.90", "$18.90", "$\\$18.90$", "18.90", 18.9])
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("\\boxed{\\$18.90}", 1.0),
+        ("\\boxed{18.9}", 1.0),
+        ("It costs \\$18.90.", 1.0),
+        ("It costs $18.90.", 1.0),
+        ("Of \\$20 there are $20 - 1.1 = \\$18.90$ left.", 1.0),
+        ("\\boxed{\\$18.91}", 0.0),
+        ("It costs \\$18.91.", 0.0),
+    ],
+)
+def test_amounts_in_dollars(answer, response, reward):
+    assert judge_math(answer, response) == reward
+
+
+@pytest.mark.parametrize("answer", ["", "  ", "$$", "\\", "\\boxed{}", "\\$"])
+def test_a_reference_that_cannot_be_read_is_an_error_of_the_data(answer):
+    with pytest.raises(UserError, match=re.escape(f"in the answer {answer!r}, so that no response could be right")):
+        judge_math(answer, "12")
+
+
+def test_lack_of_memory_is_no_fault_of_the_reference(monkeypatch):
+    def parse(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(math_verify, "parse", parse)
+    with pytest.raises(MemoryError):
+        judge_math("12", "12")
 
 
 @settings(deadline=None)  # other processes may hold the cores
@@ -102,6 +150,9 @@ def test_math_judge_survives_malformed_latex(response):
         ("2.50 euros", True, "2.50"),
         ("<answer> 4 </answer> or 5", True, "4"),
         ("<answer>4</answer> no: <answer>six</answer>", False, "six"),
+        ("<answer>4 <answer> five </answer> </answer> <answer>6", False, "five"),
+        ("</answer> 4 <answer>5", False, "</answer> 4 <answer>5"),
+        ("<answer> </answer> 4", True, None),
         ("no number", True, None),
         (" two words \n", False, "two words"),
         ("", False, None),
@@ -213,6 +264,11 @@ class TestScorer:
         with RewardScorer(config) as scorer:
             assert scorer.score([(prompt({"nonsense": 1}), "1")]) == [0.0]
             assert (scorer.num_errors, scorer.num_timeouts) == (1, 0)
+
+    def test_a_reference_that_cannot_be_read_stops_the_run(self, math_scorer):
+        with pytest.raises(UserError, match=r"reward\.kind = 'math': .* in the answer '', so that no response"):
+            math_scorer.score([(prompt("1"), "1"), (prompt(""), "1")])
+        assert math_scorer.score([(prompt("1"), "1")]) == [1.0]
 
     def test_data_of_another_run_stops_this_one(self):
         config = make_config(source="reasoning_gym", dataset="basic_arithmetic", options=ONE_DIGIT)

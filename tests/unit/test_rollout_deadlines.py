@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import EngineError
+from bapo_megatron.errors import EngineError, NoEngineLeftError
 from bapo_megatron.rollout.manager import LoopThread, RolloutManager
 from bapo_megatron.rollout.scheduler import RolloutStats
+from tests.unit.test_evaluate import evaluator
+from tests.unit.test_scheduler import ScriptedEngine
 
 SHORT_S = 0.05
 
@@ -72,25 +74,15 @@ def test_an_error_of_the_coroutine_is_its_own(loop: LoopThread) -> None:
         loop.run(fail(), 60)
 
 
-def manager(loop: LoopThread, take: Any, evaluate: Any, **counts: Any) -> RolloutManager:
-    """As much of one as asks for a batch or an evaluation; its longest wait without progress is below a second."""
+def manager(loop: LoopThread, take: Any, **counts: Any) -> RolloutManager:
+    """As much of one as asks for a batch; its longest wait without progress is below a second."""
     made = object.__new__(RolloutManager)
     quick = {"request_timeout_s": 2 * SHORT_S, "startup_timeout_s": SHORT_S, "max_retries": 0, "samples_per_prompt": 1}
     made.config = Config.model_validate({"rollout": quick, "reward": {"timeout_s": SHORT_S / 2}})
     made.loop = loop
-    still = {
-        "tokens": lambda: 0,
-        "judged": lambda: 0,
-        "fenced": lambda: 0,
-        "answers": lambda: 0,
-        "eval_judged": lambda: 0,
-    }
-    now = still | counts
+    now = dict.fromkeys(("tokens", "judged", "fenced"), lambda: 0) | counts
     made.pool = _Counts(num_fenced=now["fenced"])  # type: ignore[assignment]
     made._scorer = _Counts(num_judged=now["judged"])  # type: ignore[assignment]
-    made._eval_scorer = _Counts(num_judged=now["eval_judged"])  # type: ignore[assignment]
-    made._evaluator = _Counts(num_answers=now["answers"], num_samples=lambda: 1)  # type: ignore[assignment]
-    made._evaluator.run = evaluate  # type: ignore[method-assign, union-attr]
     made.scheduler = SimpleNamespace(take=take, ledger=SimpleNamespace(num_tokens=_Tokens(now["tokens"])))  # type: ignore
     return made
 
@@ -122,29 +114,41 @@ def test_a_batch_may_take_any_time_while_something_moves(loop: LoopThread, sign:
         await progress.until_looked_at(5)
         return None, RolloutStats()
 
-    assert manager(loop, take, None, **{sign: progress.look}).next_batch(0, 0) is None
+    assert manager(loop, take, **{sign: progress.look}).next_batch(0, 0) is None
     assert progress.num_looks >= 5
 
 
-@pytest.mark.parametrize("sign", ["answers", "eval_judged", "fenced"])
-def test_an_evaluation_may_take_any_time_while_something_of_it_moves(loop: LoopThread, sign: str) -> None:
-    progress = Progress(10**6)
-
-    async def evaluate(version: int) -> None:
-        await progress.until_looked_at(5)
-
-    assert manager(loop, None, evaluate, **{sign: progress.look}).evaluate(0) is None
-    assert progress.num_looks >= 5
-
-
-@pytest.mark.parametrize("ask", ["next_batch", "evaluate"])
-def test_what_hangs_is_named(loop: LoopThread, ask: str) -> None:
-    async def hang(*_: int) -> Any:
+def test_a_batch_that_hangs_is_named(loop: LoopThread) -> None:
+    async def hang(step: int, version: int) -> Any:
         await asyncio.sleep(600)
 
-    training = itertools.count()  # with overlap, sampling for training goes on beside an evaluation
-    moving = {"tokens": training.__next__} if ask == "evaluate" else {}
-    hung = manager(loop, hang, hang, **moving)
-    who = "the evaluation" if ask == "evaluate" else "the rollouts of step 3"
-    with pytest.raises(EngineError, match=f"waited 0.2 s for {who}: no progress"):
-        hung.next_batch(3, 0) if ask == "next_batch" else hung.evaluate(0)
+    with pytest.raises(EngineError, match=r"waited 0\.2 s for the rollouts of step 3: no progress"):
+        manager(loop, hang).next_batch(3, 0)
+
+
+def test_an_evaluation_may_take_any_time_while_answers_come_in(loop: LoopThread) -> None:
+    progress = Progress(10**6)
+
+    async def sample(version: int) -> None:
+        await progress.until_looked_at(5)
+        raise EngineError("all were asked for")
+
+    made = object.__new__(RolloutManager)
+    made.loop, made._eval_scorer = loop, object()  # type: ignore[assignment]
+    made._evaluator = SimpleNamespace(  # type: ignore[assignment]
+        sample=sample, deadline_s=SHORT_S, what="answers", progress=lambda: (progress.look(),)
+    )
+    with pytest.raises(EngineError, match="all were asked for"):
+        made.evaluate(0)
+
+
+@pytest.mark.parametrize("sign", ["answers", "fenced"])
+def test_answers_and_engines_given_up_are_progress_of_an_evaluation(sign: str) -> None:
+    engine = ScriptedEngine()
+    engine.failures = 9 if sign == "fenced" else 0
+    asked = evaluator(engine)
+    before = asked.progress()
+    with contextlib.suppress(NoEngineLeftError):
+        asyncio.run(asked.sample(0))
+    after = asked.progress()
+    assert [a - b for a, b in zip(after, before, strict=True)] == ([0, 1] if sign == "fenced" else [10, 0])

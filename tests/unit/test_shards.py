@@ -19,6 +19,7 @@ from bapo_megatron.errors import CheckpointError, TornCheckpointError
 from bapo_megatron.hf.shape import ModelShape
 from bapo_megatron.learner.folder import INDEX, WEIGHT, digest_of, read_index, seal, write_index
 from bapo_megatron.learner.hf.names import entries, place_shard, to_shard
+from bapo_megatron.learner.host_buffer import HostBuffer
 from bapo_megatron.learner.shard_reader import ShardReader
 from bapo_megatron.learner.shards import Piece, Snapshot
 from tests.unit.test_hf_convert import make_shape, random_weights
@@ -204,3 +205,19 @@ def test_what_is_written_later_is_what_was_there_at_the_snapshot(tmp_path: Path)
     snapshot.complete(tmp_path, [snapshot.write(tmp_path)])
     with ShardReader(read_index(tmp_path), WEIGHT) as read:
         assert torch.equal(read("w"), want)
+
+
+def test_snapshots_may_share_a_buffer_one_after_the_other(tmp_path: Path) -> None:
+    """Also of several types and files: pieces are views of one block."""
+    buffer = HostBuffer()
+    for number, size in enumerate((7, 5, 9)):
+        tensors = {f"w{i}": torch.rand(size, i + 1).to([torch.float32, torch.bfloat16][i % 2]) for i in range(6)}
+        snapshot = Snapshot([Piece.whole(WEIGHT, name, tensor) for name, tensor in tensors.items()], FACTS)
+        snapshot.detach(buffer)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        snapshot.complete(folder, [snapshot.write(folder, max_file_bytes=200)])
+        assert len(list(folder.glob("*.safetensors"))) > 1
+        with ShardReader(read_index(folder), WEIGHT) as read:
+            for name, tensor in tensors.items():
+                assert torch.equal(read(name), tensor)

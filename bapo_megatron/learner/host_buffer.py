@@ -1,0 +1,69 @@
+"""CPU memory that copies of a model are kept in, page-locked for copies from a GPU, and used again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+_ALIGN = 64  # bytes between starts of tensors: a multiple of every item size
+
+
+class HostBuffer:
+    """One block that holds the latest copies, and grows to what they need; kept as long as this object.
+
+    For a GPU the block is registered with CUDA rather than allocated by torch, whose allocator of page-locked memory
+    rounds every block up to a power of two and keeps what is freed. Not yet run on a GPU.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._is_copied: torch.cuda.Event | None = None
+        self._unlock: weakref.finalize[..., HostBuffer] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self._bytes.numel()
+
+    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Contiguous copies of the same shapes and types; what was copied before is overwritten.
+
+        From a GPU in the order of the current stream: returns before the copies are done, `wait` tells.
+        """
+        *starts, end = accumulate((-(-t.nbytes // _ALIGN) * _ALIGN for t in tensors), initial=0)
+        from_gpu = any(tensor.is_cuda for tensor in tensors)
+        if end > self.num_bytes or (from_gpu and self._unlock is None):
+            self._allocate(end, page_locked=from_gpu)
+        copies = []
+        for start, tensor in zip(starts, tensors, strict=True):
+            place = self._bytes[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copies.append(place.copy_(tensor.detach(), non_blocking=True))
+        if self._is_copied is not None:
+            self._is_copied.record()
+        return copies
+
+    def wait(self) -> None:
+        """Until all copies are done. In any thread."""
+        if self._is_copied is not None:
+            self._is_copied.synchronize()
+
+    def _allocate(self, num_bytes: int, *, page_locked: bool) -> None:
+        if self._unlock is not None:
+            self._unlock()
+        self._bytes, self._is_copied, self._unlock = torch.empty(0, dtype=torch.uint8), None, None  # freed first
+        self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
+        if page_locked and num_bytes:
+            address = self._bytes.data_ptr()
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)))
+            self._is_copied = torch.cuda.Event()
+            self._unlock = weakref.finalize(self, _unlock, address, self._is_copied)
+            self._unlock.atexit = False  # nothing outlives the process
+
+
+def _unlock(address: int, is_copied: torch.cuda.Event) -> None:
+    """Before the block is freed: CUDA must not know an address that gets another meaning."""
+    is_copied.synchronize()
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))

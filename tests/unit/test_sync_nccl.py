@@ -1,0 +1,261 @@
+"""Pushes over a group that, like NCCL's, forms without its ranks and meets them in the first broadcast, which blocks.
+
+The process group is a stand-in inside this process; everything above it is what runs over NCCL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bapo_megatron.config.schema import SyncConfig
+from bapo_megatron.errors import EngineError
+from bapo_megatron.rollout.manager import LoopThread
+from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.sync import broadcast, group
+from bapo_megatron.sync.broadcast import BroadcastChannel
+from bapo_megatron.sync.buckets import TensorSpec, unpack
+from bapo_megatron.sync.group import UpdateGroup, host_store
+from bapo_megatron.sync.launch import Launch
+from tests.unit.test_sync_channel import FakeLearner, ScriptedEngine, World
+
+TIMEOUT_S = 1.0
+FOR_EVER_S = 20.0  # a broadcast that blocks this long counts as one that never returns
+CPU = torch.device("cpu")
+
+
+class FinishedWork(dist.Work):
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+
+class LazyGroup:
+    """Rank 0 of a group whose first broadcast returns once all ranks have entered it."""
+
+    def __init__(self, name: str, num_ranks: int, timeout: timedelta) -> None:
+        self.name, self.num_ranks, self.timeout = name, num_ranks, timeout
+        self.sent: list[Tensor] = []
+        self.entered: set[str] = set()
+        self.is_met = threading.Event()
+        self.events: list[str] = []
+
+    def enter(self, url: str) -> None:
+        self.entered.add(url)
+        if len(self.entered) == self.num_ranks - 1:
+            self.is_met.set()
+
+    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> dist.Work:
+        if not self.is_met.wait(FOR_EVER_S):
+            raise RuntimeError("the broadcast blocked its caller")
+        self.events.append("started")
+        self.sent.append(tensors[0].clone())
+        return FinishedWork()
+
+    def abort(self) -> None:
+        self.events.append("aborted")
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LazyGroup]]:
+    """Those that were formed; all are left at the end of the test."""
+    formed: list[LazyGroup] = []
+
+    def new_group(world_size: int, *_: Any, group_name: str, timeout: timedelta) -> tuple[LazyGroup, None]:
+        formed.append(LazyGroup(group_name, world_size, timeout))
+        return formed[-1], None
+
+    def destroy(lazy: LazyGroup) -> None:
+        del group._world.pg_group_ranks[lazy]  # type: ignore[arg-type]
+        lazy.events.append("closed")
+
+    monkeypatch.setattr(group, "_new_process_group_helper", new_group)
+    monkeypatch.setattr(group.dist, "destroy_process_group", destroy)
+    monkeypatch.setattr(broadcast._Sender, "_device", "cpu")
+    monkeypatch.setattr("bapo_megatron.sync.channel.share_flag", lambda value: value)
+    yield formed
+    for lazy in formed:
+        lazy.is_met.set()
+    wait_until(lambda: all("closed" in lazy.events for lazy in formed))
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[LoopThread]:
+    thread = LoopThread()
+    yield thread
+    thread.close()
+
+
+class NcclEngine(ScriptedEngine):
+    """Takes flat buckets, and is stuck in the first broadcast while another rank does not come."""
+
+    groups: list[LazyGroup]
+
+    async def init_update_group(self, host: str, port: int, offset: int, size: int, name: str, backend: str) -> None:
+        assert backend == "nccl"
+        self.group_name, self._num_buckets = name, 0
+
+    async def destroy_update_group(self, name: str) -> None:
+        assert name == self.group_name
+
+    async def update_weights(
+        self, names: Sequence[str], dtypes: Any, shapes: Any, group_name: str, *, flat: bool, version: int | None
+    ) -> None:
+        assert flat
+        index, self._num_buckets = self._num_buckets, self._num_buckets + 1
+        await self._stage("first bucket" if index == 0 else "last bucket" if version is not None else "middle bucket")
+        lazy = next(lazy for lazy in self.groups if lazy.name == group_name)
+        lazy.enter(self.url)
+        while len(lazy.sent) <= index:
+            await asyncio.sleep(0.001)
+        specs = [TensorSpec(*spec) for spec in zip(names, dtypes, shapes, strict=True)]
+        self.weights |= dict(unpack(lazy.sent[index], specs))
+        if version is not None:
+            self.version = str(version)
+
+
+class NcclWorld(World):
+    def __init__(self, loop: LoopThread, groups: list[LazyGroup], num_engines: int) -> None:
+        self.engines = [NcclEngine(name) for name in "abc"[:num_engines]]
+        for engine in self.engines:
+            engine.groups = groups
+        self.pool = EnginePool(self.engines)  # type: ignore[arg-type]
+        self.learner = FakeLearner()
+        config = SyncConfig(bucket_mib=64 / 2**20, timeout_s=TIMEOUT_S, backend="nccl")  # type: ignore[call-arg]
+        self.channel = BroadcastChannel(self.pool, config, loop.submit)
+        self.channel.connect(self.learner.weight_specs())
+
+    def bring_back(self) -> None:
+        for engine in self.engines:
+            if not self.pool.is_live(engine):  # type: ignore[arg-type]
+                engine.is_dead = False
+                self.pool._status[engine.url] = "back"
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + FOR_EVER_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("num_engines", [1, 3])
+def test_every_engine_gets_every_version(loop: LoopThread, groups: list[LazyGroup], num_engines: int) -> None:
+    world = NcclWorld(loop, groups, num_engines)
+    for version in (1, 2, 3):
+        world.learner.version = version
+        world.push()
+        world.assert_goes_on(*"abc"[:num_engines])
+    (lazy,) = groups
+    assert "aborted" not in lazy.events
+    assert lazy.timeout.total_seconds() > 5 * TIMEOUT_S, "torch's watchdog ends the process: it must not be first"
+    world.channel.close()
+
+
+@pytest.mark.parametrize("fault", ["refuse", "break", "die", "hang"])
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_an_engine_that_never_enters_the_first_broadcast_ends_the_push_in_time(
+    loop: LoopThread, groups: list[LazyGroup], num_engines: int, fault: str
+) -> None:
+    """The other engine is stuck in the broadcast, and fenced with it: what blocks in it cannot be let go."""
+    world = NcclWorld(loop, groups, num_engines)
+    world.engines[-1].faults = {"first bucket": fault}
+    began_s = time.monotonic()
+    is_nobodys_fault = (num_engines, fault) == (1, "refuse")
+    with pytest.raises(EngineError, match="not today") if is_nobodys_fault else contextlib.nullcontext():
+        world.push()
+    assert time.monotonic() - began_s < 5 * TIMEOUT_S < FOR_EVER_S
+    torn = groups[0]
+    assert torn.events == [], "its communicator is still being made, and must be left alone"
+    torn.is_met.set()  # the missing rank comes after all
+    wait_until(lambda: torn.events == ["started", "aborted", "closed"])
+
+    world.bring_back()
+    world.push()
+    world.assert_goes_on(*"ab"[:num_engines])
+    assert len(groups) == 2
+    world.channel.close()
+
+
+def test_a_broadcast_that_fails_to_start_says_why_to_who_waits() -> None:
+    def fail() -> dist.Work:
+        raise RuntimeError("ncclInvalidUsage")
+
+    launch = Launch(fail, CPU)
+    launch.join()
+    assert launch.is_completed()
+    with pytest.raises(RuntimeError, match="ncclInvalidUsage"):
+        launch.wait()
+
+
+def test_a_broadcast_is_ordered_after_what_the_caller_issued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launching thread has a current device and stream of its own."""
+    calls: list[tuple[str, ...]] = []
+    caller = threading.current_thread().name
+
+    def called(*what: str) -> None:
+        calls.append((threading.current_thread().name, *what))
+
+    class Event:
+        def record(self, stream: str) -> None:
+            called("record", stream)
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            called("new stream", str(device))
+
+        def wait_event(self, event: Event) -> None:
+            called("wait for event")
+
+    @contextlib.contextmanager
+    def inside(what: str) -> Iterator[None]:
+        called("enter", what)
+        yield
+        called("leave", what)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"current of {device}")
+    monkeypatch.setattr(torch.cuda, "device", lambda device: inside(str(device)))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: inside("stream"))
+
+    def start() -> dist.Work:
+        called("start")
+        return FinishedWork()
+
+    launch = Launch(start, torch.device("cuda", 1))
+    launch.join()
+    assert launch.is_completed()
+    assert launch.wait()
+    thread = "launch-broadcast"
+    assert calls == [
+        (caller, "record", "current of cuda:1"),
+        (thread, "enter", "cuda:1"),
+        (thread, "new stream", "cuda:1"),
+        (thread, "wait for event"),
+        (thread, "enter", "stream"),
+        (thread, "start"),
+        (thread, "leave", "stream"),
+        (thread, "leave", "cuda:1"),
+    ]
+
+
+def test_over_gloo_a_broadcast_is_started_by_its_caller() -> None:
+    name = "alone"
+    alone = UpdateGroup(name, store=host_store("127.0.0.1", 1, 10), rank=0, world_size=1, backend="gloo", timeout_s=10)
+    work = alone.broadcast(torch.ones(3), 5)
+    assert not isinstance(work, Launch)
+    assert work.wait()
+    alone.close()
