@@ -135,7 +135,7 @@ class _Asking:
             for start in range(0, len(self._prompts), num_at_once):
                 prompts = self._prompts[start : start + num_at_once]
                 evaluator = Evaluator(config, pool, prompts, stop)
-                samples = loop.run(evaluator.sample(_FRESH), evaluator.deadline_s, evaluator.what)
+                samples = loop.run(evaluator.sample(_FRESH), evaluator.deadline_s, evaluator.what, evaluator.progress)
                 judged = self._judge(samples)
                 for response in judged:
                     writer.write(response.record())
