@@ -119,6 +119,7 @@ def wait_for(is_true: Callable[[], bool], what: str, log: Path) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_committed_point_comes_out_again(tmp_path: Path) -> None:
     """BAPO at K = 16, seed 0: within three standard deviations over seeds, in pass rate and entropy."""
     name, variant = "stale_rivals", "BAPO, K = 16"

@@ -113,6 +113,7 @@ def test_a_mismatch_is_told_and_the_decoupled_loss_trains(tmp_path: Path) -> Non
     assert all(math.isfinite(row["optimizer/grad_norm"]) for row in rows)
 
 
+@pytest.mark.slow
 def test_resuming_goes_on_exactly(single_process: tuple[Path, list[dict[str, float]]]) -> None:
     """Stopped after two steps and started again: the same samples and losses, bit for bit, with threads as they come.
 
