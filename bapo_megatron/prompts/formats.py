@@ -77,8 +77,8 @@ def _text(row: dict[str, Any], where: str, *names: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:  # JSON may spell half of a surrogate pair, which no tokenizer takes
-        what = ascii(value[error.start])
-        raise DataError(f"{where}: field {name!r} is not valid Unicode: {what} at character {error.start}") from None
+        what = f"{value[error.start]!a} at character {error.start}"
+        raise DataError(f"{where}: field {name!r} is not valid Unicode: {what}; mend or remove it") from None
     return value
 
 

@@ -81,8 +81,9 @@ def _parse(line: str, where: str) -> dict[str, Any]:
         row: Any = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON: {error.msg} (column {error.colno})") from None
-    except ValueError as error:  # a whole number of thousands of digits
-        raise DataError(f"{where}: not JSON that Python reads: {error}") from None
+    except ValueError:  # int() has a limit, and says how programmers raise it
+        problem = "a whole number of thousands of digits; write it as a string"
+        raise DataError(f"{where}: not JSON that Python reads: {problem}") from None
     except RecursionError:
         raise DataError(f"{where}: JSON is nested too deeply") from None
     if not isinstance(row, dict):

@@ -6,12 +6,9 @@ import difflib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.config.plan import check
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import UserError
-from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.monitor.metrics import METRICS
+from bapo_megatron.preflight.check import violations_of
 from bapo_megatron.reproduce.identity import inputs
 from bapo_megatron.reproduce.results import DERIVED, HEADLINE, PROFILE
 from bapo_megatron.reproduce.study import Run, Study
@@ -48,14 +45,9 @@ def _settings(config: Config) -> Iterator[str]:
             if (got := getattr(getattr(config, section), setting)) != only:
                 yield f"{section}.{setting} is {got!r}; each run of a study has {only!r} there: leave the setting out"
     for setting, path in inputs(config):
-        if setting != "model.path" and not path.exists():
+        if setting not in ("model.path", "loss.reference_path") and not path.exists():
             yield f"{setting}: there is nothing at {path.absolute()}"
-    try:
-        hf_config = load_hf_config(resolve_model_path(config.model.path))
-    except UserError as error:
-        yield str(error)
-    else:
-        yield from (v.message for v in check(config, hf_config=hf_config) if v.severity == "error")
+    yield from (v.message for v in violations_of(config, elsewhere=False) if v.severity == "error")
 
 
 def _figures(study: Study, run: Run) -> Iterator[str]:

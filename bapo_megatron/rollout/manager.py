@@ -71,7 +71,7 @@ class LoopThread:
             if (now := progress()) == seen:
                 future.cancel()
                 sign = "progress" if seen else "answer"
-                raise EngineError(f"waited {timeout_s:g} s for {what}: no {sign}")
+                raise EngineError(f"waited {timeout_s:g} s for {what}: no {sign}; see the engines' logs")
             seen = now
         return future.result()
 
