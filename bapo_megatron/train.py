@@ -33,13 +33,13 @@ from bapo_megatron.learner.proximal import with_fixed_logprobs
 from bapo_megatron.learner.values import ValueAdvantages
 from bapo_megatron.monitor.record import Recorder, UpdateMetrics
 from bapo_megatron.monitor.rundir import RunDir
-from bapo_megatron.monitor.stopwatch import Stopwatch
-from bapo_megatron.monitor.straggler import compare_ranks
 from bapo_megatron.rollout.base import Rollouts
 from bapo_megatron.rollout.manager import RolloutManager
 from bapo_megatron.rollout.recorded import RecordedRollouts
 from bapo_megatron.rollout.shared import SharedRollouts
-from bapo_megatron.stopping import StopFile
+from bapo_megatron.runtime.ranks import StopFile
+from bapo_megatron.runtime.stopwatch import Stopwatch
+from bapo_megatron.runtime.straggler import compare_ranks
 from bapo_megatron.sync.base import Channel
 from bapo_megatron.sync.channel import FollowerChannel, open_channel, push_until_whole
 from bapo_megatron.types import Batch, MiniBatch

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.monitor.heartbeat import HEARTBEAT, TRAINER
+from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.types import Batch
 
 T = TypeVar("T")
@@ -78,17 +78,6 @@ def _receive_header() -> dict[str, Any]:
     if "error" in header:
         raise UserError(header["error"])
     return header
-
-
-def share_flag(value: bool | None) -> bool:
-    """Rank 0's flag, on every rank of the default process group; `value` is None on the others."""
-    if dist.get_world_size() == 1:
-        assert value is not None
-        return value
-    assert (value is None) == (dist.get_rank() != 0), "rank 0 alone decides"
-    flag = torch.tensor(bool(value), dtype=torch.uint8)
-    dist.broadcast(flag, src=0)
-    return bool(flag)
 
 
 def wait_together(making: Future[Any] | None, sign_of_life_s: float = 0.0) -> None:

@@ -20,7 +20,6 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.evaluation.results import Answered, Evaluation, Problem
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.launch.engines import EngineShare, running_engines
-from bapo_megatron.monitor.jsonl import JsonlWriter, write_atomically
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards.answers import final_answer, has_answers
 from bapo_megatron.rewards.judges import JudgeSpec
@@ -30,6 +29,7 @@ from bapo_megatron.rollout.client import HttpEngine
 from bapo_megatron.rollout.evaluate import Evaluator
 from bapo_megatron.rollout.manager import EVAL_SEED, LoopThread, wait_healthy
 from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.runtime.files import JsonlWriter, write_atomically
 from bapo_megatron.saving import remove
 from bapo_megatron.sync.verify import check_tokenizer
 from bapo_megatron.types import Prompt, Trajectory

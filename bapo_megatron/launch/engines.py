@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bapo_megatron.config.schema import Config
-from bapo_megatron.cores import num_cores
 from bapo_megatron.launch import processes, sglang
 from bapo_megatron.launch.processes import EngineShare
 from bapo_megatron.launch.supervisor import EngineSpec, supervised
+from bapo_megatron.runtime.ranks import num_cores
 
 
 @contextlib.contextmanager

@@ -17,12 +17,12 @@ from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.load import dump_config
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
-from bapo_megatron.cores import num_cores
 from bapo_megatron.errors import UserError
 from bapo_megatron.launch.engines import running_engines
 from bapo_megatron.launch.processes import EngineShare
 from bapo_megatron.monitor.report import write_report
 from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.runtime.ranks import num_cores
 
 
 def run(config: Config) -> int:

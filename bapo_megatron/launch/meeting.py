@@ -3,7 +3,7 @@
     run.json         trainer rank 0: the run directory, and where the ranks meet
     engines-<i>.json engine node i: the URLs of its engines, once they are healthy
     end.json         trainer rank 0: the run has ended, or was stopped
-    stop             whoever asks the run to stop at the end of its step (stopping.py)
+    stop             whoever asks the run to stop at the end of its step (runtime/ranks.py)
     stopped          trainer rank 0: it has, and was saved
 
 Each file is there as a whole or not at all. One with `error` in it tells that its writer has failed, and why.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.monitor.jsonl import write_atomically
+from bapo_megatron.runtime.files import write_atomically
 
 RUN, END = "run", "end"
 _POLL_S = 0.2

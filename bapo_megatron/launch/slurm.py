@@ -26,7 +26,7 @@ from bapo_megatron.config.violation import Violation
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.launch.container import container_arguments
 from bapo_megatron.launch.tasks import known_step_s, tasks_of
-from bapo_megatron.monitor.jsonl import write_atomically
+from bapo_megatron.runtime.files import write_atomically
 
 _SBATCH_TIMEOUT_S = 60.0
 

@@ -59,7 +59,7 @@ def _train(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO | None,
     from bapo_megatron.monitor.oom import explaining_out_of_memory
     from bapo_megatron.monitor.record import Recorder
     from bapo_megatron.monitor.stall import StallWatchdog
-    from bapo_megatron.stopping import StopFile
+    from bapo_megatron.runtime.ranks import StopFile
     from bapo_megatron.train import train
 
     config = load_config([run_dir.config_path], [])

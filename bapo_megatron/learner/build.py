@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from bapo_megatron.config.schema import OptimizerConfig
-from bapo_megatron.monitor.straggler import LOCAL_TIME
+from bapo_megatron.runtime.straggler import LOCAL_TIME
 
 
 def for_training(

@@ -21,7 +21,7 @@ from torch import Tensor
 from bapo_megatron.buffer.packing import Share
 from bapo_megatron.config.schema import ParallelConfig
 from bapo_megatron.errors import CheckpointError, ConfigError
-from bapo_megatron.learner.together import gather_json
+from bapo_megatron.runtime.ranks import gather_json
 
 _MAX_DIMS = 8
 

@@ -25,8 +25,8 @@ from torch.nn import Module
 from bapo_megatron.config.schema import FORWARDS_FIRST_MEMORY_SHARE, Config
 from bapo_megatron.learner.batches import check_packed_for, to_device
 from bapo_megatron.learner.parallel import ParallelLayout, device
-from bapo_megatron.monitor.heartbeat import HEARTBEAT, TRAINER
-from bapo_megatron.monitor.straggler import LOCAL_TIME
+from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
+from bapo_megatron.runtime.straggler import LOCAL_TIME
 from bapo_megatron.types import MicroBatch, MiniBatch
 
 Scores = tuple[Tensor, Tensor]  # log_probs_R, entropy_R

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bapo_megatron.algorithms.token_profile import BINS, MEANS
-from bapo_megatron.monitor.jsonl import JsonlWriter, read_jsonl
+from bapo_megatron.runtime.files import JsonlWriter, read_jsonl
 
 
 class Metric(NamedTuple):

@@ -17,10 +17,10 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.compare import OUTCOMES, Comparison, compare, outcomes
 from bapo_megatron.monitor.gallery import PANELS
 from bapo_megatron.monitor.history import History, read_history
-from bapo_megatron.monitor.jsonl import read_jsonl, write_atomically
 from bapo_megatron.monitor.panels import Panel
 from bapo_megatron.monitor.style import css_variables, look, to_svg
 from bapo_megatron.monitor.summary import Row, count, duration, find_problems, number, percent, summarize
+from bapo_megatron.runtime.files import read_jsonl, write_atomically
 
 COMPARISON_NAME = "comparison.html"
 _TEMPLATES = Path(__file__).parent

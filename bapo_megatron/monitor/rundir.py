@@ -28,9 +28,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from bapo_megatron.cores import num_cores
 from bapo_megatron.errors import ConfigError, UserError
-from bapo_megatron.monitor.jsonl import write_atomically
+from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.ranks import num_cores
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config

@@ -18,8 +18,8 @@ from typing import Protocol
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_monitor import SinkName
-from bapo_megatron.monitor.jsonl import write_atomically
 from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.runtime.files import write_atomically
 
 _MAX_WAITING = 1000  # steps that a slow sink may lag behind
 _CLOSE_TIMEOUT_S = 60.0

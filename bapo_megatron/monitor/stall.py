@@ -23,8 +23,8 @@ from pathlib import Path
 from types import FrameType
 
 from bapo_megatron.config.schema import Config
-from bapo_megatron.monitor.heartbeat import HEARTBEAT, TRAINER, Beat, Heartbeat
-from bapo_megatron.monitor.jsonl import write_atomically
+from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER, Beat, Heartbeat
 
 _ASKS_ENGINES = ("rollout", "eval")  # spans in which the trainer waits for rank 0, and that for engines
 _MAX_POLL_S = 5.0

@@ -13,12 +13,12 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-from bapo_megatron.monitor.jsonl import write_atomically
 from bapo_megatron.monitor.metrics import METRICS
 from bapo_megatron.reproduce.pool import environment_path
 from bapo_megatron.reproduce.results import DERIVED, FINALS, HEADLINE, PROFILE, PROFILE_PARTS, StudyResult
 from bapo_megatron.reproduce.results import Figure as Number
 from bapo_megatron.reproduce.study import Plot, Run, Study
+from bapo_megatron.runtime.files import write_atomically
 
 _PANEL_INCHES = (4.6, 3.0)
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")  # Okabe and Ito

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import bapo_megatron.monitor.record
-import bapo_megatron.stopping
+import bapo_megatron.runtime.ranks
 import bapo_megatron.train  # noqa: F401  run_rank imports these late
 from bapo_megatron.launch.trainer import redirect_output, run_rank
 from bapo_megatron.monitor.rundir import RunDir

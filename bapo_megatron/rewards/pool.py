@@ -28,9 +28,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from bapo_megatron.cores import num_cores
 from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.judges import OWN_DEADLINE, JudgeSpec
+from bapo_megatron.runtime.ranks import num_cores
 
 MAX_STARTS = 3
 MAX_PROCESSES = 8

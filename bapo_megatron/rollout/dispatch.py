@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.errors import EngineError, RequestRefusedError
-from bapo_megatron.monitor.heartbeat import HEARTBEAT
 from bapo_megatron.rollout.base import Engine, GenerateRequest, GenerateResult
 from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.runtime.heartbeat import HEARTBEAT
 from bapo_megatron.types import Segment, Trajectory
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,6 @@ from bapo_megatron.buffer.batch import BatchBuilder
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import EngineError, NoEngineLeftError
 from bapo_megatron.hf.shape import load_hf_config
-from bapo_megatron.monitor.heartbeat import HEARTBEAT
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards import RewardScorer, is_informative
 from bapo_megatron.rollout.base import Engine, EngineState
@@ -27,6 +26,7 @@ from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
 from bapo_megatron.rollout.metrics import batch_metrics
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.scheduler import RolloutStats, Scheduler, Score
+from bapo_megatron.runtime.heartbeat import HEARTBEAT
 from bapo_megatron.sync.verify import check_tokenizer
 from bapo_megatron.types import Batch, Group, Trajectory
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from bapo_megatron.buffer.share import share_flag
 from bapo_megatron.config.schema import SyncConfig
 from bapo_megatron.learner.base import Learner
 from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.runtime.ranks import share_flag
 from bapo_megatron.sync.address import own_address
 from bapo_megatron.sync.base import Channel, Submit, SyncStats
 from bapo_megatron.sync.broadcast import BroadcastChannel

@@ -24,9 +24,9 @@ from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
-from bapo_megatron.monitor.jsonl import JsonlWriter, read_jsonl
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.rollout.state import group_to_json
+from bapo_megatron.runtime.files import JsonlWriter, read_jsonl
 from bapo_megatron.types import ClipBounds, MiniBatch
 from tests.distributed import forkserver
 

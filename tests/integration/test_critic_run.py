@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.monitor.jsonl import read_jsonl
+from bapo_megatron.runtime.files import read_jsonl
 from tests.integration.killable import Attempt, Engine, small_run
 from tests.integration.test_kill_resume import TIMEOUT_S, metrics_of
 

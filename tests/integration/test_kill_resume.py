@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 import pytest
 
-from bapo_megatron.monitor.jsonl import read_jsonl
 from bapo_megatron.rollout.ledger import Ledger
 from bapo_megatron.rollout.state import group_from_json
+from bapo_megatron.runtime.files import read_jsonl
 from bapo_megatron.types import Trajectory
 from tests.integration.killable import SMALL, Attempt, Engine, kill_at_random, repeated, small_run, surviving
 

@@ -232,7 +232,7 @@ def _out_of_memory(folder: Path) -> None:
     from bapo_megatron.learner.model import PolicyModel
     from bapo_megatron.learner.parallel import stop_processes
     from bapo_megatron.monitor.oom import explaining_out_of_memory
-    from bapo_megatron.monitor.stopwatch import Stopwatch
+    from bapo_megatron.runtime.stopwatch import Stopwatch
     from bapo_megatron.types import ClipBounds
     from tests.integration.learner_reference import random_batch
 

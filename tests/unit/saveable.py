@@ -13,7 +13,7 @@ from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.learner.folder import WEIGHT, read_index
 from bapo_megatron.learner.shard_reader import ShardReader
 from bapo_megatron.learner.shards import Piece, Snapshot
-from bapo_megatron.learner.together import rank_and_size
+from bapo_megatron.runtime.ranks import rank_and_size
 
 
 class TinyModel:

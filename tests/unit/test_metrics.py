@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.monitor.jsonl import JsonlWriter, read_jsonl, truncate_after
 from bapo_megatron.monitor.metrics import METRICS, MetricsWriter, read_metrics
 from bapo_megatron.monitor.samples import sample_record
-from bapo_megatron.monitor.stopwatch import Stopwatch
 from bapo_megatron.monitor.summary import count, duration, find_problems, summarize
+from bapo_megatron.runtime.files import JsonlWriter, read_jsonl, truncate_after
+from bapo_megatron.runtime.stopwatch import Stopwatch
 from bapo_megatron.types import Prompt, Segment, Trajectory
 
 DOCS_PATH = Path(__file__).parents[2] / "docs" / "metrics.md"

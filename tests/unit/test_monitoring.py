@@ -17,17 +17,17 @@ import pytest
 import torch
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.monitor import straggler
 from bapo_megatron.monitor.gpu_facts import GPU_METRICS, GPUFacts
 from bapo_megatron.monitor.grafana import dashboard
-from bapo_megatron.monitor.heartbeat import TRAINER, Heartbeat
 from bapo_megatron.monitor.metrics import METRICS
 from bapo_megatron.monitor.oom import is_out_of_memory
 from bapo_megatron.monitor.prometheus import PrometheusEndpoint, RunCollector, prometheus_name
 from bapo_megatron.monitor.stall import StallWatchdog, _by_place
-from bapo_megatron.monitor.stopwatch import Stopwatch
-from bapo_megatron.monitor.straggler import LocalTime, StragglerAlarm, straggler_metrics
 from bapo_megatron.rollout.base import EngineState
+from bapo_megatron.runtime import straggler
+from bapo_megatron.runtime.heartbeat import TRAINER, Heartbeat
+from bapo_megatron.runtime.stopwatch import Stopwatch
+from bapo_megatron.runtime.straggler import LocalTime, StragglerAlarm, straggler_metrics
 
 DASHBOARD = Path(__file__).parents[2] / "bapo_megatron" / "monitor" / "assets" / "grafana.json"
 

@@ -14,6 +14,7 @@ from bapo_megatron.buffer import share
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import EngineError, UserError
 from bapo_megatron.rollout.shared import SharedRollouts
+from bapo_megatron.runtime import ranks
 from bapo_megatron.types import Batch, Group
 from tests.distributed import run_distributed
 
@@ -87,7 +88,7 @@ def test_every_rank_pushes_until_the_batch_or_the_evaluation_is_there() -> None:
 
 def flags_on_every_rank(rank: int, world_size: int) -> None:
     for value in (True, False, True):
-        assert share.share_flag(value if rank == 0 else None) is value
+        assert ranks.share_flag(value if rank == 0 else None) is value
 
 
 def test_every_rank_gets_the_flag() -> None:

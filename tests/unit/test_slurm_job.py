@@ -32,7 +32,7 @@ from bapo_megatron.launch.slurm import prepare
 from bapo_megatron.launch.tasks import known_step_s
 from bapo_megatron.monitor.record import Recorder
 from bapo_megatron.monitor.rundir import RunDir
-from bapo_megatron.stopping import StopFile
+from bapo_megatron.runtime.ranks import StopFile
 from bapo_megatron.sync.address import own_address
 from tests.slurm_kinds import KINDS, settings_of
 
@@ -341,7 +341,7 @@ def test_the_weight_group_meets_where_remote_engines_reach_it() -> None:
 
 
 def test_a_stop_file_ends_a_run_early_and_only_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bapo_megatron.stopping.share_flag", bool)  # one rank, without a process group
+    monkeypatch.setattr("bapo_megatron.runtime.ranks.share_flag", bool)  # one rank, without a process group
     path = tmp_path / "stop"
     for asked_at, done in ((None, [0, 1, 2]), (1, [0, 1]), (2, [0, 1, 2])):
         path.unlink(missing_ok=True)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from bapo_megatron.monitor.heartbeat import HEARTBEAT, Heartbeat
+from bapo_megatron.runtime.heartbeat import HEARTBEAT, Heartbeat
 
 
 class Stopwatch:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from bapo_megatron.learner.together import gather_json
+from bapo_megatron.runtime.ranks import gather_json
 
 _WINDOW, _OFTEN = 5, 3  # steps that are looked back on; in how many of them a rank must be slow
 

@@ -1,0 +1,89 @@
+"""This process among the trainer's: its rank, its cores, small values shared with the other ranks, stopping together.
+
+Values travel as CPU tensors over the default process group. Imports no Megatron.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def num_cores() -> int:
+    """Count the cores that this process may use: under taskset, a cpuset or SLURM fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This process among the trainer's; (0, 1) where it is alone."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def gather_json(value: Any) -> list[Any]:
+    """The JSON values of all ranks, in their order, on every rank. Collective over all ranks."""
+    _, size = rank_and_size()
+    if size == 1:
+        return [value]
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    lengths = [torch.zeros((), dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor(text.numel()))
+    longest = max(int(length) for length in lengths)
+    texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(texts, torch.cat([text, text.new_zeros(longest - text.numel())]))
+    return [_decode(text[: int(length)]) for text, length in zip(texts, lengths, strict=True)]
+
+
+def _decode(text: Tensor) -> Any:
+    return json.loads(text.numpy().tobytes())
+
+
+def first_complaint(complaint: str | None) -> str | None:
+    """The complaint of the lowest rank that has one, on every rank. Collective over all ranks."""
+    found = [(rank, text) for rank, text in enumerate(gather_json(complaint)) if text is not None]
+    if not found:
+        return None
+    rank, text = found[0]
+    return text if rank_and_size()[1] == 1 else f"trainer rank {rank}: {text}"
+
+
+def share_flag(value: bool | None) -> bool:
+    """Rank 0's flag, on every rank of the default process group; `value` is None on the others."""
+    if dist.get_world_size() == 1:
+        assert value is not None
+        return value
+    assert (value is None) == (dist.get_rank() != 0), "rank 0 alone decides"
+    flag = torch.tensor(bool(value), dtype=torch.uint8)
+    dist.broadcast(flag, src=0)
+    return bool(flag)
+
+
+class StopFile:
+    """A file that asks the run to stop once it exists; None: nobody asks. All ranks make the same calls."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.has_ended_early = False
+        self._path = path
+        self._was_asked = False
+
+    def steps(self, steps: range) -> Iterator[int]:
+        """The steps to do, up to the one at the end of which `is_asked` was true."""
+        for step in steps:
+            yield step
+            if self._was_asked and step != steps[-1]:
+                self.has_ended_early = True
+                return
+
+    def is_asked(self) -> bool:
+        """At the end of a step: whether it is to be the last one. Collective, where there is a file: rank 0 looks."""
+        if self._path is not None:
+            self._was_asked = share_flag(self._path.exists() if rank_and_size()[0] == 0 else None)
+        return self._was_asked
