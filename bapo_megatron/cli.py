@@ -334,7 +334,7 @@ def _reproduce(options: argparse.Namespace) -> int:
 
 
 def _serve(arguments: Sequence[str]) -> int:
-    from bapo_megatron.rollout.embedded import server
+    from bapo_megatron.engines.embedded import server
 
     server.main(list(arguments))
     return 0

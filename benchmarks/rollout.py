@@ -33,15 +33,15 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bapo_megatron.config.schema import RolloutConfig, SyncConfig
+from bapo_megatron.engines import processes
+from bapo_megatron.engines.base import GenerateRequest, GenerateResult
+from bapo_megatron.engines.http import HttpEngine
+from bapo_megatron.engines.pool import EnginePool
+from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import EngineError
-from bapo_megatron.launch import processes
-from bapo_megatron.rollout.base import GenerateRequest, GenerateResult
-from bapo_megatron.rollout.client import HttpEngine
 from bapo_megatron.rollout.manager import LoopThread
-from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.sync.broadcast import BroadcastChannel
-from bapo_megatron.sync.buckets import TensorSpec
 from bapo_megatron.types import Prompt
 
 TIMEOUT_S = 300.0
@@ -126,7 +126,7 @@ def engine_process(folder: Path, workload: Workload) -> Iterator[tuple[str, int]
     command = [
         sys.executable,
         "-m",
-        "bapo_megatron.rollout.embedded",
+        "bapo_megatron.engines.embedded",
         "--model-path",
         str(folder),
         "--exit-with-parent",

@@ -28,15 +28,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
+from bapo_megatron.engines import processes
+from bapo_megatron.engines.embedded import server
+from bapo_megatron.engines.http import HttpEngine
+from bapo_megatron.engines.pool import EnginePool
+from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.hf.shape import hf_tensors, model_shape
-from bapo_megatron.launch import processes
-from bapo_megatron.rollout.client import HttpEngine
-from bapo_megatron.rollout.embedded import server
 from bapo_megatron.rollout.manager import LoopThread
-from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.sync.base import SyncStats
 from bapo_megatron.sync.broadcast import BroadcastChannel
-from bapo_megatron.sync.buckets import TensorSpec
 from bapo_megatron.sync.disk import DiskChannel
 
 TIMEOUT_S = 120.0

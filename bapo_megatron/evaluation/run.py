@@ -16,19 +16,19 @@ from bapo_megatron.assets import SHIPPED_MODELS, resolve_model_path
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.convert import convert
+from bapo_megatron.engines.http import HttpEngine
+from bapo_megatron.engines.pool import EnginePool
+from bapo_megatron.engines.start import EngineShare, running_engines
 from bapo_megatron.errors import UserError
 from bapo_megatron.evaluation.results import Answered, Evaluation, Problem
 from bapo_megatron.hf.shape import load_hf_config
-from bapo_megatron.launch.engines import EngineShare, running_engines
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards.answers import final_answer, has_answers
 from bapo_megatron.rewards.judges import JudgeSpec
 from bapo_megatron.rewards.pool import Verdict
 from bapo_megatron.rewards.scorer import RewardScorer
-from bapo_megatron.rollout.client import HttpEngine
 from bapo_megatron.rollout.evaluate import Evaluator
 from bapo_megatron.rollout.manager import EVAL_SEED, LoopThread, wait_healthy
-from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.runtime.files import JsonlWriter, write_atomically
 from bapo_megatron.saving import remove
 from bapo_megatron.sync.verify import check_tokenizer

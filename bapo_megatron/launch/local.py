@@ -17,9 +17,9 @@ from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.load import dump_config
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
+from bapo_megatron.engines.processes import EngineShare
+from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError
-from bapo_megatron.launch.engines import running_engines
-from bapo_megatron.launch.processes import EngineShare
 from bapo_megatron.monitor.report import write_report
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.runtime.ranks import num_cores

@@ -30,10 +30,10 @@ from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.load import dump_config, load_config
 from bapo_megatron.config.plan_slurm import place
 from bapo_megatron.config.schema import Config
+from bapo_megatron.engines.processes import LOOPBACK, EngineShare, reserved_ports
+from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError
-from bapo_megatron.launch.engines import running_engines
 from bapo_megatron.launch.meeting import END, RUN, Meeting
-from bapo_megatron.launch.processes import LOOPBACK, EngineShare, reserved_ports
 from bapo_megatron.launch.trainer import STOPPED, run_rank
 from bapo_megatron.monitor.report import write_report
 from bapo_megatron.monitor.rundir import RunDir

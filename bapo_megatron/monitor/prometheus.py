@@ -16,10 +16,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from bapo_megatron import __version__
+from bapo_megatron.engines.base import EngineState
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.monitor.gpu_facts import GPU_METRICS, GPUFacts
 from bapo_megatron.monitor.metrics import METRICS
-from bapo_megatron.rollout.base import EngineState
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, Heartbeat
 
 PREFIX = "bapo_"

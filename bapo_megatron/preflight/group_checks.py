@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
-from bapo_megatron.launch.processes import LOOPBACK, reserved_ports
+from bapo_megatron.engines.processes import LOOPBACK, reserved_ports
 from bapo_megatron.preflight.finding import Finding
 from bapo_megatron.preflight.group_probe import Task, probe
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo_megatron.launch.processes import LOOPBACK
+from bapo_megatron.engines.processes import LOOPBACK
 
 _REPEATS = 4
 _BYTES = {"gloo": 4 * 2**20, "nccl": 256 * 2**20}

@@ -14,8 +14,8 @@ from typing import Any
 from bapo_megatron_patches.megatron_core import SUPPORTED as MEGATRON_SUPPORTED
 from bapo_megatron_patches.sglang import SUPPORTED as SGLANG_SUPPORTED
 
+from bapo_megatron.engines.sglang import check_installed
 from bapo_megatron.errors import UserError
-from bapo_megatron.launch.sglang import check_installed
 from bapo_megatron.preflight.finding import Finding, Verdict
 from bapo_megatron.preflight.gpus import GIB, visible_indexes
 

@@ -1,118 +1,12 @@
-"""The seams of the rollout room: engines (one contract suite runs against every implementation), and who uses them."""
+"""The rollout seam: what the training loop asks of the maker of its batches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from bapo_megatron.errors import EngineError
+from bapo_megatron.engines.base import EngineState
 from bapo_megatron.types import Batch, Group
-
-PauseMode = Literal["abort", "retract", "in_place"]
-
-EMBEDDED = "bapo_megatron.embedded"  # what our own engine calls itself in `server_info()["engine"]`
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """Continue `token_ids` (prompt, plus the response so far when a partial one is resumed)."""
-
-    rid: str
-    token_ids: tuple[int, ...]
-    max_new_tokens: int
-    temperature: float
-    stop_token_ids: tuple[int, ...]
-    seed: int  # the same seed, tokens and weights give the same continuation
-
-
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
-    """Output tokens [start, end) were sampled by this weight version."""
-
-    version: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateResult:
-    """What was sampled. `logprobs` are of the tempered distribution; `spans` cover all tokens, in order."""
-
-    rid: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    spans: tuple[VersionSpan, ...]
-    finish_reason: Literal["stop", "length", "abort"]
-    num_prompt_tokens: int
-    num_cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineState:
-    """How one engine is. Example: EngineState("http://127.0.0.1:30000", is_up=True, is_live=True, version=12, ...)."""
-
-    url: str
-    is_up: bool  # it answers
-    is_live: bool  # it is asked for tokens: not fenced off
-    version: int  # of its weights; -1: those that it started with, or nothing known
-    num_running: int  # requests that it samples
-    num_waiting: int
-
-
-class Engine(Protocol):
-    """One server. All methods are coroutines with a deadline; all raise `EngineError` naming server and request."""
-
-    url: str
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult: ...
-    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
-        """All of them in one call, which the engine takes up together: what is batched does not depend on arrival.
-
-        Returns a result or what is wrong with it per request, in order. Raises EngineError where the call failed.
-        """
-        ...
-
-    async def abort(self, rid: str | None = None) -> None:
-        """End one request, or all (None); they return with finish_reason "abort" and what they have so far."""
-        ...
-
-    async def pause(self, mode: PauseMode) -> None: ...
-    async def resume(self) -> None: ...
-    async def flush_cache(self) -> None: ...
-    async def health(self) -> bool: ...
-    async def server_info(self) -> dict[str, Any]: ...
-    async def init_update_group(
-        self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
-    ) -> None: ...
-    async def begin_weight_update(self) -> None: ...
-    async def update_weights(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        group_name: str,
-        *,
-        flat: bool,
-        version: int | None,
-    ) -> None:
-        """Announce weights; the trainer broadcasts them on the group while this call is under way.
-
-        `flat`: as one buffer of bytes (see sync/buckets.py), not one broadcast each. `version` is given with the last
-        bucket only: it publishes the weights and flushes the cache.
-        """
-        ...
-
-    async def end_weight_update(self) -> None: ...
-    async def destroy_update_group(self, group_name: str) -> None: ...
-    async def update_weights_from_disk(self, folder: str, *, version: int) -> None:
-        """Load and publish a Hugging Face checkpoint folder that both sides see; no session and no group needed."""
-        ...
-
-    async def weights_checksum(self) -> dict[str, Any]: ...
-    async def weights_manifest(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, type and shape of every weight, in Hugging Face names. The embedded engine alone can tell."""
-        ...
 
 
 class Rollouts(Protocol):

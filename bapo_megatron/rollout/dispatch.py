@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from bapo_megatron.config.schema import RolloutConfig
+from bapo_megatron.engines.base import Engine, GenerateRequest, GenerateResult
+from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, RequestRefusedError
-from bapo_megatron.rollout.base import Engine, GenerateRequest, GenerateResult
-from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.runtime.heartbeat import HEARTBEAT
 from bapo_megatron.types import Segment, Trajectory
 

@@ -12,9 +12,9 @@ import statistics
 from collections.abc import Sequence
 
 from bapo_megatron.config.schema import Config
+from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, NoEngineLeftError
 from bapo_megatron.rollout.dispatch import Dispatcher
-from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.types import Prompt, Trajectory
 
 _MAX_ROUNDS = 8

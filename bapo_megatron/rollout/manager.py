@@ -15,16 +15,16 @@ from typing import Any, TypeVar
 
 from bapo_megatron.buffer.batch import BatchBuilder
 from bapo_megatron.config.schema import Config
+from bapo_megatron.engines.base import Engine, EngineState
+from bapo_megatron.engines.http import HttpEngine
+from bapo_megatron.engines.pool import EnginePool
+from bapo_megatron.engines.states import EngineStates
 from bapo_megatron.errors import EngineError, NoEngineLeftError
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards import RewardScorer, is_informative
-from bapo_megatron.rollout.base import Engine, EngineState
-from bapo_megatron.rollout.client import HttpEngine
-from bapo_megatron.rollout.engine_states import EngineStates
 from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
 from bapo_megatron.rollout.metrics import batch_metrics
-from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.scheduler import RolloutStats, Scheduler, Score
 from bapo_megatron.runtime.heartbeat import HEARTBEAT
 from bapo_megatron.sync.verify import check_tokenizer

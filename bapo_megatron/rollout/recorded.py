@@ -17,8 +17,8 @@ from typing import Any
 
 from bapo_megatron.buffer.batch import BatchBuilder
 from bapo_megatron.config.schema import Config
+from bapo_megatron.engines.base import EngineState
 from bapo_megatron.errors import CheckpointError, DataError
-from bapo_megatron.rollout.base import EngineState
 from bapo_megatron.rollout.metrics import batch_metrics
 from bapo_megatron.rollout.state import group_from_json, group_to_json
 from bapo_megatron.types import Batch, Group

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bapo_megatron.config.schema import RolloutConfig
+from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, UserError
 from bapo_megatron.rollout.book import Prompts, RolloutBook
 from bapo_megatron.rollout.dispatch import Dispatcher
 from bapo_megatron.rollout.ledger import Ledger
-from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.staleness import StalenessBound
 from bapo_megatron.rollout.stream import Stream
 from bapo_megatron.types import Group, Trajectory

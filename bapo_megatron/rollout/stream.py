@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 
 from bapo_megatron.config.schema import RolloutConfig
+from bapo_megatron.engines.base import Engine
 from bapo_megatron.errors import EngineError
-from bapo_megatron.rollout.base import Engine
 from bapo_megatron.rollout.book import RolloutBook, is_complete
 from bapo_megatron.rollout.dispatch import Dispatcher
 from bapo_megatron.types import Group, Trajectory

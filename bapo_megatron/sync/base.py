@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from bapo_megatron.sync.buckets import TensorSpec
+from bapo_megatron.engines.wire import TensorSpec
 
 Submit = Callable[[Coroutine[Any, Any, Any]], "Future[Any]"]
 """Runs a coroutine on the engines' event loop: `lambda c: asyncio.run_coroutine_threadsafe(c, loop)`."""

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
+from bapo_megatron.engines.base import EMBEDDED, Engine
+from bapo_megatron.engines.group import GroupBackend
+from bapo_megatron.engines.pool import EnginePool
+from bapo_megatron.engines.wire import Bucket, TensorSpec, WeightStream, digest, pack, plan_buckets
 from bapo_megatron.errors import BroadcastLostError, EngineError, NoEngineLeftError, UnreachableEngineError
-from bapo_megatron.rollout.base import EMBEDDED, Engine
-from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.sync.base import Clock, Submit, SyncStats
-from bapo_megatron.sync.buckets import Bucket, TensorSpec, WeightStream, digest, pack, plan_buckets
 from bapo_megatron.sync.engine_group import EngineGroup
-from bapo_megatron.sync.group import GroupBackend
 from bapo_megatron.sync.members import Members, Replies
 from bapo_megatron.sync.session import Infos, Session
 

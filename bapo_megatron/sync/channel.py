@@ -8,13 +8,13 @@ from pathlib import Path
 from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
+from bapo_megatron.engines.pool import EnginePool
+from bapo_megatron.engines.processes import own_address
+from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.learner.base import Learner
-from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.runtime.ranks import share_flag
-from bapo_megatron.sync.address import own_address
 from bapo_megatron.sync.base import Channel, Submit, SyncStats
 from bapo_megatron.sync.broadcast import BroadcastChannel
-from bapo_megatron.sync.buckets import TensorSpec
 from bapo_megatron.sync.disk import DiskChannel
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
+from bapo_megatron.engines.pool import EnginePool
+from bapo_megatron.engines.wire import TensorSpec, WeightStream, digest
 from bapo_megatron.errors import NoEngineLeftError
 from bapo_megatron.hf.writer import copy_companions, write_safetensors
-from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.sync.base import Clock, Submit, SyncStats
-from bapo_megatron.sync.buckets import TensorSpec, WeightStream, digest
 from bapo_megatron.sync.session import Session
 
 

@@ -9,9 +9,9 @@ from concurrent.futures import Future
 
 import torch.distributed as dist
 
+from bapo_megatron.engines.base import Engine
+from bapo_megatron.engines.group import GroupBackend, UpdateGroup, connect_store, host_store
 from bapo_megatron.errors import EngineError
-from bapo_megatron.rollout.base import Engine
-from bapo_megatron.sync.group import GroupBackend, UpdateGroup, connect_store, host_store
 from bapo_megatron.sync.members import Members
 
 _POLL_S = 0.002

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeVar
 
+from bapo_megatron.engines.base import Engine
+from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import (
     BroadcastLostError,
     EngineError,
@@ -14,8 +16,6 @@ from bapo_megatron.errors import (
     RequestRefusedError,
     UnreachableEngineError,
 )
-from bapo_megatron.rollout.base import Engine
-from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.sync.base import Submit
 
 T = TypeVar("T")

@@ -6,11 +6,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bapo_megatron.engines.base import Engine
+from bapo_megatron.engines.pool import EnginePool
+from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import EngineError
-from bapo_megatron.rollout.base import Engine
-from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.sync.base import Clock, Submit, SyncStats
-from bapo_megatron.sync.buckets import TensorSpec
 from bapo_megatron.sync.members import Members
 from bapo_megatron.sync.verify import check_model, check_version, check_weights, minority
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bapo_megatron.engines.base import EMBEDDED, Engine
+from bapo_megatron.engines.wire import DIGEST, TensorSpec
 from bapo_megatron.errors import CheckpointError, EngineError
 from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape
-from bapo_megatron.rollout.base import EMBEDDED, Engine
-from bapo_megatron.sync.buckets import DIGEST, TensorSpec
 
 _STACKED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
     "gate_proj": "gate_up_proj",

@@ -28,12 +28,12 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bapo_megatron.config.schema import SyncConfig
-from bapo_megatron.launch import processes, sglang
-from bapo_megatron.rollout.client import HttpEngine
-from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.engines import processes, sglang
+from bapo_megatron.engines.group import UpdateGroup, host_store
+from bapo_megatron.engines.http import HttpEngine
+from bapo_megatron.engines.pool import EnginePool
+from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.sync.broadcast import BroadcastChannel
-from bapo_megatron.sync.buckets import TensorSpec
-from bapo_megatron.sync.group import UpdateGroup, host_store
 
 ROOT = Path(__file__).parents[2]
 STARTUP_TIMEOUT_S = 900.0  # on a busy machine an SGLang server takes minutes
@@ -205,7 +205,7 @@ def tiny_model(folder: Path, seed: int, max_context: int) -> Qwen3ForCausalLM:
 @contextlib.contextmanager
 def embedded(checkpoint: Path, folder: Path) -> Iterator[list[str]]:
     """Two embedded engines."""
-    command = [sys.executable, "-m", "bapo_megatron.rollout.embedded", "--model-path", str(checkpoint)]
+    command = [sys.executable, "-m", "bapo_megatron.engines.embedded", "--model-path", str(checkpoint)]
     command += ["--max-context", str(MAX_CONTEXT["embedded"]), "--max-running", str(MAX_RUNNING)]
     command += ["--update-timeout-s", "60", "--exit-with-parent"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

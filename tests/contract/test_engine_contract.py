@@ -16,12 +16,12 @@ from conftest import EOS, VOCAB_SIZE, Servers
 from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
+from bapo_megatron.engines.base import GenerateRequest, GenerateResult, VersionSpan
+from bapo_megatron.engines.http import HttpEngine
+from bapo_megatron.engines.pool import EnginePool
+from bapo_megatron.engines.wire import TensorSpec, plan_buckets
 from bapo_megatron.errors import EngineError
-from bapo_megatron.rollout.base import GenerateRequest, GenerateResult, VersionSpan
-from bapo_megatron.rollout.client import HttpEngine
-from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.sync.broadcast import BroadcastChannel
-from bapo_megatron.sync.buckets import TensorSpec, plan_buckets
 from bapo_megatron.sync.disk import DiskChannel
 
 PROMPT = [5, 9, 33, 70, 12, 8]

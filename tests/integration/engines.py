@@ -29,7 +29,7 @@ def start_engines(folder: Path, count: int, *arguments: str) -> list[EngineProce
     """Embedded engines with the demo model as weight version 0; `arguments` come last and may replace others."""
     folder.mkdir(parents=True, exist_ok=True)
     ready = [folder / f"ready-{i}.json" for i in range(count)]
-    command = [sys.executable, "-m", "bapo_megatron.rollout.embedded", "--model-path", str(demo_model_path())]
+    command = [sys.executable, "-m", "bapo_megatron.engines.embedded", "--model-path", str(demo_model_path())]
     command += ["--max-context", "64", "--max-running", "64", "--weight-version", "0", "--exit-with-parent"]
     command += arguments
     env = os.environ | {"OMP_NUM_THREADS": "1"}

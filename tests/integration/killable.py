@@ -236,7 +236,7 @@ def _wait(condition: Callable[[], bool], process: BaseProcess, timeout_s: float,
 
 
 def _serve(ready: Path, log: Path) -> None:
-    from bapo_megatron.rollout.embedded.server import main
+    from bapo_megatron.engines.embedded.server import main
 
     _write_to(log)
     arguments = ["--model-path", str(demo_model_path()), "--max-context", "64", "--max-running", "64"]

@@ -65,7 +65,7 @@ def is_running(pid: int) -> bool:
 
 
 def main() -> None:
-    from bapo_megatron.rollout.embedded import server
+    from bapo_megatron.engines.embedded import server
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
     for line in sys.stdin:

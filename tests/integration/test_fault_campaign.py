@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from bapo_megatron.launch import processes, sglang
+from bapo_megatron.engines import processes, sglang
 from tests.integration.campaign import ROLLOUT, Campaign, Fault, Timeouts
 from tests.integration.campaign_faults import JUDGE, PUSHES, REPLIES, SAMPLING, spoilt
 from tests.integration.nursery import Nursery, kill_session

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.config.load import load_config
-from bapo_megatron.launch import processes
+from bapo_megatron.engines import processes
 from bapo_megatron.launch.slurm import prepare
 from bapo_megatron.runtime.files import read_jsonl
 from tests.integration.killable import SMALL

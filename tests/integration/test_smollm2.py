@@ -19,8 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo_megatron.convert import convert
-from bapo_megatron.rollout.base import GenerateRequest, GenerateResult
-from bapo_megatron.rollout.client import HttpEngine
+from bapo_megatron.engines.base import GenerateRequest, GenerateResult
+from bapo_megatron.engines.http import HttpEngine
 from tests.integration.hf_roundtrip import check_models, write_reference
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ def smollm2() -> Path:
 
 def serve(model: Path, ready: Path, requests: list[GenerateRequest]) -> list[GenerateResult]:
     """Answers of an embedded engine that serves `model`."""
-    command = [sys.executable, "-m", "bapo_megatron.rollout.embedded", "--model-path", str(model)]
+    command = [sys.executable, "-m", "bapo_megatron.engines.embedded", "--model-path", str(model)]
     command += ["--max-context", "256", "--threads", "2", "--ready-file", str(ready), "--exit-with-parent"]
     server = subprocess.Popen(command, stdin=subprocess.PIPE)
     try:

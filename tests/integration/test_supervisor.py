@@ -22,10 +22,10 @@ import psutil
 import pytest
 
 from bapo_megatron.assets import demo_model_path
+from bapo_megatron.engines import processes, sglang, supervisor
+from bapo_megatron.engines import start as launch_engines
+from bapo_megatron.engines.supervisor import EngineSpec, supervised
 from bapo_megatron.errors import EngineError, UserError
-from bapo_megatron.launch import engines as launch_engines
-from bapo_megatron.launch import processes, sglang, supervisor
-from bapo_megatron.launch.supervisor import EngineSpec, supervised
 
 STARTUP_TIMEOUT_S = 180.0
 
@@ -58,7 +58,7 @@ def stub(port: int, log: Path) -> EngineSpec:
 
 
 def spec(port: int, log: Path) -> EngineSpec:
-    command = [sys.executable, "-m", "bapo_megatron.rollout.embedded", "--model-path", str(demo_model_path())]
+    command = [sys.executable, "-m", "bapo_megatron.engines.embedded", "--model-path", str(demo_model_path())]
     command += ["--max-context", "64", "--port", str(port), "--exit-with-parent"]
     return EngineSpec(f"http://127.0.0.1:{port}", command, log)
 

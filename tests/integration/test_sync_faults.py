@@ -18,14 +18,14 @@ from torch import Tensor
 
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.schema import SyncConfig
+from bapo_megatron.engines.base import GenerateRequest, GenerateResult
+from bapo_megatron.engines.http import HttpEngine
+from bapo_megatron.engines.pool import EnginePool
+from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import CheckpointError, EngineError
-from bapo_megatron.rollout.base import GenerateRequest, GenerateResult
-from bapo_megatron.rollout.client import HttpEngine
 from bapo_megatron.rollout.manager import LoopThread
-from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.sync import channel as channels
 from bapo_megatron.sync.base import SyncStats
-from bapo_megatron.sync.buckets import TensorSpec
 from bapo_megatron.sync.channel import Channel, open_channel, push_until_whole
 from bapo_megatron.sync.verify import check_tokenizer
 from tests.integration.engines import EngineProcess, start_engines

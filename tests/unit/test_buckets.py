@@ -8,8 +8,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bapo_megatron.engines.wire import Bucket, TensorSpec, WeightStream, digest, pack, plan_buckets, unpack
 from bapo_megatron.errors import EngineError
-from bapo_megatron.sync.buckets import Bucket, TensorSpec, WeightStream, digest, pack, plan_buckets, unpack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int8, torch.float8_e4m3fn]
 tensors = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(1, 5), max_size=3)), min_size=1, max_size=12)

@@ -9,9 +9,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from bapo_megatron.engines.base import GenerateRequest
+from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.errors import EngineError
-from bapo_megatron.rollout.base import GenerateRequest
-from bapo_megatron.rollout.client import HttpEngine
 
 
 def recorder(asked: list[tuple[str, Any]]) -> web.Application:

@@ -11,11 +11,11 @@ import aiohttp
 import pytest
 
 from bapo_megatron.assets import demo_model_path
-from bapo_megatron.rollout.embedded.engine import BatchingEngine
-from bapo_megatron.rollout.embedded.model import Model
-from bapo_megatron.rollout.embedded.protocol import SamplingParams
-from bapo_megatron.rollout.embedded.server import Server
-from bapo_megatron.rollout.embedded.server import serve as serve_http
+from bapo_megatron.engines.embedded.engine import BatchingEngine
+from bapo_megatron.engines.embedded.model import Model
+from bapo_megatron.engines.embedded.protocol import SamplingParams
+from bapo_megatron.engines.embedded.server import Server
+from bapo_megatron.engines.embedded.server import serve as serve_http
 
 MAX_RUNNING = 6
 Sampled = list[tuple[list[int], list[float]]]

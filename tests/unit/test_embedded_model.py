@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
+from bapo_megatron.engines.base import GenerateRequest, VersionSpan
+from bapo_megatron.engines.embedded.model import Model
+from bapo_megatron.engines.embedded.sampler import uniform
+from bapo_megatron.engines.http import parse_reply
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.rollout.base import GenerateRequest, VersionSpan
-from bapo_megatron.rollout.client import parse_reply
-from bapo_megatron.rollout.embedded.model import Model
-from bapo_megatron.rollout.embedded.sampler import uniform
 
 SIZES = {
     "vocab_size": 61,

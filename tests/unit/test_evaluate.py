@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from bapo_megatron.config.schema import Config
+from bapo_megatron.engines.base import GenerateRequest, GenerateResult
+from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, NoEngineLeftError
-from bapo_megatron.rollout.base import GenerateRequest, GenerateResult
 from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
 from bapo_megatron.rollout.manager import LoopThread, RolloutManager
-from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.types import Prompt, Segment, Trajectory
 from tests.unit.test_scheduler import STOP, ScriptedEngine
 

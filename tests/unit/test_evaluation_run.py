@@ -18,13 +18,13 @@ import bapo_megatron.evaluation.run as run_module
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.cli import main
 from bapo_megatron.convert import convert
+from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import DataError, UserError
 from bapo_megatron.evaluation.run import _Asking, eval_config, evaluate
 from bapo_megatron.prompts.chains import Chain
 from bapo_megatron.rewards.pool import Verdict
 from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.rollout.manager import LoopThread
-from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.types import Prompt, Segment, Trajectory
 from tests.unit.test_scheduler import ScriptedEngine
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from bapo_megatron.engines import processes, sglang
 from bapo_megatron.errors import EngineError, UserError
-from bapo_megatron.launch import processes, sglang
 
 SPEC = sglang.ServerSpec(Path("model"), max_context=64, max_running=8)
 

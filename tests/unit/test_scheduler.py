@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.config.schema import RolloutConfig
+from bapo_megatron.engines.base import GenerateRequest, GenerateResult, VersionSpan
+from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, RequestRefusedError, UserError
-from bapo_megatron.rollout.base import GenerateRequest, GenerateResult, VersionSpan
 from bapo_megatron.rollout.book import RolloutBook
 from bapo_megatron.rollout.dispatch import sample_seed
-from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.scheduler import RolloutStats, Scheduler
 from bapo_megatron.rollout.staleness import StalenessBound
 from bapo_megatron.types import Group, Prompt, Segment, Trajectory

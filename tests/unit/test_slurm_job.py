@@ -25,6 +25,7 @@ from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.plan_slurm import Placement, check_slurm, place
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_slurm import seconds_of
+from bapo_megatron.engines.processes import own_address
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.launch import node
 from bapo_megatron.launch.meeting import END, RUN, Meeting
@@ -33,7 +34,6 @@ from bapo_megatron.launch.tasks import known_step_s
 from bapo_megatron.monitor.record import Recorder
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.runtime.ranks import StopFile
-from bapo_megatron.sync.address import own_address
 from tests.slurm_kinds import KINDS, settings_of
 
 GPUS = ("cluster.gpu=h100", "rollout.engine=sglang")
@@ -294,7 +294,7 @@ def test_a_port_that_is_in_use_on_an_engine_node_is_told_to_all_with_the_log(
         with socket.create_server((host, 0)) as thief:
             yield [thief.getsockname()[1]]
 
-    monkeypatch.setattr("bapo_megatron.launch.processes.reserved_ports", taken)
+    monkeypatch.setattr("bapo_megatron.engines.processes.reserved_ports", taken)
     monkeypatch.setenv("SLURM_PROCID", "0")
     config = configured(f"run.dir={tmp_path}")
     job, _ = prepare(config)

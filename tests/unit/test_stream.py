@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bapo_megatron.engines.base import GenerateRequest, GenerateResult, VersionSpan
 from bapo_megatron.errors import EngineError
-from bapo_megatron.rollout.base import GenerateRequest, GenerateResult, VersionSpan
 from bapo_megatron.rollout.dispatch import sample_seed
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.types import Group, Trajectory

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
+from bapo_megatron.engines.base import EMBEDDED
+from bapo_megatron.engines.pool import EnginePool
+from bapo_megatron.engines.wire import DIGEST, TensorSpec, digest
 from bapo_megatron.errors import BroadcastLostError, EngineError, RequestRefusedError, UnreachableEngineError
-from bapo_megatron.rollout.base import EMBEDDED
 from bapo_megatron.rollout.manager import LoopThread
-from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.sync import broadcast
 from bapo_megatron.sync.broadcast import BroadcastChannel
-from bapo_megatron.sync.buckets import DIGEST, TensorSpec, digest
 from bapo_megatron.sync.channel import push_until_whole
 from bapo_megatron.sync.members import Members
 

@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
+from bapo_megatron.engines import group
+from bapo_megatron.engines.group import Launch, UpdateGroup, host_store
+from bapo_megatron.engines.pool import EnginePool
+from bapo_megatron.engines.wire import TensorSpec, unpack
 from bapo_megatron.errors import EngineError
 from bapo_megatron.rollout.manager import LoopThread
-from bapo_megatron.rollout.pool import EnginePool
-from bapo_megatron.sync import broadcast, group
+from bapo_megatron.sync import broadcast
 from bapo_megatron.sync.broadcast import BroadcastChannel
-from bapo_megatron.sync.buckets import TensorSpec, unpack
-from bapo_megatron.sync.group import UpdateGroup, host_store
-from bapo_megatron.sync.launch import Launch
 from tests.unit.test_sync_channel import FakeLearner, ScriptedEngine, World
 
 TIMEOUT_S = 1.0

@@ -15,8 +15,8 @@ from typing import Any
 
 import aiohttp
 
+from bapo_megatron.engines.base import GenerateRequest, GenerateResult, PauseMode, VersionSpan
 from bapo_megatron.errors import BroadcastLostError, EngineError, RequestRefusedError, UnreachableEngineError
-from bapo_megatron.rollout.base import GenerateRequest, GenerateResult, PauseMode, VersionSpan
 
 _HEALTH_TIMEOUT_S = 5.0
 _ABORT_TIMEOUT_S = 20.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import ipaddress
 import os
 import signal
 import socket
@@ -14,11 +15,13 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from bapo_megatron.errors import EngineError, UserError
 
 LOOPBACK = "127.0.0.1"
 
+_ANY_PORT = 9  # nothing is sent
 _END_TIMEOUT_S = 15.0
 _POLL_S = 0.1
 _STACKS_TIMEOUT_S = 1.0
@@ -119,6 +122,24 @@ def reserved_ports(count: int, host: str = LOOPBACK) -> Iterator[list[int]]:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.bind((host, 0))
         yield [holder.getsockname()[1] for holder in holders]
+
+
+def own_address(urls: Sequence[str]) -> str:
+    """The address from which this machine talks to the first of these servers that is on another one.
+
+    127.0.0.1 where all are on loopback, or cannot be found.
+    """
+    for url in urls:
+        try:
+            found = socket.getaddrinfo(urlsplit(url).hostname, _ANY_PORT, type=socket.SOCK_DGRAM)
+            for family, kind, *_, address in found:
+                if not ipaddress.ip_address(address[0]).is_loopback:
+                    with socket.socket(family, kind) as probe:
+                        probe.connect(address)  # of a datagram socket: chooses a route only
+                        return probe.getsockname()[0]
+        except OSError:  # it will be told as unreachable where it is asked for something
+            continue
+    return LOOPBACK
 
 
 def answers(url: str, timeout_s: float = 5.0) -> bool:

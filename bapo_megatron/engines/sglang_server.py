@@ -1,4 +1,4 @@
-"""One SGLang server: `python -m bapo_megatron.launch.sglang_server [arguments of sglang.launch_server]`.
+"""One SGLang server: `python -m bapo_megatron.engines.sglang_server [arguments of sglang.launch_server]`.
 
 SGLang's own entry point, and around it: the CPU compatibility and stacks on SIGUSR1, in this process and in the
 schedulers that SGLang spawns (multiprocessing imports the main module of a parent again in its children), and an end

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bapo_megatron.rollout.embedded.protocol import SamplingParams
+from bapo_megatron.engines.embedded.protocol import SamplingParams
 
 
 def uniform(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:

@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bapo_megatron.config.schema import Config
-from bapo_megatron.launch import processes, sglang
-from bapo_megatron.launch.processes import EngineShare
-from bapo_megatron.launch.supervisor import EngineSpec, supervised
+from bapo_megatron.engines import processes, sglang
+from bapo_megatron.engines.processes import EngineShare
+from bapo_megatron.engines.supervisor import EngineSpec, supervised
 from bapo_megatron.runtime.ranks import num_cores
 
 
@@ -46,7 +46,7 @@ def _embedded_specs(
     threads = r.engine_threads or max(1, num_cores() // share.count)
     context = r.engine_max_context or config.data.max_prompt_tokens + r.max_response_tokens
     command = [
-        *(sys.executable, "-m", "bapo_megatron.rollout.embedded"),
+        *(sys.executable, "-m", "bapo_megatron.engines.embedded"),
         *("--model-path", str(model_path)),
         *("--host", share.host),
         *("--max-context", str(context)),

@@ -1,6 +1,6 @@
 """The HTTP server of the embedded engine: SGLang's API (0.5.23), as far as a trainer needs it.
 
-    python -m bapo_megatron.rollout.embedded --model-path CHECKPOINT --port 0 --ready-file F
+    python -m bapo_megatron.engines.embedded --model-path CHECKPOINT --port 0 --ready-file F
 
 Answers 400 with a message that names the field for a bad request. When the engine fails, what is open is answered with
 500, and the process ends with exit code 1.
@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from aiohttp import web
 
+from bapo_megatron.engines.base import EMBEDDED
+from bapo_megatron.engines.embedded import protocol
+from bapo_megatron.engines.embedded.engine import BatchingEngine, Sequence
+from bapo_megatron.engines.embedded.model import Model
+from bapo_megatron.engines.embedded.protocol import BadRequestError
+from bapo_megatron.engines.embedded.weights import WeightUpdater
 from bapo_megatron.errors import UserError
-from bapo_megatron.rollout.base import EMBEDDED
-from bapo_megatron.rollout.embedded import protocol
-from bapo_megatron.rollout.embedded.engine import BatchingEngine, Sequence
-from bapo_megatron.rollout.embedded.model import Model
-from bapo_megatron.rollout.embedded.protocol import BadRequestError
-from bapo_megatron.rollout.embedded.weights import WeightUpdater
 
 _MAX_BODY_BYTES = 256 * 2**20
 _GIL_SWITCH_S = 2e-4  # the decode loop takes the interpreter lock between operators: let it have it back soon
@@ -267,7 +267,7 @@ def _exit_when_stdin_closes() -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bapo_megatron.rollout.embedded", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bapo_megatron.engines.embedded", description=__doc__)
     parser.add_argument("--model-path", required=True, help="Hugging Face checkpoint folder (Qwen2, Qwen3, Llama)")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: the system picks one; see --ready-file")

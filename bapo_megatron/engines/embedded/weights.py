@@ -14,17 +14,17 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from bapo_megatron.errors import CheckpointError
-from bapo_megatron.hf.reader import weight_files
-from bapo_megatron.rollout.embedded.engine import BatchingEngine
-from bapo_megatron.rollout.embedded.protocol import (
+from bapo_megatron.engines.embedded.engine import BatchingEngine
+from bapo_megatron.engines.embedded.protocol import (
     BadRequestError,
     InitGroupBody,
     UpdateFromDiskBody,
     UpdateWeightsBody,
 )
-from bapo_megatron.sync.buckets import DIGEST, TensorSpec, digest, unpack
-from bapo_megatron.sync.group import UpdateGroup, connect_store
+from bapo_megatron.engines.group import UpdateGroup, connect_store
+from bapo_megatron.engines.wire import DIGEST, TensorSpec, digest, unpack
+from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.reader import weight_files
 
 _SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 

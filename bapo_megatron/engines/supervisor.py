@@ -4,7 +4,7 @@
        \\--ended, or silent for startup_timeout_s--> killed                    \\--no restart left--> given up
 
 The URL is all that the trainer knows of an engine, and the two never talk: the trainer fences an engine that fails, and
-takes it back when it is healthy again and holds weights that were pushed and verified (rollout/pool.py). A restarted
+takes it back when it is healthy again and holds weights that were pushed and verified (engines/pool.py). A restarted
 engine holds the checkpoint of the run's start as version "default", which no push ever has.
 """
 
@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bapo_megatron.engines import processes
 from bapo_megatron.errors import UserError
-from bapo_megatron.launch import processes
 
 _POLL_S = 0.2
 _PROBE_INTERVAL_S = 5.0

@@ -15,8 +15,8 @@ import threading
 from collections.abc import Sequence
 from typing import Literal
 
+from bapo_megatron.engines.base import Engine
 from bapo_megatron.errors import EngineError
-from bapo_megatron.rollout.base import Engine
 
 Status = Literal["live", "fenced", "back", "lost"]
 

@@ -6,8 +6,8 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictInt, Tag, ValidationError, field_validator
 
+from bapo_megatron.engines.base import PauseMode
 from bapo_megatron.errors import UserError
-from bapo_megatron.rollout.base import PauseMode
 
 TokenIds = Annotated[list[StrictInt], Field(min_length=1)]
 Batch = Annotated[list[TokenIds], Field(min_length=1)]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from bapo_megatron.engines.base import EngineState
+from bapo_megatron.engines.http import HttpEngine
+from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError
-from bapo_megatron.rollout.base import EngineState
-from bapo_megatron.rollout.client import HttpEngine
-from bapo_megatron.rollout.pool import EnginePool
 
 _INTERVAL_S = 5.0
 

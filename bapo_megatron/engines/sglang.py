@@ -1,9 +1,9 @@
 """SGLang servers on this machine, with GPUs or without.
 
     with started([ServerSpec(...)], logs, timeout_s) as urls: ...          # as they are
-    engine_specs(config, model_path, logs, ports, share) -> launch/engines.py  # for a run, which restarts them
+    engine_specs(config, model_path, logs, ports, share) -> engines/start.py  # for a run, which restarts them
 
-Every server is `python -m bapo_megatron.launch.sglang_server` on a port of its own, with a log of its own.
+Every server is `python -m bapo_megatron.engines.sglang_server` on a port of its own, with a log of its own.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config.schema import Config
+from bapo_megatron.engines import processes
+from bapo_megatron.engines.supervisor import EngineSpec, supervised
 from bapo_megatron.errors import UserError
-from bapo_megatron.launch import processes
-from bapo_megatron.launch.supervisor import EngineSpec, supervised
 from bapo_megatron.runtime.ranks import num_cores
 
 _CONTEXT_SLACK = 2  # SGLang ends a request two tokens before its context length (srt/managers/scheduler.py:2714)
@@ -78,7 +78,7 @@ def command(spec: ServerSpec, port: int, *, has_gpu: bool) -> list[str]:
             "enable_deterministic_inference": True,  # else seeds are not heeded
         }
     rendered = [part for name, value in (arguments | dict(spec.extra)).items() for part in _render(name, value)]
-    return [sys.executable, "-m", "bapo_megatron.launch.sglang_server", *rendered]
+    return [sys.executable, "-m", "bapo_megatron.engines.sglang_server", *rendered]
 
 
 def environment(spec: ServerSpec, *, has_gpu: bool) -> dict[str, str]:

@@ -20,10 +20,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from bapo_megatron.rollout.base import PauseMode
-from bapo_megatron.rollout.embedded.model import Model
-from bapo_megatron.rollout.embedded.protocol import BadRequestError, SamplingParams
-from bapo_megatron.rollout.embedded.sampler import sample
+from bapo_megatron.engines.base import PauseMode
+from bapo_megatron.engines.embedded.model import Model
+from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
+from bapo_megatron.engines.embedded.sampler import sample
 
 _MAX_PREFILL_TOKENS = 8192  # padded tokens in one prefill
 _MAX_PADDING = 2.0  # a prefill holds no row that is padded to more than this many times its length

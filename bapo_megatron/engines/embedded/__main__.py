@@ -1,0 +1,5 @@
+"""`python -m bapo_megatron.engines.embedded`: start one engine server."""
+
+from bapo_megatron.engines.embedded.server import main
+
+main()
