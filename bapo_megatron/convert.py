@@ -18,15 +18,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bapo_megatron.checkpoints import CheckpointStore
+from bapo_megatron.checkpoint.folder import HF_CONFIG, INDEX, WEIGHT, Index, read_index
+from bapo_megatron.checkpoint.shard_reader import ShardReader
+from bapo_megatron.checkpoint.shards import Piece, Snapshot
+from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.reader import HFReader, check_finite
 from bapo_megatron.hf.shape import ModelShape, hf_tensors, load_hf_config, model_shape
 from bapo_megatron.hf.writer import MAX_FILE_BYTES, atomic_folder, copy_companions, write_safetensors
-from bapo_megatron.learner.folder import HF_CONFIG, INDEX, WEIGHT, Index, read_index
-from bapo_megatron.learner.shard_reader import ShardReader
-from bapo_megatron.learner.shards import Piece, Snapshot
 
 Target = Literal["hf", "training"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -24,7 +24,7 @@ from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.buffer.packing import minibatches
-from bapo_megatron.checkpoints import CheckpointStore, Saveable
+from bapo_megatron.checkpoint.store import CheckpointStore, Saveable
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import Learner
 from bapo_megatron.learner.bounds import BoundsFinder

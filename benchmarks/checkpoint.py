@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import save_file
 
-from bapo_megatron.checkpoints import CheckpointStore
+from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig, Config
 from bapo_megatron.hf.reader import HFReader
 from bapo_megatron.hf.shape import hf_tensors, model_shape

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.assets import SHIPPED_MODELS, resolve_model_path
+from bapo_megatron.checkpoint.saving import remove
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.convert import convert
@@ -30,7 +31,6 @@ from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.rollout.evaluate import Evaluator
 from bapo_megatron.rollout.manager import EVAL_SEED, LoopThread, wait_healthy
 from bapo_megatron.runtime.files import JsonlWriter, write_atomically
-from bapo_megatron.saving import remove
 from bapo_megatron.sync.verify import check_tokenizer
 from bapo_megatron.types import Prompt, Trajectory
 

@@ -17,7 +17,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 from torch.nn import Parameter
 
-from bapo_megatron.learner.folder import MOMENTS, WEIGHT
+from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT
 from bapo_megatron.learner.parallel import ParallelLayout, device
 
 

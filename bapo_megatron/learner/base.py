@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bapo_megatron.algorithms.mismatch import Mismatch
 from bapo_megatron.buffer.packing import Share
+from bapo_megatron.checkpoint.shards import Snapshot
 from bapo_megatron.engines.wire import TensorSpec
-from bapo_megatron.learner.shards import Snapshot
 from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
 
 BoundsOf = Callable[[MicroBatch, Tensor], ClipBounds]

@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import ModuleList, Parameter
 
+from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT, Index, read_index
+from bapo_megatron.checkpoint.shard_reader import ShardReader
+from bapo_megatron.checkpoint.shards import Piece, Snapshot
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.shape import ModelShape
 from bapo_megatron.learner.adam import AdamState
-from bapo_megatron.learner.folder import MOMENTS, WEIGHT, Index, read_index
 from bapo_megatron.learner.hf.convert import fill_parameters, parameters_by_global_name, raising_together
 from bapo_megatron.learner.hf.names import OUTPUT, entries, place_shard
 from bapo_megatron.learner.parallel import ParallelLayout
-from bapo_megatron.learner.shard_reader import ShardReader
-from bapo_megatron.learner.shards import Piece, Snapshot
 
 PARTS = (WEIGHT, *MOMENTS)
 

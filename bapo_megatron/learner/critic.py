@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from bapo_megatron.algorithms.gae import value_loss
+from bapo_megatron.checkpoint.shards import Snapshot
 from bapo_megatron.config.precision import tokens_multiple
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
@@ -38,7 +39,6 @@ from bapo_megatron.learner.hf.shapes import validate_layout
 from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.learner.schedule import Schedule
-from bapo_megatron.learner.shards import Snapshot
 from bapo_megatron.types import MicroBatch, MiniBatch
 
 Outcome = Tensor  # float64 [3] of a micro-batch: value loss, clipped tokens, trained tokens

@@ -25,6 +25,7 @@ from bapo_megatron.algorithms.kl import KLCoefficient, loss_with_kl
 from bapo_megatron.algorithms.losses import LossInputs, LossResult
 from bapo_megatron.algorithms.lr_schedule import learning_rate, planned_updates
 from bapo_megatron.algorithms.mismatch import Mismatch, logprob_mismatch
+from bapo_megatron.checkpoint.shards import Snapshot
 from bapo_megatron.config.precision import tokens_multiple
 from bapo_megatron.config.schema import Config, ParallelConfig
 from bapo_megatron.engines.wire import TensorSpec
@@ -47,7 +48,6 @@ from bapo_megatron.learner.precision import check_machine, has_quantised, is_qua
 from bapo_megatron.learner.proximal import known_log_probs
 from bapo_megatron.learner.reference import ReferencePolicy
 from bapo_megatron.learner.schedule import ForwardPasses, Schedule, Scores
-from bapo_megatron.learner.shards import Snapshot
 from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
 
 Outcome = tuple[Tensor, ClipBounds, LossResult, Mismatch]  # of a micro-batch; first its log_probs_R

@@ -8,8 +8,8 @@ import time
 import torch
 import torch.distributed as dist
 
+from bapo_megatron.checkpoint.host_buffer import HostBuffer
 from bapo_megatron.engines.group import Launch, UpdateGroup, host_store
-from bapo_megatron.learner.host_buffer import HostBuffer
 
 BUSY_CYCLES = 200_000_000  # about 0.1 s
 

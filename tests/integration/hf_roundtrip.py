@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bapo_megatron.checkpoints import CheckpointStore
+from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig, Config
 from bapo_megatron.convert import convert
 from bapo_megatron.learner import model as learner_model

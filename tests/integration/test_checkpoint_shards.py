@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bapo_megatron.buffer.packing import one_minibatch
-from bapo_megatron.checkpoints import CheckpointStore
+from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT, digest_of, read_index, seal
+from bapo_megatron.checkpoint.shard_reader import ShardReader
+from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.learner.checkpoint import PARTS
-from bapo_megatron.learner.folder import MOMENTS, WEIGHT, digest_of, read_index, seal
 from bapo_megatron.learner.hf.convert import gather_weights
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.learner.shard_reader import ShardReader
 from tests.distributed import run_distributed
 from tests.integration.layouts import Layout
 from tests.integration.learner_reference import BOUNDS, random_batch, save_random_model

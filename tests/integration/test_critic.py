@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bapo_megatron.checkpoints import CheckpointStore
+from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig, Config
 from bapo_megatron.errors import CheckpointError, ConfigError, DivergedError
 from bapo_megatron.learner.critic import Critic

@@ -11,7 +11,7 @@ import pytest
 from megatron.core import parallel_state
 
 from bapo_megatron.buffer.packing import one_minibatch
-from bapo_megatron.checkpoints import CheckpointStore
+from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.learner.megatron import MegatronLearner
 from tests.distributed import run_distributed

@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from bapo_megatron.buffer.packing import Share, one_minibatch
-from bapo_megatron.checkpoints import CheckpointStore
+from bapo_megatron.checkpoint.folder import FORMAT
+from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig, Config
 from bapo_megatron.convert import convert
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner.bounds import BoundsFinder
-from bapo_megatron.learner.folder import FORMAT
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.model import transformer_config
 from bapo_megatron.types import Batch, MiniBatch

@@ -14,9 +14,9 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from bapo_megatron.checkpoint.folder import MOMENTS
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, ConfigError, DivergedError
-from bapo_megatron.learner.folder import MOMENTS
 from bapo_megatron.learner.hf.convert import gather_weights
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.reference import with_reference_logprobs

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapo_megatron.checkpoints import CheckpointStore
+from bapo_megatron.checkpoint.folder import WEIGHT, read_index
+from bapo_megatron.checkpoint.shard_reader import ShardReader
+from bapo_megatron.checkpoint.shards import Piece, Snapshot
+from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig
-from bapo_megatron.learner.folder import WEIGHT, read_index
-from bapo_megatron.learner.shard_reader import ShardReader
-from bapo_megatron.learner.shards import Piece, Snapshot
 from bapo_megatron.runtime.ranks import rank_and_size
 
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.checkpoints import CheckpointStore
+from bapo_megatron.checkpoint.folder import Manifest
+from bapo_megatron.checkpoint.shards import Snapshot
+from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.learner.folder import Manifest
-from bapo_megatron.learner.shards import Snapshot
 from tests.unit.saveable import TinyModel, save_whole, settings
 
 
@@ -52,7 +52,7 @@ def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path: Path, asynchronous: b
     """Whoever is killed while saving goes on after the last save that was completed, or the one under way."""
     rng = random.Random(0)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bapo_megatron.checkpoints"])
+    context.set_forkserver_preload(["bapo_megatron.checkpoint.store"])
     last = num_torn = 0
     for _ in range(6):
         reader, writer = context.Pipe(duplex=False)

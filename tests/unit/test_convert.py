@@ -18,11 +18,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from bapo_megatron.checkpoint.folder import FORMAT, WEIGHT, seal
 from bapo_megatron.cli import main
 from bapo_megatron.convert import convert
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.reader import INDEX, SINGLE
-from bapo_megatron.learner.folder import FORMAT, WEIGHT, seal
 from tests.hf_models import save_model
 
 COMPANIONS = {"tokenizer.json": '{"version": "1.0"}', "merges.txt": "a b", "chat_template.jinja": "{{ x }}"}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from bapo_megatron.checkpoints import CheckpointStore
+from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.errors import CheckpointError
 from tests.distributed import run_distributed
 from tests.unit.saveable import TinyModel, save_whole, settings

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bapo_megatron.learner.host_buffer import HostBuffer
+from bapo_megatron.checkpoint.host_buffer import HostBuffer
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from bapo_megatron.checkpoint.folder import INDEX, WEIGHT, digest_of, read_index, seal, write_index
+from bapo_megatron.checkpoint.host_buffer import HostBuffer
+from bapo_megatron.checkpoint.shard_reader import ShardReader
+from bapo_megatron.checkpoint.shards import Piece, Snapshot
 from bapo_megatron.errors import CheckpointError, TornCheckpointError
 from bapo_megatron.hf.shape import ModelShape
-from bapo_megatron.learner.folder import INDEX, WEIGHT, digest_of, read_index, seal, write_index
 from bapo_megatron.learner.hf.names import entries, place_shard, to_shard
-from bapo_megatron.learner.host_buffer import HostBuffer
-from bapo_megatron.learner.shard_reader import ShardReader
-from bapo_megatron.learner.shards import Piece, Snapshot
 from tests.unit.test_hf_convert import make_shape, random_weights
 
 FACTS: dict[str, Any] = {"version": 3}

@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from bapo_megatron.checkpoint.folder import FORMAT, read_index, read_sealed, seal
+from bapo_megatron.checkpoint.host_buffer import HostBuffer
+from bapo_megatron.checkpoint.saving import Saving, flush, remove, replace_durably
+from bapo_megatron.checkpoint.shards import Snapshot
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.errors import CheckpointError, TornCheckpointError
-from bapo_megatron.learner.folder import FORMAT, read_index, read_sealed, seal
-from bapo_megatron.learner.host_buffer import HostBuffer
-from bapo_megatron.learner.shards import Snapshot
 from bapo_megatron.runtime.ranks import first_complaint, gather_json, rank_and_size
-from bapo_megatron.saving import Saving, flush, remove, replace_durably
 
 _NAME = re.compile(r"^step-(\d{6,})$")
 _PARTIAL = ".writing-"

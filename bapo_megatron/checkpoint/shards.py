@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from bapo_megatron.checkpoint.folder import HF_CONFIG, Manifest, digest_of, write_index
+from bapo_megatron.checkpoint.host_buffer import HostBuffer
 from bapo_megatron.hf.reader import check_finite
 from bapo_megatron.hf.writer import MAX_FILE_BYTES, copy_companions, save_tensors
-from bapo_megatron.learner.folder import HF_CONFIG, Manifest, digest_of, write_index
-from bapo_megatron.learner.host_buffer import HostBuffer
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from bapo_megatron.checkpoint.folder import Box, Index, Saved
 from bapo_megatron.errors import CheckpointError, TornCheckpointError
 from bapo_megatron.hf.reader import EVERYTHING, check_finite, list_some
 from bapo_megatron.hf.shape import ModelShape, hf_tensors
-from bapo_megatron.learner.folder import Box, Index, Saved
 
 
 class ShardReader:

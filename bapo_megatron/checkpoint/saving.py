@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from bapo_megatron.checkpoint.folder import Manifest
+from bapo_megatron.checkpoint.shards import Snapshot
 from bapo_megatron.hf.writer import write_durably
-from bapo_megatron.learner.folder import Manifest
-from bapo_megatron.learner.shards import Snapshot
 from bapo_megatron.runtime.ranks import gather_json
 
 _ROUND_S = 5.0  # ranks that wait for each other's disks meet so often, well within the deadline of a collective
