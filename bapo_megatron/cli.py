@@ -310,7 +310,7 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from bapo_megatron.monitor.report import write_comparison, write_report
+    from bapo_megatron.report.page import write_comparison, write_report
 
     run, *others = options.runs
     print(write_comparison(options.runs, options.output) if others else write_report(run, options.output))

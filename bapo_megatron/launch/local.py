@@ -20,8 +20,8 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError
-from bapo_megatron.monitor.report import write_report
 from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.report.page import write_report
 from bapo_megatron.runtime.ranks import num_cores
 
 

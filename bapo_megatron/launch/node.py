@@ -35,8 +35,8 @@ from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError
 from bapo_megatron.launch.meeting import END, RUN, Meeting
 from bapo_megatron.launch.trainer import STOPPED, run_rank
-from bapo_megatron.monitor.report import write_report
 from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.report.page import write_report
 
 _SETTING = "slurm.startup_timeout_s"
 _END_POLL_S = 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-from bapo_megatron.monitor.style import GRID, INK, PALETTE
+from bapo_megatron.report.style import GRID, INK, PALETTE
 
 
 class Page(HTMLParser):

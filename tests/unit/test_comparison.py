@@ -11,9 +11,9 @@ import pytest
 
 from bapo_megatron.cli import main
 from bapo_megatron.errors import UserError
-from bapo_megatron.monitor.compare import MAX_GROUPS, OUTCOMES, compare, outcomes
-from bapo_megatron.monitor.gallery import PANELS
-from bapo_megatron.monitor.report import write_comparison
+from bapo_megatron.report.compare import MAX_GROUPS, OUTCOMES, compare, outcomes
+from bapo_megatron.report.gallery import PANELS
+from bapo_megatron.report.page import write_comparison
 from tests.unit.page import Page, check_self_contained
 from tests.unit.run_folders import CONFIG, make_run, steps
 

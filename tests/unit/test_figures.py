@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from bapo_megatron.monitor.figures import (
+from bapo_megatron.report.figures import (
     Line,
     draw_curves,
     line_figure,
@@ -15,11 +15,11 @@ from bapo_megatron.monitor.figures import (
     moving_average,
     stacked_figure,
 )
-from bapo_megatron.monitor.gallery import PANELS
-from bapo_megatron.monitor.history import History, read_history
-from bapo_megatron.monitor.panels import Panel
-from bapo_megatron.monitor.quantities import by_probability
-from bapo_megatron.monitor.style import css_variables, look
+from bapo_megatron.report.gallery import PANELS
+from bapo_megatron.report.history import History, read_history
+from bapo_megatron.report.panels import Panel
+from bapo_megatron.report.quantities import by_probability
+from bapo_megatron.report.style import css_variables, look
 from tests.unit.figure_layout import layout_faults
 from tests.unit.run_folders import make_run, steps
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.monitor.report import write_comparison, write_report
+from bapo_megatron.report.page import write_comparison, write_report
 from tests.unit.run_folders import CONFIG, make_run, steps
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.monitor.gallery import PANELS
-from bapo_megatron.monitor.report import write_report
+from bapo_megatron.report.gallery import PANELS
+from bapo_megatron.report.page import write_report
 from bapo_megatron.runtime.files import JsonlWriter
 from tests.unit.page import Page, check_self_contained
 from tests.unit.run_folders import CONFIG, make_run, plain, step, steps

@@ -14,12 +14,12 @@ import jinja2
 from matplotlib.figure import Figure
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.monitor.compare import OUTCOMES, Comparison, compare, outcomes
-from bapo_megatron.monitor.gallery import PANELS
-from bapo_megatron.monitor.history import History, read_history
-from bapo_megatron.monitor.panels import Panel
-from bapo_megatron.monitor.style import css_variables, look, to_svg
 from bapo_megatron.monitor.summary import Row, count, duration, find_problems, number, percent, summarize
+from bapo_megatron.report.compare import OUTCOMES, Comparison, compare, outcomes
+from bapo_megatron.report.gallery import PANELS
+from bapo_megatron.report.history import History, read_history
+from bapo_megatron.report.panels import Panel
+from bapo_megatron.report.style import css_variables, look, to_svg
 from bapo_megatron.runtime.files import read_jsonl, write_atomically
 
 COMPARISON_NAME = "comparison.html"

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 
-from bapo_megatron.monitor.style import INK, RC, look
+from bapo_megatron.report.style import INK, RC, look
 
 Column = NDArray[np.float64]
 Points = tuple[Column, Column]

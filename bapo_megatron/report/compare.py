@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.monitor.history import History, read_history
 from bapo_megatron.monitor.summary import count, duration, first_and_last, mean, number, summarize
+from bapo_megatron.report.history import History, read_history
 
 MAX_GROUPS = len(ascii_uppercase)
 _NAMES = ("run.name", "run.dir")

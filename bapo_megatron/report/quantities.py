@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from bapo_megatron.algorithms.token_profile import BINS
-from bapo_megatron.monitor.figures import Column, Level, moving_average
-from bapo_megatron.monitor.history import History
-from bapo_megatron.monitor.panels import Values
+from bapo_megatron.report.figures import Column, Level, moving_average
+from bapo_megatron.report.history import History
+from bapo_megatron.report.panels import Values
 
 
 def metric(name: str, factor: float = 1.0) -> Values:

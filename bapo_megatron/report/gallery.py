@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bapo_megatron.monitor.figures import Scale, XAxis
-from bapo_megatron.monitor.panels import Curve, Panel
-from bapo_megatron.monitor.quantities import (
+from bapo_megatron.report.figures import Scale, XAxis
+from bapo_megatron.report.panels import Curve, Panel
+from bapo_megatron.report.quantities import (
     balance,
     best_of_group,
     bin_centres,

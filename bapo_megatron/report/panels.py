@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.figure import Figure
 
-from bapo_megatron.monitor.figures import (
+from bapo_megatron.report.figures import (
     PLAIN,
     SMOOTH_STEPS,
     STEPS,
@@ -22,7 +22,7 @@ from bapo_megatron.monitor.figures import (
     line_figure,
     stacked_figure,
 )
-from bapo_megatron.monitor.history import History
+from bapo_megatron.report.history import History
 
 Values = Callable[[History], Column]
 Groups = Mapping[str, Sequence[History]]
