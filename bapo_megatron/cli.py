@@ -202,8 +202,8 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _slurm(options: argparse.Namespace) -> int:
-    from bapo_megatron.launch.slurm import describe, prepare, submit
     from bapo_megatron.preflight.check import load_checked
+    from bapo_megatron.slurm.submit import describe, prepare, submit
 
     config = load_checked(options.arguments, elsewhere=True)
     job, warnings = prepare(config)
@@ -226,7 +226,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _run(config: Config) -> int:
-    from bapo_megatron.launch.local import run
+    from bapo_megatron.local import run
 
     return run(config)
 

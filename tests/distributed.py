@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 # Seconds to import. The server that forks the children imports those that the tests of this session have imported.
 _SLOW_IMPORTS = ("torch.distributed", "transformers", "bapo_megatron.learner.megatron")
 # What the forked ranks and engines of killable.py run; there is one server for all.
-_RUNS = ("bapo_megatron.launch.trainer", "bapo_megatron.train", "bapo_megatron.engines.embedded.server")
+_RUNS = ("bapo_megatron.worker", "bapo_megatron.train", "bapo_megatron.engines.embedded.server")
 
 
 def run_distributed(fn: Callable[..., None], world_size: int, *args: Any, timeout_s: float = 120.0) -> None:

@@ -15,8 +15,8 @@ import bapo_megatron.monitor.record
 import bapo_megatron.runtime.ranks
 import bapo_megatron.train  # noqa: F401  run_rank imports these late
 from bapo_megatron.engines.embedded import server
-from bapo_megatron.launch.trainer import redirect_output, run_rank
 from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.worker import redirect_output, run_rank
 
 
 def serve(lifeline: Connection, arguments: list[str], log: Path) -> None:

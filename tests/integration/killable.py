@@ -246,8 +246,6 @@ def _serve(ready: Path, log: Path) -> None:
 def _train(rank: int, size: int, port: int, run_dir: Path, url: str, journal: Path) -> None:
     import torch
 
-    from bapo_megatron.launch import trainer
-
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), **address}
     torch.set_num_threads(1)

@@ -89,8 +89,6 @@ class Run:
 def _rank(rank: int, size: int, port: int, run_dir: Path, url: str, fault: Callable[[int, Path], None]) -> None:
     import torch
 
-    from bapo_megatron.launch import trainer
-
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)

@@ -15,8 +15,8 @@ import pytest
 
 from bapo_megatron.config.load import load_config
 from bapo_megatron.engines import processes
-from bapo_megatron.launch.slurm import prepare
 from bapo_megatron.runtime.files import read_jsonl
+from bapo_megatron.slurm.submit import prepare
 from tests.integration.killable import SMALL
 from tests.integration.slurm_cluster import Cluster, install_packages, why_impossible
 from tests.integration.test_kill_resume import assert_same

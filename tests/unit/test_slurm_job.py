@@ -27,13 +27,13 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_slurm import seconds_of
 from bapo_megatron.engines.processes import own_address
 from bapo_megatron.errors import ConfigError, UserError
-from bapo_megatron.launch import node
-from bapo_megatron.launch.meeting import END, RUN, Meeting
-from bapo_megatron.launch.slurm import prepare
-from bapo_megatron.launch.tasks import known_step_s
 from bapo_megatron.monitor.record import Recorder
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.runtime.ranks import StopFile
+from bapo_megatron.slurm import node
+from bapo_megatron.slurm.meeting import END, RUN, Meeting
+from bapo_megatron.slurm.submit import prepare
+from bapo_megatron.slurm.tasks import known_step_s
 from tests.slurm_kinds import KINDS, settings_of
 
 GPUS = ("cluster.gpu=h100", "rollout.engine=sglang")
@@ -178,7 +178,7 @@ def test_the_script_means_what_was_set_however_it_is_written(tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stderr
     calls = [json.loads(line) for line in said.read_text().splitlines()]
-    roles = {argv[argv.index("bapo_megatron.launch.node") + 1]: argv for argv, _ in calls}
+    roles = {argv[argv.index("bapo_megatron.slurm.node") + 1]: argv for argv, _ in calls}
     assert roles.keys() == {"engines", "trainer"}
     for argv in roles.values():
         assert Path(argv[argv.index("--config") + 1]) == job.config_path

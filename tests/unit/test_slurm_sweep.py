@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from bapo_megatron.config.load import dump_config, load_config, load_tables
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.launch import slurm, tasks
-from bapo_megatron.launch.slurm import prepare
+from bapo_megatron.slurm import submit, tasks
+from bapo_megatron.slurm.submit import prepare
 
 TWO_NODES = ("cluster.nodes=2", "parallel.data=2", "rollout.num_servers=2")
 
@@ -191,5 +191,5 @@ def changes(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, list[str
 
 def commands(config: Config) -> list[str]:
     folder = Path("/folder")
-    script = slurm._render(config, folder, folder / "config.toml", tasks=[])
+    script = submit._render(config, folder, folder / "config.toml", tasks=[])
     return [line for line in script.splitlines() if not line.startswith("# ")]

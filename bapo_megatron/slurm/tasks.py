@@ -18,9 +18,9 @@ from bapo_megatron.config.plan_slurm import check_slurm, place
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.violation import Violation
 from bapo_megatron.errors import ConfigError, UserError
-from bapo_megatron.launch.container import mounts
 from bapo_megatron.preflight.check import violations_of
 from bapo_megatron.runtime.files import read_jsonl
+from bapo_megatron.slurm.container import mounts
 
 _RECENT_STEPS = 20
 

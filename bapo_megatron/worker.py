@@ -1,4 +1,4 @@
-"""One trainer rank: `python -m bapo_megatron.launch.trainer` under torchrun (local.py), or `run_rank` (node.py)."""
+"""One trainer rank: `python -m bapo_megatron.worker` under torchrun (local.py), or `run_rank` (node.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PARENT_POLL_S = 0.5
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the training loop on this rank, as `run_rank` does."""
-    parser = argparse.ArgumentParser(prog="bapo_megatron.launch.trainer")
+    parser = argparse.ArgumentParser(prog="bapo_megatron.worker")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--engine-url", action="append", default=[])
     options = parser.parse_args(arguments)

@@ -1,7 +1,7 @@
 """A configuration as a SLURM job: checked, written as a batch script, handed to sbatch.
 
 bapo slurm -> prepare() -> <run>/slurm/{job.sbatch, config-<digest>.toml} -> submit() -> sbatch
-job.sbatch -> srun: launch/node.py, as trainer ranks and as engine nodes
+job.sbatch -> srun: slurm/node.py, as trainer ranks and as engine nodes
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from bapo_megatron.config.plan_slurm import check_slurm, place
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.violation import Violation
 from bapo_megatron.errors import ConfigError, UserError
-from bapo_megatron.launch.container import container_arguments
-from bapo_megatron.launch.tasks import known_step_s, tasks_of
 from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.slurm.container import container_arguments
+from bapo_megatron.slurm.tasks import known_step_s, tasks_of
 
 _SBATCH_TIMEOUT_S = 60.0
 
@@ -93,13 +93,13 @@ def submit(job: Job) -> list[str]:
 @functools.cache
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("bapo_megatron.launch", "."),
+        loader=jinja2.PackageLoader("bapo_megatron.slurm", "."),
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
         autoescape=False,  # shell, not HTML: everything is quoted by the filter
     )
     environment.filters["quoted"] = lambda value: shlex.quote(str(value))
-    return environment.get_template("slurm.sbatch.jinja")
+    return environment.get_template("job.sbatch.jinja")
 
 
 def _render(config: Config, folder: Path, config_path: Path, tasks: Sequence[Sequence[str]]) -> str:

@@ -1,7 +1,7 @@
-"""What a SLURM job runs on its nodes (see slurm.sbatch.jinja), one process for each trainer rank and each engine node:
+"""What a SLURM job runs on its nodes (see job.sbatch.jinja), one process for each trainer rank and each engine node:
 
-    srun ... python -m bapo_megatron.launch.node trainer --config config.toml --meeting FOLDER [KEY=VALUE ...]
-    srun ... python -m bapo_megatron.launch.node engines --config config.toml --meeting FOLDER [KEY=VALUE ...]
+    srun ... python -m bapo_megatron.slurm.node trainer --config config.toml --meeting FOLDER [KEY=VALUE ...]
+    srun ... python -m bapo_megatron.slurm.node engines --config config.toml --meeting FOLDER [KEY=VALUE ...]
 
 srun says who is who (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS); the rest is told through files (meeting.py):
 
@@ -33,10 +33,10 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, reserved_ports
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError
-from bapo_megatron.launch.meeting import END, RUN, Meeting
-from bapo_megatron.launch.trainer import STOPPED, run_rank
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.report.page import write_report
+from bapo_megatron.slurm.meeting import END, RUN, Meeting
+from bapo_megatron.worker import STOPPED, run_rank
 
 _SETTING = "slurm.startup_timeout_s"
 _END_POLL_S = 1.0
@@ -45,7 +45,7 @@ _SIOCGIFADDR = 0x8915  # Linux: address of an interface
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one process of a job; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="bapo_megatron.launch.node")
+    parser = argparse.ArgumentParser(prog="bapo_megatron.slurm.node")
     parser.add_argument("role", choices=("trainer", "engines"))
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--meeting", type=Path, required=True)

@@ -1,7 +1,7 @@
 """One machine: start the engines, start the trainer ranks with torchrun's launcher, end what was started.
 
 bapo train -> run() -> engine processes (if asked for), under a supervisor
-                    -> torchrun -> launch/trainer.py on every rank
+                    -> torchrun -> worker.py on every rank
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(config: Config) -> int:
 
 
 def _train(config: Config, run_dir: RunDir, urls: Sequence[str]) -> int:
-    """Run launch/trainer.py under torchrun's elastic launcher, without restarts."""
+    """Run worker.py under torchrun's elastic launcher, without restarts."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -60,7 +60,7 @@ def _train(config: Config, run_dir: RunDir, urls: Sequence[str]) -> int:
         monitor_interval=0.2,
         logs_specs=DefaultLogsSpecs(log_dir=str(run_dir.log_dir / "torchrun")),
     )
-    arguments = ["-m", "bapo_megatron.launch.trainer", "--run-dir", str(run_dir.path)]
+    arguments = ["-m", "bapo_megatron.worker", "--run-dir", str(run_dir.path)]
     for url in urls:
         arguments += ["--engine-url", url]
     before = os.environ.get("OMP_NUM_THREADS")
