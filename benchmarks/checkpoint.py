@@ -31,10 +31,10 @@ from bapo_megatron.config.schema import CheckpointConfig, Config
 from bapo_megatron.hf.reader import HFReader
 from bapo_megatron.hf.shape import hf_tensors, model_shape
 from bapo_megatron.hf.writer import write_safetensors
-from bapo_megatron.learner.checkpoint import PARTS
 from bapo_megatron.learner.hf.convert import fill_parameters, gather_weights
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.parallel import stop_processes
+from bapo_megatron.learner.snapshots import PARTS
 
 MODEL = {
     "model_type": "qwen3",

@@ -16,7 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bapo_megatron.algorithms.clip_bounds import ClipBoundConfig, contribution_table, search_bounds
+from bapo_megatron.algorithms.clip_bounds import contribution_table, search_bounds
+from bapo_megatron.config.schema_loss import ClipBoundConfig
 
 NUM_RUNS = 7
 

@@ -3,7 +3,7 @@
 
     python scripts/make_demo_model.py [--model demo|study] [--output FOLDER] [--num-updates N] [--seed S]
 
-The demonstrator writes chains of modular arithmetic as a careless pupil would (bapo_megatron/assets/pupils.py):
+The demonstrator writes chains of modular arithmetic as a careless pupil would (scripts/pupils.py):
 
   * a quarter of the 147 facts (operator, left, right) it believes wrongly most of the time, so that there is something
     to unlearn, and the right result still turns up often enough to be reinforced;
@@ -21,10 +21,8 @@ import argparse
 from pathlib import Path
 
 import torch
-
-from bapo_megatron.assets import shipped_model_path
-from bapo_megatron.assets.pupils import CHAIN_RESPONSE_TOKENS, ChainPupil
-from bapo_megatron.assets.warm_start import (
+from pupils import CHAIN_RESPONSE_TOKENS, ChainPupil
+from warm_start import (
     SPECIAL_TOKENS,
     build_model,
     build_tokenizer,
@@ -32,6 +30,8 @@ from bapo_megatron.assets.warm_start import (
     save,
     warm_start,
 )
+
+from bapo_megatron.assets import shipped_model_path
 from bapo_megatron.prompts.chains import MODULUS, OPERATORS, ChainSource
 from bapo_megatron.rewards.chains import judge_chain
 

@@ -24,9 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from bapo_megatron.assets import shipped_model_path
-from bapo_megatron.assets.pupils import (
+from pupils import (
     CHAIN_RESPONSE_TOKENS,
     PROGRAM_RESPONSE_TOKENS,
     SPELLING,
@@ -35,7 +33,7 @@ from bapo_megatron.assets.pupils import (
     ProgramPupil,
     SpellingPupil,
 )
-from bapo_megatron.assets.warm_start import (
+from warm_start import (
     SPECIAL_TOKENS,
     build_model,
     build_tokenizer,
@@ -43,6 +41,8 @@ from bapo_megatron.assets.warm_start import (
     save,
     warm_start,
 )
+
+from bapo_megatron.assets import shipped_model_path
 from bapo_megatron.prompts.base import PromptSource
 from bapo_megatron.prompts.chains import ChainSource
 from bapo_megatron.prompts.programs import ProgramSource

@@ -28,7 +28,7 @@ from torch import Tensor
 from bapo_megatron.algorithms.losses import LOSSES, MAX_LOG_RATIO, LossInputs, LossResult
 
 if TYPE_CHECKING:
-    from bapo_megatron.config.schema import LossConfig
+    from bapo_megatron.config.schema_loss import LossConfig
 
 _MAX_ERROR = 0.2  # of the controller: bounds its change per update, as in Ziegler et al.
 

@@ -31,7 +31,7 @@ from bapo_megatron.algorithms.token_profile import token_profile_sums
 from bapo_megatron.types import ClipBounds
 
 if TYPE_CHECKING:
-    from bapo_megatron.config.schema import LossConfig
+    from bapo_megatron.config.schema_loss import LossConfig
 
 MAX_LOG_RATIO = 20.0  # exp(20) is far beyond any bound, and far from overflow
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
+from urllib.parse import urlsplit
 
-from bapo_megatron.config.plan_critic import check_critic
-from bapo_megatron.config.plan_learning import check_learning, check_reference
-from bapo_megatron.config.plan_monitor import check_monitor
-from bapo_megatron.config.plan_servers import check_servers, server_address
+from bapo_megatron.config.base import Violation
+from bapo_megatron.config.lr_schedule import planned_updates
 from bapo_megatron.config.precision import Machine, check_precision
 from bapo_megatron.config.schema import Config, RolloutConfig
-from bapo_megatron.config.violation import Violation
+from bapo_megatron.config.schema_advantage import CriticConfig
+from bapo_megatron.hf.layout import validate_layout
 
 __all__ = ["Violation", "check", "max_microbatches", "num_ranks", "summarize"]
 
@@ -376,8 +377,6 @@ def _sync(config: Config) -> Iterator[Violation]:
 
 
 def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:
-    from bapo_megatron.learner.hf.shapes import validate_layout
-
     p = config.parallel
     yield from (Violation(message) for message in validate_layout(hf_config, p.tensor, p.pipeline, p.virtual_pipeline))
     heads, ranks = hf_config.get("num_attention_heads"), config.rollout.server_tensor_parallel
@@ -396,4 +395,199 @@ def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:
         yield Violation(
             f"data.max_prompt_tokens + rollout.max_response_tokens = {prompt} + {response} = {prompt + response} is "
             f"more than the model's max_position_embeddings={positions}; {advice}"
+        )
+
+
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+def server_address(url: str) -> tuple[str, int] | None:
+    """Host and port of a base URL; None where it is not one.
+
+    Example: server_address("http://node3:30000") == ("node3", 30000); server_address("node3:30000") is None.
+    """
+    try:
+        parts = urlsplit(url)
+        port = _DEFAULT_PORTS.get(parts.scheme) if parts.port is None else parts.port
+    except ValueError:  # a port above 65535, or half an IPv6 address
+        return None
+    return (parts.hostname, port) if parts.hostname and port and parts.scheme in _DEFAULT_PORTS else None
+
+
+def check_servers(config: Config) -> Iterator[Violation]:
+    """URLs, and the share of a GPU's memory."""
+    r = config.rollout
+    for url in r.urls if r.engine == "attach" else ():
+        if server_address(url) is None:
+            yield Violation(f'rollout.urls: "{url}" is no URL of a server; write it like "http://127.0.0.1:30000"')
+    share = config.sglang.extra.get("mem_fraction_static")
+    if share is not None and not (type(share) in (int, float) and 0 < share < 1):
+        yield Violation(
+            f"sglang.extra.mem_fraction_static={share!r} is no share of a GPU's memory, for weights and KV cache; set "
+            "it between 0 and 1, such as 0.85, or leave it out"
+        )
+
+
+def check_learning(config: Config) -> Iterator[Violation]:
+    """Settings that contradict each other, or that do nothing."""
+    yield from _schedule(config)
+    yield from _bounds(config)
+    yield from _profile(config)
+    yield from _kl(config)
+    yield from _rewards(config)
+
+
+def check_reference(config: Config, reference: dict[str, Any], policy: dict[str, Any]) -> Iterator[Violation]:
+    """Whether the model of `loss.reference_path` can be compared with the policy, and split like it.
+
+    Args:
+        reference, policy: their config.json.
+    """
+    p, name = config.parallel, f"loss.reference_path={config.loss.reference_path!r}"
+    if (size := reference.get("vocab_size")) != policy.get("vocab_size"):
+        yield Violation(
+            f"{name} has a vocabulary of {size} tokens, the policy one of {policy.get('vocab_size')}: log-probs of the "
+            "same tokens cannot be compared; set it to a model of the policy's family, or leave it out"
+        )
+    for problem in validate_layout(reference, p.tensor, p.pipeline, p.virtual_pipeline):
+        yield Violation(f"{name}: {problem}")
+
+
+def _schedule(config: Config) -> Iterator[Violation]:
+    optimizer, num_updates = config.optimizer, planned_updates(config)
+    if optimizer.schedule == "constant":
+        for name in ("min_lr_ratio", "total_updates"):
+            if value := getattr(optimizer, name):
+                yield Violation(
+                    f'optimizer.{name}={value:g} does nothing with optimizer.schedule="constant"; set '
+                    'optimizer.schedule="cosine", or leave it out',
+                    "warning",
+                )
+    elif optimizer.warmup_updates >= num_updates:
+        yield Violation(
+            f"optimizer.warmup_updates={optimizer.warmup_updates} leaves nothing of the {num_updates} updates for "
+            f'optimizer.schedule="{optimizer.schedule}"; set optimizer.warmup_updates={num_updates // 10} or so'
+        )
+
+
+def _bounds(config: Config) -> Iterator[Violation]:
+    if config.loss.name == "bapo" and config.bapo.scope == "microbatch":
+        yield Violation(
+            'bapo.scope="microbatch" gives every micro-batch bounds of its own, as the authors\' recipe does: results '
+            f"depend on train.max_tokens_per_microbatch={config.train.max_tokens_per_microbatch} and on the number of "
+            'data and context ranks; set bapo.scope="exact" for results that do not',
+            "warning",
+        )
+
+
+def _profile(config: Config) -> Iterator[Violation]:
+    if config.monitor.token_profile and config.loss.name == "sft":
+        yield Violation(
+            'monitor.token_profile=true does nothing with loss.name="sft", which has neither ratios nor bounds; '
+            "leave it out",
+            "warning",
+        )
+
+
+def _kl(config: Config) -> Iterator[Violation]:
+    loss = config.loss
+    if not loss.kl_coef:
+        if loss.kl_target is not None:
+            yield Violation(
+                f"loss.kl_target={loss.kl_target:g} multiplies loss.kl_coef, which is 0 and would stay so; set "
+                "loss.kl_coef=0.1, or leave loss.kl_target out"
+            )
+        if loss.reference_path is not None:
+            yield Violation(
+                f"loss.reference_path={loss.reference_path!r} is not used without a KL term; set loss.kl_coef=0.001, "
+                "or leave it out",
+                "warning",
+            )
+        return
+    if loss.kl_estimator == "k1":
+        yield Violation(
+            'loss.kl_estimator="k1" has a gradient of 0 on average, on samples of the policy itself: as a term of the '
+            'loss it adds noise and holds nothing back; set loss.kl_estimator="k2" or "k3"',
+            "warning",
+        )
+
+
+def _rewards(config: Config) -> Iterator[Violation]:
+    reward = config.reward
+    is_scaled = reward.scale != 1 or reward.running_std
+    if config.advantage.kind == "grpo" and is_scaled and reward.clip is None:
+        name = "reward.running_std" if reward.running_std else f"reward.scale={reward.scale:g}"
+        yield Violation(
+            f'{name} does nothing with advantage.kind="grpo", which divides by the standard deviation of each group; '
+            'set advantage.kind="dr_grpo" or "rloo"',
+            "warning",
+        )
+    if config.advantage.whiten_batch and is_scaled and reward.clip is None and config.advantage.kind != "grpo":
+        yield Violation(
+            "advantage.whiten_batch=true divides by the standard deviation of the batch, so that reward.scale and "
+            "reward.running_std do nothing; leave one of them out",
+            "warning",
+        )
+
+
+def check_critic(config: Config) -> Iterator[Violation]:
+    """Settings of a critic that no advantage asks for, and groups that one does not need."""
+    advantage, critic, r = config.advantage, config.critic, config.rollout
+    if advantage.compares_responses:
+        if changed := [name for name, default in CriticConfig() if getattr(critic, name) != default]:
+            yield Violation(
+                f'critic.{changed[0]} is set, but advantage.kind="{advantage.kind}" has no critic; set '
+                f'advantage.kind="gae" or "n_step", or leave [critic] out'
+            )
+        return
+    if advantage.whiten_batch:
+        yield Violation(
+            f'advantage.whiten_batch=true is for one advantage per response, and advantage.kind="{advantage.kind}" has '
+            "one per token; set advantage.whiten_tokens instead"
+        )
+    if critic.warmup_steps >= config.train.num_steps and not config.train.rollout_only:
+        yield Violation(
+            f"critic.warmup_steps={critic.warmup_steps} of train.num_steps={config.train.num_steps} steps train the "
+            "critic only: the policy would never change; set train.num_steps above it",
+            "warning",
+        )
+    if r.zero_variance == "drop":
+        cost = "are all there are" if r.samples_per_prompt == 1 else "teach a critic as much as others"
+        yield Violation(
+            f'rollout.zero_variance="drop" leaves out groups of equal rewards, which {cost} with '
+            f'rollout.samples_per_prompt={r.samples_per_prompt} and advantage.kind="{advantage.kind}"; set '
+            'rollout.zero_variance="keep"',
+            "error" if r.samples_per_prompt == 1 else "warning",
+        )
+    if r.truncated == "mask":
+        yield Violation(
+            'rollout.truncated="mask": the critic does not learn from truncated responses either, so that its values '
+            "are those of responses that come to an end",
+            "warning",
+        )
+
+
+# By sink: the module, and the extra of this package that installs it. "prometheus" stands for the endpoint.
+PACKAGES = {
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "wandb": ("wandb", "wandb"),
+    "prometheus": ("prometheus_client", "prometheus"),
+}
+
+
+def check_monitor(config: Config) -> Iterator[Violation]:
+    """A missing package is told before anything starts."""
+    for name in dict.fromkeys(config.monitor.sinks):
+        yield from _package(name, f'monitor.sinks has "{name}"', f'take "{name}" out of monitor.sinks')
+    if config.monitor.prometheus_port is not None:
+        setting = f"monitor.prometheus_port={config.monitor.prometheus_port}"
+        yield from _package("prometheus", setting, "leave monitor.prometheus_port out")
+
+
+def _package(name: str, setting: str, instead: str) -> Iterator[Violation]:
+    module, extra = PACKAGES[name]
+    if find_spec(module) is None:
+        yield Violation(
+            f"{setting}, and the package {module.replace('_', '-')} is not installed; "
+            f"run `pip install 'bapo-megatron[{extra}]'`, or {instead}"
         )

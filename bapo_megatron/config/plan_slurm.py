@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from bapo_megatron.config.base import Violation
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_slurm import seconds_of
-from bapo_megatron.config.violation import Violation
 from bapo_megatron.errors import ConfigError
 
 

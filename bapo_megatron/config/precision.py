@@ -7,49 +7,20 @@ said before a process is started. docs/precision.md has the table.
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from pydantic import Field, PositiveInt
+import packaging.version
 
-from bapo_megatron.config.base import Section
-from bapo_megatron.config.violation import Violation
+from bapo_megatron.config.base import Violation
+from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape, model_shape, unsupported
 
-if TYPE_CHECKING:
-    from bapo_megatron.config.schema import Config
-
 Version = tuple[int, ...]
-
-
-class PrecisionConfig(Section):
-    """FP8 inside the layers, through Transformer Engine: see docs/precision.md. The embedding, the output layer,
-    log-probs and the loss never are FP8."""
-
-    fp8: Literal["off", "hybrid", "e4m3"] = "off"
-    """Format of the operands of the layers' matrix products. hybrid: e4m3 forward, e5m2 for gradients; e4m3: e4m3 for
-    both. Needs model.dtype = "bfloat16"."""
-    recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = "tensorwise"
-    """Where scales come from. tensorwise: each tensor's own largest value; delayed: those of earlier passes; blockwise:
-    blocks of 128 values; mxfp8: blocks of 32 values, on Blackwell."""
-    amax_history: PositiveInt = 1024
-    """delayed: passes whose largest value sets the scale."""
-    margin: int = Field(0, ge=0)
-    """delayed: scales are 2**margin times smaller than the largest value would allow."""
-    fp8_params: bool = False
-    """Keep the layers' matrices in FP8 instead of quantising bfloat16 ones each update; the optimizer's float32 weights
-    stay. Needs optimizer.distributed."""
-    bf16_layers_at_start: int = Field(0, ge=0)
-    """Layers at the start of the model that stay bfloat16 (not with delayed)."""
-    bf16_layers_at_end: int = Field(0, ge=0)
-    """Layers at the end of the model that stay bfloat16 (not with delayed)."""
-
-    @property
-    def uses_fp8(self) -> bool:
-        """Whether any matrix product is FP8."""
-        return self.fp8 != "off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,3 +265,27 @@ def _instead(recipe: str, machine: Machine) -> str:
 
 def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
+
+
+def this_machine() -> Machine:
+    """Read what FP8 depends on: the current CUDA device, where there is one, and the installed packages."""
+    import torch  # takes seconds, and most of the checks need only facts
+
+    if not torch.cuda.is_available():
+        return Machine(transformer_engine=_transformer_engine())
+    cuda = version_numbers(torch.version.cuda or "")
+    return Machine(torch.cuda.get_device_capability(), cuda, _transformer_engine())
+
+
+def version_numbers(text: str) -> Version:
+    """Parse the release numbers of a version: "2.11.0+abc" is (2, 11, 0); () where it is none."""
+    try:
+        return packaging.version.parse(text).release
+    except packaging.version.InvalidVersion:
+        return ()
+
+
+def _transformer_engine() -> Version | None:
+    if importlib.util.find_spec("transformer_engine") is None:
+        return None
+    return version_numbers(importlib.metadata.version("transformer_engine"))

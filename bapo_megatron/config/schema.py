@@ -10,11 +10,10 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from bapo_megatron.algorithms.clip_bounds import ClipBoundConfig
 from bapo_megatron.config.base import Section
 from bapo_megatron.config.layout import ClusterConfig, ParallelConfig
-from bapo_megatron.config.precision import PrecisionConfig
 from bapo_megatron.config.schema_advantage import AdvantageConfig, CriticConfig
+from bapo_megatron.config.schema_loss import ClipBoundConfig, LossConfig
 from bapo_megatron.config.schema_monitor import MonitorConfig
 from bapo_megatron.config.schema_slurm import SlurmConfig
 
@@ -45,6 +44,34 @@ class ModelConfig(Section):
     implementation: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers of the trainer. transformer_engine: NVIDIA's kernels, for bfloat16 on GPUs, and the only ones with FP8;
     local: Megatron's own linears and our packed attention; auto: the first where it is installed and can be used."""
+
+
+class PrecisionConfig(Section):
+    """FP8 inside the layers, through Transformer Engine: see docs/precision.md. The embedding, the output layer,
+    log-probs and the loss never are FP8."""
+
+    fp8: Literal["off", "hybrid", "e4m3"] = "off"
+    """Format of the operands of the layers' matrix products. hybrid: e4m3 forward, e5m2 for gradients; e4m3: e4m3 for
+    both. Needs model.dtype = "bfloat16"."""
+    recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = "tensorwise"
+    """Where scales come from. tensorwise: each tensor's own largest value; delayed: those of earlier passes; blockwise:
+    blocks of 128 values; mxfp8: blocks of 32 values, on Blackwell."""
+    amax_history: PositiveInt = 1024
+    """delayed: passes whose largest value sets the scale."""
+    margin: int = Field(0, ge=0)
+    """delayed: scales are 2**margin times smaller than the largest value would allow."""
+    fp8_params: bool = False
+    """Keep the layers' matrices in FP8 instead of quantising bfloat16 ones each update; the optimizer's float32 weights
+    stay. Needs optimizer.distributed."""
+    bf16_layers_at_start: int = Field(0, ge=0)
+    """Layers at the start of the model that stay bfloat16 (not with delayed)."""
+    bf16_layers_at_end: int = Field(0, ge=0)
+    """Layers at the end of the model that stay bfloat16 (not with delayed)."""
+
+    @property
+    def uses_fp8(self) -> bool:
+        """Whether any matrix product is FP8."""
+        return self.fp8 != "off"
 
 
 class DataConfig(Section):
@@ -175,39 +202,6 @@ class RolloutConfig(Section):
     """embedded, sglang: CPU threads of one engine process. Unset: cores / processes (trainer and engine take turns)."""
     engine_max_context: PositiveInt | None = None
     """embedded, sglang: longest prompt + response. Unset: max_prompt_tokens + max_response_tokens."""
-
-
-class LossConfig(Section):
-    """The policy loss."""
-
-    name: Literal["bapo", "grpo", "clip_higher", "sft"] = "bapo"
-    """bapo: bounds found by the search of [bapo]; grpo: fixed bounds; clip_higher: fixed with a wider upper bound;
-    sft: maximum likelihood of all trained tokens, without advantages, such as a warm start from recorded responses."""
-    clip_low: float = Field(0.8, gt=0, le=1)
-    """grpo, clip_higher: lower ratio bound (0.8 is 1 - epsilon for epsilon = 0.2)."""
-    clip_high: float = Field(1.2, ge=1)
-    """grpo: upper ratio bound."""
-    clip_higher: float = Field(1.28, ge=1)
-    """clip_higher: upper ratio bound."""
-    dual_clip: float | None = Field(None, gt=1)
-    """Bounds the loss of a negative token at this multiple of its advantage; unset: no dual clip."""
-    proximal: Literal["behaviour", "learner"] = "behaviour"
-    """Denominator of the ratio that is clipped. behaviour: the policy that sampled the token (the paper's r_t);
-    learner: the learner at the start of the step (one more scoring pass), with truncated importance weights."""
-    importance_cap: float = Field(2.0, ge=1)
-    """proximal = "learner": largest weight pi_prox / pi_behaviour of a token's term; 1e9 is no bound."""
-    kl_coef: float = Field(0.0, ge=0)
-    """Weight of KL(policy || reference) per trained token in the loss; with kl_target, where it starts. Above 0, the
-    learner holds the reference's weights too, and scores each rollout batch with them once. 0: no reference."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """With d = log policy - log reference. k1: d (its gradient is 0 on average); k2: d^2 / 2; k3: e^-d - 1 + d, as in
-    GRPO."""
-    kl_target: PositiveFloat | None = None
-    """Steer kl_coef so that the KL per token stays near this, in nats (Ziegler et al.). Unset: kl_coef is constant."""
-    kl_horizon: float = Field(10.0, ge=1)
-    """kl_target: an update changes the coefficient by at most a share of 0.2 / kl_horizon."""
-    reference_path: str | None = None
-    """Hugging Face folder of the reference policy, with the policy's vocabulary. Unset: model.path."""
 
 
 class OptimizerConfig(Section):

@@ -1,6 +1,6 @@
 """Evaluating a checkpoint: engines with its weights, all problems through the Evaluator of training, judged, kept.
 
-checkpoint -> Hugging Face folder -> engines (engines/) -> Evaluator (rollout/) -> RewardScorer (rewards/) -> result.json
+checkpoint -> Hugging Face folder -> engines -> Evaluator (rollout/) -> RewardScorer (rewards/) -> result.json
 """
 
 from __future__ import annotations

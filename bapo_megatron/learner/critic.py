@@ -27,15 +27,15 @@ from bapo_megatron.checkpoint.shards import Snapshot
 from bapo_megatron.config.precision import tokens_multiple
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.layout import validate_layout
 from bapo_megatron.hf.reader import HFReader
 from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape
-from bapo_megatron.learner import checkpoint
+from bapo_megatron.learner import snapshots as checkpoint
 from bapo_megatron.learner.adam import AdamState, clip_and_step, set_rates
 from bapo_megatron.learner.build import for_training
 from bapo_megatron.learner.gradient_guard import SkipLimit
 from bapo_megatron.learner.hf.convert import gather_weights, load_weights
 from bapo_megatron.learner.hf.names import VALUE_HEAD
-from bapo_megatron.learner.hf.shapes import validate_layout
 from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.learner.schedule import Schedule

@@ -23,15 +23,16 @@ from torch.nn import ModuleList, Parameter
 
 from bapo_megatron.algorithms.kl import KLCoefficient, loss_with_kl
 from bapo_megatron.algorithms.losses import LossInputs, LossResult
-from bapo_megatron.algorithms.lr_schedule import learning_rate, planned_updates
 from bapo_megatron.algorithms.mismatch import Mismatch, logprob_mismatch
 from bapo_megatron.checkpoint.shards import Snapshot
-from bapo_megatron.config.precision import tokens_multiple
+from bapo_megatron.config.lr_schedule import learning_rate, planned_updates
+from bapo_megatron.config.precision import this_machine, tokens_multiple
 from bapo_megatron.config.schema import Config, ParallelConfig
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.layout import validate_layout
 from bapo_megatron.hf.shape import load_hf_config, model_shape
-from bapo_megatron.learner import checkpoint
+from bapo_megatron.learner import snapshots as checkpoint
 from bapo_megatron.learner.adam import WEIGHT, AdamState, clip_and_step, set_rates
 from bapo_megatron.learner.base import BoundsOf, StepResult
 from bapo_megatron.learner.bounds import bounds_on_all_stages
@@ -39,8 +40,6 @@ from bapo_megatron.learner.build import for_training
 from bapo_megatron.learner.gradient_guard import GradientGuard
 from bapo_megatron.learner.hf.convert import gather_weights, load_weights
 from bapo_megatron.learner.hf.names import entries
-from bapo_megatron.learner.hf.shapes import validate_layout
-from bapo_megatron.learner.machine import this_machine
 from bapo_megatron.learner.metrics import TokenMetrics
 from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device, start_processes

@@ -24,13 +24,13 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from bapo_megatron.algorithms.logprobs import Backend, VocabShard, token_log_probs
+from bapo_megatron.config.precision import this_machine
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.rope import rotary_frequencies
 from bapo_megatron.hf.shape import ModelShape
 from bapo_megatron.learner.attention import PackedSequences
 from bapo_megatron.learner.layers import block_spec
-from bapo_megatron.learner.machine import this_machine
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.learner.precision import fp8_fields, uses_transformer_engine
 from bapo_megatron.types import MicroBatch

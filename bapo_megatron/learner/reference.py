@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.config.plan_learning import check_reference
+from bapo_megatron.config.plan import check_reference
 from bapo_megatron.config.precision import tokens_multiple
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
+from bapo_megatron.config.base import Violation
 from bapo_megatron.config.load import load_config, split_arguments
 from bapo_megatron.config.plan import check
 from bapo_megatron.config.plan_slurm import check_placement, refuse_several_nodes
+from bapo_megatron.config.precision import this_machine
 from bapo_megatron.config.schema import Config
-from bapo_megatron.config.violation import Violation
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.hf.shape import load_hf_config
-from bapo_megatron.learner.machine import this_machine
 from bapo_megatron.preflight.known_models import known_config
 from bapo_megatron.preflight.plan import check_cluster
 

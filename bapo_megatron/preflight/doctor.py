@@ -15,8 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.config.plan import num_ranks
-from bapo_megatron.config.plan_servers import server_address
+from bapo_megatron.config.plan import num_ranks, server_address
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
 from bapo_megatron.hf.shape import load_hf_config, model_shape

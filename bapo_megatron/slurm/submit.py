@@ -19,10 +19,10 @@ from typing import Any
 
 import jinja2
 
+from bapo_megatron.config.base import Violation
 from bapo_megatron.config.load import dump_config
 from bapo_megatron.config.plan_slurm import check_slurm, place
 from bapo_megatron.config.schema import Config
-from bapo_megatron.config.violation import Violation
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.slurm.container import container_arguments

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bapo_megatron.config.base import Violation
 from bapo_megatron.config.load import dump_config, load_tables
 from bapo_megatron.config.plan_slurm import check_slurm, place
 from bapo_megatron.config.schema import Config
-from bapo_megatron.config.violation import Violation
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.preflight.check import violations_of
 from bapo_megatron.runtime.files import read_jsonl

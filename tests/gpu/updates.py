@@ -14,9 +14,8 @@ from torch import Tensor
 
 from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.config.load import load_config
-from bapo_megatron.config.precision import problems
+from bapo_megatron.config.precision import problems, this_machine
 from bapo_megatron.hf.shape import load_hf_config, model_shape
-from bapo_megatron.learner.machine import this_machine
 from tests.integration.learner_reference import BOUNDS, TEMPERATURE, random_batch
 
 # Every size of a layer is a multiple of 128: fit for each FP8 recipe.

@@ -246,13 +246,15 @@ def _serve(ready: Path, log: Path) -> None:
 def _train(rank: int, size: int, port: int, run_dir: Path, url: str, journal: Path) -> None:
     import torch
 
+    from bapo_megatron import worker
+
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), **address}
     torch.set_num_threads(1)
     _write_to(Path(os.devnull))
     if rank == 0:
         _keep_journal(journal)
-    raise SystemExit(trainer.main(["--run-dir", str(run_dir), "--engine-url", url]))
+    raise SystemExit(worker.main(["--run-dir", str(run_dir), "--engine-url", url]))
 
 
 def _write_to(log: Path) -> None:

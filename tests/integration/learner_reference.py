@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from bapo_megatron.algorithms.clip_bounds import ClipBoundConfig
+from bapo_megatron.config.schema_loss import ClipBoundConfig
 from bapo_megatron.types import Batch, ClipBounds
 
 BOUNDS = ClipBounds(low=0.8, high=1.3, positive_share=0.5, saturated=False, num_moves=0)

@@ -11,9 +11,9 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from bapo_megatron.algorithms.clip_bounds import ClipBoundConfig
 from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema_loss import ClipBoundConfig
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner

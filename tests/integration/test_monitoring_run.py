@@ -89,13 +89,15 @@ class Run:
 def _rank(rank: int, size: int, port: int, run_dir: Path, url: str, fault: Callable[[int, Path], None]) -> None:
     import torch
 
+    from bapo_megatron import worker
+
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     screen = os.open(run_dir / "screen.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(screen, 1)
     fault(rank, run_dir)
-    raise SystemExit(trainer.main(["--run-dir", str(run_dir), "--engine-url", url]))
+    raise SystemExit(worker.main(["--run-dir", str(run_dir), "--engine-url", url]))
 
 
 def slow_then_hung(rank: int, run_dir: Path) -> None:

@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from bapo_megatron.algorithms.clip_bounds import (
-    PRESETS,
-    ClipBoundConfig,
     contribution_table,
     counted_tokens,
     empty_table,
     positive_share,
     search_bounds,
 )
+from bapo_megatron.config.schema_loss import PRESETS, ClipBoundConfig
 
 READINGS = ("gradient", "surrogate", "net", "official")
 WEIGHTS = ("uniform", "rollout_prob")

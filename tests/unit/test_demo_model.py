@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo_megatron.assets import demo_model_path, resolve_model_path, shipped_model_path
-from bapo_megatron.assets.pupils import CHAIN_RESPONSE_TOKENS, ChainPupil
-from bapo_megatron.assets.warm_start import build_tokenizer, mean_reward
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.prompts.chains import ChainSource, apply_operator
 from bapo_megatron.prompts.jsonl import JsonlSource
 from bapo_megatron.rewards.chains import judge_chain
+from scripts.pupils import CHAIN_RESPONSE_TOKENS, ChainPupil
+from scripts.warm_start import build_tokenizer, mean_reward
 
 REPOSITORY = Path(__file__).parents[2]
 

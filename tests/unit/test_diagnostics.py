@@ -20,7 +20,7 @@ from bapo_megatron.algorithms.diagnostics import (
     gradient_direction,
 )
 from bapo_megatron.algorithms.losses import LossInputs, clipped_policy_loss
-from bapo_megatron.config.schema import LossConfig
+from bapo_megatron.config.schema_loss import LossConfig
 from bapo_megatron.types import ClipBounds
 
 NUM_ACTIONS = 12

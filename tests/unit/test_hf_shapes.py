@@ -15,9 +15,9 @@ import transformers
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.families import FAMILIES
+from bapo_megatron.hf.layout import validate_layout
 from bapo_megatron.hf.rope import rotary_frequencies
 from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape
-from bapo_megatron.learner.hf.shapes import validate_layout
 from tests.hf_models import MODELS, make_model_config
 
 CONFIG: dict[str, Any] = {
@@ -187,7 +187,7 @@ def test_config_file_errors_name_the_file(tmp_path: Path) -> None:
 
 def test_module_needs_neither_torch_nor_megatron() -> None:
     code = (
-        "import sys, bapo_megatron.learner.hf.shapes\n"
+        "import sys, bapo_megatron.hf.layout\n"
         "assert not {m.split('.')[0] for m in sys.modules} & {'megatron', 'torch', 'transformers'}"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bapo_megatron.algorithms.kl import ESTIMATORS, KLCoefficient, loss_with_kl, reference_kl
 from bapo_megatron.algorithms.losses import LOSSES, LossInputs, fixed_bounds
-from bapo_megatron.config.schema import LossConfig
+from bapo_megatron.config.schema_loss import LossConfig
 from bapo_megatron.types import ClipBounds
 
 FORMULAS = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}

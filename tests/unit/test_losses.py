@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.algorithms.clip_bounds import ClipBoundConfig, contribution_table
+from bapo_megatron.algorithms.clip_bounds import contribution_table
 from bapo_megatron.algorithms.losses import (
     LOSSES,
     LossInputs,
@@ -18,7 +18,7 @@ from bapo_megatron.algorithms.losses import (
     importance_ratio,
     supervised_loss,
 )
-from bapo_megatron.config.schema import LossConfig
+from bapo_megatron.config.schema_loss import ClipBoundConfig, LossConfig
 from bapo_megatron.types import ClipBounds
 
 BOUNDS = ClipBounds(low=0.6, high=1.45, positive_share=0.4, saturated=False, num_moves=5)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.algorithms.lr_schedule import learning_rate, planned_updates
+from bapo_megatron.config.lr_schedule import learning_rate, planned_updates
 from bapo_megatron.config.schema import Config, OptimizerConfig
 
 HALF = math.sqrt(0.5)

@@ -10,10 +10,9 @@ import torch
 from bapo_megatron.buffer.packing import minibatches
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.plan import check
-from bapo_megatron.config.precision import RECIPES, Machine, problems, tokens_multiple, warnings
+from bapo_megatron.config.precision import RECIPES, Machine, problems, tokens_multiple, version_numbers, warnings
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import ModelShape, model_shape
-from bapo_megatron.learner.machine import _version
 from bapo_megatron.learner.precision import check_machine, fp8_fields, logprob_backend, uses_transformer_engine
 from tests.integration.learner_reference import random_batch
 
@@ -241,9 +240,9 @@ def test_backend_of_log_probs() -> None:
 
 
 def test_versions() -> None:
-    assert _version("2.11.0+abc12") == (2, 11, 0)
-    assert _version("2.2.0.dev0") == (2, 2, 0)
-    assert _version("12.9") == (12, 9)
+    assert version_numbers("2.11.0+abc12") == (2, 11, 0)
+    assert version_numbers("2.2.0.dev0") == (2, 2, 0)
+    assert version_numbers("12.9") == (12, 9)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

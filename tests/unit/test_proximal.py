@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.algorithms.clip_bounds import ClipBoundConfig, contribution_table, positive_share
+from bapo_megatron.algorithms.clip_bounds import contribution_table, positive_share
 from bapo_megatron.algorithms.losses import LossInputs, clipped_policy_loss, importance_ratio, ratio_and_weight
 from bapo_megatron.buffer.packing import Share, minibatches
-from bapo_megatron.config.schema import LossConfig
+from bapo_megatron.config.schema_loss import ClipBoundConfig, LossConfig
 from bapo_megatron.types import Batch, ClipBounds
 
 BOUNDS = ClipBounds(low=0.6, high=1.45, positive_share=0.4, saturated=False, num_moves=5)

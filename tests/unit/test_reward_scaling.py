@@ -11,9 +11,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.algorithms.advantages import ADVANTAGES, whiten
-from bapo_megatron.algorithms.clip_bounds import ClipBoundConfig, contribution_table, search_bounds
+from bapo_megatron.algorithms.clip_bounds import contribution_table, search_bounds
 from bapo_megatron.buffer.batch import BatchBuilder
 from bapo_megatron.config.schema import Config, RewardConfig
+from bapo_megatron.config.schema_loss import ClipBoundConfig
 from bapo_megatron.rewards.scaling import Moments, RewardScaler
 from bapo_megatron.rewards.shaping import is_informative
 from bapo_megatron.types import Batch, Group, Prompt, Segment, Trajectory

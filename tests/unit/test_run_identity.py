@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import Field
 
-from bapo_megatron.config.schema import Config, LossConfig
+from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema_loss import LossConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reproduce import identity
 from bapo_megatron.reproduce.identity import run_name

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.config import plan_monitor
+from bapo_megatron.config import plan
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.monitor import sinks
@@ -106,7 +106,7 @@ READERS: dict[str, Callable[[Path], Values]] = {
 
 
 def test_every_sink_is_under_contract_and_says_how_it_is_installed() -> None:
-    assert READERS.keys() - {"jsonl"} == SINKS.keys() == plan_monitor.PACKAGES.keys() - {"prometheus"}
+    assert READERS.keys() - {"jsonl"} == SINKS.keys() == plan.PACKAGES.keys() - {"prometheus"}
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -212,8 +212,8 @@ def test_a_missing_package_is_told_before_anything_starts(
     settings: str, package: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_with(tmp_path, settings)
-    assert list(plan_monitor.check_monitor(config)) == []
-    monkeypatch.setattr(plan_monitor, "find_spec", lambda module: None)
-    (violation,) = plan_monitor.check_monitor(config)
+    assert list(plan.check_monitor(config)) == []
+    monkeypatch.setattr(plan, "find_spec", lambda module: None)
+    (violation,) = plan.check_monitor(config)
     assert violation.severity == "error"
     assert f"the package {package} is not installed; run `pip install 'bapo-megatron[{extra}]'`" in violation.message

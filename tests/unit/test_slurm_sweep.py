@@ -28,7 +28,7 @@ def configured(*settings: str) -> Config:
     return load_config(["demo"], ["run.name=job", *settings])
 
 
-def loaded_by_the_job(job: slurm.Job, folder: Path, index: int) -> Config:
+def loaded_by_the_job(job: submit.Job, folder: Path, index: int) -> Config:
     """As a process of task `index` loads it: the written settings, and those that the script gives."""
     (line,) = [line for line in job.script.splitlines() if line.startswith(f"    {index}) settings=(")]
     settings = shlex.split(line.removeprefix(f"    {index}) settings=(").removesuffix(") ;;"))

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from bapo_megatron.algorithms.losses import LOSSES, LossInputs, clipped_policy_loss
 from bapo_megatron.algorithms.mismatch import no_mismatch
 from bapo_megatron.algorithms.token_profile import BINS, MEANS, bin_means
-from bapo_megatron.config.schema import Config, LossConfig
+from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema_loss import LossConfig
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.monitor.metrics import METRICS
 from bapo_megatron.monitor.record import UpdateMetrics

@@ -1,6 +1,6 @@
 """Parts of the scripts that make the shipped models: a tiny Qwen3 policy learns from demonstrations.
 
-    a careless pupil (assets/pupils.py) writes (prompt, response) -> warm_start -> mean_reward -> save
+    a careless pupil (pupils.py) writes (prompt, response) -> warm_start -> mean_reward -> save
 
 Reinforcement needs mistakes that are frequent, and right answers that still turn up often enough to be reinforced.
 """

@@ -1,4 +1,4 @@
-"""Careless pupils, who write the demonstrations that the shipped models start from (assets/warm_start.py).
+"""Careless pupils, who write the demonstrations that the shipped models start from (warm_start.py).
 
 Of each task they remember a quarter of the facts wrongly most of the time, and the others 9 times in 10; and now and
 then they do not know when to stop, or lose the thread.

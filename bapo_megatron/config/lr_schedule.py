@@ -8,10 +8,8 @@ schedule is the end of the run.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from bapo_megatron.config.schema import Config, OptimizerConfig
+from bapo_megatron.config.schema import Config, OptimizerConfig
 
 
 def planned_updates(config: Config) -> int:
