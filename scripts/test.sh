@@ -10,6 +10,8 @@ cd "$ROOT"
 say "ruff"
 "$PY" -m ruff check .
 "$PY" -m ruff format --check .
+say "import-linter"
+lint-imports
 say "mypy"
 "$PY" -m mypy
 say "pytest $*"

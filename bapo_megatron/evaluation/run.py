@@ -23,6 +23,7 @@ from bapo_megatron.engines.start import EngineShare, running_engines
 from bapo_megatron.errors import UserError
 from bapo_megatron.evaluation.results import Answered, Evaluation, Problem
 from bapo_megatron.hf.shape import load_hf_config
+from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards.answers import final_answer, has_answers
 from bapo_megatron.rewards.judges import JudgeSpec
@@ -31,7 +32,6 @@ from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.rollout.evaluate import Evaluator
 from bapo_megatron.rollout.manager import EVAL_SEED, LoopThread, wait_healthy
 from bapo_megatron.runtime.files import JsonlWriter, write_atomically
-from bapo_megatron.sync.verify import check_tokenizer
 from bapo_megatron.types import Prompt, Trajectory
 
 _FRESH = -1  # the weight version of engines that nobody has sent weights
@@ -107,13 +107,10 @@ class _Asking:
     """Problems and their judge, checked before any engine is started."""
 
     def __init__(self, config: Config, model_path: Path, scorer: RewardScorer, limit: int | None) -> None:
-        from transformers import AutoTokenizer
-
         self._config, self._scorer = config, scorer
         self.kind = JudgeSpec.of(config).kind
-        self._tokenizer = AutoTokenizer.from_pretrained(model_path)
+        self._tokenizer = load_tokenizer(model_path)
         self._vocab_size = load_hf_config(model_path)["vocab_size"]
-        check_tokenizer(self._tokenizer, self._vocab_size)
         stream = PromptStream(config, self._tokenizer)
         is_file = config.data.source == "jsonl"
         self._prompts = stream.in_order(limit or (None if is_file else config.eval.num_prompts))

@@ -6,7 +6,6 @@ rollout batch. It is split like the learner, and may be another model of the sam
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from megatron.core.transformer.module import Float16Module
@@ -24,8 +23,7 @@ from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.learner.precision import logprob_backend
 from bapo_megatron.learner.schedule import Schedule
-from bapo_megatron.learner.scoring import batch_log_probs
-from bapo_megatron.types import Batch, MiniBatch
+from bapo_megatron.types import MiniBatch
 
 
 class ReferencePolicy:
@@ -64,10 +62,3 @@ class ReferencePolicy:
     def sum_over_data_ranks(self, table: Tensor | None) -> Tensor:
         """See `Learner.sum_over_data_ranks`."""
         return self._layout.reduce_over_data(table)
-
-
-def with_reference_logprobs(batch: Batch, reference: ReferencePolicy | None, config: Config) -> Batch:
-    """The batch with `reference_logprobs_T`; as it is, where there is no reference. Collective."""
-    if reference is None or not batch.num_trained_tokens or config.train.rollout_only:
-        return batch
-    return replace(batch, reference_logprobs_T=batch_log_probs(batch, reference, config))

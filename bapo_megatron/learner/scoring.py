@@ -1,8 +1,9 @@
-"""What a model says of a whole rollout batch, on every rank: log-probs of the proximal or reference policy, values."""
+"""Scores of a whole rollout batch on every rank: values, and log-probs of the proximal and the reference policy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -22,7 +23,7 @@ class SplitModel(Protocol):
 
 
 class Scorer(SplitModel, Protocol):
-    """A policy that can tell log-probs."""
+    """A policy that computes log-probs."""
 
     def log_probs(self, minibatch: MiniBatch) -> list[Tensor] | None: ...
 
@@ -51,3 +52,39 @@ def of_batch(
         for micro_batch, scores_R in zip(whole.micro_batches, scores, strict=True):
             mine_T[micro_batch.batch_rows_R] = scores_R.to(mine_T)
     return model.sum_over_data_ranks(mine_T)
+
+
+class Policy(Scorer, Protocol):
+    """The policy that is trained."""
+
+    version: int
+
+
+def with_fixed_logprobs(batch: Batch, policy: Policy, reference: Scorer | None, config: Config) -> Batch:
+    """Add the log-probs that all updates of a step share: the reference's and the proximal policy's, where used.
+
+    Call it on every rank, before the step's first update. A batch without a trained token stays as it is.
+
+    Args:
+        reference: the reference policy of the KL term; None without one.
+    """
+    if reference is not None and batch.num_trained_tokens and not config.train.rollout_only:
+        batch = replace(batch, reference_logprobs_T=batch_log_probs(batch, reference, config))
+    return with_proximal_logprobs(batch, policy, config) if config.loss.proximal == "learner" else batch
+
+
+def with_proximal_logprobs(batch: Batch, policy: Policy, config: Config) -> Batch:
+    """Add `proximal_logprobs_T` at the policy's current weights: one scoring pass and one all-reduce.
+
+    They are the scores of the step's first mini-batch as well (`known_log_probs`).
+    """
+    if not batch.num_trained_tokens:
+        return batch
+    proximal_T = batch_log_probs(batch, policy, config)
+    return replace(batch, proximal_logprobs_T=proximal_T, proximal_version=policy.version)
+
+
+def known_log_probs(minibatch: MiniBatch) -> list[Tensor]:
+    """Return the log-probs at the weights of `proximal_version`: one float32 [R] per micro-batch."""
+    found = [batch.proximal_logprobs_R for batch in minibatch.micro_batches]
+    return [log_probs_R for log_probs_R in found if log_probs_R is not None]

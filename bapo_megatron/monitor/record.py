@@ -6,7 +6,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from bapo_megatron.algorithms.mismatch import no_mismatch
 from bapo_megatron.algorithms.token_profile import bin_means
@@ -16,13 +16,12 @@ from bapo_megatron.learner.base import StepResult
 from bapo_megatron.monitor.console import Console
 from bapo_megatron.monitor.metrics import MetricsWriter, read_metrics
 from bapo_megatron.monitor.rundir import RunDir
-from bapo_megatron.monitor.samples import sample_record
 from bapo_megatron.monitor.sinks import BackgroundSink, open_sinks
 from bapo_megatron.rollout.base import Rollouts
 from bapo_megatron.rollout.recorded import write_groups
 from bapo_megatron.runtime.files import JsonlWriter, truncate_after
 from bapo_megatron.runtime.straggler import StragglerAlarm
-from bapo_megatron.types import ClipBounds, Group
+from bapo_megatron.types import ClipBounds, Group, Trajectory
 
 if TYPE_CHECKING:
     from bapo_megatron.monitor.prometheus import PrometheusEndpoint
@@ -180,3 +179,31 @@ class Recorder:
             self._samples.close()
         if self._endpoint is not None:
             self._endpoint.close()
+
+
+def sample_record(step: int, trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """What `samples.jsonl` keeps of a trained response; `decode` is the tokenizer's, special tokens included.
+
+    Segments are decoded one by one, so a character whose bytes were split over two of them shows as a replacement
+    character there; `response` is decoded whole.
+    """
+    return {
+        "step": step,
+        "sample_id": trajectory.sample_id,
+        "source": trajectory.prompt.source,
+        "prompt": trajectory.prompt.text,
+        "answer": trajectory.prompt.answer,
+        "response": decode(trajectory.response_ids),
+        "reward": trajectory.reward,
+        "finish_reason": trajectory.finish_reason,
+        "num_tokens": trajectory.num_response_tokens,
+        "segments": [
+            {
+                "version": segment.version,
+                "step": segment.step,
+                "num_tokens": len(segment.token_ids),
+                "text": decode(segment.token_ids),
+            }
+            for segment in trajectory.segments
+        ],
+    }

@@ -21,13 +21,13 @@ from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.states import EngineStates
 from bapo_megatron.errors import EngineError, NoEngineLeftError
 from bapo_megatron.hf.shape import load_hf_config
+from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards import RewardScorer, is_informative
 from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
 from bapo_megatron.rollout.metrics import batch_metrics
 from bapo_megatron.rollout.scheduler import RolloutStats, Scheduler, Score
 from bapo_megatron.runtime.heartbeat import HEARTBEAT
-from bapo_megatron.sync.verify import check_tokenizer
 from bapo_megatron.types import Batch, Group, Trajectory
 
 EVAL_SEED = 1_000_003  # added to run.seed, so that evaluation draws other prompts than training
@@ -125,12 +125,8 @@ class RolloutManager:
         Raises:
             EngineError: an engine is not healthy within rollout.startup_timeout_s.
         """
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(model_path)
         vocab_size = load_hf_config(model_path)["vocab_size"]
-        check_tokenizer(tokenizer, vocab_size)
-        rollouts = cls(config, tokenizer, urls, vocab_size)
+        rollouts = cls(config, load_tokenizer(model_path), urls, vocab_size)
         timeout_s = config.rollout.startup_timeout_s
         for engine in rollouts.engines:
             rollouts.loop.run(wait_healthy(engine, timeout_s), 2 * timeout_s + 10, f"{engine.url} to be healthy")

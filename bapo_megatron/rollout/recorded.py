@@ -19,6 +19,7 @@ from bapo_megatron.buffer.batch import BatchBuilder
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.errors import CheckpointError, DataError
+from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.rollout.metrics import batch_metrics
 from bapo_megatron.rollout.state import group_from_json, group_to_json
 from bapo_megatron.types import Batch, Group
@@ -71,9 +72,7 @@ class RecordedRollouts:
     @classmethod
     def connect(cls, config: Config, model_path: Path) -> RecordedRollouts:
         """With the policy's tokenizer, to show samples."""
-        from transformers import AutoTokenizer
-
-        return cls(config, AutoTokenizer.from_pretrained(model_path))
+        return cls(config, load_tokenizer(model_path))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -48,6 +48,16 @@ class SyncStats:
         return self
 
 
+class WeightSource(Protocol):
+    """The owner of the weights that a channel pushes; every rank has one."""
+
+    version: int
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights under Hugging Face names, whole, one by one, on global rank 0; elsewhere empty tensors."""
+        ...
+
+
 class Channel(Protocol):
     """Collective over the trainer's processes: all ranks call `push`, since producing the weights is collective."""
 

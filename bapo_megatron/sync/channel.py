@@ -11,9 +11,8 @@ from bapo_megatron.config.schema import SyncConfig
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.processes import own_address
 from bapo_megatron.engines.wire import TensorSpec
-from bapo_megatron.learner.base import Learner
 from bapo_megatron.runtime.ranks import share_flag
-from bapo_megatron.sync.base import Channel, Submit, SyncStats
+from bapo_megatron.sync.base import Channel, Submit, SyncStats, WeightSource
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.sync.disk import DiskChannel
 
@@ -46,8 +45,8 @@ def open_channel(config: SyncConfig, pool: EnginePool, submit: Submit, *, folder
     return BroadcastChannel(pool, config, submit, host=own_address([engine.url for engine in pool.engines]))
 
 
-def push_until_whole(channel: Channel, learner: Learner) -> SyncStats:
-    """Push the learner's weights until all engines that are still in the pool hold them. Every rank calls it.
+def push_until_whole(channel: Channel, source: WeightSource) -> SyncStats:
+    """Push the source's weights until all engines that are still in the pool hold them. Every rank calls it.
 
     An incomplete push fences at least one engine, and none joins in before it is repeated: this comes to an end.
 
@@ -56,7 +55,7 @@ def push_until_whole(channel: Channel, learner: Learner) -> SyncStats:
     """
     earlier = SyncStats()
     while True:
-        stats = channel.push(learner.named_weights(), learner.version).after(earlier)
+        stats = channel.push(source.named_weights(), source.version).after(earlier)
         if share_flag(None if isinstance(channel, FollowerChannel) else stats.is_whole):
             return stats
         earlier = stats

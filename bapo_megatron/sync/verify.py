@@ -45,20 +45,6 @@ async def check_model(engine: Engine, manifest: Sequence[TensorSpec]) -> dict[st
     return info
 
 
-def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
-    """Whether every id that the tokenizer can produce has a row in the model's embedding.
-
-    Raises:
-        CheckpointError: it has not; names the token.
-    """
-    token, token_id = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    if token_id >= vocab_size:
-        raise CheckpointError(
-            f"tokenizer and model disagree: token {token!r} has id {token_id}, and the model's vocabulary has "
-            f"{vocab_size} (model.path); use the tokenizer that belongs to the checkpoint"
-        )
-
-
 def check_version(url: str, info: Mapping[str, Any], version: int) -> None:
     """Raises EngineError unless the engine reports this version."""
     if str(info.get("weight_version")) != str(version):

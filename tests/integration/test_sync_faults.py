@@ -23,11 +23,11 @@ from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import CheckpointError, EngineError
+from bapo_megatron.hf.tokenizer import check_tokenizer
 from bapo_megatron.rollout.manager import LoopThread
 from bapo_megatron.sync import channel as channels
 from bapo_megatron.sync.base import SyncStats
 from bapo_megatron.sync.channel import Channel, open_channel, push_until_whole
-from bapo_megatron.sync.verify import check_tokenizer
 from tests.integration.engines import EngineProcess, start_engines
 
 TIMEOUT_S = 10.0  # also on a busy machine, an engine that is well answers in time

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.monitor.metrics import METRICS, MetricsWriter, read_metrics
-from bapo_megatron.monitor.samples import sample_record
+from bapo_megatron.monitor.record import sample_record
 from bapo_megatron.monitor.summary import count, duration, find_problems, summarize
 from bapo_megatron.runtime.files import JsonlWriter, read_jsonl, truncate_after
 from bapo_megatron.runtime.stopwatch import Stopwatch

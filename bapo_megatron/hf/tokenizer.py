@@ -1,0 +1,36 @@
+"""The tokenizer that belongs to a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.shape import load_hf_config
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Load a checkpoint's tokenizer, and check that it belongs to the model.
+
+    Raises:
+        CheckpointError: the tokenizer can produce an id that has no row in the model's embedding.
+    """
+    from transformers import AutoTokenizer  # takes seconds
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    check_tokenizer(tokenizer, load_hf_config(folder)["vocab_size"])
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
+    """Check that every id that the tokenizer can produce has a row in the model's embedding.
+
+    Raises:
+        CheckpointError: an id has none; names its token.
+    """
+    token, token_id = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if token_id >= vocab_size:
+        raise CheckpointError(
+            f"tokenizer and model disagree: token {token!r} has id {token_id}, and the model's vocabulary has "
+            f"{vocab_size} (model.path); use the tokenizer that belongs to the checkpoint"
+        )
