@@ -10,8 +10,10 @@ from types import ModuleType
 
 import pytest
 import torch
+from pupils import CHAIN_RESPONSE_TOKENS, ChainPupil
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from warm_start import build_tokenizer, mean_reward
 
 from bapo_megatron.assets import demo_model_path, resolve_model_path, shipped_model_path
 from bapo_megatron.config.schema import Config
@@ -19,8 +21,6 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.prompts.chains import ChainSource, apply_operator
 from bapo_megatron.prompts.jsonl import JsonlSource
 from bapo_megatron.rewards.chains import judge_chain
-from scripts.pupils import CHAIN_RESPONSE_TOKENS, ChainPupil
-from scripts.warm_start import build_tokenizer, mean_reward
 
 REPOSITORY = Path(__file__).parents[2]
 
