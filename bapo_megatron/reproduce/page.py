@@ -137,8 +137,7 @@ def _draw(study: Study, result: StudyResult) -> str:
 
 def _compact(svg: str) -> str:
     """Write one line per part of the plot, with coordinates to a tenth of a point."""
-    svg = re.sub(r'\s*\n"', '"', svg)
-    svg = re.sub(r"(\d\.\d)\d+", r"\1", svg)
+    svg = re.sub(r'"[^"<>]*"', lambda quoted: re.sub(r"(\d\.\d)\d+", r"\1", quoted[0]), re.sub(r'\s*\n"', '"', svg))
     return re.sub(r">\s+<(?!g id)", "><", " ".join(svg.split())).replace("> <", ">\n<") + "\n"
 
 

@@ -102,7 +102,7 @@ class StudyResult:
     comparisons: list[Comparison]
 
     def as_csv(self) -> str:
-        """Return all figures as one table: a row for each final figure (no x, each seed), one for each point of a curve."""
+        """Return one table: a row for each final figure (no x; by seed) and for each point of a curve."""
         text = io.StringIO()
         table = csv.writer(text, lineterminator="\n")
         table.writerow(["variant", "figure", "x", "mean", "low", "high", *(f"seed {seed}" for seed in self.seeds)])
