@@ -121,21 +121,6 @@ def _search_path(num_high: int, num_low: int, order: str) -> list[tuple[int, int
     return [(i, 0) for i in range(num_high + 1)] + [(num_high, j) for j in range(1, num_low + 1)]
 
 
-def positive_share(table: Tensor, config: ClipBoundConfig, low: float, high: float) -> float:
-    """rho of the table's tokens at two grid points, for instance at bounds found on another table (scope = lagged).
-
-    Raises ValueError if a bound is not on its grid.
-    """
-    positive, negative = _read(table, config)
-    return _rho(positive[config.high.points.index(high)], negative[config.low.points.index(low)], config)
-
-
-def counted_tokens(table: Tensor) -> tuple[int, int]:
-    """Numbers of tokens with a positive and with a negative advantage behind the table."""
-    num_positive, num_negative = table[-2:].tolist()
-    return int(num_positive), int(num_negative)
-
-
 def _read(table: Tensor, config: ClipBoundConfig) -> tuple[list[float], list[float]]:
     num_high, num_low = len(config.high.points), len(config.low.points)
     assert table.shape == (num_high + num_low + 2,), "the table was made with other bounds"

@@ -30,38 +30,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bapo_megatron.algorithms.losses import ClippedTokenLoss
+
 TOKEN_CLASSES = ("positive_high", "positive_low", "negative_high", "negative_low")
 AGES = {"age_0": 0, "age_1_3": 1, "age_4_up": 4}
 """Classes of token ages by their least age, in optimizer updates."""
 
 
-def entropy_change(log_probs_V: Tensor, logit_change_V: Tensor) -> Tensor:
-    """-Cov_pi(log pi, dz): the first-order change of the entropy of softmax(z), in nats.
-
-    Args:
-        log_probs_V: float [..., V], nats, normalised over V.
-        logit_change_V: float [..., V], dz.
-
-    Returns one number for each distribution: [...].
-    """
-    probs_V = log_probs_V.exp()
-    deviation_V = log_probs_V - (probs_V * log_probs_V).sum(-1, keepdim=True)
-    return -(probs_V * deviation_V * logit_change_V).sum(-1)
-
-
-def gradient_direction(log_probs_V: Tensor, kept_advantages_V: Tensor) -> Tensor:
-    """d J / dz = pi (A X - E_pi[A X]) of the clipped objective J = E_{y ~ mu} min(r A, clip(r) A) for a softmax policy.
-
-    Args:
-        log_probs_V: float [..., V], nats, of the current policy.
-        kept_advantages_V: A X, float [..., V]: advantages, 0 where clipped.
-    """
-    probs_V = log_probs_V.exp()
-    return probs_V * (kept_advantages_V - (probs_V * kept_advantages_V).sum(-1, keepdim=True))
-
-
 def covariance_terms(log_probs_R: Tensor, entropy_R: Tensor, weight_R: Tensor, kept_advantages_R: Tensor) -> Tensor:
-    """w (log pi + H) A X per token: its mean over tokens estimates the rule's covariance without bias.
+    """Compute w (log pi + H) A X per token; its mean over tokens estimates the rule's covariance without bias.
 
     Args:
         log_probs_R, entropy_R: float, nats, of the current policy.
@@ -71,36 +48,26 @@ def covariance_terms(log_probs_R: Tensor, entropy_R: Tensor, weight_R: Tensor, k
     return weight_R * (log_probs_R + entropy_R) * kept_advantages_R
 
 
-def entropy_rule_sums(
-    *,
-    log_probs_R: Tensor,
-    entropy_R: Tensor,
-    weight_R: Tensor,
-    advantages_R: Tensor,
-    clipped_R: Tensor,
-    ages_R: Tensor,
-    mask_R: Tensor,
-) -> dict[str, Tensor]:
-    """Sums over trained tokens, by the names of the metrics: float32 scalars that add up over micro-batches and ranks.
+def entropy_rule_sums(tokens: ClippedTokenLoss) -> dict[str, Tensor]:
+    """Sum over trained tokens, by metric: float32 scalars that add up over micro-batches and ranks.
 
-        entropy_rule/covariance[_AGE]    of `covariance_terms`
+        entropy_rule/covariance[_AGE]    sum of `covariance_terms`
         entropy_rule/CLASS[_AGE]         number of tokens of a class
-        entropy_rule/CLASS_clipped       number of those that are clipped
+        entropy_rule/CLASS_clipped       number of its tokens that are clipped
 
-    Args:
-        clipped_R: bool: carries no gradient.
-        ages_R: int64, optimizer updates since each token was sampled.
-        mask_R: bool; others may hold anything. A token without advantage is of no class.
+    A token without advantage belongs to no class.
     """
-    counted_R = mask_R & (advantages_R != 0)
-    log_probs_R, entropy_R = (torch.where(counted_R, x, 0.0).double() for x in (log_probs_R.detach(), entropy_R))
+    advantages_R, clipped_R = tokens.advantages_R, tokens.clipped_R
+    counted_R = tokens.mask_R & (advantages_R != 0)
+    log_probs_R = torch.where(counted_R, tokens.inputs.log_probs_R.detach(), 0.0).double()
+    entropy_R = torch.where(counted_R, tokens.entropy_R, 0.0).double()
     kept_advantages_R = torch.where(counted_R & ~clipped_R, advantages_R, 0.0).double()
-    weight_R = torch.where(counted_R, weight_R.detach(), 0.0).double()
+    weight_R = torch.where(counted_R, tokens.weight_R * tokens.ratio_R, 0.0).double()
     terms_R = covariance_terms(log_probs_R, entropy_R, weight_R, kept_advantages_R)
 
     class_R = 2 * (advantages_R < 0).long() + (log_probs_R + entropy_R < 0).long()
-    starts = torch.tensor(list(AGES.values()), device=ages_R.device)
-    age_R = torch.bucketize(ages_R.clamp(min=0), starts, right=True) - 1
+    starts = torch.tensor(list(AGES.values()), device=advantages_R.device)
+    age_R = torch.bucketize(tokens.ages_R.clamp(min=0), starts, right=True) - 1
     num_classes = len(TOKEN_CLASSES)
     cells_RC = torch.nn.functional.one_hot(age_R * num_classes + class_R, len(AGES) * num_classes)
     cells_RC = cells_RC.double() * counted_R[:, None]

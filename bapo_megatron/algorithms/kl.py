@@ -19,13 +19,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from bapo_megatron.algorithms.losses import LOSSES, MAX_LOG_RATIO, LossInputs, LossResult
+from bapo_megatron.algorithms.losses import MAX_LOG_RATIO
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema_loss import LossConfig
@@ -55,19 +54,6 @@ def reference_kl(log_probs_R: Tensor, reference_logprobs_R: Tensor, mask_R: Tens
     """KL per token in nats, with the gradient of `log_probs_R`; 0 where masked, which may hold anything."""
     # The inputs are selected, not the result: a nan that is merely multiplied by 0 still spoils the gradient.
     return ESTIMATORS[estimator](torch.where(mask_R, log_probs_R - reference_logprobs_R, 0.0))
-
-
-def loss_with_kl(inputs: LossInputs, config: LossConfig, coefficient: float) -> LossResult:
-    """The loss of `loss.name`, plus coefficient x KL of each token where the inputs have a reference.
-
-    `sums` then has "kl_reference", the KL without its coefficient.
-    """
-    result = LOSSES[config.name](inputs, config)
-    if inputs.reference_logprobs_R is None:
-        return result
-    kl_R = reference_kl(inputs.log_probs_R, inputs.reference_logprobs_R, inputs.mask_R, config.kl_estimator)
-    sums = result.sums | {"kl_reference": kl_R.detach().sum(dtype=torch.float32)}
-    return replace(result, loss_R=result.loss_R + coefficient * kl_R, sums=sums)
 
 
 class KLCoefficient:

@@ -350,3 +350,8 @@ class Config(Section):
     monitor: MonitorConfig = Field(default_factory=MonitorConfig)
     megatron: MegatronConfig = Field(default_factory=MegatronConfig)
     sglang: SglangConfig = Field(default_factory=SglangConfig)
+
+    @property
+    def searches_bounds(self) -> bool:
+        """Whether clip bounds are searched for, and not fixed."""
+        return self.loss.name == "bapo" and self.bapo.scope != "fixed"

@@ -30,15 +30,12 @@ class BoundsFinder:
     def __init__(self, config: Config, learner: Learner) -> None:
         self._config = config
         self._learner = learner
-        self._searches = config.loss.name == "bapo" and config.bapo.scope != "fixed"
         self._lagged: Tensor | None = None
 
     def find(self, minibatch: MiniBatch) -> ClipBounds | BoundsOf:
         """One all-reduce of a small table in scope exact, none in the others; microbatch makes one for each."""
-        if self._config.loss.name != "bapo":
-            return fixed_bounds(self._config.loss)
-        if not self._searches:
-            return search_bounds(empty_table(self._config.bapo), self._config.bapo)
+        if not self._config.searches_bounds:
+            return fixed_bounds(self._config)
         if self._config.bapo.scope == "microbatch":
             return self._of_micro_batch
         if self._lagged is not None:
@@ -47,7 +44,7 @@ class BoundsFinder:
 
     def observe(self, minibatch: MiniBatch, log_probs: list[Tensor] | None) -> None:
         """After the step, with the log-probs of its forward pass: what `lagged` uses next time."""
-        if self._searches and self._config.bapo.scope == "lagged":
+        if self._config.searches_bounds and self._config.bapo.scope == "lagged":
             table = self._global_table(minibatch, log_probs)
             if not table.isnan().any():  # of an update that was skipped, the same on every rank
                 self._lagged = table
@@ -73,9 +70,10 @@ class BoundsFinder:
     def _table(self, mb: MicroBatch, log_probs_R: Tensor) -> Tensor:
         """On the CPU, where the order of additions is the same in every run."""
         mb, log_probs_R = to_device(mb, torch.device("cpu")), log_probs_R.cpu()
-        behaviour_R, cap = mb.behaviour_logprobs_R, self._config.loss.importance_cap
-        ratio_R, weight_R = ratio_and_weight(log_probs_R, behaviour_R, mb.proximal_logprobs_R, mb.mask_R, cap)
-        return contribution_table(ratio_R, mb.advantages_R, mb.mask_R, behaviour_R, self._config.bapo, weights=weight_R)
+        ratio_R, weight_R = ratio_and_weight(mb, log_probs_R, self._config.loss.importance_cap)
+        return contribution_table(
+            ratio_R, mb.advantages_R, mb.mask_R, mb.behaviour_logprobs_R, self._config.bapo, weights=weight_R
+        )
 
 
 def bounds_on_all_stages(

@@ -21,9 +21,9 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 from torch.nn import ModuleList, Parameter
 
-from bapo_megatron.algorithms.kl import KLCoefficient, loss_with_kl
-from bapo_megatron.algorithms.losses import LossInputs, LossResult
-from bapo_megatron.algorithms.mismatch import Mismatch, logprob_mismatch
+from bapo_megatron.algorithms.kl import KLCoefficient, reference_kl
+from bapo_megatron.algorithms.losses import LOSSES, LossInputs
+from bapo_megatron.algorithms.mismatch import logprob_mismatch
 from bapo_megatron.checkpoint.shards import Snapshot
 from bapo_megatron.config.lr_schedule import learning_rate, planned_updates
 from bapo_megatron.config.precision import this_machine, tokens_multiple
@@ -40,7 +40,7 @@ from bapo_megatron.learner.build import for_training
 from bapo_megatron.learner.gradient_guard import GradientGuard
 from bapo_megatron.learner.hf.convert import gather_weights, load_weights
 from bapo_megatron.learner.hf.names import entries
-from bapo_megatron.learner.metrics import TokenMetrics
+from bapo_megatron.learner.metrics import TokenSums, reduce_tokens, summarize
 from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device, start_processes
 from bapo_megatron.learner.precision import check_machine, has_quantised, is_quantised, logprob_backend
@@ -49,7 +49,7 @@ from bapo_megatron.learner.schedule import ForwardPasses, Schedule, Scores
 from bapo_megatron.learner.scoring import known_log_probs
 from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
 
-Outcome = tuple[Tensor, ClipBounds, LossResult, Mismatch]  # of a micro-batch; first its log_probs_R
+Outcome = tuple[Tensor, ClipBounds, TokenSums]  # of a micro-batch; first its log_probs_R
 
 
 class MegatronLearner:
@@ -98,7 +98,6 @@ class MegatronLearner:
         self.reference = ReferencePolicy(config, self.hf_path, self.layout) if config.loss.kl_coef else None
         self.kl_coefficient = KLCoefficient(config.loss)
         self.guard = GradientGuard(config)
-        self._metrics = TokenMetrics(self.layout, loss_with_kl(_nothing(config), config.loss, 0.0))
 
     # scoring
 
@@ -153,8 +152,9 @@ class MegatronLearner:
         grad_norm = clip_and_step(self.optimizer, self.config.optimizer.clip_grad)
         self.num_skipped_updates += not math.isfinite(grad_norm)
         self.version += 1
-        metrics, mismatch = self._metrics.reduce([o[2:] for o in outputs], minibatch.num_trained_tokens)
+        metrics, mismatch = reduce_tokens([sums for *_, sums in outputs], minibatch.num_trained_tokens, self.layout)
         metrics |= {
+            "train/tokens": float(minibatch.num_trained_tokens),
             "optimizer/lr": rate,
             "optimizer/grad_norm": grad_norm,
             "optimizer/skipped": float(self.num_skipped_updates),
@@ -174,25 +174,20 @@ class MegatronLearner:
         """This micro-batch's share of the update's loss, and what to remember, as Megatron's schedules expect it."""
         log_probs_R, entropy_R = scores
         ages_R = self.version - batch.versions_R
-        inputs = LossInputs(
-            log_probs_R=log_probs_R,
-            behaviour_logprobs_R=batch.behaviour_logprobs_R,
-            advantages_R=batch.advantages_R,
-            mask_R=batch.mask_R,
-            ages_R=ages_R,
-            bounds=bounds,
-            entropy_R=entropy_R.detach(),
-            proximal_logprobs_R=batch.proximal_logprobs_R,
-            reference_logprobs_R=batch.reference_logprobs_R,
-            with_token_profile=self.config.monitor.token_profile,
-        )
-        result = loss_with_kl(inputs, self.config.loss, self.kl_coefficient.value)
-        loss = result.loss_R.sum()
+        inputs = LossInputs(batch, log_probs_R, entropy_R.detach(), ages_R, bounds)
+        tokens = LOSSES[self.config.loss.name](inputs, self.config.loss)
+        loss_R = tokens.loss_R
+        if batch.reference_logprobs_R is not None:
+            kl_R = reference_kl(log_probs_R, batch.reference_logprobs_R, batch.mask_R, self.config.loss.kl_estimator)
+            loss_R = loss_R + self.kl_coefficient.value * kl_R
+            tokens = dataclasses.replace(tokens, kl_reference_R=kl_R)
+        loss = loss_R.sum()
         if self.config.train.entropy_coef:
             loss = loss - self.config.train.entropy_coef * torch.where(batch.mask_R, entropy_R, 0.0).sum()
         mismatch = logprob_mismatch(log_probs_R, batch.behaviour_logprobs_R, batch.mask_R & (ages_R == 0))
-        outcome = log_probs_R.detach(), bounds, dataclasses.replace(result, loss_R=result.loss_R.detach()), mismatch
-        return loss / num_trained_tokens, batch.mask_R.sum(dtype=torch.int32), outcome
+        sums = summarize(tokens, mismatch, with_profile=self.config.monitor.token_profile)
+        num_tokens = batch.mask_R.sum(dtype=torch.int32)
+        return loss / num_trained_tokens, num_tokens, (log_probs_R.detach(), bounds, sums)
 
     def _set_learning_rate(self) -> float:
         """That of this update, by the schedule."""
@@ -251,14 +246,3 @@ class MegatronLearner:
 
 def _layout_problems(hf_config: dict[str, Any], parallel: ParallelConfig) -> list[str]:
     return validate_layout(hf_config, parallel.tensor, parallel.pipeline, parallel.virtual_pipeline)
-
-
-def _nothing(config: Config) -> LossInputs:
-    """A micro-batch without tokens."""
-    none = torch.zeros(0)
-    bounds = ClipBounds(1.0, 1.0, math.nan, False, 0)
-    return LossInputs(
-        *(none, none, none, none.bool(), none.long(), bounds, none),
-        reference_logprobs_R=none if config.loss.kl_coef else None,
-        with_token_profile=config.monitor.token_profile,
-    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from math import fsum
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.learner.critic import Critic
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.scoring import of_batch
+from bapo_megatron.metrics import reduce_updates
 from bapo_megatron.types import Batch
 
 
@@ -78,10 +78,7 @@ class ValueAdvantages:
         ):
             for name, value in critic.fit(minibatch, values_T, returns_T).items():
                 collected[name].append(value)
-        return {
-            name: values[-1] if name in ("critic/lr", "critic/skipped") else fsum(values) / len(values)
-            for name, values in collected.items()
-        }
+        return reduce_updates(collected)
 
 
 def token_advantages(batch: Batch, values_T: Tensor, config: AdvantageConfig) -> tuple[Tensor, Tensor]:

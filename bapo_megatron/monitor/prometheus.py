@@ -18,8 +18,8 @@ from prometheus_client.registry import Collector
 from bapo_megatron import __version__
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.metrics import METRICS
 from bapo_megatron.monitor.gpu_facts import GPU_METRICS, GPUFacts
-from bapo_megatron.monitor.metrics import METRICS
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, Heartbeat
 
 PREFIX = "bapo_"
@@ -81,7 +81,7 @@ class RunCollector(Collector):
         yield InfoMetricFamily(f"{PREFIX}run", "the run", {"run": self._run, "version": __version__})
         for name, value in latest.items():
             known = METRICS.get(name)
-            text = f"{known.description} ({known.unit}; {name})" if known else name
+            text = f"{known.meaning} ({known.unit}; {name})" if known else name
             yield self._gauge(prometheus_name(name).removeprefix(PREFIX), text, [((), value)])
         for name, description in COUNTERS.items():
             counter = CounterMetricFamily(PREFIX + name, description, labels=["run"])

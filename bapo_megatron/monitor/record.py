@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from bapo_megatron.algorithms.mismatch import no_mismatch
-from bapo_megatron.algorithms.token_profile import bin_means
 from bapo_megatron.config.plan_slurm import check_time
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import StepResult
+from bapo_megatron.metrics import reduce_updates
 from bapo_megatron.monitor.console import Console
 from bapo_megatron.monitor.metrics import MetricsWriter, read_metrics
 from bapo_megatron.monitor.rundir import RunDir
@@ -26,18 +26,12 @@ from bapo_megatron.types import ClipBounds, Group, Trajectory
 if TYPE_CHECKING:
     from bapo_megatron.monitor.prometheus import PrometheusEndpoint
 
-# Over the updates of a step; all others are averaged.
-_LARGEST = ("loss/ratio_max", "staleness/max", "optimizer/grad_norm_max")
-_LATEST = ("optimizer/lr", "optimizer/skipped")
-_SUMMED = ("train/tokens", "mismatch/alarms", "optimizer/grad_alarms")
-
 
 class UpdateMetrics:
     """Collects the metrics of a step's optimizer updates into one number each."""
 
     def __init__(self, config: Config) -> None:
-        searches = config.loss.name == "bapo" and config.bapo.scope != "fixed"
-        self._start = (config.bapo.low.points[0], config.bapo.high.points[0]) if searches else None
+        self._start = (config.bapo.low.points[0], config.bapo.high.points[0]) if config.searches_bounds else None
         self._values: dict[str, list[float]] = defaultdict(list)
         self._mismatch = no_mismatch()
         self._mismatch_limit = config.monitor.mismatch_limit(config.model.dtype)
@@ -61,8 +55,7 @@ class UpdateMetrics:
             self._add("bapo/num_moves", float(bounds.num_moves))
 
     def result(self) -> dict[str, float]:
-        metrics = {name: _reduce(name, values) for name, values in self._values.items()}
-        return bin_means(metrics) | {
+        return reduce_updates(self._values) | {
             "mismatch/logprob_mean": self._mismatch.mean,
             "mismatch/logprob_p99": self._mismatch.quantile(0.99),
             "mismatch/logprob_max": float(self._mismatch.largest) if self._mismatch.num_tokens else math.nan,
@@ -72,17 +65,6 @@ class UpdateMetrics:
 
     def _add(self, name: str, value: float) -> None:
         self._values[name].append(value)
-
-
-def _reduce(name: str, values: list[float]) -> float:
-    finite = [v for v in values if math.isfinite(v)]
-    if not finite:
-        return math.nan
-    if name in _LARGEST:
-        return max(finite)
-    if name in _LATEST:
-        return values[-1]
-    return math.fsum(finite) if name in _SUMMED else math.fsum(finite) / len(finite)
 
 
 class Recorder:

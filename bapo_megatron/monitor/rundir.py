@@ -160,10 +160,6 @@ class RunDir:
     def rollouts_dir(self) -> Path:
         return self.path / "rollouts"
 
-    @property
-    def report_path(self) -> Path:
-        return self.path / "report.html"
-
     def log_path(self, role: str, rank: int) -> Path:
         """Where one process of this attempt writes its output, such as logs/attempt-2/trainer-0.log."""
         return self.log_dir / f"{role}-{rank}.log"

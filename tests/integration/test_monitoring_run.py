@@ -18,9 +18,10 @@ import pytest
 
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
+from bapo_megatron.metrics import METRICS
 from bapo_megatron.monitor.gpu_facts import GPU_METRICS
 from bapo_megatron.monitor.grafana import dashboard
-from bapo_megatron.monitor.metrics import METRICS, read_metrics
+from bapo_megatron.monitor.metrics import read_metrics
 from bapo_megatron.monitor.prometheus import prometheus_name
 from bapo_megatron.monitor.rundir import RunDir
 from tests.distributed import forkserver
