@@ -1,7 +1,11 @@
-"""All figures of the report, in their order: what each one shows, and one sentence on how to read it."""
+"""All figures of the report, in their order: the designed ones, and plain ones for the other declared panels."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import replace
+
+from bapo_megatron.metrics import METRICS
 from bapo_megatron.report.figures import Scale, XAxis
 from bapo_megatron.report.panels import Curve, Panel
 from bapo_megatron.report.quantities import (
@@ -13,7 +17,6 @@ from bapo_megatron.report.quantities import (
     interior,
     kl_target,
     measured_entropy_change,
-    metric,
     predicted_entropy_change,
     rho_target,
     saturated_not_inert,
@@ -24,11 +27,10 @@ from bapo_megatron.report.quantities import (
 
 _TOKEN_CLASSES = ("positive_low", "negative_high", "positive_high", "negative_low")
 _STAGES = ("rollout", "critic", "score", "train", "sync", "eval", "other")
-_Z_95 = 1.96
 _PROBABILITY = XAxis("probability of the token", margin=0.05, whole=False)
 
 
-PANELS = (
+FIGURES = (
     Panel(
         "Learning",
         "Reward",
@@ -45,9 +47,9 @@ PANELS = (
                 "mean reward, 95 % interval",
                 "eval/reward",
                 row="mean reward",
-                half_width=metric("eval/reward_stderr", _Z_95),
+                standard_error="eval/reward_stderr",
             ),
-            Curve("best of a group", best_of_group),
+            Curve("best of a group", "eval/best_of_group", best_of_group),
         ),
         "Reward on prompts of its own, which is what training is for. Differences within the intervals, "
         "which are over prompts and not over seeds, are noise.",
@@ -70,7 +72,7 @@ PANELS = (
         (
             Curve("mean", "rollout/response_tokens_mean", row="mean, tokens"),
             Curve("longest", "rollout/response_tokens_max"),
-            Curve("cut off (right)", metric("rollout/truncated_share", 100), row="cut off, %", on_right=True),
+            Curve("cut off (right)", "rollout/truncated_share", percent=True, row="cut off, %", on_right=True),
         ),
         "A steady rise without reward often means rambling. Cut-off responses have reached the length limit.",
         right_label="cut-off responses, %",
@@ -92,8 +94,8 @@ PANELS = (
         "Clip fraction",
         "% of trained tokens",
         (
-            Curve("over the upper bound", metric("loss/clip_high_share", 100), row="over upper, %"),
-            Curve("under the lower bound", metric("loss/clip_low_share", 100), row="under lower, %"),
+            Curve("over the upper bound", "loss/clip_high_share", percent=True, row="over upper, %"),
+            Curve("under the lower bound", "loss/clip_low_share", percent=True, row="under lower, %"),
         ),
         "Positive tokens over the upper bound and negative ones under the lower bound carry no gradient. "
         "Near zero, the choice of bounds does not matter.",
@@ -101,11 +103,12 @@ PANELS = (
     ),
     Panel(
         "The update",
-        "Whom clipping hits",
+        "Clipping by token class",
         "clipped, % of the class",
         tuple(
             Curve(
                 name.replace("_", ", "),
+                f"entropy_rule/{name}_clipped",
                 clipped_part(name),
                 row=f"{name.replace('_', ', ')}, %" if name.endswith("low") else "",
             )
@@ -120,8 +123,8 @@ PANELS = (
         "Ratio and entropy by probability",
         "|log ratio|, nats",
         (
-            Curve("|log ratio|", by_probability("abs_log_ratio"), row="|log ratio|, nats"),
-            Curve("entropy (right)", by_probability("entropy"), row="entropy, nats", on_right=True),
+            Curve("|log ratio|", "", by_probability("abs_log_ratio"), row="|log ratio|, nats"),
+            Curve("entropy (right)", "", by_probability("entropy"), row="entropy, nats", on_right=True),
         ),
         "Means over the run's tokens in ten bins of their probability: how far clipping sees them move, and how open "
         "the policy is there. Where tokens move furthest, bounds act first.",
@@ -136,8 +139,8 @@ PANELS = (
         "Clipping by probability",
         "clipped, % of the bin",
         (
-            Curve("over the upper bound", by_probability("clip_high_share", 100), row="over upper, %"),
-            Curve("under the lower bound", by_probability("clip_low_share", 100), row="under lower, %"),
+            Curve("over the upper bound", "", by_probability("clip_high_share"), percent=True, row="over upper, %"),
+            Curve("under the lower bound", "", by_probability("clip_low_share"), percent=True, row="under lower, %"),
         ),
         "Clipped part of the run's tokens in each of these bins. Much more over the upper bound on the left than on "
         "the right: it keeps rare tokens rare.",
@@ -151,9 +154,15 @@ PANELS = (
         "Positive tokens",
         "share",
         (
-            Curve("of the loss", share_of("loss/positive_mass", "loss/negative_mass"), row="of the loss"),
+            Curve(
+                "of the loss",
+                "loss/positive_mass",
+                share_of("loss/positive_mass", "loss/negative_mass"),
+                row="of the loss",
+            ),
             Curve(
                 "of the tokens",
+                "loss/positive_token_share",
                 share_of("loss/positive_token_share", "loss/negative_token_share"),
                 row="of the tokens",
             ),
@@ -203,12 +212,12 @@ PANELS = (
     ),
     Panel(
         "Balance and clipping",
-        "What the search did",
+        "Search outcome",
         "share of updates",
         (
             Curve("at the start (inert)", "bapo/inert_share"),
-            Curve("inside the ranges", interior),
-            Curve("at the limits (saturated)", saturated_not_inert),
+            Curve("inside the ranges", "", interior),
+            Curve("at the limits (saturated)", "bapo/saturated_share", saturated_not_inert),
         ),
         "Only updates inside the ranges have bounds that were adapted to them; the others are fixed clipping at the "
         "start, or at the end, of the ranges.",
@@ -230,8 +239,8 @@ PANELS = (
         "Entropy-Clip Rule",
         "-Cov(log π, A X), nats",
         (
-            Curve("predicted", predicted_entropy_change, row="predicted, nats"),
-            Curve("measured (right)", measured_entropy_change, row="measured, nats", on_right=True),
+            Curve("predicted", "entropy_rule/covariance", predicted_entropy_change, row="predicted, nats"),
+            Curve("measured (right)", "loss/entropy", measured_entropy_change, row="measured, nats", on_right=True),
         ),
         "Means of the last 10 steps. Above zero entropy is pushed up, below it down: what a step's tokens predict, to "
         "first order and up to the step size, against what entropy did until the next step. Compare signs and courses.",
@@ -263,7 +272,7 @@ PANELS = (
         "Partial rollout",
         "resumed tokens, %",
         (
-            Curve("resumed tokens", metric("rollout/resumed_token_share", 100), row="resumed tokens, %"),
+            Curve("resumed tokens", "rollout/resumed_token_share", percent=True, row="resumed tokens, %"),
             Curve("set aside (right)", "ledger/partial", row="set aside", on_right=True),
         ),
         "Tokens that were sampled in a later step than their response began, and responses that wait to be resumed. "
@@ -313,9 +322,35 @@ PANELS = (
         "Speed",
         "Time per step",
         "seconds",
-        tuple(Curve(stage, stage_time(stage)) for stage in _STAGES),
+        tuple(Curve(stage, f"time/{stage}_s", stage_time(stage)) for stage in _STAGES),
         "The thickest layer is what the run waits for.",
         stacked=True,
         how_to_compare="The longest part of a bar is what the run waits for. Other work on the machine counts, too.",
     ),
 )
+
+
+def _with_declared(figures: tuple[Panel, ...]) -> tuple[Panel, ...]:
+    """Draw each metric that declares a panel: added to the figure of that name, or in a plain figure of its own."""
+    drawn = {curve.metric for panel in figures for curve in panel.curves}
+    missing: dict[str, list[str]] = defaultdict(list)
+    for metric in METRICS.values():
+        if metric.panel and metric.key not in drawn:
+            missing[metric.panel].append(metric.key)
+    panels = [
+        replace(panel, curves=(*panel.curves, *_plain_curves(missing.pop(f"{panel.section} / {panel.title}", []))))
+        for panel in figures
+    ]
+    for name, keys in missing.items():
+        section, title = name.split(" / ")
+        how_to_read = " ".join(f"{key}: {METRICS[key].meaning} {METRICS[key].advice}".strip() for key in keys)
+        panels.append(Panel(section, title, METRICS[keys[0]].unit, _plain_curves(keys), how_to_read))
+    sections = list(dict.fromkeys(panel.section for panel in panels))
+    return tuple(sorted(panels, key=lambda panel: sections.index(panel.section)))
+
+
+def _plain_curves(keys: list[str]) -> tuple[Curve, ...]:
+    return tuple(Curve(key, key, row=key) for key in keys)
+
+
+PANELS = _with_declared(FIGURES)

@@ -29,19 +29,29 @@ Groups = Mapping[str, Sequence[History]]
 """Runs by the key of their line; those of one line differ by their seed only."""
 
 
+_Z_95 = 1.96  # standard errors on either side of a mean that make a 95 % interval
+
+
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One quantity of a figure."""
+    """One quantity of a figure: a metric, or values derived from it and others."""
 
     label: str
-    values: str | Values  # a metric, or what is made of several
+    metric: str
+    values: Values | None = None  # derived values; None: the metric itself
+    percent: bool = False  # whether the metric, a share, is drawn in percent
     row: str = ""  # label of its axis where runs are compared; "": it is not compared
     smooth: bool = False
     on_right: bool = False
-    half_width: Values | None = None  # of an interval around each value
+    standard_error: str = ""  # the metric whose 95 % interval is drawn around each value
 
     def of(self, run: History) -> Column:
-        return run.column(self.values) if isinstance(self.values, str) else self.values(run)
+        values = run.column(self.metric) if self.values is None else self.values(run)
+        return 100 * values if self.percent else values
+
+    def half_width(self, run: History) -> Column | None:
+        """Return half the width of the 95 % interval around each value."""
+        return _Z_95 * run.column(self.standard_error) if self.standard_error else None
 
 
 def no_levels(run: History) -> list[Level]:
@@ -72,10 +82,7 @@ class Panel:
 
     def draw(self, run: History) -> Figure | None:
         """The figure of one run; None where its metrics were not recorded."""
-        lines = [
-            Line(c.label, c.of(run), c.smooth, c.on_right, c.half_width(run) if c.half_width else None)
-            for c in self.curves
-        ]
+        lines = [Line(c.label, c.of(run), c.smooth, c.on_right, c.half_width(run)) for c in self.curves]
         if self.stacked:
             return stacked_figure(run.steps, lines, self.y_label)
         return line_figure(

@@ -10,10 +10,6 @@ from bapo_megatron.report.history import History
 from bapo_megatron.report.panels import Values
 
 
-def metric(name: str, factor: float = 1.0) -> Values:
-    return lambda run: factor * run.column(name)
-
-
 def share_of(part: str, *others: str) -> Values:
     """A metric's share of the sum of itself and others; nan where that is 0."""
 
@@ -39,8 +35,8 @@ def stage_time(stage: str) -> Values:
     return values
 
 
-def by_probability(name: str, factor: float = 1.0) -> Values:
-    """A mean of `token_profile.MEANS` over all trained tokens of the run in each bin of probability, [num_bins]."""
+def by_probability(name: str) -> Values:
+    """Average one of `token_profile.MEANS` over the run's trained tokens in each bin of probability, [num_bins]."""
 
     def values(run: History) -> Column:
         tokens, means = (
@@ -48,7 +44,7 @@ def by_probability(name: str, factor: float = 1.0) -> Values:
             np.stack([run.column(f"{b}_{name}") for b in BINS]),
         )
         tokens = np.where(np.isfinite(means), tokens, 0.0)
-        return factor * _ratio(np.nansum(tokens * np.nan_to_num(means), axis=1), np.nansum(tokens, axis=1))
+        return _ratio(np.nansum(tokens * np.nan_to_num(means), axis=1), np.nansum(tokens, axis=1))
 
     return values
 
