@@ -1,4 +1,4 @@
-"""The Entropy-Clip Rule: which tokens raise the policy's entropy, which lower it, and what clipping leaves of them.
+"""The Entropy-Clip Rule: which tokens raise the policy's entropy, which lower it, and which of them are clipped.
 
 For a softmax policy pi over one token, a change dz of its logits changes its entropy, to first order, by
 
@@ -8,12 +8,12 @@ For a softmax policy pi over one token, a change dz of its logits changes its en
     the gradient of the logits           eta pi(y) (A(y) X(y) - E_pi[A X])        -Cov(log pi, pi (A X - E_pi[A X]))
     the natural gradient                 eta A(y) X(y)                            -Cov(log pi, A X)          (the rule)
 
-with X(y) = 0 for a clipped token, which carries no gradient, and 1 otherwise. The second line is Eq. 6 of BAPO (arXiv
+with X(y) = 0 for a clipped token, which carries no gradient, and 1 for others. The second line is Eq. 6 of BAPO (arXiv
 2510.18927) and, without X, the covariance of arXiv 2505.22617; the paper's own logit step is that of the first line,
-whose factor pi(y) its Eq. 6 leaves out. Neither is what Adam does to a transformer: read the rule's sign and course.
+whose factor pi(y) its Eq. 6 leaves out. Adam does neither to a transformer: read the rule's sign and trend.
 
-In training each state has one sampled token, of an older policy mu. The mean of log pi in a state is known, -H, so that
-its covariance needs no second sample of it: with w = pi / mu,
+In training each state has one sampled token, of an older policy mu. The mean of log pi in a state is known: -H. So one
+sample suffices for the covariance: with w = pi / mu,
 
     E_{y ~ mu}[ w(y) (log pi(y) + H) A(y) X(y) ] = Cov_{y ~ pi}( log pi, A X )
 
@@ -34,7 +34,7 @@ from bapo_megatron.algorithms.losses import ClippedTokenLoss
 
 TOKEN_CLASSES = ("positive_high", "positive_low", "negative_high", "negative_low")
 AGES = {"age_0": 0, "age_1_3": 1, "age_4_up": 4}
-"""Classes of token ages by their least age, in optimizer updates."""
+"""Classes of token ages by their lowest age, in optimizer updates."""
 
 
 def covariance_terms(log_probs_R: Tensor, entropy_R: Tensor, weight_R: Tensor, kept_advantages_R: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def entropy_rule_sums(tokens: ClippedTokenLoss) -> dict[str, Tensor]:
     cells_RC = torch.nn.functional.one_hot(age_R * num_classes + class_R, len(AGES) * num_classes)
     cells_RC = cells_RC.double() * counted_R[:, None]
     values_R3 = torch.stack([torch.ones_like(terms_R), clipped_R.double(), terms_R], dim=1)
-    # A product, and no scattered addition, whose order on a GPU changes from run to run.
+    # A matrix product: on a GPU, the order of scattered additions changes from run to run.
     table_AK3 = (cells_RC.T @ values_R3).reshape(len(AGES), num_classes, 3).float()
 
     num_K, num_clipped_K, _ = table_AK3.sum(0).unbind(-1)

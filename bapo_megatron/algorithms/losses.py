@@ -50,7 +50,7 @@ class LossInputs:
 class TokenLoss:
     """A loss per token, and the values that metrics are made of (`Metric.of`). All are 0 where masked.
 
-    A loss with more to tell returns a subclass; a metric applies where the record has its field, and it is not None.
+    A loss with further values returns a subclass. A metric applies if the record has its field, and it is not None.
     """
 
     inputs: LossInputs
@@ -104,7 +104,7 @@ class ClippedTokenLoss(TokenLoss):
 
     @property
     def approx_kl_R(self) -> Tensor:
-        """KL(rollout || current) in nats, estimator k3."""
+        """KL divergence from the rollout's policy to the current one, in nats, estimator k3."""
         ratio_R = importance_ratio(self.inputs.log_probs_R, self.inputs.batch.behaviour_logprobs_R, self.mask_R)
         return ratio_R - 1 - ratio_R.log()
 

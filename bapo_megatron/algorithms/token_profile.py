@@ -30,7 +30,7 @@ def token_profile_sums(tokens: ClippedTokenLoss) -> dict[str, Tensor]:
     values = [mask_R, ratio_R, ratio_R.log().abs(), tokens.entropy_R, tokens.clipped_high_R, tokens.clipped_low_R]
     values_RV = torch.stack([value_R.double() for value_R in values], dim=1)
     cells_RB = torch.nn.functional.one_hot(bin_R, len(BINS)).double() * mask_R[:, None]
-    # A product, and no scattered addition, whose order on a GPU changes from run to run.
+    # A matrix product: on a GPU, the order of scattered additions changes from run to run.
     table_BV = (cells_RB.T @ values_RV).float()
     return {
         f"{name}_{value}": table_BV[b, v] for b, name in enumerate(BINS) for v, value in enumerate(("share", *MEANS))

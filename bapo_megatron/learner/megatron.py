@@ -102,12 +102,12 @@ class MegatronLearner:
     # scoring
 
     def log_probs(self, minibatch: MiniBatch) -> list[Tensor] | None:
-        """Log-probs at the current weights and the rollout's temperature: see `Learner.log_probs`."""
+        """Compute log-probs at the current weights and the rollout's temperature: see `Learner.log_probs`."""
         log_probs = self._schedule.log_probs(minibatch)
         return log_probs if self.layout.is_last_stage else None
 
     def score(self, minibatch: MiniBatch) -> list[Tensor] | None:
-        """Log-probs before the mini-batch's `step`, at no cost where they are known already, or the step's forward
+        """Compute log-probs before the mini-batch's `step`; free if they are known already, or if the step's forward
         passes can run now: see `Learner.score`."""
         if minibatch.proximal_version == self.version:
             return known_log_probs(minibatch) if self.layout.is_last_stage else None
@@ -117,17 +117,17 @@ class MegatronLearner:
         return self._scored.log_probs
 
     def sum_over_data_ranks(self, table: Tensor | None) -> Tensor:
-        """Sum of a small fp64 table over data and context ranks, on every rank: see `Learner.sum_over_data_ranks`."""
+        """Sum a small fp64 table over data and context ranks, on every rank: see `Learner.sum_over_data_ranks`."""
         return self.layout.reduce_over_data(table)
 
     def sum_over_last_stage(self, table: Tensor) -> Tensor:
-        """The same on the ranks of the last stage alone: see `Learner.sum_over_last_stage`."""
+        """Sum over the ranks of the last stage alone: see `Learner.sum_over_last_stage`."""
         return self.layout.sum_over_last_stage(table)
 
     # learning
 
     def step(self, minibatch: MiniBatch, bounds: ClipBounds | BoundsOf) -> StepResult:
-        """One Adam update; a gradient that is not finite is counted and leaves weights and moments as they are.
+        """Make one Adam update; a gradient that is not finite is counted and leaves weights and moments as they are.
 
         Raises:
             DivergedError: `optimizer.max_skipped_in_a_row` updates had no finite gradient.
@@ -171,7 +171,7 @@ class MegatronLearner:
     def _micro_batch_loss(
         self, batch: MicroBatch, scores: Scores, bounds: ClipBounds, num_trained_tokens: int
     ) -> tuple[Tensor, Tensor, Outcome]:
-        """This micro-batch's share of the update's loss, and what to remember, as Megatron's schedules expect it."""
+        """Return this micro-batch's share of the update's loss, and its outcome, as Megatron's schedules expect."""
         log_probs_R, entropy_R = scores
         ages_R = self.version - batch.versions_R
         inputs = LossInputs(batch, log_probs_R, entropy_R.detach(), ages_R, bounds)
@@ -190,7 +190,7 @@ class MegatronLearner:
         return loss / num_trained_tokens, num_tokens, (log_probs_R.detach(), bounds, sums)
 
     def _set_learning_rate(self) -> float:
-        """That of this update, by the schedule."""
+        """Set learning rate and weight decay for the next update."""
         settings = self.config.optimizer
         rate = learning_rate(self.version, settings, planned_updates(self.config))
         set_rates(self.optimizer, rate, settings.weight_decay)
@@ -199,7 +199,7 @@ class MegatronLearner:
     # weights
 
     def weight_specs(self) -> list[TensorSpec]:
-        """Names, types and shapes of `named_weights`: see `Learner.weight_specs`."""
+        """List names, types and shapes of `named_weights`: see `Learner.weight_specs`."""
         dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
         return [
             TensorSpec(name, dtype, size)
@@ -208,11 +208,11 @@ class MegatronLearner:
         ]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights under Hugging Face names: see `Learner.named_weights` and `hf.convert.gather_weights`."""
+        """Yield weights under Hugging Face names: see `Learner.named_weights` and `hf.convert.gather_weights`."""
         return gather_weights(self.model, self.shape, self.layout, self._unquantised)
 
     def _unquantised(self, parameter: Parameter) -> Tensor:
-        """What engines and checkpoints hold of a parameter: with FP8, the rounded float32 weight that Adam updates."""
+        """Return a parameter as engines and checkpoints hold it: with FP8, Adam's float32 weight, rounded."""
         if is_quantised(parameter):
             return self.adam.gather(parameter, WEIGHT).to(parameter.dtype)
         return parameter.detach()
@@ -221,11 +221,11 @@ class MegatronLearner:
         self.adam.fill(parameter, WEIGHT, tensor)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """The last update's gradient, clipped, like `named_weights`: for tests and diagnostics."""
+        """Yield the last update's clipped gradient, like `named_weights`: for tests and diagnostics."""
         return gather_weights(self.model, self.shape, self.layout, self.adam.gather_gradient)
 
     def state_dict(self) -> dict[str, Any]:
-        """What steers the updates beside weights, optimizer and version: a JSON value, the same on every rank."""
+        """Return the state of KL controller and gradient guard: a JSON value, the same on every rank."""
         return {"kl": self.kl_coefficient.state_dict(), "gradients": self.guard.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -233,12 +233,12 @@ class MegatronLearner:
         self.guard.load_state_dict(state["gradients"])
 
     def snapshot(self) -> Snapshot:
-        """Weights, optimizer state and version: see `Learner.snapshot`."""
+        """Snapshot weights, optimizer state and version: see `Learner.snapshot`."""
         facts = {"version": self.version, "skipped_updates": self.num_skipped_updates}
         return checkpoint.take_snapshot(self.model, self.shape, self.layout, self.adam, facts, self.hf_path)
 
     def load(self, folder: Path) -> None:
-        """Read what a snapshot wrote: see `Learner.load`."""
+        """Load a written snapshot: see `Learner.load`."""
         self._scored = None
         facts = checkpoint.load(self.model, self.shape, self.layout, self.adam, folder)
         self.version, self.num_skipped_updates = facts["version"], facts["skipped_updates"]

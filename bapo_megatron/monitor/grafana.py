@@ -21,7 +21,7 @@ _UNITS = {"share": "percentunit", "s": "s", "bytes": "bytes"}  # Grafana's names
 
 
 class _Panel(NamedTuple):
-    """A plot. `lines` are legends and queries; {run} stands for the label of the chosen run."""
+    """A plot. `lines` are legends and queries; {run} becomes the label of the chosen run."""
 
     title: str
     unit: str  # of Grafana

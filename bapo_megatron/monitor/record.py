@@ -1,4 +1,4 @@
-"""What trainer rank 0 writes down: one line of metrics per step, a few samples, and what the user sees meanwhile."""
+"""The records of trainer rank 0: one line of metrics per step, a few samples, and the console."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class UpdateMetrics:
 
 
 class Recorder:
-    """The run's books for its reader. Lives on trainer rank 0 only."""
+    """Writes and shows a run's metrics and samples. Lives on trainer rank 0 only."""
 
     def __init__(self, config: Config, run_dir: RunDir, stream: TextIO) -> None:
         self._config = config
@@ -88,7 +88,7 @@ class Recorder:
             )
 
     def begin(self, first_step: int, rollouts: Rollouts) -> None:
-        """Go on after `first_step` finished steps: what was written about later ones is cut off."""
+        """Continue after `first_step` finished steps, and remove all records of later ones."""
         for path in (self._run_dir.metrics_path, self._run_dir.samples_path):
             truncate_after(path, first_step)
         history = read_metrics(self._run_dir.metrics_path)
@@ -105,7 +105,7 @@ class Recorder:
             self._console.note(f"resuming {self._run_dir.path} after step {first_step} of {num_steps}")
 
     def keep_samples(self, step: int, groups: Sequence[Group]) -> None:
-        """The first responses of a step's batch, for reading; all of them, for training again, with rollout.record."""
+        """Keep the first responses of a step's batch to read; with rollout.record, all of them to train on again."""
         if self._config.rollout.record:
             write_groups(self._run_dir.rollouts_dir, step, groups)
         trajectories = [t for g in groups for t in g.trajectories]
@@ -143,7 +143,7 @@ class Recorder:
         print(text, file=self._stream, flush=True) if self._console is None else self._console.note(text)
 
     def _check_time_limit(self, step_s: float) -> None:
-        """Of a SLURM job, at its first step: before the first job of a run nobody knows how long a step takes."""
+        """Check a SLURM job's time limit once the duration of a step is known."""
         if "SLURM_JOB_ID" in os.environ:
             for violation in check_time(self._config, step_s):
                 self.warn(violation.message)
@@ -152,7 +152,7 @@ class Recorder:
         self.note(f"warning: {text}") if self._console is None else self._console.warn(text)
 
     def end(self) -> None:
-        """Show the summary and close what is open."""
+        """Show the summary, and close all outputs."""
         if self._console is not None:
             for sink in self._sinks:
                 sink.close()
@@ -164,7 +164,7 @@ class Recorder:
 
 
 def sample_record(step: int, trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """What `samples.jsonl` keeps of a trained response; `decode` is the tokenizer's, special tokens included.
+    """Return the line of `samples.jsonl` for a trained response; `decode` keeps special tokens.
 
     Segments are decoded one by one, so a character whose bytes were split over two of them shows as a replacement
     character there; `response` is decoded whole.

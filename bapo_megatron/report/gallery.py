@@ -51,11 +51,11 @@ FIGURES = (
             ),
             Curve("best of a group", "eval/best_of_group", best_of_group),
         ),
-        "Reward on prompts of its own, which is what training is for. Differences within the intervals, "
-        "which are over prompts and not over seeds, are noise.",
+        "Reward on separate prompts: the purpose of training. Differences within the intervals, which are over prompts "
+        "and not over seeds, are noise.",
         needs="eval.interval_steps",
-        how_to_compare="Reward on prompts of its own, which is what training is for. The outcome table has the last "
-        "value of a run with its standard error over prompts: differences below two of these are noise.",
+        how_to_compare="Reward on separate prompts: the purpose of training. The outcome table has a run's last value "
+        "with its standard error over prompts: differences below two of these are noise.",
     ),
     Panel(
         "Learning",
@@ -86,7 +86,7 @@ FIGURES = (
             Curve("mean of the step", "optimizer/grad_norm", row="global norm"),
             Curve("largest", "optimizer/grad_norm_max"),
         ),
-        "Before clipping. Should stay in one range: spikes that grow announce a collapse.",
+        "Before clipping. Should stay in one range: growing spikes precede a collapse.",
         scale=Scale(from_zero=True, log_if_wide=True),
     ),
     Panel(
@@ -115,7 +115,7 @@ FIGURES = (
             for name in _TOKEN_CLASSES
         ),
         "Sign of the advantage, and probability above (high) or below (low) the typical one. Improbable tokens reach a "
-        "bound first; clipped positive ones are exploration that is thrown away.",
+        "bound first; clipped positive ones are lost exploration.",
         scale=Scale(from_zero=True),
     ),
     Panel(
@@ -126,8 +126,8 @@ FIGURES = (
             Curve("|log ratio|", "", by_probability("abs_log_ratio"), row="|log ratio|, nats"),
             Curve("entropy (right)", "", by_probability("entropy"), row="entropy, nats", on_right=True),
         ),
-        "Means over the run's tokens in ten bins of their probability: how far clipping sees them move, and how open "
-        "the policy is there. Where tokens move furthest, bounds act first.",
+        "Means over the run's tokens in ten bins of their probability: how far ratios move, and how open the policy "
+        "is there. Bounds act first where tokens move furthest.",
         right_label="entropy, nats",
         scale=Scale(from_zero=True),
         over=_PROBABILITY,
@@ -142,8 +142,8 @@ FIGURES = (
             Curve("over the upper bound", "", by_probability("clip_high_share"), percent=True, row="over upper, %"),
             Curve("under the lower bound", "", by_probability("clip_low_share"), percent=True, row="under lower, %"),
         ),
-        "Clipped part of the run's tokens in each of these bins. Much more over the upper bound on the left than on "
-        "the right: it keeps rare tokens rare.",
+        "Clipped part of the run's tokens in each bin. Much more over the upper bound on the left than on the right: "
+        "the bound keeps rare tokens rare.",
         scale=Scale(from_zero=True),
         over=_PROBABILITY,
         places=bin_centres,
@@ -168,7 +168,7 @@ FIGURES = (
             ),
         ),
         "Tokens with a positive advantage; the rest to 1 are negative ones. Far under a half, the policy mostly learns "
-        "what not to do.",
+        "from its failures.",
         levels=balance,
     ),
     Panel(
@@ -229,8 +229,8 @@ FIGURES = (
         "Positive contribution ρ",
         "contribution ρ",
         (Curve("ρ", "bapo/positive_share", row="contribution ρ"),),
-        "What positive tokens contribute at the bounds in use, by the reading in bapo.contribution. Above the target "
-        "bounds stay at their start, below it they are at their limits.",
+        "Contribution of positive tokens at the bounds in use, by the reading in bapo.contribution. Above the target, "
+        "bounds stay at their start; below it, they are at their limits.",
         levels=rho_target,
         needs="loss.name = bapo",
     ),
@@ -242,8 +242,8 @@ FIGURES = (
             Curve("predicted", "entropy_rule/covariance", predicted_entropy_change, row="predicted, nats"),
             Curve("measured (right)", "loss/entropy", measured_entropy_change, row="measured, nats", on_right=True),
         ),
-        "Means of the last 10 steps. Above zero entropy is pushed up, below it down: what a step's tokens predict, to "
-        "first order and up to the step size, against what entropy did until the next step. Compare signs and courses.",
+        "Means of the last 10 steps. Above zero, entropy is pushed up, below it down: the change that a step's tokens "
+        "predict, to first order and up to the step size, and until the next step. Compare signs and trends.",
         right_label="change to the next step, nats",
         scale=Scale(around_zero=True),
     ),
@@ -253,7 +253,7 @@ FIGURES = (
         "share of trained tokens",
         tuple(Curve(name.replace("_", ", "), f"entropy_rule/{name}") for name in _TOKEN_CLASSES),
         "Sign of the advantage, and probability above or below the typical one. The first two raise entropy, the other "
-        "two lower it; what is missing to 1 has no advantage.",
+        "two lower it; the rest to 1 has no advantage.",
         stacked=True,
     ),
     Panel(
@@ -276,7 +276,7 @@ FIGURES = (
             Curve("set aside (right)", "ledger/partial", row="set aside", on_right=True),
         ),
         "Tokens that were sampled in a later step than their response began, and responses that wait to be resumed. "
-        "More and more waiting ones: the rounds are too short.",
+        "A growing number: the rounds are too short.",
         right_label="unfinished responses",
         scale=Scale(from_zero=True),
     ),
@@ -290,7 +290,7 @@ FIGURES = (
             Curve("largest", "mismatch/logprob_max"),
         ),
         "Log-probs that the engine reported against the trainer's at the same weights. Around 1e-6 with float32; a "
-        "jump announces a weight update that went wrong.",
+        "jump points to a faulty weight update.",
         scale=Scale(log_if_wide=True),
     ),
     Panel(
@@ -323,9 +323,9 @@ FIGURES = (
         "Time per step",
         "seconds",
         tuple(Curve(stage, f"time/{stage}_s", stage_time(stage)) for stage in _STAGES),
-        "The thickest layer is what the run waits for.",
+        "The thickest layer is the bottleneck.",
         stacked=True,
-        how_to_compare="The longest part of a bar is what the run waits for. Other work on the machine counts, too.",
+        how_to_compare="The longest part of a bar is the bottleneck. Other work on the machine counts, too.",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""How a figure of the report is described, and drawn for one run or for several. The figures: `gallery.py`."""
+"""Descriptions of the report's figures, drawn for one run or several. The figures: `gallery.py`."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ class Panel:
     stacked: bool = False
     levels: Callable[[History], Sequence[Level]] = no_levels
     scale: Scale = PLAIN
-    needs: str = ""  # the setting that has it recorded
+    needs: str = ""  # the setting that records its metrics
     over: XAxis = STEPS
     places: Values = steps  # of the curves' values on that axis
-    how_to_compare: str = ""  # how to read the figure of several runs, where that differs
+    how_to_compare: str = ""  # how to read the figure of several runs, if different
 
     def draw(self, run: History) -> Figure | None:
-        """The figure of one run; None where its metrics were not recorded."""
+        """Draw the figure of one run; None if its metrics were not recorded."""
         lines = [Line(c.label, c.of(run), c.smooth, c.on_right, c.half_width(run)) for c in self.curves]
         if self.stacked:
             return stacked_figure(run.steps, lines, self.y_label)
@@ -96,7 +96,7 @@ class Panel:
         )
 
     def compare(self, groups: Groups) -> Figure | None:
-        """The figure of several runs; None where none of them recorded its metrics.
+        """Draw the figure of several runs; None if none of them recorded its metrics.
 
         Stacked quantities are averaged over steps and seeds; the others are drawn in one row each.
         """
@@ -112,12 +112,12 @@ class Panel:
         return curves_figure(rows, levels=levels, window=window, scale=self.scale, over=self.over)
 
     def window(self, groups: Groups) -> int:
-        """Steps that a line of a comparison is averaged over."""
+        """Return the number of steps over which a line of a comparison is averaged."""
         is_long = any(len(run.rows) > SMOOTH_STEPS for runs in groups.values() for run in runs)
         return SMOOTH_STEPS if is_long and any(c.smooth for c in self.curves) else 1
 
     def remarks(self, groups: Groups) -> str:
-        """How to read the figure of several runs."""
+        """Explain how to read the figure of several runs."""
         remarks = [self.how_to_compare or self.how_to_read]
         if self.window(groups) > 1:
             remarks.append(f"Means of the last {SMOOTH_STEPS} steps.")
@@ -125,7 +125,7 @@ class Panel:
         return " ".join(remarks)
 
     def _shared_levels(self, groups: Groups) -> Sequence[Level]:
-        """Levels that all runs which have any agree on, where there is one row to draw them in."""
+        """Return the levels if all runs that have any agree on them, and there is one row to draw them in."""
         levels = [found for runs in groups.values() for run in runs if (found := list(self.levels(run)))]
         is_one_row = sum(bool(c.row) for c in self.curves) == 1
         return levels[0] if is_one_row and levels and all(other == levels[0] for other in levels) else ()
