@@ -12,7 +12,7 @@ from bapo_megatron.config.lr_schedule import planned_updates
 from bapo_megatron.config.precision import Machine, check_precision
 from bapo_megatron.config.schema import Config, RolloutConfig
 from bapo_megatron.config.schema_advantage import CriticConfig
-from bapo_megatron.hf.layout import validate_layout
+from bapo_megatron.hf.shape import validate_layout
 
 __all__ = ["Violation", "check", "max_microbatches", "num_ranks", "summarize"]
 

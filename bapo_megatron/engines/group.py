@@ -114,7 +114,7 @@ class Launch(dist.Work):
 
     Over NCCL the first collective of a group makes the communicator, and blocks until all ranks have entered it
     (ncclCommInitRank): no deadline of torch's covers that, and nothing can end it. So it is started in a daemon thread,
-    which stays behind, with what it was to send, where a rank never comes. Not yet run on a GPU.
+    which stays behind, with what it was to send, where a rank never comes.
     """
 
     def __init__(self, start: Callable[[], dist.Work], device: torch.device) -> None:

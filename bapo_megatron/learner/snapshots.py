@@ -21,10 +21,11 @@ from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT, Index, read_index
 from bapo_megatron.checkpoint.shard_reader import ShardReader
 from bapo_megatron.checkpoint.shards import Piece, Snapshot
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.hf.shape import ModelShape
+from bapo_megatron.hf.families import OUTPUT
+from bapo_megatron.hf.shape import ModelShape, entries
 from bapo_megatron.learner.adam import AdamState
 from bapo_megatron.learner.hf.convert import fill_parameters, parameters_by_global_name, raising_together
-from bapo_megatron.learner.hf.names import OUTPUT, entries, place_shard
+from bapo_megatron.learner.hf.names import place_shard
 from bapo_megatron.learner.parallel import ParallelLayout
 
 PARTS = (WEIGHT, *MOMENTS)
@@ -59,7 +60,7 @@ def _pieces(model: ModuleList, shape: ModelShape, layout: ParallelLayout, adam: 
     present = [entry for entry in entries(shape) if entry.megatron_name in parameters]
     mine = [(entry, parameters.pop(entry.megatron_name)) for entry in present]
     if shape.tied_embeddings:
-        parameters.pop(OUTPUT, None)  # the last stage's copy: the first stage has the same
+        parameters.pop(OUTPUT.name, None)  # the last stage's copy: the first stage has the same
     assert not parameters, f"the name map does not know {sorted(parameters)}"
     data_rank = dist.get_rank(layout.data_context_group)
     writers = adam.writers([parameter for _, parameter in mine])

@@ -12,25 +12,17 @@ from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
 
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.families import EMBEDDING, OUTPUT
 from bapo_megatron.hf.reader import HFReader
-from bapo_megatron.hf.shape import ModelShape
-from bapo_megatron.learner.hf.names import (
-    EMBEDDING,
-    OUTPUT,
-    Entry,
-    Slicer,
-    canonical,
-    entries,
-    from_shards,
-    to_shard,
-)
+from bapo_megatron.hf.shape import Entry, ModelShape, entries
+from bapo_megatron.learner.hf.names import Slicer, canonical, from_shards, to_shard
 from bapo_megatron.learner.parallel import ParallelLayout, device, raise_together
 
 
 def parameters_by_global_name(chunks: Iterable[Module]) -> dict[str, Parameter]:
     """This rank's parameters, with layers numbered within the whole model instead of within the chunk.
 
-    Names are those of `names.entries`, also where the layers are Transformer Engine's.
+    Names are those of `hf.shape.entries`, also where the layers are Transformer Engine's.
     """
     named = {}
     for chunk in chunks:
@@ -82,8 +74,8 @@ def fill_parameters(
     parameters = parameters_by_global_name(model)
     for entry in entries(shape):
         targets = [parameters.pop(entry.megatron_name, None)]
-        if entry.megatron_name == EMBEDDING and shape.tied_embeddings:
-            targets.append(parameters.pop(OUTPUT, None))  # the last stage's copy of tied embeddings
+        if entry.megatron_name == EMBEDDING.name and shape.tied_embeddings:
+            targets.append(parameters.pop(OUTPUT.name, None))  # the last stage's copy of tied embeddings
         if present := [target for target in targets if target is not None]:
             shard = to_shard(entry, shape, read, layout.tensor_rank, layout.tensor_size)
             for target in present:
@@ -138,7 +130,7 @@ def gather_weights(
 def _stage(entry: Entry, shape: ModelShape, layout: ParallelLayout) -> int:
     if entry.layer is not None:
         return layout.stage_of_layer(entry.layer, shape.num_layers)
-    return 0 if entry.megatron_name == EMBEDDING else layout.pipeline_size - 1
+    return 0 if entry.megatron_name == EMBEDDING.name else layout.pipeline_size - 1
 
 
 def _shards(tensor: Tensor, layout: ParallelLayout) -> list[Tensor]:
