@@ -29,14 +29,13 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import Learner
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.learner.scoring import with_fixed_logprobs
 from bapo_megatron.learner.values import ValueAdvantages
+from bapo_megatron.learner.whole_batch import with_fixed_logprobs
 from bapo_megatron.monitor.record import Recorder, UpdateMetrics
 from bapo_megatron.monitor.rundir import RunDir
-from bapo_megatron.rollout.base import Rollouts
 from bapo_megatron.rollout.manager import RolloutManager
 from bapo_megatron.rollout.recorded import RecordedRollouts
-from bapo_megatron.rollout.shared import SharedRollouts
+from bapo_megatron.rollout.shared import Rollouts, SharedRollouts
 from bapo_megatron.runtime.ranks import StopFile
 from bapo_megatron.runtime.stopwatch import Stopwatch
 from bapo_megatron.runtime.straggler import compare_ranks

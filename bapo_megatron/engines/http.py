@@ -280,7 +280,7 @@ def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) ->
     return GenerateResult(
         rid=request.rid,
         token_ids=tuple(token_ids),
-        logprobs=_logprobs(meta, token_ids),
+        behaviour_logprobs=_behaviour_logprobs(meta, token_ids),
         spans=_spans(meta, len(token_ids)),
         finish_reason=reason,
         num_prompt_tokens=num_prompt_tokens,
@@ -295,7 +295,7 @@ def _count(meta: dict[str, Any], name: str, default: int) -> int:
     return value
 
 
-def _logprobs(meta: dict[str, Any], token_ids: list[int]) -> tuple[float, ...]:
+def _behaviour_logprobs(meta: dict[str, Any], token_ids: list[int]) -> tuple[float, ...]:
     triples = meta.get("output_token_logprobs")
     if triples is None and not token_ids:
         return ()

@@ -41,7 +41,7 @@ def start_processes(config: ParallelConfig) -> None:
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
-        # Batches are shared as CPU tensors (buffer/share.py), also where gradients travel over NCCL.
+        # Batches are shared as CPU tensors (rollout/shared.py), also where gradients travel over NCCL.
         backend, timeout = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=config.timeout_s)
         if "RANK" in os.environ:
             if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):

@@ -27,7 +27,7 @@ from bapo_megatron.types import MiniBatch
 
 
 class ReferencePolicy:
-    """Log-probs of a frozen policy; a `learner.scoring.Scorer`. Construct it on every rank, after the learner's model.
+    """Log-probs of a frozen policy; a `whole_batch.Scorer`. Construct it on every rank, after the learner's model.
 
     Args:
         started_from: the policy's own Hugging Face folder, the reference where `loss.reference_path` is unset.

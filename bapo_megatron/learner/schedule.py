@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import Module
 
 from bapo_megatron.config.schema import FORWARDS_FIRST_MEMORY_SHARE, Config
-from bapo_megatron.learner.batches import check_packed_for, to_device
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.runtime.straggler import LOCAL_TIME
@@ -131,7 +131,11 @@ class Schedule:
         )
 
     def _run(self, forward_step: Callable, data: list[Any], minibatch: MiniBatch, *, forward_only: bool) -> list[Any]:
-        """All micro-batches through Megatron's schedule; on the last stage what the loss functions gave to keep."""
+        """Pass all micro-batches through Megatron's schedule; return what the loss functions keep, on the last stage.
+
+        Gradients are then summed over data and context ranks and over tied or replicated weights; the loss is divided
+        by the tokens of all ranks already.
+        """
         count = itertools.count(1)
 
         def beating_step(*arguments: Any) -> Any:
@@ -149,12 +153,21 @@ class Schedule:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
-        LOCAL_TIME.stop()  # before, where there are gradients to sum (build.py)
+        LOCAL_TIME.stop()  # before the first collective over data ranks
+        if not forward_only:
+            finalize_model_grads(self._chunks)
         return outputs
 
     def _on_device(self, minibatch: MiniBatch) -> list[MicroBatch]:
-        check_packed_for(self._layout, minibatch)
-        return [to_device(batch, device()) for batch in minibatch.micro_batches]
+        layout, packs = self._layout, minibatch.micro_batches
+        for pack in packs:  # packed for another rank, they would give wrong numbers, not an error
+            assert int(pack.cu_seqlens_S1[-1]) == pack.num_tokens * layout.context_size, (
+                "packed for other context ranks"
+            )
+        if layout.pipeline_size > 1:
+            lengths = {pack.num_tokens for pack in packs}
+            assert len(lengths) == 1, f"packs of a pipeline need one length, not {sorted(lengths)}"
+        return [pack.to(device()) for pack in packs]
 
     def _layer_input_bytes(self, minibatch: MiniBatch) -> float:
         """What `train.recompute` keeps on this rank until the backward passes."""

@@ -17,8 +17,8 @@ from bapo_megatron.monitor.console import Console
 from bapo_megatron.monitor.metrics import MetricsWriter, read_metrics
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.monitor.sinks import BackgroundSink, open_sinks
-from bapo_megatron.rollout.base import Rollouts
 from bapo_megatron.rollout.recorded import write_groups
+from bapo_megatron.rollout.shared import Rollouts
 from bapo_megatron.runtime.files import JsonlWriter, truncate_after
 from bapo_megatron.runtime.straggler import StragglerAlarm
 from bapo_megatron.types import ClipBounds, Group, Trajectory

@@ -6,15 +6,16 @@ prompts --admit--> active groups --grow--> complete --settle (judged)--> finishe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.rollout.ledger import Ledger
 from bapo_megatron.rollout.staleness import StalenessBound
-from bapo_megatron.rollout.state import group_from_json, group_to_json
 from bapo_megatron.types import Group, Prompt, Trajectory
+
+DropReason = Callable[[Group], str | None]
 
 
 class Prompts(Protocol):
@@ -28,11 +29,19 @@ class Prompts(Protocol):
 class RolloutBook:
     """Owns the groups that are not trained yet, and the ledger that proves it. Not thread-safe."""
 
-    def __init__(self, config: RolloutConfig, prompts: Prompts, bound: StalenessBound) -> None:
+    def __init__(
+        self,
+        config: RolloutConfig,
+        prompts: Prompts,
+        bound: StalenessBound,
+        drop_reason: DropReason = lambda judged: None,
+    ) -> None:
+        """`drop_reason` says why a judged group is not worth training, None if it is."""
         self.ledger = Ledger()
         self.bound = bound
         self.num_dropped: Counter[str] = Counter()  # groups by reason, since the attempt began
         self._prompts = prompts
+        self._drop_reason = drop_reason
         self._samples_per_prompt = config.samples_per_prompt
         self._samples_in_flight = (config.groups_in_flight or config.prompts_per_step) * config.samples_per_prompt
         self._active: dict[int, Group] = {}  # by prompt id, oldest first
@@ -87,26 +96,24 @@ class RolloutBook:
 
     def complete(self) -> list[Group]:
         """Groups whose responses have all ended, and that wait to be judged."""
-        return [group for group in self._active.values() if is_complete(group)]
+        return [group for group in self._active.values() if group.is_complete]
 
-    @staticmethod
-    def judged(group: Group, rewards: Sequence[float]) -> Group:
-        """The group with a reward for each response."""
-        assert len(rewards) == len(group.trajectories), "one reward per response"
-        return replace(
-            group,
-            trajectories=tuple(replace(t, reward=float(r)) for t, r in zip(group.trajectories, rewards, strict=True)),
-        )
+    def settle(self, group: Group, rewards: Sequence[float], version: int) -> str | None:
+        """Give a complete group one reward per response; it then waits to be trained, or is dropped.
 
-    def settle(self, judged: Group, version: int, drop: str | None = None) -> None:
-        """A judged group waits to be trained, or leaves: for the reason `drop`, or since it is too old at `version`."""
-        del self._active[judged.prompt.prompt_id]
+        Returns why `drop_reason` drops it, None if it does not. A group too old at `version` is dropped as "stale".
+        """
+        trajectories = zip(group.trajectories, rewards, strict=True)
+        judged = replace(group, trajectories=tuple(replace(t, reward=float(r)) for t, r in trajectories))
+        del self._active[group.prompt.prompt_id]
+        reason = self._drop_reason(judged)
         if self.bound.is_stale(judged, version):
-            drop = "stale"
-        if drop is None:
-            self._finished.append(judged)
+            self._drop(judged, "stale")
+        elif reason:
+            self._drop(judged, reason)
         else:
-            self._drop(judged, drop)
+            self._finished.append(judged)
+        return reason
 
     def choose(self, version: int) -> list[Group] | None:
         """One step's groups, which leave the book as trained; None where the step has to wait for others to finish."""
@@ -129,7 +136,7 @@ class RolloutBook:
             self._finished.remove(group)
             self._drop(group, "stale")
         for group in [g for g in self._active.values() if self.bound.is_stale(g, version)]:
-            if not (is_complete(group) or any(self.ledger.is_running(t.sample_id) for t in group.trajectories)):
+            if not (group.is_complete or any(self.ledger.is_running(t.sample_id) for t in group.trajectories)):
                 del self._active[group.prompt.prompt_id]
                 self._num_unfinished -= sum(t.finish_reason is None for t in group.trajectories)
                 self._drop(group, "stale")
@@ -148,16 +155,16 @@ class RolloutBook:
         return {
             "prompts": self._prompts.state_dict(),
             "ledger": self.ledger.state_dict(),
-            "active": [group_to_json(g) for g in self._active.values()],
-            "finished": [group_to_json(g) for g in self._finished],
+            "active": [g.to_json() for g in self._active.values()],
+            "finished": [g.to_json() for g in self._finished],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._prompts.load_state_dict(state["prompts"])
         self.ledger.load_state_dict(state["ledger"])
-        active = [group_from_json(g) for g in state["active"]]
+        active = [Group.from_json(g) for g in state["active"]]
         self._active = {group.prompt.prompt_id: group for group in active}
-        self._finished = [group_from_json(g) for g in state["finished"]]
+        self._finished = [Group.from_json(g) for g in state["finished"]]
         self._num_unfinished = len(self.unfinished())
         self.ledger.check(self.buffered())
 
@@ -165,11 +172,6 @@ class RolloutBook:
         self.num_dropped[reason] += 1
         for trajectory in group.trajectories:
             self.ledger.drop(trajectory.sample_id, reason)
-
-
-def is_complete(group: Group) -> bool:
-    """All its responses have ended."""
-    return all(t.finish_reason for t in group.trajectories)
 
 
 def _with(group: Group, changed: dict[str, Trajectory]) -> Group:

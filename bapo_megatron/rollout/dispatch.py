@@ -151,7 +151,7 @@ class Dispatcher:
             else:
                 self._check_newest(engine, result)
                 self._stats.num_tokens += len(result.token_ids)
-                accept(_grown(trajectory, result, step, self._config.max_response_tokens))
+                accept(self._grown(trajectory, result, step))
         return failed, problem
 
     def _count_retries(self, num: int, engine: Engine, problem: str) -> None:
@@ -174,6 +174,23 @@ class Dispatcher:
             seed=sample_seed(self._run_seed, trajectory.sample_id),
         )
 
+    def _grown(self, trajectory: Trajectory, result: GenerateResult, step: int) -> Trajectory:
+        """Return the trajectory with the reply's tokens, cut into segments at the server's version spans."""
+        segments = [
+            Segment(
+                span.version,
+                step,
+                result.token_ids[span.start : span.end],
+                result.behaviour_logprobs[span.start : span.end],
+            )
+            for span in result.spans
+        ]
+        num_tokens = trajectory.num_response_tokens + len(result.token_ids)
+        is_full = num_tokens >= self._config.max_response_tokens
+        return trajectory.extended(
+            segments, "stop" if result.finish_reason == "stop" else "length" if is_full else None
+        )
+
     @staticmethod
     def _outdated(result: GenerateResult, oldest_version: int) -> int | None:
         return next((span.version for span in result.spans if span.version < oldest_version), None)
@@ -190,15 +207,3 @@ class Dispatcher:
 def sample_seed(run_seed: int, sample_id: str) -> int:
     """A 31-bit sampling seed that depends on nothing but the run's seed and the sample."""
     return int.from_bytes(hashlib.blake2b(f"{run_seed}/{sample_id}".encode(), digest_size=4).digest(), "big") >> 1
-
-
-def _grown(trajectory: Trajectory, result: GenerateResult, step: int, max_tokens: int) -> Trajectory:
-    """The trajectory with the result's tokens, cut into segments at the server's own version spans."""
-    segments = [
-        Segment(span.version, step, result.token_ids[span.start : span.end], result.logprobs[span.start : span.end])
-        for span in result.spans
-    ]
-    num_tokens = trajectory.num_response_tokens + len(result.token_ids)
-    if result.finish_reason == "stop":
-        return trajectory.extended(segments, "stop")
-    return trajectory.extended(segments, "length" if num_tokens >= max_tokens else None)

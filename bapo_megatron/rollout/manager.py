@@ -25,7 +25,6 @@ from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards import RewardScorer, is_informative
 from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
-from bapo_megatron.rollout.metrics import batch_metrics
 from bapo_megatron.rollout.scheduler import RolloutStats, Scheduler, Score
 from bapo_megatron.runtime.heartbeat import HEARTBEAT
 from bapo_megatron.types import Batch, Group, Trajectory
@@ -82,7 +81,7 @@ class LoopThread:
 
 
 class RolloutManager:
-    """Engines, prompts, rewards and the scheduler of one run: implements `rollout.base.Rollouts`."""
+    """Engines, prompts, rewards and the scheduler of one run: implements `rollout.shared.Rollouts`."""
 
     def __init__(self, config: Config, tokenizer: Any, urls: Sequence[str], vocab_size: int) -> None:
         self.config = config
@@ -246,7 +245,6 @@ class RolloutManager:
     def _metrics(self, groups: Sequence[Group], stats: RolloutStats, elapsed_s: float) -> dict[str, float]:
         """What this batch looks like, and what it took; names are explained in docs/metrics.md."""
         return {
-            **batch_metrics(groups),
             **self._scorer.metrics(),
             "rollout/num_rounds": float(stats.num_rounds),
             "rollout/num_retries": float(stats.num_retries),

@@ -20,8 +20,6 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.errors import CheckpointError, DataError
 from bapo_megatron.hf.tokenizer import load_tokenizer
-from bapo_megatron.rollout.metrics import batch_metrics
-from bapo_megatron.rollout.state import group_from_json, group_to_json
 from bapo_megatron.types import Batch, Group
 
 
@@ -32,7 +30,7 @@ def write_groups(folder: Path, step: int, groups: Sequence[Group]) -> Path:
     partial = path.with_name(f".{path.name}.partial")
     with gzip.open(partial, "wt", encoding="utf-8", compresslevel=1) as file:
         for group in groups:
-            file.write(json.dumps(group_to_json(group)) + "\n")
+            file.write(json.dumps(group.to_json()) + "\n")
     os.replace(partial, path)
     return path
 
@@ -54,14 +52,14 @@ def read_groups(folder: Path, step: int) -> list[Group]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             for line in file:
-                groups.append(group_from_json(json.loads(line)))
+                groups.append(Group.from_json(json.loads(line)))
     except (OSError, EOFError, ValueError, KeyError, TypeError) as problem:
         raise DataError(f"{path}, line {len(groups) + 1} cannot be read: {problem}; record it again") from problem
     return groups
 
 
 class RecordedRollouts:
-    """What the training loop asks of rollouts (`rollout.base.Rollouts`), from files."""
+    """What the training loop asks of rollouts (`rollout.shared.Rollouts`), from files."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         assert config.rollout.recorded_from is not None, "config.plan checks this"
@@ -97,7 +95,7 @@ class RecordedRollouts:
                 f"{_path(self._folder, step + 1)} holds tokens of weight version {newest}, but this run is at version "
                 f"{version}: use the train.minibatches_per_step x train.epochs_per_step that it was recorded with"
             )
-        return self._builder.build(groups, batch_metrics(groups)), groups
+        return self._builder.build(groups, {}), groups
 
     def evaluate(self, version: int) -> dict[str, float]:
         """Nobody samples here."""

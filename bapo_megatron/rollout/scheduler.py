@@ -20,7 +20,7 @@ from typing import Any
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, UserError
-from bapo_megatron.rollout.book import Prompts, RolloutBook
+from bapo_megatron.rollout.book import DropReason, Prompts, RolloutBook
 from bapo_megatron.rollout.dispatch import Dispatcher
 from bapo_megatron.rollout.ledger import Ledger
 from bapo_megatron.rollout.staleness import StalenessBound
@@ -32,7 +32,6 @@ _MAX_DROPPED_STEPS = 20  # as many groups as this many steps train may be droppe
 _POLL_S = 0.2
 
 Score = Callable[[Sequence[Trajectory]], Sequence[float]]
-DropReason = Callable[[Group], str | None]
 
 
 @dataclass(slots=True)
@@ -70,9 +69,8 @@ class Scheduler:
         self.config = config
         self.pool = pool
         bound = StalenessBound(config.max_staleness, updates_per_step, config.prompts_per_step)
-        self.book = RolloutBook(config, prompts, bound)
+        self.book = RolloutBook(config, prompts, bound, drop_reason)
         self._score = score
-        self._drop_reason = drop_reason
         self._dispatcher = Dispatcher(config, pool, stop_token_ids=stop_token_ids, run_seed=seed)
         self._stream = Stream(config, self.book, self._dispatcher, self._judge)
         self._updates_per_step = updates_per_step
@@ -197,9 +195,7 @@ class Scheduler:
         return await asyncio.to_thread(self._score, group.trajectories)
 
     def _settle(self, group: Group, rewards: Sequence[float]) -> None:
-        judged = self.book.judged(group, rewards)
-        reason = self._drop_reason(judged)
-        self.book.settle(judged, self._dispatcher.version, reason)
+        reason = self.book.settle(group, rewards, self._dispatcher.version)
         self._num_dropped_in_a_row = self._num_dropped_in_a_row + 1 if reason else 0
         if self._num_dropped_in_a_row >= _MAX_DROPPED_STEPS * self.config.prompts_per_step:
             raise UserError(

@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.base import Engine
 from bapo_megatron.errors import EngineError
-from bapo_megatron.rollout.book import RolloutBook, is_complete
+from bapo_megatron.rollout.book import RolloutBook
 from bapo_megatron.rollout.dispatch import Dispatcher
 from bapo_megatron.types import Group, Trajectory
 
@@ -145,7 +145,7 @@ class Stream:
         else:
             self._num_empty = 0
             group = self._book.group(trajectory.prompt.prompt_id)
-            if is_complete(group):
+            if group.is_complete:
                 self._start_verdict(group)
         self._pump()
 

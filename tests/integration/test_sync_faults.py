@@ -83,7 +83,7 @@ class World:
     def assert_live(self, *indices: int) -> None:
         """These engines alone are asked, and what they say is of the learner's version."""
         assert self.pool.live() == [self.engines[i] for i in indices]
-        answers = {self.ask(self.engines[i]).logprobs for i in indices}
+        answers = {self.ask(self.engines[i]).behaviour_logprobs for i in indices}
         assert len(answers) == 1, "the same seed and weights give the same answer"
         for i in indices:
             assert {span.version for span in self.ask(self.engines[i]).spans} == {self.learner.version}
@@ -329,4 +329,4 @@ def test_an_engine_that_is_torn_samples_nothing_until_a_whole_push(make: Callabl
     world.push()
     after = asking.result(20)
     assert {span.version for span in after.spans} == {2}
-    assert after.logprobs != before.logprobs
+    assert after.behaviour_logprobs != before.behaviour_logprobs
