@@ -39,8 +39,8 @@ from bapo_megatron.rollout.shared import Rollouts, SharedRollouts
 from bapo_megatron.runtime.ranks import StopFile
 from bapo_megatron.runtime.stopwatch import Stopwatch
 from bapo_megatron.runtime.straggler import compare_ranks
-from bapo_megatron.sync.base import Channel
-from bapo_megatron.sync.channel import FollowerChannel, open_channel, push_until_whole
+from bapo_megatron.sync import open_channel
+from bapo_megatron.sync.base import Channel, FollowerChannel, push_until_whole
 from bapo_megatron.types import Batch, MiniBatch
 
 
@@ -129,7 +129,6 @@ def _push(channel: Channel | None, learner: Learner, rollouts: SharedRollouts) -
     """Hand the weights to every engine as a new version; all ranks take part in gathering them."""
     if channel is None:
         return {}
-    rollouts.expect(learner.version)
     return push_until_whole(channel, learner).metrics()
 
 

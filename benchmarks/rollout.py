@@ -233,7 +233,7 @@ class ModeRun:
             measured.ages += [self._version - v for g in groups for t in g.trajectories for v in t.versions]
             time.sleep(train_s(waited_s))
             self._version += 1
-            self._scheduler.expect(self._version)
+            self._scheduler.pool.expect(self._version)
             bench.push(self._version)
         measured.num_steps, measured.wall_s = num_steps, time.perf_counter() - start_s
         measured.generated_tokens = tokens["generated"] - tokens_before

@@ -103,7 +103,8 @@ def start_engines(model: Path, count: int) -> tuple[list[subprocess.Popen[bytes]
 
 def raw_seconds(channel: BroadcastChannel, urls: list[str], loop: LoopThread, buffers: list[Tensor]) -> float:
     """From the announcement until every engine has received all buffers."""
-    group = channel._require_group()
+    group = channel._group
+    assert group is not None
     body = {"group_name": group.name, "sizes": [data.numel() for data in buffers]}
 
     async def announce() -> None:

@@ -45,7 +45,6 @@ class Dispatcher:
     ) -> None:
         self.pool = pool
         self.version = 0  # of the weights that every live engine has at least
-        self.newest_version = 0  # of the weights that an engine may have: a push of them may be under way
         self._config = config
         self._stop_token_ids = stop_token_ids
         self._run_seed = run_seed
@@ -197,10 +196,10 @@ class Dispatcher:
 
     def _check_newest(self, engine: Engine, result: GenerateResult) -> None:
         for span in result.spans:
-            if span.version > self.newest_version:
+            if span.version > self.pool.newest_version:
                 raise EngineError(
                     f"{engine.url}, request {result.rid}: tokens of weight version {span.version}, but the trainer is "
-                    f"at {self.newest_version}; another trainer is updating this server"
+                    f"at {self.pool.newest_version}; another trainer is updating this server"
                 )
 
 

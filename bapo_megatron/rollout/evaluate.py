@@ -58,7 +58,8 @@ class Evaluator:
             NoEngineLeftError: nobody is left to ask. The next call for this version keeps what was answered.
             EngineError: responses are aborted time and again.
         """
-        self._dispatcher.version = self._dispatcher.newest_version = version
+        self._dispatcher.version = version
+        self._pool.expect(version)
         self._dispatcher.take_stats()
         if version != self._unfinished_version:
             self._responses = {t.sample_id: t for t in self._empty}

@@ -139,10 +139,6 @@ class RolloutManager:
         """As of a few seconds ago; empty where nobody watches (monitor.prometheus_port)."""
         return self._states.latest
 
-    def expect(self, version: int) -> None:
-        """To be called before weights of this version are pushed."""
-        self.scheduler.expect(version)
-
     def next_batch(self, step: int, version: int) -> tuple[Batch, list[Group]] | None:
         """Sample, judge and pack the batch of one step.
 

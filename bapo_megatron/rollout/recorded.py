@@ -79,9 +79,6 @@ class RecordedRollouts:
         """There are none."""
         return []
 
-    def expect(self, version: int) -> None:
-        """Nobody samples here."""
-
     def next_batch(self, step: int, version: int) -> tuple[Batch, list[Group]]:
         """The batch that was recorded for this step.
 

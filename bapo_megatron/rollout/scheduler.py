@@ -86,10 +86,6 @@ class Scheduler:
         """Every trajectory that is here: partial, waiting, or finished and not yet taken."""
         return self.book.buffered()
 
-    def expect(self, version: int) -> None:
-        """Weights of this version are about to be pushed: replies may carry it from now on."""
-        self._dispatcher.newest_version = max(version, self._dispatcher.newest_version)
-
     async def take(self, step: int, version: int) -> tuple[list[Group] | None, RolloutStats]:
         """The groups of one step, finished and judged; every live engine holds weights of `version`.
 
@@ -99,7 +95,7 @@ class Scheduler:
         Raises:
             EngineError: no engine is left, none comes back in time, or they return no tokens at all.
         """
-        self.expect(version)
+        self.pool.expect(version)
         self._dispatcher.version = version
         self.book.drop_stale(version)
         is_streaming = self.config.overlap or self.config.abort_tail

@@ -25,9 +25,8 @@ from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import CheckpointError, EngineError
 from bapo_megatron.hf.tokenizer import check_tokenizer
 from bapo_megatron.rollout.manager import LoopThread
-from bapo_megatron.sync import channel as channels
-from bapo_megatron.sync.base import SyncStats
-from bapo_megatron.sync.channel import Channel, open_channel, push_until_whole
+from bapo_megatron.sync import base, open_channel
+from bapo_megatron.sync.base import Channel, SyncStats, push_until_whole
 from tests.integration.engines import EngineProcess, start_engines
 
 TIMEOUT_S = 10.0  # also on a busy machine, an engine that is well answers in time
@@ -108,7 +107,7 @@ class World:
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
-    monkeypatch.setattr(channels, "share_flag", lambda value: value)  # one trainer process, without a group
+    monkeypatch.setattr(base, "share_flag", lambda value: value)  # one trainer process, without a group
     worlds = []
 
     def build(num_engines: int = 2, channel: str = "broadcast") -> World:

@@ -84,7 +84,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LazyGroup]]:
     monkeypatch.setattr(group, "_new_process_group_helper", new_group)
     monkeypatch.setattr(group.dist, "destroy_process_group", destroy)
     monkeypatch.setattr(broadcast._Sender, "_device", "cpu")
-    monkeypatch.setattr("bapo_megatron.sync.channel.share_flag", lambda value: value)
+    monkeypatch.setattr("bapo_megatron.sync.base.share_flag", lambda value: value)
     yield formed
     for lazy in formed:
         lazy.is_met.set()
