@@ -29,12 +29,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import SyncConfig
+from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards import RewardScorer
-from bapo_megatron.rollout.manager import LoopThread
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.sync.base import push_until_whole
 from bapo_megatron.sync.broadcast import BroadcastChannel

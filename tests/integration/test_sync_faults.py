@@ -19,12 +19,12 @@ from torch import Tensor
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.schema import SyncConfig
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
+from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import CheckpointError, EngineError
 from bapo_megatron.hf.tokenizer import check_tokenizer
-from bapo_megatron.rollout.manager import LoopThread
 from bapo_megatron.sync import base, open_channel
 from bapo_megatron.sync.base import Channel, SyncStats, push_until_whole
 from tests.integration.engines import EngineProcess, start_engines

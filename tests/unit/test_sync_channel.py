@@ -17,10 +17,10 @@ from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
 from bapo_megatron.engines.base import EMBEDDED
+from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import DIGEST, TensorSpec, digest
 from bapo_megatron.errors import BroadcastLostError, EngineError, RequestRefusedError, UnreachableEngineError
-from bapo_megatron.rollout.manager import LoopThread
 from bapo_megatron.sync import broadcast
 from bapo_megatron.sync.base import push_until_whole
 from bapo_megatron.sync.broadcast import BroadcastChannel
