@@ -1,7 +1,7 @@
-"""The process group that carries weights: rank 0 is the trainer's first process, every other rank an engine.
+"""The process group that carries weights: rank 0 is the trainer's first process, all other ranks are engines.
 
-It is named, built on a store of its own, and independent of any default group: the scheme that SGLang uses
-(srt/utils/common.py, init_custom_process_group), so that real SGLang servers can join.
+It has a name and a store of its own and needs no default group, as in SGLang (srt/utils/common.py,
+init_custom_process_group), so that real SGLang servers can join.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NCCL_SLACK = 10.0  # over NCCL torch's watchdog ends the process at its deadlin
 
 
 def host_store(host: str, world_size: int, timeout_s: float) -> dist.TCPStore:
-    """The rendezvous store of a new group, on a port that the system picks (`.port`). For rank 0."""
+    """Serve the rendezvous store of a new group, on a port that the system picks (`.port`). For rank 0."""
     return dist.TCPStore(
         host, 0, world_size, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
     )

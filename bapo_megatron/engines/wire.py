@@ -28,7 +28,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, type ("float32") and shape of one weight."""
+    """The name, type ("float32") and shape of one weight."""
 
     name: str
     dtype: str

@@ -1,4 +1,4 @@
-"""Every sample between its prompt and its batch: admitted, growing, complete, judged, chosen. No engine, no clock.
+"""The samples between prompt and batch: admitted, growing, complete, judged, chosen. No engine, no clock.
 
 prompts --admit--> active groups --grow--> complete --settle (judged)--> finished --choose--> one step's groups
 """
@@ -19,7 +19,7 @@ DropReason = Callable[[Group], str | None]
 
 
 class Prompts(Protocol):
-    """Where prompts come from: an endless stream with a cursor."""
+    """An endless stream of prompts with a cursor."""
 
     def next(self) -> Prompt: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -27,7 +27,7 @@ class Prompts(Protocol):
 
 
 class RolloutBook:
-    """Owns the groups that are not trained yet, and the ledger that proves it. Not thread-safe."""
+    """Owner of the groups that are not trained yet, and of the ledger that proves it. Not thread-safe."""
 
     def __init__(
         self,
@@ -39,19 +39,19 @@ class RolloutBook:
         """`drop_reason` says why a judged group is not worth training, None if it is."""
         self.ledger = Ledger()
         self.bound = bound
-        self.num_dropped: Counter[str] = Counter()  # groups by reason, since the attempt began
+        self.num_dropped: Counter[str] = Counter()  # groups by reason, since this attempt began
         self._prompts = prompts
         self._drop_reason = drop_reason
         self._samples_per_prompt = config.samples_per_prompt
         self._samples_in_flight = (config.groups_in_flight or config.prompts_per_step) * config.samples_per_prompt
         self._active: dict[int, Group] = {}  # by prompt id, oldest first
-        self._finished: list[Group] = []  # judged, in the order of their judgement
+        self._finished: list[Group] = []  # judged, in the order of the verdicts
         self._num_unfinished = 0
 
     def admit(self, version: int, next_version: int) -> list[Trajectory]:
-        """Draw prompts until as many responses are in the making as the configuration asks for; returns the new ones.
+        """Draw prompts until as many responses are unfinished as the configuration asks for; return the new ones.
 
-        A sample is refilled when it ends, not when its group does: a group with one slow response holds no other back.
+        A sample is replaced when it ends, not when its group does: a slow response holds back no other group.
         """
         admitted: list[Trajectory] = []
         capacity = self.bound.capacity(version, next_version)
@@ -66,36 +66,36 @@ class RolloutBook:
         return admitted
 
     def unfinished(self) -> list[Trajectory]:
-        """Responses that want more tokens: partial ones before those of newer prompts."""
+        """Return responses that need more tokens, those of older prompts first."""
         return [t for group in self._active.values() for t in group.trajectories if t.finish_reason is None]
 
     def start(self, trajectory: Trajectory) -> None:
-        """A request for this response is under way."""
+        """Record that a request for this response is in progress."""
         self.ledger.start(trajectory.sample_id)
 
     def grow(self, trajectory: Trajectory) -> None:
-        """The request came back: this is the response now."""
+        """Record the response that a request returned."""
         group = self._active[trajectory.prompt.prompt_id]
         self._active[trajectory.prompt.prompt_id] = _with(group, {trajectory.sample_id: trajectory})
         self._num_unfinished -= trajectory.finish_reason is not None
         self.ledger.stop(trajectory)
 
     def release(self, sample_id: str) -> None:
-        """No request is under way any more: where none came back, the response is what it was before."""
+        """Record that the request has ended; a response that did not come back stays as it was."""
         if self.ledger.is_running(sample_id):
             self.ledger.stop(self.get(sample_id))
 
     def get(self, sample_id: str) -> Trajectory:
-        """An active response."""
+        """Return an active response."""
         group = self.group(int(sample_id.split(".")[0]))
         return next(t for t in group.trajectories if t.sample_id == sample_id)
 
     def group(self, prompt_id: int) -> Group:
-        """An active group."""
+        """Return an active group."""
         return self._active[prompt_id]
 
     def complete(self) -> list[Group]:
-        """Groups whose responses have all ended, and that wait to be judged."""
+        """Return groups whose responses have all ended, and that wait to be judged."""
         return [group for group in self._active.values() if group.is_complete]
 
     def settle(self, group: Group, rewards: Sequence[float], version: int) -> str | None:
@@ -116,7 +116,7 @@ class RolloutBook:
         return reason
 
     def choose(self, version: int) -> list[Group] | None:
-        """One step's groups, which leave the book as trained; None where the step has to wait for others to finish."""
+        """Return one step's groups and book them as trained; None if the step has to wait for others to finish."""
         chosen = self.bound.choose(self._finished, list(self._active.values()), version)
         if chosen is None:
             return None
@@ -128,9 +128,9 @@ class RolloutBook:
         return chosen
 
     def drop_stale(self, version: int) -> None:
-        """Drop what can no longer be trained within the bound: nothing, unless the bound was lowered between runs.
+        """Drop groups that can no longer be trained within the bound: none, unless it was lowered between runs.
 
-        Groups with a request under way, and complete ones, whose verdict may be under way, are left to `settle`.
+        Groups with a request in progress, and complete ones, whose verdict may be, are left to `settle`.
         """
         for group in [g for g in self._finished if self.bound.is_stale(g, version)]:
             self._finished.remove(group)
@@ -142,16 +142,16 @@ class RolloutBook:
                 self._drop(group, "stale")
 
     def is_urgent(self, trajectory: Trajectory, version: int) -> bool:
-        """Its group must be trained in the step that begins at `version`, or never."""
+        """Return whether its group must be trained in the step that begins at `version`, or never."""
         return self.bound.slack_of(self._active[trajectory.prompt.prompt_id], version) == 0
 
     def buffered(self) -> Iterator[Trajectory]:
-        """Every response that is here: partial, waiting, or finished and not yet taken."""
+        """Yield every response here: partial, waiting, or finished and not yet taken."""
         for group in (*self._active.values(), *self._finished):
             yield from group.trajectories
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON value: everything that a resumed run needs to lose nothing. What is running is asked again."""
+        """Return a JSON value with which a resumed run loses nothing; running requests are sent again."""
         return {
             "prompts": self._prompts.state_dict(),
             "ledger": self.ledger.state_dict(),
