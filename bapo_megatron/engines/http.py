@@ -117,7 +117,7 @@ class HttpEngine:
         return info | {"weight_version": model_info.get("weight_version")}
 
     async def load(self) -> tuple[int, int, int]:
-        """Return the weight version (-1: its first) and the requests running and waiting, of all data-parallel parts."""
+        """Return the weight version (-1: its first) and the requests running and waiting, of all parallel parts."""
         model = _as_dict(await self._call("GET", "/model_info", timeout_s=_HEALTH_TIMEOUT_S))
         reply = _as_dict(await self._call("GET", "/v1/loads", timeout_s=_HEALTH_TIMEOUT_S))
         loads = reply.get("loads")
