@@ -137,11 +137,11 @@ class ParallelLayout:
         return self.data_rank == 0 and self.context_rank == 0
 
     def starts_model(self, chunk: int) -> bool:
-        """Whether this rank's chunk holds the embedding."""
+        """Return whether this rank's chunk holds the embedding."""
         return self.pipeline_rank == 0 and chunk == 0
 
     def ends_model(self, chunk: int) -> bool:
-        """Whether this rank's chunk holds the output layer."""
+        """Return whether this rank's chunk holds the output layer."""
         return self.is_last_stage and chunk == self.num_chunks - 1
 
     def stage_of_layer(self, layer: int, num_layers: int) -> int:

@@ -295,7 +295,7 @@ class BatchingEngine:
         self._extend(admitted, torch.cat(logits))
 
     def _prefill(self, group: list[Sequence], first_row: int) -> Tensor:
-        """Logits float32 [len(group), V] after each sequence, whose cache rows begin at `first_row`."""
+        """Return logits, float32 [len(group), V], after each sequence, whose cache rows begin at `first_row`."""
         lengths = [s.num_tokens for s in group]
         token_ids_BT = torch.zeros(len(group), max(lengths), dtype=torch.int64)
         for row, sequence in enumerate(group):
