@@ -36,11 +36,11 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """What was sampled. `logprobs` are of the tempered distribution; `spans` cover all tokens, in order."""
+    """Sampled tokens. `behaviour_logprobs` are of the tempered distribution; `spans` cover all tokens, in order."""
 
     rid: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    behaviour_logprobs: tuple[float, ...]
     spans: tuple[VersionSpan, ...]
     finish_reason: Literal["stop", "length", "abort"]
     num_prompt_tokens: int

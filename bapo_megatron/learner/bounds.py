@@ -12,7 +12,6 @@ from bapo_megatron.algorithms.clip_bounds import contribution_table, empty_table
 from bapo_megatron.algorithms.losses import fixed_bounds, ratio_and_weight
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import BoundsOf, Learner
-from bapo_megatron.learner.batches import to_device
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
 
@@ -72,7 +71,7 @@ class BoundsFinder:
 
     def _table(self, mb: MicroBatch, log_probs_R: Tensor) -> Tensor:
         """On the CPU, where the order of additions is the same in every run."""
-        mb, log_probs_R = to_device(mb, torch.device("cpu")), log_probs_R.cpu()
+        mb, log_probs_R = mb.to(torch.device("cpu")), log_probs_R.cpu()
         behaviour_R, cap = mb.behaviour_logprobs_R, self._config.loss.importance_cap
         ratio_R, weight_R = ratio_and_weight(log_probs_R, behaviour_R, mb.proximal_logprobs_R, mb.mask_R, cap)
         return contribution_table(ratio_R, mb.advantages_R, mb.mask_R, behaviour_R, self._config.bapo, weights=weight_R)
