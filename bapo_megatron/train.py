@@ -97,7 +97,7 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
 
 
 def _connect(config: Config, model_path: Path, urls: list[str]) -> Rollouts:
-    if config.rollout.engine == "recorded":
+    if not config.rollout.engine_kind.samples:
         return RecordedRollouts.connect(config, model_path)
     return RolloutManager.connect(config, model_path, urls)
 
@@ -117,7 +117,7 @@ def _optimizer_steps(batch: Batch, config: Config, step: int, learner: Learner) 
 
 def _open_channel(config: Config, first: Rollouts | None, learner: MegatronLearner, folder: Path) -> Channel | None:
     """Rank 0 talks to the engines; the other ranks take part in gathering the weights. None where there are none."""
-    if config.rollout.engine == "recorded":
+    if not config.rollout.engine_kind.samples:
         return None
     channel: Channel = FollowerChannel()
     if isinstance(first, RolloutManager):

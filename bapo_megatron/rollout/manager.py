@@ -23,7 +23,8 @@ from bapo_megatron.errors import EngineError, NoEngineLeftError
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.prompts.stream import PromptStream
-from bapo_megatron.rewards import RewardScorer, is_informative
+from bapo_megatron.rewards import RewardScorer
+from bapo_megatron.rewards.shaping import group_filter
 from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
 from bapo_megatron.rollout.metrics import batch_metrics
 from bapo_megatron.rollout.scheduler import RolloutStats, Scheduler, Score
@@ -98,6 +99,7 @@ class RolloutManager:
         self._scorer = RewardScorer(config)
         self._stop_token_ids = (int(tokenizer.eos_token_id),)
         self._builder = BatchBuilder(config)
+        self._keeps = group_filter(config)
         self.scheduler = Scheduler(
             config.rollout,
             pool=self.pool,
@@ -228,9 +230,8 @@ class RolloutManager:
         return score
 
     def _drop_reason(self, group: Group) -> str | None:
-        """Dynamic sampling: a group that cannot change the policy makes room for another."""
-        is_kept = self.config.rollout.zero_variance == "keep" or is_informative(group, self.config)
-        return None if is_kept else "zero_variance"
+        """Return why a judged group makes room for another; None to keep it."""
+        return None if self._keeps(group) else "keep_group"
 
     def _build_evaluator(self) -> tuple[Evaluator, RewardScorer]:
         """Prompts of `eval.path`, or of the same procedural source with another seed."""
