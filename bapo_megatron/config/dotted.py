@@ -47,11 +47,9 @@ class Seam:
         try:
             loaded = importlib.import_module(module)
         except (Exception, SystemExit) as error:  # a module of the user may fail in any way
-            raise self.error(
-                path,
-                f"importing {module} failed: {type(error).__name__}: {error}; it has to be installed, in the working "
-                "directory, or on PYTHONPATH",
-            ) from error
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            advice = "it must be installed, in the working directory, or on PYTHONPATH"
+            raise self.error(path, f"importing {module} failed: {reason}; {advice}") from error
         try:
             found = operator.attrgetter(name)(loaded)
         except AttributeError:
