@@ -188,6 +188,7 @@ def test_one_process(folder: Path) -> None:
     run_distributed(check_layouts, 1, folder, [({}, 1000), ({}, 50)], timeout_s=180)
 
 
+@pytest.mark.slow
 def test_two_processes(folder: Path) -> None:
     cases = [({"tensor": 2, "sequence": True}, 60), ({"pipeline": 2}, 60), ({"data": 2}, 60)]
     run_distributed(check_layouts, 2, folder, cases, timeout_s=240)

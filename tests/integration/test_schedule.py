@@ -258,6 +258,7 @@ def check_four_processes(rank: int, world_size: int, root: Path) -> None:
     check_orders(rank, world_size, root, cases)
 
 
+@pytest.mark.slow
 def test_one_process(folder: Path) -> None:
     run_distributed(check_one_process, 1, folder)
 

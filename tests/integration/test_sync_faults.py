@@ -148,7 +148,7 @@ def test_killed_engines_are_fenced_and_admitted_again_with_verified_weights(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_engine_that_ends_or_hangs_in_a_push_tears_it_for_nobody_else(
     make: Callable[..., World], number: signal.Signals, index: int
 ) -> None:
