@@ -99,7 +99,7 @@ def train(
 
 
 def _connect(config: Config, model_path: Path, urls: list[str]) -> Rollouts:
-    if config.rollout.engine == "recorded":
+    if not config.rollout.engine_kind.samples:
         return RecordedRollouts.connect(config, model_path)
     return connect_rollouts(config, model_path, urls)
 
@@ -119,7 +119,7 @@ def _optimizer_steps(batch: Batch, config: Config, step: int, learner: Learner) 
 
 def _open_channel(config: Config, first: Rollouts | None, learner: MegatronLearner, folder: Path) -> Channel | None:
     """Connect rank 0 to the engines; the other ranks only help to gather the weights. None without engines."""
-    if config.rollout.engine == "recorded":
+    if not config.rollout.engine_kind.samples:
         return None
     channel: Channel = FollowerChannel()
     if isinstance(first, RolloutManager):

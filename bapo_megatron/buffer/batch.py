@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapo_megatron.algorithms.advantages import ADVANTAGES, whiten
+from bapo_megatron.algorithms.advantages import advantages_of, whiten
 from bapo_megatron.config.schema import Config
 from bapo_megatron.rewards.scaling import RewardScaler
 from bapo_megatron.rewards.shaping import is_trained, shaped_reward
@@ -22,6 +22,8 @@ class BatchBuilder:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        a = config.advantage
+        self._advantages = advantages_of(a.kind) if a.compares_responses else torch.zeros_like  # a critic's come later
         self._scaler = RewardScaler(config.reward)
 
     def build(self, groups: Sequence[Group], metrics: dict[str, float]) -> Batch:
@@ -31,7 +33,7 @@ class BatchBuilder:
         rewards, reward_metrics = self._scaler.scaled(shaped)
         return build_batch(
             groups,
-            ADVANTAGES.get(config.advantage.kind, torch.zeros_like),  # a critic's come later, from `rewards_S`
+            self._advantages,
             batch_metrics(groups) | metrics | reward_metrics,
             rewards=rewards,
             whiten_batch=config.advantage.whiten_batch,

@@ -66,10 +66,10 @@ def evaluate(
     Raises:
         UserError: the checkpoint, the problems, the judge or the engines are not fit, or `output` is not empty.
     """
-    if config.rollout.engine not in ("embedded", "sglang"):
+    if not config.rollout.num_started:
         raise UserError(
             f'rollout.engine="{config.rollout.engine}": an evaluation starts engines with the checkpoint\'s weights; '
-            'set rollout.engine to "embedded" or "sglang"'
+            'set rollout.engine to one that is started, such as "embedded" or "sglang"'
         )
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} is not empty: give another --output, or remove it")

@@ -70,7 +70,7 @@ def with_fixed_logprobs(batch: Batch, policy: Policy, reference: Scorer | None, 
     """
     if reference is not None and batch.num_trained_tokens and not config.train.rollout_only:
         batch = replace(batch, reference_logprobs_T=batch_log_probs(batch, reference, config))
-    return with_proximal_logprobs(batch, policy, config) if config.loss.proximal == "learner" else batch
+    return with_proximal_logprobs(batch, policy, config) if config.loss.scores_proximal else batch
 
 
 def with_proximal_logprobs(batch: Batch, policy: Policy, config: Config) -> Batch:

@@ -36,7 +36,7 @@ class UpdateMetrics:
     """Collects the metrics of a step's optimizer updates into one number each."""
 
     def __init__(self, config: Config) -> None:
-        searches = config.loss.name == "bapo" and config.bapo.scope != "fixed"
+        searches = config.searches_bounds
         self._start = (config.bapo.low.points[0], config.bapo.high.points[0]) if searches else None
         self._values: dict[str, list[float]] = defaultdict(list)
         self._mismatch = no_mismatch()

@@ -16,7 +16,8 @@ from bapo_megatron.errors import NoEngineLeftError
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.prompts.stream import PromptStream
-from bapo_megatron.rewards import RewardScorer, is_informative
+from bapo_megatron.rewards import RewardScorer
+from bapo_megatron.rewards.shaping import group_filter
 from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
 from bapo_megatron.rollout.scheduler import RolloutStats, Scheduler
 from bapo_megatron.types import Batch, Group, Trajectory
@@ -202,10 +203,6 @@ def _evaluation(
 
 
 def _drop_reason_of(config: Config) -> Callable[[Group], str | None]:
-    """Return the rule of dynamic sampling: a group that cannot change the policy makes room for another."""
-
-    def drop_reason(judged: Group) -> str | None:
-        is_kept = config.rollout.zero_variance == "keep" or is_informative(judged, config)
-        return None if is_kept else "zero_variance"
-
-    return drop_reason
+    """Return the reason to replace a judged group, as `rollout.keep_group` says; None to keep it."""
+    keeps = group_filter(config)
+    return lambda judged: None if keeps(judged) else "keep_group"

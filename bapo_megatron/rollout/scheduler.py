@@ -196,5 +196,5 @@ class Scheduler:
         if self._num_dropped_in_a_row >= _MAX_DROPPED_STEPS * self.config.prompts_per_step:
             raise UserError(
                 f"{self._num_dropped_in_a_row} groups in a row were dropped ({reason}): the prompts are far too easy "
-                'or too hard for this policy; choose others, or set rollout.zero_variance="keep"'
+                'or too hard for this policy; choose others, or set rollout.keep_group="all"'
             )

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
-from bapo_megatron.engines.base import EMBEDDED, Engine
+from bapo_megatron.engines.base import Capability, Engine, can
 from bapo_megatron.engines.group import GroupBackend, UpdateGroup, connect_store, host_store, in_thread
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import Bucket, TensorSpec, digest, in_order, pack, plan_buckets
@@ -77,7 +77,7 @@ class BroadcastChannel:
         members.all("begin the weight update", _begin)
         group = self._join(members, infos, new)
         stats.lap("pause")
-        sender = _Sender(members, group, version, stats, with_digests=_any_embedded(infos))
+        sender = _Sender(members, group, version, stats, with_digests=_any(infos, "weight_digests"))
         try:
             sender.send(self._plan, weights)
         except _TornError as torn:
@@ -121,7 +121,7 @@ class BroadcastChannel:
     def _backend(self, infos: Infos) -> GroupBackend:
         if self._config.backend != "auto":
             return self._config.backend
-        return "nccl" if torch.cuda.is_available() and not _any_embedded(infos) else "gloo"
+        return "nccl" if torch.cuda.is_available() and not _any(infos, "gloo_only") else "gloo"
 
 
 class _TornError(Exception):
@@ -321,5 +321,5 @@ async def _begin(engine: Engine) -> None:
         await engine.begin_weight_update()
 
 
-def _any_embedded(infos: Infos) -> bool:
-    return any(info.get("engine") == EMBEDDED for info in infos.values())
+def _any(infos: Infos, capability: Capability) -> bool:
+    return any(can(info, capability) for info in infos.values())

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.engines.base import EMBEDDED, Engine
+from bapo_megatron.engines.base import Engine, can
 from bapo_megatron.engines.wire import DIGEST, TensorSpec
 from bapo_megatron.errors import CheckpointError, EngineError
 from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape
@@ -36,7 +36,7 @@ async def check_model(engine: Engine, manifest: Sequence[TensorSpec]) -> dict[st
             f"{engine.url} answers, but not as SGLang or the embedded engine do (no weight_version at /model_info); "
             "is the URL right?"
         )
-    if info.get("engine") == EMBEDDED:
+    if can(info, "weight_manifest"):
         held = {n: TensorSpec(n, dtype, shape) for n, dtype, shape in await engine.weights_manifest()}
         _check_specs(engine.url, manifest, held)
     else:

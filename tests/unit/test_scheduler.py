@@ -269,7 +269,7 @@ def test_groups_that_are_not_worth_training_are_replaced_and_counted() -> None:
 
 def test_prompts_that_never_teach_anything_end_the_run_with_advice() -> None:
     scheduler = make(ScriptedEngine(), drop_reason=lambda group: "zero_variance")
-    with pytest.raises(UserError, match=r"40 groups in a row were dropped \(zero_variance\).*zero_variance=\"keep\""):
+    with pytest.raises(UserError, match=r"40 groups in a row were dropped \(zero_variance\).*keep_group=\"all\""):
         asyncio.run(scheduler.take(0, 0))
 
 

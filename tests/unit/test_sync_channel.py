@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
-from bapo_megatron.engines.base import EMBEDDED
 from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import DIGEST, TensorSpec, digest
@@ -104,7 +103,11 @@ class ScriptedEngine:
     async def server_info(self) -> dict[str, Any]:
         if self.is_dead:
             raise UnreachableEngineError(f"{self.url}: connection refused")
-        return {"engine": EMBEDDED, "weight_version": self.version, "tp_size": 1}
+        return {
+            "capabilities": ["weight_manifest", "weight_digests", "gloo_only"],
+            "weight_version": self.version,
+            "tp_size": 1,
+        }
 
     async def weights_manifest(self) -> list[tuple[str, str, tuple[int, ...]]]:
         return [(name, "float32", tuple(tensor.shape)) for name, tensor in self.weights.items()]

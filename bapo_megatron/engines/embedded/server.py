@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from aiohttp import web
 
-from bapo_megatron.engines.base import EMBEDDED
 from bapo_megatron.engines.embedded import protocol
 from bapo_megatron.engines.embedded.engine import BatchingEngine, Sequence
 from bapo_megatron.engines.embedded.model import Model
@@ -156,7 +155,7 @@ class Server:
     async def server_info(self, request: web.Request) -> web.Response:
         engine = self.engine
         info = {
-            "engine": EMBEDDED,
+            "capabilities": ["weight_manifest", "weight_digests", "gloo_only"],
             "model_path": self._model_path,
             "context_length": engine.max_context,
             "max_running_requests": engine.max_running,
