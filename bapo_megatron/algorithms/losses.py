@@ -21,16 +21,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from bapo_megatron.config.schema_loss import ClippedLoss, CustomLoss, GrpoLoss, LossConfig
 from bapo_megatron.types import ClipBounds, MicroBatch
-
-if TYPE_CHECKING:
-    from bapo_megatron.config.schema import Config
-    from bapo_megatron.config.schema_loss import LossConfig
 
 MAX_LOG_RATIO = 20.0  # exp(20) is far beyond any bound, and far from overflow
 
@@ -134,7 +131,7 @@ def ratio_and_weight(batch: MicroBatch, log_probs_R: Tensor, cap: float) -> tupl
     return importance_ratio(log_probs_R, batch.proximal_logprobs_R, batch.mask_R), weight_R.detach()
 
 
-def clipped_policy_loss(inputs: LossInputs, config: LossConfig) -> ClippedTokenLoss:
+def clipped_policy_loss(inputs: LossInputs, config: ClippedLoss) -> ClippedTokenLoss:
     """Compute -w min(r A, clip(r, c_low, c_high) A) per token; with `dual_clip` c, at most w c |A| where A < 0 (arXiv
     1912.09729).
 
@@ -172,23 +169,21 @@ def supervised_loss(inputs: LossInputs, config: LossConfig) -> TokenLoss:
     return TokenLoss(inputs, -torch.where(inputs.batch.mask_R, inputs.log_probs_R, 0.0))
 
 
-LOSSES: dict[str, Callable[[LossInputs, LossConfig], TokenLoss]] = {
+LOSSES: dict[str, Callable[[LossInputs, Any], TokenLoss]] = {
     "bapo": clipped_policy_loss,
     "grpo": clipped_policy_loss,
-    "clip_higher": clipped_policy_loss,
     "sft": supervised_loss,
 }
-"""Losses by `loss.name`."""
+"""Built-in losses by `loss.name`, each called with its own section."""
 
 
-def fixed_bounds(config: Config) -> ClipBounds:
-    """Return the bounds of a run that does not search for them; nan for sft, which has none."""
-    assert not config.searches_bounds, "the bounds come from bapo's search"
-    if config.loss.name == "sft":
-        low = high = math.nan
-    elif config.loss.name == "bapo":
-        low, high = config.bapo.low.points[0], config.bapo.high.points[0]
-    else:
-        low = config.loss.clip_low
-        high = config.loss.clip_higher if config.loss.name == "clip_higher" else config.loss.clip_high
+def policy_loss(inputs: LossInputs, config: LossConfig) -> TokenLoss:
+    """Compute the loss that `loss.name` names."""
+    return config.function(inputs) if isinstance(config, CustomLoss) else LOSSES[config.name](inputs, config)
+
+
+def fixed_bounds(config: LossConfig) -> ClipBounds:
+    """Return the bounds of a loss that does not search for them: those of its section, or nan."""
+    assert config.bounds != "bapo", "bapo's bounds come from its search"
+    low, high = (config.clip_low, config.clip_high) if isinstance(config, GrpoLoss) else (math.nan, math.nan)
     return ClipBounds(low=low, high=high, positive_share=math.nan, saturated=False, num_moves=0)

@@ -11,8 +11,8 @@ from torch import Tensor
 from bapo_megatron.algorithms.clip_bounds import contribution_table, empty_table, search_bounds
 from bapo_megatron.algorithms.losses import fixed_bounds, ratio_and_weight
 from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema_loss import RatioLoss
 from bapo_megatron.learner.base import BoundsOf, Learner
-from bapo_megatron.learner.batches import to_device
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
 
@@ -34,8 +34,10 @@ class BoundsFinder:
 
     def find(self, minibatch: MiniBatch) -> ClipBounds | BoundsOf:
         """Find the bounds: one all-reduce of a small table in scope exact, one per micro-batch in scope microbatch."""
+        if self._config.loss.bounds != "bapo":
+            return fixed_bounds(self._config.loss)
         if not self._config.searches_bounds:
-            return fixed_bounds(self._config)
+            return search_bounds(empty_table(self._config.bapo), self._config.bapo)
         if self._config.bapo.scope == "microbatch":
             return self._of_micro_batch
         if self._lagged is not None:
@@ -69,8 +71,10 @@ class BoundsFinder:
 
     def _table(self, mb: MicroBatch, log_probs_R: Tensor) -> Tensor:
         """Tabulate a micro-batch on the CPU, where the order of additions is the same in every run."""
-        mb, log_probs_R = to_device(mb, torch.device("cpu")), log_probs_R.cpu()
-        ratio_R, weight_R = ratio_and_weight(mb, log_probs_R, self._config.loss.importance_cap)
+        mb, log_probs_R = mb.to(torch.device("cpu")), log_probs_R.cpu()
+        loss = self._config.loss
+        assert isinstance(loss, RatioLoss), "sft has no bounds"
+        ratio_R, weight_R = ratio_and_weight(mb, log_probs_R, loss.importance_cap)
         return contribution_table(
             ratio_R, mb.advantages_R, mb.mask_R, mb.behaviour_logprobs_R, self._config.bapo, weights=weight_R
         )

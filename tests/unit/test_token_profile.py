@@ -13,7 +13,7 @@ from bapo_megatron.algorithms.losses import LOSSES, LossInputs, clipped_policy_l
 from bapo_megatron.algorithms.mismatch import no_mismatch
 from bapo_megatron.algorithms.token_profile import BINS, MEANS
 from bapo_megatron.config.schema import Config
-from bapo_megatron.config.schema_loss import LossConfig
+from bapo_megatron.config.schema_loss import LOSS_SECTIONS, BapoLoss
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.metrics import METRICS, reduce_updates
 from bapo_megatron.monitor.record import UpdateMetrics
@@ -56,7 +56,7 @@ def profile(sums: dict) -> dict[str, float]:
 
 
 def sums_of(rows: list[tuple]) -> dict[str, float]:
-    return profile(helpers.sums_of(clipped_policy_loss(make_inputs(rows), LossConfig()), with_profile=True))
+    return profile(helpers.sums_of(clipped_policy_loss(make_inputs(rows), BapoLoss()), with_profile=True))
 
 
 def means_of(rows: list[tuple]) -> dict[str, float]:
@@ -111,7 +111,7 @@ def test_a_step_pools_the_tokens_of_its_updates() -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_off_unless_asked_for(name: str) -> None:
     rows = [(0.3, 0.1, 1.0, 0.5, True)]
-    tokens = LOSSES[name](make_inputs(rows), LossConfig(name=name))
+    tokens = LOSSES[name](make_inputs(rows), LOSS_SECTIONS[name]())
     assert profile(helpers.sums_of(tokens)) == {}
     has_ratios = name != "sft"
     assert bool(profile(helpers.sums_of(tokens, with_profile=True))) == has_ratios
