@@ -44,7 +44,7 @@ from bapo_megatron.learner.parallel import ParallelLayout, device, start_process
 from bapo_megatron.learner.precision import check_machine, has_quantised, is_quantised, logprob_backend
 from bapo_megatron.learner.reference import ReferencePolicy
 from bapo_megatron.learner.schedule import ForwardPasses, Schedule, Scores
-from bapo_megatron.learner.scoring import known_log_probs
+from bapo_megatron.learner.whole_batch import known_log_probs
 from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
 
 Outcome = tuple[Tensor, ClipBounds, LossResult, Mismatch]  # of a micro-batch; first its log_probs_R

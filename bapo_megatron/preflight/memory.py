@@ -134,7 +134,7 @@ def forwards_under_way(config: Config, shape: ModelShape, gpu_bytes: int | None)
 
 def searches_exactly(config: Config) -> bool:
     """Whether bounds are searched with the ratios of the update's own tokens."""
-    return config.loss.name == "bapo" and config.bapo.scope == "exact"
+    return config.loss.bounds == "bapo" and config.bapo.scope == "exact"
 
 
 def microbatch_tokens(config: Config) -> int:
@@ -161,7 +161,7 @@ def _sync(config: Config, shape: ModelShape) -> int:
     largest = largest_tensor(shape) * ITEM_BYTES[config.model.dtype]
     bucket = max(int(config.sync.bucket_mib * 2**20), largest)
     gathered = 0 if config.parallel.tensor * config.parallel.pipeline == 1 else 2 * largest
-    if config.rollout.engine == "recorded":
+    if not config.rollout.engine_kind.samples:
         return 0
     return 2 * bucket + gathered
 
