@@ -26,7 +26,7 @@ class BatchBuilder:
         self._scaler = RewardScaler(config.reward)
 
     def build(self, groups: Sequence[Group], metrics: dict[str, float]) -> Batch:
-        """The batch of the next step; its rewards enter the running statistics, so build each once."""
+        """Build the batch of the next step; its rewards enter the running statistics, so build each once."""
         config = self._config
         shaped = [[shaped_reward(t, config) for t in group.trajectories] for group in groups]
         rewards, reward_metrics = self._scaler.scaled(shaped)

@@ -41,13 +41,13 @@ def check(
     num_gpus: int = 0,
     machine: Machine | None = None,
 ) -> list[Violation]:
-    """All violations across sections, layout first.
+    """Find all violations across sections, layout first.
 
     Args:
         hf_config: the model's config.json; None leaves the model's own limits unchecked.
-        reference_config: that of `loss.reference_path`, where a KL term has one.
+        reference_config: the config.json of `loss.reference_path`, if a KL term has one.
         num_gpus: GPUs of this machine that a run may use; 0 is a run on CPUs.
-        machine: what FP8 asks of it; None leaves that unchecked.
+        machine: its facts for FP8; None leaves them unchecked.
     """
     found = list(_functions(config))
     if any(v.message.startswith("rollout.engine=") for v in found):
@@ -80,13 +80,13 @@ def check(
 
 
 def num_ranks(config: Config) -> int:
-    """Trainer processes: tensor x pipeline x context x data."""
+    """Count trainer processes: tensor x pipeline x context x data."""
     p = config.parallel
     return p.tensor * p.pipeline * p.context * p.data
 
 
 def summarize(config: Config) -> str:
-    """A few lines saying what a run of this configuration amounts to."""
+    """Summarise a run of this configuration in a few lines."""
     p, r, t = config.parallel, config.rollout, config.train
     num_sequences = r.prompts_per_step * r.samples_per_prompt
     num_updates = t.minibatches_per_step * t.epochs_per_step
@@ -111,7 +111,7 @@ def summarize(config: Config) -> str:
 
 
 def max_microbatches(config: Config) -> int:
-    """Micro-batches of one update on one data rank if every prompt and response is as long as allowed."""
+    """Count the micro-batches of one update on one data rank if every prompt and response is as long as allowed."""
     per_rank = -(-_sequences_per_minibatch(config) // config.parallel.data)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     budget = config.train.max_tokens_per_microbatch * config.parallel.context
@@ -181,7 +181,7 @@ def _rank_advice(config: Config) -> str:
 
 
 def _gpus(config: Config, num_gpus: int) -> Iterator[Violation]:
-    """Ranks and SGLang servers each have GPUs of their own: NCCL refuses a group with two members on one."""
+    """Count GPUs: each rank and server needs its own, as NCCL refuses a group with two members on one."""
     r, ranks = config.rollout, num_ranks(config)
     on_servers = r.num_server_gpus
     if num_gpus and ranks + on_servers > num_gpus:
@@ -336,7 +336,7 @@ def _eval(config: Config) -> Iterator[Violation]:
 
 
 def _reward(config: Config) -> Iterator[Violation]:
-    """What the settings of judging and shaping say about each other."""
+    """Check the settings of judging and shaping against each other."""
     reward, r = config.reward, config.rollout
     if reward.overlong_buffer_tokens > r.max_response_tokens:
         yield Violation(
@@ -422,7 +422,7 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def server_address(url: str) -> tuple[str, int] | None:
-    """Host and port of a base URL; None where it is not one.
+    """Return host and port of a base URL; None if it is not one.
 
     Example: server_address("http://node3:30000") == ("node3", 30000); server_address("node3:30000") is None.
     """
@@ -435,7 +435,7 @@ def server_address(url: str) -> tuple[str, int] | None:
 
 
 def check_servers(config: Config) -> Iterator[Violation]:
-    """URLs, and the share of a GPU's memory."""
+    """Check URLs of servers, and the share of a GPU's memory."""
     r = config.rollout
     for url in r.urls if r.engine == "attach" else ():
         if server_address(url) is None:
@@ -449,7 +449,7 @@ def check_servers(config: Config) -> Iterator[Violation]:
 
 
 def check_learning(config: Config) -> Iterator[Violation]:
-    """Settings that contradict each other, or that do nothing."""
+    """Find settings of the update that contradict each other, or that do nothing."""
     yield from _schedule(config)
     yield from _bounds(config)
     yield from _profile(config)
@@ -458,7 +458,7 @@ def check_learning(config: Config) -> Iterator[Violation]:
 
 
 def check_reference(config: Config, reference: dict[str, Any], policy: dict[str, Any]) -> Iterator[Violation]:
-    """Whether the model of `loss.reference_path` can be compared with the policy, and split like it.
+    """Check that the model of `loss.reference_path` can be compared with the policy, and split like it.
 
     Args:
         reference, policy: their config.json.
@@ -551,7 +551,7 @@ def _rewards(config: Config) -> Iterator[Violation]:
 
 
 def check_critic(config: Config) -> Iterator[Violation]:
-    """Settings of a critic that no advantage asks for, and groups that one does not need."""
+    """Find settings of a critic that the advantage does not use, and settings of groups that a critic does not need."""
     advantage, critic, r = config.advantage, config.critic, config.rollout
     if advantage.compares_responses:
         if changed := [name for name, default in CriticConfig() if getattr(critic, name) != default]:
@@ -596,7 +596,7 @@ PACKAGES = {
 
 
 def check_monitor(config: Config) -> Iterator[Violation]:
-    """A missing package is told before anything starts."""
+    """Find missing packages before anything starts."""
     for name in dict.fromkeys(config.monitor.sinks):
         yield from _package(name, f'monitor.sinks has "{name}"', f'take "{name}" out of monitor.sinks')
     if config.monitor.prometheus_port is not None:

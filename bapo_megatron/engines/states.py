@@ -1,4 +1,4 @@
-"""How the engines are, for whoever watches a run: asked every few seconds, beside the sampling."""
+"""The state of every engine, polled every few seconds beside the sampling, for those who watch a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EngineStates:
         self._engines = engines
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Poll until cancelled."""
         while True:
             self.latest = list(await asyncio.gather(*map(self._ask, self._engines)))
             await asyncio.sleep(_INTERVAL_S)
