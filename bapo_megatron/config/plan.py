@@ -16,7 +16,7 @@ from bapo_megatron.config.schema import Config, RolloutConfig
 from bapo_megatron.config.schema_advantage import CriticConfig
 from bapo_megatron.config.schema_loss import CustomLoss
 from bapo_megatron.errors import UserError
-from bapo_megatron.hf.layout import validate_layout
+from bapo_megatron.hf.shape import validate_layout
 
 __all__ = ["Violation", "check", "max_microbatches", "num_ranks", "summarize"]
 

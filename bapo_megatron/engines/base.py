@@ -43,11 +43,11 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """Sampled tokens. `logprobs` are of the tempered distribution; `spans` cover all tokens, in order."""
+    """Sampled tokens. `behaviour_logprobs` are of the tempered distribution; `spans` cover all tokens, in order."""
 
     rid: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    behaviour_logprobs: tuple[float, ...]
     spans: tuple[VersionSpan, ...]
     finish_reason: Literal["stop", "length", "abort"]
     num_prompt_tokens: int

@@ -13,7 +13,6 @@ from bapo_megatron.algorithms.losses import fixed_bounds, ratio_and_weight
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_loss import RatioLoss
 from bapo_megatron.learner.base import BoundsOf, Learner
-from bapo_megatron.learner.batches import to_device
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
 
@@ -73,7 +72,7 @@ class BoundsFinder:
 
     def _table(self, mb: MicroBatch, log_probs_R: Tensor) -> Tensor:
         """On the CPU, where the order of additions is the same in every run."""
-        mb, log_probs_R = to_device(mb, torch.device("cpu")), log_probs_R.cpu()
+        mb, log_probs_R = mb.to(torch.device("cpu")), log_probs_R.cpu()
         loss = self._config.loss
         assert isinstance(loss, RatioLoss), "sft has no bounds"
         behaviour_R, cap = mb.behaviour_logprobs_R, loss.importance_cap

@@ -203,6 +203,8 @@ class _Activations:
         context, D = self._config.parallel.context, self._shape.head_dim
         hidden = self._rows * self._H * self._item
         norm = (1 if self._on_gpu else 2) * hidden + 4 * self._rows  # its input; on a CPU also the normalised one
+        if self._shape.norm_plus_one and self._item < MASTER_BYTES:
+            norm += MASTER_BYTES * self._rows * self._H  # its input in float32
         num_heads = self._Q // D
         keys_per_query = context + 0.5 if context > 1 else 1  # two chunks of queries; keys are gathered, up to each
         attention = self._T * self._item * (2 * self._Q + 2 * self._K * keys_per_query)

@@ -16,7 +16,7 @@ from bapo_megatron.algorithms.mismatch import Mismatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.learner.scoring import with_proximal_logprobs
+from bapo_megatron.learner.whole_batch import with_proximal_logprobs
 from bapo_megatron.monitor.record import UpdateMetrics
 from bapo_megatron.types import Batch
 from tests.distributed import run_distributed

@@ -314,12 +314,12 @@ def test_the_bound_holds_for_groups_that_are_running_or_being_judged_when_they_b
     (complete,) = book.complete()
     book.drop_stale(1)
     assert not book.num_dropped, "neither may leave now: its request, or its verdict, would find it gone"
-    book.settle(book.judged(complete, [1.0]), 1)
+    book.settle(complete, [1.0], 1)
     assert book.num_dropped == {"stale": 1}
     book.grow(running.extended([Segment(0, 0, (6, 7), (-1.0, -1.0))], "length"))
     assert not book.is_urgent(running, 1), "no hurry: it is too late"
     (complete,) = book.complete()
-    book.settle(book.judged(complete, [1.0]), 1)
+    book.settle(complete, [1.0], 1)
     assert book.num_dropped == {"stale": 2}
     book.ledger.check(book.buffered())
     assert book.ledger.num_tokens == {"generated": 3, "dropped": 3}

@@ -2,8 +2,8 @@
 
     python -m bapo_megatron.engines.embedded --model-path CHECKPOINT --port 0 --ready-file F
 
-Answers 400 with a message that names the field for a bad request. When the engine fails, what is open is answered with
-500, and the process ends with exit code 1.
+A bad request gets 400 with a message that names the field. If the engine fails, open requests get 500 and the process
+ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Server:
         return await asyncio.wrap_future(self.engine.call(command))
 
     def _sequences(self, body: protocol.GenerateBody) -> tuple[list[Sequence], bool]:
-        """One per prompt and sample, and whether the reply is a single object."""
+        """Return one sequence per prompt and sample, and whether the reply is a single object."""
         is_batch = isinstance(body.input_ids[0], list)
         prompts: list[list[int]] = body.input_ids if is_batch else [body.input_ids]  # type: ignore[assignment,list-item]
         params = (
@@ -301,4 +301,4 @@ def main(argv: list[str] | None = None) -> None:
         )
     )
     # A daemon thread inside torch at interpreter exit can crash; everything is answered, so leave directly.
-    os._exit(0 if engine.failure is None else 1)  # 1: whoever started this server should start it again
+    os._exit(0 if engine.failure is None else 1)  # 1: start this server again
