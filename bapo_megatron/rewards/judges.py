@@ -47,7 +47,7 @@ class JudgeSpec:
 
     @classmethod
     def of(cls, config: Config) -> JudgeSpec:
-        """Resolves reward.kind = "auto". Raises UserError where kind and source do not go together."""
+        """Resolve reward.kind = "auto". Raises UserError if kind and source do not go together."""
         source = config.data.source
         kind = config.reward.kind
         if kind == "auto":
@@ -101,13 +101,13 @@ class Judge:
 
 
 def build_judge(spec: JudgeSpec) -> Judge:
-    """The judge itself. Raises UserError where it cannot be built or has the wrong signature."""
+    """Build the judge itself. Raises UserError if it cannot be built or has the wrong signature."""
     build = BUILT_IN.get(spec.kind)
     return Judge.of(build(spec) if build else REWARD.load(spec.kind), spec.kind)
 
 
 def as_reward(value: Any) -> float:
-    """What a judge returned, as a finite float. Raises TypeError or ValueError."""
+    """Convert a judge's result to a finite float. Raises TypeError or ValueError."""
     if isinstance(value, str | bytes):
         raise TypeError(f"a judge returns a number, not {type(value).__name__} {value!r:.80}")
     reward = float(value)
