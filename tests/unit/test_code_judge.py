@@ -125,7 +125,7 @@ def test_no_program_is_no_pass_and_both_kinds_of_tests_count(judge: CodeJudge) -
 def test_a_program_is_run_once_for_the_same_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     judge, runs = CodeJudge(timeout_s=20.0, memory_bytes=1 << 30), []
     run = judge._run
-    monkeypatch.setattr(judge, "_run", lambda job, deadline_s: (runs.append(job), run(job, deadline_s))[1])
+    monkeypatch.setattr(judge, "_run", lambda job, *args: (runs.append(job), run(job, *args))[1])
     right, wrong = respond("def f(x): return x + 1"), respond("def f(x): return x")
     before = {"tests": "assert f(1) == 0"}
     for _ in range(2):
@@ -178,7 +178,7 @@ def test_an_absent_column_is_no_case(judge: CodeJudge) -> None:
 def test_a_program_that_does_not_end_is_ended(program: str) -> None:
     began_s = time.monotonic()
     before = set(psutil.Process().children(recursive=True))
-    with pytest.raises(TimeoutError, match="not done in 1 s"):
+    with pytest.raises(TimeoutError, match="did not end in 1 s"):
         CodeJudge(1.0, 1 << 30).judge(NEXT, respond(program))
     assert time.monotonic() - began_s < 5
     assert set(psutil.Process().children(recursive=True)) == before
@@ -202,7 +202,7 @@ def test_what_the_system_refuses_is_said_once(
     for program in ("def f(x): return x + 1", "def f(x): return 1 + x"):
         assert judge.judge(NEXT, respond(program)) == 1.0
     assert [r.message for r in caplog.records].count(
-        "reward.kind = 'code': programs are not kept from everything here: "
+        "reward.kind = 'code': this system protects from programs only in part: "
         "network and other processes are open (no seccomp)"
     ) == 1
 
