@@ -11,8 +11,7 @@ from torch import Tensor
 
 from bapo_megatron.algorithms.advantages import ADVANTAGES, whiten
 from bapo_megatron.config.schema import Config
-from bapo_megatron.rewards.scaling import RewardScaler
-from bapo_megatron.rewards.shaping import is_trained, shaped_reward
+from bapo_megatron.rewards.shaping import RewardScaler, is_trained, shaped_reward
 from bapo_megatron.types import Batch, Group, Trajectory
 
 
@@ -60,7 +59,7 @@ def build_batch(
 
     Args:
         advantages: maps the rewards of one group, float64 [G], to advantages [G] (see algorithms.advantages).
-        rewards: what advantages are made of, for each group (see `rewards.scaling`); the verdicts where left out.
+        rewards: what advantages are made of, for each group (see `rewards.shaping`); the verdicts where left out.
         whiten_batch: whether `algorithms.advantages.whiten` comes after, over all responses of the batch.
         is_trained: False for a response that counts in its group's advantages, but whose tokens are masked.
     """
