@@ -95,6 +95,7 @@ class RolloutManager:
         ]
         self.pool = EnginePool(self.engines)
         self.prompts = PromptStream(config, tokenizer)
+        self.prompts.check()
         self._scorer = RewardScorer(config)
         self._stop_token_ids = (int(tokenizer.eos_token_id),)
         self._builder = BatchBuilder(config)
