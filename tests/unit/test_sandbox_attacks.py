@@ -1,4 +1,4 @@
-"""Hostile programs against the sandbox, as a table: what each tries, and the verdict it must get.
+"""Hostile programs against the sandbox, as a table: the attack of each, and the verdict it must get.
 
 Every attack runs as root (where the tests do) and as an ordinary user, with the newest Landlock and with one that lacks
 signal scopes. After each, a victim process of the same user must live on with its limits and scheduling, a precious
@@ -394,12 +394,18 @@ def victim_state(pid: int) -> dict[str, Any]:
     }
 
 
+def file_state(file: Path) -> tuple[int, ...]:
+    """Return a file's metadata, except when it was last read."""
+    status = file.stat()
+    return status.st_mode, status.st_uid, status.st_gid, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
 def outcome(attack: Attack, facts: tuple[Any, ...]) -> tuple[str, str]:
     """Return an attack's verdict and the harm done, "" for none."""
     judge = CodeJudge(attack.timeout_s, 1 << 30)
     program = PRELUDE.replace("@", repr(facts), 1) + attack.program
     before, precious = [victim_state(pid) for pid in facts[:2]], Path(facts[3])
-    listing, status = sorted(os.listdir(precious.parent)), precious.stat()
+    listing, status = sorted(os.listdir(precious.parent)), file_state(precious)
     try:
         verdict = repr(judge.judge(attack.answer or ANSWER, f"```python\n{program}\n```"))
     except TimeoutError:
@@ -412,7 +418,7 @@ def outcome(attack: Attack, facts: tuple[Any, ...]) -> tuple[str, str]:
         harm += [] if after == before else [f"another process changed from {before} to {after}"]
     except OSError as error:
         harm.append(f"another process is gone: {error}")
-    harm += [] if precious.read_text() == "data" and precious.stat() == status else ["the precious file changed"]
+    harm += [] if precious.read_text() == "data" and file_state(precious) == status else ["the precious file changed"]
     now = sorted(os.listdir(precious.parent))
     harm += [] if now == listing else [f"left behind: {now}"]
     return verdict, "; ".join(harm)

@@ -188,9 +188,7 @@ class Server:
         if len(params) != len(prompts):
             raise BadRequestError(f"sampling_params: {len(params)} entries for {len(prompts)} prompts")
         if (num_samples := sum(p.n for p in params)) > (limit := protocol.MAX_SEQUENCES):
-            raise BadRequestError(
-                f"sampling_params: {num_samples} samples in a request, more than {limit}; send fewer"
-            )
+            raise BadRequestError(f"sampling_params: {num_samples} samples in a request, more than {limit}; send fewer")
         if len(rids) != len(prompts) or len(set(rids)) != len(rids):
             raise BadRequestError(f"rid: need {len(prompts)} different ones")
         sequences = [
