@@ -10,9 +10,11 @@ return the reward. The mean stays, so a reward keeps its sign; advantages subtra
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from bapo_megatron.config import dotted
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config, RewardConfig
@@ -46,8 +48,8 @@ def is_trained(trajectory: Trajectory, config: Config) -> bool:
 def is_informative(group: Group, config: Config) -> bool:
     """Return whether a scored group can change the policy: it has trained tokens, and its shaped rewards differ.
 
-    With rollout.zero_variance = "drop", other groups are dropped (DAPO's dynamic sampling, arXiv 2503.14476, section
-    3.2). Rewards that reward.clip makes equal do not differ, but with reward.running_std only the batch can tell.
+    rollout.keep_group = "informative" drops the others (DAPO's dynamic sampling, arXiv 2503.14476, section 3.2).
+    Rewards that reward.clip makes equal do not differ, but with reward.running_std only the batch can tell.
     """
     if not any(t.num_response_tokens and is_trained(t, config) for t in group.trajectories):
         return False
@@ -55,6 +57,22 @@ def is_informative(group: Group, config: Config) -> bool:
     if config.reward.clip is not None and not config.reward.running_std:
         rewards = [bounded(config.reward.scale * reward, config.reward.clip) for reward in rewards]
     return len(set(rewards)) > 1
+
+
+def keep_all(group: Group, config: Config) -> bool:
+    """Keep every group."""
+    return True
+
+
+KEEP_GROUP: dict[str, Callable[[Group, Config], bool]] = {"all": keep_all, "informative": is_informative}
+"""Built-in filters of scored groups by `rollout.keep_group`."""
+
+
+def group_filter(config: Config) -> Callable[[Group], bool]:
+    """Return the test that decides whether a scored group is kept. Raises UserError for a bad dotted path."""
+    name = config.rollout.keep_group
+    keep = KEEP_GROUP.get(name) or dotted.KEEP_GROUP.load(name)
+    return lambda group: bool(keep(group, config))
 
 
 @dataclass(frozen=True, slots=True)
