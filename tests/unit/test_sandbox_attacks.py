@@ -27,6 +27,8 @@ import pytest
 import bapo_megatron.rewards.code as code_module
 from bapo_megatron.rewards.code import CodeJudge
 
+pytestmark = pytest.mark.slow
+
 NOBODY = 65534
 NEWEST_ABI, ABI_WITHOUT_SCOPES = 6, 5
 ANSWER = {"tests": "assert f(1) == 2\nassert f(-1) == 0"}
