@@ -53,6 +53,7 @@ RESUMABLE_SETTINGS = (
     "train.recompute",
     "parallel.*",
     "optimizer.distributed",
+    "data.on_bad_prompt",
     "reward.concurrency",
     "rollout.engine",
     "rollout.record",
