@@ -99,7 +99,7 @@ def _raise_user_errors(run_dir: RunDir) -> None:
 def _engines(config: Config, model_path: Path, log_dir: Path) -> Iterator[list[str]]:
     """URLs of the engines. Those that we start are looked after until the block ends, and end with this process."""
     r = config.rollout
-    if r.engine in ("attach", "recorded"):
+    if not r.num_started:
         yield list(r.urls)
         return
     share = EngineShare(count=r.num_servers, first_gpu=num_ranks(config))

@@ -23,8 +23,9 @@ from typing import Any
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from bapo_megatron.config import paths
+from bapo_megatron.config import earlier, paths
 from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema_loss import LOSS_SECTIONS
 from bapo_megatron.errors import ConfigError
 
 UNSET = "none"
@@ -32,7 +33,7 @@ Origins = dict[paths.Path, str]
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Configurations, and overrides, from a command line: an override has a "=" and is no file."""
+    """Split a command line into configurations and overrides: an override has a "=" and is no file."""
     overrides = [a for a in arguments if "=" in a and not os.path.isfile(a)]  # Path.is_file raises where it is long
     return [a for a in arguments if a not in overrides], overrides
 
@@ -97,12 +98,12 @@ def _validated(merged: dict[str, Any], origins: Origins, problems: list[str]) ->
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as TOML with every setting; `load_config` of it gives an equal configuration."""
+    """Render the resolved configuration as TOML, which `load_config` reads back as an equal one."""
     return tomli_w.dumps(_to_toml(config))
 
 
 def find_config(file: Path | str) -> Path:
-    """An existing file, or the shipped configuration of that name.
+    """Return an existing file, or the shipped configuration of that name.
 
     Raises:
         ConfigError: neither exists; lists the shipped names.
@@ -180,7 +181,7 @@ def _set(table: dict[str, Any], path: paths.Path, value: Any) -> None:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return earlier.updated(tomllib.loads(path.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     except OSError as error:
@@ -188,7 +189,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _leaves(value: Any, prefix: paths.Path = ()) -> list[paths.Path]:
-    """The path of every table and value, so that an error at any depth finds its source."""
+    """List the path of every table and value, so that an error at any depth finds its source."""
     below = [leaf for key, v in value.items() for leaf in _leaves(v, (*prefix, key))] if isinstance(value, dict) else []
     return [prefix, *below]
 
@@ -233,11 +234,17 @@ _EXPECTED = {
 
 
 def _explain(error: dict[str, Any], origins: Origins) -> str:
-    """One line for one pydantic error: what, where, what to do."""
+    """Describe one pydantic error in one line: what, where, what to do."""
     path = tuple(str(part) for part in error["loc"])
+    loss = path[1] if path[0] == "loss" and len(path) > 1 else ""  # pydantic names the section that reads [loss]
+    path = (path[0], *path[2:]) if loss else path
     name, source = ".".join(path), _source(path, origins)
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
+        if path in earlier.MOVED:
+            return f"{name} is now {earlier.MOVED[path](error['input'])} ({source})"
+        if loss and path in paths.schema():
+            return f"{name} is no setting of {_loss_name(loss)}, but of {_losses_with(path[1])} ({source})"
         suggestion = paths.suggest(path)
         return f"no such setting: {name} ({source})" + (f"; did you mean {suggestion}?" if suggestion else "")
     got = _shown(error["input"])
@@ -246,8 +253,11 @@ def _explain(error: dict[str, Any], origins: Origins) -> str:
     if kind == "literal_error":
         choices = context["expected"].replace("'", '"')
         return f"{name} must be {choices}, got {got} ({source})"
+    if kind == "moved":
+        return f"{error['msg']} ({source})"
     if kind == "value_error":
-        return f"{name}: {context['error']} ({source})"
+        text = str(context["error"])
+        return f"{name}{'' if text.startswith('must') else ':'} {text} ({source})"
     if kind == "string_pattern_mismatch":
         return f"{name} must match {context['pattern']}, got {got} ({source})"
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
@@ -257,8 +267,16 @@ def _explain(error: dict[str, Any], origins: Origins) -> str:
     return f"{name}: {error['msg']}, got {got} ({source})"
 
 
+def _losses_with(setting: str) -> str:
+    return " and ".join(_loss_name(tag) for tag, section in LOSS_SECTIONS.items() if setting in section.model_fields)
+
+
+def _loss_name(tag: str) -> str:
+    return "a loss of your own" if tag == "custom" else f'loss.name="{tag}"'
+
+
 def _source(path: paths.Path, origins: Origins) -> str:
-    """Where the nearest table or value around this path was set, else what was set below it."""
+    """Return the source of the nearest table or value around this path, else of one below it."""
     around = (path[:n] for n in range(len(path), 0, -1))
     below = (other for other in origins if other[: len(path)] == path)
     return next((origins[p] for p in (*around, *below) if p in origins), "default")

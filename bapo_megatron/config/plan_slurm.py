@@ -34,8 +34,8 @@ class Placement:
 
 
 def place(config: Config) -> Placement:
-    """For a configuration in which `check_slurm` finds no error."""
-    nodes, alone, servers = config.cluster.nodes, _rollout_nodes(config), _num_servers(config)
+    """Place a run without errors in its configuration on nodes."""
+    nodes, alone, servers = config.cluster.nodes, _rollout_nodes(config), config.rollout.num_started
     trainer_nodes = nodes - alone
     server_nodes = (alone or nodes) if servers else 0
     ranks_per_node = num_ranks(config) // trainer_nodes
@@ -50,7 +50,7 @@ def place(config: Config) -> Placement:
 
 
 def check_slurm(config: Config, *, step_s: float | None = None) -> list[Violation]:
-    """All that is wrong with the job.
+    """Find all that is wrong with the job.
 
     Args:
         step_s: how long a step takes, where that is known.
@@ -65,7 +65,7 @@ def check_slurm(config: Config, *, step_s: float | None = None) -> list[Violatio
 
 
 def check_placement(config: Config) -> list[Violation]:
-    """Whether trainer ranks and engines are spread evenly over the nodes, and have GPUs there."""
+    """Check that trainer ranks and engines spread evenly over the nodes, and have GPUs there."""
     found = list(_nodes(config))
     if not found and config.cluster.gpu is not None:
         found += _gpus(config)
@@ -73,7 +73,7 @@ def check_placement(config: Config) -> list[Violation]:
 
 
 def refuse_several_nodes(config: Config) -> None:
-    """For what starts everything on this machine. Raises ConfigError."""
+    """Raise ConfigError for a run on several nodes; for commands that start everything on this machine."""
     if config.cluster.nodes > 1:
         raise ConfigError(
             f"cluster.nodes={config.cluster.nodes}, and this would start everything on one machine; submit it with "
@@ -85,19 +85,15 @@ def _rollout_nodes(config: Config) -> int:
     c, r = config.cluster, config.rollout
     if config.slurm.rollout_nodes is not None:
         return config.slurm.rollout_nodes
-    if c.gpu is None or r.engine != "sglang":
+    if c.gpu is None or not r.engine_kind.on_gpus:
         return 0
     nodes, rest = divmod(r.num_servers * r.server_tensor_parallel, c.gpus_per_node)
     return nodes if not rest and nodes < c.nodes else 0
 
 
-def _num_servers(config: Config) -> int:
-    return config.rollout.num_servers if config.rollout.engine in ("embedded", "sglang") else 0
-
-
 def _nodes(config: Config) -> Iterator[Violation]:
     nodes, alone = config.cluster.nodes, _rollout_nodes(config)
-    ranks, servers = num_ranks(config), _num_servers(config)
+    ranks, servers = num_ranks(config), config.rollout.num_started
     if alone >= nodes:
         yield Violation(
             f"slurm.rollout_nodes={alone} leaves none of cluster.nodes={nodes} to the trainer; set cluster.nodes="
@@ -131,14 +127,14 @@ def _gpus(config: Config) -> Iterator[Violation]:
             f"parallel.tensor={config.parallel.tensor} does not divide the {placement.ranks_per_node} trainer ranks of "
             "each node: ranks that share layers would be on two machines; set slurm.rollout_nodes, or change parallel.*"
         )
-    on_servers = placement.servers_per_node * tensor if config.rollout.engine == "sglang" else 0
+    on_servers = placement.servers_per_node * tensor if config.rollout.engine_kind.on_gpus else 0
     needs = {"trainer": placement.ranks_per_node + (on_servers if is_split else 0)}
     if not is_split:
         needs["rollout"] = on_servers
     for name, needed in needs.items():
-        servers = f" and {placement.servers_per_node} SGLang servers x {tensor} GPUs" if is_split and on_servers else ""
-        what = f"{placement.servers_per_node} SGLang servers x {tensor} GPUs"
+        what = f"{placement.servers_per_node} {config.rollout.engine_kind.title}s x {tensor} GPUs"
         if name == "trainer":
+            servers = f" and {what}" if is_split and on_servers else ""
             what = f"{placement.ranks_per_node} trainer ranks{servers}"
         if needed > gpus:
             yield Violation(
@@ -187,7 +183,7 @@ def _checkpoints(config: Config) -> Iterator[Violation]:
 
 
 def check_time(config: Config, step_s: float | None) -> Iterator[Violation]:
-    """The time limit against the time of a step, in seconds; None where that is not known yet."""
+    """Check the time limit against the seconds of a step; None if those are not known yet."""
     s, interval = config.slurm, config.checkpoint.interval_steps
     if s.time_limit is None:
         return

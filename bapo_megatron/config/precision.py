@@ -62,7 +62,7 @@ def tokens_multiple(config: Config) -> int:
 def check_precision(
     config: Config, hf_config: dict[str, Any] | None, num_gpus: int, machine: Machine | None
 ) -> Iterator[Violation]:
-    """All that can be known: see `problems` and `warnings`."""
+    """Find all violations: see `problems` and `warnings`."""
     shape = None if hf_config is None or unsupported(hf_config) else model_shape(hf_config)
     yield from (Violation(message) for message in problems(config, shape=shape, machine=machine))
     yield from (Violation(message, "warning") for message in warnings(config, num_gpus=num_gpus))
@@ -88,16 +88,17 @@ def problems(config: Config, *, shape: ModelShape | None, machine: Machine | Non
 
 
 def warnings(config: Config, *, num_gpus: int) -> list[str]:
-    """What works, but probably is not meant."""
+    """Find settings that work, but are probably not meant."""
     p, found = config.precision, []
     if not num_gpus and p.uses_fp8:
         found.append(
             f'precision.fp8="{p.fp8}" needs a GPU, and none is visible here: whether GPU, CUDA and Transformer Engine '
             f'are fit for precision.recipe="{p.recipe}" is checked where the run starts'
         )
-    if p.uses_fp8 and config.rollout.engine == "embedded":
+    r = config.rollout
+    if p.uses_fp8 and r.num_started and not r.engine_kind.on_gpus:
         found.append(
-            f'precision.fp8="{p.fp8}" with rollout.engine="embedded": that engine samples on a CPU, from bfloat16 '
+            f'precision.fp8="{p.fp8}" with rollout.engine="{r.engine}": that engine samples on a CPU, from bfloat16 '
             'weights; set rollout.engine="sglang"'
         )
     if p.uses_fp8 and p.recipe == "delayed":
@@ -208,7 +209,7 @@ def _dimensions(config: Config, shape: ModelShape) -> Iterator[str]:
 
 
 def _smaller(recipe: str, size: int, tensor: int) -> str:
-    """What would work instead: a smaller tensor-parallel size, another recipe, or no FP8."""
+    """Suggest an alternative: a smaller tensor-parallel size, another recipe, or no FP8."""
     multiple = RECIPES[recipe].dims_multiple
     works = [n for n in range(1, tensor) if tensor % n == 0 and size % (n * multiple) == 0]
     if works:

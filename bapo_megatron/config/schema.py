@@ -5,24 +5,22 @@ Checks of one field live here; checks across sections (layout, batch arithmetic,
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from bapo_megatron.config.base import Section
+from bapo_megatron.config.dotted import KEEP_GROUP, REWARD
+from bapo_megatron.config.engines import ENGINE, EngineKind, engine_kind
 from bapo_megatron.config.layout import ClusterConfig, ParallelConfig
 from bapo_megatron.config.schema_advantage import AdvantageConfig, CriticConfig
-from bapo_megatron.config.schema_loss import ClipBoundConfig, LossConfig
+from bapo_megatron.config.schema_loss import AnyLoss, BapoLoss, ClipBoundConfig
 from bapo_megatron.config.schema_monitor import MonitorConfig
 from bapo_megatron.config.schema_slurm import SlurmConfig
 
-REWARD_KINDS = ("auto", "chains", "reasoning_gym", "math", "code")
-_DOTTED_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
-
 
 class RunConfig(Section):
-    """Who this run is and where it keeps its files."""
+    """Name, folder and seed of the run."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run directory; running the same name again resumes it."""
@@ -54,7 +52,7 @@ class PrecisionConfig(Section):
     """Format of the operands of the layers' matrix products. hybrid: e4m3 forward, e5m2 for gradients; e4m3: e4m3 for
     both. Needs model.dtype = "bfloat16"."""
     recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = "tensorwise"
-    """Where scales come from. tensorwise: each tensor's own largest value; delayed: those of earlier passes; blockwise:
+    """Source of the scales. tensorwise: each tensor's own largest value; delayed: those of earlier passes; blockwise:
     blocks of 128 values; mxfp8: blocks of 32 values, on Blackwell."""
     amax_history: PositiveInt = 1024
     """delayed: passes whose largest value sets the scale."""
@@ -75,7 +73,7 @@ class PrecisionConfig(Section):
 
 
 class DataConfig(Section):
-    """Where prompts come from."""
+    """The source of prompts."""
 
     source: Literal["chains", "programs", "reasoning_gym", "jsonl"] = "chains"
     """chains: the demo's modular arithmetic; programs: small functions to be found from examples; reasoning_gym: a
@@ -99,17 +97,17 @@ class DataConfig(Section):
     max_prompt_tokens: PositiveInt = 512
     """A longer prompt is an error, or skipped (see on_bad_prompt)."""
     on_bad_prompt: Literal["error", "skip"] = "error"
-    """What to do with an empty or over-long prompt. Skipped prompts are counted in the metrics."""
+    """Treatment of an empty or over-long prompt. Skipped prompts are counted in the metrics."""
 
 
 class RewardConfig(Section):
-    """How a response is judged."""
+    """The judge of responses, and the shaping of its rewards."""
 
     kind: str = "auto"
     """auto: the verifier of the prompt source (math-verify for jsonl); or "chains", "reasoning_gym", "math"; code: runs
     the response's program against tests; or a function of your own, "my_package.my_module:my_function"."""
     timeout_s: PositiveFloat = 10.0
-    """Deadline of one verification; a response whose verifier does not end is judged wrong and counted."""
+    """Deadline of one verification; a response that exceeds it is judged wrong and counted."""
     concurrency: PositiveInt | None = None
     """Verifications at once: processes of a plain function, calls of an async one.
     Unset: as many processes as cores, at most 8, or 64 calls."""
@@ -118,32 +116,31 @@ class RewardConfig(Section):
     code_memory_mib: PositiveInt = 1024
     """code: address space of a program, in MiB."""
     overlong_penalty: float = Field(0.0, ge=0)
-    """Taken off the reward of a truncated response, and linearly less of it over the last overlong_buffer_tokens before
-    rollout.max_response_tokens (DAPO). Shapes advantages; the reward metrics show the verdict."""
+    """Subtracted from the reward of a truncated response, and linearly less of it over the last overlong_buffer_tokens
+    before rollout.max_response_tokens (DAPO). Shapes advantages; the reward metrics show the verdict."""
     overlong_buffer_tokens: int = Field(0, ge=0)
     """Tokens before rollout.max_response_tokens over which overlong_penalty grows. 0: truncated responses only."""
     scale: PositiveFloat = 1.0
     """Factor of the shaped reward on its way to the advantages."""
     running_std: bool = False
-    """Divide the shaped rewards by the standard deviation of all that the run has trained on, the batch itself included
-    (the reward scaling of PPO implementations, without a mean)."""
+    """Divide the shaped rewards by the standard deviation of all rewards so far, this batch included (the reward
+    scaling of PPO implementations, without a mean)."""
     clip: PositiveFloat | None = None
     """Bound the scaled reward to [-clip, clip], after scale and running_std. Unset: no bound."""
 
     @field_validator("kind")
     @classmethod
     def _is_known(cls, kind: str) -> str:
-        if kind not in REWARD_KINDS and not _DOTTED_PATH.fullmatch(kind):
-            raise ValueError(f'should be one of {", ".join(REWARD_KINDS)}, or a function like "my_module:my_function"')
-        return kind
+        return REWARD.known(kind)
 
 
 class RolloutConfig(Section):
     """Sampling responses, in budgeted pieces (partial rollout)."""
 
-    engine: Literal["embedded", "sglang", "attach", "recorded"] = "embedded"
+    engine: str = "embedded"
     """embedded: our small torch engine in a process of its own; sglang: SGLang servers started on this machine, with or
-    without GPUs; attach: running SGLang-compatible servers (urls); recorded: none, batches come from a recorded run."""
+    without GPUs; attach: running SGLang-compatible servers (urls); recorded: none, batches come from a recorded run; or
+    an engine of your own, "my_package.my_module:my_engine" (an EngineKind)."""
     record: bool = False
     """Keep every step's judged groups in the run's `rollouts` folder, for `recorded` and for study."""
     recorded_from: str | None = None
@@ -164,9 +161,10 @@ class RolloutConfig(Section):
     """A response that reaches this length is finished (reason "length")."""
     truncated: Literal["keep", "mask"] = "keep"
     """keep: train on responses cut at max_response_tokens; mask: they count in the group's statistics only."""
-    zero_variance: Literal["keep", "drop"] = "keep"
-    """drop: a group whose responses all got the same reward teaches nothing and is replaced by another (DAPO's dynamic
-    sampling); keep: it takes its place in the batch."""
+    keep_group: str = "all"
+    """Judged groups that take a place in the batch; the others are replaced. all; informative: those whose responses
+    got different rewards, as the others teach nothing (DAPO's dynamic sampling); or a function of your own,
+    "my_package.my_module:keep_group"."""
     tokens_per_round: PositiveInt | None = None
     """Partial rollout: tokens a response may grow per round before it is set aside and resumed with later weights.
     Unset: every response is sampled to its end at once."""
@@ -174,24 +172,24 @@ class RolloutConfig(Section):
     """Groups being sampled at once; more than prompts_per_step lets slow ones wait for a later step.
     Unset: prompts_per_step."""
     abort_tail: bool = False
-    """Over-sampling: once a step has its groups, responses that are still being sampled are aborted; they keep their
-    tokens and are resumed by the next step. Useful with groups_in_flight above prompts_per_step."""
+    """Over-sampling: once a step has its groups, abort the responses still being sampled; they keep their tokens and
+    resume in the next step. Useful with groups_in_flight above prompts_per_step."""
     overlap: bool = False
-    """Sampling goes on while the trainer trains; responses under way continue with new weights after each push."""
+    """Sample while the trainer trains; running responses continue with new weights after each push."""
     max_staleness: int | None = Field(None, ge=0)
-    """Largest age of a token, in optimizer updates, in any update that trains it. Kept by admission: no response is
-    begun that might not be trained in time. Unset: no bound; overlap needs one."""
+    """Largest age of a token, in optimizer updates, in any update that trains it. Kept by admission: no response
+    starts that might not be trained in time. Unset: no bound; overlap needs one."""
     max_concurrent_requests: PositiveInt = 256
     """Responses that a server samples at once; without overlap and abort_tail the others wait inside the server."""
     request_timeout_s: PositiveFloat = 300.0
     """Deadline of one generate request: of one round, without overlap and abort_tail."""
     max_retries: int = Field(2, ge=0)
-    """How often a request is repeated after a failed or malformed reply before its server is fenced off."""
+    """Repetitions of a request after a failed or malformed reply, before its server is fenced off."""
     startup_timeout_s: PositiveFloat = 180.0
-    """How long a server may take until it is healthy."""
+    """Deadline for a server to become healthy."""
     max_restarts: int = Field(3, ge=0)
-    """embedded, sglang: how often each server is started again, after growing delays, when it has ended or hangs. One
-    that has no restart left stays away; the run goes on with the others."""
+    """embedded, sglang: restarts of each server that has ended or hangs, after growing delays. A server without
+    restarts left stays away; the run goes on with the others."""
     hang_timeout_s: PositiveFloat = 600.0
     """embedded, sglang: a server that has not answered for this long is killed and started again. An SGLang server does
     not answer within a forward pass, or while it takes in a bucket of weights: keep this above sync.timeout_s."""
@@ -202,6 +200,31 @@ class RolloutConfig(Section):
     """embedded, sglang: CPU threads of one engine process. Unset: cores / processes (trainer and engine take turns)."""
     engine_max_context: PositiveInt | None = None
     """embedded, sglang: longest prompt + response. Unset: max_prompt_tokens + max_response_tokens."""
+
+    @field_validator("engine")
+    @classmethod
+    def _is_known_engine(cls, engine: str) -> str:
+        return ENGINE.known(engine)
+
+    @property
+    def engine_kind(self) -> EngineKind:
+        """The capabilities of `engine`. Raises UserError for a bad dotted path."""
+        return engine_kind(self.engine)
+
+    @property
+    def num_started(self) -> int:
+        """Servers that the run starts itself."""
+        return self.num_servers if self.engine_kind.specs else 0
+
+    @property
+    def num_server_gpus(self) -> int:
+        """GPUs that these servers take."""
+        return self.num_started * self.server_tensor_parallel if self.engine_kind.on_gpus else 0
+
+    @field_validator("keep_group")
+    @classmethod
+    def _is_known_filter(cls, keep_group: str) -> str:
+        return KEEP_GROUP.known(keep_group)
 
 
 class OptimizerConfig(Section):
@@ -229,8 +252,8 @@ class OptimizerConfig(Section):
     clip_grad: PositiveFloat = 1.0
     """Largest global gradient norm."""
     max_skipped_in_a_row: PositiveInt = 20
-    """An update whose gradient is not finite is skipped and counted; so many in a row end the run with an error. It
-    holds for the critic's updates, too."""
+    """An update whose gradient is not finite is skipped and counted; this many in a row end the run with an error. The
+    same holds for the critic's updates."""
     distributed: bool = False
     """Split Adam's state (and the float32 copy of bfloat16 weights) over the data and context ranks, as Megatron's
     distributed optimizer does. The same update for less memory."""
@@ -240,7 +263,7 @@ FORWARDS_FIRST_MEMORY_SHARE = 0.1  # of a device: what train.schedule = "auto" l
 
 
 class TrainConfig(Section):
-    """How long, and how each rollout batch is used."""
+    """The length of the run, and the use of each rollout batch."""
 
     num_steps: PositiveInt = 100
     """Rollout batches to train on."""
@@ -256,7 +279,7 @@ class TrainConfig(Section):
     logprob_chunk_tokens: PositiveInt = 256
     """Rows whose logits exist at once when log-probs are computed."""
     logprob_backend: Literal["auto", "torch", "triton"] = "auto"
-    """What turns logits into log-probs. triton: one kernel reads a chunk of logits once instead of several times, and
+    """Implementation of log-probs. triton: one kernel reads a chunk of logits once instead of several times, and
     needs a GPU; auto: torch, until triton has been measured to be faster (benchmarks/logprobs.py)."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of an entropy bonus in the loss."""
@@ -308,7 +331,7 @@ class CheckpointConfig(Section):
     save) and write them while training goes on; the checkpoint counts from the next step boundary at which all ranks
     have written."""
     timeout_s: PositiveFloat = 1800.0
-    """The run ends with an error where a rank takes longer to write one checkpoint."""
+    """Deadline of one rank to write one checkpoint; past it, the run ends with an error."""
 
 
 class MegatronConfig(Section):
@@ -336,7 +359,7 @@ class Config(Section):
     reward: RewardConfig = Field(default_factory=RewardConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
-    loss: LossConfig = Field(default_factory=LossConfig)
+    loss: AnyLoss = Field(default_factory=BapoLoss)
     bapo: ClipBoundConfig = Field(default_factory=ClipBoundConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
@@ -350,3 +373,8 @@ class Config(Section):
     monitor: MonitorConfig = Field(default_factory=MonitorConfig)
     megatron: MegatronConfig = Field(default_factory=MegatronConfig)
     sglang: SglangConfig = Field(default_factory=SglangConfig)
+
+    @property
+    def searches_bounds(self) -> bool:
+        """Whether the clip bounds of an update come from a search."""
+        return self.loss.bounds == "bapo" and self.bapo.scope != "fixed"

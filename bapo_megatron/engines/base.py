@@ -1,8 +1,8 @@
-"""The engine seam: what the house asks of a server. One contract suite runs against every implementation."""
+"""The engine seam: the interface of a server. One contract suite runs against every implementation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -10,7 +10,14 @@ from bapo_megatron.errors import EngineError
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
-EMBEDDED = "bapo_megatron.embedded"  # what our own engine calls itself in `server_info()["engine"]`
+Capability = Literal["weight_manifest", "weight_digests", "gloo_only"]
+"""What a server adds to SGLang's API, as it lists under "capabilities" in its `server_info`: `weights_manifest`
+answers; `weights_checksum` has a digest of each weight as it was sent (engines/wire.py); it receives over gloo only."""
+
+
+def can(info: Mapping[str, Any], capability: Capability) -> bool:
+    """Tell whether a server reports this capability in its `server_info`."""
+    return capability in info.get("capabilities", ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +43,11 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """What was sampled. `logprobs` are of the tempered distribution; `spans` cover all tokens, in order."""
+    """Sampled tokens. `behaviour_logprobs` are of the tempered distribution; `spans` cover all tokens, in order."""
 
     rid: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    behaviour_logprobs: tuple[float, ...]
     spans: tuple[VersionSpan, ...]
     finish_reason: Literal["stop", "length", "abort"]
     num_prompt_tokens: int
@@ -49,12 +56,12 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """How one engine is. Example: EngineState("http://127.0.0.1:30000", is_up=True, is_live=True, version=12, ...)."""
+    """One engine's state. Example: EngineState("http://127.0.0.1:30000", is_up=True, is_live=True, version=12, ...)."""
 
     url: str
     is_up: bool  # it answers
-    is_live: bool  # it is asked for tokens: not fenced off
-    version: int  # of its weights; -1: those that it started with, or nothing known
+    is_live: bool  # it samples: not fenced off
+    version: int  # of its weights; -1: the ones it started with, or unknown
     num_running: int  # requests that it samples
     num_waiting: int
 
@@ -66,9 +73,9 @@ class Engine(Protocol):
 
     async def generate(self, request: GenerateRequest) -> GenerateResult: ...
     async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
-        """All of them in one call, which the engine takes up together: what is batched does not depend on arrival.
+        """Sample all requests in one call, so that batches do not depend on the time of arrival.
 
-        Returns a result or what is wrong with it per request, in order. Raises EngineError where the call failed.
+        Returns a result or an error per request, in order. Raises EngineError if the call itself failed.
         """
         ...
 
@@ -110,5 +117,5 @@ class Engine(Protocol):
 
     async def weights_checksum(self) -> dict[str, Any]: ...
     async def weights_manifest(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, type and shape of every weight, in Hugging Face names. The embedded engine alone can tell."""
+        """Name, type and shape of every weight, in Hugging Face names; needs capability "weight_manifest"."""
         ...

@@ -1,4 +1,4 @@
-"""The engines that one machine runs of a run's, under a supervisor."""
+"""Start one machine's share of a run's engines, under a supervisor."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from bapo_megatron.config.engines import ENGINE_SPECS
 from bapo_megatron.config.schema import Config
-from bapo_megatron.engines import processes, sglang
+from bapo_megatron.engines import processes
 from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.engines.supervisor import EngineSpec, supervised
 from bapo_megatron.runtime.ranks import num_cores
@@ -23,7 +24,8 @@ def running_engines(config: Config, model_path: Path, log_dir: Path, share: Engi
         UserError, EngineError: see `supervised`.
     """
     r = config.rollout
-    make_specs = sglang.engine_specs if r.engine == "sglang" else _embedded_specs
+    assert r.engine_kind.specs is not None, "config/plan.py has checked that this engine is started"
+    make_specs = ENGINE_SPECS.load(r.engine_kind.specs)
     logs = [log_dir / f"engine-{share.first + i}.log" for i in range(share.count)]
     with (
         processes.reserved_ports(share.count, share.host) as ports,
@@ -38,10 +40,10 @@ def running_engines(config: Config, model_path: Path, log_dir: Path, share: Engi
         yield urls
 
 
-def _embedded_specs(
+def embedded_specs(
     config: Config, model_path: Path, logs: Sequence[Path], ports: Sequence[int], share: EngineShare
 ) -> list[EngineSpec]:
-    """Each start holds the weights of `model_path`, as version "default": only a push gives a server a number."""
+    """Describe embedded engines. Each starts with the weights of `model_path`, as version "default" until a push."""
     r = config.rollout
     threads = r.engine_threads or max(1, num_cores() // share.count)
     context = r.engine_max_context or config.data.max_prompt_tokens + r.max_response_tokens
@@ -63,7 +65,7 @@ def _embedded_specs(
 
 
 def _tell(text: str, log: Path) -> None:
-    """On the terminal and in the log: a full disk or a closed terminal must not end a supervisor's thread."""
+    """Print and log; a full disk or a closed terminal must not end a supervisor's thread."""
     with contextlib.suppress(OSError):
         print(f"bapo: {text}", file=sys.stderr, flush=True)
     with contextlib.suppress(OSError), log.open("a") as lines:

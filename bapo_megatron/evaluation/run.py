@@ -17,8 +17,7 @@ from bapo_megatron.checkpoint.saving import remove
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.convert import convert
-from bapo_megatron.engines.http import HttpEngine
-from bapo_megatron.engines.pool import EnginePool
+from bapo_megatron.engines.connected import ConnectedEngines
 from bapo_megatron.engines.start import EngineShare, running_engines
 from bapo_megatron.errors import UserError
 from bapo_megatron.evaluation.results import Answered, Evaluation, Problem
@@ -30,7 +29,7 @@ from bapo_megatron.rewards.judges import JudgeSpec
 from bapo_megatron.rewards.pool import Verdict
 from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.rollout.evaluate import Evaluator
-from bapo_megatron.rollout.manager import EVAL_SEED, LoopThread, wait_healthy
+from bapo_megatron.rollout.manager import EVAL_SEED
 from bapo_megatron.runtime.files import JsonlWriter, write_atomically
 from bapo_megatron.types import Prompt, Trajectory
 
@@ -38,7 +37,7 @@ _FRESH = -1  # the weight version of engines that nobody has sent weights
 
 
 def eval_config(checkpoint: Path, files: Sequence[str], overrides: Sequence[str], data: Path | None, n: int) -> Config:
-    """Settings of an evaluation: those of the checkpoint's run, if it has one; then `files`, then `overrides`.
+    """Load the settings of an evaluation: of the checkpoint's run, if it has one; then `files`, then `overrides`.
 
     Args:
         data: the file of problems; None takes those of [data].
@@ -62,15 +61,15 @@ def evaluate(
     Args:
         checkpoint: Hugging Face folder, run, or training checkpoint; "demo" is the model that ships with the package.
         limit: first problems of the source; None takes all of a file, `eval.num_prompts` of a procedural source.
-        tell: where to say how far it is.
+        tell: called with a line of progress.
 
     Raises:
-        UserError: the checkpoint, the problems, the judge or the engines are not fit, or `output` is not empty.
+        UserError: the checkpoint, problems, judge or engines do not fit, or `output` is not empty.
     """
-    if config.rollout.engine not in ("embedded", "sglang"):
+    if not config.rollout.num_started:
         raise UserError(
             f'rollout.engine="{config.rollout.engine}": an evaluation starts engines with the checkpoint\'s weights; '
-            'set rollout.engine to "embedded" or "sglang"'
+            'set rollout.engine to one that is started, such as "embedded" or "sglang"'
         )
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} is not empty: give another --output, or remove it")
@@ -117,7 +116,7 @@ class _Asking:
         self.num_skipped = stream.skipped_empty + stream.skipped_too_long
 
     def ask(self, urls: Sequence[str], responses: Path, tell: Callable[[str], None]) -> tuple[Problem, ...]:
-        """Some problems at a time, as many as the engines sample at once; each response is written once judged.
+        """Ask as many problems at a time as the engines sample at once; write each response once judged.
 
         Raises:
             EngineError: no engine is left, or the deadline for the responses to some problems passed.
@@ -128,11 +127,14 @@ class _Asking:
         stop = (int(self._tokenizer.eos_token_id),)
         problems: list[Problem] = []
         writer = JsonlWriter(responses)
-        with contextlib.closing(writer), _connected(config, urls, self._vocab_size) as (loop, pool):
+        connected = ConnectedEngines.connect(config.rollout, urls, self._vocab_size)
+        with contextlib.closing(writer), connected as engines:
             for start in range(0, len(self._prompts), num_at_once):
                 prompts = self._prompts[start : start + num_at_once]
-                evaluator = Evaluator(config, pool, prompts, stop)
-                samples = loop.run(evaluator.sample(_FRESH), evaluator.deadline_s, evaluator.what, evaluator.progress)
+                evaluator = Evaluator(config, engines.pool, prompts, stop)
+                samples = engines.loop.run(
+                    evaluator.sample(_FRESH), evaluator.deadline_s, evaluator.what, evaluator.progress
+                )
                 judged = self._judge(samples)
                 for response in judged:
                     writer.write(response.record())
@@ -143,7 +145,7 @@ class _Asking:
         return tuple(problems)
 
     def _judge(self, samples: Sequence[Trajectory]) -> list[_Judged]:
-        """Waits for each verdict no longer than reward.timeout_s from when its turn comes. Raises UserError."""
+        """Judge responses, each within reward.timeout_s of its turn. Raises UserError."""
         texts = self._tokenizer.batch_decode([list(t.response_ids) for t in samples], skip_special_tokens=True)
         verdicts = self._scorer.verdicts([(t.prompt, text) for t, text in zip(samples, texts, strict=True)])
         return [_Judged(*found) for found in zip(samples, texts, verdicts, strict=True)]
@@ -185,7 +187,7 @@ class _Judged:
 
 @contextlib.contextmanager
 def _hf_folder(checkpoint: Path, output: Path) -> Iterator[tuple[Path, int | None]]:
-    """The checkpoint as a Hugging Face folder, and its weight version; a converted copy lasts as long as the block."""
+    """Yield the checkpoint as a Hugging Face folder, and its weight version; a converted copy ends with the block."""
     if _is_hf(checkpoint):
         yield resolve_model_path(str(checkpoint), setting="the checkpoint"), None
         return
@@ -197,27 +199,12 @@ def _hf_folder(checkpoint: Path, output: Path) -> Iterator[tuple[Path, int | Non
         remove(folder)
 
 
-@contextlib.contextmanager
-def _connected(config: Config, urls: Sequence[str], vocab_size: int) -> Iterator[tuple[LoopThread, EnginePool]]:
-    loop = LoopThread()
-    clients = [HttpEngine(u, request_timeout_s=config.rollout.request_timeout_s, vocab_size=vocab_size) for u in urls]
-    timeout_s = config.rollout.startup_timeout_s
-    try:
-        for client in clients:
-            loop.run(wait_healthy(client, timeout_s), 2 * timeout_s + 10, f"{client.url} to be healthy")
-        yield loop, EnginePool(clients)
-    finally:
-        for client in clients:
-            loop.run(client.close(), 10.0, f"{client.url} to close")
-        loop.close()
-
-
 def _is_hf(checkpoint: Path) -> bool:
     return str(checkpoint) in SHIPPED_MODELS or (checkpoint / "config.json").is_file()
 
 
 def _run_config(checkpoint: Path) -> Path | None:
-    """config.toml of the run that a training checkpoint belongs to: of runs/x, checkpoints/step-N or its learner/."""
+    """Find config.toml of the run of a training checkpoint: runs/x, checkpoints/step-N or its learner/."""
     folder = checkpoint.absolute()
     candidates = (place / "config.toml" for place in (folder, *folder.parents[:3]))
     return next((path for path in candidates if path.is_file()), None)

@@ -134,7 +134,7 @@ def forwards_under_way(config: Config, shape: ModelShape, gpu_bytes: int | None)
 
 def searches_exactly(config: Config) -> bool:
     """Whether bounds are searched with the ratios of the update's own tokens."""
-    return config.loss.name == "bapo" and config.bapo.scope == "exact"
+    return config.searches_bounds and config.bapo.scope == "exact"
 
 
 def microbatch_tokens(config: Config) -> int:
@@ -161,7 +161,7 @@ def _sync(config: Config, shape: ModelShape) -> int:
     largest = largest_tensor(shape) * ITEM_BYTES[config.model.dtype]
     bucket = max(int(config.sync.bucket_mib * 2**20), largest)
     gathered = 0 if config.parallel.tensor * config.parallel.pipeline == 1 else 2 * largest
-    if config.rollout.engine == "recorded":
+    if not config.rollout.engine_kind.samples:
         return 0
     return 2 * bucket + gathered
 
@@ -203,6 +203,8 @@ class _Activations:
         context, D = self._config.parallel.context, self._shape.head_dim
         hidden = self._rows * self._H * self._item
         norm = (1 if self._on_gpu else 2) * hidden + 4 * self._rows  # its input; on a CPU also the normalised one
+        if self._shape.norm_plus_one and self._item < MASTER_BYTES:
+            norm += MASTER_BYTES * self._rows * self._H  # its input in float32
         num_heads = self._Q // D
         keys_per_query = context + 0.5 if context > 1 else 1  # two chunks of queries; keys are gathered, up to each
         attention = self._T * self._item * (2 * self._Q + 2 * self._K * keys_per_query)

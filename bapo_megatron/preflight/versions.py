@@ -79,7 +79,7 @@ def document() -> str:
         "",
         "- **allowed**: what an installation may have. Empty: any version.",
         "- **cpu**: what the tests run with.",
-        f"- **gpu**: what docker/Dockerfile.gpu installs, on {image('gpu')}. **Not yet built, not yet run.**",
+        f"- **gpu**: what docker/Dockerfile.gpu installs, on {image('gpu')}.",
         f"- apex, in the GPU image: {_read()['apex']['repository']} at `{_read()['apex']['commit']}`.",
     ]
     for group in GROUPS:

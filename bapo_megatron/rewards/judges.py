@@ -1,22 +1,21 @@
-"""Judges by name or by dotted path, with what they need to know about a response.
+"""Judges by name or dotted path, and the fields of a response that they may ask for.
 
-A judge is a function, plain or `async`, that names the fields it wants as its parameters and returns a finite number:
+A judge is a function, plain or `async`, whose parameters name the fields it wants; it returns a finite number:
 
     def judge(answer, response): ...          async def judge(prompt, response, **other): ...
 
-This file is read by judge processes too, and imports neither torch nor the configuration.
+Judge processes import this file too, so it imports neither torch nor the configuration.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from bapo_megatron.config.dotted import REWARD
 from bapo_megatron.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,18 +23,18 @@ if TYPE_CHECKING:
     from bapo_megatron.types import Prompt
 
 FIELDS = ("prompt", "answer", "response", "source")
-"""What a judge may ask for: the prompt's text, its answer, the response's text without special tokens, and the name of
-the prompt source."""
+"""Fields that a judge may ask for: the prompt's text, its answer, the response's text without special tokens, and the
+name of the prompt source."""
 
 
 def fields_of(prompt: Prompt, response: str) -> dict[str, Any]:
-    """One value for each of FIELDS, as a JSON value."""
+    """Return a JSON value for each of FIELDS."""
     return {"prompt": prompt.text, "answer": prompt.answer, "response": response, "source": prompt.source}
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeSpec:
-    """What a judge is made from: JSON values only, sent to judge processes."""
+    """Description of a judge in JSON values, sent to judge processes."""
 
     kind: str  # a key of BUILT_IN, or "package.module:function"
     dataset: str | None
@@ -48,7 +47,7 @@ class JudgeSpec:
 
     @classmethod
     def of(cls, config: Config) -> JudgeSpec:
-        """Resolves reward.kind = "auto". Raises UserError where kind and source do not go together."""
+        """Resolve reward.kind = "auto". Raises UserError if kind and source do not go together."""
         source = config.data.source
         kind = config.reward.kind
         if kind == "auto":
@@ -73,21 +72,16 @@ class JudgeSpec:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """A function and the fields that it is called with."""
+    """A function and the names of the fields that it takes."""
 
     function: Callable[..., Any]
     names: tuple[str, ...]
     is_async: bool
 
     @classmethod
-    def of(cls, function: Any, where: str) -> Judge:
-        """Reads the function's signature. Raises UserError where it cannot be called with fields by name."""
-        if not callable(function):
-            raise UserError(f"{where} is not callable but {type(function).__name__}; name a function")
-        try:
-            parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError):
-            raise UserError(f"{where} has no signature that can be read; wrap it in a Python function") from None
+    def of(cls, function: Any, kind: str) -> Judge:
+        """Read the function's signature. Raises UserError if it cannot be called with fields by name."""
+        parameters = REWARD.signature(kind, function).parameters.values()
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
         names = FIELDS if takes_all else tuple(p.name for p in parameters if p.kind in by_name and p.name in FIELDS)
@@ -98,10 +92,7 @@ class Judge:
         ]
         if unknown or "response" not in names:
             asked = f"it asks for {', '.join(unknown)}" if unknown else "it does not ask for the response"
-            raise UserError(
-                f"{where}: {asked}; declare it as `def judge(answer, response)`, with parameters out of "
-                f"{', '.join(FIELDS)} (they are passed by name)"
-            )
+            raise REWARD.error(kind, asked)
         is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         return cls(function, names, is_async)
 
@@ -110,13 +101,13 @@ class Judge:
 
 
 def build_judge(spec: JudgeSpec) -> Judge:
-    """The judge itself. Raises UserError where it cannot be built or has the wrong signature."""
+    """Build the judge. Raises UserError if it cannot be built or has the wrong signature."""
     build = BUILT_IN.get(spec.kind)
-    return Judge.of(build(spec) if build else _load(spec.kind), f"reward.kind = {spec.kind!r}")
+    return Judge.of(build(spec) if build else REWARD.load(spec.kind), spec.kind)
 
 
 def as_reward(value: Any) -> float:
-    """What a judge returned, as a finite float. Raises TypeError or ValueError."""
+    """Convert a judge's result to a finite float. Raises TypeError or ValueError."""
     if isinstance(value, str | bytes):
         raise TypeError(f"a judge returns a number, not {type(value).__name__} {value!r:.80}")
     reward = float(value)
@@ -125,24 +116,8 @@ def as_reward(value: Any) -> float:
     return reward
 
 
-def _load(path: str) -> Any:
-    """The object at "package.module:name", imported anew in this process."""
-    module, _, name = path.partition(":")
-    try:
-        loaded = importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # a module of the user may fail in any way
-        raise UserError(
-            f"reward.kind = {path!r}: importing {module} failed: {type(error).__name__}: {error}; it has to be "
-            "installed, in the working directory, or on PYTHONPATH"
-        ) from error
-    try:
-        return operator.attrgetter(name)(loaded)
-    except AttributeError:
-        raise UserError(f"reward.kind = {path!r}: {loaded.__file__ or module} has no {name}") from None
-
-
 def _chains(spec: JudgeSpec) -> Callable[..., float]:
-    from bapo_megatron.rewards.chains import judge_chain
+    from bapo_megatron.rewards.answers import judge_chain
 
     return judge_chain
 
@@ -172,6 +147,6 @@ BUILT_IN: dict[str, Callable[[JudgeSpec], Callable[..., float]]] = {
     "code": _code,
 }
 EXACT = frozenset({"chains"})
-"""Judges that always end at once and never raise: they need no process of their own."""
+"""Judges that end at once and never raise: they need no process of their own."""
 OWN_DEADLINE = frozenset({"code"})
-"""Judges that keep the deadline of a verdict themselves, as asynchronous ones do."""
+"""Judges that keep the deadline themselves, as asynchronous ones do."""

@@ -8,11 +8,12 @@ No token is ever sampled from weights that are only partly updated.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -34,7 +35,7 @@ Result = TypeVar("Result")
 
 
 class _Job(Generic[Result]):
-    """A command for the engine thread; its outcome, good or bad, goes to whoever asked for it."""
+    """A command for the engine thread, with its outcome as a future."""
 
     def __init__(self, command: Callable[[], Result], *, when_still: bool) -> None:
         self._command = command
@@ -58,7 +59,7 @@ class _Job(Generic[Result]):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One response in the making."""
+    """A response in progress."""
 
     rid: str
     prompt_ids: list[int]
@@ -69,11 +70,12 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     version_starts: list[tuple[str, int]] = field(default_factory=list)  # weight version, first output token of it
     finish_reason: dict[str, Any] | None = None
+    failure: FloatingPointError | None = None
     num_retractions: int = 0
     done: Future[Sequence] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
-        self.done.set_running_or_notify_cancel()  # whoever waits may leave, but only `abort` ends it
+        self.done.set_running_or_notify_cancel()  # a waiting caller may leave, but only `abort` ends it
 
     @property
     def num_tokens(self) -> int:
@@ -81,7 +83,7 @@ class Sequence:
 
     @property
     def spans(self) -> list[dict[str, Any]]:
-        """Which weight version sampled which output tokens, as SGLang's `weight_versions`."""
+        """Return the weight version of each span of output tokens, as SGLang's `weight_versions`."""
         starts = self.version_starts  # empty where it was aborted before its first token
         ends = [*(start for _, start in starts[1:]), len(self.output_ids)][: len(starts)]
         return [{"version": v, "start": start, "end": end} for (v, start), end in zip(starts, ends, strict=True)]
@@ -124,7 +126,7 @@ class BatchingEngine:
     # Called from other threads ---------------------------------------------------------------------
 
     def new_sequence(self, rid: str, prompt_ids: list[int], params: SamplingParams, index: int = 0) -> Sequence:
-        """A request that fits this model. Sample `index` of n has seed `sampling_seed + index`.
+        """Return a sequence for a request that fits this model. Sample `index` of n has seed `sampling_seed + index`.
 
         Raises:
             BadRequestError: names the field that is wrong.
@@ -161,7 +163,7 @@ class BatchingEngine:
 
     @property
     def is_torn(self) -> bool:
-        """Some weights of an update are in place, and not yet all: nothing is sampled until it is whole."""
+        """Whether an update is in place in part only: nothing is sampled until it is whole."""
         return self._torn
 
     def call(self, command: Callable[[], Result]) -> Future[Result]:
@@ -179,14 +181,15 @@ class BatchingEngine:
 
     # Commands: run on the engine thread, through `call` --------------------------------------------
 
-    def abort(self, rid: str | None) -> int:
-        """End one request, or all (None), with what they have so far. Returns how many."""
-        aborted = [s for s in self._all() if rid is None or s.rid == rid]
+    def abort(self, rids: Set[str] | None) -> int:
+        """End some requests, or all (None), with their tokens so far. Return the number ended."""
+        aborted = [s for s in self._all() if rids is None or s.rid in rids]
         for sequence in aborted:
             sequence.finish_reason = {"type": "abort", "message": "Abort"}
         self._finish_rows()
-        for sequence in [s for s in self._waiting if s.finish_reason]:
-            self._waiting.remove(sequence)
+        ended = [s for s in self._waiting if s.finish_reason]
+        self._waiting = deque(s for s in self._waiting if not s.finish_reason)
+        for sequence in ended:
             self._finish(sequence)
         return len(aborted)
 
@@ -205,7 +208,7 @@ class BatchingEngine:
         self.paused = None
 
     def flush_cache(self) -> None:
-        """There is no prefix cache to drop: this only says whether one could be. Raises BadRequestError while busy."""
+        """Do nothing, as there is no prefix cache. Raises BadRequestError while busy, as SGLang does."""
         if self._rows or (self._waiting and self.paused is None):
             raise BadRequestError(
                 f"Cache not flushed because there are pending requests: {len(self._waiting)} queued, "
@@ -222,7 +225,7 @@ class BatchingEngine:
             self.publish(version)
 
     def publish(self, version: str | None) -> None:
-        """The weights are whole again; from here on tokens carry this version (None: the same as before)."""
+        """Mark the weights as whole; later tokens carry this version (None: the same as before)."""
         self._torn = False
         self.version = self.version if version is None else version
 
@@ -252,7 +255,7 @@ class BatchingEngine:
             self.ended.set_result(None)
 
     def _obey(self) -> None:
-        """Run what other threads ask for; wait for it where there is nothing else to do."""
+        """Run the commands of other threads; wait for one if there is nothing else to do."""
         if not self._busy() and not self._stopping:
             self._take(self._inbox.get())
         while not self._inbox.empty():
@@ -295,7 +298,7 @@ class BatchingEngine:
         self._extend(admitted, torch.cat(logits))
 
     def _prefill(self, group: list[Sequence], first_row: int) -> Tensor:
-        """Logits float32 [len(group), V] after each sequence, whose cache rows begin at `first_row`."""
+        """Return logits, float32 [len(group), V], after each sequence, whose cache rows begin at `first_row`."""
         lengths = [s.num_tokens for s in group]
         token_ids_BT = torch.zeros(len(group), max(lengths), dtype=torch.int64)
         for row, sequence in enumerate(group):
@@ -309,7 +312,11 @@ class BatchingEngine:
         )
         version, num_finished = self.version, 0
         for sequence, token_id, logprob in zip(sequences, token_ids, logprobs, strict=True):
-            sequence.append(token_id, logprob, version)
+            if math.isnan(logprob):
+                sequence.failure = FloatingPointError("the model's logits are not finite; the weights are broken")
+                sequence.finish_reason = {"type": "abort", "message": "not finite"}
+            else:
+                sequence.append(token_id, logprob, version)
             num_finished += sequence.finish_reason is not None
         self.num_generated_tokens += len(token_ids)
         if num_finished:
@@ -328,7 +335,10 @@ class BatchingEngine:
             self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
-        sequence.done.set_result(sequence)
+        if sequence.failure is None:
+            sequence.done.set_result(sequence)
+        else:
+            sequence.done.set_exception(sequence.failure)
 
     def _all(self) -> Iterator[Sequence]:
         yield from self._rows

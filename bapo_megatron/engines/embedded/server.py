@@ -2,8 +2,8 @@
 
     python -m bapo_megatron.engines.embedded --model-path CHECKPOINT --port 0 --ready-file F
 
-Answers 400 with a message that names the field for a bad request. When the engine fails, what is open is answered with
-500, and the process ends with exit code 1.
+A bad request gets 400 with a message that names the field. If the engine fails, open requests get 500 and the process
+ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from aiohttp import web
 
-from bapo_megatron.engines.base import EMBEDDED
 from bapo_megatron.engines.embedded import protocol
 from bapo_megatron.engines.embedded.engine import BatchingEngine, Sequence
 from bapo_megatron.engines.embedded.model import Model
@@ -33,7 +32,7 @@ from bapo_megatron.engines.embedded.protocol import BadRequestError
 from bapo_megatron.engines.embedded.weights import WeightUpdater
 from bapo_megatron.errors import UserError
 
-_MAX_BODY_BYTES = 256 * 2**20
+_MAX_BODY_BYTES = 16 * 2**20  # parsing holds the event loop for a second
 _GIL_SWITCH_S = 2e-4  # the decode loop takes the interpreter lock between operators: let it have it back soon
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -80,8 +79,8 @@ class Server:
         try:
             await asyncio.gather(*(asyncio.wrap_future(s.done) for s in sequences))
         except asyncio.CancelledError:  # the client has gone away: do not sample for nobody
-            for sequence in sequences:
-                self.engine.call(lambda rid=sequence.rid: self.engine.abort(rid))  # type: ignore[misc]
+            rids = {s.rid for s in sequences}
+            self.engine.call(lambda: self.engine.abort(rids))
             raise
         latency_s = time.monotonic() - started
         replies = [self._reply(s, body.return_logprob, latency_s) for s in sequences]
@@ -91,7 +90,7 @@ class Server:
         body = protocol.parse(protocol.AbortBody, await request.read())
         if not body.rid and not body.abort_all:
             raise BadRequestError("rid: name a request, or set abort_all")
-        await self._command(lambda: self.engine.abort(None if body.abort_all else body.rid))
+        await self._command(lambda: self.engine.abort(None if body.abort_all else {body.rid}))
         return web.Response()
 
     async def pause_generation(self, request: web.Request) -> web.Response:
@@ -156,7 +155,7 @@ class Server:
     async def server_info(self, request: web.Request) -> web.Response:
         engine = self.engine
         info = {
-            "engine": EMBEDDED,
+            "capabilities": ["weight_manifest", "weight_digests", "gloo_only"],
             "model_path": self._model_path,
             "context_length": engine.max_context,
             "max_running_requests": engine.max_running,
@@ -176,7 +175,7 @@ class Server:
         return await asyncio.wrap_future(self.engine.call(command))
 
     def _sequences(self, body: protocol.GenerateBody) -> tuple[list[Sequence], bool]:
-        """One per prompt and sample, and whether the reply is a single object."""
+        """Return one sequence per prompt and sample, and whether the reply is a single object."""
         is_batch = isinstance(body.input_ids[0], list)
         prompts: list[list[int]] = body.input_ids if is_batch else [body.input_ids]  # type: ignore[assignment,list-item]
         params = (
@@ -187,6 +186,8 @@ class Server:
             rids = [uuid.uuid4().hex for _ in prompts]
         if len(params) != len(prompts):
             raise BadRequestError(f"sampling_params: {len(params)} entries for {len(prompts)} prompts")
+        if (num_samples := sum(p.n for p in params)) > (limit := protocol.MAX_SEQUENCES):
+            raise BadRequestError(f"sampling_params: {num_samples} samples in a request, more than {limit}; send fewer")
         if len(rids) != len(prompts) or len(set(rids)) != len(rids):
             raise BadRequestError(f"rid: need {len(prompts)} different ones")
         sequences = [
@@ -302,4 +303,4 @@ def main(argv: list[str] | None = None) -> None:
         )
     )
     # A daemon thread inside torch at interpreter exit can crash; everything is answered, so leave directly.
-    os._exit(0 if engine.failure is None else 1)  # 1: whoever started this server should start it again
+    os._exit(0 if engine.failure is None else 1)  # 1: start this server again

@@ -1,0 +1,71 @@
+"""A loss, an advantage, a judge, a filter of groups and an engine of the user's own, in one run of real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.monitor.metrics import read_metrics
+from tests.integration.forked import SMALL
+from tests.integration.test_train import bapo
+
+MODULE = """
+from dataclasses import replace
+
+from bapo_megatron.algorithms.losses import clipped_policy_loss
+from bapo_megatron.config.base import Section
+from bapo_megatron.config.engines import EngineKind
+from bapo_megatron.config.schema_loss import GrpoLoss
+from bapo_megatron.engines.start import embedded_specs
+
+ENGINE = EngineKind("engine of mine", specs="own:specs")
+
+
+class Options(Section):
+    factor: float = 1.0
+
+
+def loss(inputs, options: Options):
+    if inputs.mask_R.any():
+        assert 0 < inputs.bounds.low < inputs.bounds.high, "search_bounds gives the bounds of [bapo]"
+    assert options.factor == 0.5
+    result = clipped_policy_loss(inputs, GrpoLoss())
+    return replace(result, loss_R=options.factor * result.loss_R)
+
+
+def advantage(rewards_G):
+    return rewards_G - 1.0
+
+
+def judge(response):
+    return float(sum(map(ord, response)) % 5)
+
+
+def keep(group, config):
+    return group.prompt.prompt_id % 2 == 0
+
+
+def specs(config, model_path, logs, ports, share):
+    found = embedded_specs(config, model_path, logs, ports, share)
+    print("specs of mine", len(found), flush=True)
+    return found
+"""
+
+
+@pytest.mark.slow
+def test_all_five_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(MODULE)
+    options = ("parallel.tensor=1", "train.num_steps=2", "loss.name=own:loss", "loss.search_bounds=true")
+    options += ("advantage.kind=own:advantage", "reward.kind=own:judge", "rollout.keep_group=own:keep")
+    options += ("loss.options.factor=0.5", "rollout.engine=own:ENGINE", "run.name=own")
+    done = bapo("train", "demo", *SMALL, *options)
+    assert done.returncode == 0, done.stderr
+    assert "specs of mine 1" in done.stdout
+    rows = read_metrics(tmp_path / "runs" / "own" / "metrics.jsonl")
+    assert len(rows) == 2
+    assert rows[-1]["ledger/dropped"] > 0, "half of the prompts are turned down"
+    assert all(row["reward/mean"] > 0 for row in rows)
+    assert all(row["optimizer/grad_norm"] > 0 for row in rows)
+    assert all(0 < row["bapo/low"] < 1 < row["bapo/high"] for row in rows)
