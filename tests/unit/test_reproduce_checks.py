@@ -26,7 +26,7 @@ settings = { train = { num_steps = 1 } }
 name = "narrow"
 [[variants]]
 name = "wide"
-settings = { loss = { clip_high = 2.0 } }
+settings = { loss = { name = "grpo", clip_high = 2.0 } }
 [[plots]]
 metric = "reward/mean"
 """
