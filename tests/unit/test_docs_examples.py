@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -128,5 +129,5 @@ def test_the_family_computes_what_transformers_computes(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("page", sorted((DOCS / "how-to").glob("*.md")), ids=lambda page: page.stem)
 def test_a_page_shows_its_example(page: Path) -> None:
-    (example,) = (line.strip('-8<- "\n') for line in page.read_text().splitlines() if line.startswith("--8<--"))
+    (example,) = re.findall(r'^--8<-- "(.*)"$', page.read_text(), flags=re.MULTILINE)
     assert (EXAMPLES / example).is_file()
