@@ -1,7 +1,7 @@
-"""Runs of `bapo train` side by side, one core each, without its start-up, which would take longer than a small run.
+"""Many small runs side by side, one core each, without the start-up of `bapo train`, which takes longer than such a run.
 
-A fork server imports torch, Megatron and this package once. Each run is two forks of it: an embedded engine and a
-trainer of one rank. They do what they do under `bapo train`: the same loop, HTTP API and weight sync.
+A fork server imports torch, Megatron and this package once. Each run is two forks of it, an embedded engine and a
+trainer of one rank, with the loop, HTTP API and weight sync of `bapo train`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def run_path(config: Config) -> Path:
 
 
 def environment_path(config: Config) -> Path:
-    """JSON: when, where and with which packages the run was trained."""
+    """Return the path of the JSON file with date, machine and packages of a run."""
     return run_path(config) / "environment.json"
 
 
 def is_finished(config: Config) -> bool:
-    """Whether the run has come to its last step, and says where."""
+    """Return whether the run has reached its last step and recorded its environment."""
     metrics = read_metrics(run_path(config) / "metrics.jsonl")
     is_at_end = bool(metrics) and metrics[-1]["step"] == config.train.num_steps
     return is_at_end and environment_path(config).is_file()
@@ -49,16 +49,16 @@ def is_finished(config: Config) -> bool:
 def train_all(
     configs: Sequence[Config], *, num_jobs: int, timeout_s: float, tell: Callable[[Config, float], None]
 ) -> None:
-    """Train every configuration to its last step; `tell` hears of each one that is done, with its seconds.
+    """Train every configuration to its last step; call `tell` with each finished one and its seconds.
 
     Args:
         configs: checked, with the embedded engine and one trainer rank.
         num_jobs: runs at a time.
-        timeout_s: of one run.
+        timeout_s: limit of one run.
 
     Raises:
-        UserError: a run failed, took longer (says which, and names its logs), or its folder cannot be used. The
-            others are ended.
+        UserError: a run failed or took longer (with its name and log), or its folder cannot be used. The other runs are
+            ended.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_WORKERS])
@@ -88,19 +88,19 @@ def train_all(
 
 
 class _StoppedError(Exception):
-    """Another run failed, or the user has had enough."""
+    """Another run failed, or the user interrupted."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Forks:
-    """Makes the processes of workers.py."""
+    """Start of the processes of workers.py."""
 
     context: ForkServerContext
     lifeline: Connection
 
     @contextmanager
     def running(self, work: str, *arguments: object) -> Iterator[ForkServerProcess]:
-        """Ends it with the block."""
+        """Run a worker until the block ends."""
         process = self.context.Process(target=_in_worker, args=(work, self.lifeline, *arguments), name=f"bapo-{work}")
         process.start()
         try:
@@ -150,7 +150,7 @@ def _engine_arguments(config: Config, port: int) -> list[str]:
 
 
 def _in_worker(work: str, *arguments: object) -> None:
-    """The child's side: a name, since the parent does without what the workers import."""
+    """Call a worker by name, in the child: the parent does not import what workers need."""
     from bapo_megatron.reproduce import workers
 
     getattr(workers, work)(*arguments)
@@ -158,7 +158,7 @@ def _in_worker(work: str, *arguments: object) -> None:
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """For the fork server's torch, which reads this when it is imported."""
+    """Set OMP_NUM_THREADS for the fork server's torch, which reads it on import."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:

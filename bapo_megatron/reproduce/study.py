@@ -1,7 +1,7 @@
 """A study: the same small run with variants of its settings, over seeds. One TOML file each, in studies/.
 
 title = "BAPO against GRPO"                 figure = "Figure 9"
-question = "Does BAPO learn more?"          answer follows in docs/bapo.md
+question = "Does BAPO learn more?"          docs/bapo.md answers it
 seeds = [0, 1, 2, 3, 4]
 settings = { train = { ... } }              tables of a configuration, over studies/base.toml
 compare = [["BAPO", "GRPO"]]                pairs of variants, judged seed by seed
@@ -46,22 +46,22 @@ class Plot(Section):
 
     metric: str
     label: str | None = None
-    """Of the axis; unset: the metric's name."""
+    """Label of the axis; unset: the metric's name."""
     log: bool = False
-    """A logarithmic axis."""
+    """Whether the axis is logarithmic."""
 
 
 class Quick(Section):
-    """How `--quick` shortens the study: enough to see that it runs, not what it finds."""
+    """The short form of a study for `--quick`: it shows that the study runs, not what it finds."""
 
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
     variants: tuple[str, ...] = ()
-    """Unset: all."""
+    """Variants to run; unset: all."""
     settings: dict[str, Any] = Field(default_factory=dict)
 
 
 class Study(Section):
-    """What a study's file says."""
+    """The content of a study's file."""
 
     title: str
     figure: str
@@ -99,16 +99,16 @@ class Run:
 
 
 def shipped_studies() -> dict[str, Path]:
-    """Name ("staleness") -> file, in the order in which `all` runs them."""
+    """Return name ("staleness") -> file, in the order in which `all` runs them."""
     with resources.as_file(resources.files("bapo_megatron.reproduce") / "studies") as folder:
         return {file.stem: file for file in sorted(folder.glob("*.toml")) if file.stem != _BASE}
 
 
 def load_study(name: str) -> Study:
-    """A shipped study by its name, or one from a TOML file.
+    """Load a shipped study by name, or one from a TOML file.
 
     Raises:
-        ConfigError: there is none, or its file is not right; says where and why.
+        ConfigError: it does not exist, or its file has errors; with place and reason.
     """
     shipped = shipped_studies()
     path = shipped.get(name, Path(name))
@@ -124,11 +124,10 @@ def load_study(name: str) -> Study:
 
 
 def plan_runs(study: Study, *, quick: bool, runs_dir: Path) -> list[Run]:
-    """Every run of a study, seed by seed. Runs of equal settings have the same name, in whichever study they occur;
-    identity.py says what else a name stands for.
+    """List every run of a study, seed by seed. Equal runs have the same name in every study (identity.py).
 
     Raises:
-        ConfigError: a variant's settings are not those of a configuration.
+        ConfigError: a variant's settings are invalid.
     """
     variants = [v for v in study.variants if not (quick and study.quick.variants) or v.name in study.quick.variants]
     return [
