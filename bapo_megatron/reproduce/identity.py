@@ -18,8 +18,8 @@ _MODEL_FILES = ("*.json", "*.safetensors", "tokenizer.model")  # settings, weigh
 
 
 def run_name(config: Config) -> str:
-    """Hash a run to 16 hex digits: every setting but run.name and run.dir, defaults included; the version of this package;
-    and the content of the models and data files that the settings name. The code of your own judge does not count.
+    """Hash a run to 16 hex digits: every setting but run.name and run.dir, defaults included; the version of this
+    package; and the content of the models and data files that the settings name. The code of your own judge does not count.
 
     Raises:
         ConfigError: a file cannot be read. A missing file counts as empty, and is reported elsewhere.

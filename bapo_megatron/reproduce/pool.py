@@ -1,4 +1,4 @@
-"""Many small runs side by side, one core each, without the start-up of `bapo train`, which takes longer than such a run.
+"""Many small runs side by side, one core each, without the start-up of `bapo train`, which takes longer than one.
 
 A fork server imports torch, Megatron and this package once. Each run is two forks of it, an embedded engine and a
 trainer of one rank, with the loop, HTTP API and weight sync of `bapo train`.
