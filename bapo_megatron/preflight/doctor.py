@@ -1,7 +1,7 @@
 """`bapo doctor`: whether this machine is fit, one line for each thing, with what to do.
 
     bapo doctor                                          this machine, for CPU use or with its GPUs
-    bapo doctor --versions                               each package against the lock file
+    bapo doctor --versions                               each package against requirements/
     bapo doctor --config CONFIG... KEY=VALUE             and what that run needs
     bapo doctor --rendezvous node0:29500 --num-nodes 4 --node-rank $SLURM_NODEID      the same on each of four nodes
 

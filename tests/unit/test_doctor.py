@@ -17,12 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from bapo_megatron import cli
 from bapo_megatron.config.load import load_config
 from bapo_megatron.errors import UserError
 from bapo_megatron.preflight import doctor as doctor_room
-from bapo_megatron.preflight import group_probe, versions
+from bapo_megatron.preflight import group_probe, packages
 from bapo_megatron.preflight import machine_checks as machine
 from bapo_megatron.preflight import software_checks as software
 from bapo_megatron.preflight.doctor import examine_needs, parse_rendezvous, verdict
@@ -84,8 +85,8 @@ def test_a_full_disk_and_a_taken_port_in_one_answer(taken_port: int) -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    core = [*versions.packages("core"), versions.Package("no-such-package", ">=1,<2")]
-    monkeypatch.setattr(versions, "packages", lambda group: core if group == "core" else [])
+    core = [*packages.requirements("core"), Requirement("no-such-package>=1,<2")]
+    monkeypatch.setattr(packages, "requirements", lambda group: core if group == "core" else [])
     assert cli.main(["doctor"]) == 1
     assert "no-such-package is not installed; pip install 'no-such-package>=1,<2'" in capsys.readouterr().out
     assert cli.main(["doctor", "--versions"]) == 1
