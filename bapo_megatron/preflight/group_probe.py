@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bapo_megatron.engines.group import connect_store, host_store
 from bapo_megatron.engines.processes import LOOPBACK
 
 _REPEATS = 4
@@ -72,13 +73,14 @@ def _measure(task: Task) -> dict[str, Any]:
         torch.cuda.set_device(task.local_rank)
     elif task.host == LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    dist.init_process_group(
-        task.backend,
-        init_method=f"tcp://{task.host}:{task.port}",
-        rank=task.rank,
-        world_size=task.world_size,
-        timeout=timedelta(seconds=task.timeout_s),
+    size, timeout_s = task.world_size, task.timeout_s
+    store = (
+        host_store(task.host, size, timeout_s, task.port)
+        if task.rank == 0
+        else connect_store(task.host, task.port, size, timeout_s)
     )
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(task.backend, store=store, rank=task.rank, world_size=size, timeout=timeout)
     device = torch.device("cuda" if use_nccl else "cpu")
     num_bytes, world = _BYTES[task.backend], task.world_size
     data = torch.full((num_bytes // 4,), float(task.rank), device=device)
