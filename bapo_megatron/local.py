@@ -61,6 +61,8 @@ def _train(config: Config, run_dir: RunDir, urls: Sequence[str]) -> int:
     if not failed:
         return 0
     _raise_user_errors(run_dir)
+    if 2 in failed.values():
+        return 2  # that rank could not leave its error in a file, and has told it
     rank, code = min(failed.items(), key=lambda item: item[1] > 0)  # a signal is a cause, an exit often its effect
     print(
         f"bapo: trainer rank {rank} ended with exit code {code}; its log: {run_dir.log_path('trainer', rank)}",
@@ -133,7 +135,7 @@ def _exiting_on_signals() -> Iterator[None]:
 
 def _raise_user_errors(run_dir: RunDir) -> None:
     """Raise the errors that ranks left for the user, not the lost connections that follow from them."""
-    messages = [path.read_text() for path in sorted(run_dir.log_dir.glob("error-*.txt"))]
+    messages = [text for path in sorted(run_dir.log_dir.glob("error-*.txt")) if (text := path.read_text())]
     if messages:
         raise UserError("\n".join(dict.fromkeys(messages)))
 

@@ -47,7 +47,11 @@ def run_rank(run_dir: RunDir, urls: list[str], stop_file: Path | None = None) ->
         return _train(run_dir, urls, rank, terminal if rank == 0 else None, stop_file)
     except UserError as error:
         logging.exception("stopped")
-        (run_dir.log_dir / f"error-{rank}.txt").write_text(str(error))
+        try:
+            (run_dir.log_dir / f"error-{rank}.txt").write_text(str(error))
+        except OSError:  # the disk may be full
+            print(f"bapo: {error}", file=terminal)
+            _discard_output()
         return 2
 
 
@@ -98,6 +102,13 @@ def redirect_output(log: Path) -> TextIO:
     os.close(descriptor)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     return terminal
+
+
+def _discard_output() -> None:
+    """Forget output that the log cannot take, or the interpreter would end with a code of its own."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for target in (1, 2):
+        os.dup2(nowhere, target)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from bapo_megatron.errors import ConfigError, UserError
-from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.files import explaining_os_errors, write_atomically
 from bapo_megatron.runtime.ranks import num_cores
 
 if TYPE_CHECKING:
@@ -117,12 +117,14 @@ class RunDir:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot create the run directory {path}: {error.strerror}; set run.dir") from error
-        lock = _take_lock(path)
+        with explaining_os_errors(path):
+            lock = _take_lock(path)
         try:
             _check_resumable(path, config_text, resume)
             run = cls(path, _last_attempt(path) + 1, lock)
-            run.log_dir.mkdir(parents=True)
-            run.checkpoints_dir.mkdir(exist_ok=True)
+            with explaining_os_errors(path):
+                run.log_dir.mkdir(parents=True)
+                run.checkpoints_dir.mkdir(exist_ok=True)
             run._record_facts(config_text)
         except BaseException:
             lock.close()
