@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from types import NoneType
@@ -29,6 +29,20 @@ from bapo_megatron.errors import ConfigError
 
 UNSET = "none"
 Origins = dict[paths.Path, str]
+
+
+_OPTION = "write it into slurm.options, such as slurm.options=%s"
+# Settings of earlier versions: the default, which a configuration may still name, and what to write for other values.
+RETIRED: dict[str, tuple[Any, str]] = {
+    "precision.amax_history": (1024, "leave it out"),
+    "precision.margin": (0, "leave it out"),
+    "slurm.partition": (UNSET, _OPTION % '["--partition=NAME"]'),
+    "slurm.account": (UNSET, _OPTION % '["--account=NAME"]'),
+    "slurm.qos": (UNSET, _OPTION % '["--qos=NAME"]'),
+    "slurm.exclusive": (False, _OPTION % '["--exclusive", "--mem=0"]'),
+    "monitor.wandb_entity": (UNSET, "set WANDB_ENTITY in the environment"),
+    "monitor.wandb_mode": ("online", "set WANDB_MODE in the environment"),
+}
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -83,7 +97,17 @@ def _merged(tables: Sequence[tuple[str, dict[str, Any]]], overrides: Sequence[st
             problems.append(str(error))
             continue
         origins |= dict.fromkeys(_leaves(value, path_in_schema), f"override {text}")
+    problems += _drop_retired(merged, origins)
     return _validated(merged, origins, problems)
+
+
+def _drop_retired(merged: dict[str, Any], origins: Origins) -> Iterator[str]:
+    """Drop retired settings that have their defaults; yield what to write for the others."""
+    for name, (default, advice) in RETIRED.items():
+        section, _, key = name.partition(".")
+        table = merged.get(section)
+        if isinstance(table, dict) and key in table and table.pop(key) != default:
+            yield f"{name} ({_source((section, key), origins)}) is no setting any more; {advice}"
 
 
 def _validated(merged: dict[str, Any], origins: Origins, problems: list[str]) -> Config:

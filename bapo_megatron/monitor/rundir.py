@@ -222,10 +222,12 @@ def _check_resumable(path: Path, config_text: str, resume: bool) -> None:
         return
     if not resume:
         raise UserError(f"the run {path} exists; choose another run.name, or delete the folder to start over")
+    from bapo_megatron.config.load import RETIRED
+
     different = {
         key: values
         for key, values in different_settings(config_path.read_text(encoding="utf-8"), config_text).items()
-        if not any(fnmatch(key, pattern) for pattern in RESUMABLE_SETTINGS)
+        if not any(fnmatch(key, pattern) for pattern in (*RESUMABLE_SETTINGS, *RETIRED))
     }
     if different:
         lines = [f"  {key}: {_shown(old)} -> {_shown(new)}" for key, (old, new) in different.items()]
