@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Literal
 
-from bapo_megatron.preflight.finding import Finding, Verdict
+from bapo_megatron.preflight.machine_checks import Finding, Verdict
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement  # which may be missing too
