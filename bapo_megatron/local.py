@@ -144,7 +144,7 @@ def _raise_user_errors(run_dir: RunDir) -> None:
 def _engines(config: Config, model_path: Path, log_dir: Path) -> Iterator[list[str]]:
     """Yield the engines' URLs. Engines that are started here are supervised, and end with the block or this process."""
     r = config.rollout
-    if r.engine in ("attach", "recorded"):
+    if not r.num_started:
         yield list(r.urls)
         return
     share = EngineShare(count=r.num_servers, first_gpu=num_ranks(config))

@@ -1,7 +1,7 @@
 """The training loop. Every trainer rank runs this file; rank 0 also talks to the rollout engines and to the user.
 
     prompts -> engines -> rewards -> advantages       rank 0, SharedRollouts.next_batch: finished groups, stalest first
-        |  broadcast: the same Batch on every rank; a critic, where there is one, gives each token its own advantage
+        |  broadcast: the same Batch on every rank; a critic, if any, gives each token its own advantage
         v
     minibatches -> score -> BAPO bounds -> step       all ranks: one optimizer update per mini-batch; sample replay
         |                                             makes later mini-batches older
@@ -11,14 +11,13 @@
         v
     metrics, checkpoint                               rank 0 records; all ranks save
 
-A step waits for its rollouts; partial responses that it leaves behind are resumed by the next step, with new weights.
-With rollout.overlap, the engines go on sampling while all below the first line happens.
+A step waits for its rollouts; the next step resumes the partial responses that it leaves behind, with new weights.
+With rollout.overlap, the engines go on sampling during everything below the first line.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,39 +28,43 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import Learner
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.learner.scoring import with_fixed_logprobs
 from bapo_megatron.learner.values import ValueAdvantages
-from bapo_megatron.monitor.record import Recorder, UpdateMetrics
+from bapo_megatron.learner.whole_batch import with_fixed_logprobs
+from bapo_megatron.monitor.record import Recorder, SilentRecorder, UpdateMetrics
 from bapo_megatron.monitor.rundir import RunDir
-from bapo_megatron.rollout.base import Rollouts
-from bapo_megatron.rollout.manager import RolloutManager
+from bapo_megatron.rollout.manager import RolloutManager, connect_rollouts
 from bapo_megatron.rollout.recorded import RecordedRollouts
-from bapo_megatron.rollout.shared import SharedRollouts
+from bapo_megatron.rollout.shared import Rollouts, SharedRollouts
 from bapo_megatron.runtime.ranks import StopFile
 from bapo_megatron.runtime.stopwatch import Stopwatch
 from bapo_megatron.runtime.straggler import compare_ranks
-from bapo_megatron.sync.base import Channel
-from bapo_megatron.sync.channel import FollowerChannel, open_channel, push_until_whole
+from bapo_megatron.sync import open_channel
+from bapo_megatron.sync.base import Channel, FollowerChannel, push_until_whole
 from bapo_megatron.types import Batch, MiniBatch
 
 
-def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder | None, stop: StopFile) -> None:
-    """Train from the run's latest checkpoint, or the start, to `train.num_steps` or `stop`. Rank 0 has a recorder."""
+def train(
+    config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder | SilentRecorder, stop: StopFile
+) -> None:
+    """Train from the run's latest checkpoint, or the start, to `train.num_steps` or `stop`. Rank 0 has a `Recorder`."""
     model_path = resolve_model_path(config.model.path)
     learner = MegatronLearner(config, model_path)
     advantages = ValueAdvantages(config, learner)
-    first = _connect(config, model_path, urls) if recorder else None
-    rollouts = SharedRollouts(config, first, recorder.keep_samples if recorder else lambda *_: None)
+    first = _connect(config, model_path, urls) if learner.layout.rank == 0 else None
+    rollouts = SharedRollouts(config, first, recorder.keep_samples)
     finder = BoundsFinder(config, learner)
-    store = CheckpointStore(run_dir.checkpoints_dir, config.checkpoint, warn=recorder.note if recorder else print)
+    store = CheckpointStore(run_dir.checkpoints_dir, config.checkpoint, warn=recorder.note)
     models: dict[str, Saveable] = {"learner": learner, **advantages.parts}
     first_step = _restore(store.resume(models), learner, rollouts, finder)
     channel = _open_channel(config, first, learner, run_dir.path / "weights")
-    push = partial(_push, channel, learner, rollouts)
-    if recorder and first:
-        recorder.begin(first_step, first)
+
+    def push() -> dict[str, float]:
+        """Send the weights to every engine as a new version; all ranks help to gather them."""
+        return push_until_whole(channel, learner).metrics() if channel else {}
+
+    recorder.begin(first_step, first)
     push()
-    if first_step == 0 and (baseline := rollouts.evaluate(0, learner.version, push)) and recorder:
+    if first_step == 0 and (baseline := rollouts.evaluate(0, learner.version, push)):
         recorder.note(f"evaluation before training: reward {baseline['eval/reward']:.3f}")
     watch = Stopwatch()
     for step in watch.steps(stop.steps(range(first_step, config.train.num_steps))):
@@ -84,8 +87,7 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
         with watch.span("eval"):
             evaluation = rollouts.evaluate(step + 1, learner.version, push)
         times = watch.lap() | compare_ranks()
-        if recorder:
-            recorder.record(step + 1, learner.version, batch.metrics, updates.result(), sync, evaluation, times)
+        recorder.record(step + 1, learner.version, batch.metrics, updates.result(), sync, evaluation, times)
         store.poll()
         if stop.is_asked() or _is_save_due(config, step + 1):
             state = {"rollout": rollouts.state_dict(), "bounds": finder.state_dict(), "updates": learner.state_dict()}
@@ -97,9 +99,9 @@ def train(config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder |
 
 
 def _connect(config: Config, model_path: Path, urls: list[str]) -> Rollouts:
-    if config.rollout.engine == "recorded":
+    if not config.rollout.engine_kind.samples:
         return RecordedRollouts.connect(config, model_path)
-    return RolloutManager.connect(config, model_path, urls)
+    return connect_rollouts(config, model_path, urls)
 
 
 def _optimizer_steps(batch: Batch, config: Config, step: int, learner: Learner) -> Iterator[MiniBatch]:
@@ -116,26 +118,20 @@ def _optimizer_steps(batch: Batch, config: Config, step: int, learner: Learner) 
 
 
 def _open_channel(config: Config, first: Rollouts | None, learner: MegatronLearner, folder: Path) -> Channel | None:
-    """Rank 0 talks to the engines; the other ranks take part in gathering the weights. None where there are none."""
-    if config.rollout.engine == "recorded":
+    """Connect rank 0 to the engines; the other ranks only help to gather the weights. None without engines."""
+    if not config.rollout.engine_kind.samples:
         return None
     channel: Channel = FollowerChannel()
     if isinstance(first, RolloutManager):
-        channel = open_channel(config.sync, first.pool, first.loop.submit, folder=folder, hf_path=learner.hf_path)
+        channel = open_channel(
+            config.sync, first.engines.pool, first.engines.loop.submit, folder=folder, hf_path=learner.hf_path
+        )
     channel.connect(learner.weight_specs())
     return channel
 
 
-def _push(channel: Channel | None, learner: Learner, rollouts: SharedRollouts) -> dict[str, float]:
-    """Hand the weights to every engine as a new version; all ranks take part in gathering them."""
-    if channel is None:
-        return {}
-    rollouts.expect(learner.version)
-    return push_until_whole(channel, learner).metrics()
-
-
 def _restore(state: dict[str, Any] | None, learner: Learner, rollouts: SharedRollouts, finder: BoundsFinder) -> int:
-    """Go on where a checkpoint's state says; returns the number of finished steps."""
+    """Load a checkpoint's state; return the number of finished steps."""
     if state is None:
         return 0
     finder.load_state_dict(state["bounds"])

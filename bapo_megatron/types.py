@@ -1,22 +1,25 @@
-"""The nouns: every hand-over between two rooms of the house is one of these types.
+"""The nouns: each hand-over between two rooms of the package is one of these types.
 
     Prompt -> Trajectory (of Segments) -> Group -> Batch -> MiniBatch (of MicroBatches) -> ClipBounds
 
 Shape legend (suffix of a tensor's name):
     S  sequences (prompt + response) packed one after the other
     T  tokens of all sequences, prompts included
-    R  response tokens, that is rows of the hidden states that predict one
+    R  response tokens: the rows of hidden states that predict one
 
-A *weight version* is the number of optimizer updates that the weights have seen; version 0 is the checkpoint the run
-started from. The *age* of a token when it is trained is the learner's version minus the version that sampled it.
+A *weight version* counts the optimizer updates that the weights have seen; version 0 is the checkpoint the run started
+from. The *age* of a token in training is the learner's version minus the version that sampled it. A token keeps one
+`behaviour_logprobs` entry from the engine's reply to the loss: its log-prob under the tempered distribution that
+sampled it, in nats.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
@@ -24,15 +27,15 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One question, tokenised, with what its verifier needs to judge an answer.
+    """A tokenised question, with the data that its verifier needs to judge an answer.
 
     Example: Prompt(prompt_id=12, token_ids=(5, 9, 4), text="3+5=", answer="1", source="chains")
     """
 
     prompt_id: int  # position in the prompt stream, unique within a run
     token_ids: tuple[int, ...]
-    text: str  # what the user wrote, before the chat template
-    answer: Any  # JSON value for the verifier: the reference answer, or the entry of a procedural data set
+    text: str  # the user's words, before the chat template
+    answer: Any  # JSON value for the verifier: a reference answer, or the entry of a procedural data set
     source: str  # name of the prompt source
 
 
@@ -40,23 +43,23 @@ class Prompt:
 class Segment:
     """A run of response tokens sampled by one weight version in one training step.
 
-    Example: Segment(version=4, step=2, token_ids=(7, 7, 1), logprobs=(-0.1, -2.3, -0.7))
+    Example: Segment(version=4, step=2, token_ids=(7, 7, 1), behaviour_logprobs=(-0.1, -2.3, -0.7))
     """
 
     version: int  # weight version that sampled these tokens
     step: int  # training step during which they were sampled
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # behaviour log-prob of each token, of the tempered distribution that sampled it
+    behaviour_logprobs: tuple[float, ...]  # one per token
 
     def __post_init__(self) -> None:
-        assert len(self.token_ids) == len(self.logprobs), "a segment needs one behaviour log-prob per token"
+        assert len(self.token_ids) == len(self.behaviour_logprobs), "a segment needs one behaviour log-prob per token"
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One response, finished or not: a prompt and the segments sampled so far.
+    """A response, finished or partial: a prompt and the segments sampled so far.
 
-    Example: a response begun at version 4 and resumed at version 6 has two segments, and 0 < num_resumed_tokens.
+    Example: a response begun at version 4 and resumed at version 6 has two segments, and num_resumed_tokens > 0.
     """
 
     sample_id: str  # "<prompt_id>.<index in the group>", unique within a run
@@ -71,7 +74,7 @@ class Trajectory:
 
     @property
     def behaviour_logprobs(self) -> tuple[float, ...]:
-        return tuple(x for s in self.segments for x in s.logprobs)
+        return tuple(x for s in self.segments for x in s.behaviour_logprobs)
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -83,7 +86,7 @@ class Trajectory:
 
     @property
     def num_resumed_tokens(self) -> int:
-        """Tokens sampled in a later training step than the response's first token."""
+        """Number of tokens sampled in a later training step than the response's first one."""
         first = self.segments[0].step if self.segments else 0
         return sum(len(s.token_ids) for s in self.segments if s.step > first)
 
@@ -92,7 +95,7 @@ class Trajectory:
         return min((s.version for s in self.segments), default=None)
 
     def extended(self, segments: Sequence[Segment], finish_reason: FinishReason | None) -> Trajectory:
-        """The same response with more tokens; segments of the same version and step are merged."""
+        """Return the response with more tokens, merging segments of one version and step."""
         assert self.finish_reason is None, f"{self.sample_id} is finished and cannot grow"
         merged = list(self.segments)
         for new in segments:
@@ -101,7 +104,9 @@ class Trajectory:
             last = merged[-1] if merged else None
             if last is not None and (last.version, last.step) == (new.version, new.step):
                 merged[-1] = replace(
-                    last, token_ids=last.token_ids + new.token_ids, logprobs=last.logprobs + new.logprobs
+                    last,
+                    token_ids=last.token_ids + new.token_ids,
+                    behaviour_logprobs=last.behaviour_logprobs + new.behaviour_logprobs,
                 )
             else:
                 merged.append(new)
@@ -121,10 +126,45 @@ class Group:
         assert all(r is not None for r in rewards), f"group {self.prompt.prompt_id} has unscored responses"
         return rewards  # type: ignore[return-value]
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all responses have ended."""
+        return all(t.finish_reason for t in self.trajectories)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON value that keeps every bit of every float; the prompt is in it once."""
+        trajectories = [
+            {
+                "sample_id": t.sample_id,
+                "segments": [asdict(s) for s in t.segments],
+                "finish_reason": t.finish_reason,
+                "reward": t.reward,
+            }
+            for t in self.trajectories
+        ]
+        return {"prompt": asdict(self.prompt), "trajectories": trajectories}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Group:
+        """Return the group behind `to_json`, also of older files, whose segments say "logprobs"."""
+        prompt = Prompt(**{**value["prompt"], "token_ids": tuple(value["prompt"]["token_ids"])})
+
+        def segment(s: dict[str, Any]) -> Segment:
+            logprobs = s["behaviour_logprobs"] if "behaviour_logprobs" in s else s["logprobs"]
+            return Segment(s["version"], s["step"], tuple(s["token_ids"]), tuple(logprobs))
+
+        return cls(
+            prompt,
+            tuple(
+                Trajectory(t["sample_id"], prompt, tuple(map(segment, t["segments"])), t["finish_reason"], t["reward"])
+                for t in value["trajectories"]
+            ),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one training step learns from, padding-free, prompts first in each sequence.
+    """The training data of one step, padding-free, prompts first in each sequence.
 
     Example with two sequences "ab|c" and "d|ef" (prompt|response):
         token_ids_T = [a b c d e f]; seq_lens_S = [3, 3]; prompt_lens_S = [2, 1]
@@ -138,11 +178,11 @@ class Batch:
     behaviour_logprobs_T: Tensor  # float32, 0 on prompts
     versions_T: Tensor  # int64, -1 on prompts
     mask_T: Tensor  # bool: the response tokens that are trained
-    rewards_S: Tensor | None = None  # float32, shaped: what advantages are made of; a critic needs them
-    proximal_logprobs_T: Tensor | None = None  # float32, 0 on prompts; of the learner at the start of the step, if used
+    rewards_S: Tensor | None = None  # float32, shaped: the source of advantages; a critic needs them
+    proximal_logprobs_T: Tensor | None = None  # float32, 0 on prompts; the learner's at the start of the step, if used
     proximal_version: int | None = None  # weight version that computed them
-    reference_logprobs_T: Tensor | None = None  # float32, 0 on prompts; of the reference policy, if used
-    metrics: dict[str, float] = field(default_factory=dict)  # about the rollout behind it
+    reference_logprobs_T: Tensor | None = None  # float32, 0 on prompts; the KL term's policy, if used
+    metrics: dict[str, float] = field(default_factory=dict)  # of the rollout behind it
 
     @property
     def num_sequences(self) -> int:
@@ -155,19 +195,19 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward pass on one rank: packed sequences, and which hidden rows predict a response token.
+    """The input of one forward pass on one rank: packed sequences, and the hidden rows that predict response tokens.
 
-    Padding, where the layout asks for it, ends a sequence or is one extra sequence at the end; it has no response rows.
-    rows_R[i] is where the hidden state that predicts the response token targets_R[i] is among this rank's tokens.
-    With context parallelism the T tokens are this rank's part of the pack (`buffer.packing.context_tokens`), the R rows
-    those of its hidden states, and cu_seqlens_S1 describes the whole pack.
+    rows_R[i] is the place, among this rank's tokens, of the hidden state that predicts response token targets_R[i].
+    Padding for the layout ends a sequence or is an extra sequence at the end; it has no response rows. With context
+    parallelism the T tokens are this rank's part of the pack (`buffer.packing.context_tokens`), the R rows are of its
+    hidden states, and cu_seqlens_S1 describes the whole pack.
     """
 
     token_ids_T: Tensor  # int64
     position_ids_T: Tensor  # int64, restarts at 0 in each sequence
     cu_seqlens_S1: Tensor  # int32, [S + 1], starts with 0, ends with T x context ranks
     rows_R: Tensor  # int64, ascending
-    batch_rows_R: Tensor  # int64: where in the Batch each response token is
+    batch_rows_R: Tensor  # int64: place of each response token in the Batch
     targets_R: Tensor  # int64
     advantages_R: Tensor  # float32
     behaviour_logprobs_R: Tensor  # float32
@@ -180,12 +220,17 @@ class MicroBatch:
     def num_tokens(self) -> int:
         return self.token_ids_T.numel()
 
+    def to(self, device: torch.device) -> MicroBatch:
+        """Return the micro-batch with all tensors on `device`."""
+        tensors = {f.name: tensor for f in fields(self) if (tensor := getattr(self, f.name)) is not None}
+        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
+
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """One optimizer step: this rank's micro-batches, and the token count of all ranks together.
+    """The input of one optimizer step: this rank's micro-batches, and the token count of all ranks together.
 
-    Every data-parallel rank holds the same number of micro-batches. Where the layout has pipeline stages, those of a
+    Every data-parallel rank holds the same number of micro-batches. With pipeline stages, all micro-batches of a
     data-parallel rank have the same number of tokens.
     """
 
@@ -196,13 +241,13 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True)
 class ClipBounds:
-    """Ratio bounds for one optimizer step, as BAPO's search leaves them.
+    """Ratio bounds for one optimizer step, found by BAPO's search.
 
     Example: ClipBounds(low=0.6, high=1.45, positive_share=0.41, saturated=False, num_moves=5)
     """
 
     low: float
     high: float
-    positive_share: float  # rho at these bounds; nan where nothing contributes
+    positive_share: float  # rho at these bounds; nan if no token contributes
     saturated: bool  # the search ran out of room before it reached its target
     num_moves: int  # grid steps taken, of both bounds together

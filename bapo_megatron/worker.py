@@ -61,20 +61,19 @@ def _train(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO | None,
     from bapo_megatron.config.load import load_config
     from bapo_megatron.learner.parallel import stop_processes
     from bapo_megatron.monitor.oom import explaining_out_of_memory
-    from bapo_megatron.monitor.record import Recorder
+    from bapo_megatron.monitor.record import Recorder, SilentRecorder
     from bapo_megatron.monitor.stall import StallWatchdog
     from bapo_megatron.runtime.ranks import StopFile
     from bapo_megatron.train import train
 
     config = load_config([run_dir.config_path], [])
-    recorder = Recorder(config, run_dir, terminal) if terminal else None
+    recorder = Recorder(config, run_dir, terminal) if terminal else SilentRecorder()
     stop = StopFile(stop_file)
     model_path = resolve_model_path(config.model.path)
-    watchdog = StallWatchdog.of(config, rank, run_dir.log_dir, recorder.warn if recorder else None)
+    watchdog = StallWatchdog.of(config, rank, run_dir.log_dir, recorder.warn if terminal else None)
     with watchdog, explaining_out_of_memory(config, model_path, rank):
         train(config, urls, run_dir, recorder, stop)
-    if recorder:
-        recorder.end()
+    recorder.end()
     stop_processes()
     return STOPPED if stop.has_ended_early else 0
 

@@ -35,11 +35,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from bapo_megatron.config.schema import RolloutConfig, SyncConfig
 from bapo_megatron.engines import processes
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
+from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import EngineError
-from bapo_megatron.rollout.manager import LoopThread
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.types import Prompt
@@ -233,7 +233,7 @@ class ModeRun:
             measured.ages += [self._version - v for g in groups for t in g.trajectories for v in t.versions]
             time.sleep(train_s(waited_s))
             self._version += 1
-            self._scheduler.expect(self._version)
+            self._scheduler.pool.expect(self._version)
             bench.push(self._version)
         measured.num_steps, measured.wall_s = num_steps, time.perf_counter() - start_s
         measured.generated_tokens = tokens["generated"] - tokens_before

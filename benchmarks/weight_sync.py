@@ -29,12 +29,12 @@ from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
 from bapo_megatron.engines import processes
+from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.embedded import server
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.hf.shape import hf_tensors, model_shape
-from bapo_megatron.rollout.manager import LoopThread
 from bapo_megatron.sync.base import SyncStats
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.sync.disk import DiskChannel
@@ -103,7 +103,8 @@ def start_engines(model: Path, count: int) -> tuple[list[subprocess.Popen[bytes]
 
 def raw_seconds(channel: BroadcastChannel, urls: list[str], loop: LoopThread, buffers: list[Tensor]) -> float:
     """From the announcement until every engine has received all buffers."""
-    group = channel._require_group()
+    group = channel._group
+    assert group is not None
     body = {"group_name": group.name, "sizes": [data.numel() for data in buffers]}
 
     async def announce() -> None:

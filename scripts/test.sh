@@ -1,19 +1,39 @@
 #!/usr/bin/env bash
-# Set up, then run linters, type checker and tests. Arguments go to pytest: scripts/test.sh -m "not slow" tests/unit
+# Set up, then run linters, type checker and tests.
+#
+#   scripts/test.sh             the quick tests: every real part once, at most 10 minutes on two quiet cores
+#   scripts/test.sh --all       all tests
+#   scripts/test.sh --rest      those that --all adds, without linters
+#   scripts/test.sh ARGUMENTS   what pytest makes of them: scripts/test.sh tests/unit -k bounds
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
+QUICK="not slow or quick"
+
 use_environment
 install_sglang_cpu dev,sglang  # the contract suite runs against real servers too
 cd "$ROOT"
-say "ruff"
-"$PY" -m ruff check .
-"$PY" -m ruff format --check .
-say "import-linter"
-lint-imports
-say "mypy"
-"$PY" -m mypy
-say "pytest $*"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec "$PY" -m pytest "$@"
+
+lint() {
+    say "ruff"
+    "$PY" -m ruff check .
+    "$PY" -m ruff format --check .
+    say "import-linter"
+    lint-imports
+    say "mypy"
+    "$PY" -m mypy
+}
+
+tests() {
+    say "pytest $*"
+    "$PY" -m pytest "$@"
+}
+
+case "${1:-}" in
+    --all) lint && tests "${@:2}" ;;
+    --rest) tests -m "not ($QUICK)" "${@:2}" ;;
+    "") lint && tests --numprocesses=2 --dist=loadfile -m "$QUICK" ;;
+    *) lint && tests "$@" ;;
+esac

@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 VOCAB_SIZE = 37
 SIZES: dict[str, Any] = {
@@ -45,6 +53,9 @@ MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen3": (Qwen3Config, dict(**SIZES, **_ODD_HEAD)),
     "qwen3-tied-yarn": (Qwen3Config, dict(**SIZES, **_ODD_HEAD, tie_word_embeddings=True, rope_parameters=_YARN)),
     "qwen3-biases": (Qwen3Config, dict(**SIZES, **_ODD_HEAD, attention_bias=True)),
+    "mistral": (MistralConfig, dict(**SIZES, **_ODD_HEAD, sliding_window=None)),
+    "gemma": (GemmaConfig, dict(**SIZES, **_ODD_HEAD)),
+    "gemma-untied-biases": (GemmaConfig, dict(**SIZES, **_ODD_HEAD, tie_word_embeddings=False, attention_bias=True)),
 }
 
 

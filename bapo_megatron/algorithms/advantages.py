@@ -1,8 +1,8 @@
 """From the rewards of one group (all responses to one prompt) to advantages, one per response.
 
-Each of `ADVANTAGES` maps float rewards_G to advantages_G of the same shape and type. A group whose rewards are all
-equal, and so a group of one, tells nothing: its advantages are exactly 0, whatever rounding does to its mean. `whiten`
-then brings the advantages of a whole batch to one scale, where a run asks for it.
+Each of `ADVANTAGES` maps float rewards_G to advantages_G of the same shape and type. A group of equal rewards, and so a
+group of one, teaches nothing: its advantages are exactly 0, whatever rounding does to its mean. `whiten` then brings
+the advantages of a whole batch to one scale, if the run asks for it.
 
 Shape legend: G responses in the group, S responses in the batch.
 """
@@ -14,33 +14,35 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from bapo_megatron.config.dotted import ADVANTAGE
+
 _EPSILON = 1e-6  # added to the standard deviation, as GRPO implementations do
 
 
 def grpo(rewards_G: Tensor) -> Tensor:
-    """(r - mean) / (std + 1e-6), with the sample standard deviation (divisor G - 1): GRPO, arXiv 2402.03300, Eq. 3."""
+    """Compute (r - mean) / (std + 1e-6), std with divisor G - 1: GRPO, arXiv 2402.03300, Eq. 3."""
     return _centred(rewards_G) / (rewards_G.std() + _EPSILON) if _is_informative(rewards_G) else _zeros(rewards_G)
 
 
 def dr_grpo(rewards_G: Tensor) -> Tensor:
-    """r - mean: Dr. GRPO, arXiv 2503.20783, which leaves out the standard deviation."""
+    """Compute r - mean: Dr. GRPO, arXiv 2503.20783, which leaves out the standard deviation."""
     return _centred(rewards_G) if _is_informative(rewards_G) else _zeros(rewards_G)
 
 
 def rloo(rewards_G: Tensor) -> Tensor:
-    """r - mean of the other responses: leave-one-out, arXiv 2402.14740."""
+    """Compute r - mean of the other responses: leave-one-out, arXiv 2402.14740."""
     num = rewards_G.numel()
     return _centred(rewards_G) * num / (num - 1) if _is_informative(rewards_G) else _zeros(rewards_G)
 
 
 def whiten(advantages_S: Tensor) -> Tensor:
-    """advantages / (std + 1e-6), with the sample standard deviation over the batch.
+    """Divide by (std + 1e-6), the sample standard deviation over the batch.
 
-    After `dr_grpo` that is REINFORCE++ with a group baseline (arXiv 2501.03262): (A - mean of the batch) / std of the
-    batch, where A = r - mean of the group. The mean is not taken off: in every group A sums to 0, so it is rounding,
-    and a response that teaches nothing keeps its exact 0. Statistics over responses, not over tokens (as in OpenRLHF):
-    the length of a response does not change what the others are worth. Unlike `grpo`, a group of nearly equal rewards
-    is not blown up to the size of the others.
+    After `dr_grpo` this is REINFORCE++ with a group baseline (arXiv 2501.03262): (A - mean of the batch) / std of the
+    batch, with A = r - mean of the group. The mean is not subtracted: A sums to 0 in every group, so the mean is
+    rounding, and a response that teaches nothing keeps its exact 0. Statistics are over responses, not tokens (as in
+    OpenRLHF), so the length of one response does not change the advantages of the others. Unlike `grpo`, a group of
+    nearly equal rewards is not scaled up to the size of the others.
     """
     if not bool(advantages_S.any()):
         return advantages_S
@@ -61,4 +63,23 @@ def _is_informative(rewards_G: Tensor) -> bool:
 
 
 ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
-"""Advantages by `advantage.kind`."""
+"""Built-in advantages by `advantage.kind`."""
+
+
+def advantages_of(kind: str) -> Callable[[Tensor], Tensor]:
+    """Return the function that `advantage.kind` names: a built-in one, or one at a dotted path.
+
+    Raises:
+        UserError: the dotted path does not lead to such a function, or (when called) the result does not fit.
+    """
+    if kind in ADVANTAGES:
+        return ADVANTAGES[kind]
+    function = ADVANTAGE.load(kind)
+
+    def checked(rewards_G: Tensor) -> Tensor:
+        advantages_G = function(rewards_G)
+        if not isinstance(advantages_G, Tensor) or advantages_G.shape != rewards_G.shape:
+            raise ADVANTAGE.error(kind, f"it returned {advantages_G!r} for {rewards_G!r}")
+        return advantages_G.to(rewards_G)
+
+    return checked

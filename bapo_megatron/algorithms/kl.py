@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bapo_megatron.algorithms.losses import LOSSES, MAX_LOG_RATIO, LossInputs, LossResult
+from bapo_megatron.algorithms.losses import MAX_LOG_RATIO, LossInputs, LossResult, policy_loss
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema_loss import LossConfig
@@ -62,7 +62,7 @@ def loss_with_kl(inputs: LossInputs, config: LossConfig, coefficient: float) -> 
 
     `sums` then has "kl_reference", the KL without its coefficient.
     """
-    result = LOSSES[config.name](inputs, config)
+    result = policy_loss(inputs, config)
     if inputs.reference_logprobs_R is None:
         return result
     kl_R = reference_kl(inputs.log_probs_R, inputs.reference_logprobs_R, inputs.mask_R, config.kl_estimator)

@@ -4,8 +4,6 @@ The matrix products stay cuBLAS's. In plain torch a chunk of float32 logits goes
 and backward; here it is read once forward, and read and written once backward, in place. The running maximum and sums
 are those of online softmax (Milakov and Gimelshein, 2018, arXiv:1805.02867), float32.
 
-Not yet run on a GPU: tested with Triton's interpreter.
-
 Shape legend: C rows of a chunk, V vocabulary rows of this rank that are not padding.
 """
 

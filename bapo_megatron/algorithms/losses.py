@@ -21,17 +21,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bapo_megatron.algorithms.diagnostics import entropy_rule_sums
 from bapo_megatron.algorithms.token_profile import token_profile_sums
+from bapo_megatron.config.schema_loss import ClippedLoss, CustomLoss, GrpoLoss, LossConfig
 from bapo_megatron.types import ClipBounds
-
-if TYPE_CHECKING:
-    from bapo_megatron.config.schema_loss import LossConfig
 
 MAX_LOG_RATIO = 20.0  # exp(20) is far beyond any bound, and far from overflow
 
@@ -89,7 +87,7 @@ def ratio_and_weight(
     return importance_ratio(log_probs, proximal_logprobs, mask), weight.detach()
 
 
-def clipped_policy_loss(inputs: LossInputs, config: LossConfig) -> LossResult:
+def clipped_policy_loss(inputs: LossInputs, config: ClippedLoss) -> LossResult:
     """-w min(r A, clip(r, c_low, c_high) A) per token; with `dual_clip` c, at most w c |A| where A < 0 (arXiv
     1912.09729).
 
@@ -175,19 +173,21 @@ def supervised_loss(inputs: LossInputs, config: LossConfig) -> LossResult:
     return LossResult(loss_R, sums, {"age": oldest})
 
 
-LOSSES: dict[str, Callable[[LossInputs, LossConfig], LossResult]] = {
+LOSSES: dict[str, Callable[[LossInputs, Any], LossResult]] = {
     "bapo": clipped_policy_loss,
     "grpo": clipped_policy_loss,
-    "clip_higher": clipped_policy_loss,
     "sft": supervised_loss,
 }
-"""Losses by `loss.name`. A new one takes (LossInputs, LossConfig) and returns a LossResult."""
+"""Built-in losses by `loss.name`, each called with its own section."""
+
+
+def policy_loss(inputs: LossInputs, config: LossConfig) -> LossResult:
+    """Compute the loss that `loss.name` names."""
+    return config.function(inputs) if isinstance(config, CustomLoss) else LOSSES[config.name](inputs, config)
 
 
 def fixed_bounds(config: LossConfig) -> ClipBounds:
-    """The bounds of the losses that do not search for them (grpo, clip_higher); nan for sft, which has none."""
-    assert config.name != "bapo", "bapo's bounds come from its search"
-    if config.name == "sft":
-        return ClipBounds(low=math.nan, high=math.nan, positive_share=math.nan, saturated=False, num_moves=0)
-    high = config.clip_higher if config.name == "clip_higher" else config.clip_high
-    return ClipBounds(low=config.clip_low, high=high, positive_share=math.nan, saturated=False, num_moves=0)
+    """Return the bounds of a loss that does not search for them: those of its section, or nan."""
+    assert config.bounds != "bapo", "bapo's bounds come from its search"
+    low, high = (config.clip_low, config.clip_high) if isinstance(config, GrpoLoss) else (math.nan, math.nan)
+    return ClipBounds(low=low, high=high, positive_share=math.nan, saturated=False, num_moves=0)

@@ -1,7 +1,8 @@
-"""From finished groups to one padding-free batch."""
+"""Judged groups become one padding-free batch."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapo_megatron.algorithms.advantages import ADVANTAGES, whiten
+from bapo_megatron.algorithms.advantages import advantages_of, whiten
 from bapo_megatron.config.schema import Config
 from bapo_megatron.rewards.scaling import RewardScaler
 from bapo_megatron.rewards.shaping import is_trained, shaped_reward
@@ -17,28 +18,30 @@ from bapo_megatron.types import Batch, Group, Trajectory
 
 
 class BatchBuilder:
-    """`build_batch` with the advantages, rewards and masking of a run: one batch after the other."""
+    """Builder of a run's batches, with its advantages, rewards and masking."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        a = config.advantage
+        self._advantages = advantages_of(a.kind) if a.compares_responses else torch.zeros_like  # a critic's come later
         self._scaler = RewardScaler(config.reward)
 
     def build(self, groups: Sequence[Group], metrics: dict[str, float]) -> Batch:
-        """The batch of the next step; its rewards enter the running statistics, so build each once."""
+        """Return the next step's batch, with `batch_metrics`; its rewards enter running statistics: build it once."""
         config = self._config
         shaped = [[shaped_reward(t, config) for t in group.trajectories] for group in groups]
         rewards, reward_metrics = self._scaler.scaled(shaped)
         return build_batch(
             groups,
-            ADVANTAGES.get(config.advantage.kind, torch.zeros_like),  # a critic's come later, from `rewards_S`
-            metrics | reward_metrics,
+            self._advantages,
+            batch_metrics(groups) | metrics | reward_metrics,
             rewards=rewards,
             whiten_batch=config.advantage.whiten_batch,
             is_trained=lambda trajectory: is_trained(trajectory, config),
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON value: what the next batch depends on."""
+        """Return the running statistics, as a JSON value."""
         return {"rewards": self._scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -54,15 +57,15 @@ def build_batch(
     whiten_batch: bool = False,
     is_trained: Callable[[Trajectory], bool] = lambda trajectory: True,
 ) -> Batch:
-    """Pack all responses of all groups, with one advantage per response spread over its tokens.
+    """Pack the responses of all groups, each with one advantage spread over its tokens.
 
-    A response without a single token carries nothing to learn from and is left out.
+    A response without a token is left out.
 
     Args:
         advantages: maps the rewards of one group, float64 [G], to advantages [G] (see algorithms.advantages).
-        rewards: what advantages are made of, for each group (see `rewards.scaling`); the verdicts where left out.
-        whiten_batch: whether `algorithms.advantages.whiten` comes after, over all responses of the batch.
-        is_trained: False for a response that counts in its group's advantages, but whose tokens are masked.
+        rewards: the rewards of each group (see `rewards.scaling`); None takes the verdicts.
+        whiten_batch: whether to apply `algorithms.advantages.whiten` to all responses of the batch afterwards.
+        is_trained: returns False for a response whose tokens are masked; it still counts in its group's advantages.
     """
     rewards_of = [torch.tensor(values, dtype=torch.float64) for values in rewards or [g.rewards for g in groups]]
     of_groups = [advantages(rewards_G) for rewards_G in rewards_of]
@@ -102,3 +105,21 @@ def build_batch(
         rewards_S=rewards_S[has_tokens_S].float(),
         metrics=metrics or {},
     )
+
+
+def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return rewards, lengths and shares of one step's judged groups, under the names of docs/metrics.md."""
+    samples = [t for g in groups for t in g.trajectories]
+    lengths = [t.num_response_tokens for t in samples]
+    rewards = [r for g in groups for r in g.rewards]
+    return {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "rollout/num_groups": float(len(groups)),
+        "rollout/num_samples": float(len(samples)),
+        "rollout/response_tokens_mean": statistics.fmean(lengths),
+        "rollout/response_tokens_max": float(max(lengths)),
+        "rollout/truncated_share": sum(t.finish_reason == "length" for t in samples) / len(samples),
+        "rollout/resumed_token_share": sum(t.num_resumed_tokens for t in samples) / max(sum(lengths), 1),
+        "rollout/zero_variance_share": sum(len(set(g.rewards)) == 1 < len(g.rewards) for g in groups) / len(groups),
+    }

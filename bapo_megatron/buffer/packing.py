@@ -2,7 +2,7 @@
 
 Every rank computes the same plan from the same batch and seed, and builds only its own share. Loss and statistics do
 not depend on the plan: they are sums over tokens, divided by the token count of the whole optimizer step. All padding
-that a layout needs is added here.
+for the layout is added here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bapo_megatron.types import Batch, MicroBatch, MiniBatch
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which part of every mini-batch a rank computes, and the form that its layout needs it in.
+    """A rank's part of every mini-batch, and the form that its layout needs.
 
     Example: Share(data_rank=1, data_size=2) holds every other pack, whole and unpadded.
     """
@@ -48,7 +48,7 @@ class Share:
 def minibatches(
     batch: Batch, *, num_minibatches: int, num_epochs: int, seed: int, max_tokens: int, share: Share
 ) -> Iterator[MiniBatch]:
-    """The optimizer steps of one rollout batch: `num_epochs` passes of `num_minibatches` each, newly shuffled.
+    """Yield the optimizer steps of one rollout batch: `num_epochs` passes of `num_minibatches`, newly shuffled.
 
     Args:
         max_tokens: tokens of one micro-batch on one rank; a longer single sequence gets a micro-batch of its own.
@@ -77,16 +77,16 @@ def minibatches(
 
 
 def one_minibatch(batch: Batch, *, max_tokens: int, share: Share) -> MiniBatch:
-    """The whole batch, which has a token that is trained, as one mini-batch; arguments as for `minibatches`."""
+    """Return the whole batch, which has a trained token, as one mini-batch; see `minibatches`."""
     (whole,) = minibatches(batch, num_minibatches=1, num_epochs=1, seed=0, max_tokens=max_tokens, share=share)
     return whole
 
 
 def balanced_bins(lengths: list[int], multiple: int, max_tokens: int) -> list[list[int]]:
-    """Indices of `lengths` in bins of at most `max_tokens`, their number a multiple of `multiple`, balanced.
+    """Return indices of `lengths` in balanced bins of at most `max_tokens`; their number divides by `multiple`.
 
-    As few as packing longest first allows. A bin exceeds `max_tokens` only if it holds a single sequence; bins can be
-    empty only where there are fewer sequences than bins.
+    They are as few as packing longest first allows. A bin exceeds `max_tokens` only if it holds a single sequence; bins
+    are empty only if there are fewer sequences than bins.
     """
     assert lengths, "an optimizer step needs at least one sequence"
     num_bins = round_up(-(-sum(min(n, max_tokens) for n in lengths) // max_tokens), multiple)
@@ -98,7 +98,7 @@ def balanced_bins(lengths: list[int], multiple: int, max_tokens: int) -> list[li
 
 
 def longest_first(lengths: list[int], num_bins: int) -> list[list[int]]:
-    """Each sequence, longest first, into the emptiest bin (Graham's rule): within 4/3 of the best possible balance."""
+    """Put each sequence, longest first, into the emptiest bin (Graham's rule): within 4/3 of the best balance."""
     heap = [(0, b) for b in range(num_bins)]
     bins: list[list[int]] = [[] for _ in heap]
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -109,8 +109,8 @@ def longest_first(lengths: list[int], num_bins: int) -> list[list[int]]:
 
 
 def pack(batch: Batch, starts_S: Tensor, sequences: Tensor, length: int, share: Share) -> MicroBatch:
-    """The given sequences one after the other, each padded to a multiple of `share.num_chunks`, and one sequence of
-    padding up to `length` tokens; of these, what `share.context_rank` holds."""
+    """Pack the given sequences, each padded to a multiple of `share.num_chunks`, plus one sequence of padding up to
+    `length` tokens; return the part of `share.context_rank`."""
     lens_S = batch.seq_lens_S[sequences]
     padded_lens_S = round_up(lens_S, share.num_chunks)
     missing = length - int(padded_lens_S.sum())
@@ -149,10 +149,10 @@ def pack(batch: Batch, starts_S: Tensor, sequences: Tensor, length: int, share: 
 
 
 def context_tokens(cu_seqlens_S1: Tensor, rank: int, size: int) -> Tensor:
-    """Which tokens of a pack context rank `rank` of `size` holds: int64, ascending, a `size`-th of each sequence.
+    """Return the tokens of a pack that a context rank holds: int64, ascending, a `size`-th of each sequence.
 
     Every sequence is cut into 2 x size equal chunks, of which the rank holds chunks `rank` and 2 x size - 1 - rank: a
-    causal query costs more the later it stands, and so all ranks work alike on each sequence. Transformer Engine cuts
+    causal query costs more the later its position, so this balances the ranks. Transformer Engine cuts
     packed ("thd") sequences in the same way.
     """
     lens_S = cu_seqlens_S1.diff().long()
@@ -169,5 +169,5 @@ Count = TypeVar("Count", int, Tensor)
 
 
 def round_up(number: Count, multiple: int) -> Count:
-    """The smallest multiple that is not below `number`."""
+    """Return the smallest multiple that is not below `number`."""
     return -(-number // multiple) * multiple

@@ -16,7 +16,7 @@ class HostBuffer:
     """One block that holds the latest copies, and grows to what they need; kept as long as this object.
 
     For a GPU the block is registered with CUDA rather than allocated by torch, whose allocator of page-locked memory
-    rounds every block up to a power of two and keeps what is freed. Not yet run on a GPU.
+    rounds every block up to a power of two and keeps what is freed.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""docs/configuration.md, written from the schema: `python -m bapo_megatron.config.document > docs/configuration.md`."""
+"""Write docs/configuration.md from the schema: `python -m bapo_megatron.config.document > docs/configuration.md`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import types
 import typing
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from bapo_megatron.config.base import Section
+from bapo_megatron.config.paths import subsections
 from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema_loss import LOSS_SECTIONS, LossConfig
 
 _HEAD = """# Configuration
 
@@ -24,18 +27,34 @@ This page is written from `config/schema.py`; a test keeps it current.
 
 
 def document() -> str:
-    """The page, as Markdown."""
-    return _HEAD + "".join(_section(name, field.annotation) for name, field in Config.model_fields.items())
+    """Return the page, as Markdown."""
+    return _HEAD + "".join(_section(name, field) for name, field in Config.model_fields.items())
 
 
-def _section(name: str, section: Any) -> str:
-    assert issubclass(section, Section)
-    about = _sentence(section.__doc__)
-    lines = [f"\n## [{name}]\n\n{about}\n\n| setting | type | default | meaning |\n|---|---|---|---|\n"]
-    for key, field in section.model_fields.items():
-        cells = (f"`{key}`", _type(field.annotation), _default(field), _sentence(field.description))
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
-    return "".join(lines)
+def _section(name: str, field: FieldInfo) -> str:
+    sections = subsections(field)
+    about, fields = sections[0].__doc__, {}
+    if len(sections) > 1:  # [loss]: all settings once, with the losses that have them
+        about, fields = LossConfig.__doc__, dict(LossConfig.model_fields)
+    for section in sections:
+        fields = {**section.model_fields, **fields}
+    return "".join(
+        [
+            f"\n## [{name}]\n\n{_sentence(about)}\n\n| setting | type | default | meaning |\n|---|---|---|---|\n",
+            *(_row(key, fields[key], _having(key, sections)) for key in fields),
+        ]
+    )
+
+
+def _having(key: str, sections: list[type[BaseModel]]) -> str:
+    """Return "bapo, grpo: " for a setting of these losses; empty for one of all."""
+    tags = [tag for tag, section in LOSS_SECTIONS.items() if section in sections and key in section.model_fields]
+    return f"{', '.join(tags)}: " if 0 < len(tags) < len(LOSS_SECTIONS) else ""
+
+
+def _row(key: str, field: FieldInfo, prefix: str) -> str:
+    cells = (f"`{key}`", _type(field.annotation), _default(field), prefix + _sentence(field.description))
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
 def _sentence(text: str | None) -> str:

@@ -23,8 +23,9 @@ from typing import Any
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from bapo_megatron.config import paths
+from bapo_megatron.config import earlier, paths
 from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema_loss import LOSS_SECTIONS
 from bapo_megatron.errors import ConfigError
 
 UNSET = "none"
@@ -204,7 +205,7 @@ def _set(table: dict[str, Any], path: paths.Path, value: Any) -> None:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return earlier.updated(tomllib.loads(path.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     except OSError as error:
@@ -259,9 +260,15 @@ _EXPECTED = {
 def _explain(error: dict[str, Any], origins: Origins) -> str:
     """One line for one pydantic error: what, where, what to do."""
     path = tuple(str(part) for part in error["loc"])
+    loss = path[1] if path[0] == "loss" and len(path) > 1 else ""  # pydantic names the section that reads [loss]
+    path = (path[0], *path[2:]) if loss else path
     name, source = ".".join(path), _source(path, origins)
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
+        if path in earlier.MOVED:
+            return f"{name} is now {earlier.MOVED[path](error['input'])} ({source})"
+        if loss and path in paths.schema():
+            return f"{name} is no setting of {_loss_name(loss)}, but of {_losses_with(path[1])} ({source})"
         suggestion = paths.suggest(path)
         return f"no such setting: {name} ({source})" + (f"; did you mean {suggestion}?" if suggestion else "")
     got = _shown(error["input"])
@@ -270,8 +277,11 @@ def _explain(error: dict[str, Any], origins: Origins) -> str:
     if kind == "literal_error":
         choices = context["expected"].replace("'", '"')
         return f"{name} must be {choices}, got {got} ({source})"
+    if kind == "moved":
+        return f"{error['msg']} ({source})"
     if kind == "value_error":
-        return f"{name}: {context['error']} ({source})"
+        text = str(context["error"])
+        return f"{name}{'' if text.startswith('must') else ':'} {text} ({source})"
     if kind == "string_pattern_mismatch":
         return f"{name} must match {context['pattern']}, got {got} ({source})"
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
@@ -279,6 +289,14 @@ def _explain(error: dict[str, Any], origins: Origins) -> str:
         (limit_kind, limit), *_ = context.items()
         return f"{name} must be {relation[limit_kind]} {limit:g}, got {got} ({source})"
     return f"{name}: {error['msg']}, got {got} ({source})"
+
+
+def _losses_with(setting: str) -> str:
+    return " and ".join(_loss_name(tag) for tag, section in LOSS_SECTIONS.items() if setting in section.model_fields)
+
+
+def _loss_name(tag: str) -> str:
+    return "a loss of your own" if tag == "custom" else f'loss.name="{tag}"'
 
 
 def _source(path: paths.Path, origins: Origins) -> str:

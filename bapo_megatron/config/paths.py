@@ -1,4 +1,4 @@
-"""Dotted paths into the schema: what settings there are, what they accept, and which one a typo meant."""
+"""Paths into the schema: all settings, the types they accept, and the setting that a typo meant."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Path = tuple[str, ...]
 
 
 def options(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a type: `int | None` gives (int, NoneType), anything else itself."""
+    """Return the alternatives of a type: (int, NoneType) for `int | None`, (t,) for any other t."""
     if typing.get_origin(annotation) is typing.Annotated:
         return options(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -26,26 +26,27 @@ def options(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
-def subsection(field: FieldInfo) -> type[BaseModel] | None:
-    """The section that a field holds, if it holds one."""
-    return next((t for t in options(field.annotation) if isinstance(t, type) and issubclass(t, BaseModel)), None)
+def subsections(field: FieldInfo) -> list[type[BaseModel]]:
+    """Return the sections that a field may hold: several for [loss], none for a plain value."""
+    return [t for t in options(field.annotation) if isinstance(t, type) and issubclass(t, BaseModel)]
 
 
 def walk(model: type[BaseModel] = Config, prefix: Path = ()) -> Iterator[tuple[Path, FieldInfo]]:
-    """Every field of the schema with its path, sections before their fields."""
+    """Yield every field of the schema with its path, sections before their fields."""
     for name, field in model.model_fields.items():
         yield (*prefix, name), field
-        if (section := subsection(field)) is not None:
+        for section in subsections(field):
             yield from walk(section, (*prefix, name))
 
 
 @cache
 def schema() -> dict[Path, FieldInfo]:
+    """Return all fields by path."""
     return dict(walk())
 
 
 def accepts(path: Path, kind: type) -> bool:
-    """Whether a setting's type allows `kind`, such as str or NoneType; False for a path that does not exist."""
+    """Tell whether a setting's type allows `kind`, such as str or NoneType; False for a path that does not exist."""
     field = schema().get(path)
     return field is not None and any(
         (typing.get_origin(t) or t) is kind or (kind is str and typing.get_origin(t) is typing.Literal)
@@ -54,7 +55,7 @@ def accepts(path: Path, kind: type) -> bool:
 
 
 def suggest(path: Path) -> str | None:
-    """The setting that a wrong path most likely meant: a typo, or a right name in a wrong section."""
+    """Return the setting that a wrong path most likely meant: a typo, or a right name in a wrong section."""
     known = schema()
     dotted = {".".join(p): p for p in known}
     same_name = [name for name, p in dotted.items() if len(p) > 1 and p[-1] == path[-1]]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
 from bapo_megatron.config.base import Violation
+from bapo_megatron.config.dotted import ADVANTAGE, KEEP_GROUP
+from bapo_megatron.config.engines import check_engine
 from bapo_megatron.config.lr_schedule import planned_updates
 from bapo_megatron.config.precision import Machine, check_precision
 from bapo_megatron.config.schema import FORWARDS_FIRST_MEMORY_SHARE, Config, RolloutConfig
 from bapo_megatron.config.schema_advantage import CriticConfig
-from bapo_megatron.hf.layout import validate_layout
+from bapo_megatron.config.schema_loss import CustomLoss
+from bapo_megatron.errors import UserError
+from bapo_megatron.hf.shape import validate_layout
 
 __all__ = ["Violation", "check", "max_microbatches", "num_ranks", "summarize"]
 
@@ -45,7 +49,10 @@ def check(
         num_gpus: GPUs of this machine that a run may use; 0 is a run on CPUs.
         machine: what FP8 asks of it; None leaves that unchecked.
     """
-    found = [
+    found = list(_functions(config))
+    if any(v.message.startswith("rollout.engine=") for v in found):
+        return found  # the other checks ask what the engine can do
+    found += [
         *_layout(config),
         *_gpus(config, num_gpus),
         *_batch(config),
@@ -84,7 +91,8 @@ def summarize(config: Config) -> str:
     num_sequences = r.prompts_per_step * r.samples_per_prompt
     num_updates = t.minibatches_per_step * t.epochs_per_step
     partial = f"{r.tokens_per_round} tokens a round" if r.tokens_per_round else "off"
-    engines = f"{len(r.urls)} attached" if r.engine == "attach" else f"{r.num_servers} {r.engine}"
+    num_servers = r.num_started or len(r.urls)
+    engines = f"{num_servers} {r.engine_kind.title}s" if r.engine_kind.samples else "recorded batches"
     return "\n".join(
         [
             f"run        {config.run.name}: {t.num_steps} steps, {t.num_steps * num_updates} optimizer updates",
@@ -96,7 +104,7 @@ def summarize(config: Config) -> str:
             f"x {t.epochs_per_step} epochs = {num_updates} a step",
             f"forward    at most {max_microbatches(config)} micro-batches of {t.max_tokens_per_microbatch} tokens "
             "per rank and update",
-            f"rollout    {engines} engines, {r.groups_in_flight or r.prompts_per_step} groups in flight, "
+            f"rollout    {engines}, {r.groups_in_flight or r.prompts_per_step} groups in flight, "
             f"partial rollout {partial}",
         ]
     )
@@ -136,6 +144,23 @@ def runs_forwards_first(
 def _sequences_per_minibatch(config: Config) -> int:
     r = config.rollout
     return r.prompts_per_step * r.samples_per_prompt // config.train.minibatches_per_step
+
+
+def _functions(config: Config) -> Iterator[Violation]:
+    """Load the functions at dotted paths. A judge is loaded in a process of its own, by preflight/check.py."""
+    advantage, rollout, loss = config.advantage.kind, config.rollout, config.loss
+    try_to: list[Callable[[], object]] = [lambda: check_engine(rollout.engine)]
+    if isinstance(loss, CustomLoss):
+        try_to.append(lambda: loss.function)
+    if advantage not in ADVANTAGE.names:
+        try_to.append(lambda: ADVANTAGE.load(advantage))
+    if rollout.keep_group not in KEEP_GROUP.names:
+        try_to.append(lambda: KEEP_GROUP.load(rollout.keep_group))
+    for load in try_to:
+        try:
+            load()
+        except UserError as error:
+            yield Violation(str(error))
 
 
 def _layout(config: Config) -> Iterator[Violation]:
@@ -180,9 +205,9 @@ def _rank_advice(config: Config) -> str:
 def _gpus(config: Config, num_gpus: int) -> Iterator[Violation]:
     """Ranks and SGLang servers each have GPUs of their own: NCCL refuses a group with two members on one."""
     r, ranks = config.rollout, num_ranks(config)
-    on_servers = r.num_servers * r.server_tensor_parallel if r.engine == "sglang" else 0
+    on_servers = r.num_server_gpus
     if num_gpus and ranks + on_servers > num_gpus:
-        servers = f" and {r.num_servers} SGLang servers x {r.server_tensor_parallel}" if on_servers else ""
+        servers = f" and {r.num_servers} {r.engine_kind.title}s x {r.server_tensor_parallel}" if on_servers else ""
         c, needed = config.cluster, ranks + on_servers
         lower = f"lower parallel.*{', rollout.num_servers or rollout.server_tensor_parallel' if on_servers else ''}"
         there = f'{num_gpus} are visible; {lower}, or set CUDA_VISIBLE_DEVICES="" to run on CPUs'
@@ -280,14 +305,14 @@ def _engines(config: Config) -> Iterator[Violation]:
             'rollout.engine="recorded" needs rollout.recorded_from, the `rollouts` folder of a run with '
             'rollout.record=true; or set rollout.engine="embedded"'
         )
-    if r.engine == "embedded" and r.server_tensor_parallel > 1:
+    if r.server_tensor_parallel > 1 and not r.engine_kind.tensor_parallel:
         yield Violation(
-            f"rollout.server_tensor_parallel={r.server_tensor_parallel}, but the embedded engine is one process; "
+            f"rollout.server_tensor_parallel={r.server_tensor_parallel}, but the {r.engine_kind.title} is one process; "
             'set rollout.engine="sglang" or rollout.server_tensor_parallel=1'
         )
     for name in sorted(config.sglang.extra.keys() & OWN_SGLANG_ARGUMENTS.keys()):
         yield Violation(f"sglang.extra.{name} is set by the launcher; use {OWN_SGLANG_ARGUMENTS[name]}")
-    if r.engine == "sglang" and r.hang_timeout_s < config.sync.timeout_s:
+    if not r.engine_kind.answers_when_busy and r.hang_timeout_s < config.sync.timeout_s:
         message = (
             f"rollout.hang_timeout_s={r.hang_timeout_s:g} is below sync.timeout_s={config.sync.timeout_s:g}: a server "
             f"may be killed in the middle of a weight update; set rollout.hang_timeout_s={config.sync.timeout_s:g}"
@@ -325,10 +350,10 @@ def _eval(config: Config) -> Iterator[Violation]:
             'eval.interval_steps with data.source="jsonl" needs eval.path, a file of prompts to evaluate on; '
             "or leave eval.interval_steps out"
         )
-    if config.rollout.engine == "recorded":
+    if not config.rollout.engine_kind.samples:
         yield Violation(
-            'eval.interval_steps needs engines to ask, and rollout.engine="recorded" has none; leave it out, or set '
-            'rollout.engine="embedded"'
+            f'eval.interval_steps needs engines to ask, and rollout.engine="{config.rollout.engine}" has none; leave '
+            'it out, or set rollout.engine="embedded"'
         )
 
 
@@ -353,16 +378,16 @@ def _reward(config: Config) -> Iterator[Violation]:
             f'{reward.overlong_penalty:g} teaches little; set rollout.truncated="keep" or reward.overlong_penalty=0',
             "warning",
         )
-    if r.zero_variance == "drop" and r.samples_per_prompt == 2:
+    if r.keep_group == "informative" and r.samples_per_prompt == 2:
         yield Violation(
-            'rollout.zero_variance="drop" with rollout.samples_per_prompt=2 drops most groups: two responses often get '
-            'the same reward; set rollout.samples_per_prompt=8, or rollout.zero_variance="keep"',
+            'rollout.keep_group="informative" with rollout.samples_per_prompt=2 drops most groups: two responses often '
+            'get the same reward; set rollout.samples_per_prompt=8, or rollout.keep_group="all"',
             "warning",
         )
-    if r.zero_variance == "drop" and config.train.entropy_coef:
+    if r.keep_group == "informative" and config.train.entropy_coef:
         yield Violation(
             f"train.entropy_coef={config.train.entropy_coef:g} rewards entropy on groups of equal rewards too, and "
-            'rollout.zero_variance="drop" leaves these out of the batch; set rollout.zero_variance="keep"',
+            'rollout.keep_group="informative" leaves these out of the batch; set rollout.keep_group="all"',
             "warning",
         )
     if reward.kind == "code" and config.data.source != "jsonl":
@@ -374,16 +399,11 @@ def _reward(config: Config) -> Iterator[Violation]:
 
 def _loss(config: Config) -> Iterator[Violation]:
     loss, train = config.loss, config.train
-    if loss.proximal == "learner" and train.minibatches_per_step * train.epochs_per_step == 1:
+    if loss.scores_proximal and train.minibatches_per_step * train.epochs_per_step == 1:
         yield Violation(
             'loss.proximal="learner" clips the ratio to the weights that the step began with, which is 1 in its only '
             "update: nothing is ever clipped; set train.minibatches_per_step=2 or more to let the bounds act",
             "warning",
-        )
-    if loss.name == "clip_higher" and loss.clip_higher <= loss.clip_high:
-        yield Violation(
-            f"loss.clip_higher={loss.clip_higher:g} should be above loss.clip_high={loss.clip_high:g}; "
-            f'set loss.clip_higher={loss.clip_high + 0.08:g} or loss.name="grpo"'
         )
 
 
@@ -493,7 +513,7 @@ def _schedule(config: Config) -> Iterator[Violation]:
 
 
 def _bounds(config: Config) -> Iterator[Violation]:
-    if config.loss.name == "bapo" and config.bapo.scope == "microbatch":
+    if config.loss.bounds == "bapo" and config.bapo.scope == "microbatch":
         yield Violation(
             'bapo.scope="microbatch" gives every micro-batch bounds of its own, as the authors\' recipe does: results '
             f"depend on train.max_tokens_per_microbatch={config.train.max_tokens_per_microbatch} and on the number of "
@@ -573,12 +593,12 @@ def check_critic(config: Config) -> Iterator[Violation]:
             "critic only: the policy would never change; set train.num_steps above it",
             "warning",
         )
-    if r.zero_variance == "drop":
+    if r.keep_group == "informative":
         cost = "are all there are" if r.samples_per_prompt == 1 else "teach a critic as much as others"
         yield Violation(
-            f'rollout.zero_variance="drop" leaves out groups of equal rewards, which {cost} with '
+            f'rollout.keep_group="informative" leaves out groups of equal rewards, which {cost} with '
             f'rollout.samples_per_prompt={r.samples_per_prompt} and advantage.kind="{advantage.kind}"; set '
-            'rollout.zero_variance="keep"',
+            'rollout.keep_group="all"',
             "error" if r.samples_per_prompt == 1 else "warning",
         )
     if r.truncated == "mask":

@@ -35,7 +35,7 @@ class Placement:
 
 def place(config: Config) -> Placement:
     """For a configuration in which `check_slurm` finds no error."""
-    nodes, alone, servers = config.cluster.nodes, _rollout_nodes(config), _num_servers(config)
+    nodes, alone, servers = config.cluster.nodes, _rollout_nodes(config), config.rollout.num_started
     trainer_nodes = nodes - alone
     server_nodes = (alone or nodes) if servers else 0
     ranks_per_node = num_ranks(config) // trainer_nodes
@@ -85,19 +85,15 @@ def _rollout_nodes(config: Config) -> int:
     c, r = config.cluster, config.rollout
     if config.slurm.rollout_nodes is not None:
         return config.slurm.rollout_nodes
-    if c.gpu is None or r.engine != "sglang":
+    if c.gpu is None or not r.engine_kind.on_gpus:
         return 0
     nodes, rest = divmod(r.num_servers * r.server_tensor_parallel, c.gpus_per_node)
     return nodes if not rest and nodes < c.nodes else 0
 
 
-def _num_servers(config: Config) -> int:
-    return config.rollout.num_servers if config.rollout.engine in ("embedded", "sglang") else 0
-
-
 def _nodes(config: Config) -> Iterator[Violation]:
     nodes, alone = config.cluster.nodes, _rollout_nodes(config)
-    ranks, servers = num_ranks(config), _num_servers(config)
+    ranks, servers = num_ranks(config), config.rollout.num_started
     if alone >= nodes:
         yield Violation(
             f"slurm.rollout_nodes={alone} leaves none of cluster.nodes={nodes} to the trainer; set cluster.nodes="
@@ -131,14 +127,14 @@ def _gpus(config: Config) -> Iterator[Violation]:
             f"parallel.tensor={config.parallel.tensor} does not divide the {placement.ranks_per_node} trainer ranks of "
             "each node: ranks that share layers would be on two machines; set slurm.rollout_nodes, or change parallel.*"
         )
-    on_servers = placement.servers_per_node * tensor if config.rollout.engine == "sglang" else 0
+    on_servers = placement.servers_per_node * tensor if config.rollout.engine_kind.on_gpus else 0
     needs = {"trainer": placement.ranks_per_node + (on_servers if is_split else 0)}
     if not is_split:
         needs["rollout"] = on_servers
     for name, needed in needs.items():
-        servers = f" and {placement.servers_per_node} SGLang servers x {tensor} GPUs" if is_split and on_servers else ""
-        what = f"{placement.servers_per_node} SGLang servers x {tensor} GPUs"
+        what = f"{placement.servers_per_node} {config.rollout.engine_kind.title}s x {tensor} GPUs"
         if name == "trainer":
+            servers = f" and {what}" if is_split and on_servers else ""
             what = f"{placement.ranks_per_node} trainer ranks{servers}"
         if needed > gpus:
             yield Violation(

@@ -95,9 +95,10 @@ def warnings(config: Config, *, num_gpus: int) -> list[str]:
             f'precision.fp8="{p.fp8}" needs a GPU, and none is visible here: whether GPU, CUDA and Transformer Engine '
             f'are fit for precision.recipe="{p.recipe}" is checked where the run starts'
         )
-    if p.uses_fp8 and config.rollout.engine == "embedded":
+    r = config.rollout
+    if p.uses_fp8 and r.num_started and not r.engine_kind.on_gpus:
         found.append(
-            f'precision.fp8="{p.fp8}" with rollout.engine="embedded": that engine samples on a CPU, from bfloat16 '
+            f'precision.fp8="{p.fp8}" with rollout.engine="{r.engine}": that engine samples on a CPU, from bfloat16 '
             'weights; set rollout.engine="sglang"'
         )
     if p.uses_fp8 and p.recipe == "delayed":

@@ -5,20 +5,18 @@ Checks of one field live here; checks across sections (layout, batch arithmetic,
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from bapo_megatron.config.base import Section
+from bapo_megatron.config.dotted import KEEP_GROUP, REWARD
+from bapo_megatron.config.engines import ENGINE, EngineKind, engine_kind
 from bapo_megatron.config.layout import ClusterConfig, ParallelConfig
 from bapo_megatron.config.schema_advantage import AdvantageConfig, CriticConfig
-from bapo_megatron.config.schema_loss import ClipBoundConfig, LossConfig
+from bapo_megatron.config.schema_loss import AnyLoss, BapoLoss, ClipBoundConfig
 from bapo_megatron.config.schema_monitor import MonitorConfig
 from bapo_megatron.config.schema_slurm import SlurmConfig
-
-REWARD_KINDS = ("auto", "chains", "reasoning_gym", "math", "code")
-_DOTTED_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 class RunConfig(Section):
@@ -129,17 +127,16 @@ class RewardConfig(Section):
     @field_validator("kind")
     @classmethod
     def _is_known(cls, kind: str) -> str:
-        if kind not in REWARD_KINDS and not _DOTTED_PATH.fullmatch(kind):
-            raise ValueError(f'should be one of {", ".join(REWARD_KINDS)}, or a function like "my_module:my_function"')
-        return kind
+        return REWARD.known(kind)
 
 
 class RolloutConfig(Section):
     """Sampling responses, in budgeted pieces (partial rollout)."""
 
-    engine: Literal["embedded", "sglang", "attach", "recorded"] = "embedded"
+    engine: str = "embedded"
     """embedded: our small torch engine in a process of its own; sglang: SGLang servers started on this machine, with or
-    without GPUs; attach: running SGLang-compatible servers (urls); recorded: none, batches come from a recorded run."""
+    without GPUs; attach: running SGLang-compatible servers (urls); recorded: none, batches come from a recorded run; or
+    an engine of your own, "my_package.my_module:my_engine" (an EngineKind)."""
     record: bool = False
     """Keep every step's judged groups in the run's `rollouts` folder, for `recorded` and for study."""
     recorded_from: str | None = None
@@ -160,9 +157,10 @@ class RolloutConfig(Section):
     """A response that reaches this length is finished (reason "length")."""
     truncated: Literal["keep", "mask"] = "keep"
     """keep: train on responses cut at max_response_tokens; mask: they count in the group's statistics only."""
-    zero_variance: Literal["keep", "drop"] = "keep"
-    """drop: a group whose responses all got the same reward teaches nothing and is replaced by another (DAPO's dynamic
-    sampling); keep: it takes its place in the batch."""
+    keep_group: str = "all"
+    """Judged groups that take a place in the batch; the others are replaced. all; informative: those whose responses
+    got different rewards, as the others teach nothing (DAPO's dynamic sampling); or a function of your own,
+    "my_package.my_module:keep_group"."""
     tokens_per_round: PositiveInt | None = None
     """Partial rollout: tokens a response may grow per round before it is set aside and resumed with later weights.
     Unset: every response is sampled to its end at once."""
@@ -198,6 +196,31 @@ class RolloutConfig(Section):
     """embedded, sglang: CPU threads of one engine process. Unset: cores / processes (trainer and engine take turns)."""
     engine_max_context: PositiveInt | None = None
     """embedded, sglang: longest prompt + response. Unset: max_prompt_tokens + max_response_tokens."""
+
+    @field_validator("engine")
+    @classmethod
+    def _is_known_engine(cls, engine: str) -> str:
+        return ENGINE.known(engine)
+
+    @property
+    def engine_kind(self) -> EngineKind:
+        """The capabilities of `engine`. Raises UserError for a bad dotted path."""
+        return engine_kind(self.engine)
+
+    @property
+    def num_started(self) -> int:
+        """Servers that the run starts itself."""
+        return self.num_servers if self.engine_kind.specs else 0
+
+    @property
+    def num_server_gpus(self) -> int:
+        """GPUs that these servers take."""
+        return self.num_started * self.server_tensor_parallel if self.engine_kind.on_gpus else 0
+
+    @field_validator("keep_group")
+    @classmethod
+    def _is_known_filter(cls, keep_group: str) -> str:
+        return KEEP_GROUP.known(keep_group)
 
 
 class OptimizerConfig(Section):
@@ -332,7 +355,7 @@ class Config(Section):
     reward: RewardConfig = Field(default_factory=RewardConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
-    loss: LossConfig = Field(default_factory=LossConfig)
+    loss: AnyLoss = Field(default_factory=BapoLoss)
     bapo: ClipBoundConfig = Field(default_factory=ClipBoundConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
@@ -346,3 +369,8 @@ class Config(Section):
     monitor: MonitorConfig = Field(default_factory=MonitorConfig)
     megatron: MegatronConfig = Field(default_factory=MegatronConfig)
     sglang: SglangConfig = Field(default_factory=SglangConfig)
+
+    @property
+    def searches_bounds(self) -> bool:
+        """Whether the clip bounds of an update come from a search."""
+        return self.loss.bounds == "bapo" and self.bapo.scope != "fixed"

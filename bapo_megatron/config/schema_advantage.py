@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from bapo_megatron.config.base import Section
+from bapo_megatron.config.dotted import ADVANTAGE
 
 
 class AdvantageConfig(Section):
     """From the rewards of a group to advantages."""
 
-    kind: Literal["grpo", "dr_grpo", "rloo", "gae", "n_step"] = "grpo"
-    """One for each response, of its group: grpo: (r - mean) / std; dr_grpo: r - mean; rloo: r - mean of the others.
-    One for each token, by a critic (see [critic]): gae: generalized advantage estimation; n_step: n-step returns."""
+    kind: str = "grpo"
+    """One for each response, from its group: grpo: (r - mean) / std; dr_grpo: r - mean; rloo: r - mean of the others;
+    or a function of your own, "my_package.my_module:my_advantage". One for each token, from a critic (see [critic]):
+    gae: generalized advantage estimation; n_step: n-step returns."""
     whiten_batch: bool = False
     """Whiten the advantages over the responses of the batch: with dr_grpo, REINFORCE++ with a group baseline."""
     gamma: float = Field(1.0, gt=0, le=1)
@@ -27,9 +27,14 @@ class AdvantageConfig(Section):
     whiten_tokens: bool = True
     """gae, n_step: give the advantages of a batch's trained tokens mean 0 and standard deviation 1, as PPO does."""
 
+    @field_validator("kind")
+    @classmethod
+    def _is_known(cls, kind: str) -> str:
+        return ADVANTAGE.known(kind)
+
     @property
     def compares_responses(self) -> bool:
-        """Whether an advantage is made from the rewards of its group; else from a critic's values."""
+        """Whether advantages come from the rewards of a group; else from a critic's values."""
         return self.kind not in ("gae", "n_step")
 
 

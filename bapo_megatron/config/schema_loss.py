@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from typing import Any, Literal, Self
+import sys
+from collections.abc import Callable
+from functools import cached_property
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import (
+    BaseModel,
+    Discriminator,
+    Field,
+    PositiveFloat,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from bapo_megatron.config.base import Section
+from bapo_megatron.config.dotted import LOSS
+from bapo_megatron.errors import UserError
 
 _DIGITS = 10  # grid points are rounded to this many decimals, so that 0.6 + 15 * 0.02 is the 0.9 that the user wrote
 
@@ -126,27 +142,15 @@ class ClipBoundConfig(Section):
 
 
 class LossConfig(Section):
-    """The policy loss."""
+    """The policy loss, chosen by `name`; each loss has settings of its own."""
 
-    name: Literal["bapo", "grpo", "clip_higher", "sft"] = "bapo"
-    """bapo: bounds found by the search of [bapo]; grpo: fixed bounds; clip_higher: fixed with a wider upper bound;
-    sft: maximum likelihood of all trained tokens, without advantages, such as a warm start from recorded responses."""
-    clip_low: float = Field(0.8, gt=0, le=1)
-    """grpo, clip_higher: lower ratio bound (0.8 is 1 - epsilon for epsilon = 0.2)."""
-    clip_high: float = Field(1.2, ge=1)
-    """grpo: upper ratio bound."""
-    clip_higher: float = Field(1.28, ge=1)
-    """clip_higher: upper ratio bound."""
-    dual_clip: float | None = Field(None, gt=1)
-    """Bounds the loss of a negative token at this multiple of its advantage; unset: no dual clip."""
-    proximal: Literal["behaviour", "learner"] = "behaviour"
-    """Denominator of the ratio that is clipped. behaviour: the policy that sampled the token (the paper's r_t);
-    learner: the learner at the start of the step (one more scoring pass), with truncated importance weights."""
-    importance_cap: float = Field(2.0, ge=1)
-    """proximal = "learner": largest weight pi_prox / pi_behaviour of a token's term; 1e9 is no bound."""
+    name: str = "bapo"
+    """bapo: bounds found by the search of [bapo]; grpo: fixed bounds; sft: maximum likelihood of all trained tokens,
+    without advantages, such as a warm start from recorded responses; or a function of your own,
+    "my_package.my_module:my_loss"."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of KL(policy || reference) per trained token in the loss; with kl_target, where it starts. Above 0, the
-    learner holds the reference's weights too, and scores each rollout batch with them once. 0: no reference."""
+    """Weight of KL(policy || reference) per trained token in the loss; with kl_target, its initial value. Above 0, the
+    learner also holds the reference's weights, and scores each rollout batch with them once. 0: no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """With d = log policy - log reference. k1: d (its gradient is 0 on average); k2: d^2 / 2; k3: e^-d - 1 + d, as in
     GRPO."""
@@ -156,3 +160,138 @@ class LossConfig(Section):
     """kl_target: an update changes the coefficient by at most a share of 0.2 / kl_horizon."""
     reference_path: str | None = None
     """Hugging Face folder of the reference policy, with the policy's vocabulary. Unset: model.path."""
+
+    @property
+    def bounds(self) -> Literal["bapo", "fixed", "none"]:
+        """Source of the clip bounds: the search of [bapo], this section, or none."""
+        return "none"
+
+    @property
+    def scores_proximal(self) -> bool:
+        """Whether the learner scores each batch at the start of a step, for the denominator of the clipped ratio."""
+        return False
+
+
+class RatioLoss(LossConfig):
+    """A loss of the ratio between the policy and an older one."""
+
+    proximal: Literal["behaviour", "learner"] = "behaviour"
+    """Denominator of the clipped ratio. behaviour: the policy that sampled the token (the paper's r_t); learner: the
+    learner at the start of the step (one more scoring pass), with truncated importance weights."""
+    importance_cap: float = Field(2.0, ge=1)
+    """proximal = "learner": largest weight pi_prox / pi_behaviour of a token's term; 1e9 is no bound."""
+
+    @property
+    def scores_proximal(self) -> bool:
+        """Whether the ratio's denominator is the learner at the start of the step."""
+        return self.proximal == "learner"
+
+
+class ClippedLoss(RatioLoss):
+    """A ratio loss between two clip bounds."""
+
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound the loss of a negative token at this multiple of its advantage. Unset: no dual clip."""
+
+
+class BapoLoss(ClippedLoss):
+    """Clip bounds found by the search of [bapo]."""
+
+    name: Literal["bapo"] = "bapo"
+
+    @property
+    def bounds(self) -> Literal["bapo"]:
+        """Always the search."""
+        return "bapo"
+
+
+class GrpoLoss(ClippedLoss):
+    """Fixed clip bounds."""
+
+    name: Literal["grpo"] = "grpo"
+    clip_low: float = Field(0.8, gt=0, le=1)
+    """Lower ratio bound (0.8 is 1 - epsilon for epsilon = 0.2)."""
+    clip_high: float = Field(1.2, ge=1)
+    """Upper ratio bound; above 2 - clip_low it is DAPO's clip-higher, such as 1.28."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _was_clip_higher(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("name") == "clip_higher":
+            advice = f'loss.name="grpo" with loss.clip_high={value.get("clip_higher", 1.28)}'
+            raise PydanticCustomError("moved", f'loss.name="clip_higher" is now {advice}')
+        return value
+
+    @property
+    def bounds(self) -> Literal["fixed"]:
+        """Always `clip_low` and `clip_high`."""
+        return "fixed"
+
+
+class SftLoss(LossConfig):
+    """Maximum likelihood."""
+
+    name: Literal["sft"] = "sft"
+
+
+class CustomLoss(RatioLoss):
+    """A function of your own, `loss(inputs: LossInputs, options: MyOptions) -> LossResult`. Where `MyOptions` is a
+    Section or another pydantic model, it checks [loss.options]; else the function gets them as a dict."""
+
+    name: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the function itself."""
+    search_bounds: bool = False
+    """Give the function the bounds of [bapo], as inputs.bounds; else those are nan."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        return LOSS.known(name)
+
+    @property
+    def bounds(self) -> Literal["bapo", "none"]:
+        """The search where `search_bounds` asks for it."""
+        return "bapo" if self.search_bounds else "none"
+
+    @cached_property
+    def function(self) -> Callable[[Any], Any]:
+        """The function with its options, from inputs to a result.
+
+        Raises:
+            UserError: it cannot be loaded, or the options do not fit their type.
+        """
+        function = LOSS.load(self.name)
+        hint = list(inspect.signature(function).parameters.values())[-1].annotation
+        options: Any = self.options
+        try:
+            if isinstance(hint, str):
+                hint = eval(hint, vars(inspect.getmodule(function) or sys.modules[self.name.partition(":")[0]]))
+            if isinstance(hint, type) and issubclass(hint, BaseModel):
+                options = hint.model_validate(options)
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise UserError(f'loss.options do not fit loss.name="{self.name}": {wrong}') from error
+        except Exception as error:  # the annotation is the user's
+            raise LOSS.error(self.name, f"the annotation {hint} of its options cannot be read: {error!r}") from error
+        return lambda inputs: function(inputs, options)
+
+
+LOSS_SECTIONS: dict[str, type[LossConfig]] = {"bapo": BapoLoss, "grpo": GrpoLoss, "sft": SftLoss, "custom": CustomLoss}
+"""Sections by the tag of their loss."""
+
+
+def _section_of(value: Any) -> str:
+    """Return the tag of the section that reads a [loss] table, or a section itself."""
+    name = value.get("name", "bapo") if isinstance(value, dict) else getattr(value, "name", "bapo")
+    return "grpo" if name == "clip_higher" else name if name in LOSS.names else "custom"
+
+
+AnyLoss = Annotated[
+    Annotated[BapoLoss, Tag("bapo")]
+    | Annotated[GrpoLoss, Tag("grpo")]
+    | Annotated[SftLoss, Tag("sft")]
+    | Annotated[CustomLoss, Tag("custom")],
+    Discriminator(_section_of),
+]
+"""The type of [loss]."""

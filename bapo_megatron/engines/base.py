@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -10,7 +10,14 @@ from bapo_megatron.errors import EngineError
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
-EMBEDDED = "bapo_megatron.embedded"  # what our own engine calls itself in `server_info()["engine"]`
+Capability = Literal["weight_manifest", "weight_digests", "gloo_only"]
+"""What a server adds to SGLang's API, as it lists under "capabilities" in its `server_info`: `weights_manifest`
+answers; `weights_checksum` has a digest of each weight as it was sent (engines/wire.py); it receives over gloo only."""
+
+
+def can(info: Mapping[str, Any], capability: Capability) -> bool:
+    """Tell whether a server reports this capability in its `server_info`."""
+    return capability in info.get("capabilities", ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +43,11 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """What was sampled. `logprobs` are of the tempered distribution; `spans` cover all tokens, in order."""
+    """Sampled tokens. `behaviour_logprobs` are of the tempered distribution; `spans` cover all tokens, in order."""
 
     rid: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    behaviour_logprobs: tuple[float, ...]
     spans: tuple[VersionSpan, ...]
     finish_reason: Literal["stop", "length", "abort"]
     num_prompt_tokens: int
@@ -110,5 +117,5 @@ class Engine(Protocol):
 
     async def weights_checksum(self) -> dict[str, Any]: ...
     async def weights_manifest(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, type and shape of every weight, in Hugging Face names. The embedded engine alone can tell."""
+        """Name, type and shape of every weight, in Hugging Face names; needs capability "weight_manifest"."""
         ...

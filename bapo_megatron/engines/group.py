@@ -1,7 +1,7 @@
-"""The process group that carries weights: rank 0 is the trainer's first process, every other rank an engine.
+"""The process group that carries weights: rank 0 is the trainer's first process, all other ranks are engines.
 
-It is named, built on a store of its own, and independent of any default group: the scheme that SGLang uses
-(srt/utils/common.py, init_custom_process_group), so that real SGLang servers can join.
+It has a name and a store of its own and needs no default group, as in SGLang (srt/utils/common.py,
+init_custom_process_group), so that real SGLang servers can join.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _world
 
+T = TypeVar("T")
 GroupBackend = Literal["gloo", "nccl"]
 
 _BACKLOG = 2048  # ranks that may connect at once, as torch has it
-_NCCL_SLACK = 10.0  # over NCCL torch's watchdog ends the process at its deadline: whoever broadcasts has to be first
+_NCCL_SLACK = 10.0  # over NCCL torch's watchdog ends the process at its deadline: the sender's own has to come first
 
 
 def host_store(host: str, world_size: int, timeout_s: float, port: int = 0) -> dist.TCPStore:
@@ -46,8 +47,22 @@ def host_store(host: str, world_size: int, timeout_s: float, port: int = 0) -> d
 
 
 def connect_store(host: str, port: int, world_size: int, timeout_s: float) -> dist.TCPStore:
-    """The store that rank 0 hosts, for the other ranks. Raises dist.DistStoreError when nobody answers in time."""
+    """Connect to the store that rank 0 hosts. Raises dist.DistStoreError if nothing answers in time."""
     return dist.TCPStore(host, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+def in_thread(name: str, call: Callable[[], T]) -> Future[T]:
+    """Start `call` in a daemon thread, since it may block for ever; return its outcome as a future."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except Exception as problem:  # any error belongs to the code that waits
+            outcome.set_exception(problem)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome
 
 
 class UpdateGroup:
@@ -56,20 +71,22 @@ class UpdateGroup:
     def __init__(
         self, name: str, *, store: dist.Store, rank: int, world_size: int, backend: GroupBackend, timeout_s: float
     ) -> None:
-        """Over gloo: blocks until every rank has joined; `timeout_s` bounds that and each broadcast.
+        """Join the group.
 
-        Over NCCL: does not wait for the others, the ranks meet in the first broadcast. Whoever broadcasts watches its
-        deadline, and abandons the group at it.
+        Over gloo this blocks until every rank has joined; `timeout_s` bounds it and each broadcast. Over NCCL it does
+        not wait: the ranks meet in the first broadcast, and its caller watches the deadline and abandons the group.
 
         Raises:
             RuntimeError, dist.DistError: a rank did not join in time.
         """
         self.name = name
-        self._backend = backend
+        self.backend = backend
+        self.server: dist.Store | None = None  # on rank 0, serves the rendezvous as long as the group lives
         self._launch: Launch | None = None  # the latest, over NCCL
+        self._is_abandoned = False
         timeout = timedelta(seconds=timeout_s)
         store.set_timeout(timeout)
-        self._store = store  # keeps rank 0's server alive as long as the group
+        self._store = store  # the connection must last as long as the group
         self._group: dist.ProcessGroup | None
         self._group, _ = _new_process_group_helper(
             world_size,
@@ -80,7 +97,7 @@ class UpdateGroup:
             group_name=GroupName(name),
             timeout=timeout * _NCCL_SLACK if backend == "nccl" else timeout,
         )
-        # torch looks the ranks of a group up here; a group outside the default one has to say so itself.
+        # torch looks the ranks of a group up here; a group outside the default one has to add itself.
         _world.pg_group_ranks[self._group] = {i: i for i in range(world_size)}
 
     def broadcast(self, tensor: Tensor, timeout_s: float | None = None) -> dist.Work:
@@ -94,25 +111,28 @@ class UpdateGroup:
         options.rootRank = options.rootTensor = 0
         if timeout_s is not None:
             options.timeout = timedelta(seconds=timeout_s)
-        if self._backend == "gloo":
+        if self.backend == "gloo":
             return group.broadcast([tensor], options)
         assert self._launch is None or self._launch.is_completed(), "threads would start them in any order"
         self._launch = Launch(lambda: group.broadcast([tensor], options), tensor.device)
         return self._launch
 
     def close(self) -> None:
-        """Leave the group. While a broadcast is pending this blocks, until the broadcast's deadline."""
+        """Leave the group. A pending broadcast blocks this until its deadline."""
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
             del group  # the connections are closed with the last reference
 
     def abandon(self) -> None:
-        """Leave a group whose broadcast may never end: NCCL aborts it, gloo lets go of it at its deadline.
+        """Leave a group whose broadcast may never end: NCCL aborts it, gloo drops it at its deadline. Returns at once.
 
-        Returns at once. Where a rank never came to the first broadcast over NCCL, the group and what was to be sent
-        stay until this process ends: torch cannot abort a communicator that is still being made.
+        If a rank never came to the first broadcast over NCCL, the group and its data stay until this process ends:
+        torch cannot abort a communicator that is still being made.
         """
+        if self._is_abandoned:
+            return
+        self._is_abandoned = True
 
         def leave() -> None:
             if self._launch is not None:
@@ -121,52 +141,44 @@ class UpdateGroup:
                 self._group.abort()
             self.close()
 
-        threading.Thread(target=leave, name=f"leave-{self.name}", daemon=True).start()
+        in_thread(f"leave-{self.name}", leave)
 
 
 class Launch(dist.Work):
-    """A broadcast on its way, to be polled until it is completed.
+    """A broadcast over NCCL, started in a thread and polled until it is completed.
 
-    Over NCCL the first collective of a group makes the communicator, and blocks until all ranks have entered it
-    (ncclCommInitRank): no deadline of torch's covers that, and nothing can end it. So it is started in a daemon thread,
-    which stays behind, with what it was to send, where a rank never comes. Not yet run on a GPU.
+    The first collective of a group makes the communicator and blocks until all ranks have entered it
+    (ncclCommInitRank); no deadline of torch's covers that, and nothing can end it. If a rank never comes, the thread
+    stays behind with the data it was to send.
     """
 
     def __init__(self, start: Callable[[], dist.Work], device: torch.device) -> None:
-        """Returns at once.
-
-        Args:
-            start: starts it; its work sees all that was issued on the caller's current stream of `device` until now.
-        """
+        """Call `start` in a thread; its work sees all that the caller's current stream of `device` was given so far."""
         super().__init__()
-        self._work: Future[dist.Work] = Future()
         place = _after_current_stream(device)
-        self._thread = threading.Thread(target=self._run, args=(start, place), name="launch-broadcast", daemon=True)
-        self._thread.start()
+
+        def started() -> dist.Work:
+            with place:
+                return start()
+
+        self._work = in_thread("launch-broadcast", started)
 
     def is_completed(self) -> bool:
-        """It was sent, or has failed: `wait` tells."""
+        """Return whether it was sent or has failed; `wait` tells which."""
         return self._work.done() and (self._work.exception() is not None or self._work.result().is_completed())
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """To be called once it is completed. Raises RuntimeError where it failed."""
+        """Finish a completed broadcast. Raises RuntimeError if it failed."""
         assert self._work.done(), "is_completed() comes before wait()"
         return self._work.result().wait(timeout)
 
     def join(self) -> None:
-        """Until it has been started, or could not be: possibly for ever."""
-        self._thread.join()
-
-    def _run(self, start: Callable[[], dist.Work], place: contextlib.AbstractContextManager[None]) -> None:
-        try:
-            with place:
-                self._work.set_result(start())
-        except Exception as problem:  # whatever it is: it belongs to who waits
-            self._work.set_exception(problem)
+        """Wait until the broadcast has started or failed to: possibly for ever."""
+        wait([self._work])
 
 
 def _after_current_stream(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """For another thread: a stream on `device` that goes on from where the caller's current one is now."""
+    """Return a context for another thread: a stream on `device` that waits for the caller's current one."""
     if device.type != "cuda":
         return contextlib.nullcontext()
     issued = torch.cuda.Event()

@@ -1,7 +1,7 @@
 """A rollout engine behind HTTP: SGLang, or the embedded engine, which speaks the same API.
 
-Every reply is checked before anything is learned from it; a bad one is an `EngineError` that names server and request.
-Repeating a request is the scheduler's business.
+Every reply is checked before it is used; a bad one is an `EngineError` that names server and request. The dispatcher
+repeats requests.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _HEALTH_TIMEOUT_S = 5.0
 _ABORT_TIMEOUT_S = 20.0
 _LOGPROB_SLACK = 1e-4  # a log-prob of exactly 0 may come out this much above it
 _MAX_FLOAT = sys.float_info.max
-_UNVERSIONED = "default"  # what a server calls the weights it started with
-_REFUSALS = (400, 401, 403, 404, 405, 413, 422)  # what is asked is wrong; 408 and 429 ask to come back later
+_UNVERSIONED = "default"  # a server's name of the weights it started with
+_REFUSALS = (400, 401, 403, 404, 405, 413, 422)  # the request is wrong; 408 and 429 ask for it later
 _LOST_BROADCAST = "Failed to receive weights"  # SGLang's words (srt/managers/scheduler_components/weight_updater.py)
 _FINISH_REASONS = ("stop", "length", "abort")
 
 
 class HttpEngine:
-    """One server. Belongs to the event loop of its first call."""
+    """A client of one server. Belongs to the event loop of its first call."""
 
     def __init__(
         self, url: str, *, request_timeout_s: float, vocab_size: int | None = None, generate_url: str | None = None
     ) -> None:
-        """`vocab_size`, where known, bounds the token ids that are believed.
+        """`vocab_size`, if known, bounds the token ids that are accepted.
 
-        `generate_url`: a router that passes /generate on to a server of its choice; the rest goes to `url`.
+        `generate_url`: a router that passes /generate on to a server of its choice; all else goes to `url`.
         """
         self.url = url.rstrip("/")
         self._router_url = generate_url.rstrip("/") if generate_url else None
@@ -98,10 +98,10 @@ class HttpEngine:
         await self._call("POST", "/flush_cache")
 
     async def health(self) -> bool:
-        """Whether the server and its engine answer; never raises.
+        """Return whether the server and its engine answer; never raises.
 
-        SGLang's /health samples a token, which a server that is paused cannot do: left so by a push that failed, it
-        would never be healthy again. /server_info asks the engine, too.
+        SGLang's /health samples a token, which a paused server cannot do: after a failed push it would never be healthy
+        again. /server_info asks the engine too.
         """
         try:
             await self._call("GET", "/server_info", timeout_s=_HEALTH_TIMEOUT_S)
@@ -110,14 +110,14 @@ class HttpEngine:
         return True
 
     async def server_info(self) -> dict[str, Any]:
-        """What the server says about itself; `weight_version` is always in it."""
+        """Return the server's description of itself, always with `weight_version`."""
         info = _as_dict(await self._call("GET", "/server_info"))
         # SGLang's /server_info repeats the arguments of its start; the version in force is in /model_info.
         model_info = _as_dict(await self._call("GET", "/model_info"))
         return info | {"weight_version": model_info.get("weight_version")}
 
     async def load(self) -> tuple[int, int, int]:
-        """Weight version (-1: as it started), and requests running and waiting, of all its data-parallel parts."""
+        """Return the weight version (-1: its first) and the requests running and waiting, of all parallel parts."""
         model = _as_dict(await self._call("GET", "/model_info", timeout_s=_HEALTH_TIMEOUT_S))
         reply = _as_dict(await self._call("GET", "/v1/loads", timeout_s=_HEALTH_TIMEOUT_S))
         loads = reply.get("loads")
@@ -190,7 +190,7 @@ class HttpEngine:
             raise EngineError(f"{self.url}/weights_checker: the reply is no list of weights") from None
 
     def _check_vocabulary(self, request: GenerateRequest) -> None:
-        """SGLang would embed an unknown token id as whatever lies there. Raises EngineError."""
+        """Check the token ids: SGLang would read past its embedding. Raises EngineError."""
         if self._vocab_size is None:
             return
         foreign = next((i for i in request.token_ids if not 0 <= i < self._vocab_size), None)
@@ -203,10 +203,9 @@ class HttpEngine:
     async def _call(
         self, method: str, path: str, body: Any = None, *, what: str | None = None, timeout_s: float | None = None
     ) -> Any:
-        """The decoded reply (None where it is not JSON). Raises EngineError for anything but an answer of 200."""
+        """Return the decoded reply, None if it is not JSON. Raises EngineError for any status but 200."""
         if self._session is None:
-            # A connection for each request: a server may close an idle one (uvicorn does after 5 s) just when it is
-            # used again, and the request would fail.
+            # One connection per request: a server may close an idle one (uvicorn after 5 s) just as it is reused.
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
         base = self._router_url if self._router_url and path == "/generate" else self.url
         where = f"{base}{path}" + (f", {what}" if what else "")
@@ -252,11 +251,11 @@ def _failure(status: int, message: str) -> type[EngineError]:
 
 
 class _BadReplyError(ValueError):
-    """What is wrong with a reply."""
+    """The fault of a reply."""
 
 
 def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) -> GenerateResult:
-    """Check a /generate reply field by field. Raises _BadReplyError (a ValueError) saying what is wrong."""
+    """Check a /generate reply field by field. Raises _BadReplyError (a ValueError) naming the fault."""
     meta = _as_dict(_as_dict(reply).get("meta_info"))
     token_ids = _as_dict(reply).get("output_ids")
     if not isinstance(token_ids, list):
@@ -280,7 +279,7 @@ def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) ->
     return GenerateResult(
         rid=request.rid,
         token_ids=tuple(token_ids),
-        logprobs=_logprobs(meta, token_ids),
+        behaviour_logprobs=_behaviour_logprobs(meta, token_ids),
         spans=_spans(meta, len(token_ids)),
         finish_reason=reason,
         num_prompt_tokens=num_prompt_tokens,
@@ -295,7 +294,7 @@ def _count(meta: dict[str, Any], name: str, default: int) -> int:
     return value
 
 
-def _logprobs(meta: dict[str, Any], token_ids: list[int]) -> tuple[float, ...]:
+def _behaviour_logprobs(meta: dict[str, Any], token_ids: list[int]) -> tuple[float, ...]:
     triples = meta.get("output_token_logprobs")
     if triples is None and not token_ids:
         return ()
@@ -335,7 +334,7 @@ def _spans(meta: dict[str, Any], num_tokens: int) -> tuple[VersionSpan, ...]:
 
 
 def parse_version(version: object) -> int:
-    """A server's weight version as a number; -1 for the weights it started with. Raises _BadReplyError otherwise."""
+    """Return a server's weight version as a number, -1 for the weights it started with. Raises _BadReplyError."""
     if version == _UNVERSIONED:
         return -1
     if type(version) in (int, str):

@@ -33,6 +33,7 @@ class EnginePool:
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = tuple(engines)
         self.num_fenced = 0  # times that an engine was fenced off, since the attempt began
+        self.newest_version = -1  # of the weights that an engine may hold: a push of them may be in progress
         self._status: dict[str, Status] = {engine.url: "live" for engine in engines}
         self._reasons: dict[str, str] = {}
         self._num_failures: dict[str, int] = {engine.url: 0 for engine in engines}  # since its last good reply
@@ -45,6 +46,10 @@ class EnginePool:
     def back(self) -> list[Engine]:
         """Those that were fenced, are healthy again, and wait for weights."""
         return self._with_status("back")
+
+    def expect(self, version: int) -> None:
+        """Accept replies sampled by weights of this version: a push of them begins."""
+        self.newest_version = max(self.newest_version, version)
 
     def home(self, prompt_id: int) -> Engine | None:
         """The live engine that has the prefixes of this prompt's responses cached; None if none is live."""

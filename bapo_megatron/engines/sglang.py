@@ -161,8 +161,8 @@ def _engine_spec(spec: ServerSpec, log: Path, port: int, *, has_gpu: bool) -> En
     )
 
 
-def check_installed(*, has_gpu: bool) -> None:
-    """Raises UserError if SGLang is missing, or is a version whose imports we do not know on a CPU."""
+def check_installed(has_gpu: bool) -> None:
+    """Raise UserError if SGLang is missing, or is a version whose imports we do not know on a CPU."""
     from bapo_megatron_patches.sglang import SUPPORTED
 
     how = f"pip install sglang=={SUPPORTED}" if has_gpu else "run scripts/install_sglang_cpu.sh"

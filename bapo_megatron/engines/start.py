@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from bapo_megatron.config.engines import ENGINE_SPECS
 from bapo_megatron.config.schema import Config
-from bapo_megatron.engines import processes, sglang
+from bapo_megatron.engines import processes
 from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.engines.supervisor import EngineSpec, supervised
 from bapo_megatron.runtime.ranks import num_cores
@@ -23,7 +24,8 @@ def running_engines(config: Config, model_path: Path, log_dir: Path, share: Engi
         UserError, EngineError: see `supervised`.
     """
     r = config.rollout
-    make_specs = sglang.engine_specs if r.engine == "sglang" else _embedded_specs
+    assert r.engine_kind.specs is not None, "config/plan.py has checked that this engine is started"
+    make_specs = ENGINE_SPECS.load(r.engine_kind.specs)
     logs = [log_dir / f"engine-{share.first + i}.log" for i in range(share.count)]
     with (
         processes.reserved_ports(share.count, share.host) as ports,
@@ -38,7 +40,7 @@ def running_engines(config: Config, model_path: Path, log_dir: Path, share: Engi
         yield urls
 
 
-def _embedded_specs(
+def embedded_specs(
     config: Config, model_path: Path, logs: Sequence[Path], ports: Sequence[int], share: EngineShare
 ) -> list[EngineSpec]:
     """Each start holds the weights of `model_path`, as version "default": only a push gives a server a number."""

@@ -1,12 +1,13 @@
-"""Weights that are announced together, in the order of the manifest; over NCCL they travel as one flat byte buffer.
+"""The wire format of weights: buckets in the order of the manifest, over NCCL packed into one flat byte buffer.
 
-The layout of that buffer is SGLang's FlattenedTensorBucket (srt/weight_sync/tensor_bucket.py, 0.5.23): the bytes of
+The buffer's layout is SGLang's FlattenedTensorBucket (srt/weight_sync/tensor_bucket.py, 0.5.23): the bytes of
 each tensor one after the other, uint8, no padding, each offset a multiple of the tensor's item size. Placing larger
 items first inside a bucket keeps every offset aligned.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, type ("float32") and shape of one weight."""
+    """The name, type ("float32") and shape of one weight."""
 
     name: str
     dtype: str
@@ -43,7 +44,7 @@ class TensorSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Raises ValueError for a type that is not sent as weights."""
+        """Torch's type. Raises ValueError for a type that is not sent as weights."""
         if self.dtype not in _DTYPES:
             raise ValueError(f"{self.name}: dtype {self.dtype!r} is not one of {', '.join(_DTYPES)}")
         return _DTYPES[self.dtype]
@@ -64,10 +65,10 @@ class Bucket:
 
 
 def plan_buckets(manifest: Sequence[TensorSpec], max_bytes: int) -> list[Bucket]:
-    """Buckets of at most `max_bytes`, in order of the manifest; a larger tensor gets a bucket of its own.
+    """Plan buckets of at most `max_bytes`, in order of the manifest; a larger tensor gets its own bucket.
 
     Raises:
-        ValueError: a tensor is empty, or of a type that is not sent.
+        ValueError: a tensor is empty, or has a type that is not sent.
     """
     buckets: list[Bucket] = []
     held: list[TensorSpec] = []
@@ -92,7 +93,7 @@ def pack(bucket: Bucket, tensors: Sequence[Tensor], data: Tensor) -> None:
 
 
 def unpack(data: Tensor, specs: Sequence[TensorSpec]) -> list[tuple[str, Tensor]]:
-    """Views into a bucket's bytes.
+    """Return named views into a bucket's bytes.
 
     Args:
         data: uint8 [sum of num_bytes].
@@ -112,50 +113,25 @@ def unpack(data: Tensor, specs: Sequence[TensorSpec]) -> list[tuple[str, Tensor]
 
 
 def digest(tensor: Tensor) -> str:
-    """Digest of a tensor's bytes in row-major order; guards against loss and mix-up, not against an adversary."""
+    """Return the digest of a tensor's row-major bytes; it guards against loss and mix-up, not an adversary."""
     as_bytes = tensor.detach().contiguous().flatten().view(torch.uint8).cpu()
     return xxhash.xxh3_128_hexdigest(as_bytes.numpy().data)
 
 
-class WeightStream:
-    """The learner's `named_weights`, held against the manifest. Reading is collective over the trainer's ranks."""
+def in_order(named: Iterator[tuple[str, Tensor]], manifest: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the learner's `named_weights` lazily, each checked against the manifest. Reading is collective.
 
-    def __init__(self, named_weights: Iterator[tuple[str, Tensor]], manifest: Sequence[TensorSpec]) -> None:
-        self._named = named_weights
-        self._expected = iter(manifest)
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights, lazily, each checked.
-
-        Raises:
-            EngineError: the learner yields something else than it announced.
-        """
-        while (pair := self.next()) is not None:
-            yield pair
-
-    def next(self) -> tuple[str, Tensor] | None:
-        pair, expected = next(self._named, None), next(self._expected, None)
+    Raises:
+        EngineError: the learner yields something other than it announced.
+    """
+    for pair, expected in itertools.zip_longest(named, manifest):
         found = None if pair is None else TensorSpec.of(*pair)
         if found != expected:
             raise EngineError(
                 f"the trainer was to send {expected or 'nothing more'}, and came up with {found or 'nothing'}; "
                 "nothing is sampled from what was sent so far"
             )
-        return pair
-
-    def take(self, bucket: Bucket) -> list[Tensor]:
-        """The bucket's weights, the next of the stream, in the order of its specs; they may alias live weights."""
-        held: dict[str, Tensor] = {}
-        for _ in bucket.specs:
-            pair = self.next()
-            assert pair is not None, "the buckets were planned from the same manifest"
-            held[pair[0]] = pair[1].detach()
-        return [held[spec.name] for spec in bucket.specs]
-
-    def drain(self) -> None:
-        """Take part in what is left of the gathering, so that no other rank waits for this one."""
-        for _ in self._named:
-            pass
+        yield pair
 
 
 def _aligned(specs: list[TensorSpec]) -> Bucket:

@@ -17,8 +17,7 @@ from bapo_megatron.checkpoint.saving import remove
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.convert import convert
-from bapo_megatron.engines.http import HttpEngine
-from bapo_megatron.engines.pool import EnginePool
+from bapo_megatron.engines.connected import ConnectedEngines
 from bapo_megatron.engines.start import EngineShare, running_engines
 from bapo_megatron.errors import UserError
 from bapo_megatron.evaluation.results import Answered, Evaluation, Problem
@@ -30,7 +29,7 @@ from bapo_megatron.rewards.judges import JudgeSpec
 from bapo_megatron.rewards.pool import Verdict
 from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.rollout.evaluate import Evaluator
-from bapo_megatron.rollout.manager import EVAL_SEED, LoopThread, wait_healthy
+from bapo_megatron.rollout.manager import EVAL_SEED
 from bapo_megatron.runtime.files import JsonlWriter, write_atomically
 from bapo_megatron.types import Prompt, Trajectory
 
@@ -67,10 +66,10 @@ def evaluate(
     Raises:
         UserError: the checkpoint, the problems, the judge or the engines are not fit, or `output` is not empty.
     """
-    if config.rollout.engine not in ("embedded", "sglang"):
+    if not config.rollout.num_started:
         raise UserError(
             f'rollout.engine="{config.rollout.engine}": an evaluation starts engines with the checkpoint\'s weights; '
-            'set rollout.engine to "embedded" or "sglang"'
+            'set rollout.engine to one that is started, such as "embedded" or "sglang"'
         )
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} is not empty: give another --output, or remove it")
@@ -128,11 +127,14 @@ class _Asking:
         stop = (int(self._tokenizer.eos_token_id),)
         problems: list[Problem] = []
         writer = JsonlWriter(responses)
-        with contextlib.closing(writer), _connected(config, urls, self._vocab_size) as (loop, pool):
+        connected = ConnectedEngines.connect(config.rollout, urls, self._vocab_size)
+        with contextlib.closing(writer), connected as engines:
             for start in range(0, len(self._prompts), num_at_once):
                 prompts = self._prompts[start : start + num_at_once]
-                evaluator = Evaluator(config, pool, prompts, stop)
-                samples = loop.run(evaluator.sample(_FRESH), evaluator.deadline_s, evaluator.what, evaluator.progress)
+                evaluator = Evaluator(config, engines.pool, prompts, stop)
+                samples = engines.loop.run(
+                    evaluator.sample(_FRESH), evaluator.deadline_s, evaluator.what, evaluator.progress
+                )
                 judged = self._judge(samples)
                 for response in judged:
                     writer.write(response.record())
@@ -195,21 +197,6 @@ def _hf_folder(checkpoint: Path, output: Path) -> Iterator[tuple[Path, int | Non
         yield resolve_model_path(str(folder), setting="the converted checkpoint"), version
     finally:
         remove(folder)
-
-
-@contextlib.contextmanager
-def _connected(config: Config, urls: Sequence[str], vocab_size: int) -> Iterator[tuple[LoopThread, EnginePool]]:
-    loop = LoopThread()
-    clients = [HttpEngine(u, request_timeout_s=config.rollout.request_timeout_s, vocab_size=vocab_size) for u in urls]
-    timeout_s = config.rollout.startup_timeout_s
-    try:
-        for client in clients:
-            loop.run(wait_healthy(client, timeout_s), 2 * timeout_s + 10, f"{client.url} to be healthy")
-        yield loop, EnginePool(clients)
-    finally:
-        for client in clients:
-            loop.run(client.close(), 10.0, f"{client.url} to close")
-        loop.close()
 
 
 def _is_hf(checkpoint: Path) -> bool:

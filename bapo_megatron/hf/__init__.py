@@ -1,1 +1,1 @@
-"""Hugging Face checkpoint folders: what config.json means, reading and writing weights. Knows nothing of Megatron."""
+"""Hugging Face checkpoint folders: supported families, the meaning of config.json, reading and writing weights."""

@@ -1,37 +1,130 @@
-"""The supported architectures, as data: how each differs from plain Llama, and the weights that a checkpoint holds.
+"""The supported families of dense decoders: one entry of `FAMILIES` each. Add a family here; see docs/models.md.
 
-This is the file to edit to support another dense decoder: docs/models.md walks through it.
+An entry says how the family differs from plain Llama. The learner, the embedded engine, checkpoints and memory
+estimates read the resulting `hf.shape.ModelShape` and the parameter tables below; none knows a family by name.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+# How tensor-parallel ranks split a parameter:
+#     copy      every rank holds all of it
+#     vocab     rows, evenly, after zero rows pad them to a multiple of the tensor-parallel size
+#     column    columns, evenly (RowParallelLinear)
+#     gate_up   each rank holds [its rows of gate; its rows of up]
+#     qkv       each rank holds, for each of its key-value heads, [query heads of the group; key head; value head]
+# Source: the layouts that megatron/core/transformer/{mlp,attention}.py and tensor_parallel/layers.py (0.16.1) expect.
+Kind = Literal["copy", "vocab", "column", "gate_up", "qkv"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter under Megatron's name, and the checkpoint tensors that it consists of.
+
+    `tensors` gives each tensor's dimensions, one letter each: V vocabulary, E hidden size, F feed-forward size, D head
+    dimension, Q query heads x D, K key-value heads x D, 1 one.
+    """
+
+    name: str
+    kind: Kind
+    tensors: dict[str, str]
+    only_if: str | None = None  # the field of ModelShape that says whether the model has the parameter
+
+
+EMBEDDING = Parameter("embedding.word_embeddings.weight", "vocab", {"model.embed_tokens.weight": "VE"})
+# Names of the trainer follow "decoder.layers.<i>.", names of tensors "model.layers.<i>.".
+LAYER = (
+    Parameter("input_layernorm.weight", "copy", {"input_layernorm.weight": "E"}),
+    Parameter(
+        "self_attention.linear_qkv.weight",
+        "qkv",
+        {"self_attn.q_proj.weight": "QE", "self_attn.k_proj.weight": "KE", "self_attn.v_proj.weight": "KE"},
+    ),
+    Parameter(
+        "self_attention.linear_qkv.bias",
+        "qkv",
+        {"self_attn.q_proj.bias": "Q", "self_attn.k_proj.bias": "K", "self_attn.v_proj.bias": "K"},
+        only_if="qkv_bias",
+    ),
+    Parameter("self_attention.q_layernorm.weight", "copy", {"self_attn.q_norm.weight": "D"}, only_if="qk_norm"),
+    Parameter("self_attention.k_layernorm.weight", "copy", {"self_attn.k_norm.weight": "D"}, only_if="qk_norm"),
+    Parameter("self_attention.linear_proj.weight", "column", {"self_attn.o_proj.weight": "EQ"}),
+    Parameter("self_attention.linear_proj.bias", "copy", {"self_attn.o_proj.bias": "E"}, only_if="out_bias"),
+    Parameter("pre_mlp_layernorm.weight", "copy", {"post_attention_layernorm.weight": "E"}),
+    Parameter("mlp.linear_fc1.weight", "gate_up", {"mlp.gate_proj.weight": "FE", "mlp.up_proj.weight": "FE"}),
+    Parameter("mlp.linear_fc1.bias", "gate_up", {"mlp.gate_proj.bias": "F", "mlp.up_proj.bias": "F"}, "mlp_bias"),
+    Parameter("mlp.linear_fc2.weight", "column", {"mlp.down_proj.weight": "EF"}),
+    Parameter("mlp.linear_fc2.bias", "copy", {"mlp.down_proj.bias": "E"}, only_if="mlp_bias"),
+)
+FINAL_NORM = Parameter("decoder.final_layernorm.weight", "copy", {"model.norm.weight": "E"})
+OUTPUT = Parameter("output_layer.weight", "vocab", {"lm_head.weight": "VE"}, only_if="has_output_layer")
+# As transformers' ...ForSequenceClassification names it.
+VALUE_HEAD = Parameter("score.weight", "copy", {"score.weight": "1E"}, only_if="has_value_head")
+
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")  # names of config.json's hidden_act
+
+# Supported types, whose frequencies do not depend on the sequence length, and the numbers that each needs.
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One `model_type` of config.json. A string in a bias field names the key of config.json that decides."""
+    """How one `model_type` of config.json differs from plain Llama. A string names the key of config.json to read."""
 
     qkv_bias: bool | str = False  # on the query, key and value projections
     out_bias: bool | str = False  # on the attention's output projection
     mlp_bias: bool | str = False  # on gate, up and down
     qk_norm: bool = False  # RMSNorm over the head dimension of queries and keys, before the rotary embedding
-    window_switch: str | None = None  # the key of config.json that turns sliding windows on, which are refused
-    defaults: dict[str, Any] = field(default_factory=dict)  # what transformers takes where config.json is silent
+    norm_plus_one: bool = False  # every norm multiplies by 1 + weight
+    scaled_embedding: bool = False  # embeddings are multiplied by sqrt(hidden size)
+    window_switch: str | None = None  # the key that turns sliding windows on, which are refused
+    refused: tuple[str, ...] = ()  # keys that change the computation, refused unless absent, null or false
+    defaults: dict[str, Any] = field(default_factory=dict)  # transformers' own, for keys that config.json leaves out
+    layer: tuple[Parameter, ...] = LAYER
 
 
 FAMILIES = {
+    "gemma": Family(  # the first generation: Gemma 2 and 3 have another model_type, and layers of other kinds
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        norm_plus_one=True,
+        scaled_embedding=True,
+        refused=("use_bidirectional_attention",),
+        defaults={
+            "hidden_act": "gelu_pytorch_tanh",
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+            "eos_token_id": 1,
+        },
+    ),
     "llama": Family(
         qkv_bias="attention_bias",
         out_bias="attention_bias",
         mlp_bias="mlp_bias",
         defaults={"max_position_embeddings": 2048, "eos_token_id": 2},
     ),
+    "mistral": Family(
+        window_switch="sliding_window",
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+            "eos_token_id": 2,
+        },
+    ),
     "qwen2": Family(
         qkv_bias=True,
         window_switch="use_sliding_window",
-        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32, "max_window_layers": 28},
+        defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768, "max_window_layers": 28},
     ),
     "qwen3": Family(
         qkv_bias="attention_bias",
@@ -39,15 +132,15 @@ FAMILIES = {
         qk_norm=True,
         window_switch="use_sliding_window",
         defaults={
-            "max_position_embeddings": 32768,
             "num_key_value_heads": 32,
             "head_dim": 128,
+            "max_position_embeddings": 32768,
             "max_window_layers": 28,
         },
     ),
 }
 
-# For every family; a family's own defaults come first.
+# For every family, where its own `defaults` have no such key.
 COMMON_DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
@@ -55,45 +148,3 @@ COMMON_DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": False,
     "max_window_layers": 0,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """One tensor of a checkpoint.
-
-    dims, one letter per dimension: V vocabulary, E hidden size, F feed-forward size, D head dimension,
-    Q query heads x D, K key-value heads x D, 1 one.
-    """
-
-    name: str
-    dims: str
-    only_if: str | None = None  # the field of ModelShape that says whether the tensor is there
-
-
-LAYER_PREFIX = "model.layers.{layer}."
-BEFORE_LAYERS = (Weight("model.embed_tokens.weight", "VE"),)
-IN_LAYER = (
-    Weight("input_layernorm.weight", "E"),
-    Weight("self_attn.q_proj.weight", "QE"),
-    Weight("self_attn.q_proj.bias", "Q", only_if="qkv_bias"),
-    Weight("self_attn.k_proj.weight", "KE"),
-    Weight("self_attn.k_proj.bias", "K", only_if="qkv_bias"),
-    Weight("self_attn.v_proj.weight", "KE"),
-    Weight("self_attn.v_proj.bias", "K", only_if="qkv_bias"),
-    Weight("self_attn.q_norm.weight", "D", only_if="qk_norm"),
-    Weight("self_attn.k_norm.weight", "D", only_if="qk_norm"),
-    Weight("self_attn.o_proj.weight", "EQ"),
-    Weight("self_attn.o_proj.bias", "E", only_if="out_bias"),
-    Weight("post_attention_layernorm.weight", "E"),
-    Weight("mlp.gate_proj.weight", "FE"),
-    Weight("mlp.gate_proj.bias", "F", only_if="mlp_bias"),
-    Weight("mlp.up_proj.weight", "FE"),
-    Weight("mlp.up_proj.bias", "F", only_if="mlp_bias"),
-    Weight("mlp.down_proj.weight", "EF"),
-    Weight("mlp.down_proj.bias", "E", only_if="mlp_bias"),
-)
-AFTER_LAYERS = (
-    Weight("model.norm.weight", "E"),
-    Weight("lm_head.weight", "VE", only_if="has_output_layer"),
-    Weight("score.weight", "1E", only_if="has_value_head"),  # as transformers' ...ForSequenceClassification has it
-)

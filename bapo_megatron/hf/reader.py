@@ -1,4 +1,4 @@
-"""Reading tensors, or slices of them, from a Hugging Face checkpoint folder (one safetensors file, or several)."""
+"""Reading tensors, or slices of them, from a Hugging Face checkpoint folder with one safetensors file or several."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from bapo_megatron.hf.shape import ModelShape, hf_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64", "F32", "F16", "BF16"}
-_COMPUTED_SUFFIX = "rotary_emb.inv_freq"  # a buffer that old checkpoints carry
+_COMPUTED_SUFFIX = "rotary_emb.inv_freq"  # a buffer in old checkpoints
 EVERYTHING = (slice(None),)
 
 
 class HFReader:
-    """Slices of the tensors in a checkpoint folder; files are opened once and mapped, not loaded.
+    """Slices of the tensors in a checkpoint folder, whose files are opened once and mapped, not loaded.
 
     Example:
         with HFReader(path) as read:
             top = read("model.embed_tokens.weight", (slice(0, 100),))  # [100, hidden]
 
     Raises:
-        CheckpointError: the folder has no safetensors weights, a file is missing or torn, or the index disagrees with
-            what the files hold.
+        CheckpointError: the folder has no safetensors weights, a file is missing or torn, or index and files disagree.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -66,10 +65,10 @@ class HFReader:
         self._handles.clear()  # closes the files: safetensors has no close()
 
     def __call__(self, name: str, index: tuple[slice, ...] = EVERYTHING) -> Tensor:
-        """One tensor, or a slice of it, in the checkpoint's own dtype.
+        """Read one tensor, or a slice of it, in the checkpoint's own dtype.
 
         Raises:
-            CheckpointError: it holds nan or infinity, or the file cannot be read.
+            CheckpointError: the values include nan or infinity, or the file cannot be read.
         """
         file = self._file_of[name]
         try:
@@ -83,11 +82,11 @@ class HFReader:
         return name in self._file_of
 
     def check(self, shape: ModelShape) -> None:
-        """Compare names, shapes and types with what config.json promises.
+        """Check names, shapes and types against config.json.
 
         Raises:
             CheckpointError: lists missing, unexpected, mis-shaped and quantised tensors; or a tied output layer
-            differs from the embedding.
+                differs from the embedding.
         """
         wanted = hf_tensors(shape)
         slices = {name: self._handles[file].get_slice(name) for name, file in self._file_of.items()}
@@ -122,7 +121,7 @@ class HFReader:
             self._check_tied(shape.vocab_size)
 
     def _check_tied(self, num_rows: int, chunk_rows: int = 4096) -> None:
-        """An output layer beside tied embeddings must say the same: transformers would use it where it differs."""
+        """Check that a stored output layer equals the tied embeddings: transformers would use one that differs."""
         for start in range(0, num_rows, chunk_rows):
             rows = (slice(start, start + chunk_rows),)
             if not torch.equal(self("lm_head.weight", rows), self("model.embed_tokens.weight", rows)):
@@ -133,7 +132,11 @@ class HFReader:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder. Raises CheckpointError where it has none, or one is missing."""
+    """List the safetensors files of a checkpoint folder.
+
+    Raises:
+        CheckpointError: it has none, or one is missing.
+    """
     weight_map = _weight_map(path)
     files = [path / name for name in (sorted(set(weight_map.values())) if weight_map is not None else [SINGLE])]
     for file in files:
@@ -143,17 +146,21 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def check_finite(tensor: Tensor, what: str) -> None:
-    """Raises CheckpointError where a value is nan or infinite; takes no memory of the tensor's size."""
+    """Check that every value is finite, without a copy of the tensor.
+
+    Raises:
+        CheckpointError: a value is nan or infinite.
+    """
     if tensor.numel() and not torch.isfinite(torch.stack(tensor.aminmax())).all():
         raise CheckpointError(f"{what} holds nan or infinity")
 
 
 def _weight_map(path: Path) -> dict[str, str] | None:
-    """Tensor name -> file name by the index; None for a folder with one file."""
+    """Map tensor names to file names by the index; return None for a folder with one file."""
     index = path / INDEX
     if (path / SINGLE).exists():
         if index.exists():
-            raise CheckpointError(f"{path} holds both {SINGLE} and {INDEX}: delete the one that is not meant")
+            raise CheckpointError(f"{path} holds both {SINGLE} and {INDEX}: delete the wrong one")
         return None
     if not index.exists():
         raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}: save the model as safetensors")
@@ -168,5 +175,5 @@ def _weight_map(path: Path) -> dict[str, str] | None:
 
 
 def list_some(names: list[str], limit: int = 8) -> str:
-    """The first few, for a message."""
+    """Join the first few names, for a message."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

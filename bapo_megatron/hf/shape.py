@@ -1,41 +1,41 @@
-"""What a Hugging Face config.json says about a model: one description for the learner and for the embedded engine.
+"""What config.json says about a model: one description for the learner, the embedded engine and the estimates.
 
-Imports neither torch nor Megatron, so that `bapo check` answers at once.
+Imports neither torch nor transformers until `rotary_frequencies` is called, so that `bapo check` answers at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.families import (
-    AFTER_LAYERS,
-    BEFORE_LAYERS,
+    ACTIVATIONS,
     COMMON_DEFAULTS,
+    EMBEDDING,
     FAMILIES,
-    IN_LAYER,
-    LAYER_PREFIX,
-    Weight,
+    FINAL_NORM,
+    OUTPUT,
+    ROPE_TYPES,
+    VALUE_HEAD,
+    Kind,
+    Parameter,
 )
 
-# Those whose frequencies do not depend on the sequence length, and the numbers that each cannot do without.
-ROPE_TYPES: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor",),
-}
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """One dense decoder: its sizes, and the choices that decide its computation."""
+    """One dense decoder: its sizes, and the features that decide its computation."""
 
     family: str  # model_type of config.json
     num_layers: int
@@ -51,9 +51,12 @@ class ModelShape:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    norm_plus_one: bool  # norms multiply by 1 + weight
+    activation: str  # of the gated MLP, one of ACTIVATIONS
+    embedding_scale: float
     max_positions: int
     rope: dict[str, Any]  # rope_type, rope_theta and the factors of that type, as in transformers' rope_parameters
-    eos_token_ids: frozenset[int] = field(compare=False)  # when to stop sampling: no part of the computation
+    eos_token_ids: frozenset[int] = field(compare=False)  # sampling stops there; no part of the computation
     has_value_head: bool = False  # a critic: one number for each token instead of a language-model head
 
     @property
@@ -62,23 +65,23 @@ class ModelShape:
         return not self.tied_embeddings and not self.has_value_head
 
     def with_value_head(self) -> ModelShape:
-        """The critic with this model's body."""
+        """Return the critic with this model's body."""
         return dataclasses.replace(self, has_value_head=True, tied_embeddings=False)
 
     def padded_vocab_size(self, tensor: int) -> int:
-        """Vocabulary rows rounded up to a multiple of the tensor-parallel size."""
+        """Round the vocabulary's rows up to a multiple of the tensor-parallel size."""
         return -(-self.vocab_size // tensor) * tensor
 
     def to_json(self) -> dict[str, Any]:
-        """All that a checkpoint of this model must share with another to be loaded by it."""
+        """Return the fields in which two checkpoints must agree for one to load the other."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.compare}
 
 
 def load_hf_config(path: str | Path) -> dict[str, Any]:
-    """The config.json of a checkpoint folder.
+    """Load the config.json of a checkpoint folder.
 
     Raises:
-        CheckpointError: no such folder or file, or not a JSON object.
+        CheckpointError: the folder or file is missing, or the file holds no JSON object.
     """
     file = Path(path) / "config.json"
     try:
@@ -95,25 +98,25 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
 
 
 def model_shape(hf_config: dict[str, Any], where: str | Path | None = None) -> ModelShape:
-    """Read a config.json.
+    """Read the shape from a config.json.
 
     Args:
         where: the checkpoint's folder, for error messages.
 
     Raises:
-        CheckpointError: the architecture, or an option of it, is not supported; lists all reasons.
+        CheckpointError: the family, or an option of the model, is not supported; lists all reasons.
     """
     if problems := unsupported(hf_config):
         raise CheckpointError((f"{Path(where) / 'config.json'}: " if where else "") + "; ".join(problems))
-    name, get = hf_config["model_type"], _Settings(hf_config)
-    family = FAMILIES[name]
+    get = _Settings(hf_config)
+    family = get.family
 
     def decided(switch: bool | str) -> bool:
         return bool(get(switch)) if isinstance(switch, str) else switch
 
     num_heads, eos = get("num_attention_heads"), get("eos_token_id")
     return ModelShape(
-        family=name,
+        family=hf_config["model_type"],
         num_layers=get("num_hidden_layers"),
         hidden_size=get("hidden_size"),
         ffn_size=get("intermediate_size"),
@@ -127,6 +130,9 @@ def model_shape(hf_config: dict[str, Any], where: str | Path | None = None) -> M
         out_bias=decided(family.out_bias),
         mlp_bias=decided(family.mlp_bias),
         qk_norm=family.qk_norm,
+        norm_plus_one=family.norm_plus_one,
+        activation=get("hidden_act"),
+        embedding_scale=math.sqrt(get("hidden_size")) if family.scaled_embedding else 1.0,
         max_positions=get("max_position_embeddings"),
         rope=_rope(get),
         eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
@@ -134,21 +140,22 @@ def model_shape(hf_config: dict[str, Any], where: str | Path | None = None) -> M
 
 
 def unsupported(hf_config: dict[str, Any]) -> list[str]:
-    """Why this model cannot be trained or served here, empty where it can."""
+    """Return the reasons why this model can be neither trained nor served; empty if it can."""
     family = hf_config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         return [
             f"model_type {family!r} is not supported; supported are {', '.join(sorted(FAMILIES))} (dense); "
-            "docs/models.md says how to add it"
+            "docs/models.md says how to add one"
         ]
     return list(_unsupported_options(_Settings(hf_config)))
 
 
 class _Settings:
-    """Values of a config.json, with the family's defaults where a key is not there."""
+    """Values of a config.json, with the family's defaults for the keys that it leaves out."""
 
     def __init__(self, hf_config: dict[str, Any]) -> None:
-        self._values = COMMON_DEFAULTS | FAMILIES[hf_config["model_type"]].defaults | hf_config
+        self.family = FAMILIES[hf_config["model_type"]]
+        self._values = COMMON_DEFAULTS | self.family.defaults | hf_config
 
     def __call__(self, key: str) -> Any:
         return self._values.get(key)
@@ -165,8 +172,11 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
         yield f"{heads} attention heads cannot share {kv_heads} key-value heads"
     if (sizes.get("head_dim") or sizes["hidden_size"] // heads) % 2:
         yield "an odd head dimension cannot be rotated in pairs"
-    if get("hidden_act") != "silu":
-        yield f"activation {get('hidden_act')!r} is not supported; supported is silu"
+    if get("hidden_act") not in ACTIVATIONS:
+        yield f"activation {get('hidden_act')!r} is not supported; supported are {', '.join(ACTIVATIONS)}"
+    for key in get.family.refused:
+        if get(key):
+            yield f"{key} is not supported"
     if get("quantization_config"):
         yield "config.json sets quantization_config: dequantise the checkpoint first"
     if _has_sliding_window(get):
@@ -187,20 +197,43 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
 def _has_sliding_window(get: _Settings) -> bool:
     if layer_types := get("layer_types"):
         return any(kind != "full_attention" for kind in layer_types)
-    switch = FAMILIES[get("model_type")].window_switch
+    switch = get.family.window_switch
     return switch is not None and bool(get(switch)) and get("max_window_layers") < get("num_hidden_layers")
 
 
 def _rope(get: _Settings) -> dict[str, Any]:
-    """Rope settings under transformers 5's names; older files spread them over rope_theta and rope_scaling."""
+    """Return the rope settings under transformers 5's names; older files use rope_theta and rope_scaling."""
     rope = dict(get("rope_parameters") or get("rope_scaling") or {})
     rope.setdefault("rope_type", rope.pop("type", "default"))
     rope.setdefault("rope_theta", get("rope_theta"))
     return rope
 
 
-def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all weights in a checkpoint of this model, in the order of the layers."""
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One parameter of the model, and the checkpoint tensors that it consists of."""
+
+    megatron_name: str  # with the layer's number within the whole model
+    layer: int | None
+    kind: Kind
+    hf_names: tuple[str, ...]
+    hf_shapes: tuple[tuple[int, ...], ...]
+
+
+def entries(shape: ModelShape) -> Iterator[Entry]:
+    """Iterate over all parameters of the whole model, embedding first, in a fixed order. Tied weights appear once."""
+    yield from _entries(shape, [EMBEDDING])
+    for layer in range(shape.num_layers):
+        yield from layer_entries(shape, layer)
+    yield from _entries(shape, [FINAL_NORM, OUTPUT, VALUE_HEAD])
+
+
+def layer_entries(shape: ModelShape, layer: int) -> Iterator[Entry]:
+    """Iterate over the parameters of one layer."""
+    return _entries(shape, FAMILIES[shape.family].layer, layer)
+
+
+def _entries(shape: ModelShape, parameters: Iterable[Parameter], layer: int | None = None) -> Iterator[Entry]:
     sizes = {
         "V": shape.vocab_size,
         "E": shape.hidden_size,
@@ -210,15 +243,85 @@ def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
         "K": shape.num_kv_heads * shape.head_dim,
         "1": 1,
     }
+    ours, theirs = ("", "") if layer is None else (f"decoder.layers.{layer}.", f"model.layers.{layer}.")
+    for parameter in parameters:
+        if parameter.only_if is None or getattr(shape, parameter.only_if):
+            yield Entry(
+                ours + parameter.name,
+                layer,
+                parameter.kind,
+                tuple(theirs + name for name in parameter.tensors),
+                tuple(tuple(sizes[letter] for letter in dims) for dims in parameter.tensors.values()),
+            )
 
-    def present(weights: tuple[Weight, ...], prefix: str = "") -> dict[str, tuple[int, ...]]:
-        return {
-            prefix + weight.name: tuple(sizes[dim] for dim in weight.dims)
-            for weight in weights
-            if weight.only_if is None or getattr(shape, weight.only_if)
-        }
 
-    tensors = present(BEFORE_LAYERS)
-    for layer in range(shape.num_layers):
-        tensors |= present(IN_LAYER, LAYER_PREFIX.format(layer=layer))
-    return tensors | present(AFTER_LAYERS)
+def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of all tensors in a checkpoint of this model, in the order of the layers."""
+    return {name: size for entry in entries(shape) for name, size in zip(entry.hf_names, entry.hf_shapes, strict=True)}
+
+
+def rotary_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
+    """Compute inverse frequencies, float32 [head_dim / 2], and the factor on cosine and sine (1 except for yarn).
+
+    Source: transformers/modeling_rope_utils.py.
+    """
+    import torch
+
+    kind = shape.rope["rope_type"]
+    if kind == "default":
+        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64).float() / shape.head_dim
+        return 1.0 / shape.rope["rope_theta"] ** exponents, 1.0
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(
+        hidden_size=shape.num_heads * shape.head_dim,  # checked, but not used beside head_dim
+        num_attention_heads=shape.num_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_positions,
+        rope_parameters=dict(shape.rope),
+    )
+    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+
+
+def validate_layout(hf_config: dict[str, Any], tensor: int, pipeline: int, virtual_pipeline: int = 1) -> list[str]:
+    """Return the reasons why this model cannot be split this way, each with its numbers and an alternative that works.
+
+    Args:
+        hf_config: a config.json, see `load_hf_config`.
+        tensor: tensor-parallel size (parallel.tensor).
+        pipeline: pipeline-parallel size (parallel.pipeline).
+        virtual_pipeline: chunks of each stage (parallel.virtual_pipeline).
+    """
+    problems = unsupported(hf_config)
+    if problems:
+        return problems
+    shape = model_shape(hf_config)
+    split = {
+        "attention heads": shape.num_heads,
+        "key-value heads": shape.num_kv_heads,
+        "feed-forward rows": shape.ffn_size,
+    }
+    if bad := [f"{count} {what}" for what, count in split.items() if count % tensor]:
+        works = [n for n in range(1, shape.num_heads + 1) if all(count % n == 0 for count in split.values())]
+        problems.append(
+            f"parallel.tensor={tensor} does not divide {', '.join(bad)}; parallel.tensor can be {_choices(works)}"
+        )
+    if shape.num_layers % pipeline:
+        works = [n for n in range(1, shape.num_layers + 1) if shape.num_layers % n == 0]
+        problems.append(
+            f"parallel.pipeline={pipeline} does not divide {shape.num_layers} layers; "
+            f"parallel.pipeline can be {_choices(works)}"
+        )
+    elif shape.num_layers // pipeline % virtual_pipeline:
+        per_stage = shape.num_layers // pipeline
+        works = [n for n in range(1, per_stage + 1) if per_stage % n == 0]
+        problems.append(
+            f"parallel.virtual_pipeline={virtual_pipeline} does not divide the {per_stage} layers of a stage; "
+            f"it can be {_choices(works)}"
+        )
+    return problems
+
+
+def _choices(values: list[int]) -> str:
+    return ", ".join(map(str, values[:-1])) + " or " + str(values[-1]) if len(values) > 1 else str(values[0])

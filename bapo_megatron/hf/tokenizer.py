@@ -10,10 +10,10 @@ from bapo_megatron.hf.shape import load_hf_config
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load a checkpoint's tokenizer, and check that it belongs to the model.
+    """Load a checkpoint's tokenizer and check that it fits the model.
 
     Raises:
-        CheckpointError: the tokenizer can produce an id that has no row in the model's embedding.
+        CheckpointError: the tokenizer can produce an id without a row in the model's embedding.
     """
     from transformers import AutoTokenizer  # takes seconds
 
@@ -23,10 +23,10 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
-    """Check that every id that the tokenizer can produce has a row in the model's embedding.
+    """Check that the model's embedding has a row for every id that the tokenizer can produce.
 
     Raises:
-        CheckpointError: an id has none; names its token.
+        CheckpointError: it lacks one; names the token.
     """
     token, token_id = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if token_id >= vocab_size:

@@ -1,4 +1,4 @@
-"""Writing a Hugging Face checkpoint folder: weights as a stream of tensors, and the files that go with them."""
+"""Writing a Hugging Face checkpoint folder: weights from a stream of tensors, and the files beside them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _CONFIG = "config.json"
 def write_safetensors(
     named: Iterable[tuple[str, Tensor]], folder: Path, max_file_bytes: int = MAX_FILE_BYTES
 ) -> set[str]:
-    """Write tensors as one file, or as several and the index that names them; holds one file's tensors in memory.
+    """Write tensors as one file, or as several with an index; keep one file's tensors in memory at a time.
 
     Args:
-        folder: exists, and holds no weights.
-        max_file_bytes: tensor bytes per file; a larger tensor has a file to itself.
+        folder: an existing folder without weights.
+        max_file_bytes: tensor bytes per file; a larger tensor gets a file of its own.
 
     Returns: the types of the tensors, such as {"float32"}.
 
@@ -36,7 +36,7 @@ def write_safetensors(
         CheckpointError: the disk is full, or the folder is not writable.
     """
     pending: dict[str, Tensor] = {}
-    files: list[list[str]] = []  # names of the tensors in each
+    files: list[list[str]] = []  # tensor names per file
     num_bytes = total_bytes = 0
     dtypes = set()
 
@@ -50,7 +50,7 @@ def write_safetensors(
     for name, tensor in named:
         if pending and num_bytes + tensor.nbytes > max_file_bytes:
             flush()
-        pending[name] = tensor.detach().cpu().contiguous().clone()  # it may alias a weight, or another tensor
+        pending[name] = tensor.detach().cpu().contiguous().clone()  # may alias a weight or another tensor
         num_bytes += tensor.nbytes
         total_bytes += tensor.nbytes
         dtypes.add(str(tensor.dtype).removeprefix("torch."))
@@ -69,17 +69,17 @@ def write_safetensors(
 
 
 def _partial_file(folder: Path, number: int) -> Path:
-    """Where a file stands until it is known how many there are."""
+    """Return a file's temporary name: the final one contains the number of files."""
     return folder / f"model-{number:05d}.partial"
 
 
 def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Write one safetensors file, and wait until the disk has it.
+    """Write one safetensors file and sync it to the disk.
 
     safetensors writes from the tensors' own memory, without a copy and without the interpreter's lock.
 
     Args:
-        tensors: contiguous, on the CPU; they must not change meanwhile.
+        tensors: contiguous, on the CPU, unchanged until this function returns.
 
     Raises:
         CheckpointError: the disk is full, or the folder is not writable.
@@ -88,13 +88,13 @@ def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
         save_file(dict(tensors), file, metadata={"format": "pt"})
         with file.open("rb") as written:
             os.fsync(written.fileno())
-        file.chmod(0o644)  # safetensors makes it readable for the owner alone
+        file.chmod(0o644)  # safetensors lets only the owner read it
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {file}: {error}") from error
 
 
 def write_durably(file: Path, text: str) -> None:
-    """Write a small text file, and wait until the disk has it.
+    """Write a small text file and sync it to the disk.
 
     Raises:
         CheckpointError: the disk is full, or the folder is not writable.
@@ -109,10 +109,10 @@ def write_durably(file: Path, text: str) -> None:
 
 
 def copy_companions(source: Path, target: Path, dtypes: set[str]) -> None:
-    """Copy what is not weights; config.json, which makes the folder a checkpoint, comes last.
+    """Copy everything but weights; config.json comes last, as it makes the folder a checkpoint.
 
     Args:
-        dtypes: of the weights in `target`; where there is one, config.json names it.
+        dtypes: types of the weights in `target`; config.json names the type if there is only one.
 
     Raises:
         CheckpointError: a file cannot be copied.
@@ -132,12 +132,12 @@ def copy_companions(source: Path, target: Path, dtypes: set[str]) -> None:
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """A folder to write into; it becomes `target` when the block ends well, and goes away when it does not.
+    """Yield a folder to write into, and rename it to `target` if the block succeeds; otherwise remove it.
 
-    A process that is killed leaves `.writing-<name>` beside the target, which the next attempt removes.
+    A killed process leaves `.writing-<name>` beside the target, which the next attempt removes.
 
     Raises:
-        CheckpointError: the target exists and is not empty, or cannot be written.
+        CheckpointError: the target is not empty, or cannot be written.
     """
     partial = target.with_name(f".writing-{target.name}")
     try:

@@ -1,7 +1,7 @@
-"""What Adam keeps of each parameter, whole on every rank or split over data ranks (`optimizer.distributed`).
+"""Adam's state of each parameter, whole on every rank or split over data ranks (`optimizer.distributed`).
 
 Megatron's DistributedOptimizer lays all gradients of a rank in one buffer and gives each data x context rank a slice,
-without regard for the borders of parameters: a rank owns a range of some parameters, and nothing of others.
+regardless of the borders of parameters: a rank owns a range of some parameters, and nothing of others.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from bapo_megatron.learner.parallel import ParallelLayout, device
 
 
 def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
-    """Of the next update. Megatron marks the groups of norms and biases (wd_mult), but leaves it to the schedule of its
-    caller to heed the mark: without this every parameter decays."""
+    """Set learning rate and weight decay for the next update.
+
+    Megatron marks the groups of norms and biases (wd_mult) but leaves the mark to its caller: without this every
+    parameter decays.
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr
         group["weight_decay"] = weight_decay * group["wd_mult"]
 
 
 def clip_and_step(optimizer: MegatronOptimizer, clip_grad: float) -> float:
-    """One update with gradients clipped by their global norm; returns the norm before, the same on every rank.
+    """Make one update with gradients clipped by their global norm; return the norm before, the same on every rank.
 
     A norm that is not finite leaves weights and moments as they are.
     """
@@ -44,12 +47,12 @@ def clip_and_step(optimizer: MegatronOptimizer, clip_grad: float) -> float:
 
 
 class AdamState:
-    """Reads and writes whole tensors, in the shape of the parameter, whoever holds which part.
+    """Access to Adam's tensors in the shape of the parameter, on whatever rank their parts are.
 
     WEIGHT is the float32 weight that Adam updates: the parameter itself, or its master copy when it is bfloat16.
 
     Args:
-        optimizer: what `get_megatron_optimizer` returned for a dense model: a chain of one.
+        optimizer: from `get_megatron_optimizer` for a dense model: a chain of one.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, layout: ParallelLayout) -> None:
@@ -62,15 +65,15 @@ class AdamState:
         self._group = layout.data_context_group
 
     def gather(self, parameter: Parameter, name: str) -> Tensor:
-        """The parameter's tensor `name` (WEIGHT or one of MOMENTS), float32; collective over data ranks if split."""
+        """Return the tensor `name` (WEIGHT or one of MOMENTS), float32; collective over data ranks if split."""
         return self._whole(parameter, self._part(parameter, name))
 
     def writers(self, parameters: Sequence[Parameter]) -> list[tuple[int, bool]]:
-        """Which data x context rank is to write each parameter, and whether it must be gathered for that.
+        """Return the data x context rank that writes each parameter, and whether it must gather it first.
 
-        Replicated parameters are dealt out so that all write about as much. A split one is written by whoever owns most
-        of it: nearly all lie within one rank's range, only those across a border have to be gathered. Collective over
-        data ranks; the parameters are the same on all of them, in the same order.
+        Replicated parameters are dealt out so that all ranks write about as much. The rank that owns most of a split
+        parameter writes it: nearly all lie within one rank's range, only those across a border must be gathered.
+        Collective over data ranks; all pass the same parameters in the same order.
         """
         num_ranks = self._group.size()
         if not self._is_split:
@@ -88,21 +91,21 @@ class AdamState:
         return [(int(r), int(n) < p.numel()) for r, n, p in zip(writer, most, parameters, strict=True)]
 
     def local(self, parameter: Parameter, name: str) -> Tensor:
-        """What `gather` gives, of a parameter that lies on this rank as a whole. Not collective, no copy."""
+        """Return the tensor of `gather` for a parameter that this rank owns as a whole. Not collective, no copy."""
         part = self._part(parameter, name)
         assert part is not None
         assert part.numel() == parameter.numel()
         return part.view(parameter.shape)
 
     def gather_gradient(self, parameter: Parameter) -> Tensor:
-        """The last update's gradient, float32; collective over data ranks if split."""
+        """Return the last update's gradient, float32; collective over data ranks if split."""
         gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
         if not self._is_split:
             return gradient
         return self._whole(parameter, gradient.view(-1)[self._range(parameter)] if self._owns(parameter) else None)
 
     def fill(self, parameter: Parameter, name: str, tensor: Tensor) -> None:
-        """Overwrite this rank's part of what `gather` reads, and of WEIGHT the parameter as a whole."""
+        """Overwrite this rank's part of a tensor that `gather` reads; for WEIGHT also the whole parameter."""
         if name == WEIGHT:
             parameter.copy_(tensor.to(parameter.dtype))  # FP8 ones, too, are made of bfloat16 after an update
         part = self._part(parameter, name)
@@ -110,7 +113,7 @@ class AdamState:
             part.copy_(tensor.reshape(-1)[self._range(parameter)] if self._is_split else tensor)
 
     def set_steps(self, num_applied: int) -> None:
-        """The number of updates behind the moments, for Adam's bias correction."""
+        """Set the number of updates behind the moments, for Adam's bias correction."""
         adam = self._optimizer.optimizer
         for group in adam.param_groups:
             for weight in group["params"]:
@@ -121,12 +124,12 @@ class AdamState:
         return not self._is_split or parameter in self._optimizer.model_param_group_index_map
 
     def _range(self, parameter: Parameter) -> slice:
-        """Which values of the flattened parameter are this rank's, if any are."""
+        """Return this rank's range of the flattened parameter."""
         owned = self._optimizer._get_model_param_range_map(parameter)["param"]
         return slice(owned.start, owned.end)
 
     def _part(self, parameter: Parameter, name: str) -> Tensor | None:
-        """This rank's part, flat if split; None where it has none."""
+        """Return this rank's part, flat if split; None if it has none."""
         if not self._owns(parameter):
             return None
         weight = self._weight(parameter)
@@ -139,7 +142,7 @@ class AdamState:
         return self._optimizer.optimizer.param_groups[group]["params"][index]
 
     def _state(self, weight: Tensor) -> dict[str, Tensor]:
-        """Adam's state of one weight; made here where there was no update yet, as Adam would at its first."""
+        """Return Adam's state of one weight; make it before the first update, as Adam would at its first."""
         state = self._optimizer.optimizer.state[weight]
         if not state:
             state.update({"step": torch.tensor(0.0)} | {name: torch.zeros_like(weight).detach() for name in MOMENTS})

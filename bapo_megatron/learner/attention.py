@@ -1,12 +1,12 @@
-"""Causal attention over packed sequences: in plain torch, and Transformer Engine's where it is used.
+"""Causal attention over packed sequences, in plain torch or with Transformer Engine's kernels.
 
-Sequences of similar length are laid side by side in padded blocks, one call of scaled_dot_product_attention per block.
-Padding stands at the end of a sequence, where a causal query never looks, so the result is exact.
+In plain torch, sequences of similar length form padded blocks, with one call of scaled_dot_product_attention per block.
+The result is exact: padding follows a sequence's tokens, which a causal query never sees.
 
-With context parallelism each rank holds two chunks of every sequence (`buffer.packing.context_tokens`). Keys and values
-of all ranks are gathered, once per layer, and each chunk of queries sees the keys up to its own end, through a mask.
-Exact and simple, at the price of one layer's keys and values of the whole pack on each rank. Transformer Engine's
-attention takes the same cut of "thd" packs and passes keys around a ring instead.
+With context parallelism each rank holds two chunks of every sequence (`buffer.packing.context_tokens`). Each layer
+gathers the keys and values of all ranks once, and a mask shows each chunk of queries the keys up to its own end. This
+is exact and simple; the price is one layer's keys and values of the whole pack on each rank. Transformer Engine's
+attention cuts "thd" packs in the same way, but passes keys around a ring.
 
 Shape legend: T packed tokens of this rank, U of the whole pack, N query heads, K key-value heads, D head dimension,
     S sequences of a block, Q and L the longest of their queries and keys
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.extensions.transformer_engine import TEDotProductAttention  # cannot be built without it
+from megatron.core.extensions.transformer_engine import TEDotProductAttention  # cannot be built without the package
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
@@ -31,7 +31,7 @@ from bapo_megatron.buffer.packing import context_tokens
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Some tokens of each of S sequences, side by side: where they are in the pack, and where in the padded block."""
+    """Places of some tokens of each of S sequences, in the pack and in the padded block."""
 
     packed_B: Tensor | None  # int64; None: all tokens of the pack, in order
     padded_B: Tensor | None  # int64, the same tokens in the block, flattened to [S * length]; None: all of it, in order
@@ -40,7 +40,7 @@ class Ragged:
 
     @classmethod
     def of(cls, starts_S: Tensor, lengths_S: Tensor, num_tokens: int) -> Ragged:
-        """The tokens starts_S[s] to starts_S[s] + lengths_S[s] - 1 of a pack of `num_tokens`, for each s."""
+        """Select the tokens starts_S[s] to starts_S[s] + lengths_S[s] - 1 of a pack of `num_tokens`, for each s."""
         length, num_here = int(lengths_S.max()), int(lengths_S.sum())
         position_SL = torch.arange(length, device=lengths_S.device).expand(lengths_S.numel(), length)
         is_token_SL = position_SL < lengths_S[:, None]
@@ -50,29 +50,29 @@ class Ragged:
         return cls(None if is_all else packed_B, None if is_full else padded_B, lengths_S.numel(), length)
 
     def pad(self, x_TND: Tensor) -> Tensor:
-        """Packed [T, heads, D] to [S, heads, length, D]; zeros where a sequence is shorter."""
+        """Pad packed [T, heads, D] with zeros to [S, heads, length, D]."""
         padded = _Place.apply(x_TND, self.packed_B, self.padded_B, self.num_sequences * self.length)
         return padded.unflatten(0, (self.num_sequences, self.length)).transpose(1, 2)
 
     def unpad(self, x_SNLD: Tensor, num_tokens: int) -> Tensor:
-        """[S, heads, length, D] to packed [T, heads * D], zero for tokens of other blocks."""
+        """Pack [S, heads, length, D] as [T, heads * D], with zeros for tokens of other blocks."""
         x_BX = x_SNLD.transpose(1, 2).reshape(self.num_sequences * self.length, -1)
         return _Place.apply(x_BX, self.padded_B, self.packed_B, num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Sequences of similar length, and which of their keys each query sees."""
+    """Sequences of similar length, and the keys that each query sees."""
 
     queries: Ragged  # among this rank's tokens
     keys: Ragged  # among the gathered tokens
-    visible_S1QL: Tensor | None  # bool; None: queries and keys are the same tokens, and causal
+    visible_S1QL: Tensor | None  # bool; None: plain causal attention among the same tokens
 
 
 def make_blocks(cu_seqlens_S1: Tensor, context_rank: int = 0, context_size: int = 1) -> list[Block]:
-    """Sort sequences into blocks whose lengths differ by less than a factor of two, so padding stays under half.
+    """Sort sequences into blocks whose lengths differ by less than a factor of two: padding stays under half.
 
-    With context parallelism each of the rank's two chunks of the sequences makes a block of its own.
+    With context parallelism, each of the rank's two chunks of the sequences forms a block of its own.
 
     Args:
         cu_seqlens_S1: int [S + 1], of the whole pack: starts with 0, ends with its number of tokens.
@@ -99,16 +99,16 @@ def make_blocks(cu_seqlens_S1: Tensor, context_rank: int = 0, context_size: int 
 
 
 def _visible(first_S: Tensor, num_queries: int, num_keys: int) -> Tensor:
-    """bool [S, 1, Q, L]: the query at position first_S[s] + q of its sequence sees the keys up to that position.
+    """Return bool [S, 1, Q, L]: the query at position first_S[s] + q of a sequence sees the keys up to that position.
 
-    Queries that are padding see keys too: a row without any would become nan.
+    Padding queries see keys too: softmax over none would be nan.
     """
     queries_SQ = first_S[:, None] + torch.arange(num_queries, device=first_S.device)
     return (torch.arange(num_keys, device=first_S.device) <= queries_SQ[:, :, None])[:, None]
 
 
 def _gathered_places(cu_seqlens_S1: Tensor, context_size: int) -> Tensor | None:
-    """Where each token of the pack is after all context ranks' tokens were gathered: int64 [U]; None: in its place."""
+    """Return each token's place after gathering all context ranks, int64 [U]; None: its place in the pack."""
     if context_size == 1:
         return None
     return torch.cat([context_tokens(cu_seqlens_S1, rank, context_size) for rank in range(context_size)]).argsort()
@@ -116,10 +116,10 @@ def _gathered_places(cu_seqlens_S1: Tensor, context_size: int) -> Tensor | None:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of a pack, with the blocks that `PackedAttention` works on, built once for all layers.
+    """Megatron's description of a pack, with the blocks of `PackedAttention`, built once for all layers.
 
-    `qkv_format` is "sbhd" with a batch of one: rotary embeddings then apply as one multiplication over all tokens,
-    where the "thd" path of rope_utils.py splits and concatenates per sequence in every layer.
+    `qkv_format` is "sbhd" with a batch of one, so rotary embeddings are one multiplication over all tokens; the "thd"
+    path of rope_utils.py splits and concatenates per sequence in every layer.
     """
 
     blocks: list[Block] | None = None
@@ -127,7 +127,7 @@ class PackedSequences(PackedSeqParams):
 
     @classmethod
     def of(cls, cu_seqlens_S1: Tensor, context_group: dist.ProcessGroup | None = None) -> PackedSequences:
-        """For `PackedAttention`."""
+        """Describe a pack for `PackedAttention`."""
         rank, size = (context_group.rank(), context_group.size()) if context_group is not None else (0, 1)
         return cls(
             qkv_format="sbhd",
@@ -141,10 +141,10 @@ class PackedSequences(PackedSeqParams):
     def for_transformer_engine(
         cls, cu_seqlens_S1: Tensor, context_group: dist.ProcessGroup | None = None
     ) -> PackedSequences:
-        """For `TransformerEngineAttention`, which has its own context group, and wants to know the longest sequence."""
+        """Describe a pack for `TransformerEngineAttention`, which has a context group of its own."""
         longest = int(cu_seqlens_S1.diff().max())  # once for all layers: it waits for the GPU
         is_split = context_group is not None and context_group.size() > 1
-        padded_S1 = cu_seqlens_S1 if is_split else None  # asked for with context parallelism
+        padded_S1 = cu_seqlens_S1 if is_split else None  # required with context parallelism
         return cls(
             qkv_format="sbhd",
             cu_seqlens_q=cu_seqlens_S1,
@@ -156,12 +156,12 @@ class PackedSequences(PackedSeqParams):
         )
 
     def thd(self) -> PackedSeqParams:
-        """The same pack as Transformer Engine's attention takes it: [tokens, heads, head dimension]."""
+        """Describe the same pack for Transformer Engine's attention, as [tokens, heads, head dimension]."""
         names = (field.name for field in fields(PackedSeqParams))
         return PackedSeqParams(**{name: getattr(self, name) for name in names} | {"qkv_format": "thd"})
 
     def gather(self, k_T1KD: Tensor, v_T1KD: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [U, K, D] of all context ranks, rank after rank; the backward sums over the ranks."""
+        """Gather keys and values [U, K, D] of all context ranks in rank order; the backward sums over the ranks."""
         if self.context_group is None:
             return k_T1KD[:, 0], v_T1KD[:, 0]
         both = torch.cat((k_T1KD[:, 0], v_T1KD[:, 0]), dim=1)
@@ -175,9 +175,9 @@ def _place(x: Tensor, of_B: Tensor | None, into_B: Tensor | None, num_rows: int)
 
 
 class _Place(torch.autograd.Function):
-    """out[into] = x[of], zero elsewhere; no row appears twice, so the backward is the same with both swapped.
+    """out[into] = x[of], zero elsewhere. No row appears twice, so the backward is the same with both swapped.
 
-    None stands for all rows, in order.
+    None means all rows, in order.
     """
 
     @staticmethod
@@ -194,12 +194,12 @@ class _Place(torch.autograd.Function):
 
 class _CoreAttention(torch.nn.Module):
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Nothing to save: attention has no parameters."""
+        """Return nothing: attention has no parameters."""
         return {}
 
 
 class PackedAttention(_CoreAttention):
-    """Core attention for a Megatron layer spec; takes what DotProductAttention takes, needs `PackedSequences`."""
+    """Core attention for a Megatron layer spec, with the arguments of DotProductAttention and `PackedSequences`."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class PackedAttention(_CoreAttention):
         attention_bias: None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """Returns [T, 1, N * D]."""
+        """Return [T, 1, N * D]."""
         assert packed_seq_params is not None, "this attention is for packed sequences only"
         assert packed_seq_params.blocks is not None, "use PackedSequences.of"
         num_tokens = q_T1ND.shape[0]
@@ -240,7 +240,7 @@ class PackedAttention(_CoreAttention):
 class TransformerEngineAttention(_CoreAttention):
     """Transformer Engine's core attention, for bfloat16 on GPUs; needs `PackedSequences.for_transformer_engine`.
 
-    A module around it, because outside of core attention the pack stays "sbhd" (see `PackedSequences`).
+    It is wrapped because the pack stays "sbhd" outside of core attention (see `PackedSequences`).
     """
 
     def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
@@ -257,7 +257,7 @@ class TransformerEngineAttention(_CoreAttention):
         attention_bias: None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """Returns [T, 1, N * D]."""
+        """Return [T, 1, N * D]."""
         assert packed_seq_params is not None, "this attention is for packed sequences only"
         out = self.core(
             q_T1ND[:, 0],

@@ -11,8 +11,8 @@ from torch import Tensor
 from bapo_megatron.algorithms.clip_bounds import contribution_table, empty_table, search_bounds
 from bapo_megatron.algorithms.losses import fixed_bounds, ratio_and_weight
 from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema_loss import RatioLoss
 from bapo_megatron.learner.base import BoundsOf, Learner
-from bapo_megatron.learner.batches import to_device
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
 
@@ -30,12 +30,12 @@ class BoundsFinder:
     def __init__(self, config: Config, learner: Learner) -> None:
         self._config = config
         self._learner = learner
-        self._searches = config.loss.name == "bapo" and config.bapo.scope != "fixed"
+        self._searches = config.searches_bounds
         self._lagged: Tensor | None = None
 
     def find(self, minibatch: MiniBatch) -> ClipBounds | BoundsOf:
         """One all-reduce of a small table in scope exact, none in the others; microbatch makes one for each."""
-        if self._config.loss.name != "bapo":
+        if self._config.loss.bounds != "bapo":
             return fixed_bounds(self._config.loss)
         if not self._searches:
             return search_bounds(empty_table(self._config.bapo), self._config.bapo)
@@ -72,8 +72,10 @@ class BoundsFinder:
 
     def _table(self, mb: MicroBatch, log_probs_R: Tensor) -> Tensor:
         """On the CPU, where the order of additions is the same in every run."""
-        mb, log_probs_R = to_device(mb, torch.device("cpu")), log_probs_R.cpu()
-        behaviour_R, cap = mb.behaviour_logprobs_R, self._config.loss.importance_cap
+        mb, log_probs_R = mb.to(torch.device("cpu")), log_probs_R.cpu()
+        loss = self._config.loss
+        assert isinstance(loss, RatioLoss), "sft has no bounds"
+        behaviour_R, cap = mb.behaviour_logprobs_R, loss.importance_cap
         ratio_R, weight_R = ratio_and_weight(log_probs_R, behaviour_R, mb.proximal_logprobs_R, mb.mask_R, cap)
         return contribution_table(ratio_R, mb.advantages_R, mb.mask_R, behaviour_R, self._config.bapo, weights=weight_R)
 

@@ -1,30 +1,25 @@
-"""What turns a model into one that Megatron trains: gradient buffers that are summed over ranks, and Adam."""
+"""Megatron's wrappers around a model that is trained: gradient buffers and Adam."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from bapo_megatron.config.schema import OptimizerConfig
-from bapo_megatron.runtime.straggler import LOCAL_TIME
 
 
 def for_training(
     model: ModuleList, settings: TransformerConfig, optimizer: OptimizerConfig
 ) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
-    """The model's chunks in Megatron's wrappers, and their optimizer. Collective.
+    """Wrap the model's chunks for Megatron's schedules and make their optimizer. Collective.
 
-    Gradients are sums over data and context ranks: the loss is divided before, by the tokens of all ranks.
+    `Schedule` sums the gradients over ranks after the last backward pass.
     """
-    settings.finalize_model_grads_func = _finalize_sums
     wrapped = [_wrap(chunk, settings, optimizer) for chunk in model]
     made = get_megatron_optimizer(
         _optimizer_config(settings, optimizer), wrapped, use_gloo_process_groups=torch.cuda.is_available()
@@ -56,9 +51,3 @@ def _optimizer_config(settings: TransformerConfig, adam: OptimizerConfig) -> Meg
         use_distributed_optimizer=adam.distributed,
         fp8_recipe=settings.fp8_recipe if settings.fp8 else None,
     )
-
-
-def _finalize_sums(model: list[Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
-    """Sum gradients over data and context ranks and tied or replicated weights; the loss is divided already."""
-    LOCAL_TIME.stop()
-    finalize_model_grads(model, None, **kwargs)

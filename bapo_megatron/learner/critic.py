@@ -27,15 +27,14 @@ from bapo_megatron.checkpoint.shards import Snapshot
 from bapo_megatron.config.precision import tokens_multiple
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.layout import validate_layout
+from bapo_megatron.hf.families import VALUE_HEAD
 from bapo_megatron.hf.reader import HFReader
-from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape
+from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape, validate_layout
 from bapo_megatron.learner import snapshots as checkpoint
 from bapo_megatron.learner.adam import AdamState, clip_and_step, set_rates
 from bapo_megatron.learner.build import for_training
 from bapo_megatron.learner.gradient_guard import SkipLimit
 from bapo_megatron.learner.hf.convert import gather_weights, load_weights
-from bapo_megatron.learner.hf.names import VALUE_HEAD
 from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.learner.schedule import Schedule
@@ -115,7 +114,7 @@ class Critic:
         if has_head:
             load_weights(self.model, self.shape, self.layout, hf_path)
         else:
-            load_weights(self.model, language_model, self.layout, hf_path, keep=frozenset({VALUE_HEAD}))
+            load_weights(self.model, language_model, self.layout, hf_path, keep=frozenset({VALUE_HEAD.name}))
         self._wrapped, self.optimizer = for_training(self.model, settings, config.optimizer)
         self.adam = AdamState(self.optimizer, self.layout)
         self._schedule = Schedule(self._wrapped, settings, self.layout, config)

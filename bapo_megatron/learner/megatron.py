@@ -30,8 +30,7 @@ from bapo_megatron.config.precision import this_machine, tokens_multiple
 from bapo_megatron.config.schema import Config, ParallelConfig
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.layout import validate_layout
-from bapo_megatron.hf.shape import load_hf_config, model_shape
+from bapo_megatron.hf.shape import entries, load_hf_config, model_shape, validate_layout
 from bapo_megatron.learner import snapshots as checkpoint
 from bapo_megatron.learner.adam import WEIGHT, AdamState, clip_and_step, set_rates
 from bapo_megatron.learner.base import BoundsOf, StepResult
@@ -39,14 +38,13 @@ from bapo_megatron.learner.bounds import bounds_on_all_stages
 from bapo_megatron.learner.build import for_training
 from bapo_megatron.learner.gradient_guard import GradientGuard
 from bapo_megatron.learner.hf.convert import gather_weights, load_weights
-from bapo_megatron.learner.hf.names import entries
 from bapo_megatron.learner.metrics import TokenMetrics
 from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device, start_processes
 from bapo_megatron.learner.precision import check_machine, has_quantised, is_quantised, logprob_backend
 from bapo_megatron.learner.reference import ReferencePolicy
 from bapo_megatron.learner.schedule import ForwardPasses, Schedule, Scores
-from bapo_megatron.learner.scoring import known_log_probs
+from bapo_megatron.learner.whole_batch import known_log_probs
 from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
 
 Outcome = tuple[Tensor, ClipBounds, LossResult, Mismatch]  # of a micro-batch; first its log_probs_R

@@ -1,17 +1,28 @@
-"""The policy as a Megatron GPTModel whose last stage gives log-probs, never logits of all tokens.
+"""The policy as a Megatron GPTModel whose last stage returns log-probs, never the logits of all tokens.
+
+Layers consist either of Megatron's own modules, with our norm and packed attention, or of Transformer Engine's, whose
+linears apply the norm before them and hold its weight (`TELayerNormColumnParallelLinear`).
 
 Shape legend: T packed tokens, H hidden, V vocabulary rows of this rank, R response rows, D head dimension
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import TENorm  # imports, but cannot be built, without the package
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -20,32 +31,35 @@ from megatron.core.tensor_parallel import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
 from bapo_megatron.algorithms.logprobs import Backend, VocabShard, token_log_probs
 from bapo_megatron.config.precision import this_machine
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.rope import rotary_frequencies
-from bapo_megatron.hf.shape import ModelShape
-from bapo_megatron.learner.attention import PackedSequences
-from bapo_megatron.learner.layers import block_spec
+from bapo_megatron.hf.shape import ModelShape, rotary_frequencies
+from bapo_megatron.learner.attention import PackedAttention, PackedSequences, TransformerEngineAttention
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.learner.precision import fp8_fields, uses_transformer_engine
 from bapo_megatron.types import MicroBatch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = False) -> TransformerConfig:
-    """Megatron's settings for this model and layout; `[megatron.extra]` has the last word.
+    """Return Megatron's settings for this model and layout; `[megatron.extra]` overrides them.
 
     Args:
-        fp8_params: keep matrices in FP8: for a model whose distributed optimizer has float32 weights.
+        fp8_params: keep matrices in FP8, for a model whose distributed optimizer has float32 weights.
 
     Raises:
-        ConfigError: a name in `[megatron.extra]` is not a field of TransformerConfig, or does not work here.
+        ConfigError: a name in `[megatron.extra]` is not a field of TransformerConfig, or its value does not work here.
     """
     dtype = DTYPES[config.model.dtype]
     virtual = config.parallel.virtual_pipeline if config.parallel.virtual_pipeline > 1 else None
@@ -59,9 +73,10 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
         "kv_channels": shape.head_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.norm_eps,
+        "layernorm_zero_centered_gamma": shape.norm_plus_one,
         "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,  # for all linears at once: block_spec sets it for each
+        "activation_func": _ACTIVATIONS[shape.activation],
+        "add_bias_linear": False,  # applies to all linears: _block_spec chooses for each
         "add_qkv_bias": shape.qkv_bias,
         "qk_layernorm": shape.qk_norm,
         "softmax_scale": _softmax_scale(shape),
@@ -70,7 +85,7 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
         "tensor_model_parallel_size": config.parallel.tensor,
         "pipeline_model_parallel_size": config.parallel.pipeline,
         "virtual_pipeline_model_parallel_size": virtual,
-        # over gloo, chunks mix up batched messages, and learn from wrong ones without an error
+        # over gloo, chunks mix up batched messages and train on wrong ones without an error
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
         "context_parallel_size": config.parallel.context,
@@ -80,8 +95,8 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
         "bf16": dtype == torch.bfloat16,
         "use_cpu_initialization": not torch.cuda.is_available(),
         "perform_initialization": False,  # every weight is read from the checkpoint
-        "calculate_per_token_loss": True,  # gradients are summed over data ranks: the loss is divided by us
-        "gradient_accumulation_fusion": False,  # the output layer's needs Apex
+        "calculate_per_token_loss": True,  # sums gradients over data ranks: the learner divides the loss
+        "gradient_accumulation_fusion": False,  # needs Apex in the output layer
         "masked_softmax_fusion": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
@@ -97,21 +112,80 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
     if virtual and settings.batch_p2p_comm and not torch.cuda.is_available():
         raise ConfigError(
             "[megatron.extra] batch_p2p_comm=true makes the chunks of parallel.virtual_pipeline mix up their messages "
-            "over gloo, and learn from wrong ones without an error: leave it out"
+            "over gloo, and train on wrong ones without an error: leave it out"
         )
     return settings
 
 
 def _softmax_scale(shape: ModelShape) -> float:
-    """1 / sqrt(D), times the factor that yarn puts on cosine and sine of both queries and keys."""
+    """Return 1 / sqrt(D), times the factor by which yarn scales cosine and sine of both queries and keys."""
     _, factor = rotary_frequencies(shape)
     return factor**2 / math.sqrt(shape.head_dim)
 
 
-def _mark_split_parameters(model: torch.nn.Module) -> None:
-    """Say which parameters are split over the tensor group, so that the gradient norm counts replicated ones once.
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm, marked so that `finalize_model_grads` sums its gradient under sequence parallelism."""
 
-    Megatron does it while it initialises weights (tensor_parallel/layers.py), which we leave out.
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.plus_one = config.layernorm_zero_centered_gamma
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 (Parameter has no such field)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.plus_one:
+            return super().forward(x)
+        # in float32, as transformers' GemmaRMSNorm: bfloat16 would round 1 + weight
+        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+
+
+def _with_bias(linear: type) -> type:
+    """Return the linear with a bias, regardless of `add_bias_linear`, which applies to all linears."""
+
+    class Biased(linear):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **(kwargs | {"bias": True}))
+
+    Biased.__name__ = Biased.__qualname__ = f"Biased{linear.__name__}"
+    return Biased
+
+
+def _block_spec(config: TransformerConfig, shape: ModelShape, chunk: int | None) -> TransformerBlockSubmodules:
+    """Return the layers of this rank, or of one of its chunks, made of the modules of `config.transformer_impl`."""
+    layer, norm = _transformer_engine(config) if config.transformer_impl == "transformer_engine" else _local(config)
+    parts = layer.submodules
+    if shape.out_bias:
+        attention = parts.self_attention.submodules
+        attention.linear_proj = _with_bias(attention.linear_proj)
+    if shape.mlp_bias:
+        mlp = parts.mlp.submodules
+        mlp.linear_fc1, mlp.linear_fc2 = _with_bias(mlp.linear_fc1), _with_bias(mlp.linear_fc2)
+    layers = [copy.deepcopy(layer) for _ in range(get_num_layers_to_build(config, vp_stage=chunk))]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+
+
+def _local(config: TransformerConfig) -> tuple[ModuleSpec, type]:
+    """Return a layer of Megatron's parallel linears, which also train without a GPU, and the final norm."""
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return layer, RMSNorm
+
+
+def _transformer_engine(config: TransformerConfig) -> tuple[ModuleSpec, type]:
+    """Return a layer of Transformer Engine's attention and linears, with the norms inside, and the final norm."""
+    layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    layer.submodules.self_attention.submodules.core_attention = TransformerEngineAttention
+    return layer, TENorm
+
+
+def _mark_split_parameters(model: torch.nn.Module) -> None:
+    """Mark the parameters that are split over the tensor group: the gradient norm counts all others once.
+
+    Megatron marks them while it initialises weights (tensor_parallel/layers.py), a step that this model skips.
     """
     for module in model.modules():
         weight = getattr(module, "weight", None)
@@ -126,10 +200,10 @@ def _mark_split_parameters(model: torch.nn.Module) -> None:
 
 
 class PolicyModel(GPTModel):
-    """A part of the policy: this rank's layers or, with a virtual pipeline, those of one of its chunks.
+    """A part of the policy: this rank's layers or, with a virtual pipeline, the layers of one chunk.
 
-    The end of the model returns (log_probs_R, entropy_R), float32, of the distribution at `temperature`;
-    other parts return hidden states [T or T / tensor, 1, H].
+    The last part of the model returns (log_probs_R, entropy_R), float32, of the distribution at `temperature`;
+    the others return hidden states [T or T / tensor, 1, H].
     """
 
     def __init__(
@@ -143,13 +217,13 @@ class PolicyModel(GPTModel):
         vp_stage = chunk if layout.num_chunks > 1 else None
         super().__init__(
             config=config,
-            transformer_layer_spec=block_spec(config, shape, vp_stage),
+            transformer_layer_spec=_block_spec(config, shape, vp_stage),
             vocab_size=shape.padded_vocab_size(layout.tensor_size),
             max_sequence_length=shape.max_positions,
             pre_process=layout.starts_model(chunk),
             post_process=layout.ends_model(chunk),
             share_embeddings_and_output_weights=shape.tied_embeddings,
-            position_embedding_type="none",  # rotary embeddings are passed to the decoder, by position, below
+            position_embedding_type="none",  # the decoder is given rotary embeddings by position, below
             vp_stage=vp_stage,
         )
         rows = self.vocab_size // layout.tensor_size
@@ -159,11 +233,12 @@ class PolicyModel(GPTModel):
             size=rows,
             vocab_size=shape.vocab_size,
         )
+        self.embedding_scale = shape.embedding_scale
         self.logprob_backend = logprob_backend
         self.context_group = layout.context_group
         is_engine = config.transformer_impl == "transformer_engine"
         self._describe_pack = PackedSequences.for_transformer_engine if is_engine else PackedSequences.of
-        # not a buffer: those become bfloat16 with the weights, too coarse for positions
+        # not a buffer, which would become bfloat16 with the weights: too coarse for positions
         self.inverse_frequencies = rotary_frequencies(shape)[0].to(device())
         _mark_split_parameters(self)
 
@@ -174,7 +249,7 @@ class PolicyModel(GPTModel):
         if not self.post_process:
             return hidden_T1H
         if self.config.sequence_parallel:
-            # token_log_probs has summed the gradient over the tensor group already: the backward only splits it
+            # token_log_probs already sums the gradient over the tensor group: the backward only splits it
             hidden_T1H = gather_from_sequence_parallel_region(
                 hidden_T1H, tensor_parallel_output_grad=False, group=self.tp_group
             )
@@ -192,15 +267,20 @@ class PolicyModel(GPTModel):
         )
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
-        """What this part's layers make of the tokens, or of the hidden states before it: [T or T / tensor, 1, H]."""
+        """Run this part's layers on the tokens, or on the previous part's hidden states: [T or T / tensor, 1, H]."""
+        hidden_states = None
+        if self.pre_process:
+            hidden_states = self.embedding(batch.token_ids_T[None], None)
+            if self.embedding_scale != 1:  # rounded to the weights' type, as in transformers
+                hidden_states = hidden_states * hidden_states.new_tensor(self.embedding_scale)
         return self.decoder(
-            hidden_states=self.embedding(batch.token_ids_T[None], None) if self.pre_process else None,
+            hidden_states=hidden_states,
             attention_mask=None,
             rotary_pos_emb=self._rotary(batch.position_ids_T),
             packed_seq_params=self._describe_pack(batch.cu_seqlens_S1, self.context_group),
         )
 
     def _rotary(self, position_ids_T: Tensor) -> Tensor:
-        """Angles of each token, float32 [T, 1, 1, D]."""
+        """Compute the angles of each token, float32 [T, 1, 1, D]."""
         angles_TD = torch.outer(position_ids_T.float(), self.inverse_frequencies)
         return torch.cat((angles_TD, angles_TD), dim=-1)[:, None, None]

@@ -1,8 +1,8 @@
-"""Process groups of the trainer, and the few collectives that this package makes itself.
+"""Process groups of the trainer, and the few collectives of this package itself.
 
-The only file that asks megatron's `parallel_state`. Ranks are ordered tensor, context, data, pipeline (fastest first),
+The only file that reads Megatron's `parallel_state`. Ranks are ordered tensor, context, data, pipeline (fastest first),
 as `initialize_model_parallel` orders them. A *replica* is one whole copy of the model: tensor x pipeline ranks. There
-are data x context replicas; those that differ in the context rank only work on the same sequences.
+are data x context replicas; replicas that differ only in the context rank work on the same sequences.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_DIMS = 8
 
 
 def device() -> torch.device:
-    """Where this rank computes."""
+    """Return this rank's device."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -44,7 +44,7 @@ def start_processes(config: ParallelConfig) -> None:
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
-        # Batches are shared as CPU tensors (buffer/share.py), also where gradients travel over NCCL.
+        # Batches are shared as CPU tensors (rollout/shared.py), also where gradients travel over NCCL.
         backend, timeout = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=config.timeout_s)
         if "RANK" in os.environ:
             if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
@@ -76,7 +76,7 @@ def start_processes(config: ParallelConfig) -> None:
 
 
 def stop_processes() -> None:
-    """Leave together; safe to call when nothing was started."""
+    """Leave all process groups together; safe to call if nothing was started."""
     if not dist.is_initialized():
         return
     dist.barrier()  # a rank that leaves early makes the others' last collective fail
@@ -85,7 +85,7 @@ def stop_processes() -> None:
 
 
 def raise_together(error: CheckpointError | None) -> None:
-    """Raise on every rank what the first rank with an error raises, so that none waits for a rank that is gone.
+    """Raise the first rank's error on every rank, so that none waits for a rank that is gone.
 
     Collective over all ranks; returns when no rank has an error.
     """
@@ -98,7 +98,7 @@ def raise_together(error: CheckpointError | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """Where this rank stands, and the groups it talks to."""
+    """A rank's place in the layout, and its groups."""
 
     rank: int
     tensor_rank: int
@@ -147,23 +147,23 @@ class ParallelLayout:
         return self.data_rank == 0 and self.context_rank == 0
 
     def starts_model(self, chunk: int) -> bool:
-        """Whether this rank's chunk holds the embedding."""
+        """Return whether this rank's chunk holds the embedding."""
         return self.pipeline_rank == 0 and chunk == 0
 
     def ends_model(self, chunk: int) -> bool:
-        """Whether this rank's chunk holds the output layer."""
+        """Return whether this rank's chunk holds the output layer."""
         return self.is_last_stage and chunk == self.num_chunks - 1
 
     def stage_of_layer(self, layer: int, num_layers: int) -> int:
-        """The pipeline rank that holds a layer: chunk after chunk goes around the stages."""
+        """Return the pipeline rank that holds a layer: chunk after chunk goes around the stages."""
         layers_per_chunk = num_layers // (self.pipeline_size * self.num_chunks)
         return layer // layers_per_chunk % self.pipeline_size
 
     def share(self, *, sequence_parallel: bool, tokens_multiple: int = 1) -> Share:
-        """How mini-batches are packed for this rank.
+        """Return this rank's part of a mini-batch, and the form that it is packed in.
 
         Args:
-            tokens_multiple: what FP8 asks of the tokens that a matrix product, or a gathered part of one, sees.
+            tokens_multiple: FP8 needs the tokens of a matrix product, or of a gathered part of one, in this multiple.
         """
         return Share(
             data_rank=self.data_rank,
@@ -178,7 +178,7 @@ class ParallelLayout:
     def from_last_stage(self, tensor: Tensor) -> None:
         """Overwrite `tensor` on every rank of the replica with that of the last stage's first tensor rank.
 
-        One source for all: tensor ranks, too, must not differ by a rounding error in what steers the loss.
+        One source for all: a value that steers the loss must not differ by a rounding error between tensor ranks.
         """
         if self.replica_group.size() == 1:
             return
@@ -186,14 +186,14 @@ class ParallelLayout:
         dist.broadcast(tensor, src=leader_of_last_stage, group=self.replica_group)
 
     def pipeline_group_rank(self, stage: int) -> int:
-        """Global rank of the process that holds `stage` in this rank's pipeline."""
+        """Return the global rank of the process that holds `stage` in this rank's pipeline."""
         return dist.get_global_rank(self.pipeline_group, stage)
 
     def reduce_over_data(self, table: Tensor | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Combine over data x context ranks of the last stage, with one all-reduce; the result is on every rank.
 
         Args:
-            table: float64, up to 8 dimensions: this replica's part; None where not on the last stage.
+            table: float64, up to 8 dimensions: this replica's part; None off the last stage.
         """
         assert (table is not None) == self.is_last_stage, "the table lives on the last pipeline stage, and only there"
         if table is not None:
@@ -205,7 +205,7 @@ class ParallelLayout:
         return table
 
     def sum_over_last_stage(self, table: Tensor) -> Tensor:
-        """The sum of `reduce_over_data`, for the ranks of the last stage alone, which call it together."""
+        """Return the sum of `reduce_over_data`, for the ranks of the last stage alone, which call it together."""
         table = self._all_reduce(table, dist.ReduceOp.SUM)
         if self.tensor_size > 1:  # one source for all, as in `from_last_stage`
             dist.broadcast(table, src=dist.get_global_rank(self.tensor_group, 0), group=self.tensor_group)
@@ -218,7 +218,7 @@ class ParallelLayout:
         return table
 
     def _like_last_stage(self, tensor: Tensor | None) -> Tensor:
-        """An empty tensor of the last stage's shape where there is none: a broadcast has to know its shape."""
+        """Return the last stage's table, or an empty one of its shape elsewhere: a broadcast must know the shape."""
         header = torch.zeros(_MAX_DIMS + 1, dtype=torch.int64, device=device())
         if tensor is not None:
             assert tensor.dim() <= _MAX_DIMS

@@ -1,7 +1,7 @@
 """FP8 and Transformer Engine: which layers are built, Megatron's options, which weights are quantised.
 
-What is refused, and why, is decided by pure functions in `config/precision.py`. Written against Megatron-Core 0.16.1
-and Transformer Engine 2.9 to 2.11; not yet run on a GPU.
+Pure functions in `config/precision.py` decide what is refused, and why. Written against Megatron-Core 0.16.1 and
+Transformer Engine 2.9 to 2.11.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from bapo_megatron.hf.shape import ModelShape
 
 
 def check_machine(config: Config, shape: ModelShape, machine: Machine) -> None:
-    """Refuse what this machine cannot compute.
+    """Check that this machine can compute what the settings ask for.
 
     Raises:
-        ConfigError: `[precision]`, `model.implementation` or `train.logprob_backend` cannot be had here; says why.
+        ConfigError: it cannot, because of `[precision]`, `model.implementation` or `train.logprob_backend`; says why.
     """
     found = problems(config, shape=shape, machine=machine)
     if config.train.logprob_backend == "triton" and machine.compute_capability is None:
@@ -33,7 +33,7 @@ def check_machine(config: Config, shape: ModelShape, machine: Machine) -> None:
 
 
 def uses_transformer_engine(config: Config, machine: Machine) -> bool:
-    """Whether layers are Transformer Engine's: for bfloat16 on a GPU where it is installed, unless told otherwise."""
+    """Return whether layers are Transformer Engine's: for bfloat16, on a GPU, if installed and not set to "local"."""
     if config.model.implementation == "local":
         return False
     has_it = machine.compute_capability is not None and machine.transformer_engine is not None
@@ -41,12 +41,12 @@ def uses_transformer_engine(config: Config, machine: Machine) -> bool:
 
 
 def logprob_backend(config: Config) -> Backend:
-    """Torch, unless the settings say otherwise: which is faster has not been measured on a GPU yet."""
+    """Return the backend that the settings ask for; "auto" is torch."""
     return "triton" if config.train.logprob_backend == "triton" else "torch"
 
 
 def fp8_fields(config: Config, fp8_params: bool = False) -> dict[str, Any]:
-    """Fields of Megatron's TransformerConfig; empty without FP8."""
+    """Return the FP8 fields of Megatron's TransformerConfig; none without FP8."""
     p = config.precision
     if not p.uses_fp8:
         return {}
@@ -54,7 +54,7 @@ def fp8_fields(config: Config, fp8_params: bool = False) -> dict[str, Any]:
     if p.recipe == "delayed":
         fields |= {
             "fp8_amax_history_len": 1024,
-            "fp8_amax_compute_algo": "max",  # Megatron's default is the most recent, which leaves the history unused
+            "fp8_amax_compute_algo": "max",  # Megatron's default, the most recent, leaves the history unused
         }
     if p.bf16_layers_at_start or p.bf16_layers_at_end:
         fields |= {
@@ -66,10 +66,10 @@ def fp8_fields(config: Config, fp8_params: bool = False) -> dict[str, Any]:
 
 
 def has_quantised(modules: Iterable[Module]) -> bool:
-    """Whether any parameter is kept in FP8."""
+    """Return whether any parameter is kept in FP8."""
     return any(is_quantised(parameter) for module in modules for parameter in module.parameters())
 
 
 def is_quantised(parameter: Parameter) -> bool:
-    """Whether a parameter is one of Transformer Engine's FP8 tensors, which say bfloat16 when asked for their type."""
+    """Return whether a parameter is one of Transformer Engine's FP8 tensors, whose `dtype` reads bfloat16."""
     return is_float8tensor(parameter)

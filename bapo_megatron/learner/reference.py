@@ -1,7 +1,7 @@
-"""The reference policy of the KL term (`loss.kl_coef`): a second model that is never trained.
+"""The reference policy of the KL term (`loss.kl_coef`): a second model, which is never trained.
 
-It costs its weights once more on every rank (without gradients or optimizer state), and one scoring pass over each
-rollout batch. It is split like the learner, and may be another model of the same vocabulary.
+Every rank holds a second set of weights, without gradients or optimizer state, and each rollout batch costs one more
+scoring pass. The reference is split like the learner, and may be any model with the same vocabulary.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from bapo_megatron.types import MiniBatch
 
 
 class ReferencePolicy:
-    """Log-probs of a frozen policy; a `learner.scoring.Scorer`. Construct it on every rank, after the learner's model.
+    """Log-probs of a frozen policy; a `whole_batch.Scorer`. Construct it on every rank, after the learner's model.
 
     Args:
-        started_from: the policy's own Hugging Face folder, the reference where `loss.reference_path` is unset.
+        started_from: the policy's own Hugging Face folder, the reference if `loss.reference_path` is unset.
 
     Raises:
         ConfigError: the reference has another vocabulary, or does not fit the layout.
-        CheckpointError: its folder cannot be read or is of an unsupported architecture.
+        CheckpointError: its folder cannot be read, or its family is not supported.
     """
 
     def __init__(self, config: Config, started_from: Path, layout: ParallelLayout) -> None:

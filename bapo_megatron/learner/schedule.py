@@ -1,11 +1,11 @@
-"""A mini-batch through Megatron's schedules: scoring, forward and backward passes, and in which order.
+"""A mini-batch through Megatron's schedules: scoring, forward and backward passes, and their order.
 
     interleaved      score (no gradient)  |  forward, backward, forward, backward, ... (pipeline stages: 1F1B)
     forwards_first   forward, forward, ...  |  backward, backward, ...
                                             ^ the bounds are found here, from the log-probs of all micro-batches
 
-The bounds need the ratios of the whole mini-batch before the first loss. Where all forward passes come first, they are
-the scoring pass, and no FLOP is spent twice; but what the backward passes need stays alive for all micro-batches.
+The bounds need the ratios of the whole mini-batch before the first loss. Forward passes that all come first are the
+scoring pass, and no FLOP is spent twice; but all micro-batches then keep their activations until the backward passes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
@@ -24,7 +25,6 @@ from torch.nn import Module
 
 from bapo_megatron.config.plan import runs_forwards_first
 from bapo_megatron.config.schema import Config
-from bapo_megatron.learner.batches import check_packed_for, to_device
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.runtime.straggler import LOCAL_TIME
@@ -32,13 +32,13 @@ from bapo_megatron.types import MicroBatch, MiniBatch
 
 Scores = tuple[Tensor, Tensor]  # log_probs_R, entropy_R
 Outcome = TypeVar("Outcome")
-# of a micro-batch, from its scores (or a critic's values): loss, number of tokens, and what to remember
+# maps a micro-batch and its scores (or a critic's values) to loss, number of tokens, and an outcome to keep
 LossOf = Callable[[MicroBatch], Callable[[Any], tuple[Tensor, Tensor, Outcome]]]
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardPasses:
-    """Those of a mini-batch, with the graphs that its backward passes go through."""
+    """Forward passes of a mini-batch, with the graphs for its backward passes."""
 
     minibatch: MiniBatch
     batches: list[tuple[MicroBatch, Scores]]  # on the device
@@ -49,7 +49,7 @@ class ForwardPasses:
 
 
 class Schedule:
-    """Runs mini-batches in the order of `train.schedule`.
+    """Runner of mini-batches in the order of `train.schedule`.
 
     Args:
         chunks: this rank's parts of the model, wrapped by Megatron.
@@ -75,26 +75,25 @@ class Schedule:
         )
 
     def log_probs(self, minibatch: MiniBatch) -> list[Tensor]:
-        """Without gradient; empty where not on the last stage."""
+        """Return log-probs without gradient; empty off the last stage."""
         return self.without_gradient(minibatch, lambda scores: scores[0])
 
     def without_gradient(self, minibatch: MiniBatch, of: Callable[[Any], Tensor]) -> list[Tensor]:
-        """`of` what the end of the model returns for each micro-batch; empty where not on the last stage."""
+        """Return `of` the model's output for each micro-batch, without gradient; empty off the last stage."""
         with torch.no_grad():
             return self._forward(minibatch, lambda output, non_loss_data: of(output), with_entropy=False)
 
     def forward(self, minibatch: MiniBatch) -> ForwardPasses:
-        """All forward passes, with their graphs. Not with pipeline stages."""
+        """Run all forward passes and keep their graphs. Not with pipeline stages."""
         assert self._layout.pipeline_size == 1, "stages pass micro-batches on in Megatron's own order"
         batches = self._on_device(minibatch)
         scores = self._forward(minibatch, lambda scores, non_loss_data: scores, with_entropy=True)
         return ForwardPasses(minibatch, list(zip(batches, scores, strict=True)))
 
     def backward(self, passes: ForwardPasses, loss_of: LossOf[Outcome]) -> list[Outcome]:
-        """Losses and gradients of forward passes that were made before; returns what `loss_of` says of each.
+        """Compute losses and gradients of earlier forward passes; return the outcomes of `loss_of`.
 
-        To Megatron's schedule it is an ordinary one, whose forward steps hand out what is there already: gradients
-        are accumulated and reduced as ever.
+        Megatron's schedule runs as usual, with forward steps that return the scores they already have.
         """
 
         def forward_step(iterator: Iterator[tuple[MicroBatch, Scores]], model: Module) -> tuple[Scores, Callable]:
@@ -104,7 +103,7 @@ class Schedule:
         return self._run(forward_step, passes.batches, passes.minibatch, forward_only=False)
 
     def forward_backward(self, minibatch: MiniBatch, loss_of: LossOf[Outcome]) -> list[Outcome]:
-        """Forward and backward passes by turns; empty where not on the last stage."""
+        """Run forward and backward passes by turns; return the outcomes, empty off the last stage."""
 
         def forward_step(iterator: Iterator[MicroBatch], model: Module) -> tuple[Any, Callable]:
             batch = next(iterator)
@@ -119,7 +118,7 @@ class Schedule:
         return self._run(forward_step, self._on_device(minibatch), minibatch, forward_only=True)
 
     def _scores(self, model: Module, batch: MicroBatch, *, with_entropy: bool) -> Any:
-        """(log_probs_R, entropy_R) at the end of the model, hidden states elsewhere."""
+        """Return (log_probs_R, entropy_R) at the end of the model, hidden states elsewhere."""
         return model(
             batch,
             temperature=self._config.rollout.temperature,
@@ -128,7 +127,11 @@ class Schedule:
         )
 
     def _run(self, forward_step: Callable, data: list[Any], minibatch: MiniBatch, *, forward_only: bool) -> list[Any]:
-        """All micro-batches through Megatron's schedule; on the last stage what the loss functions gave to keep."""
+        """Pass all micro-batches through Megatron's schedule; return what the loss functions keep, on the last stage.
+
+        Gradients are then summed over data and context ranks and over tied or replicated weights; the loss is divided
+        by the tokens of all ranks already.
+        """
         count = itertools.count(1)
 
         def beating_step(*arguments: Any) -> Any:
@@ -146,15 +149,24 @@ class Schedule:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
-        LOCAL_TIME.stop()  # before, where there are gradients to sum (build.py)
+        LOCAL_TIME.stop()  # before the first collective over data ranks
+        if not forward_only:
+            finalize_model_grads(self._chunks)
         return outputs
 
     def _on_device(self, minibatch: MiniBatch) -> list[MicroBatch]:
-        check_packed_for(self._layout, minibatch)
-        return [to_device(batch, device()) for batch in minibatch.micro_batches]
+        layout, packs = self._layout, minibatch.micro_batches
+        for pack in packs:  # packed for another rank, they would give wrong numbers, not an error
+            assert int(pack.cu_seqlens_S1[-1]) == pack.num_tokens * layout.context_size, (
+                "packed for other context ranks"
+            )
+        if layout.pipeline_size > 1:
+            lengths = {pack.num_tokens for pack in packs}
+            assert len(lengths) == 1, f"packs of a pipeline need one length, not {sorted(lengths)}"
+        return [pack.to(device()) for pack in packs]
 
     def _layer_input_bytes(self, minibatch: MiniBatch) -> float:
-        """What `train.recompute` keeps on this rank until the backward passes."""
+        """Return the bytes that `train.recompute` keeps on this rank until the backward passes."""
         settings = self._settings
         num_tokens = sum(batch.num_tokens for batch in minibatch.micro_batches)
         split = self._layout.tensor_size if settings.sequence_parallel else 1
@@ -162,7 +174,7 @@ class Schedule:
 
 
 def _smallest_memory(layout: ParallelLayout) -> float:
-    """Bytes of the smallest device (of machines, where they compute on CPUs). One small all-reduce."""
+    """Return the memory in bytes of the smallest device, or machine without GPUs. One small all-reduce."""
     if torch.cuda.is_available():
         own = torch.cuda.get_device_properties(device()).total_memory
     else:

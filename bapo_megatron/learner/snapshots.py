@@ -1,8 +1,8 @@
-"""Saving and loading a Megatron model with its optimizer's state, from and to the parts of any layout.
+"""Saves and loads a Megatron model with its optimizer's state, from and to the parts of any layout.
 
-Every rank writes its own part at the same time: a tensor that several ranks hold is written by one of them (copies of
-a tensor group by its first rank, data replicas in turns, ranges of the distributed optimizer by who owns most), and
-reads just the slices that it needs. The files: `folder.py`.
+Every rank writes its own part at the same time: of a tensor that several ranks hold, one writes it (of copies in a
+tensor group the first rank, of data replicas each in turn, of the distributed optimizer's ranges the largest owner).
+Every rank reads only the slices that it needs. The files: `checkpoint/folder.py`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT, Index, read_index
 from bapo_megatron.checkpoint.shard_reader import ShardReader
 from bapo_megatron.checkpoint.shards import Piece, Snapshot
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.hf.shape import ModelShape
+from bapo_megatron.hf.families import OUTPUT
+from bapo_megatron.hf.shape import ModelShape, entries
 from bapo_megatron.learner.adam import AdamState
 from bapo_megatron.learner.hf.convert import fill_parameters, parameters_by_global_name, raising_together
-from bapo_megatron.learner.hf.names import OUTPUT, entries, place_shard
+from bapo_megatron.learner.hf.names import place_shard
 from bapo_megatron.learner.parallel import ParallelLayout
 
 PARTS = (WEIGHT, *MOMENTS)
@@ -38,15 +39,15 @@ def take_snapshot(
     facts: dict[str, Any],
     hf_path: Path,
 ) -> Snapshot:
-    """What this rank is to write. Collective over data x context ranks.
+    """Return the pieces that this rank writes. Collective over data x context ranks.
 
-    Takes no memory, but for parameters across a border of the distributed optimizer (on the CPU) and what
-    `Snapshot.detach` copies: the pieces are views of the live tensors.
+    The pieces are views of the live tensors; only parameters across a border of the distributed optimizer are copied
+    (to the CPU), and all that `Snapshot.detach` copies.
 
     Args:
         model: this rank's chunks of the model.
-        facts: JSON, the same on every rank: `version` and `skipped_updates` (of these the moments have seen none), and
-            whatever else belongs to the model.
+        facts: JSON, the same on every rank: `version`, `skipped_updates` (updates that the moments have not seen), and
+            other facts about the model.
         hf_path: the Hugging Face folder whose config and tokenizer go along.
     """
     pieces = list(_pieces(model, shape, layout, adam))
@@ -59,7 +60,7 @@ def _pieces(model: ModuleList, shape: ModelShape, layout: ParallelLayout, adam: 
     present = [entry for entry in entries(shape) if entry.megatron_name in parameters]
     mine = [(entry, parameters.pop(entry.megatron_name)) for entry in present]
     if shape.tied_embeddings:
-        parameters.pop(OUTPUT, None)  # the last stage's copy: the first stage has the same
+        parameters.pop(OUTPUT.name, None)  # the last stage's copy: the first stage has the same
     assert not parameters, f"the name map does not know {sorted(parameters)}"
     data_rank = dist.get_rank(layout.data_context_group)
     writers = adam.writers([parameter for _, parameter in mine])
@@ -74,7 +75,7 @@ def _pieces(model: ModuleList, shape: ModelShape, layout: ParallelLayout, adam: 
 
 @torch.no_grad()
 def load(model: ModuleList, shape: ModelShape, layout: ParallelLayout, adam: AdamState, folder: Path) -> dict[str, Any]:
-    """Fill weights and optimizer state with what any layout has saved; returns its facts. Collective.
+    """Load weights and optimizer state saved by any layout; return the checkpoint's facts. Collective.
 
     Raises:
         CheckpointError: on every rank: the folder is torn or of another format, a tensor is missing, unexpected,

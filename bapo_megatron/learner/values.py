@@ -20,7 +20,7 @@ from bapo_megatron.config.schema import AdvantageConfig, Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.learner.critic import Critic
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.learner.scoring import of_batch
+from bapo_megatron.learner.whole_batch import of_batch
 from bapo_megatron.types import Batch
 
 

@@ -17,8 +17,8 @@ from bapo_megatron.monitor.console import Console
 from bapo_megatron.monitor.metrics import MetricsWriter, read_metrics
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.monitor.sinks import BackgroundSink, open_sinks
-from bapo_megatron.rollout.base import Rollouts
 from bapo_megatron.rollout.recorded import write_groups
+from bapo_megatron.rollout.shared import Rollouts
 from bapo_megatron.runtime.files import JsonlWriter, truncate_after
 from bapo_megatron.runtime.straggler import StragglerAlarm
 from bapo_megatron.types import ClipBounds, Group, Trajectory
@@ -36,7 +36,7 @@ class UpdateMetrics:
     """Collects the metrics of a step's optimizer updates into one number each."""
 
     def __init__(self, config: Config) -> None:
-        searches = config.loss.name == "bapo" and config.bapo.scope != "fixed"
+        searches = config.searches_bounds
         self._start = (config.bapo.low.points[0], config.bapo.high.points[0]) if searches else None
         self._values: dict[str, list[float]] = defaultdict(list)
         self._mismatch = no_mismatch()
@@ -105,8 +105,9 @@ class Recorder:
                 config.run.name, config.monitor.prometheus_host, config.monitor.prometheus_port
             )
 
-    def begin(self, first_step: int, rollouts: Rollouts) -> None:
+    def begin(self, first_step: int, rollouts: Rollouts | None) -> None:
         """Go on after `first_step` finished steps: what was written about later ones is cut off."""
+        assert rollouts is not None, "the recorder's rank makes the batches"
         for path in (self._run_dir.metrics_path, self._run_dir.samples_path):
             truncate_after(path, first_step)
         history = read_metrics(self._run_dir.metrics_path)
@@ -179,6 +180,28 @@ class Recorder:
             self._samples.close()
         if self._endpoint is not None:
             self._endpoint.close()
+
+
+class SilentRecorder:
+    """The recorder of every rank but the first: notes go to the rank's log, and nothing else is kept."""
+
+    def begin(self, first_step: int, rollouts: Rollouts | None) -> None:
+        pass
+
+    def keep_samples(self, step: int, groups: Sequence[Group]) -> None:
+        pass
+
+    def record(self, step: int, version: int, *parts: Mapping[str, float]) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+
+    def warn(self, text: str) -> None:
+        self.note(f"warning: {text}")
+
+    def end(self) -> None:
+        pass
 
 
 def sample_record(step: int, trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from bapo_megatron.config.earlier import updated
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.runtime.files import explaining_os_errors, write_atomically
 from bapo_megatron.runtime.ranks import num_cores
@@ -211,7 +212,7 @@ def describe_environment() -> dict[str, Any]:
 
 def different_settings(old_text: str, new_text: str) -> dict[str, tuple[Any, Any]]:
     """Settings whose values differ between two TOML texts, as {"bapo.rho0": (0.4, 0.5)}; None where one is unset."""
-    old, new = _flatten(tomllib.loads(old_text)), _flatten(tomllib.loads(new_text))
+    old, new = (_flatten(updated(tomllib.loads(text))) for text in (old_text, new_text))
     return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
 
 

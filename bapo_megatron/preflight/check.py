@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.base import Violation
+from bapo_megatron.config.dotted import REWARD
 from bapo_megatron.config.load import load_config, split_arguments
 from bapo_megatron.config.plan import check
 from bapo_megatron.config.plan_slurm import check_placement, refuse_several_nodes
@@ -17,6 +18,7 @@ from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.preflight.known import known_config
 from bapo_megatron.preflight.plan import check_cluster
+from bapo_megatron.rewards.scorer import RewardScorer
 
 _ENOUGH_GPUS = 1_000_000  # the number of ranks stays as it is
 
@@ -47,7 +49,7 @@ def violations_of(config: Config, *, elsewhere: bool, memory: bool = True) -> li
         memory: whether what does not fit into the cluster's GPUs is a violation.
     """
     elsewhere = elsewhere and config.cluster.gpu is not None
-    found: list[Violation] = []
+    found = list(_judge(config))
     known = known_config(config.model.path) if elsewhere else None
     hf_config = known or _hf_config(config.model.path, "model.path", found)
     reference = config.loss.reference_path if config.loss.kl_coef else None
@@ -73,6 +75,15 @@ def accepts_layout(config: Config, hf_config: dict[str, Any], *, on_gpus: bool) 
     if config.cluster.nodes > 1:
         violations += check_placement(config)
     return not any(v.severity == "error" for v in violations)
+
+
+def _judge(config: Config) -> Iterator[Violation]:
+    """Load a judge at a dotted path, in a process of its own as in a run."""
+    if config.reward.kind not in REWARD.names:
+        try:
+            RewardScorer(config).close()
+        except UserError as error:
+            yield Violation(str(error))
 
 
 def _hf_config(path: str, setting: str, found: list[Violation]) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bapo_megatron.assets import resolve_model_path
+from bapo_megatron.config.engines import ENGINE_CHECK, ENGINES, EngineKind
 from bapo_megatron.config.plan import num_ranks, server_address
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
@@ -56,7 +57,10 @@ def examine(config: Config | None, ports: Sequence[int], rendezvous: Rendezvous 
         yield machine.check_disk(Path(config.run.dir if config else "."), _disk_needed(config))
         yield machine.check_shared_memory()
         yield from machine.check_limits()
-        yield software.check_sglang(has_gpu, config is not None and config.rollout.engine == "sglang")
+        kind = None if config is None else config.rollout.engine_kind
+        yield software.check_sglang(has_gpu, kind is ENGINES["sglang"])
+        if kind is not None and kind not in ENGINES.values():
+            yield _check_engine(kind, has_gpu)
         yield software.check_apex(has_gpu)
         if config is not None:
             yield from examine_needs(config)
@@ -99,8 +103,7 @@ def _gpus_needed(config: Config | None) -> int:
         return config.cluster.gpus_per_node
     if config.model.dtype == "float32":
         return 0
-    r = config.rollout
-    return num_ranks(config) + (r.num_servers * r.server_tensor_parallel if r.engine == "sglang" else 0)
+    return num_ranks(config) + config.rollout.num_server_gpus
 
 
 def _disk_needed(config: Config | None) -> int:
@@ -114,6 +117,16 @@ def _disk_needed(config: Config | None) -> int:
     return _LITTLE_DISK_BYTES + (config.checkpoint.keep_last + 1) * _CHECKPOINT_BYTES * model_parameters(shape)
 
 
+def _check_engine(kind: EngineKind, has_gpu: bool) -> Finding:
+    """Check an engine of the user's own, by its own function."""
+    try:
+        if kind.check is not None:
+            ENGINE_CHECK.load(kind.check)(has_gpu)
+    except UserError as error:
+        return Finding(kind.title, "error", str(error))
+    return Finding(kind.title, "ok", "is installed" if kind.check else "has no check of its own")
+
+
 def examine_needs(config: Config) -> Iterator[Finding]:
     """Files and servers that the configuration names."""
     try:
@@ -125,7 +138,7 @@ def examine_needs(config: Config) -> Iterator[Finding]:
             is_there = Path(path).is_file()
             what, advice = (path, "") if is_there else (f"there is no file {path}", f"put it there, or set {name}")
             yield Finding(name, "ok" if is_there else "error", what, advice)
-    if config.rollout.engine == "attach":
+    if not config.rollout.num_started:
         for url in config.rollout.urls:
             address = server_address(url)
             if address is None:

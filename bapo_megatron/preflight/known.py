@@ -108,7 +108,7 @@ _QWEN3_32B: dict[str, Any] = {
 KNOWN_MODELS: dict[str, dict[str, Any]] = {
     "DeepSeek-R1-Distill-Qwen-7B": _QWEN2_7B | {"max_position_embeddings": 131072},
     "Qwen2.5-Math-7B": _QWEN2_7B | {"max_position_embeddings": 4096},
-    # Its sizes, after long-context fine-tuning of your own (the paper's BP-Math-7B is not published).
+    # The same sizes, after your own long-context fine-tuning: the paper's BP-Math-7B is not published.
     "Qwen2.5-Math-7B-64k": _QWEN2_7B | {"max_position_embeddings": 65536, "rope_theta": 1000000.0},
     "OctoThinker-3B-Long-Zero": {
         "model_type": "llama",
@@ -145,7 +145,7 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "Qwen3-32B": _QWEN3_32B,
-    # The same weights; config.json edited as the model card says for long inputs, see configs/models/qwen3-32b.toml.
+    # The same weights; config.json is edited for long inputs by the model card, see configs/models/qwen3-32b.toml.
     "Qwen3-32B-64k": _QWEN3_32B
     | {
         "max_position_embeddings": 65536,
@@ -155,7 +155,7 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
 
 
 def known_config(path: str) -> dict[str, Any] | None:
-    """The config.json of a model whose folder is not on this machine, if the folder's name is a known one.
+    """Return the config.json of a model whose folder is not on this machine, or None for an unknown folder name.
 
     Example: known_config("models/Qwen3-32B")["num_hidden_layers"] is 64.
     """
@@ -164,14 +164,18 @@ def known_config(path: str) -> dict[str, Any] | None:
 
 
 def planned_config(path: str) -> dict[str, Any]:
-    """The config.json of `model.path`, known or read from its folder. Raises CheckpointError: neither."""
+    """Return the config.json of `model.path`, from its folder or `KNOWN_MODELS`.
+
+    Raises:
+        CheckpointError: neither has it.
+    """
     return known_config(path) or load_hf_config(resolve_model_path(path))
 
 
 def planned_shape(path: str) -> ModelShape:
-    """Of `model.path`, known or read from its folder.
+    """Return the shape of `model.path`, from its folder or `KNOWN_MODELS`.
 
     Raises:
-        CheckpointError: neither, or a model that is not supported.
+        CheckpointError: neither has it, or the model is not supported.
     """
     return model_shape(planned_config(path))

@@ -15,28 +15,28 @@ from dataclasses import dataclass
 from bapo_megatron.config import plan
 from bapo_megatron.config.plan import max_microbatches
 from bapo_megatron.config.schema import Config
-from bapo_megatron.hf.shape import ModelShape, hf_tensors
+from bapo_megatron.hf.shape import Entry, ModelShape, hf_tensors, layer_entries
 from bapo_megatron.preflight.known import GIB
 
 
 def layer_parameters(shape: ModelShape, tensor: int) -> int:
-    """Of one layer, on one of `tensor` ranks. Norms, and biases after a row-parallel linear, are on every rank."""
-    H, F = shape.hidden_size, shape.ffn_size
-    Q, K = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    split = (Q + 2 * K) * (H + shape.qkv_bias) + Q * H + 2 * F * (H + shape.mlp_bias) + F * H
-    copied = H * (2 + shape.out_bias + shape.mlp_bias) + 2 * shape.head_dim * shape.qk_norm
-    return split // tensor + copied
+    """Count the parameters of one layer on one of `tensor` ranks; each rank holds all of those of kind "copy"."""
+    return sum(_values(entry) // (1 if entry.kind == "copy" else tensor) for entry in layer_entries(shape, 0))
+
+
+def _values(entry: Entry) -> int:
+    return sum(math.prod(size) for size in entry.hf_shapes)
 
 
 def embedding_parameters(shape: ModelShape, tensor: int) -> int:
-    """Of the embedding, or of the output layer, on one of `tensor` ranks."""
+    """Count the parameters of the embedding, or of the output layer, on one of `tensor` ranks."""
     return shape.padded_vocab_size(tensor) // tensor * shape.hidden_size
 
 
 def rank_parameters(shape: ModelShape, *, tensor: int, pipeline: int, stage: int) -> int:
-    """Of one rank on `stage`; tensor, context and data ranks hold equally many.
+    """Count the parameters of one rank on `stage`; tensor, context and data ranks hold equally many.
 
-    Tied embeddings exist twice where the first and the last stage are different ranks.
+    Tied embeddings exist twice if the first and the last stage are different ranks.
     """
     count = shape.num_layers // pipeline * layer_parameters(shape, tensor)
     first, last = stage == 0, stage == pipeline - 1
@@ -50,7 +50,7 @@ def rank_parameters(shape: ModelShape, *, tensor: int, pipeline: int, stage: int
 
 
 def critic_parameters(shape: ModelShape, *, tensor: int, pipeline: int, stage: int) -> int:
-    """Of one rank's part of a critic of the policy's shape: a row of weights in place of the output layer."""
+    """Count one rank's parameters of a critic of the policy's shape: one row of weights replaces the output layer."""
     count = rank_parameters(shape, tensor=tensor, pipeline=pipeline, stage=stage)
     if stage < pipeline - 1:
         return count
@@ -59,19 +59,17 @@ def critic_parameters(shape: ModelShape, *, tensor: int, pipeline: int, stage: i
 
 
 def largest_parameter(shape: ModelShape, tensor: int) -> int:
-    """Values in the largest parameter of a rank: its gradient exists for a moment beside the buffer of all."""
-    H, F = shape.hidden_size, shape.ffn_size
-    qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim * H
-    return max(embedding_parameters(shape, tensor), 2 * F * H // tensor, qkv // tensor)
+    """Count the values in a rank's largest parameter: its gradient briefly exists beside the buffer of gradients."""
+    return max(embedding_parameters(shape, tensor), *(_values(e) // tensor for e in layer_entries(shape, 0)))
 
 
 def model_parameters(shape: ModelShape) -> int:
-    """Of the whole model, as its checkpoint holds them: what a weight sync sends."""
+    """Count the parameters of the whole model in its checkpoint, which a weight sync sends."""
     return sum(math.prod(size) for size in hf_tensors(shape).values())
 
 
 def largest_tensor(shape: ModelShape) -> int:
-    """Values in the largest tensor of the checkpoint."""
+    """Count the values in the largest tensor of the checkpoint."""
     return max(math.prod(size) for size in hf_tensors(shape).values())
 
 
@@ -190,7 +188,7 @@ def forwards_under_way(config: Config, shape: ModelShape, gpu_bytes: int | None)
 
 def searches_exactly(config: Config) -> bool:
     """Whether bounds are searched with the ratios of the update's own tokens."""
-    return config.loss.name == "bapo" and config.bapo.scope == "exact"
+    return config.loss.bounds == "bapo" and config.bapo.scope == "exact"
 
 
 def microbatch_tokens(config: Config) -> int:
@@ -217,7 +215,7 @@ def _sync(config: Config, shape: ModelShape) -> int:
     largest = largest_tensor(shape) * ITEM_BYTES[config.model.dtype]
     bucket = max(int(config.sync.bucket_mib * 2**20), largest)
     gathered = 0 if config.parallel.tensor * config.parallel.pipeline == 1 else 2 * largest
-    if config.rollout.engine == "recorded":
+    if not config.rollout.engine_kind.samples:
         return 0
     return 2 * bucket + gathered
 
@@ -259,6 +257,8 @@ class _Activations:
         context, D = self._config.parallel.context, self._shape.head_dim
         hidden = self._rows * self._H * self._item
         norm = (1 if self._on_gpu else 2) * hidden + 4 * self._rows  # its input; on a CPU also the normalised one
+        if self._shape.norm_plus_one and self._item < MASTER_BYTES:
+            norm += MASTER_BYTES * self._rows * self._H  # its input in float32
         num_heads = self._Q // D
         keys_per_query = context + 0.5 if context > 1 else 1  # two chunks of queries; keys are gathered, up to each
         attention = self._T * self._item * (2 * self._Q + 2 * self._K * keys_per_query)

@@ -65,7 +65,7 @@ def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = N
     trainer = fullest_rank(config, shape, int(memory_gib * GIB))
     passes = work.num_scoring_passes(config, runs_forwards_first(config, shape, int(memory_gib * GIB)))
     flops = work.step_flops(config, shape, tokens, passes)
-    server = server_memory(config, shape, memory_gib) if config.rollout.engine == "sglang" else None
+    server = server_memory(config, shape, memory_gib) if config.rollout.engine_kind.on_gpus else None
     rollout = None
     if server is not None:
         least = decode_seconds(config, shape, gpu, server, tokens)
@@ -103,7 +103,7 @@ def _placement(config: Config) -> Iterator[str]:
     `check_placement`: servers are placed whole."""
     c, r = config.cluster, config.rollout
     sizes = {"parallel.tensor": config.parallel.tensor}
-    if r.engine == "sglang":
+    if r.engine_kind.on_gpus:
         sizes["rollout.server_tensor_parallel"] = r.server_tensor_parallel
     for setting, size in sizes.items():
         if size > c.gpus_per_node:

@@ -70,7 +70,7 @@ def step_flops(config: Config, shape: ModelShape, tokens: StepTokens, scoring_pa
 def num_scoring_passes(config: Config, forwards_first: bool) -> int:
     """Passes over a step's tokens without gradient: the search for bounds, proximal and reference log-probs."""
     searching = config.train.epochs_per_step if searches_exactly(config) and not forwards_first else 0
-    return searching + (config.loss.proximal == "learner") + bool(config.loss.kl_coef)
+    return searching + config.loss.scores_proximal + bool(config.loss.kl_coef)
 
 
 def bubble(config: Config, num_microbatches: int) -> float:

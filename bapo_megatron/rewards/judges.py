@@ -9,14 +9,13 @@ This file is read by judge processes too, and imports neither torch nor the conf
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from bapo_megatron.config.dotted import REWARD
 from bapo_megatron.errors import UserError
 
 if TYPE_CHECKING:
@@ -80,14 +79,9 @@ class Judge:
     is_async: bool
 
     @classmethod
-    def of(cls, function: Any, where: str) -> Judge:
-        """Reads the function's signature. Raises UserError where it cannot be called with fields by name."""
-        if not callable(function):
-            raise UserError(f"{where} is not callable but {type(function).__name__}; name a function")
-        try:
-            parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError):
-            raise UserError(f"{where} has no signature that can be read; wrap it in a Python function") from None
+    def of(cls, function: Any, kind: str) -> Judge:
+        """Read the function's signature. Raises UserError if it cannot be called with fields by name."""
+        parameters = REWARD.signature(kind, function).parameters.values()
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
         names = FIELDS if takes_all else tuple(p.name for p in parameters if p.kind in by_name and p.name in FIELDS)
@@ -98,10 +92,7 @@ class Judge:
         ]
         if unknown or "response" not in names:
             asked = f"it asks for {', '.join(unknown)}" if unknown else "it does not ask for the response"
-            raise UserError(
-                f"{where}: {asked}; declare it as `def judge(answer, response)`, with parameters out of "
-                f"{', '.join(FIELDS)} (they are passed by name)"
-            )
+            raise REWARD.error(kind, asked)
         is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         return cls(function, names, is_async)
 
@@ -112,7 +103,7 @@ class Judge:
 def build_judge(spec: JudgeSpec) -> Judge:
     """The judge itself. Raises UserError where it cannot be built or has the wrong signature."""
     build = BUILT_IN.get(spec.kind)
-    return Judge.of(build(spec) if build else _load(spec.kind), f"reward.kind = {spec.kind!r}")
+    return Judge.of(build(spec) if build else REWARD.load(spec.kind), spec.kind)
 
 
 def as_reward(value: Any) -> float:
@@ -123,22 +114,6 @@ def as_reward(value: Any) -> float:
     if not math.isfinite(reward):
         raise ValueError(f"a judge returns a finite number, not {reward}")
     return reward
-
-
-def _load(path: str) -> Any:
-    """The object at "package.module:name", imported anew in this process."""
-    module, _, name = path.partition(":")
-    try:
-        loaded = importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # a module of the user may fail in any way
-        raise UserError(
-            f"reward.kind = {path!r}: importing {module} failed: {type(error).__name__}: {error}; it has to be "
-            "installed, in the working directory, or on PYTHONPATH"
-        ) from error
-    try:
-        return operator.attrgetter(name)(loaded)
-    except AttributeError:
-        raise UserError(f"reward.kind = {path!r}: {loaded.__file__ or module} has no {name}") from None
 
 
 def _chains(spec: JudgeSpec) -> Callable[..., float]:

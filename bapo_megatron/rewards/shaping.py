@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from bapo_megatron.config import dotted
 from bapo_megatron.rewards.scaling import bounded
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ def is_trained(trajectory: Trajectory, config: Config) -> bool:
 def is_informative(group: Group, config: Config) -> bool:
     """Whether a scored group can change the policy: its shaped rewards differ, and it has a token that is trained.
 
-    DAPO's dynamic sampling, arXiv 2503.14476, section 3.2, drops the others where rollout.zero_variance = "drop".
+    DAPO's dynamic sampling, arXiv 2503.14476, section 3.2, drops the others (rollout.keep_group = "informative").
     Rewards that reward.clip makes equal do not differ; with reward.running_std that shows when the batch is made.
     """
     if not any(t.num_response_tokens and is_trained(t, config) for t in group.trajectories):
@@ -45,3 +47,19 @@ def is_informative(group: Group, config: Config) -> bool:
     if config.reward.clip is not None and not config.reward.running_std:
         rewards = [bounded(config.reward.scale * reward, config.reward.clip) for reward in rewards]
     return len(set(rewards)) > 1
+
+
+def keep_all(group: Group, config: Config) -> bool:
+    """Keep every group."""
+    return True
+
+
+KEEP_GROUP: dict[str, Callable[[Group, Config], bool]] = {"all": keep_all, "informative": is_informative}
+"""Built-in filters of scored groups by `rollout.keep_group`."""
+
+
+def group_filter(config: Config) -> Callable[[Group], bool]:
+    """Return the test that decides whether a scored group is kept. Raises UserError for a bad dotted path."""
+    name = config.rollout.keep_group
+    keep = KEEP_GROUP.get(name) or dotted.KEEP_GROUP.load(name)
+    return lambda group: bool(keep(group, config))

@@ -1,4 +1,4 @@
-"""Every sample between its prompt and its batch: admitted, growing, complete, judged, chosen. No engine, no clock.
+"""The samples between prompt and batch: admitted, growing, complete, judged, chosen. No engine, no clock.
 
 prompts --admit--> active groups --grow--> complete --settle (judged)--> finished --choose--> one step's groups
 """
@@ -6,19 +6,20 @@ prompts --admit--> active groups --grow--> complete --settle (judged)--> finishe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.rollout.ledger import Ledger
 from bapo_megatron.rollout.staleness import StalenessBound
-from bapo_megatron.rollout.state import group_from_json, group_to_json
 from bapo_megatron.types import Group, Prompt, Trajectory
+
+DropReason = Callable[[Group], str | None]
 
 
 class Prompts(Protocol):
-    """Where prompts come from: an endless stream with a cursor."""
+    """An endless stream of prompts with a cursor."""
 
     def next(self) -> Prompt: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -26,23 +27,31 @@ class Prompts(Protocol):
 
 
 class RolloutBook:
-    """Owns the groups that are not trained yet, and the ledger that proves it. Not thread-safe."""
+    """Owner of the groups that are not trained yet, and of the ledger that proves it. Not thread-safe."""
 
-    def __init__(self, config: RolloutConfig, prompts: Prompts, bound: StalenessBound) -> None:
+    def __init__(
+        self,
+        config: RolloutConfig,
+        prompts: Prompts,
+        bound: StalenessBound,
+        drop_reason: DropReason = lambda judged: None,
+    ) -> None:
+        """`drop_reason` says why a judged group is not worth training, None if it is."""
         self.ledger = Ledger()
         self.bound = bound
-        self.num_dropped: Counter[str] = Counter()  # groups by reason, since the attempt began
+        self.num_dropped: Counter[str] = Counter()  # groups by reason, since this attempt began
         self._prompts = prompts
+        self._drop_reason = drop_reason
         self._samples_per_prompt = config.samples_per_prompt
         self._samples_in_flight = (config.groups_in_flight or config.prompts_per_step) * config.samples_per_prompt
         self._active: dict[int, Group] = {}  # by prompt id, oldest first
-        self._finished: list[Group] = []  # judged, in the order of their judgement
+        self._finished: list[Group] = []  # judged, in the order of the verdicts
         self._num_unfinished = 0
 
     def admit(self, version: int, next_version: int) -> list[Trajectory]:
-        """Draw prompts until as many responses are in the making as the configuration asks for; returns the new ones.
+        """Draw prompts until as many responses are unfinished as the configuration asks for; return the new ones.
 
-        A sample is refilled when it ends, not when its group does: a group with one slow response holds no other back.
+        A sample is replaced when it ends, not when its group does: a slow response holds back no other group.
         """
         admitted: list[Trajectory] = []
         capacity = self.bound.capacity(version, next_version)
@@ -57,59 +66,57 @@ class RolloutBook:
         return admitted
 
     def unfinished(self) -> list[Trajectory]:
-        """Responses that want more tokens: partial ones before those of newer prompts."""
+        """Return responses that need more tokens, those of older prompts first."""
         return [t for group in self._active.values() for t in group.trajectories if t.finish_reason is None]
 
     def start(self, trajectory: Trajectory) -> None:
-        """A request for this response is under way."""
+        """Record that a request for this response is in progress."""
         self.ledger.start(trajectory.sample_id)
 
     def grow(self, trajectory: Trajectory) -> None:
-        """The request came back: this is the response now."""
+        """Record the response that a request returned."""
         group = self._active[trajectory.prompt.prompt_id]
         self._active[trajectory.prompt.prompt_id] = _with(group, {trajectory.sample_id: trajectory})
         self._num_unfinished -= trajectory.finish_reason is not None
         self.ledger.stop(trajectory)
 
     def release(self, sample_id: str) -> None:
-        """No request is under way any more: where none came back, the response is what it was before."""
+        """Record that the request has ended; a response that did not come back stays as it was."""
         if self.ledger.is_running(sample_id):
             self.ledger.stop(self.get(sample_id))
 
     def get(self, sample_id: str) -> Trajectory:
-        """An active response."""
+        """Return an active response."""
         group = self.group(int(sample_id.split(".")[0]))
         return next(t for t in group.trajectories if t.sample_id == sample_id)
 
     def group(self, prompt_id: int) -> Group:
-        """An active group."""
+        """Return an active group."""
         return self._active[prompt_id]
 
     def complete(self) -> list[Group]:
-        """Groups whose responses have all ended, and that wait to be judged."""
-        return [group for group in self._active.values() if is_complete(group)]
+        """Return groups whose responses have all ended, and that wait to be judged."""
+        return [group for group in self._active.values() if group.is_complete]
 
-    @staticmethod
-    def judged(group: Group, rewards: Sequence[float]) -> Group:
-        """The group with a reward for each response."""
-        assert len(rewards) == len(group.trajectories), "one reward per response"
-        return replace(
-            group,
-            trajectories=tuple(replace(t, reward=float(r)) for t, r in zip(group.trajectories, rewards, strict=True)),
-        )
+    def settle(self, group: Group, rewards: Sequence[float], version: int) -> str | None:
+        """Give a complete group one reward per response; it then waits to be trained, or is dropped.
 
-    def settle(self, judged: Group, version: int, drop: str | None = None) -> None:
-        """A judged group waits to be trained, or leaves: for the reason `drop`, or since it is too old at `version`."""
-        del self._active[judged.prompt.prompt_id]
+        Returns why `drop_reason` drops it, None if it does not. A group too old at `version` is dropped as "stale".
+        """
+        trajectories = zip(group.trajectories, rewards, strict=True)
+        judged = replace(group, trajectories=tuple(replace(t, reward=float(r)) for t, r in trajectories))
+        del self._active[group.prompt.prompt_id]
+        reason = self._drop_reason(judged)
         if self.bound.is_stale(judged, version):
-            drop = "stale"
-        if drop is None:
-            self._finished.append(judged)
+            self._drop(judged, "stale")
+        elif reason:
+            self._drop(judged, reason)
         else:
-            self._drop(judged, drop)
+            self._finished.append(judged)
+        return reason
 
     def choose(self, version: int) -> list[Group] | None:
-        """One step's groups, which leave the book as trained; None where the step has to wait for others to finish."""
+        """Return one step's groups and book them as trained; None if the step has to wait for others to finish."""
         chosen = self.bound.choose(self._finished, list(self._active.values()), version)
         if chosen is None:
             return None
@@ -121,43 +128,43 @@ class RolloutBook:
         return chosen
 
     def drop_stale(self, version: int) -> None:
-        """Drop what can no longer be trained within the bound: nothing, unless the bound was lowered between runs.
+        """Drop groups that can no longer be trained within the bound: none, unless it was lowered between runs.
 
-        Groups with a request under way, and complete ones, whose verdict may be under way, are left to `settle`.
+        Groups with a request in progress, and complete ones, whose verdict may be, are left to `settle`.
         """
         for group in [g for g in self._finished if self.bound.is_stale(g, version)]:
             self._finished.remove(group)
             self._drop(group, "stale")
         for group in [g for g in self._active.values() if self.bound.is_stale(g, version)]:
-            if not (is_complete(group) or any(self.ledger.is_running(t.sample_id) for t in group.trajectories)):
+            if not (group.is_complete or any(self.ledger.is_running(t.sample_id) for t in group.trajectories)):
                 del self._active[group.prompt.prompt_id]
                 self._num_unfinished -= sum(t.finish_reason is None for t in group.trajectories)
                 self._drop(group, "stale")
 
     def is_urgent(self, trajectory: Trajectory, version: int) -> bool:
-        """Its group must be trained in the step that begins at `version`, or never."""
+        """Return whether its group must be trained in the step that begins at `version`, or never."""
         return self.bound.slack_of(self._active[trajectory.prompt.prompt_id], version) == 0
 
     def buffered(self) -> Iterator[Trajectory]:
-        """Every response that is here: partial, waiting, or finished and not yet taken."""
+        """Yield every response here: partial, waiting, or finished and not yet taken."""
         for group in (*self._active.values(), *self._finished):
             yield from group.trajectories
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON value: everything that a resumed run needs to lose nothing. What is running is asked again."""
+        """Return a JSON value with which a resumed run loses nothing; running requests are sent again."""
         return {
             "prompts": self._prompts.state_dict(),
             "ledger": self.ledger.state_dict(),
-            "active": [group_to_json(g) for g in self._active.values()],
-            "finished": [group_to_json(g) for g in self._finished],
+            "active": [g.to_json() for g in self._active.values()],
+            "finished": [g.to_json() for g in self._finished],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._prompts.load_state_dict(state["prompts"])
         self.ledger.load_state_dict(state["ledger"])
-        active = [group_from_json(g) for g in state["active"]]
+        active = [Group.from_json(g) for g in state["active"]]
         self._active = {group.prompt.prompt_id: group for group in active}
-        self._finished = [group_from_json(g) for g in state["finished"]]
+        self._finished = [Group.from_json(g) for g in state["finished"]]
         self._num_unfinished = len(self.unfinished())
         self.ledger.check(self.buffered())
 
@@ -165,11 +172,6 @@ class RolloutBook:
         self.num_dropped[reason] += 1
         for trajectory in group.trajectories:
             self.ledger.drop(trajectory.sample_id, reason)
-
-
-def is_complete(group: Group) -> bool:
-    """All its responses have ended."""
-    return all(t.finish_reason for t in group.trajectories)
 
 
 def _with(group: Group, changed: dict[str, Trajectory]) -> Group:

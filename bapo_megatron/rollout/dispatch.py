@@ -1,8 +1,8 @@
-"""Asking engines for tokens: what is asked, repeated how often, believed under which conditions.
+"""Requests to engines: their content, their repetition, and the checks of each reply.
 
-An engine that keeps failing is fenced off (pool.py); what it was asked stays as it was, to be asked of another one.
-A reply is believed only if its weight versions are possible: not older than the weights that the engine had when it was
-asked (else it was restarted), not newer than any that the trainer has handed out.
+An engine that keeps failing is fenced off (pool.py); its responses stay as they were, for another engine to continue.
+A reply is accepted only if its weight versions are possible: not older than the engine's weights at the time of the
+request (else it was restarted), not newer than any that the trainer has pushed.
 """
 
 from __future__ import annotations
@@ -24,28 +24,27 @@ from bapo_megatron.types import Segment, Trajectory
 log = logging.getLogger(__name__)
 
 Accept = Callable[[Trajectory], None]
-"""Takes a response that has grown. Called at once for each, so that a cancelled wait loses nothing that came back."""
+"""Takes a response that has grown. Called at once for each, so that a cancelled wait loses no reply."""
 
 
 @dataclass(slots=True)
 class DispatchStats:
-    """Counted since the last `Dispatcher.take_stats`."""
+    """Counts since the last `Dispatcher.take_stats`."""
 
-    num_tokens: int = 0  # sampled and believed
+    num_tokens: int = 0  # sampled and accepted
     num_retries: int = 0  # requests that were repeated
-    errors: list[str] = field(default_factory=list)  # why
-    told: set[tuple[str, str]] = field(default_factory=set)  # url and complaint, of those that were logged
+    errors: list[str] = field(default_factory=list)  # reasons for the repetitions
+    told: set[tuple[str, str]] = field(default_factory=set)  # url and complaint of logged repetitions
 
 
 class Dispatcher:
-    """Grows responses. Runs on the engines' event loop."""
+    """Continues responses. Runs on the engines' event loop."""
 
     def __init__(
         self, config: RolloutConfig, pool: EnginePool, *, stop_token_ids: tuple[int, ...], run_seed: int
     ) -> None:
         self.pool = pool
         self.version = 0  # of the weights that every live engine has at least
-        self.newest_version = 0  # of the weights that an engine may have: a push of them may be under way
         self._config = config
         self._stop_token_ids = stop_token_ids
         self._run_seed = run_seed
@@ -54,17 +53,17 @@ class Dispatcher:
         self._stats = DispatchStats()
 
     def take_stats(self) -> DispatchStats:
-        """What was done since the last call."""
+        """Return the counts since the last call."""
         stats, self._stats = self._stats, DispatchStats()
         return stats
 
     def fence(self, engine: Engine, reason: str) -> None:
-        """It fails in what it is asked for. A late failure says nothing new of one that is fenced, or back, by now."""
+        """Fence a failing engine; a late failure of one that is fenced already, or back, says nothing new."""
         if self.pool.is_live(engine):
             self.pool.fence(engine, reason)
 
     async def abort_open(self) -> None:
-        """End every request that is under way; each returns with what it has. One that is on its way may be missed."""
+        """Abort all open requests; each returns its tokens so far. One still on its way to the engine may be missed."""
 
         async def abort(rid: str, engine: Engine) -> None:
             try:
@@ -73,12 +72,12 @@ class Dispatcher:
                 self.fence(engine, str(failure))
 
         live = self.pool.live()
-        by_router = self._config.router_url is not None  # which chose the server
+        by_router = self._config.router_url is not None  # the router chose the server
         asked = [(rid, e) for rid, engine in self._open.items() for e in (live if by_router else [engine])]
         await asyncio.gather(*(abort(rid, engine) for rid, engine in asked if self.pool.is_live(engine)))
 
     async def grow_together(self, trajectories: Sequence[Trajectory], step: int, accept: Accept) -> None:
-        """One more piece of each response, in one call to each live engine; ends when all calls have ended.
+        """Grow each response by one piece, in one call to each live engine; return when all calls have ended.
 
         Raises:
             RequestRefusedError, EngineError: as `grow`.
@@ -95,12 +94,12 @@ class Dispatcher:
                 raise failure
 
     async def grow(self, trajectories: Sequence[Trajectory], engine: Engine, step: int, accept: Accept) -> None:
-        """One more piece of each response, in one call, which the engine takes up together.
+        """Grow each response by one piece, in one call, which the engine batches.
 
-        Those that do not come to `accept` are with an engine that failed, and that is fenced now.
+        `accept` gets every response, unless the engine failed and is fenced now.
 
         Raises:
-            RequestRefusedError: the engine is well, but refuses the request.
+            RequestRefusedError: the engine is healthy, but refuses the request.
             EngineError: another trainer is updating this engine.
         """
         remaining, problem = list(trajectories), None
@@ -118,7 +117,7 @@ class Dispatcher:
     async def _attempt(
         self, trajectories: list[Trajectory], engine: Engine, step: int, accept: Accept
     ) -> tuple[list[Trajectory], str | None]:
-        """Ask once. Returns the responses that have not grown, and the last reason, None where all have."""
+        """Send one call. Return the responses that have not grown and the last reason, None if all have."""
         call, oldest_version = next(self._call_numbers), self.version
         requests = [self._request(t, f"{t.sample_id}-s{step}c{call}") for t in trajectories]
         opened = {request.rid: engine for request in requests}
@@ -151,14 +150,14 @@ class Dispatcher:
             else:
                 self._check_newest(engine, result)
                 self._stats.num_tokens += len(result.token_ids)
-                accept(_grown(trajectory, result, step, self._config.max_response_tokens))
+                accept(self._grown(trajectory, result, step))
         return failed, problem
 
     def _count_retries(self, num: int, engine: Engine, problem: str) -> None:
-        """Requests are repeated: log why, once for all that fail alike until the stats are taken."""
+        """Count repeated requests; log each reason once until the stats are taken."""
         self._stats.num_retries += num
         self._stats.errors.append(problem)
-        complaint = (engine.url, problem.partition(": ")[2] or problem)  # without the request that it is about
+        complaint = (engine.url, problem.partition(": ")[2] or problem)  # without the request's name
         if complaint not in self._stats.told:
             self._stats.told.add(complaint)
             log.warning("a request is repeated: %s", problem)
@@ -174,31 +173,36 @@ class Dispatcher:
             seed=sample_seed(self._run_seed, trajectory.sample_id),
         )
 
+    def _grown(self, trajectory: Trajectory, result: GenerateResult, step: int) -> Trajectory:
+        """Return the trajectory with the reply's tokens, cut into segments at the server's version spans."""
+        segments = [
+            Segment(
+                span.version,
+                step,
+                result.token_ids[span.start : span.end],
+                result.behaviour_logprobs[span.start : span.end],
+            )
+            for span in result.spans
+        ]
+        num_tokens = trajectory.num_response_tokens + len(result.token_ids)
+        is_full = num_tokens >= self._config.max_response_tokens
+        return trajectory.extended(
+            segments, "stop" if result.finish_reason == "stop" else "length" if is_full else None
+        )
+
     @staticmethod
     def _outdated(result: GenerateResult, oldest_version: int) -> int | None:
         return next((span.version for span in result.spans if span.version < oldest_version), None)
 
     def _check_newest(self, engine: Engine, result: GenerateResult) -> None:
         for span in result.spans:
-            if span.version > self.newest_version:
+            if span.version > self.pool.newest_version:
                 raise EngineError(
                     f"{engine.url}, request {result.rid}: tokens of weight version {span.version}, but the trainer is "
-                    f"at {self.newest_version}; another trainer is updating this server"
+                    f"at {self.pool.newest_version}; another trainer is updating this server"
                 )
 
 
 def sample_seed(run_seed: int, sample_id: str) -> int:
-    """A 31-bit sampling seed that depends on nothing but the run's seed and the sample."""
+    """Return a 31-bit sampling seed that depends only on the run's seed and the sample."""
     return int.from_bytes(hashlib.blake2b(f"{run_seed}/{sample_id}".encode(), digest_size=4).digest(), "big") >> 1
-
-
-def _grown(trajectory: Trajectory, result: GenerateResult, step: int, max_tokens: int) -> Trajectory:
-    """The trajectory with the result's tokens, cut into segments at the server's own version spans."""
-    segments = [
-        Segment(span.version, step, result.token_ids[span.start : span.end], result.logprobs[span.start : span.end])
-        for span in result.spans
-    ]
-    num_tokens = trajectory.num_response_tokens + len(result.token_ids)
-    if result.finish_reason == "stop":
-        return trajectory.extended(segments, "stop")
-    return trajectory.extended(segments, "length" if num_tokens >= max_tokens else None)

@@ -1,8 +1,8 @@
-"""Evaluation: whole responses of the current weights to prompts of their own, and what they say.
+"""Evaluation: whole responses of the current weights to evaluation prompts, and their metrics.
 
-Inside a run it happens between a weight push and the next step, so all tokens are of one version, in every mode: with
-overlap, sampling for training goes on beside it. Nothing of it enters the ledger. Responses are judged after they were
-sampled, by who asked for them: judging has deadlines of its own and says nothing about the engines.
+Inside a run it happens between a weight push and the next step, so all tokens have one version, in every mode; with
+overlap, sampling for training goes on beside it. It does not touch the ledger. The caller judges the responses
+afterwards: judging has its own deadlines and says nothing about the engines.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _MAX_ROUNDS = 8
 
 
 class Evaluator:
-    """Samples `eval.samples_per_prompt` responses to each prompt, the same prompts and seeds every time."""
+    """Sampler of `eval.samples_per_prompt` responses to each prompt, with the same prompts and seeds every time."""
 
     def __init__(
         self, config: Config, pool: EnginePool, prompts: Sequence[Prompt], stop_token_ids: tuple[int, ...]
     ) -> None:
         self._pool = pool
-        self._responses: dict[str, Trajectory] = {}  # by sample, of the evaluation under way
-        self._unfinished_version: int | None = None  # its weights
+        self._responses: dict[str, Trajectory] = {}  # by sample, of the evaluation in progress
+        self._unfinished_version: int | None = None  # version of its weights
         self._num_answers = 0
         whole = config.rollout.model_copy(update={"temperature": config.eval.temperature, "tokens_per_round": None})
         self._dispatcher = Dispatcher(whole, pool, stop_token_ids=stop_token_ids, run_seed=config.run.seed)
@@ -40,25 +40,26 @@ class Evaluator:
 
         rollout = config.rollout
         self.deadline_s = rollout.request_timeout_s * (rollout.max_retries + 2)
-        """For `sample`: without `progress` for this long, something hangs."""
+        """Longest time without `progress` in `sample`; after it, something hangs."""
         self.what = (
             f"the engines' {len(self._empty)} responses to {len(prompts)} problems (deadline: {self.deadline_s:g} s, "
             f"rollout.request_timeout_s = {rollout.request_timeout_s:g} for each of rollout.max_retries + 2 tries)"
         )
-        """Who is waited for, in words."""
+        """Description used in timeout errors."""
 
     def progress(self) -> tuple[int, ...]:
-        """Counts that change while it goes on: answers, and engines that are given up."""
+        """Return counts that grow meanwhile: answers, and fenced engines."""
         return self._num_answers, self._pool.num_fenced
 
     async def sample(self, version: int) -> list[Trajectory]:
-        """Whole responses of the weights of `version`, which every live engine holds; -1: those it started with.
+        """Return whole responses of the weights of `version`, which every live engine holds; -1: its first weights.
 
         Raises:
-            NoEngineLeftError: nobody is left to ask. The next call for this version keeps what was answered.
-            EngineError: responses are aborted time and again.
+            NoEngineLeftError: no engine is left. The next call for this version keeps the answers so far.
+            EngineError: responses are aborted again and again.
         """
-        self._dispatcher.version = self._dispatcher.newest_version = version
+        self._dispatcher.version = version
+        self._pool.expect(version)
         self._dispatcher.take_stats()
         if version != self._unfinished_version:
             self._responses = {t.sample_id: t for t in self._empty}
@@ -76,13 +77,16 @@ class Evaluator:
                 raise NoEngineLeftError(f"no rollout engine is left for the evaluation: {self._pool.describe()}")
             await self._dispatcher.grow_together(unfinished, 0, accept)
         else:
-            raise EngineError(f"responses of the evaluation were aborted {_MAX_ROUNDS} times in a row; by whom?")
+            raise EngineError(
+                f"responses of the evaluation were aborted {_MAX_ROUNDS} times in a row; something may be aborting "
+                "requests"
+            )
         self._unfinished_version = None
         return list(responses.values())
 
 
 def eval_metrics(samples: Sequence[Trajectory], rewards: Sequence[float]) -> dict[str, float]:
-    """Mean reward with its standard error over prompts, and what the responses look like."""
+    """Return the mean reward, its standard error over prompts, and the lengths of the responses."""
     by_prompt: dict[int, list[float]] = {}
     for trajectory, reward in zip(samples, rewards, strict=True):
         by_prompt.setdefault(trajectory.prompt.prompt_id, []).append(reward)

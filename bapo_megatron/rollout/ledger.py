@@ -1,9 +1,9 @@
-"""The ledger: where every sample is, and proof that no token was lost or counted twice.
+"""The ledger: the state of every sample, and proof that no token was lost or counted twice.
 
     queued -> running -> partial -> running -> ... -> finished -> trained
                                                    (any of them) -> dropped(reason)
 
-The conservation law, checked every step against the buffers themselves:
+The conservation law, checked against the buffers at every step:
 
     tokens generated = tokens trained + tokens buffered + tokens dropped
 """
@@ -27,24 +27,24 @@ _ALLOWED: dict[State, tuple[State, ...]] = {
 
 
 class LedgerError(RuntimeError):
-    """The books do not balance: a bug of ours, never of the user. The run stops rather than train on a wrong batch."""
+    """A ledger that does not balance: a bug of this package. The run stops rather than train on a wrong batch."""
 
 
 class Ledger:
-    """Books of one run. Not thread-safe: it belongs to the scheduler.
+    """Accounts of one run. Not thread-safe: it belongs to the scheduler.
 
     A sample that is trained over several epochs counts as trained once.
     """
 
     def __init__(self) -> None:
         self._states: dict[str, State] = {}
-        self._tokens: dict[str, int] = {}  # tokens generated so far, of samples that are still here
+        self._tokens: dict[str, int] = {}  # generated so far, by sample still here
         self.num_samples: Counter[str] = Counter()  # admitted, trained, dropped
         self.num_tokens: Counter[str] = Counter()  # generated, trained, dropped
         self.dropped: Counter[str] = Counter()  # samples by reason
 
     def admit(self, sample_id: str) -> None:
-        """A new sample waits for its first round."""
+        """Book a new sample, which waits for its first round."""
         if sample_id in self._states:
             raise LedgerError(f"sample {sample_id} was admitted twice")
         self._states[sample_id] = "queued"
@@ -52,11 +52,11 @@ class Ledger:
         self.num_samples["admitted"] += 1
 
     def start(self, sample_id: str) -> None:
-        """A request for this sample is under way."""
+        """Book the beginning of a request for this sample."""
         self._move(sample_id, "running")
 
     def stop(self, trajectory: Trajectory) -> None:
-        """The request has returned: the sample is finished, partial, or queued again where nothing was sampled."""
+        """Book the end of a request: the sample is finished, partial, or queued again if it has no token."""
         sample_id, num_tokens = trajectory.sample_id, trajectory.num_response_tokens
         grown = num_tokens - self._tokens.get(sample_id, 0)
         if grown < 0:
@@ -69,24 +69,24 @@ class Ledger:
         self.num_tokens["generated"] += grown
 
     def is_running(self, sample_id: str) -> bool:
-        """A request for this sample is under way."""
+        """Return whether a request for this sample is in progress."""
         return self._states.get(sample_id) == "running"
 
     def train(self, sample_id: str) -> None:
-        """The sample is in a batch that is being trained; it leaves the buffer."""
+        """Book a finished sample as trained; it leaves the buffer."""
         if self._states.get(sample_id) != "finished":
             raise LedgerError(f"sample {sample_id} is {self._states.get(sample_id, 'not here')}, not finished")
         self._leave(sample_id, "trained")
 
     def drop(self, sample_id: str, reason: str) -> None:
-        """The sample leaves without being trained, for a reason that is counted."""
+        """Book a sample that leaves untrained, and count the reason."""
         if sample_id not in self._states:
             raise LedgerError(f"sample {sample_id} cannot be dropped ({reason}): it is not here")
         self._leave(sample_id, "dropped")
         self.dropped[reason] += 1
 
     def counts(self) -> dict[str, int]:
-        """Samples by state; `trained` and `dropped` since the run began."""
+        """Return the number of samples by state; `trained` and `dropped` since the run began."""
         now = Counter(self._states.values())
         return {
             **{state: now[state] for state in _ALLOWED},
@@ -95,7 +95,7 @@ class Ledger:
         }
 
     def check(self, buffered: Iterable[Trajectory]) -> None:
-        """Hold the books against the trajectories that the scheduler really has, and against the conservation law.
+        """Check the accounts against the scheduler's trajectories and the conservation law.
 
         Raises:
             LedgerError: with the first disagreement.
@@ -125,7 +125,7 @@ class Ledger:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON value. Samples that are running are saved as they were before their request: it is sent again."""
+        """Return a JSON value. Running samples are saved as before their request, which is sent again."""
         states = {
             i: (state if state != "running" else "partial" if self._tokens[i] else "queued")
             for i, state in self._states.items()

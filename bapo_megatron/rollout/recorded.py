@@ -1,9 +1,9 @@
-"""Rollouts on disk: recorded by one run (`rollout.record`), trained by another without engines (`engine = "recorded"`).
+"""Rollouts on disk: one run records them (`rollout.record`), another trains on them (`rollout.engine = "recorded"`).
 
     rollouts/step-000001.jsonl.gz      one judged group a line, exact to the last bit
 
-A run that is replayed with its own settings repeats every loss and bound; with other losses or advantages it shows what
-these make of the very same data.
+A replay with the same settings repeats every loss and bound; with another loss or advantage it shows their effect on
+the same data.
 """
 
 from __future__ import annotations
@@ -20,28 +20,26 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.errors import CheckpointError, DataError
 from bapo_megatron.hf.tokenizer import load_tokenizer
-from bapo_megatron.rollout.metrics import batch_metrics
-from bapo_megatron.rollout.state import group_from_json, group_to_json
 from bapo_megatron.types import Batch, Group
 
 
 def write_groups(folder: Path, step: int, groups: Sequence[Group]) -> Path:
-    """Keep the groups that step number `step` (from 1) trains; replaces what an attempt before left there."""
+    """Write the groups that step number `step` (from 1) trains, replacing those of an earlier attempt."""
     folder.mkdir(parents=True, exist_ok=True)
     path = _path(folder, step)
     partial = path.with_name(f".{path.name}.partial")
     with gzip.open(partial, "wt", encoding="utf-8", compresslevel=1) as file:
         for group in groups:
-            file.write(json.dumps(group_to_json(group)) + "\n")
+            file.write(json.dumps(group.to_json()) + "\n")
     os.replace(partial, path)
     return path
 
 
 def read_groups(folder: Path, step: int) -> list[Group]:
-    """What `write_groups` wrote.
+    """Return the groups that `write_groups` wrote.
 
     Raises:
-        DataError: the step is not there, or its file is damaged; names the file and the line.
+        DataError: the step is missing, or its file is damaged; names the file and the line.
     """
     path = _path(folder, step)
     if not path.is_file():
@@ -54,14 +52,14 @@ def read_groups(folder: Path, step: int) -> list[Group]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             for line in file:
-                groups.append(group_from_json(json.loads(line)))
+                groups.append(Group.from_json(json.loads(line)))
     except (OSError, EOFError, ValueError, KeyError, TypeError) as problem:
         raise DataError(f"{path}, line {len(groups) + 1} cannot be read: {problem}; record it again") from problem
     return groups
 
 
 class RecordedRollouts:
-    """What the training loop asks of rollouts (`rollout.base.Rollouts`), from files."""
+    """Rollouts from files: implements `rollout.shared.Rollouts`."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         assert config.rollout.recorded_from is not None, "config.plan checks this"
@@ -71,24 +69,21 @@ class RecordedRollouts:
 
     @classmethod
     def connect(cls, config: Config, model_path: Path) -> RecordedRollouts:
-        """With the policy's tokenizer, to show samples."""
+        """Build the rollouts with the policy's tokenizer, to show samples."""
         return cls(config, load_tokenizer(model_path))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def engine_states(self) -> list[EngineState]:
-        """There are none."""
+        """Return no state: there are no engines."""
         return []
 
-    def expect(self, version: int) -> None:
-        """Nobody samples here."""
-
     def next_batch(self, step: int, version: int) -> tuple[Batch, list[Group]]:
-        """The batch that was recorded for this step.
+        """Return the batch recorded for this step.
 
         Raises:
-            DataError: the step was not recorded, or by a run with more updates a step: its tokens have no age here.
+            DataError: the step was not recorded, or by a run with more updates per step, whose tokens have no age here.
         """
         groups = read_groups(self._folder, step + 1)
         newest = max((v for g in groups for t in g.trajectories for v in t.versions), default=0)
@@ -97,10 +92,10 @@ class RecordedRollouts:
                 f"{_path(self._folder, step + 1)} holds tokens of weight version {newest}, but this run is at version "
                 f"{version}: use the train.minibatches_per_step x train.epochs_per_step that it was recorded with"
             )
-        return self._builder.build(groups, batch_metrics(groups)), groups
+        return self._builder.build(groups, {}), groups
 
     def evaluate(self, version: int) -> dict[str, float]:
-        """Nobody samples here."""
+        """Return no metrics: there is no engine to evaluate."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,7 +107,7 @@ class RecordedRollouts:
         self._builder.load_state_dict(state["batches"])
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 def _path(folder: Path, step: int) -> Path:

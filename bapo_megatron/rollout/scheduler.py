@@ -1,12 +1,12 @@
-"""One scheduler, three knobs: how a step gets its groups.
+"""One scheduler with three settings that decide how a step gets its groups.
 
-    tokens_per_round   a response grows by at most this much before others have their turn (partial rollout)
-    abort_tail         once a step has its groups, the responses still being sampled are aborted, and resumed later
+    tokens_per_round   a response grows by at most this many tokens per turn (partial rollout)
+    abort_tail         once a step has its groups, the unfinished responses are aborted, and resumed later
     overlap            sampling goes on while the trainer trains, within `max_staleness`
 
-Without the last two a step samples in *rounds*: one piece of every unfinished response, all engines together. What is
-sampled then depends on nothing but the seed and the weights, so that an interrupted run can be repeated exactly. With
-either of them a `Stream` keeps every slot busy. What is not taken now is kept for the next step, in both.
+Without the last two a step samples in *rounds*: one piece of every unfinished response, all engines together. The
+samples then depend only on the seed and the weights, so that an interrupted run can be repeated exactly. With either of
+them a `Stream` keeps every slot busy. Both keep untaken responses for the next step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, UserError
-from bapo_megatron.rollout.book import Prompts, RolloutBook
+from bapo_megatron.rollout.book import DropReason, Prompts, RolloutBook
 from bapo_megatron.rollout.dispatch import Dispatcher
 from bapo_megatron.rollout.ledger import Ledger
 from bapo_megatron.rollout.staleness import StalenessBound
@@ -32,24 +32,23 @@ _MAX_DROPPED_STEPS = 20  # as many groups as this many steps train may be droppe
 _POLL_S = 0.2
 
 Score = Callable[[Sequence[Trajectory]], Sequence[float]]
-DropReason = Callable[[Group], str | None]
 
 
 @dataclass(slots=True)
 class RolloutStats:
-    """What one step's groups took: all that was done since `take` returned those of the step before."""
+    """Costs of one step's groups: all work since `take` returned those of the step before."""
 
     num_rounds: int = 0
     num_tokens: int = 0  # sampled
     num_retries: int = 0
     num_stale_groups: int = 0
-    num_dropped_groups: int = 0  # judged, but not worth training
-    num_fenced: int = 0  # engines that were fenced off since the attempt began
-    errors: list[str] = field(default_factory=list)  # of requests that were repeated
+    num_dropped_groups: int = 0  # judged, not worth training
+    num_fenced: int = 0  # engines fenced off since this attempt began
+    errors: list[str] = field(default_factory=list)  # of repeated requests
 
 
 class Scheduler:
-    """Owns every sample between its prompt and its batch. Runs on one event loop; not thread-safe."""
+    """Owner of every sample between prompt and batch. Runs on one event loop; not thread-safe."""
 
     def __init__(
         self,
@@ -65,18 +64,17 @@ class Scheduler:
     ) -> None:
         """`score` may block (it is called in threads) and returns one reward per finished trajectory.
 
-        `drop_reason` says of a judged group why it is not worth training, if so; others are sampled in its place.
+        `drop_reason` returns why a judged group is not worth training, None if it is; others replace it.
         """
         self.config = config
         self.pool = pool
         bound = StalenessBound(config.max_staleness, updates_per_step, config.prompts_per_step)
-        self.book = RolloutBook(config, prompts, bound)
+        self.book = RolloutBook(config, prompts, bound, drop_reason)
         self._score = score
-        self._drop_reason = drop_reason
         self._dispatcher = Dispatcher(config, pool, stop_token_ids=stop_token_ids, run_seed=seed)
         self._stream = Stream(config, self.book, self._dispatcher, self._judge)
         self._updates_per_step = updates_per_step
-        self._num_rounds = 0  # since the last stats, as `_dispatcher` counts, too
+        self._num_rounds = 0  # since the last stats
         self._num_dropped_before: Counter[str] = Counter()  # groups by reason, until the last stats
         self._num_dropped_in_a_row = 0
 
@@ -85,23 +83,19 @@ class Scheduler:
         return self.book.ledger
 
     def buffered(self) -> Iterator[Trajectory]:
-        """Every trajectory that is here: partial, waiting, or finished and not yet taken."""
+        """Yield every trajectory here: partial, waiting, or finished and not yet taken."""
         return self.book.buffered()
 
-    def expect(self, version: int) -> None:
-        """Weights of this version are about to be pushed: replies may carry it from now on."""
-        self._dispatcher.newest_version = max(version, self._dispatcher.newest_version)
-
     async def take(self, step: int, version: int) -> tuple[list[Group] | None, RolloutStats]:
-        """The groups of one step, finished and judged; every live engine holds weights of `version`.
+        """Return the judged groups of one step; every live engine holds weights of `version`.
 
-        None instead of groups asks for a push of the same weights: all live engines are gone, but one is back. What was
-        done until then is in the stats of the call that returns the groups.
+        None instead of groups asks for a push of the same weights: all live engines are gone, but one is back. The work
+        until then is in the stats of the call that returns the groups.
 
         Raises:
             EngineError: no engine is left, none comes back in time, or they return no tokens at all.
         """
-        self.expect(version)
+        self.pool.expect(version)
         self._dispatcher.version = version
         self.book.drop_stale(version)
         is_streaming = self.config.overlap or self.config.abort_tail
@@ -109,11 +103,11 @@ class Scheduler:
         return groups, RolloutStats() if groups is None else self._take_stats()
 
     async def close(self) -> None:
-        """Stop what is being sampled; responses keep what they have."""
+        """Stop sampling; responses keep their tokens."""
         await self._stream.halt()
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON value: everything that a resumed run needs to lose nothing."""
+        """Return a JSON value with which a resumed run loses nothing."""
         return self.book.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -135,11 +129,11 @@ class Scheduler:
             if num_idle >= _MAX_IDLE_ROUNDS:
                 raise EngineError(
                     f"{num_idle} rounds in a row returned no token from {', '.join(e.url for e in self.pool.live())}; "
-                    "is somebody aborting requests there, or is the context too short?"
+                    "something may be aborting requests there, or the context is too short"
                 )
 
     async def _run_round(self, step: int) -> bool:
-        """One piece of every unfinished response. Returns whether it came to anything: tokens, or a fenced engine."""
+        """Grow every unfinished response by one piece. Return whether it gave a token or fenced an engine."""
         engines, num_before = self.pool.live(), self.ledger.num_tokens["generated"]
         unfinished = self.book.unfinished()
         for trajectory in unfinished:
@@ -153,7 +147,7 @@ class Scheduler:
         return self.ledger.num_tokens["generated"] > num_before or not all(map(self.pool.is_live, engines))
 
     async def _judge_complete(self) -> None:
-        """All complete groups at once, settled in the order of their prompts, whatever the order of the verdicts."""
+        """Judge all complete groups at once; settle them in the order of their prompts, not of the verdicts."""
         groups = self.book.complete()
         rewards = await asyncio.gather(*(self._rewards(group) for group in groups))
         for group, values in zip(groups, rewards, strict=True):
@@ -197,12 +191,10 @@ class Scheduler:
         return await asyncio.to_thread(self._score, group.trajectories)
 
     def _settle(self, group: Group, rewards: Sequence[float]) -> None:
-        judged = self.book.judged(group, rewards)
-        reason = self._drop_reason(judged)
-        self.book.settle(judged, self._dispatcher.version, reason)
+        reason = self.book.settle(group, rewards, self._dispatcher.version)
         self._num_dropped_in_a_row = self._num_dropped_in_a_row + 1 if reason else 0
         if self._num_dropped_in_a_row >= _MAX_DROPPED_STEPS * self.config.prompts_per_step:
             raise UserError(
                 f"{self._num_dropped_in_a_row} groups in a row were dropped ({reason}): the prompts are far too easy "
-                'or too hard for this policy; choose others, or set rollout.zero_variance="keep"'
+                'or too hard for this policy; choose others, or set rollout.keep_group="all"'
             )

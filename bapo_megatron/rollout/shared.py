@@ -1,34 +1,73 @@
-"""The rollouts of trainer rank 0, as every rank sees them: the same batch, the same evaluation, or the same error."""
+"""The rollouts of trainer rank 0, shared with every rank: the same batch, the same evaluation, or the same error.
+
+Rank 0 makes a batch in a thread and broadcasts a sign of life meanwhile; a JSON header and the tensors follow.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from bapo_megatron.buffer.share import share_batch, share_metrics
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from bapo_megatron.config.schema import Config
-from bapo_megatron.rollout.base import Rollouts
+from bapo_megatron.engines.base import EngineState
+from bapo_megatron.errors import UserError
+from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.types import Batch, Group
 
+T = TypeVar("T")
 Push = Callable[[], Mapping[str, float]]
-"""Hands the learner's weights to every engine that is there. Collective."""
+"""Sends the learner's weights to every live engine. Collective."""
+
+_LATER = ("proximal_logprobs_T", "proximal_version", "reference_logprobs_T")  # added by each rank itself
+_TENSORS = tuple(f.name for f in fields(Batch) if f.name not in ("metrics", *_LATER))
+
+
+class Rollouts(Protocol):
+    """The maker of batches, on trainer rank 0."""
+
+    def next_batch(self, step: int, version: int) -> tuple[Batch, list[Group]] | None:
+        """Return one step's batch, blocking; None asks for a push of the current weights and for another call."""
+        ...
+
+    def evaluate(self, version: int) -> dict[str, float] | None:
+        """Return metrics of the weights that were just pushed, on evaluation prompts; None as in `next_batch`."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of some tokens, special ones included."""
+        ...
+
+    def engine_states(self) -> list[EngineState]:
+        """Return states that are at most a few seconds old, for `monitor.prometheus_port`."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
 
 
 class SharedRollouts:
-    """Collective: every rank calls `next_batch` and `evaluate`, in the same order."""
+    """Rank 0's rollouts for all ranks, which call `next_batch` and `evaluate` in the same order."""
 
     def __init__(self, config: Config, first: Rollouts | None, keep: Callable[[int, Sequence[Group]], None]) -> None:
-        """`first` makes the batches, on rank 0 (None elsewhere); `keep` gets each step's number, from 1, and groups."""
+        """`first` makes the batches on rank 0, None elsewhere; `keep` gets each step's number, from 1, and groups."""
         self._config = config
         self._first = first
         self._keep = keep
         self._sign_of_life_s = config.parallel.timeout_s / 4
 
     def next_batch(self, step: int, version: int, push: Push) -> Batch:
-        """The batch of one step, sampled with weights of `version` or older.
+        """Return the batch of one step, sampled with weights of `version` or older.
 
-        `push`, here and below, is called when the last engine has failed and one came back, without these weights.
+        `push`, here and below, is called when the last engine has failed and one is back without these weights.
         """
         make = partial(self._make, self._first, step, version) if self._first else None
         while (batch := share_batch(make, sign_of_life_s=self._sign_of_life_s)) is None:
@@ -36,7 +75,7 @@ class SharedRollouts:
         return batch
 
     def evaluate(self, num_done: int, version: int, push: Push) -> dict[str, float]:
-        """Metrics of the weights that were just pushed; nothing where no evaluation is due after `num_done` steps."""
+        """Return metrics of the weights that were just pushed; empty if no evaluation is due after `num_done` steps."""
         interval = self._config.eval.interval_steps
         if interval is None or (num_done % interval and num_done != self._config.train.num_steps):
             return {}
@@ -45,13 +84,8 @@ class SharedRollouts:
             push()
         return metrics
 
-    def expect(self, version: int) -> None:
-        """Weights of this version are about to be pushed."""
-        if self._first:
-            self._first.expect(version)
-
     def state_dict(self) -> dict[str, Any] | None:
-        """What a resumed run needs, on rank 0."""
+        """Return the state of the rollouts on rank 0, None elsewhere."""
         return self._first.state_dict() if self._first else None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -68,3 +102,108 @@ class SharedRollouts:
         batch, groups = made
         self._keep(step + 1, groups)
         return batch
+
+
+def share_batch(make_batch: Callable[[], Batch | None] | None, *, sign_of_life_s: float) -> Batch | None:
+    """Return rank 0's batch, or its None, on every rank of the default process group.
+
+    Args:
+        make_batch: on rank 0, makes the batch in a thread, however long it takes; None elsewhere.
+        sign_of_life_s: interval at which rank 0 tells the waiting ranks that it goes on, so that sampling may outlast
+            the deadline of a collective.
+
+    Raises:
+        UserError: `make_batch` raised one; on every rank, with the same message.
+    """
+    if dist.get_world_size() == 1:
+        assert make_batch is not None
+        return make_batch()
+    if make_batch is None:
+        wait_together(None)
+        return _receive(_receive_header())
+    batch = _make(make_batch, sign_of_life_s)
+    if batch is None:
+        _broadcast_json({"none": True})
+    else:
+        _send(batch)
+    return batch
+
+
+def share_metrics(
+    make: Callable[[], dict[str, float] | None] | None, *, sign_of_life_s: float
+) -> dict[str, float] | None:
+    """Return rank 0's metrics on every rank, as `share_batch` does its batch."""
+    if dist.get_world_size() == 1:
+        assert make is not None
+        return make()
+    if make is None:
+        wait_together(None)
+        return _receive_header()["metrics"]
+    metrics = _make(make, sign_of_life_s)
+    _broadcast_json({"metrics": metrics})
+    return metrics
+
+
+def _make(make: Callable[[], T], sign_of_life_s: float) -> T:
+    """Return what rank 0 makes while the others wait; send a UserError to all."""
+    with ThreadPoolExecutor(1, "first-rank") as pool:
+        making = pool.submit(make)
+        wait_together(making, sign_of_life_s)
+    try:
+        return making.result()
+    except UserError as error:
+        _broadcast_json({"error": str(error)})
+        raise
+
+
+def _receive_header() -> dict[str, Any]:
+    header = _broadcast_json({})
+    if "error" in header:
+        raise UserError(header["error"])
+    return header
+
+
+def wait_together(making: Future[Any] | None, sign_of_life_s: float = 0.0) -> None:
+    """Return on all ranks once rank 0's future is done; broadcast a sign of life every `sign_of_life_s`."""
+    is_done = torch.zeros((), dtype=torch.uint8)
+    while not is_done:
+        if making is not None:
+            is_done.fill_(bool(wait([making], timeout=sign_of_life_s).done))
+        dist.broadcast(is_done, src=0)
+        if making is None:  # rank 0 beats with the engines' answers
+            HEARTBEAT.beat(TRAINER, "sign of life of rank 0")
+
+
+def _send(batch: Batch) -> None:
+    tensors = {name: tensor for name in _TENSORS if (tensor := getattr(batch, name)) is not None}
+    described = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+    _broadcast_json({"metrics": batch.metrics, "tensors": described})
+    for tensor in tensors.values():
+        _broadcast(tensor)
+
+
+def _receive(header: dict[str, Any]) -> Batch | None:
+    if "none" in header:
+        return None
+    tensors: dict[str, Any] = {
+        name: _broadcast(torch.empty(shape, dtype=getattr(torch, dtype)))
+        for name, (dtype, shape) in header["tensors"].items()
+    }
+    return Batch(**tensors, metrics=header["metrics"])
+
+
+def _broadcast(tensor: Tensor) -> Tensor:
+    wire = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor.contiguous()
+    dist.broadcast(wire, src=0)
+    return wire.to(tensor.dtype)
+
+
+def _broadcast_json(value: dict[str, Any]) -> dict[str, Any]:
+    """Return rank 0's value on every rank."""
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    size = torch.tensor([data.numel()])
+    dist.broadcast(size, src=0)
+    if dist.get_rank() != 0:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, src=0)
+    return json.loads(bytes(data.tolist()))

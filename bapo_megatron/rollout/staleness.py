@@ -1,7 +1,7 @@
-"""The staleness bound, kept by admission: no group is begun that could not be trained in time, so none is dropped.
+"""The staleness bound, kept by admission: no group begins that could not be trained in time, so none is dropped.
 
-A step trains `groups_per_step` groups by `updates_per_step` optimizer updates, so the last update of a step that begins
-at weight version V trains a token of version v at age V + updates_per_step - 1 - v. The bound holds for that age.
+A step trains `groups_per_step` groups with `updates_per_step` optimizer updates, so the last update of a step that
+begins at weight version V trains a token of version v at age V + updates_per_step - 1 - v. The bound is on that age.
 
 A group's *slack* is the number of later steps that could still train it: 0 means now or never, below 0 is too late. The
 groups that are not trained yet can all be trained in time if, for every h, at most (h + 1) x groups_per_step of them
@@ -18,21 +18,24 @@ from bapo_megatron.types import Group
 
 @dataclass(frozen=True, slots=True)
 class StalenessBound:
-    """Example: with max_age = 3 and 2 updates a step, a token is trained in the step that sampled it (age 0, then 1) or
-    in the next one (age 2, then 3): its slack is 1 at first."""
+    """A bound on the age of trained tokens.
+
+    Example: with max_age = 3 and 2 updates a step, a token is trained in the step that sampled it (age 0, then 1) or
+    in the next one (age 2, then 3): its slack is 1 at first.
+    """
 
     max_age: int | None  # optimizer updates; None: no bound
     updates_per_step: int
     groups_per_step: int
 
     def slack(self, oldest_version: int, version: int) -> float:
-        """Later steps that could still train a token of `oldest_version` if the next step begins at `version`."""
+        """Return how many later steps could train a token of `oldest_version` if the next step begins at `version`."""
         if self.max_age is None:
             return float("inf")
         return (self.max_age + 1 - self.updates_per_step - (version - oldest_version)) // self.updates_per_step
 
     def capacity(self, version: int, next_version: int) -> float:
-        """How many untrained groups there may be when one is begun with weights of `version`.
+        """Return the limit of untrained groups when one begins with weights of `version`.
 
         `next_version` is the learner's version when the next batch is taken: the same before a step's batch is taken,
         `updates_per_step` more while the step trains and sampling goes on.
@@ -40,9 +43,9 @@ class StalenessBound:
         return self.groups_per_step * (self.slack(version, next_version) + 1)
 
     def choose(self, finished: Sequence[Group], active: Sequence[Group], version: int) -> list[Group] | None:
-        """The groups to train now, stalest first; None where the step has to wait for others to finish.
+        """Return the groups to train now, stalest first; None if the step has to wait for others to finish.
 
-        It waits for groups that are still being sampled only if training these would make one of them too old.
+        It waits for unfinished groups only if training these now would make one of them too old.
         """
         if len(finished) < self.groups_per_step:
             return None
@@ -56,10 +59,10 @@ class StalenessBound:
         return chosen if in_time or not waiting_helps else None
 
     def is_stale(self, group: Group, version: int) -> bool:
-        """It can no longer be trained within the bound."""
+        """Return whether the group can no longer be trained within the bound."""
         return self.slack_of(group, version) < 0
 
     def slack_of(self, group: Group, version: int) -> float:
-        """Slack of its oldest token; that of a token sampled now where it has none."""
+        """Return the slack of the group's oldest token, or of a token sampled now if it has none."""
         versions = [v for t in group.trajectories if (v := t.oldest_version) is not None]
         return self.slack(min(versions, default=version), version)

@@ -1,10 +1,10 @@
-"""Sampling without rounds: a request per response, refilled one by one, while the trainer waits or trains.
+"""Sampling without rounds: one request per response, replaced one by one, while the trainer waits or trains.
 
     ready --free slot of a live engine--> running --returned--> ready again, or its group is complete --judge--> settled
 
-Each request grows its response by at most `tokens_per_round` tokens; then the response queues behind those that have
-had fewer turns in this step, so that long ones do not starve the others. Responses whose group must be trained in the
-very next batch come first.
+Each request grows its response by at most `tokens_per_round` tokens; then the response queues behind those with fewer
+turns in this step, so that long ones do not starve the others. Responses whose group must be trained in the very next
+batch come first.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from collections.abc import Callable, Coroutine
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.base import Engine
 from bapo_megatron.errors import EngineError
-from bapo_megatron.rollout.book import RolloutBook, is_complete
+from bapo_megatron.rollout.book import RolloutBook
 from bapo_megatron.rollout.dispatch import Dispatcher
 from bapo_megatron.types import Group, Trajectory
 
-_TICK_S = 0.5  # how often engines that came, went or were fenced are noticed
+_TICK_S = 0.5  # interval at which changes of the pool are noticed
 _ABORT_AGAIN_S = 0.5  # a request may have reached its engine just after the abort did
 _MAX_EMPTY_TURNS = 3  # replies without a token, per unfinished response, before the engines are declared broken
 
@@ -31,12 +31,12 @@ Judge = Callable[[Group], Coroutine[None, None, None]]
 
 
 class Stream:
-    """Keeps every slot of every live engine busy. Belongs to one event loop; `start` and `halt` may alternate."""
+    """Requests that keep every slot of every live engine busy. Belongs to one event loop."""
 
     def __init__(self, config: RolloutConfig, book: RolloutBook, dispatcher: Dispatcher, judge: Judge) -> None:
         self.step = 0
-        self.version = 0  # of the weights that sample
-        self.next_version = 0  # of the learner when the next batch is taken
+        self.version = 0  # of the sampling weights
+        self.next_version = 0  # of the learner at the next batch
         self._config = config
         self._book = book
         self._dispatcher = dispatcher
@@ -53,9 +53,9 @@ class Stream:
         self._changed = asyncio.Event()
 
     def start(self, step: int, version: int) -> None:
-        """Sample for the batch of `step` with weights of `version`; goes on with what is under way."""
+        """Sample for the batch of `step` with weights of `version`; open requests go on."""
         self.step, self.version, self.next_version = step, version, version
-        self._raise_failure()  # of a request or a verdict since the last batch was taken
+        self._raise_failure()  # of a request or a verdict since the last batch
         self._turns.clear()
         self._num_empty, self._is_open = 0, True
         self._ready = [self._rank(t) for t in self._book.unfinished() if t.sample_id not in self._requests]
@@ -67,7 +67,7 @@ class Stream:
         self._pump()
 
     async def wait(self, timeout_s: float) -> None:
-        """Until something that may matter to the next batch has changed, or `timeout_s` have passed.
+        """Wait until a change that may complete the next batch, or for `timeout_s`.
 
         Raises:
             EngineError: a request failed for good, or the engines return no tokens at all.
@@ -79,7 +79,7 @@ class Stream:
         self._raise_failure()
 
     async def halt(self) -> None:
-        """Stop sampling: running requests are aborted and keep what they have; verdicts are awaited."""
+        """Stop sampling: abort open requests, which keep their tokens, and await verdicts."""
         self._is_open = False
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._config.request_timeout_s
@@ -100,7 +100,7 @@ class Stream:
         self._raise_failure()
 
     def _pump(self) -> None:
-        """Admit what the bound allows, and give every free slot to the response that comes first."""
+        """Admit new groups within the bound, and give every free slot to the first response in the queue."""
         if not self._is_open or self._failure is not None:
             return
         for trajectory in self._book.admit(self.version, self.next_version):
@@ -145,7 +145,7 @@ class Stream:
         else:
             self._num_empty = 0
             group = self._book.group(trajectory.prompt.prompt_id)
-            if is_complete(group):
+            if group.is_complete:
                 self._start_verdict(group)
         self._pump()
 
@@ -153,7 +153,11 @@ class Stream:
         self._num_empty = 0 if num_new or not self._is_open else self._num_empty + 1
         if self._num_empty > _MAX_EMPTY_TURNS * max(1, len(self._ready) + len(self._requests)):
             urls = ", ".join(engine.url for engine in self._dispatcher.pool.engines)
-            self._fail(EngineError(f"{self._num_empty} replies in a row from {urls} held no token; who aborts them?"))
+            self._fail(
+                EngineError(
+                    f"{self._num_empty} replies in a row from {urls} held no token; something may be aborting requests"
+                )
+            )
 
     def _start_verdict(self, group: Group) -> None:
         prompt_id = group.prompt.prompt_id
@@ -180,7 +184,7 @@ class Stream:
         self._changed.set()
 
     async def _tick(self) -> None:
-        """Take requests back from engines that are no longer live, and use those that have joined."""
+        """Take requests back from engines that are no longer live, and use new ones."""
         while True:
             for sample_id, (task, engine) in list(self._requests.items()):
                 if not self._dispatcher.pool.is_live(engine):

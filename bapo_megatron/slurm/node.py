@@ -104,7 +104,7 @@ def _run_rank(config: Config, meeting: Meeting, rank: int) -> int:
 
 def _await_engines(config: Config, meeting: Meeting) -> list[str]:
     """The URLs of all engines of the run."""
-    if config.rollout.engine in ("attach", "recorded"):
+    if not config.rollout.num_started:
         return list(config.rollout.urls)
     timeout_s = config.slurm.startup_timeout_s + config.rollout.startup_timeout_s
     nodes = range(place(config).server_nodes)

@@ -1,4 +1,4 @@
-"""The channel seam: how the training loop hands the policy to the engines."""
+"""The channel seam: how the training loop sends the policy's weights to the engines."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from bapo_megatron.engines.wire import TensorSpec
+from bapo_megatron.runtime.ranks import share_flag
 
 Submit = Callable[[Coroutine[Any, Any, Any]], "Future[Any]"]
 """Runs a coroutine on the engines' event loop: `lambda c: asyncio.run_coroutine_threadsafe(c, loop)`."""
@@ -18,9 +19,9 @@ Submit = Callable[[Coroutine[Any, Any, Any]], "Future[Any]"]
 
 @dataclass(slots=True)
 class SyncStats:
-    """What one push did.
+    """Sizes and times of one push.
 
-    `seconds` per stage: pause (and forming the group), gather (only what the engines waited for), broadcast (disk:
+    `seconds` by stage: pause (and forming the group), gather (only while the engines wait for it), broadcast (disk:
     load), verify, resume.
     """
 
@@ -28,11 +29,18 @@ class SyncStats:
     num_tensors: int = 0
     num_buckets: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    generation_pause_s: float = 0.0  # from the pause acknowledged by all engines to the last one's continue
-    is_whole: bool = True  # every engine of the pool that is still live holds the weights; else push again
+    generation_pause_s: float = 0.0  # from the last engine's pause to the last one's continue
+    is_whole: bool = True  # every live engine holds the weights; else push again
+    _last_lap_s: float = field(default_factory=time.monotonic)
+
+    def lap(self, stage: str | None) -> None:
+        """Add the time since the last lap to a stage; None skips it."""
+        last, self._last_lap_s = self._last_lap_s, time.monotonic()
+        if stage is not None:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + self._last_lap_s - last
 
     def metrics(self) -> dict[str, float]:
-        """Under the names of docs/metrics.md."""
+        """Return the stats under the names of docs/metrics.md."""
         stages = {f"sync/{stage}_s": seconds for stage, seconds in self.seconds.items()}
         return {
             "sync/bytes": float(self.num_bytes),
@@ -42,7 +50,7 @@ class SyncStats:
         }
 
     def after(self, earlier: SyncStats) -> SyncStats:
-        """With the time that earlier, incomplete pushes of the same weights took."""
+        """Add the time of earlier, incomplete pushes of the same weights."""
         stages = earlier.seconds.keys() | self.seconds.keys()
         self.seconds = {s: earlier.seconds.get(s, 0.0) + self.seconds.get(s, 0.0) for s in sorted(stages)}
         return self
@@ -54,22 +62,22 @@ class WeightSource(Protocol):
     version: int
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights under Hugging Face names, whole, one by one, on global rank 0; elsewhere empty tensors."""
+        """Yield whole weights by Hugging Face name on global rank 0, empty tensors elsewhere. Collective."""
         ...
 
 
 class Channel(Protocol):
-    """Collective over the trainer's processes: all ranks call `push`, since producing the weights is collective."""
+    """A way to the engines. All ranks call `push` together, since gathering the weights is collective."""
 
     def connect(self, manifest: Sequence[TensorSpec]) -> None:
-        """Check that the engines can take these weights. Raises EngineError naming url and first difference."""
+        """Check that the engines can take these weights. Raises EngineError naming the URL and first difference."""
         ...
 
     def push(self, named_weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
-        """Send the whole policy, once; `push_until_whole` repeats it where an engine failed on the way.
+        """Send the whole policy once; `push_until_whole` repeats it if an engine fails on the way.
 
         Args:
-            named_weights: Hugging Face names and whole tensors, as the manifest lists them; always exhausted.
+            named_weights: Hugging Face names and whole tensors, in the order of the manifest; always exhausted.
             version: the weight version that the engines report from now on.
 
         Raises:
@@ -80,18 +88,32 @@ class Channel(Protocol):
     def close(self) -> None: ...
 
 
-class Clock:
-    """Adds the time since the last lap to a stage."""
+class FollowerChannel:
+    """The channel of every rank but the first: it helps to gather the weights and sends nothing."""
 
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self._seconds = seconds
-        self._last = time.monotonic()
+    def connect(self, manifest: Sequence[TensorSpec]) -> None:
+        pass
 
-    def lap(self, stage: str) -> None:
-        now = time.monotonic()
-        self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._last
-        self._last = now
+    def push(self, named_weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
+        for _ in named_weights:
+            pass
+        return SyncStats()
 
-    def skip(self) -> None:
-        """Leave the time since the last lap to somebody else."""
-        self._last = time.monotonic()
+    def close(self) -> None:
+        pass
+
+
+def push_until_whole(channel: Channel, source: WeightSource) -> SyncStats:
+    """Push the source's weights until every live engine holds them. Every rank calls it.
+
+    An incomplete push fences at least one engine, and a repeated push admits none, so this ends.
+
+    Raises:
+        EngineError: on the first rank; see `Channel.push`.
+    """
+    earlier = SyncStats()
+    while True:
+        stats = channel.push(source.named_weights(), source.version).after(earlier)
+        if share_flag(None if isinstance(channel, FollowerChannel) else stats.is_whole):
+            return stats
+        earlier = stats

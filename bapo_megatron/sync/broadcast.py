@@ -2,16 +2,18 @@
 
     pause(retract) -> group -> begin -> per bucket: gather | announce by HTTP + broadcast -> end -> verify -> continue
 
-While a bucket is on its way, its digests are computed and the next one is gathered. Every wait watches the engines'
-replies and the broadcast together, has a deadline and names who is late. An engine that fails is fenced off; where that
-tears a broadcast, the others stay paused until the push is repeated. Nothing is sampled from weights not verified.
+While one bucket travels, its digests are computed and the next one is gathered. Every wait watches the engines' replies
+and the broadcast together, has a deadline and names the late engine. An engine that fails is fenced off; if that tears
+a broadcast, the others stay paused until the push is repeated. Nothing is sampled from unverified weights.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,28 +21,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
-from bapo_megatron.engines.base import EMBEDDED, Engine
-from bapo_megatron.engines.group import GroupBackend
+from bapo_megatron.engines.base import Capability, Engine, can
+from bapo_megatron.engines.group import GroupBackend, UpdateGroup, connect_store, host_store, in_thread
 from bapo_megatron.engines.pool import EnginePool
-from bapo_megatron.engines.wire import Bucket, TensorSpec, WeightStream, digest, pack, plan_buckets
+from bapo_megatron.engines.wire import Bucket, TensorSpec, digest, in_order, pack, plan_buckets
 from bapo_megatron.errors import BroadcastLostError, EngineError, NoEngineLeftError, UnreachableEngineError
-from bapo_megatron.sync.base import Clock, Submit, SyncStats
-from bapo_megatron.sync.engine_group import EngineGroup
-from bapo_megatron.sync.members import Members, Replies
-from bapo_megatron.sync.session import Infos, Session
+from bapo_megatron.sync.base import Submit, SyncStats
+from bapo_megatron.sync.session import Infos, Members, Replies, Session
 
-_POLL_S = 0.0005  # of the broadcast, which has no event to wait for
+Weights = Iterator[tuple[str, Tensor]]
+
+_POLL_S = 0.0005  # a broadcast has no event to wait for
+_FORM_POLL_S = 0.002
+_RELEASE_S = 5.0  # time for engines to say that a rendezvous was called off
 
 
 class BroadcastChannel:
     """Implements `Channel`, for the trainer's first process and its main thread."""
 
     def __init__(self, pool: EnginePool, config: SyncConfig, submit: Submit, *, host: str = "127.0.0.1") -> None:
-        """`host` is where the engines reach this process. One rank per engine, more where it reports `tp_size`."""
+        """`host` is this process's address for the engines. An engine is one rank, or `tp_size` if it reports that."""
         self._config = config
         self._session = Session(pool, submit, config.timeout_s)
         self._host = host
-        self._group: EngineGroup | None = None
+        self._group: UpdateGroup | None = None
+        self._urls: set[str] = set()  # of the engines in the group
         self._plan: list[Bucket] = []
 
     def connect(self, manifest: Sequence[TensorSpec]) -> None:
@@ -48,78 +53,83 @@ class BroadcastChannel:
         self._session.connect(manifest)
         self._plan = plan_buckets(manifest, int(self._config.bucket_mib * 2**20))
 
-    def push(self, named_weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
+    def push(self, named_weights: Weights, version: int) -> SyncStats:
         """See `Channel.push`."""
         assert self._plan, "connect() comes before push()"
-        stream = WeightStream(named_weights, self._session.manifest)
         try:
-            return self._push(stream, version)
+            return self._push(in_order(named_weights, self._session.manifest), version)
         except NoEngineLeftError:
-            if self._group is not None:
-                self._group.abandon()
-                self._group = None
+            self._abandon_group()
             return self._session.abandon()
         finally:
-            stream.drain()
+            for _ in named_weights:  # gathering is collective: no other rank may wait for this one
+                pass
 
     def close(self) -> None:
         """Dissolve the group."""
-        if self._group is not None and self._session.pool.live():
-            self._group.leave(self._session.members(self._session.pool.live()))
+        if live := self._session.pool.live():
+            self._leave_group(self._session.members(live))
         self._group = None
 
-    def _push(self, stream: WeightStream, version: int) -> SyncStats:
+    def _push(self, weights: Weights, version: int) -> SyncStats:
         stats = SyncStats()
-        clock = Clock(stats.seconds)
-        members, infos, new = self._session.pause()
+        members, infos, new = self._session.pause(version)
         members.all("begin the weight update", _begin)
-        self._join(members, infos, new)
-        clock.lap("pause")
-        sender = _Sender(members, self._require_group(), version)
+        group = self._join(members, infos, new)
+        stats.lap("pause")
+        sender = _Sender(members, group, version, stats, with_digests=_any(infos, "weight_digests"))
         try:
-            sender.send_all(self._plan, stream, with_digests=_any_embedded(infos))
+            sender.send(self._plan, weights)
         except _TornError as torn:
-            self._group = None
+            self._abandon_group()
             self._session.is_torn = True
             members.drop(torn.failures)
             stats.is_whole = False
             return stats
         except EngineError:
-            self._group = None
+            self._abandon_group()
             raise
         finally:
-            sender.account(stats)
-            clock.skip()
+            stats.lap(None)
         members.all("end the weight update", lambda engine: engine.end_weight_update())
-        self._session.finish(members, sender.digests, version, stats, clock)
+        self._session.finish(members, sender.digests, version, stats)
         return stats
 
-    def _join(self, members: Members, infos: Infos, new: set[str]) -> None:
-        """Form the group anew where others belong to it than are in it."""
-        if self._group is not None and not new and self._group.urls == {engine.url for engine in members.engines}:
-            return
-        if self._group is not None:
-            self._group.leave(members)
-            self._group = None
-        num_ranks = {url: int(info.get("tp_size") or 1) for url, info in infos.items()}
-        self._group = EngineGroup.form(members, num_ranks, host=self._host, backend=self._backend(infos))
-
-    def _require_group(self) -> EngineGroup:
-        assert self._group is not None
+    def _join(self, members: Members, infos: Infos, new: set[str]) -> UpdateGroup:
+        """Return the group of these members, formed anew if they differ from those of the last push."""
+        urls = {engine.url for engine in members.engines}
+        if self._group is None or new or urls != self._urls:
+            self._leave_group(members)
+            num_ranks = {url: int(info.get("tp_size") or 1) for url, info in infos.items()}
+            self._group = form_group(members, num_ranks, host=self._host, backend=self._backend(infos))
+            self._urls = {engine.url for engine in members.engines}
         return self._group
+
+    def _leave_group(self, members: Members) -> None:
+        """Leave the group and tell the members that are in it; their answers do not matter."""
+        if (group := self._group) is not None:
+            self._abandon_group()
+            _, _ = members.start(
+                "leave the weight group", lambda engine: engine.destroy_update_group(group.name), only=self._urls
+            ).collect()
+
+    def _abandon_group(self) -> None:
+        if self._group is not None:
+            self._group.abandon()
+            self._group = None
 
     def _backend(self, infos: Infos) -> GroupBackend:
         if self._config.backend != "auto":
             return self._config.backend
-        return "nccl" if torch.cuda.is_available() and not _any_embedded(infos) else "gloo"
+        return "nccl" if torch.cuda.is_available() and not _any(infos, "gloo_only") else "gloo"
 
 
 class _TornError(Exception):
-    """A broadcast failed, and the engines in it may hold a mixture of old and new weights."""
+    """A broadcast failed, and its engines may hold a mixture of old and new weights."""
 
     def __init__(self, failures: dict[str, EngineError]) -> None:
         super().__init__(failures)
-        self.failures = failures  # of those that are to blame, by url
+        self.failures = failures  # by url of the engines to blame
 
 
 @dataclass(slots=True)
@@ -130,7 +140,7 @@ class _Flight:
     works: list[dist.Work]
 
     def is_sent(self) -> bool:
-        """Raises RuntimeError where a broadcast failed."""
+        """Return whether all bytes have left. Raises RuntimeError if a broadcast failed."""
         while self.works and self.works[0].is_completed():
             self.works.pop(0).wait()
         return not self.works
@@ -141,59 +151,54 @@ class _Flight:
 
 @dataclass(slots=True)
 class _Sender:
-    """Sends all buckets of one push, two of which are held at a time: one on its way, one being gathered.
+    """Sends the buckets of one push and holds two at a time: one travels, the next is gathered.
 
-    Over gloo each tensor is a broadcast of its own, from where it is to where it belongs: on a CPU a copy costs half as
-    much as sending. Over NCCL, where a launch costs more than a copy, a bucket is packed into one buffer.
+    Over gloo each tensor is a broadcast of its own, from its place to its place: on a CPU a copy costs half as much as
+    sending. Over NCCL, where a launch costs more than a copy, a bucket is packed into one buffer.
     """
 
     members: Members
-    group: EngineGroup
+    group: UpdateGroup
     version: int
+    stats: SyncStats
+    with_digests: bool
     digests: dict[str, str] = field(default_factory=dict)
-    num_bytes: int = 0
-    num_buckets: int = 0
-    began_at: float = field(default_factory=time.monotonic)
-    gather_s: float = 0.0  # in which the engines had nothing to do
-    flights: list[_Flight] = field(default_factory=list)  # at most two: the engines take one while another arrives
+    flights: list[_Flight] = field(default_factory=list)  # at most two: engines take one while another arrives
 
-    def send_all(self, plan: Sequence[Bucket], stream: WeightStream, *, with_digests: bool) -> None:
-        """Raises _TornError, naming those at fault, or EngineError where that is nobody."""
-        for index, bucket in enumerate(plan):
-            tensors = self._gather(bucket, stream)
-            if self.flights:
-                last, earlier = self.flights[-1], self.flights[:-1]
-                self._wait(lambda: last.is_sent() and all(f.has_arrived() for f in earlier))  # noqa: B023
-                self.flights = [last]
-            self._send(bucket, tensors, is_last=index + 1 == len(plan))
-            for spec, tensor in zip(bucket.specs, tensors, strict=True):
-                self.digests[spec.name] = digest(tensor) if with_digests else ""
-        self._wait(lambda: all(flight.has_arrived() for flight in self.flights))
-
-    def account(self, stats: SyncStats) -> None:
-        """Write down what was sent, and how long it took."""
-        stats.num_bytes, stats.num_tensors, stats.num_buckets = self.num_bytes, len(self.digests), self.num_buckets
-        stats.seconds["gather"] = self.gather_s
-        stats.seconds["broadcast"] = time.monotonic() - self.began_at - self.gather_s
-
-    def _gather(self, bucket: Bucket, stream: WeightStream) -> list[Tensor]:
+    def send(self, plan: Sequence[Bucket], weights: Weights) -> None:
+        """Send all buckets. Raises _TornError naming the engines at fault, or EngineError if none is."""
         began_at = time.monotonic()
+        self.stats.seconds["gather"] = 0.0
         try:
-            tensors = [tensor.to(self._device).contiguous() for tensor in stream.take(bucket)]
-        except EngineError:
-            self.group.abandon()
-            raise
+            for bucket in plan:
+                tensors = self._gather(bucket, weights)
+                if self.flights:
+                    last, earlier = self.flights[-1], self.flights[:-1]
+                    self._wait(lambda: last.is_sent() and all(f.has_arrived() for f in earlier))  # noqa: B023
+                    self.flights = [last]
+                self._start(bucket, tensors, is_last=bucket is plan[-1])
+                for spec, tensor in zip(bucket.specs, tensors, strict=True):
+                    self.digests[spec.name] = digest(tensor) if self.with_digests else ""
+            self._wait(lambda: all(flight.has_arrived() for flight in self.flights))
+        finally:
+            self.stats.num_tensors = len(self.digests)
+            self.stats.seconds["broadcast"] = time.monotonic() - began_at - self.stats.seconds["gather"]
+
+    def _gather(self, bucket: Bucket, weights: Weights) -> list[Tensor]:
+        """Return the bucket's tensors, the next of `weights`; count the time in which the engines are idle."""
+        began_at = time.monotonic()
+        held = dict(itertools.islice(weights, len(bucket.specs)))
+        tensors = [held[spec.name].detach().to(self._device).contiguous() for spec in bucket.specs]
         idle_since = self.flights[-1].replies.done_at if self.flights else began_at
         if idle_since is not None:
-            self.gather_s += time.monotonic() - max(began_at, idle_since)
+            self.stats.seconds["gather"] += time.monotonic() - max(began_at, idle_since)
         return tensors
 
-    def _send(self, bucket: Bucket, tensors: list[Tensor], *, is_last: bool) -> None:
-        """Announce one bucket and start its broadcast. The last one carries the version."""
+    def _start(self, bucket: Bucket, tensors: list[Tensor], *, is_last: bool) -> None:
+        """Announce a bucket and start its broadcast. The last one carries the version."""
         names, dtypes, shapes = zip(*((spec.name, spec.dtype, spec.shape) for spec in bucket.specs), strict=True)
         version = self.version if is_last else None
-        flat = self.group.backend == "nccl"
-        if flat:
+        if flat := self.group.backend == "nccl":
             data = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._device)
             pack(bucket, tensors, data)
             tensors = [data]
@@ -204,15 +209,15 @@ class _Sender:
         # Over gloo sooner than the replies' deadline: a hung engine ends the broadcast, the others are free to say so.
         timeout_s = self.members.timeout_s / 2
         self.flights.append(_Flight(replies, [self.group.broadcast(tensor, timeout_s) for tensor in tensors]))
-        self.num_bytes += bucket.num_bytes
-        self.num_buckets += 1
+        self.stats.num_bytes += bucket.num_bytes
+        self.stats.num_buckets += 1
 
     @property
     def _device(self) -> str:
         return "cuda" if self.group.backend == "nccl" else "cpu"
 
     def _wait(self, condition: Callable[[], bool]) -> None:
-        """Until it holds; the first failure or the deadline ends it."""
+        """Wait until the condition holds; the first failure or the deadline ends the push."""
         problem: Exception | None = None
         try:
             while not any(flight.replies.has_failed for flight in self.flights):
@@ -226,9 +231,9 @@ class _Sender:
         raise _TornError(self._break_off(problem))
 
     def _break_off(self, problem: Exception | None) -> dict[str, EngineError]:
-        """Leave the group, and wait for what the engines say. Returns those that are to blame.
+        """Leave the group, wait for the engines' replies, and return the failures of those to blame.
 
-        An engine that only did not receive is not; one that does not answer is, even where it waits for another one.
+        An engine that only lost the broadcast is not; an engine that does not answer is, even if it waits for another.
         """
         self.group.abandon()
         failures: dict[str, EngineError] = {}
@@ -241,17 +246,80 @@ class _Sender:
         return to_blame
 
 
+def form_group(members: Members, num_ranks: Mapping[str, int], *, host: str, backend: GroupBackend) -> UpdateGroup:
+    """Form a group of this process and all members that can join, under a fresh name.
+
+    Engines that refuse or are late are fenced, and the others try again. A group left by a dead trainer stays unused.
+
+    Args:
+        num_ranks: number of ranks of each engine, by url.
+        host: this process's address for the engines.
+
+    Raises:
+        EngineError: see `Members.drop`; or the trainer itself could not join.
+    """
+    while True:
+        formed = _try_to_form(members, {e.url: num_ranks[e.url] for e in members.engines}, host, backend)
+        if isinstance(formed, UpdateGroup):
+            return formed
+        members.drop(formed)
+
+
+def _try_to_form(
+    members: Members, num_ranks: dict[str, int], host: str, backend: GroupBackend
+) -> UpdateGroup | dict[str, EngineError]:
+    """Hold one rendezvous; return the group, or the failures of the engines to blame if one does not come."""
+    name, timeout_s = f"weights-{secrets.token_hex(8)}", members.timeout_s
+    first_ranks = dict(zip(num_ranks, itertools.accumulate(num_ranks.values(), initial=1), strict=False))
+    world_size = 1 + sum(num_ranks.values())
+    server: dist.TCPStore | None = host_store(host, world_size, timeout_s)
+    assert server is not None
+    port = server.port
+    replies = members.start(
+        "join the weight group",
+        lambda e: e.init_update_group(host, port, first_ranks[e.url], world_size, name, backend),
+    )
+
+    def join() -> UpdateGroup:
+        # A connection of its own: the server's handle must be free to be dropped.
+        store = connect_store(host, port, world_size, timeout_s)
+        return UpdateGroup(name, store=store, rank=0, world_size=world_size, backend=backend, timeout_s=timeout_s)
+
+    joined = in_thread("join-weight-group", join)  # joining blocks until everybody is there
+    while not (replies.is_done and joined.done()):
+        if replies.has_failed or time.monotonic() > replies.deadline:
+            break
+        time.sleep(_FORM_POLL_S)
+    if replies.is_done and not replies.has_failed:
+        try:
+            group = joined.result(timeout_s)
+        except Exception as problem:
+            raise EngineError(f"the weight group did not form: {problem}") from problem
+        group.server = server
+        return group
+    refused = replies.failed()
+    server = None  # closes the rendezvous: engines that wait in it are let go, and are not to blame
+    joined.add_done_callback(lambda late: None if late.exception() else late.result().close())
+    answers_until = time.monotonic() + _RELEASE_S
+    while not replies.is_done and time.monotonic() < answers_until:
+        time.sleep(_FORM_POLL_S)
+    late = replies.unanswered()
+    replies.deadline = time.monotonic()
+    _, failures = replies.collect()
+    return {url: error for url, error in failures.items() if url in refused | late}
+
+
 async def _begin(engine: Engine) -> None:
-    """Open an update session; one that was left open is closed first, its weights are all replaced."""
+    """Open an update session; close one that was left open first, since all its weights are replaced."""
     try:
         await engine.begin_weight_update()
     except UnreachableEngineError:
         raise
     except EngineError:
-        with contextlib.suppress(EngineError):  # it may say that what it holds is torn
+        with contextlib.suppress(EngineError):  # it may say that its weights are torn
             await engine.end_weight_update()
         await engine.begin_weight_update()
 
 
-def _any_embedded(infos: Infos) -> bool:
-    return any(info.get("engine") == EMBEDDED for info in infos.values())
+def _any(infos: Infos, capability: Capability) -> bool:
+    return any(can(info, capability) for info in infos.values())

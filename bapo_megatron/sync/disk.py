@@ -1,8 +1,8 @@
-"""Weights as files: the trainer writes a Hugging Face checkpoint that every engine loads. Where no group can be formed.
+"""Weights as files: the trainer writes a Hugging Face checkpoint that every engine loads, if no group can be formed.
 
     write <folder>/v-N (renamed into place) -> pause(retract) -> load -> verify -> continue -> older versions removed
 
-The folder must be seen by trainer and engines alike. An engine that fails is fenced off; the others are not affected.
+Trainer and engines must share the folder. An engine that fails is fenced off; the others are not affected.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
 from bapo_megatron.engines.pool import EnginePool
-from bapo_megatron.engines.wire import TensorSpec, WeightStream, digest
+from bapo_megatron.engines.wire import TensorSpec, digest, in_order
 from bapo_megatron.errors import NoEngineLeftError
 from bapo_megatron.hf.writer import copy_companions, write_safetensors
-from bapo_megatron.sync.base import Clock, Submit, SyncStats
+from bapo_megatron.sync.base import Submit, SyncStats
 from bapo_megatron.sync.session import Session
 
 
@@ -27,7 +27,7 @@ class DiskChannel:
     """Implements `Channel`, for the trainer's first process and its main thread."""
 
     def __init__(self, pool: EnginePool, config: SyncConfig, submit: Submit, *, folder: Path, hf_path: Path) -> None:
-        """`folder` is for the versions; config and tokenizer are copied from `hf_path`, as SGLang reads them, too."""
+        """Write versions below `folder`; copy config and tokenizer, which SGLang reads too, from `hf_path`."""
         self._session = Session(pool, submit, config.timeout_s)
         self._folder = folder.absolute()
         self._hf_path = hf_path
@@ -35,41 +35,40 @@ class DiskChannel:
     def connect(self, manifest: Sequence[TensorSpec]) -> None:
         """See `Channel.connect`."""
         self._session.connect(manifest)
-        shutil.rmtree(self._folder, ignore_errors=True)  # what a dead trainer left
+        shutil.rmtree(self._folder, ignore_errors=True)  # left by a dead trainer
         self._folder.mkdir(parents=True)
 
     def push(self, named_weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
         """See `Channel.push`; never incomplete, since no engine's failure affects another."""
-        stream = WeightStream(named_weights, self._session.manifest)
         try:
-            return self._push(stream, version)
+            return self._push(in_order(named_weights, self._session.manifest), version)
         except NoEngineLeftError:
             return self._session.abandon()
         finally:
-            stream.drain()
+            for _ in named_weights:  # gathering is collective: no other rank may wait for this one
+                pass
 
     def close(self) -> None:
         """Keep the last version: an engine may be loading it."""
 
-    def _push(self, stream: WeightStream, version: int) -> SyncStats:
+    def _push(self, weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
         stats = SyncStats(num_tensors=len(self._session.manifest), num_buckets=1)
         stats.num_bytes = sum(spec.num_bytes for spec in self._session.manifest)
-        clock = Clock(stats.seconds)
         folder = self._folder / f"v-{version}"
-        digests = self._write(stream, folder)
-        clock.lap("gather")
-        members, _, _ = self._session.pause()
-        clock.lap("pause")
+        digests = self._write(weights, folder)
+        stats.lap("gather")
+        members, _, _ = self._session.pause(version)
+        stats.lap("pause")
         members.all("load the weights", lambda engine: engine.update_weights_from_disk(str(folder), version=version))
-        clock.lap("broadcast")
-        self._session.finish(members, digests, version, stats, clock)
+        stats.lap("broadcast")
+        self._session.finish(members, digests, version, stats)
         for other in self._folder.iterdir():
             if other != folder:
                 shutil.rmtree(other)
         return stats
 
-    def _write(self, stream: WeightStream, folder: Path) -> dict[str, str]:
-        """One version, whole or not at all. Returns the digest of each weight."""
+    def _write(self, weights: Iterator[tuple[str, Tensor]], folder: Path) -> dict[str, str]:
+        """Write one version, whole or not at all; return the digest of each weight."""
         partial = folder.with_name(f"{folder.name}.partial")
         for old in (partial, folder):
             shutil.rmtree(old, ignore_errors=True)
@@ -77,7 +76,7 @@ class DiskChannel:
         digests: dict[str, str] = {}
 
         def digested() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in stream:
+            for name, tensor in weights:
                 digests[name] = digest(tensor)
                 yield name, tensor
 

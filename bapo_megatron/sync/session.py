@@ -1,44 +1,54 @@
-"""What every channel does around sending: choose and pause the engines, verify them, let them go on."""
+"""The engines' side of a push: choose and pause them, call them together, fence those that fail, verify, let go on."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, Generic, TypeVar
 
 from bapo_megatron.engines.base import Engine
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec
-from bapo_megatron.errors import EngineError
-from bapo_megatron.sync.base import Clock, Submit, SyncStats
-from bapo_megatron.sync.members import Members
+from bapo_megatron.errors import (
+    BroadcastLostError,
+    EngineError,
+    NoEngineLeftError,
+    RequestRefusedError,
+    UnreachableEngineError,
+)
+from bapo_megatron.sync.base import Submit, SyncStats
 from bapo_megatron.sync.verify import check_model, check_version, check_weights, minority
 
+T = TypeVar("T")
+Call = Callable[[Engine], Coroutine[Any, Any, T]]
 Infos = Mapping[str, Mapping[str, Any]]
 """`server_info` by url."""
 
+_OF_THE_TRAINER = (RequestRefusedError, BroadcastLostError)  # replies that blame the push itself, if all engines agree
+
 
 class Session:
-    """The engines' side of pushes, kept from one push to the next."""
+    """State of the engines from one push to the next."""
 
     def __init__(self, pool: EnginePool, submit: Submit, timeout_s: float) -> None:
         self.pool = pool
         self.manifest: tuple[TensorSpec, ...] = ()
-        self.is_torn = False  # the last push broke off, and has to be repeated
+        self.is_torn = False  # the last push broke off and has to be repeated
         self._submit = submit
         self._timeout_s = timeout_s
         self._version: int | None = None  # last pushed
         self._paused_at: float | None = None
 
     def members(self, engines: Sequence[Engine]) -> Members:
-        """Raises EngineError where there are none."""
+        """Return the callers of these engines. Raises EngineError if there are none."""
         return Members(engines, self.pool, self._submit, self._timeout_s)
 
     def connect(self, manifest: Sequence[TensorSpec]) -> Infos:
         """Check every engine before anything is sent.
 
         Raises:
-            EngineError: an engine is not reachable, or serves another model; says so for each of them.
+            EngineError: an engine is not reachable or serves another model; one line for each.
         """
         self.manifest = tuple(manifest)
         replies = self.members(self.pool.live()).start("say what it serves", self._check)
@@ -47,12 +57,13 @@ class Session:
             raise EngineError("\n".join(str(failure) for failure in failures.values()))
         return infos
 
-    def pause(self) -> tuple[Members, Infos, set[str]]:
-        """The engines of this push, paused, what they say, and the urls of those that are new in it.
+    def pause(self, version: int) -> tuple[Members, Infos, set[str]]:
+        """Pause the engines of a push of `version`; return them, their `server_info`, and the urls new to the group.
 
-        New are those that are back, and those that hold another version than the last one pushed: they were started
-        again unnoticed. A repeated push leaves those that are back to the next one, so that it comes to an end.
+        New engines are back after a failure, or hold another version than the last one pushed: they were restarted
+        unnoticed. A repeated push leaves engines that are back to the next push, so that it ends.
         """
+        self.pool.expect(version)
         back = [] if self.is_torn else self.pool.back()
         members = self.members([*self.pool.live(), *back])
         infos = members.all("pause", _pause)
@@ -63,10 +74,8 @@ class Session:
         members.all("say what it serves", self._check, only=new)
         return members, infos, new & {engine.url for engine in members.engines}
 
-    def finish(
-        self, members: Members, digests: Mapping[str, str], version: int, stats: SyncStats, clock: Clock
-    ) -> None:
-        """Let those go on that hold what was sent, and fence the others."""
+    def finish(self, members: Members, digests: Mapping[str, str], version: int, stats: SyncStats) -> None:
+        """Let engines that hold the weights sent go on, and fence the others."""
 
         async def verify(engine: Engine) -> dict[str, Any]:
             check_version(engine.url, await engine.server_info(), version)
@@ -75,9 +84,9 @@ class Session:
             return checksum
 
         members.drop(minority(members.all("confirm its weights", verify)))
-        clock.lap("verify")
+        stats.lap("verify")
         members.all("continue", lambda engine: engine.resume())
-        clock.lap("resume")
+        stats.lap("resume")
         for engine in members.engines:
             if not self.pool.is_live(engine):
                 self.pool.admit(engine)
@@ -86,9 +95,9 @@ class Session:
         self._paused_at, self._version, self.is_torn = None, version, False
 
     def abandon(self) -> SyncStats:
-        """While a `NoEngineLeftError` is handled: nobody is left who holds other weights, and the push is over.
+        """End a push that lost its last engine; call it while handling `NoEngineLeftError`.
 
-        The next step waits for an engine to be back, and asks for the push again. Raises where none is expected back.
+        The next step waits for an engine to be back and asks for the push again. Raises if none is expected back.
         """
         if self.pool.is_hopeless():
             raise
@@ -102,3 +111,95 @@ class Session:
 async def _pause(engine: Engine) -> dict[str, Any]:
     await engine.pause("retract")
     return await engine.server_info()
+
+
+class Replies(Generic[T]):
+    """Calls in progress, one per engine, with one deadline."""
+
+    def __init__(self, what: str, futures: dict[str, Future[T]], timeout_s: float) -> None:
+        self.deadline = time.monotonic() + timeout_s
+        self.done_at: float | None = None  # time of the last reply
+        self.has_failed = False  # a reply is an error
+        self._what = what  # completes "waited for <url> to ..."
+        self._timeout_s = timeout_s
+        self._futures = futures
+        self._num_open = len(futures)
+        for future in futures.values():
+            future.add_done_callback(self._count)
+
+    @property
+    def is_done(self) -> bool:
+        return self._num_open == 0
+
+    def failed(self) -> set[str]:
+        """Return the urls whose reply is an error so far."""
+        return {u for u, f in self._futures.items() if f.done() and (f.cancelled() or f.exception() is not None)}
+
+    def unanswered(self) -> set[str]:
+        """Return the urls that have not replied so far."""
+        return {url for url, future in self._futures.items() if not future.done()}
+
+    def collect(self) -> tuple[dict[str, T], dict[str, EngineError]]:
+        """Wait for all replies or the deadline; return results and failures by url. A late engine has failed."""
+        wait(self._futures.values(), timeout=max(0.0, self.deadline - time.monotonic()))
+        results: dict[str, T] = {}
+        failures: dict[str, EngineError] = {}
+        for url, future in self._futures.items():
+            if not future.done():
+                future.cancel()
+                failures[url] = UnreachableEngineError(f"waited {self._timeout_s:g} s for {url} to {self._what}")
+            elif (problem := future.exception()) is None:
+                results[url] = future.result()
+            elif isinstance(problem, EngineError):
+                failures[url] = problem
+            else:
+                raise problem
+        return results, failures
+
+    def _count(self, future: Future[T]) -> None:
+        """Count a reply; runs on the engines' event loop, or in `collect` for a cancelled future."""
+        if future.cancelled() or future.exception() is not None:
+            self.has_failed = True
+        self._num_open -= 1
+        if self._num_open == 0:
+            self.done_at = time.monotonic()
+
+
+class Members:
+    """Engines that are called together; those that fail are fenced and leave `engines`."""
+
+    def __init__(self, engines: Sequence[Engine], pool: EnginePool, submit: Submit, timeout_s: float) -> None:
+        self.engines = list(engines)
+        self.timeout_s = timeout_s
+        self._pool = pool
+        self._submit = submit
+        if not self.engines:
+            raise NoEngineLeftError(f"no rollout engine is left: {pool.describe()}")
+
+    def start(self, what: str, call: Call[T], only: Collection[str] | None = None) -> Replies[T]:
+        """Start the same call to every engine, or to those at the urls `only`."""
+        asked = [engine for engine in self.engines if only is None or engine.url in only]
+        return Replies(what, {engine.url: self._submit(call(engine)) for engine in asked}, self.timeout_s)
+
+    def all(self, what: str, call: Call[T], only: Collection[str] | None = None) -> dict[str, T]:
+        """Return results by url and fence the engines that fail. Raises as `drop` does."""
+        results, failures = self.start(what, call, only).collect()
+        self.drop(failures)
+        return results
+
+    def drop(self, failures: Mapping[str, EngineError]) -> None:
+        """Fence the engines at these urls.
+
+        Raises:
+            RequestRefusedError, BroadcastLostError: all engines refuse alike, so the fault is the trainer's.
+            NoEngineLeftError: none is left.
+        """
+        complaints = [error for error in failures.values() if isinstance(error, _OF_THE_TRAINER)]
+        if failures and len(complaints) == len(self.engines):
+            raise complaints[0]
+        for engine in self.engines:
+            if engine.url in failures:
+                self._pool.fence(engine, str(failures[engine.url]))
+        self.engines = [engine for engine in self.engines if engine.url not in failures]
+        if not self.engines:
+            raise NoEngineLeftError(f"no rollout engine is left: {self._pool.describe()}")

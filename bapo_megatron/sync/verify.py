@@ -1,8 +1,8 @@
-"""Whether an engine is the right one before weights are sent, and holds the right ones afterwards.
+"""Checks that an engine serves the policy before weights are sent, and holds the weights sent afterwards.
 
 The embedded engine names its weights as the trainer does, with types, shapes and a digest of each: all are compared.
-An SGLang server tells the names of its fused weights and checksums of its own: names are compared with what is sent,
-shapes with the config.json that it was started with (where this machine can read it), checksums between servers.
+An SGLang server tells the names of its fused weights and has its own checksums: names are compared with those sent,
+shapes with the config.json that it was started with (if this machine can read it), checksums between servers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.engines.base import EMBEDDED, Engine
+from bapo_megatron.engines.base import Engine, can
 from bapo_megatron.engines.wire import DIGEST, TensorSpec
 from bapo_megatron.errors import CheckpointError, EngineError
 from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape
@@ -25,10 +25,10 @@ _EMBEDDING = "model.embed_tokens.weight"
 
 
 async def check_model(engine: Engine, manifest: Sequence[TensorSpec]) -> dict[str, Any]:
-    """Compare the engine's model with what will be sent to it; returns its `server_info`.
+    """Compare the engine's model with the manifest; return its `server_info`.
 
     Raises:
-        EngineError: it is not reachable, no such server, or serves another model; names the url and what differs.
+        EngineError: it is not reachable, no such server, or serves another model; names the url and the difference.
     """
     info = await engine.server_info()
     if info.get("weight_version") is None:
@@ -36,7 +36,7 @@ async def check_model(engine: Engine, manifest: Sequence[TensorSpec]) -> dict[st
             f"{engine.url} answers, but not as SGLang or the embedded engine do (no weight_version at /model_info); "
             "is the URL right?"
         )
-    if info.get("engine") == EMBEDDED:
+    if can(info, "weight_manifest"):
         held = {n: TensorSpec(n, dtype, shape) for n, dtype, shape in await engine.weights_manifest()}
         _check_specs(engine.url, manifest, held)
     else:
@@ -46,13 +46,13 @@ async def check_model(engine: Engine, manifest: Sequence[TensorSpec]) -> dict[st
 
 
 def check_version(url: str, info: Mapping[str, Any], version: int) -> None:
-    """Raises EngineError unless the engine reports this version."""
+    """Check that the engine reports this version. Raises EngineError."""
     if str(info.get("weight_version")) != str(version):
         raise EngineError(f"{url} reports weight version {info.get('weight_version')!r} after {version} was sent")
 
 
 def check_weights(url: str, digests: Mapping[str, str], checksum: Mapping[str, Any]) -> None:
-    """One engine's checksum against what was sent. Raises EngineError naming what differs."""
+    """Compare one engine's checksum with the digests sent. Raises EngineError naming a difference."""
     if checksum.get("algorithm") != DIGEST:
         _check_names(url, list(digests), checksum)
         return
@@ -63,9 +63,9 @@ def check_weights(url: str, digests: Mapping[str, str], checksum: Mapping[str, A
 
 
 def minority(checksums: Mapping[str, Mapping[str, Any]]) -> dict[str, EngineError]:
-    """Servers with checksums of their own that hold other weights than most of their kind, by url.
+    """Return the failures of servers whose own checksums differ from most of their kind, by url.
 
-    Servers of equal sharding are compared. Where there is no majority, all of them are in it.
+    Servers of equal sharding are compared. Without a majority, all of them fail.
     """
     wrong: dict[str, EngineError] = {}
     kinds: dict[int, dict[str, str]] = {}
@@ -82,7 +82,7 @@ def minority(checksums: Mapping[str, Mapping[str, Any]]) -> dict[str, EngineErro
 
 
 def _check_specs(url: str, manifest: Sequence[TensorSpec], held: Mapping[str, TensorSpec]) -> None:
-    """The first difference between what is sent and what is held, as an EngineError."""
+    """Raise an EngineError with the first difference between the weights sent and held."""
     sent = {spec.name: spec for spec in manifest}
     vocabulary = sent.get(_EMBEDDING), held.get(_EMBEDDING)
     if vocabulary[0] and vocabulary[1] and vocabulary[0].shape[0] != vocabulary[1].shape[0]:
@@ -101,23 +101,23 @@ def _check_specs(url: str, manifest: Sequence[TensorSpec], held: Mapping[str, Te
 
 
 def _check_started_with(url: str, manifest: Sequence[TensorSpec], info: Mapping[str, Any]) -> None:
-    """An SGLang server's arguments, and the config.json of its model where this machine can read that."""
+    """Check an SGLang server's arguments, and its model's config.json if this machine can read it."""
     dtype, sent = info.get("dtype"), manifest[0].dtype
     if dtype not in (None, "auto", sent):
         raise EngineError(f"{url} computes in {dtype}, the policy is sent in {sent}: start it with --dtype {sent}")
     try:
         shapes = hf_tensors(model_shape(load_hf_config(Path(str(info.get("model_path"))))))
     except CheckpointError:
-        return  # on another machine, or of a family that only SGLang knows: names alone are compared
+        return  # on another machine, or of a family that only SGLang knows: only names are compared
     specs = {name: TensorSpec(name, sent, shape) for name, shape in shapes.items()}
     _check_specs(url, manifest, specs)
 
 
 def _check_names(url: str, sent: Sequence[str], checksum: Mapping[str, Any]) -> None:
-    """The names that are sent against those of an SGLang server, which skips weights that its model does not have.
+    """Compare the names sent with those of an SGLang server, which skips weights that its model does not have.
 
     Raises:
-        EngineError: a weight is sent that the server does not have, or one that it has is not sent.
+        EngineError: the server lacks a weight that is sent, or has one that is not.
     """
     fused = {_fused(name): name for name in sent}
     held = {
@@ -140,7 +140,7 @@ def _check_names(url: str, sent: Sequence[str], checksum: Mapping[str, Any]) -> 
 
 
 def _fused(name: str) -> str:
-    """SGLang's name of a weight: it stacks q, k, v and gate, up (srt/models/qwen3.py, stacked_params_mapping)."""
+    """Return SGLang's name of a weight: q, k, v and gate, up are stacked (srt/models/qwen3.py)."""
     for part, whole in _STACKED.items():
         name = name.replace(f".{part}.", f".{whole}.")
     return name

@@ -250,6 +250,20 @@ LAUNCHERS: dict[str, Launcher] = {
 }
 
 
+# Enough to see a real SGLang server sample, take weights and tell log-probs before the slow part of the suite.
+QUICK = (
+    "test_greedy_continuation_equals_transformers[sglang]",
+    "test_logprobs_are_those_of_the_tempered_distribution[sglang-1.0]",
+    "test_one_push_updates_both_servers[sglang]",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.name in QUICK:
+            item.add_marker(pytest.mark.quick)
+
+
 @pytest.fixture(
     scope="module",  # ended before other tests begin: an idle SGLang server spins on its cores
     params=[pytest.param(kind, marks=pytest.mark.slow if "sglang" in kind else ()) for kind in LAUNCHERS],

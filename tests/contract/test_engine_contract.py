@@ -93,9 +93,9 @@ def test_one_push_updates_both_servers(servers: Servers) -> None:
         result: GenerateResult = servers.loop.run(engine.generate(request("after-push", n=32)))
         assert {span.version for span in result.spans} == {version}
         expected = reference_logprobs(servers.models["b"], PROMPT, list(result.token_ids))
-        torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(torch.tensor(result.behaviour_logprobs), expected, atol=TOLERANCE, rtol=0)
         old = reference_logprobs(servers.models["a"], PROMPT, list(result.token_ids))
-        assert (torch.tensor(result.logprobs) - old).abs().max() > 0.1, (
+        assert (torch.tensor(result.behaviour_logprobs) - old).abs().max() > 0.1, (
             "the two models must differ for this to mean much"
         )
 
@@ -187,7 +187,7 @@ def test_abort_one_then_all(servers: Servers) -> None:
     servers.loop.run(servers.engine.abort("one"))
     result = first.result(30)
     assert result.finish_reason == "abort"
-    assert 0 < len(result.token_ids) == len(result.logprobs) < n
+    assert 0 < len(result.token_ids) == len(result.behaviour_logprobs) < n
     assert not second.done()
     servers.loop.run(servers.engine.abort())
     assert second.result(30).finish_reason == "abort"
@@ -230,7 +230,7 @@ def test_many_requests_in_one_call_are_each_answered_as_if_asked_alone(servers: 
     for asked, result in zip(requests, results, strict=True):
         alone = servers.loop.run(servers.engine.generate(replace(asked, rid=f"{asked.rid}-alone")))
         assert (result.rid, result.token_ids) == (asked.rid, alone.token_ids)
-        assert result.logprobs == pytest.approx(alone.logprobs, abs=TOLERANCE)
+        assert result.behaviour_logprobs == pytest.approx(alone.behaviour_logprobs, abs=TOLERANCE)
 
 
 def test_more_requests_than_rows_all_finish(servers: Servers) -> None:
@@ -450,7 +450,7 @@ def test_weights_from_disk_replace_those_of_all_servers(servers: Servers, tmp_pa
         result: GenerateResult = servers.loop.run(engine.generate(request("from-disk", n=32)))
         assert {span.version for span in result.spans} == {servers.version}
         expected = reference_logprobs(servers.models["b"], PROMPT, list(result.token_ids))
-        torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(torch.tensor(result.behaviour_logprobs), expected, atol=TOLERANCE, rtol=0)
 
 
 def test_connecting_to_nobody_names_who_is_missing(servers: Servers) -> None:

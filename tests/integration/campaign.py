@@ -29,15 +29,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import SyncConfig
+from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards import RewardScorer
-from bapo_megatron.rollout.manager import LoopThread
 from bapo_megatron.rollout.scheduler import Scheduler
+from bapo_megatron.sync.base import push_until_whole
 from bapo_megatron.sync.broadcast import BroadcastChannel
-from bapo_megatron.sync.channel import push_until_whole
 from bapo_megatron.types import Trajectory
 from tests.integration.faulty_proxy import FAULTS, Answer, FaultyProxy
 from tests.integration.nursery import is_running, kill_session
@@ -340,7 +340,7 @@ class Campaign:
         site.proxy.set_trap(fault.path, trap)
 
     def _push(self, channel: BroadcastChannel, scheduler: Scheduler) -> None:
-        scheduler.expect(self.policy.version)
+        scheduler.pool.expect(self.policy.version)
         began_s = time.monotonic()
         push_until_whole(channel, self.policy)  # type: ignore[arg-type]
         assert time.monotonic() - began_s < self.timeouts.step_s, f"{self.leg}: a push took too long"

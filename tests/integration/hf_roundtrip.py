@@ -141,15 +141,20 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def check_saved(folder: Path) -> None:
-    """What the learner saved and `bapo convert` exports is what it was given, and transformers takes it as it is."""
+def check_exported(folder: Path) -> Path:
+    """Check that `bapo convert` exports, bit for bit, what the learner was given; return the exported folder."""
     target = folder.with_name(f"{folder.name}-exported")
     original, exported = weights_of(folder), weights_of(target)
     assert exported.keys() == original.keys()
     for name, weight in original.items():
         assert exported[name].dtype == weight.dtype
         assert torch.equal(exported[name], weight), name
-    _, info = transformers.AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    return target
+
+
+def check_saved(folder: Path) -> None:
+    """Check what `bapo convert` exports, and that transformers takes it as it is."""
+    _, info = transformers.AutoModelForCausalLM.from_pretrained(check_exported(folder), output_loading_info=True)
     assert not any(info.values()), info
 
 

@@ -25,7 +25,6 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.monitor.rundir import RunDir
-from bapo_megatron.rollout.state import group_to_json
 from bapo_megatron.runtime.files import JsonlWriter, read_jsonl
 from bapo_megatron.types import ClipBounds, MiniBatch
 from tests.distributed import forkserver
@@ -274,7 +273,7 @@ def _keep_journal(path: Path) -> None:
     def keep_batch(self: RolloutManager, step: int, version: int) -> Any:
         made = next_batch(self, step, version)
         if made is not None:
-            journal.write({"step": step + 1, "version": version, "groups": [group_to_json(g) for g in made[1]]})
+            journal.write({"step": step + 1, "version": version, "groups": [g.to_json() for g in made[1]]})
         return made
 
     def keep_bounds(self: BoundsFinder, minibatch: MiniBatch) -> ClipBounds:

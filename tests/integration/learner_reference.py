@@ -49,6 +49,7 @@ FAMILIES = {
     "llama_biases": lambda: transformers.LlamaConfig(
         **_SIZES, attention_bias=True, mlp_bias=True, rope_parameters=_YARN_ROPE
     ),
+    "gemma": lambda: transformers.GemmaConfig(**_SIZES, head_dim=16),
 }
 
 
@@ -60,7 +61,8 @@ def save_random_model(family: str, folder: Path) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
-            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.15 * noise)
+            centre = 1 if "norm" in name and family != "gemma" else 0  # gemma's norms multiply by 1 + weight
+            parameter.copy_(centre + (0.2 if "norm" in name else 0.15) * noise)
     model.save_pretrained(folder)
 
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests.debian import which
+
 PACKAGES = ("munge", "slurm-client", "slurmctld", "slurmd")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 _SBIN = "/usr/sbin:/usr/local/sbin:/sbin"
-_INSTALL_TIMEOUT_S = 600.0
-_APT_OPTIONS = ("DPkg::Lock::Timeout=120", "Acquire::Retries=3", "Acquire::http::Timeout=30", "Dpkg::Use-Pty=0")
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 15.0
 
@@ -55,54 +54,6 @@ PartitionName=debug Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 PartitionName=closed Nodes=n1,n2 AllowAccounts=owners State=UP
 """
 _GPUS = "NodeName=n[1-2] Name=gpu File={folder}/gpu[0-7]\n"
-
-
-def why_impossible() -> str | None:
-    """Why there can be no cluster here; None where there is one to be had, once `install_packages` has run."""
-    if os.geteuid() != 0:
-        return "SLURM's daemons need root here"
-    if not _missing() or os.environ.get("CI") == "true":
-        return None
-    return f"SLURM is not installed (apt-get install {' '.join(PACKAGES)}); with CI=true this test installs it"
-
-
-def install_packages() -> None:
-    """What is missing, with Debian's apt-get; asks nothing.
-
-    Raises:
-        RuntimeError: it cannot be installed, with what apt-get said.
-    """
-    if not _missing():
-        return
-    if shutil.which("apt-get") is None:
-        raise RuntimeError(f"not installed: {', '.join(_missing())}; and there is no apt-get to install it with")
-    options = [word for option in _APT_OPTIONS for word in ("-o", option)]
-    said = _apt_get("update", *options)  # may fail for a repository that has nothing to do with SLURM
-    said += _apt_get("install", "--yes", "--no-install-recommends", *options, *PACKAGES)
-    if _missing():
-        raise RuntimeError(f"still not installed: {', '.join(_missing())}\n{said}")
-
-
-def _apt_get(*arguments: str) -> str:
-    command = ["apt-get", *arguments]
-    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "NEEDRESTART_MODE": "l", "LC_ALL": "C.UTF-8"}
-    try:
-        done = subprocess.run(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_INSTALL_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{' '.join(command)} took more than {_INSTALL_TIMEOUT_S:g} s") from None
-    return f"$ {' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}\nexit code {done.returncode}\n"
-
-
-def _missing() -> list[str]:
-    return [program for program in PROGRAMS if _which(program) is None]
 
 
 class Cluster:
@@ -199,15 +150,11 @@ class Cluster:
 
     def _daemon(self, *command: str) -> None:
         with (self.folder / f"output-{command[0]}-{len(self._daemons)}.log").open("wb") as output:
-            program = _which(command[0])
+            program = which(command[0])
             assert program is not None
             self._daemons.append(
                 subprocess.Popen([program, *command[1:]], env=self.environment, stdout=output, stderr=output)
             )
-
-
-def _which(program: str) -> str | None:
-    return shutil.which(program, path=f"{os.environ['PATH']}:{_SBIN}")
 
 
 def _free_ports(count: int) -> Sequence[int]:

@@ -280,6 +280,7 @@ def test_one_process_equals_reference(folder: Path) -> None:
     run_distributed(check_one_process, 1, folder, timeout_s=180)
 
 
+@pytest.mark.slow
 def test_two_processes_equal_reference(folder: Path) -> None:
     cases: list[Case] = [
         ("qwen3", {"tensor": 2}, 60),

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from bapo_megatron.preflight.memory import model_parameters, rank_parameters
 from megatron.core import parallel_state
 from safetensors.torch import save_file
 
 from bapo_megatron.convert import convert
+from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.hf.families import FAMILIES, Family
+from bapo_megatron.hf.families import FAMILIES, LAYER, Family
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.types import ClipBounds
@@ -21,9 +25,9 @@ from tests.distributed import run_distributed
 from tests.hf_models import MODELS, SIZES, VOCAB_SIZE, save_model, save_randomised
 from tests.integration.hf_roundtrip import (
     TOLERANCE,
+    check_exported,
     check_models,
     check_models_of_rank,
-    check_saved,
     make_config,
     packed,
     token_ids,
@@ -70,30 +74,64 @@ def check_start_and_refusals(rank: int, world_size: int, root: Path) -> None:
         MegatronLearner(make_config({"tensor": 2}), root / "spoilt")
 
 
-def check_new_family(rank: int, world_size: int, root: Path) -> None:
-    """The example of docs/models.md."""
-    FAMILIES["mistral"] = Family(
-        window_switch="sliding_window",
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "sliding_window": 4096,
-            "eos_token_id": 2,
-        },
-    )
-    check_models_of_rank(rank, world_size, root, ["mistral"], {}, TOLERANCE)
-    with pytest.raises(CheckpointError, match="sliding-window attention is not supported"):
-        model_shape(load_hf_config(root / "mistral") | {"sliding_window": 16})
+# Two families that no checkpoint has, each over the class of transformers that computes the same.
+_FEED_FORWARD = tuple(
+    replace(p, tensors={name.replace("mlp.", "feed_forward."): dims for name, dims in p.tensors.items()}) for p in LAYER
+)
+MADE_UP: dict[str, tuple[Family, transformers.PreTrainedConfig]] = {
+    "plain": (Family(refused=("use_alibi",)), transformers.LlamaConfig(**SIZES, head_dim=10)),
+    "mixed": (
+        Family(qkv_bias=True, out_bias="output_bias", qk_norm=True, layer=_FEED_FORWARD),
+        transformers.Qwen3Config(**SIZES, head_dim=10, attention_bias=True, tie_word_embeddings=True),
+    ),
+}
 
 
-def test_another_family_is_one_entry_in_one_file(tmp_path: Path) -> None:
-    config = transformers.MistralConfig(**SIZES, head_dim=10, sliding_window=None)
-    model = save_randomised(config, tmp_path / "mistral")
-    write_reference(model, tmp_path / "mistral")
-    with pytest.raises(CheckpointError, match="'mistral' is not supported"):
-        convert(tmp_path / "mistral")
-    run_distributed(check_new_family, 1, tmp_path)
-    check_saved(tmp_path / "mistral")
+def save_made_up(name: str, folder: Path) -> None:
+    write_reference(save_randomised(MADE_UP[name][1], folder), folder)
+    config = load_hf_config(folder) | {"model_type": name, "output_bias": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    if name == "mixed":
+        weights = {tensor.replace("mlp.", "feed_forward."): weight for tensor, weight in weights_of(folder).items()}
+        save_file(weights, folder / "model.safetensors")
+
+
+def check_embedded(folder: Path) -> None:
+    """Compare the embedded engine's logits of every position, token by token, with those of transformers."""
+    model, found = Model.from_pretrained(folder, max_len=64), []
+    for ids in token_ids(VOCAB_SIZE):
+        cache = model.new_cache(num_rows=1, max_len=64)
+        for position, token in enumerate(ids[:-1]):
+            if position == 0:
+                logits = model.prefill(token[None, None], torch.tensor([1]), cache, 0)
+            else:
+                logits = model.decode(token[None], torch.tensor([position]), cache)
+            found.append(logits)
+    want = torch.load(folder.with_suffix(".pt"), weights_only=True)["logits"]
+    torch.testing.assert_close(torch.cat(found), want, rtol=0, atol=TOLERANCE)
+
+
+def check_made_up(rank: int, world_size: int, root: Path) -> None:
+    FAMILIES.update({name: family for name, (family, _) in MADE_UP.items()})
+    check_models_of_rank(rank, world_size, root, list(MADE_UP), {"tensor": world_size}, TOLERANCE)
+    if rank == 0:
+        for name in MADE_UP:
+            check_embedded(root / name)
+            shape = model_shape(load_hf_config(root / name))
+            assert rank_parameters(shape, tensor=1, pipeline=1, stage=0) == model_parameters(shape)
+        with pytest.raises(CheckpointError, match="use_alibi is not supported"):
+            model_shape(load_hf_config(root / "plain") | {"use_alibi": True})
+
+
+def test_another_family_is_one_entry(tmp_path: Path) -> None:
+    """Registration alone gives the learner, the embedded engine, checkpoints and estimates a new family."""
+    for name in MADE_UP:
+        save_made_up(name, tmp_path / name)
+        with pytest.raises(CheckpointError, match=f"{name!r} is not supported"):
+            convert(tmp_path / name)
+    run_distributed(check_made_up, 2, tmp_path)
+    for name in MADE_UP:
+        check_exported(tmp_path / name)
 
 
 @pytest.mark.slow

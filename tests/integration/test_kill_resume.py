@@ -20,9 +20,8 @@ import psutil
 import pytest
 
 from bapo_megatron.rollout.ledger import Ledger
-from bapo_megatron.rollout.state import group_from_json
 from bapo_megatron.runtime.files import read_jsonl
-from bapo_megatron.types import Trajectory
+from bapo_megatron.types import Group, Trajectory
 from tests.integration.killable import SMALL, Attempt, Engine, kill_at_random, repeated, small_run, surviving
 
 NUM_STEPS = 8
@@ -174,7 +173,7 @@ def assert_nothing_lost(run: Path, *, num_steps: int, max_staleness: int) -> Non
     seen: dict[str, Trajectory] = {}  # buffered in the checkpoint before
     for step in range(1, num_steps + 1):
         batch = surviving(run, "step")[step]
-        now = [t for g in batch["groups"] for t in group_from_json(g).trajectories]
+        now = [t for g in batch["groups"] for t in Group.from_json(g).trajectories]
         assert not trained.keys() & {t.sample_id for t in now}, "trained twice"
         assert all(
             batch["version"] - t.oldest_version + 1 <= max_staleness for t in now if t.oldest_version is not None
@@ -189,7 +188,7 @@ def assert_nothing_lost(run: Path, *, num_steps: int, max_staleness: int) -> Non
 def buffered_in(run: Path, step: int, trained: Set[str]) -> dict[str, Trajectory]:
     """What a checkpoint holds, once its books were found in order: admitted = trained + buffered, none dropped."""
     state = json.loads((run / "checkpoints" / f"step-{step:06d}" / "state.json").read_text())["rollout"]
-    groups = [group_from_json(g) for g in state["active"] + state["finished"]]
+    groups = [Group.from_json(g) for g in state["active"] + state["finished"]]
     held = {t.sample_id: t for g in groups for t in g.trajectories}
     ledger = Ledger()
     ledger.load_state_dict(state["ledger"])

@@ -16,7 +16,7 @@ from bapo_megatron.algorithms.mismatch import Mismatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.learner.scoring import with_proximal_logprobs
+from bapo_megatron.learner.whole_batch import with_proximal_logprobs
 from bapo_megatron.monitor.record import UpdateMetrics
 from bapo_megatron.types import Batch
 from tests.distributed import run_distributed
@@ -188,6 +188,7 @@ def test_one_process(folder: Path) -> None:
     run_distributed(check_layouts, 1, folder, [({}, 1000), ({}, 50)], timeout_s=180)
 
 
+@pytest.mark.slow
 def test_two_processes(folder: Path) -> None:
     cases = [({"tensor": 2, "sequence": True}, 60), ({"pipeline": 2}, 60), ({"data": 2}, 60)]
     run_distributed(check_layouts, 2, folder, cases, timeout_s=240)

@@ -19,7 +19,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, ConfigError, DivergedError
 from bapo_megatron.learner.hf.convert import gather_weights
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.learner.scoring import with_fixed_logprobs
+from bapo_megatron.learner.whole_batch import with_fixed_logprobs
 from bapo_megatron.types import MiniBatch
 from tests.distributed import run_distributed
 from tests.integration.learner_reference import (

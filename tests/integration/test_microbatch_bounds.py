@@ -132,6 +132,7 @@ def check_layouts(rank: int, world_size: int, root: Path, cases: list[Case]) -> 
     check_one_micro_batch(root, **({"data": 2} if world_size == 2 else {}))
 
 
+@pytest.mark.slow
 def test_one_process(folder: Path) -> None:
     run_distributed(check_layouts, 1, folder, [({}, SMALL)], timeout_s=240)
 

@@ -118,6 +118,7 @@ def slow_then_hung(rank: int, run_dir: Path) -> None:
         PolicyModel.forward = slow  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_a_run_tells_its_numbers_its_slow_rank_and_where_it_hangs(engine: Engine, tmp_path: Path) -> None:
     settings = (
         "train.num_steps=1000",

@@ -45,6 +45,7 @@ def test_another_loss_trains_on_the_same_samples(
     assert other[0]["bapo/high"] == 1.2 != original[0]["bapo/high"]
 
 
+@pytest.mark.slow
 def test_a_step_that_was_not_recorded_or_is_damaged_is_one_clear_error(
     forked_engine: Engine, recorded: tuple[Path, list[dict[str, float]]], tmp_path: Path
 ) -> None:

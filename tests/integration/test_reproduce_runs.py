@@ -95,6 +95,7 @@ def test_a_run_has_a_deadline(tmp_path: Path) -> None:
     assert not any(is_finished(r.config) for r in runs)
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_study_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "long.toml").write_text(STUDY.replace("num_steps = 2", "num_steps = 500"))
     command = [sys.executable, "-m", "bapo_megatron", "reproduce", str(tmp_path / "long.toml")]

@@ -23,12 +23,12 @@ from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import SyncConfig
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult, PauseMode
+from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec, plan_buckets
 from bapo_megatron.errors import EngineError
 from bapo_megatron.prompts.stream import PromptStream
-from bapo_megatron.rollout.manager import LoopThread
 from bapo_megatron.rollout.scheduler import RolloutStats, Scheduler
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.types import Trajectory
@@ -54,7 +54,9 @@ MODES: dict[str, dict[str, Any]] = {
 }
 Responses = dict[str, tuple[tuple[int, ...], tuple[float, ...]]]
 
-in_every_mode = pytest.mark.parametrize("mode", MODES)
+in_every_mode = pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=() if mode == "rounds" else pytest.mark.slow) for mode in MODES]
+)
 
 
 class CountingEngine(HttpEngine):
@@ -164,7 +166,7 @@ def undisturbed(servers: list[EngineProcess], make: Make) -> Responses:
 
 
 @in_every_mode
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_aborts_and_pauses_at_random_moments_lose_no_token(
     servers: list[EngineProcess], make: Make, undisturbed: Responses, seed: int, mode: str
 ) -> None:
@@ -309,7 +311,11 @@ def test_one_spoilt_result_of_many_costs_its_own_request_only(
 
 
 @pytest.mark.parametrize(
-    ("mode", "kind"), [*(("rounds", kind) for kind in FAULTS), ("tail", "nan"), ("tail", "closed")]
+    ("mode", "kind"),
+    [
+        *(("rounds", kind) for kind in FAULTS),
+        *(pytest.param("tail", kind, marks=pytest.mark.slow) for kind in ("nan", "closed")),
+    ],
 )
 def test_a_fault_that_stays_fences_that_engine_and_the_others_finish_its_samples(
     servers: list[EngineProcess], make: Make, undisturbed: Responses, kind: str, mode: str

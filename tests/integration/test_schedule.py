@@ -17,7 +17,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.learner.scoring import with_proximal_logprobs
+from bapo_megatron.learner.whole_batch import with_proximal_logprobs
 from bapo_megatron.types import ClipBounds, MiniBatch
 from tests.distributed import run_distributed
 from tests.integration.learner_reference import ADAM_EPS, LR, SEARCH, TEMPERATURE, random_batch, save_random_model
@@ -258,6 +258,7 @@ def check_four_processes(rank: int, world_size: int, root: Path) -> None:
     check_orders(rank, world_size, root, cases)
 
 
+@pytest.mark.slow
 def test_one_process(folder: Path) -> None:
     run_distributed(check_one_process, 1, folder)
 

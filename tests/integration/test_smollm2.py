@@ -80,7 +80,7 @@ def check_log_probs(model: Path, ready: Path) -> None:
         with torch.no_grad():
             logits_TV = reference(torch.tensor([request.token_ids + result.token_ids])).logits[0]
         log_probs_TV = (logits_TV / request.temperature).log_softmax(-1)
-        for i, (token, log_prob) in enumerate(zip(result.token_ids, result.logprobs, strict=True)):
+        for i, (token, log_prob) in enumerate(zip(result.token_ids, result.behaviour_logprobs, strict=True)):
             assert log_prob == pytest.approx(float(log_probs_TV[len(request.token_ids) - 1 + i, token]), abs=1e-4)
 
 

@@ -138,6 +138,7 @@ def test_a_hung_engine_is_killed_and_started_again(tmp_path: Path) -> None:
     assert re.search(r"^Current thread 0x.* \(most recent call first\):", log, re.MULTILINE), log
 
 
+@pytest.mark.slow
 def test_a_paused_engine_does_not_count_as_hung(tmp_path: Path) -> None:
     told: list[str] = []
     with engines(tmp_path, told, hang_timeout_s=3.0) as (url,):
@@ -232,6 +233,7 @@ def test_a_failure_at_the_first_start_is_an_error_at_once(tmp_path: Path) -> Non
     assert told == []
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind_by_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     """Also not an engine that was restarted."""
     code = (

@@ -48,15 +48,21 @@ def one_rank(forked_engine: Engine, tmp_path_factory: pytest.TempPathFactory) ->
     return forked.train(forked_engine, tmp_path_factory.mktemp("one"), "rank", "train.num_steps=3", "parallel.tensor=1")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
-        ("parallel.tensor=2", "parallel.pipeline=2"),
-        ("parallel.tensor=1", "parallel.data=2", "train.max_tokens_per_microbatch=200"),
-        ("parallel.tensor=1", "parallel.context=2", "optimizer.distributed=true"),
+        pytest.param(("parallel.tensor=2", "parallel.pipeline=2"), id="tp2-pp2"),
+        pytest.param(
+            ("parallel.tensor=1", "parallel.data=2", "train.max_tokens_per_microbatch=200"),
+            id="dp2",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("parallel.tensor=1", "parallel.context=2", "optimizer.distributed=true"),
+            id="cp2-distributed-optimizer",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["tp2-pp2", "dp2", "cp2-distributed-optimizer"],
 )
 def test_every_layout_trains_like_a_single_process(
     forked_engine: Engine, one_rank: list[dict[str, float]], tmp_path: Path, layout: tuple[str, ...]

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from bapo_megatron.learner import attention, layers, model
+from bapo_megatron.learner import attention, model
 from tests.distributed import run_distributed
 from tests.hf_models import save_model
 from tests.integration.hf_roundtrip import check_models_of_rank, check_saved, write_reference
@@ -32,7 +32,11 @@ class Norm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.offset = int(config.layernorm_zero_centered_gamma)
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.offset + self.weight, self.eps)
 
 
 class NormedColumnLinear(ColumnParallelLinear):
@@ -46,7 +50,8 @@ class NormedColumnLinear(ColumnParallelLinear):
         built.append("linear")
 
     def forward(self, x: Tensor) -> Any:
-        normed = F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.config.layernorm_epsilon)
+        weight = int(self.config.layernorm_zero_centered_gamma) + self.layer_norm_weight
+        normed = F.rms_norm(x, x.shape[-1:], weight, self.config.layernorm_epsilon)
         return super().forward(normed)
 
 
@@ -101,7 +106,7 @@ class Provider(LocalSpecProvider):
 
 def check_with_stand_ins(rank: int, world_size: int, root: Path, names: list[str], layout: dict[str, Any]) -> None:
     gpt_layer_specs.TESpecProvider = Provider
-    layers.TENorm = Norm
+    model.TENorm = Norm
     attention.TEDotProductAttention = Attention
     model.uses_transformer_engine = lambda *_: True  # type: ignore[assignment]
     check_models_of_rank(rank, world_size, root, names, layout, 1e-5)
@@ -110,7 +115,7 @@ def check_with_stand_ins(rank: int, world_size: int, root: Path, names: list[str
 
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2, "sequence": True}], ids=["one process", "two tensor ranks"])
 def test_there_and_back_bit_for_bit_and_logits(layout: dict[str, Any], tmp_path: Path) -> None:
-    names = ["llama-biases", "qwen2-tied-linear", "qwen3-tied-yarn"]
+    names = ["llama-biases", "qwen2-tied-linear", "qwen3-tied-yarn", "gemma"]
     for name in names:
         write_reference(save_model(name, tmp_path / name, num_hidden_layers=2), tmp_path / name)
     run_distributed(check_with_stand_ins, layout.get("tensor", 1), tmp_path, names, layout, timeout_s=300)

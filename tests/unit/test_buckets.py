@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import pytest
 import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.engines.wire import Bucket, TensorSpec, WeightStream, digest, pack, plan_buckets, unpack
+from bapo_megatron.engines.wire import Bucket, TensorSpec, digest, in_order, pack, plan_buckets, unpack
 from bapo_megatron.errors import EngineError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int8, torch.float8_e4m3fn]
@@ -26,7 +28,7 @@ def manifest_of(named: dict[str, torch.Tensor]) -> list[TensorSpec]:
 
 def filled(named: dict[str, torch.Tensor], bucket: Bucket) -> torch.Tensor:
     data = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-    pack(bucket, WeightStream(iter(named.items()), manifest_of(named)).take(bucket), data)
+    pack(bucket, [named[spec.name] for spec in bucket.specs], data)
     return data
 
 
@@ -34,14 +36,15 @@ def filled(named: dict[str, torch.Tensor], bucket: Bucket) -> torch.Tensor:
 @given(tensors, st.integers(1, 600))
 def test_round_trip(kinds: list[tuple[torch.dtype, list[int]]], max_bytes: int) -> None:
     named = {f"w{i}": random_tensor(dtype, shape) for i, (dtype, shape) in enumerate(kinds)}
-    stream = WeightStream(iter(named.items()), manifest_of(named))
+    weights = in_order(iter(named.items()), manifest_of(named))
     received: dict[str, torch.Tensor] = {}
     for bucket in plan_buckets(manifest_of(named), max_bytes):
         assert len(bucket.specs) == 1 or bucket.num_bytes <= max_bytes
         data = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-        pack(bucket, stream.take(bucket), data)
+        held = dict(islice(weights, len(bucket.specs)))
+        pack(bucket, [held[spec.name] for spec in bucket.specs], data)
         received |= dict(unpack(data.clone(), bucket.specs))
-    assert stream.next() is None
+    assert next(weights, None) is None
     assert received.keys() == named.keys()
     for name, tensor in named.items():
         assert received[name].shape == tensor.shape
@@ -89,7 +92,7 @@ def test_no_more_is_read_than_the_bucket_holds() -> None:
     manifest = [TensorSpec(f"w{i}", "float32", (4,)) for i in range(10)]
     buckets = plan_buckets(manifest, 32)
     assert [len(bucket.specs) for bucket in buckets] == [2] * 5
-    WeightStream(source(), manifest).take(buckets[0])
+    list(islice(in_order(source(), manifest), len(buckets[0].specs)))
     assert read == [0, 1]
 
 
@@ -103,7 +106,7 @@ def test_a_learner_that_yields_something_else_is_found_out() -> None:
         ([("a", torch.zeros(2)), ("b", torch.zeros(2)), ("c", torch.zeros(1))], "to send nothing more"),
     ):
         with pytest.raises(EngineError, match=message):
-            list(WeightStream(iter(weights), manifest))
+            list(in_order(iter(weights), manifest))
 
 
 def test_bad_input_is_refused() -> None:

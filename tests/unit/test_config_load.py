@@ -19,6 +19,7 @@ from bapo_megatron.config.load import (
     shipped_configs,
 )
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.monitor.rundir import different_settings
 
 
 def write(folder: Path, text: str, name: str = "run.toml") -> Path:
@@ -47,7 +48,31 @@ def message(files: list[Path], *overrides: str) -> str:
         ("[train]\nnum_steps = 0", "train.num_steps must be above 0, got 0 (run.toml)"),
         ("[optimizer]\nbeta1 = 1", "optimizer.beta1 must be below 1, got 1 (run.toml)"),
         ("[optimizer]\nlr = 'fast'", 'optimizer.lr must be a number, got "fast" (run.toml)'),
-        ("[loss]\nname = 'bap'", 'loss.name must be "bapo", "grpo", "clip_higher" or "sft", got "bap" (run.toml)'),
+        (
+            "[loss]\nname = 'bap'",
+            'loss.name must be "bapo", "grpo", "sft" or a path like "my_module:my_name", got "bap" (run.toml)',
+        ),
+        (
+            "[loss]\nclip_high = 1.3",
+            'loss.clip_high is no setting of loss.name="bapo", but of loss.name="grpo" (run.toml)',
+        ),
+        (
+            "[loss]\nname = 'sft'\ndual_clip = 3",
+            'loss.dual_clip is no setting of loss.name="sft", but of loss.name="bapo" and loss.name="grpo" (run.toml)',
+        ),
+        (
+            "[loss]\nname = 'clip_higher'\nclip_higher = 1.4\nclip_low = 0.7",
+            'loss.name="clip_higher" is now loss.name="grpo" with loss.clip_high=1.4 (run.toml)',
+        ),
+        ("[loss]\nclip_higher = 1.4", 'loss.clip_higher is now loss.name="grpo" with loss.clip_high=1.4 (run.toml)'),
+        (
+            "[rollout]\nzero_variance = 'drop'",
+            'rollout.zero_variance is now rollout.keep_group="informative" (run.toml)',
+        ),
+        (
+            "[loss]\nname = 'grpo'\nclip_hihg = 2",
+            "no such setting: loss.clip_hihg (run.toml); did you mean loss.clip_high?",
+        ),
         ("[model]\npath = 7", "model.path must be text in quotes, got 7 (run.toml)"),
         ("rollout = 5", "rollout must be a table, got 5 (run.toml)"),
         ("[rollout]\nurls = 'http://x'", 'rollout.urls must be a list, got "http://x" (run.toml)'),
@@ -70,7 +95,7 @@ def test_all_mistakes_come_at_once_with_their_sources(tmp_path: Path) -> None:
     second = write(tmp_path, "[loss]\nname = 'y'", "second.toml")
     lines = message([first, second], "bapo.rho_0=1", "nonsense").splitlines()
     assert sorted(lines) == [
-        'loss.name must be "bapo", "grpo", "clip_higher" or "sft", got "y" (second.toml)',
+        'loss.name must be "bapo", "grpo", "sft" or a path like "my_module:my_name", got "y" (second.toml)',
         "no such setting: bapo.rho_0 (override bapo.rho_0=1); did you mean bapo.rho0?",
         "override 'nonsense' is not of the form section.key=value, such as optimizer.lr=3e-4",
         "train.num_steps must be above 0, got -1 (first.toml)",
@@ -157,6 +182,29 @@ def test_none_unsets_what_can_be_unset() -> None:
 def test_dump_loads_back_equal(tmp_path: Path, overrides: list[str]) -> None:
     config = load_config([], overrides)
     assert load_config([write(tmp_path, dump_config(config))]) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "overrides"),
+    [
+        ("bapo", 'zero_variance = "keep"', []),
+        ("sft", 'zero_variance = "keep"', ["loss.name=sft"]),
+        ("grpo", 'zero_variance = "drop"', ["loss.name=grpo", "rollout.keep_group=informative"]),
+        ("clip_higher", 'zero_variance = "keep"', ["loss.name=grpo", "loss.clip_high=1.4"]),
+    ],
+)
+def test_the_config_of_a_run_of_an_earlier_version_loads_and_resumes(
+    tmp_path: Path, name: str, settings: str, overrides: list[str]
+) -> None:
+    config = load_config([], overrides)
+    old = tomllib.loads(dump_config(config))
+    of_all_losses = {"clip_low": 0.8, "clip_high": 1.2, "clip_higher": 1.4}
+    old["loss"] |= of_all_losses | {"name": name, "proximal": "behaviour", "importance_cap": 2.0}
+    del old["rollout"]["keep_group"]
+    old["rollout"] |= tomllib.loads(settings)
+    text = tomli_w.dumps(old)
+    assert load_config([write(tmp_path, text)]) == config
+    assert different_settings(text, dump_config(config)) == {}
 
 
 def test_shipped_configs_load_by_name() -> None:

@@ -20,7 +20,7 @@ from bapo_megatron.algorithms.diagnostics import (
     gradient_direction,
 )
 from bapo_megatron.algorithms.losses import LossInputs, clipped_policy_loss
-from bapo_megatron.config.schema_loss import LossConfig
+from bapo_megatron.config.schema_loss import BapoLoss
 from bapo_megatron.types import ClipBounds
 
 NUM_ACTIONS = 12
@@ -54,7 +54,7 @@ class Tabular:
             ages_R=torch.zeros(NUM_ACTIONS, dtype=torch.int64),
             bounds=BOUNDS,
         )
-        loss_V = clipped_policy_loss(inputs, LossConfig()).loss_R
+        loss_V = clipped_policy_loss(inputs, BapoLoss()).loss_R
         (gradient_V,) = torch.autograd.grad((self.behaviour_V.exp() * loss_V).sum(), logits_V)
         return gradient_V
 
@@ -191,7 +191,7 @@ def test_the_loss_reports_what_it_clips() -> None:
         bounds=BOUNDS,
         entropy_R=torch.tensor([1.0, 1.0, 3.0, 3.0, 1.0], dtype=torch.float64),
     )
-    sums = clipped_policy_loss(inputs, LossConfig(dual_clip=3.0)).sums
+    sums = clipped_policy_loss(inputs, BapoLoss(dual_clip=3.0)).sums
     found = {name.removeprefix("entropy_rule/"): float(value) for name, value in sums.items() if "rule/" in name}
     assert {n: v for n, v in found.items() if v and "age" not in n} == pytest.approx(
         {

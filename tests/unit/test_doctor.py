@@ -75,6 +75,7 @@ def test_a_machine_without_gpus_is_fit_for_cpu_use() -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20, "seconds of one core"
 
 
+@pytest.mark.slow
 def test_a_full_disk_and_a_taken_port_in_one_answer(taken_port: int) -> None:
     done = doctor("--port", str(taken_port), file_bytes=16 * 1024)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from bapo_megatron.engines.base import GenerateRequest, VersionSpan
 from bapo_megatron.engines.embedded.model import Model
@@ -48,6 +56,9 @@ CONFIGS = {
     "llama3-rope": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
     "llama-bias": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
     "yarn": Qwen3Config(**SIZES, head_dim=8, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
+    "mistral": MistralConfig(**SIZES, sliding_window=None),
+    "gemma": GemmaConfig(**SIZES, head_dim=16),
+    "gemma-untied-bias": GemmaConfig(**SIZES, head_dim=16, tie_word_embeddings=False, attention_bias=True),
     "mha": LlamaConfig(**SIZES | {"num_key_value_heads": 6}, head_dim=12),
 }
 
@@ -205,7 +216,7 @@ def good_reply() -> dict[str, Any]:
 
 def test_a_good_reply_is_read() -> None:
     result = parse_reply(good_reply(), REQUEST, 10)
-    assert result.logprobs == (-0.5, -1.5, 0.0)
+    assert result.behaviour_logprobs == (-0.5, -1.5, 0.0)
     assert result.spans == (VersionSpan(-1, 0, 1), VersionSpan(4, 1, 3))
     assert (result.finish_reason, result.num_prompt_tokens, result.num_cached_tokens) == ("length", 2, 1)
 

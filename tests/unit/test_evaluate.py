@@ -7,16 +7,19 @@ import math
 import random
 import time
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
+from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, NoEngineLeftError
+from bapo_megatron.rollout import manager
 from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
-from bapo_megatron.rollout.manager import LoopThread, RolloutManager
+from bapo_megatron.rollout.manager import RolloutManager
 from bapo_megatron.types import Prompt, Segment, Trajectory
 from tests.unit.test_scheduler import STOP, ScriptedEngine
 
@@ -74,20 +77,20 @@ def test_when_the_last_engine_is_back_the_evaluation_asks_for_a_push_and_goes_on
     whole = asyncio.run(evaluator(ScriptedEngine()).sample(0))
     first, second = FailsOnce("http://first", call=2), FailsOnce("http://second", call=1)
     asked = evaluator(first, second)
-    manager = rollouts(loop, asked, Judge(0))
-    manager.pool, manager.config = asked._pool, Config.model_validate({"rollout": {"startup_timeout_s": 0.1}})
+    made = rollouts(loop, asked, Judge(0))
+    made.config = Config.model_validate({"rollout": {"startup_timeout_s": 0.1}})
     with pytest.raises(EngineError, match=r"no rollout engine is left after 0\.1 s: http://second is fenced"):
-        manager.evaluate(0)
-    manager.config = Config()
-    watch = loop.submit(manager.pool.watch())
-    assert manager.evaluate(0) is None, "the second failed, then the first in taking over, and one of them is back"
+        made.evaluate(0)
+    made.config = Config()
+    watch = loop.submit(asked._pool.watch())
+    assert made.evaluate(0) is None, "the second failed, then the first in taking over, and one of them is back"
     watch.cancel()
     for engine in (first, second):
-        manager.pool.admit(engine)  # type: ignore[arg-type]
+        asked._pool.admit(engine)  # type: ignore[arg-type]
     samples = loop.run(asked.sample(0), 60)
     assert {t.sample_id: t.response_ids for t in samples} == {t.sample_id: t.response_ids for t in whole}
     assert len(first.requests) + len(second.requests) == 10, "what was answered is not asked again"
-    assert (manager.evaluate(0) or {})["eval/num_samples"] == 10
+    assert (made.evaluate(0) or {})["eval/num_samples"] == 10
     assert len(first.requests) + len(second.requests) == 20, "a new evaluation begins anew"
 
 
@@ -113,9 +116,11 @@ def loop() -> Iterator[LoopThread]:
 
 
 def rollouts(loop: LoopThread, asked: Evaluator, judge: Judge) -> RolloutManager:
-    manager = object.__new__(RolloutManager)
-    manager.loop, manager._evaluator, manager._eval_scorer, manager._tokenizer = loop, asked, judge, judge  # type: ignore[assignment]
-    return manager
+    engines: Any = SimpleNamespace(loop=loop, pool=asked._pool)
+    judged: Any = manager.Judge(judge, judge)  # type: ignore[arg-type]
+    unused: Any = None
+    evaluation = manager.Evaluation(asked, judged)
+    return RolloutManager(Config(), engines, unused, unused, unused, unused, evaluation)
 
 
 def test_judging_has_a_deadline_of_its_own(loop: LoopThread) -> None:

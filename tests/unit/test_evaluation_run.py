@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import random
 import re
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,12 @@ import bapo_megatron.evaluation.run as run_module
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.cli import main
 from bapo_megatron.convert import convert
-from bapo_megatron.engines.pool import EnginePool
+from bapo_megatron.engines.connected import ConnectedEngines, LoopThread
 from bapo_megatron.errors import DataError, UserError
 from bapo_megatron.evaluation.run import _Asking, eval_config, evaluate
 from bapo_megatron.prompts.chains import Chain
 from bapo_megatron.rewards.pool import Verdict
 from bapo_megatron.rewards.scorer import RewardScorer
-from bapo_megatron.rollout.manager import LoopThread
 from bapo_megatron.types import Prompt, Segment, Trajectory
 from tests.unit.test_scheduler import ScriptedEngine
 
@@ -124,14 +122,14 @@ class SlowScorer:
 
 
 def test_judging_longer_than_engines_may_take_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextlib.contextmanager
-    def connected(*_: object) -> Iterator[tuple[LoopThread, EnginePool]]:
-        loop, engine = LoopThread(), ScriptedEngine()
-        engine.version = -1  # the weights that it was started with
-        yield loop, EnginePool([engine])  # type: ignore[list-item]
-        loop.close()
+    class Closable(ScriptedEngine):
+        async def close(self) -> None:
+            pass
 
-    monkeypatch.setattr(run_module, "_connected", connected)
+    engine = Closable()
+    engine.version = -1  # the weights that it was started with
+    connected = ConnectedEngines([engine], LoopThread())  # type: ignore[list-item]
+    monkeypatch.setattr(run_module.ConnectedEngines, "connect", lambda *_: connected)
     write_chains(tmp_path / "chains.jsonl")
     settings = ["reward.kind=chains", "rollout.request_timeout_s=0.75", "rollout.max_retries=0", *SMALL]
     config = eval_config(Path("demo"), [], settings, tmp_path / "chains.jsonl", 2)

@@ -106,6 +106,7 @@ def check_one_full_rank(rank: int, world_size: int, folder: Path) -> None:
         dist.barrier()
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_one_rank_stops_all(tmp_path: Path) -> None:
     run_distributed(check_one_full_rank, 2, tmp_path)
 

@@ -15,9 +15,7 @@ import transformers
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.families import FAMILIES
-from bapo_megatron.hf.layout import validate_layout
-from bapo_megatron.hf.rope import rotary_frequencies
-from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape
+from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape, rotary_frequencies, validate_layout
 from tests.hf_models import MODELS, make_model_config
 
 CONFIG: dict[str, Any] = {
@@ -57,7 +55,7 @@ def test_all_problems_come_at_once() -> None:
     [
         (
             {"model_type": "mixtral"},
-            "'mixtral' is not supported; supported are llama, qwen2, qwen3 (dense); docs",
+            "'mixtral' is not supported; supported are gemma, llama, mistral, qwen2, qwen3 (dense); docs",
         ),
         ({"model_type": ["llama"]}, "is not supported"),
         ({"model_type": None}, "None is not supported"),
@@ -74,6 +72,8 @@ def test_all_problems_come_at_once() -> None:
         ({"quantization_config": {"quant_method": "gptq"}}, "dequantise"),
         ({"layer_types": ["sliding_attention"] * 30}, "sliding-window"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "sliding-window"),
+        ({"model_type": "mistral", "sliding_window": 16}, "sliding-window attention is not supported"),
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
     ],
 )
 def test_unsupported_models_are_refused(change: dict[str, Any], message: str) -> None:
@@ -92,19 +92,23 @@ def test_a_window_that_no_layer_uses_is_accepted() -> None:
     qwen = CONFIG | {"model_type": "qwen2", "use_sliding_window": True}
     assert validate_layout(qwen | {"max_window_layers": 30}, 1, 1) == []
     assert validate_layout(qwen | {"max_window_layers": 29}, 1, 1) != []
+    mistral = CONFIG | {"model_type": "mistral"}
+    assert validate_layout(mistral | {"sliding_window": None}, 1, 1) == []
+    assert validate_layout(mistral, 1, 1) != []  # 4096 in transformers, if config.json leaves it out
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_where_a_config_is_silent_transformers_is_believed(family: str, tmp_path: Path) -> None:
     """The smallest config.json of each family, read by transformers and by us."""
     sizes = {"vocab_size": 11, "hidden_size": 64, "intermediate_size": 20, "num_hidden_layers": 2}
-    silent: dict[str, Any] = {"model_type": family, "num_attention_heads": 32, **sizes}
+    silent: dict[str, Any] = {"model_type": family, "num_attention_heads": 32, "sliding_window": None, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(silent))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     ours = model_shape(silent)
     assert ours.num_kv_heads == theirs.num_key_value_heads
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 64 // 32)
     assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.activation == theirs.hidden_act
     assert ours.tied_embeddings == theirs.tie_word_embeddings
     assert ours.max_positions == theirs.max_position_embeddings
     assert ours.rope == theirs.rope_parameters
@@ -187,7 +191,7 @@ def test_config_file_errors_name_the_file(tmp_path: Path) -> None:
 
 def test_module_needs_neither_torch_nor_megatron() -> None:
     code = (
-        "import sys, bapo_megatron.hf.layout\n"
+        "import sys, bapo_megatron.hf.shape\n"
         "assert not {m.split('.')[0] for m in sys.modules} & {'megatron', 'torch', 'transformers'}"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bapo_megatron.algorithms.kl import ESTIMATORS, KLCoefficient, loss_with_kl, reference_kl
 from bapo_megatron.algorithms.losses import LOSSES, LossInputs, fixed_bounds
-from bapo_megatron.config.schema_loss import LossConfig
+from bapo_megatron.config.schema_loss import LOSS_SECTIONS, BapoLoss
 from bapo_megatron.types import ClipBounds
 
 FORMULAS = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
@@ -42,7 +42,7 @@ def make_inputs(tokens, mask=None) -> LossInputs:
 @settings(max_examples=40, deadline=None)
 @given(tokens=tokens, coefficient=st.floats(0, 5))
 def test_loss_and_gradient_equal_the_formula_with_every_loss(name, estimator, tokens, coefficient):
-    config = LossConfig(name=name, kl_coef=0.1, kl_estimator=estimator)
+    config = LOSS_SECTIONS[name](kl_coef=0.1, kl_estimator=estimator)
     inputs = make_inputs(tokens)
     inputs = inputs if name == "bapo" else replace(inputs, bounds=fixed_bounds(config))
     plain = LOSSES[name](inputs, config)
@@ -106,7 +106,7 @@ def test_masked_tokens_may_hold_anything_and_extremes_stay_finite(estimator):
 @settings(max_examples=50, deadline=None)
 @given(tokens=tokens, cut=st.integers(0, 12), estimator=st.sampled_from(sorted(ESTIMATORS)))
 def test_sums_add_up_over_micro_batches(tokens, cut, estimator):
-    config = LossConfig(kl_coef=0.3, kl_estimator=estimator)
+    config = BapoLoss(kl_coef=0.3, kl_estimator=estimator)
     parts = [make_inputs(part) for part in (tokens[:cut], tokens[cut:]) if part]
     whole = make_inputs(tokens)
     split = sum(float(loss_with_kl(p, config, 0.3).sums["kl_reference"]) for p in parts)
@@ -129,7 +129,7 @@ kls = st.lists(st.floats(-0.5, 3), max_size=30)
 @settings(max_examples=100, deadline=None)
 @given(kls=kls, target=st.floats(0.01, 1), horizon=st.floats(1, 100), cut=st.integers(0, 30))
 def test_the_controller_is_zieglers_also_after_a_resume(kls, target, horizon, cut):
-    config = LossConfig(kl_coef=0.2, kl_target=target, kl_horizon=horizon)
+    config = BapoLoss(kl_coef=0.2, kl_target=target, kl_horizon=horizon)
     controller, values = KLCoefficient(config), [0.2]
     for i, kl in enumerate(kls):
         if i == cut:
@@ -143,16 +143,16 @@ def test_the_controller_is_zieglers_also_after_a_resume(kls, target, horizon, cu
 
 
 def test_a_fixed_coefficient_stays_and_a_broken_kl_moves_nothing():
-    fixed = KLCoefficient(LossConfig(kl_coef=0.2))
+    fixed = KLCoefficient(BapoLoss(kl_coef=0.2))
     fixed.observe(7.0)
     fixed.load_state_dict({"coefficient": None})
-    steered = KLCoefficient(LossConfig(kl_coef=0.2, kl_target=0.1))
+    steered = KLCoefficient(BapoLoss(kl_coef=0.2, kl_target=0.1))
     steered.observe(math.nan)
     assert fixed.value == steered.value == 0.2
 
 
 def test_the_controller_reaches_its_target_where_kl_falls_with_the_coefficient():
-    controller = KLCoefficient(LossConfig(kl_coef=0.01, kl_target=0.05))
+    controller = KLCoefficient(BapoLoss(kl_coef=0.01, kl_target=0.05))
     for _ in range(600):
         controller.observe(0.01 / controller.value)
     assert 0.01 / controller.value == pytest.approx(0.05, rel=0.01)

@@ -18,11 +18,11 @@ from bapo_megatron.algorithms.losses import (
     importance_ratio,
     supervised_loss,
 )
-from bapo_megatron.config.schema_loss import ClipBoundConfig, LossConfig
+from bapo_megatron.config.schema_loss import BapoLoss, ClipBoundConfig, GrpoLoss, SftLoss
 from bapo_megatron.types import ClipBounds
 
 BOUNDS = ClipBounds(low=0.6, high=1.45, positive_share=0.4, saturated=False, num_moves=5)
-CONFIG = LossConfig()
+CONFIG = BapoLoss()
 
 
 def make_inputs(log_ratios, advantages, mask=None, entropies=None, ages=None, bounds=BOUNDS):
@@ -57,7 +57,7 @@ tokens = st.lists(st.tuples(st.floats(-3, 3), st.floats(-2, 2)), min_size=1, max
 def test_loss_and_gradient_equal_the_formula(dual_clip, tokens):
     log_ratios, advantages = zip(*tokens, strict=True)
     inputs = make_inputs(log_ratios, advantages)
-    loss_R = clipped_policy_loss(inputs, LossConfig(dual_clip=dual_clip)).loss_R
+    loss_R = clipped_policy_loss(inputs, BapoLoss(dual_clip=dual_clip)).loss_R
     assert loss_R.tolist() == pytest.approx([literal_loss(x, a, dual_clip) for x, a in tokens], rel=1e-9, abs=1e-12)
     loss_R.sum().backward()
     kinks = [math.log(BOUNDS.low), math.log(BOUNDS.high), math.log(3.0)]
@@ -141,7 +141,7 @@ def test_metrics_count_what_they_say():
         entropies=[0.5, 1.0, 1.5, 0.0, 9.0],
         ages=[0, 1, 2, 5, 7],
     )
-    result = clipped_policy_loss(inputs, LossConfig(dual_clip=3.0))
+    result = clipped_policy_loss(inputs, BapoLoss(dual_clip=3.0))
     sums = {name: float(value) for name, value in result.sums.items() if "entropy_rule/" not in name}
     assert sums == pytest.approx(
         {
@@ -193,12 +193,12 @@ def test_sums_add_up_over_micro_batches(tokens, cut):
 
 
 def test_fixed_bounds():
-    grpo, clip_higher = fixed_bounds(LossConfig(name="grpo")), fixed_bounds(LossConfig(name="clip_higher"))
+    grpo, clip_higher = fixed_bounds(GrpoLoss()), fixed_bounds(GrpoLoss(clip_high=1.28))
     assert (grpo.low, grpo.high) == (0.8, 1.2)
     assert (clip_higher.low, clip_higher.high) == (0.8, 1.28)
-    assert set(LOSSES) == {"bapo", "grpo", "clip_higher", "sft"}
+    assert set(LOSSES) == {"bapo", "grpo", "sft"}
     with pytest.raises(AssertionError, match="search"):
-        fixed_bounds(LossConfig(name="bapo"))
+        fixed_bounds(BapoLoss())
 
 
 @settings(max_examples=50, deadline=None)
@@ -209,7 +209,7 @@ def test_the_supervised_loss_is_the_negative_log_prob_of_trained_tokens(tokens):
     inputs = make_inputs(log_ratios, advantages, mask, entropies=[0.5] * len(tokens), ages=[7] * len(tokens))
     expected = [-x if m else 0.0 for x, m in zip(inputs.log_probs_R.tolist(), mask, strict=True)]
     inputs.log_probs_R.data[~inputs.mask_R] = math.nan  # a masked token may hold anything
-    result = supervised_loss(inputs, LossConfig(name="sft"))
+    result = supervised_loss(inputs, SftLoss())
     assert result.loss_R.tolist() == pytest.approx(expected)
     result.loss_R.sum().backward()
     assert inputs.log_probs_R.grad.tolist() == [-float(m) for m in mask]
@@ -222,7 +222,7 @@ def test_the_supervised_loss_is_the_negative_log_prob_of_trained_tokens(tokens):
 
 
 def test_the_supervised_loss_takes_an_empty_micro_batch_and_has_no_bounds():
-    result = supervised_loss(make_inputs([], []), LossConfig(name="sft"))
+    result = supervised_loss(make_inputs([], []), SftLoss())
     assert result.loss_R.shape == (0,)
     assert float(result.maxima["age"]) == 0
-    assert math.isnan(fixed_bounds(LossConfig(name="sft")).low)
+    assert math.isnan(fixed_bounds(SftLoss()).low)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bapo_megatron.buffer.batch import BatchBuilder, build_batch
 from bapo_megatron.buffer.packing import Share, balanced_bins, context_tokens, longest_first, minibatches, one_minibatch
 from bapo_megatron.config.schema import Config
-from bapo_megatron.learner.scoring import with_proximal_logprobs
+from bapo_megatron.learner.whole_batch import with_proximal_logprobs
 from bapo_megatron.types import Batch, Group, MicroBatch, Prompt, Segment, Trajectory
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.report.page import write_comparison, write_report
+from tests import debian
 from tests.unit.run_folders import CONFIG, make_run, steps
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 WIDTHS_PX = (400, 1280)
 TIMEOUT_S = 300
 # Loads the page into one frame for each width and writes down what is wrong there.
@@ -47,16 +48,22 @@ addEventListener("load", () => {
 </script></body>"""
 
 
-def faults(page: Path, tmp_path: Path) -> list[dict[str, object]]:
+@pytest.fixture(scope="module")
+def browser() -> str:
+    if not (found := next(filter(None, map(shutil.which, BROWSERS)), None)):
+        debian.require(("chromium",), ("chromium",))
+    return found or "chromium"
+
+
+def faults(browser: str, page: Path, tmp_path: Path) -> list[dict[str, object]]:
     """One entry for each width: how wide, how many figures, what is wrong."""
-    assert CHROMIUM is not None
     source = html.escape(page.read_text(encoding="utf-8"), quote=True)
     frames = "".join(f'<iframe width="{w}" height="900" frameborder="0" srcdoc="{source}"></iframe>' for w in WIDTHS_PX)
     probe = tmp_path / "probe.html"
     probe.write_text(PROBE % frames, encoding="utf-8")
     profile = f"--user-data-dir={tmp_path / 'profile'}"
     done = subprocess.run(
-        [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", profile, "--dump-dom", probe.as_uri()],
+        [browser, "--headless=new", "--no-sandbox", "--disable-gpu", profile, "--dump-dom", probe.as_uri()],
         capture_output=True,
         timeout=TIMEOUT_S,
         check=True,
@@ -66,15 +73,13 @@ def faults(page: Path, tmp_path: Path) -> list[dict[str, object]]:
     return json.loads(html.unescape(match.group(1)))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
-def test_pages_fit_a_phone_and_a_desk(tmp_path: Path) -> None:
+def test_pages_fit_a_phone_and_a_desk(browser: str, tmp_path: Path) -> None:
     name = "a-run-with-a-long-name-that-says-all-of-its-settings-{}"
     runs = [
         make_run(tmp_path / name.format(i), steps(12), CONFIG.replace("rho0 = 0.45", f"rho0 = 0.{i}")) for i in (3, 4)
     ]
     for page in (write_report(runs[0]), write_comparison(runs)):
-        found = faults(page, tmp_path)
+        found = faults(browser, page, tmp_path)
         assert [entry["faults"] for entry in found] == [[], []]
         assert all(abs(entry["width"] - width) < 30 for entry, width in zip(found, WIDTHS_PX, strict=True))
         assert all(entry["figures"] for entry in found)

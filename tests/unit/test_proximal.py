@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bapo_megatron.algorithms.clip_bounds import contribution_table, positive_share
 from bapo_megatron.algorithms.losses import LossInputs, clipped_policy_loss, importance_ratio, ratio_and_weight
 from bapo_megatron.buffer.packing import Share, minibatches
-from bapo_megatron.config.schema_loss import ClipBoundConfig, LossConfig
+from bapo_megatron.config.schema_loss import BapoLoss, ClipBoundConfig
 from bapo_megatron.types import Batch, ClipBounds
 
 BOUNDS = ClipBounds(low=0.6, high=1.45, positive_share=0.4, saturated=False, num_moves=5)
@@ -51,7 +51,7 @@ def literal_loss(log_ratio, log_weight, advantage, cap=CAP, dual_clip=None):
 @given(tokens=tokens)
 def test_loss_and_gradient_equal_the_formula(dual_clip, cap, tokens):
     inputs = make_inputs(tokens)
-    loss_R = clipped_policy_loss(inputs, LossConfig(dual_clip=dual_clip, importance_cap=cap)).loss_R
+    loss_R = clipped_policy_loss(inputs, BapoLoss(dual_clip=dual_clip, importance_cap=cap)).loss_R
     expected = [literal_loss(x, w, a, cap, dual_clip) for x, w, a in tokens]
     assert loss_R.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
     loss_R.sum().backward()
@@ -74,7 +74,7 @@ def test_with_proximal_equal_to_behaviour_it_is_the_plain_loss_bit_for_bit(token
         ages_R=decoupled.ages_R,
         bounds=BOUNDS,
     )
-    results = [clipped_policy_loss(inputs, LossConfig(importance_cap=2.0)) for inputs in (decoupled, plain)]
+    results = [clipped_policy_loss(inputs, BapoLoss(importance_cap=2.0)) for inputs in (decoupled, plain)]
     assert torch.equal(results[0].loss_R, results[1].loss_R)
     assert {k: float(v) for k, v in results[0].sums.items()} == {k: float(v) for k, v in results[1].sums.items()}
     for inputs, result in zip((decoupled, plain), results, strict=True):
@@ -89,7 +89,7 @@ def test_an_uncapped_unclipped_token_has_the_plain_gradient(tokens):
     """w r = pi_theta / pi_behaviour: the weights change where it is clipped, not what an unclipped token is worth."""
     inside = [(max(min(x, 0.3), -0.3), w, a) for x, w, a in tokens]
     inputs = make_inputs(inside)
-    clipped_policy_loss(inputs, LossConfig(importance_cap=1e9)).loss_R.sum().backward()
+    clipped_policy_loss(inputs, BapoLoss(importance_cap=1e9)).loss_R.sum().backward()
     ratio_R = importance_ratio(inputs.log_probs_R.detach(), inputs.behaviour_logprobs_R, inputs.mask_R)
     torch.testing.assert_close(inputs.log_probs_R.grad, -ratio_R * inputs.advantages_R, rtol=1e-9, atol=1e-12)
 
@@ -101,7 +101,7 @@ def test_the_search_counts_the_masses_of_the_loss(tokens):
     inputs = make_inputs(tokens)
     result = clipped_policy_loss(
         LossInputs(**{f: getattr(inputs, f) for f in inputs.__slots__} | {"bounds": ClipBounds(LOW, 1.2, 0, False, 0)}),
-        LossConfig(importance_cap=CAP),
+        BapoLoss(importance_cap=CAP),
     )
     result.loss_R.sum().backward()
     log_probs_R, behaviour_R = inputs.log_probs_R.detach(), inputs.behaviour_logprobs_R
@@ -122,7 +122,7 @@ def test_masked_tokens_may_hold_anything_and_metrics_count_the_weights():
     inputs = make_inputs(
         [(0.1, math.log(3), 1.0), (0.0, math.log(0.5), -1.0), (nan, nan, nan)], mask=[True, True, False]
     )
-    result = clipped_policy_loss(inputs, LossConfig(importance_cap=CAP))
+    result = clipped_policy_loss(inputs, BapoLoss(importance_cap=CAP))
     result.loss_R.sum().backward()
     assert inputs.log_probs_R.grad.tolist() == pytest.approx([-2 * math.exp(0.1), 0.5, 0.0])
     assert float(result.sums["importance_weight"]) == pytest.approx(2.5)

@@ -11,10 +11,10 @@ from megatron.core import fp8_utils
 from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
 
-from bapo_megatron.hf.shape import ModelShape, hf_tensors, model_shape
+from bapo_megatron.hf.shape import ModelShape, entries, hf_tensors, model_shape
 from bapo_megatron.learner.adam import WEIGHT
 from bapo_megatron.learner.hf.convert import gather_weights, parameters_by_global_name
-from bapo_megatron.learner.hf.names import entries, to_shard
+from bapo_megatron.learner.hf.names import to_shard
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.precision import has_quantised
 

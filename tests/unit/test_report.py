@@ -109,6 +109,7 @@ def test_problems_of_the_latest_steps_are_shown(tmp_path: Path) -> None:
     assert "raise bapo.rho0" in page.text
 
 
+@pytest.mark.slow
 def test_figures_of_long_runs_stay_small(tmp_path: Path) -> None:
     html, _ = read_page(make_run(tmp_path / "run", steps(3000)))
     assert sum(map(len, re.findall(r"<svg.*?</svg>", html, re.DOTALL))) < 1_500_000

@@ -156,7 +156,7 @@ def test_clipping_makes_rewards_equal_and_groups_uninformative():
     assert is_informative(make_group(rewards), make_config(clip=4.0, running_std=True))
     batch = build(make_config("dr_grpo", clip=4.0), [rewards])
     assert per_response(batch) == [0.0, 0.0]
-    assert batch.metrics == {"reward/clipped_share": 1.0}
+    assert {k: v for k, v in batch.metrics.items() if "clipped" in k} == {"reward/clipped_share": 1.0}
 
 
 def test_a_builder_goes_on_where_it_was_saved():

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from bapo_megatron.config.schema import Config
+from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.errors import EngineError, NoEngineLeftError
-from bapo_megatron.rollout.manager import LoopThread, RolloutManager
+from bapo_megatron.rollout.manager import Evaluation, RolloutManager
 from bapo_megatron.rollout.scheduler import RolloutStats
 from tests.unit.test_evaluate import evaluator
 from tests.unit.test_scheduler import ScriptedEngine
@@ -76,15 +77,14 @@ def test_an_error_of_the_coroutine_is_its_own(loop: LoopThread) -> None:
 
 def manager(loop: LoopThread, take: Any, **counts: Any) -> RolloutManager:
     """As much of one as asks for a batch; its longest wait without progress is below a second."""
-    made = object.__new__(RolloutManager)
     quick = {"request_timeout_s": 2 * SHORT_S, "startup_timeout_s": SHORT_S, "max_retries": 0, "samples_per_prompt": 1}
-    made.config = Config.model_validate({"rollout": quick, "reward": {"timeout_s": SHORT_S / 2}})
-    made.loop = loop
+    config = Config.model_validate({"rollout": quick, "reward": {"timeout_s": SHORT_S / 2}})
     now = dict.fromkeys(("tokens", "judged", "fenced"), lambda: 0) | counts
-    made.pool = _Counts(num_fenced=now["fenced"])  # type: ignore[assignment]
-    made._scorer = _Counts(num_judged=now["judged"])  # type: ignore[assignment]
-    made.scheduler = SimpleNamespace(take=take, ledger=SimpleNamespace(num_tokens=_Tokens(now["tokens"])))  # type: ignore
-    return made
+    engines: Any = SimpleNamespace(loop=loop, pool=_Counts(num_fenced=now["fenced"]))
+    judge: Any = SimpleNamespace(scorer=_Counts(num_judged=now["judged"]))
+    scheduler: Any = SimpleNamespace(take=take, ledger=SimpleNamespace(num_tokens=_Tokens(now["tokens"])))
+    unused: Any = None
+    return RolloutManager(config, engines, unused, judge, scheduler, unused, unused)
 
 
 class _Counts:
@@ -133,11 +133,9 @@ def test_an_evaluation_may_take_any_time_while_answers_come_in(loop: LoopThread)
         await progress.until_looked_at(5)
         raise EngineError("all were asked for")
 
-    made = object.__new__(RolloutManager)
-    made.loop, made._eval_scorer = loop, object()  # type: ignore[assignment]
-    made._evaluator = SimpleNamespace(  # type: ignore[assignment]
-        sample=sample, deadline_s=SHORT_S, what="answers", progress=lambda: (progress.look(),)
-    )
+    made = manager(loop, None)
+    asked: Any = SimpleNamespace(sample=sample, deadline_s=SHORT_S, what="answers", progress=lambda: (progress.look(),))
+    made.evaluation = Evaluation(asked, judge=None)  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="all were asked for"):
         made.evaluate(0)
 

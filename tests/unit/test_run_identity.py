@@ -8,7 +8,7 @@ import pytest
 from pydantic import Field
 
 from bapo_megatron.config.schema import Config
-from bapo_megatron.config.schema_loss import LossConfig
+from bapo_megatron.config.schema_loss import GrpoLoss
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reproduce import identity
 from bapo_megatron.reproduce.identity import run_name
@@ -30,18 +30,21 @@ def config_of(**sections: dict[str, object]) -> Config:
 def test_place_and_name_are_not_part_of_it() -> None:
     assert run_name(config_of(run={"name": "a", "dir": "here"})) == run_name(config_of(run={"name": "b", "dir": "x"}))
     assert run_name(config_of(run={"seed": 1})) != run_name(config_of(run={"seed": 2}))
-    assert run_name(config_of(loss={"clip_high": 1.2})) == run_name(config_of()), "1.2 is the default"
+    assert run_name(config_of(loss={"name": "grpo", "clip_high": 1.2})) == run_name(config_of(loss={"name": "grpo"})), (
+        "1.2 is the default"
+    )
 
 
 def test_another_default_is_another_run() -> None:
-    class NewerLoss(LossConfig):
+    class NewerLoss(GrpoLoss):
         clip_high: float = 1.5
 
     class Newer(Config):
-        loss: NewerLoss = Field(default_factory=NewerLoss)
+        loss: NewerLoss = Field(default_factory=NewerLoss)  # type: ignore[assignment]
 
-    assert run_name(Newer()) != run_name(Config())
-    assert run_name(Newer(loss=NewerLoss(clip_high=1.2))) == run_name(Config())
+    grpo = Config(loss=GrpoLoss())
+    assert run_name(Newer()) != run_name(grpo)
+    assert run_name(Newer(loss=NewerLoss(clip_high=1.2))) == run_name(grpo)
 
 
 def test_another_version_of_the_package_is_another_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,7 +269,7 @@ def test_groups_that_are_not_worth_training_are_replaced_and_counted() -> None:
 
 def test_prompts_that_never_teach_anything_end_the_run_with_advice() -> None:
     scheduler = make(ScriptedEngine(), drop_reason=lambda group: "zero_variance")
-    with pytest.raises(UserError, match=r"40 groups in a row were dropped \(zero_variance\).*zero_variance=\"keep\""):
+    with pytest.raises(UserError, match=r"40 groups in a row were dropped \(zero_variance\).*keep_group=\"all\""):
         asyncio.run(scheduler.take(0, 0))
 
 
@@ -314,12 +314,12 @@ def test_the_bound_holds_for_groups_that_are_running_or_being_judged_when_they_b
     (complete,) = book.complete()
     book.drop_stale(1)
     assert not book.num_dropped, "neither may leave now: its request, or its verdict, would find it gone"
-    book.settle(book.judged(complete, [1.0]), 1)
+    book.settle(complete, [1.0], 1)
     assert book.num_dropped == {"stale": 1}
     book.grow(running.extended([Segment(0, 0, (6, 7), (-1.0, -1.0))], "length"))
     assert not book.is_urgent(running, 1), "no hurry: it is too late"
     (complete,) = book.complete()
-    book.settle(book.judged(complete, [1.0]), 1)
+    book.settle(complete, [1.0], 1)
     assert book.num_dropped == {"stale": 2}
     book.ledger.check(book.buffered())
     assert book.ledger.num_tokens == {"generated": 3, "dropped": 3}

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bapo_megatron.buffer import share
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import EngineError, UserError
+from bapo_megatron.rollout import shared as share
 from bapo_megatron.rollout.shared import SharedRollouts
 from bapo_megatron.runtime import ranks
 from bapo_megatron.types import Batch, Group

@@ -102,7 +102,7 @@ async def train(
         assert groups is not None
         batches.append(groups)
         await asyncio.sleep(train_s)
-        scheduler.expect((step + 1) * updates)
+        scheduler.pool.expect((step + 1) * updates)
         for engine in engines:
             engine.version = (step + 1) * updates
             await asyncio.sleep(0)
@@ -258,7 +258,7 @@ def test_state_saved_while_sampling_goes_on_loses_and_repeats_nothing() -> None:
             trained += groups
             await asyncio.sleep(0.003)
             engine.version = step + 1
-            scheduler.expect(step + 1)
+            scheduler.pool.expect(step + 1)
         assert engine.num_running > 0, "requests are under way while the state is saved"
         saved = json.dumps(scheduler.state_dict())
         await scheduler.close()
@@ -310,7 +310,7 @@ def test_a_bound_that_is_lowered_between_runs_holds_from_then_on(judge_s: float)
             batches.append(groups)
             num_stale += stats.num_stale_groups
             await asyncio.sleep(0.004)
-            second.expect(step + 1)
+            second.pool.expect(step + 1)
             engine.version = step + 1
         await second.close()
         return batches

@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
-from bapo_megatron.engines.base import EMBEDDED
+from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import DIGEST, TensorSpec, digest
 from bapo_megatron.errors import BroadcastLostError, EngineError, RequestRefusedError, UnreachableEngineError
-from bapo_megatron.rollout.manager import LoopThread
 from bapo_megatron.sync import broadcast
+from bapo_megatron.sync.base import push_until_whole
 from bapo_megatron.sync.broadcast import BroadcastChannel
-from bapo_megatron.sync.channel import push_until_whole
-from bapo_megatron.sync.members import Members
+from bapo_megatron.sync.session import Members
 
 TIMEOUT_S = 1.0
 NAMES = [f"w{i}" for i in range(6)]
@@ -39,7 +38,6 @@ class FakeGroup:
     num_formed = 0
 
     def __init__(self, members: Members) -> None:
-        self.urls = frozenset(engine.url for engine in members.engines)
         self.sent: list[Tensor] = []
         self.is_abandoned = False
         for engine in members.engines:
@@ -60,9 +58,6 @@ class FakeGroup:
 
     def wait(self) -> bool:
         return True
-
-    def leave(self, members: Members) -> None:
-        self.abandon()
 
     def abandon(self) -> None:
         self.is_abandoned = True
@@ -108,7 +103,11 @@ class ScriptedEngine:
     async def server_info(self) -> dict[str, Any]:
         if self.is_dead:
             raise UnreachableEngineError(f"{self.url}: connection refused")
-        return {"engine": EMBEDDED, "weight_version": self.version, "tp_size": 1}
+        return {
+            "capabilities": ["weight_manifest", "weight_digests", "gloo_only"],
+            "weight_version": self.version,
+            "tp_size": 1,
+        }
 
     async def weights_manifest(self) -> list[tuple[str, str, tuple[int, ...]]]:
         return [(name, "float32", tuple(tensor.shape)) for name, tensor in self.weights.items()]
@@ -146,6 +145,9 @@ class ScriptedEngine:
         await self._stage("end")
         if self.group is not None:
             self.group.sent.clear()
+
+    async def destroy_update_group(self, group_name: str) -> None:
+        assert group_name == FakeGroup.name
 
     async def weights_checksum(self) -> dict[str, Any]:
         await self._stage("checksum")
@@ -210,8 +212,8 @@ def loop() -> Iterator[LoopThread]:
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broadcast, "EngineGroup", FakeGroup)
-    monkeypatch.setattr("bapo_megatron.sync.channel.share_flag", lambda value: value)
+    monkeypatch.setattr(broadcast, "form_group", FakeGroup.form)
+    monkeypatch.setattr("bapo_megatron.sync.base.share_flag", lambda value: value)
 
 
 @pytest.mark.parametrize("num_engines", [1, 3])

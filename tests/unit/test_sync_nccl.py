@@ -20,11 +20,11 @@ from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
 from bapo_megatron.engines import group
+from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.group import Launch, UpdateGroup, host_store
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec, unpack
 from bapo_megatron.errors import EngineError
-from bapo_megatron.rollout.manager import LoopThread
 from bapo_megatron.sync import broadcast
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from tests.unit.test_sync_channel import FakeLearner, ScriptedEngine, World
@@ -84,7 +84,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LazyGroup]]:
     monkeypatch.setattr(group, "_new_process_group_helper", new_group)
     monkeypatch.setattr(group.dist, "destroy_process_group", destroy)
     monkeypatch.setattr(broadcast._Sender, "_device", "cpu")
-    monkeypatch.setattr("bapo_megatron.sync.channel.share_flag", lambda value: value)
+    monkeypatch.setattr("bapo_megatron.sync.base.share_flag", lambda value: value)
     yield formed
     for lazy in formed:
         lazy.is_met.set()

@@ -13,7 +13,7 @@ from bapo_megatron.algorithms.losses import LOSSES, LossInputs, clipped_policy_l
 from bapo_megatron.algorithms.mismatch import no_mismatch
 from bapo_megatron.algorithms.token_profile import BINS, MEANS, bin_means
 from bapo_megatron.config.schema import Config
-from bapo_megatron.config.schema_loss import LossConfig
+from bapo_megatron.config.schema_loss import LOSS_SECTIONS, BapoLoss
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.monitor.metrics import METRICS
 from bapo_megatron.monitor.record import UpdateMetrics
@@ -55,7 +55,7 @@ def profile(sums: dict) -> dict[str, float]:
 
 
 def sums_of(rows: list[tuple]) -> dict[str, float]:
-    return profile(clipped_policy_loss(make_inputs(rows), LossConfig()).sums)
+    return profile(clipped_policy_loss(make_inputs(rows), BapoLoss()).sums)
 
 
 def means_of(rows: list[tuple]) -> dict[str, float]:
@@ -109,6 +109,6 @@ def test_a_step_pools_the_tokens_of_its_updates() -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_off_unless_asked_for(name: str) -> None:
     rows = [(0.3, 0.1, 1.0, 0.5, True)]
-    assert profile(LOSSES[name](make_inputs(rows, with_token_profile=False), LossConfig(name=name)).sums) == {}
+    assert profile(LOSSES[name](make_inputs(rows, with_token_profile=False), LOSS_SECTIONS[name]()).sums) == {}
     has_ratios = name != "sft"
-    assert bool(profile(LOSSES[name](make_inputs(rows), LossConfig(name=name)).sums)) == has_ratios
+    assert bool(profile(LOSSES[name](make_inputs(rows), LOSS_SECTIONS[name]()).sums)) == has_ratios

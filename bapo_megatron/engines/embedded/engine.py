@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 
 class _Job(Generic[Result]):
-    """A command for the engine thread; its outcome, good or bad, goes to whoever asked for it."""
+    """A command for the engine thread, with its outcome as a future."""
 
     def __init__(self, command: Callable[[], Result], *, when_still: bool) -> None:
         self._command = command
@@ -58,7 +58,7 @@ class _Job(Generic[Result]):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One response in the making."""
+    """A response in progress."""
 
     rid: str
     prompt_ids: list[int]
@@ -73,7 +73,7 @@ class Sequence:
     done: Future[Sequence] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
-        self.done.set_running_or_notify_cancel()  # whoever waits may leave, but only `abort` ends it
+        self.done.set_running_or_notify_cancel()  # a waiting caller may leave, but only `abort` ends it
 
     @property
     def num_tokens(self) -> int:
@@ -81,7 +81,7 @@ class Sequence:
 
     @property
     def spans(self) -> list[dict[str, Any]]:
-        """Which weight version sampled which output tokens, as SGLang's `weight_versions`."""
+        """Return the weight version of each span of output tokens, as SGLang's `weight_versions`."""
         starts = self.version_starts  # empty where it was aborted before its first token
         ends = [*(start for _, start in starts[1:]), len(self.output_ids)][: len(starts)]
         return [{"version": v, "start": start, "end": end} for (v, start), end in zip(starts, ends, strict=True)]
@@ -124,7 +124,7 @@ class BatchingEngine:
     # Called from other threads ---------------------------------------------------------------------
 
     def new_sequence(self, rid: str, prompt_ids: list[int], params: SamplingParams, index: int = 0) -> Sequence:
-        """A request that fits this model. Sample `index` of n has seed `sampling_seed + index`.
+        """Return a sequence for a request that fits this model. Sample `index` of n has seed `sampling_seed + index`.
 
         Raises:
             BadRequestError: names the field that is wrong.
@@ -161,7 +161,7 @@ class BatchingEngine:
 
     @property
     def is_torn(self) -> bool:
-        """Some weights of an update are in place, and not yet all: nothing is sampled until it is whole."""
+        """Whether an update is in place in part only: nothing is sampled until it is whole."""
         return self._torn
 
     def call(self, command: Callable[[], Result]) -> Future[Result]:
@@ -180,7 +180,7 @@ class BatchingEngine:
     # Commands: run on the engine thread, through `call` --------------------------------------------
 
     def abort(self, rid: str | None) -> int:
-        """End one request, or all (None), with what they have so far. Returns how many."""
+        """End one request, or all (None), with their tokens so far. Return the number ended."""
         aborted = [s for s in self._all() if rid is None or s.rid == rid]
         for sequence in aborted:
             sequence.finish_reason = {"type": "abort", "message": "Abort"}
@@ -205,7 +205,7 @@ class BatchingEngine:
         self.paused = None
 
     def flush_cache(self) -> None:
-        """There is no prefix cache to drop: this only says whether one could be. Raises BadRequestError while busy."""
+        """Do nothing, as there is no prefix cache. Raises BadRequestError while busy, as SGLang does."""
         if self._rows or (self._waiting and self.paused is None):
             raise BadRequestError(
                 f"Cache not flushed because there are pending requests: {len(self._waiting)} queued, "
@@ -222,7 +222,7 @@ class BatchingEngine:
             self.publish(version)
 
     def publish(self, version: str | None) -> None:
-        """The weights are whole again; from here on tokens carry this version (None: the same as before)."""
+        """Mark the weights as whole; later tokens carry this version (None: the same as before)."""
         self._torn = False
         self.version = self.version if version is None else version
 
@@ -252,7 +252,7 @@ class BatchingEngine:
             self.ended.set_result(None)
 
     def _obey(self) -> None:
-        """Run what other threads ask for; wait for it where there is nothing else to do."""
+        """Run the commands of other threads; wait for one if there is nothing else to do."""
         if not self._busy() and not self._stopping:
             self._take(self._inbox.get())
         while not self._inbox.empty():
@@ -295,7 +295,7 @@ class BatchingEngine:
         self._extend(admitted, torch.cat(logits))
 
     def _prefill(self, group: list[Sequence], first_row: int) -> Tensor:
-        """Logits float32 [len(group), V] after each sequence, whose cache rows begin at `first_row`."""
+        """Return logits, float32 [len(group), V], after each sequence, whose cache rows begin at `first_row`."""
         lengths = [s.num_tokens for s in group]
         token_ids_BT = torch.zeros(len(group), max(lengths), dtype=torch.int64)
         for row, sequence in enumerate(group):

@@ -14,7 +14,7 @@ Batch = Annotated[list[TokenIds], Field(min_length=1)]
 
 
 def _one_or_batch(value: object) -> str:
-    """Which member of a union a value is meant to be, so that an error names only that one."""
+    """Return the member of a union that a value is meant to be, so that an error names only that one."""
     is_batch = isinstance(value, list) and bool(value) and isinstance(value[0], list)
     return "batch" if is_batch else "prompt"
 
@@ -38,7 +38,7 @@ Body = TypeVar("Body", bound=_Body)
 
 
 class SamplingParams(_Body):
-    """How to sample one response. `stop` strings need a tokenizer, which this engine does not have."""
+    """Sampling parameters of one response. `stop` strings need a tokenizer, which this engine does not have."""
 
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0, le=1)

@@ -27,7 +27,7 @@ def uniform(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
 def sample(
     logits_BV: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
 ) -> tuple[list[int], list[float]]:
-    """One token per row, and its log-prob under the tempered, untruncated distribution (as SGLang reports it).
+    """Return one token per row, and its log-prob under the tempered, untruncated distribution (as SGLang does).
 
     Args:
         logits_BV: float32, overwritten.

@@ -2,8 +2,8 @@
 
     python -m bapo_megatron.engines.embedded --model-path CHECKPOINT --port 0 --ready-file F
 
-Answers 400 with a message that names the field for a bad request. When the engine fails, what is open is answered with
-500, and the process ends with exit code 1.
+A bad request gets 400 with a message that names the field. If the engine fails, open requests get 500 and the process
+ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from aiohttp import web
 
-from bapo_megatron.engines.base import EMBEDDED
 from bapo_megatron.engines.embedded import protocol
 from bapo_megatron.engines.embedded.engine import BatchingEngine, Sequence
 from bapo_megatron.engines.embedded.model import Model
@@ -156,7 +155,7 @@ class Server:
     async def server_info(self, request: web.Request) -> web.Response:
         engine = self.engine
         info = {
-            "engine": EMBEDDED,
+            "capabilities": ["weight_manifest", "weight_digests", "gloo_only"],
             "model_path": self._model_path,
             "context_length": engine.max_context,
             "max_running_requests": engine.max_running,
@@ -176,7 +175,7 @@ class Server:
         return await asyncio.wrap_future(self.engine.call(command))
 
     def _sequences(self, body: protocol.GenerateBody) -> tuple[list[Sequence], bool]:
-        """One per prompt and sample, and whether the reply is a single object."""
+        """Return one sequence per prompt and sample, and whether the reply is a single object."""
         is_batch = isinstance(body.input_ids[0], list)
         prompts: list[list[int]] = body.input_ids if is_batch else [body.input_ids]  # type: ignore[assignment,list-item]
         params = (
@@ -302,4 +301,4 @@ def main(argv: list[str] | None = None) -> None:
         )
     )
     # A daemon thread inside torch at interpreter exit can crash; everything is answered, so leave directly.
-    os._exit(0 if engine.failure is None else 1)  # 1: whoever started this server should start it again
+    os._exit(0 if engine.failure is None else 1)  # 1: start this server again

@@ -1,4 +1,4 @@
-"""Weight updates over a torch.distributed group or from a folder, as SGLang's scheduler does them."""
+"""Weight updates over a torch.distributed group or from a folder, as in SGLang's scheduler."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class WeightUpdater:
         self._lock = threading.Lock()  # one command at a time
         self._in_session = False
         self._has_failed = False  # a bucket of this session was refused or lost
-        self._digests: dict[str, str] = {}  # of weights as they are; those of others are not known yet
+        self._digests: dict[str, str] = {}  # of current weights; others are computed when asked for
 
     def init_group(self, body: InitGroupBody) -> None:
-        """Join the trainer's group. Raises BadRequestError when the name is taken or the others do not come."""
+        """Join the trainer's group. Raises BadRequestError if the name is taken or the others do not come."""
         with self._lock:
             if body.group_name in self._groups:
                 raise BadRequestError(f"group_name: {body.group_name!r} has already been created")
@@ -63,14 +63,14 @@ class WeightUpdater:
                 raise BadRequestError(f"Failed to initialize custom process group: {problem}") from problem
 
     def destroy_group(self, name: str) -> None:
-        """Raises BadRequestError when there is no such group."""
+        """Leave a group. Raises BadRequestError if there is none of this name."""
         with self._lock:
             if name not in self._groups:
                 raise BadRequestError(f"group_name: {name!r} does not exist")
             self._groups.pop(name).close()
 
     def begin(self) -> None:
-        """Open an update session. Raises BadRequestError when one is open."""
+        """Open an update session. Raises BadRequestError if one is open."""
         with self._lock:
             if self._in_session:
                 raise BadRequestError("a weight update session is open; call end_weight_update first")
@@ -78,7 +78,7 @@ class WeightUpdater:
             self._has_failed = False
 
     def end(self) -> None:
-        """Close the session; what was received is now the model, whether or not a version was given.
+        """Close the session; the weights received are now the model, with or without a version.
 
         Raises:
             BadRequestError: no session is open, or a failed update left the weights torn; nothing is sampled from them
@@ -93,11 +93,11 @@ class WeightUpdater:
             self._engine.call(lambda: self._engine.publish(None)).result(self._timeout_s)
 
     def update(self, body: UpdateWeightsBody) -> None:
-        """Receive what was announced, and put it in place. A refusal comes before anything is received.
+        """Receive the announced weights into their places. A refusal comes before anything is received.
 
         Raises:
-            BadRequestError: no session, no group, or tensors that are not this model's; the group is then closed, so
-                that the sender's broadcast fails at once and does not wait for its deadline.
+            BadRequestError: no session, no group, or tensors of another model; the group is then closed, so that the
+                sender's broadcast fails at once instead of at its deadline.
         """
         with self._lock:
             group = self._groups.get(body.group_name)
@@ -141,7 +141,7 @@ class WeightUpdater:
             self._run_when_still(lambda: self._install_all(tensors, body))
 
     def checksum(self) -> dict[str, Any]:
-        """Digest of each weight that the model holds under its Hugging Face name, and of all together."""
+        """Return the digest of each weight by Hugging Face name, and of all together."""
         weights = self._engine.model.named_weights
         with self._lock:
             checksums = {name: self._digests.get(name) or digest(tensor) for name, tensor in weights.items()}
@@ -154,7 +154,7 @@ class WeightUpdater:
         }
 
     def manifest(self) -> dict[str, Any]:
-        """Name, type and shape of each weight."""
+        """Return the name, type and shape of each weight."""
         specs = [TensorSpec.of(name, tensor) for name, tensor in self._engine.model.named_weights.items()]
         return {"weights": [(spec.name, spec.dtype, spec.shape) for spec in specs]}
 
@@ -162,7 +162,7 @@ class WeightUpdater:
         self._engine.call(lambda: self._engine.abort(None)).result(self._timeout_s)
 
     def _run_when_still(self, command: Callable[[], None]) -> None:
-        """Run it on the engine thread once nothing is being decoded, or the engine is paused."""
+        """Run a command on the engine thread once nothing is being decoded, or the engine is paused."""
         done = self._engine.call_when_still(command)
         try:
             done.result(self._timeout_s)
@@ -174,7 +174,7 @@ class WeightUpdater:
             done.result(self._timeout_s)
 
     def _check_files(self, files: list[safe_open]) -> None:
-        """Raises CheckpointError unless the files hold exactly the model's weights."""
+        """Check that the files hold exactly the model's weights. Raises CheckpointError."""
         missing = set(self._engine.model.named_weights)
         for file in files:
             for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
@@ -206,7 +206,7 @@ class WeightUpdater:
         return specs
 
     def _receive(self, group: UpdateGroup, specs: list[TensorSpec], *, flat: bool) -> None:
-        """One flat bucket, or one broadcast per weight straight into its place, digested while the next one travels.
+        """Receive a flat bucket, or one broadcast per weight straight into its place, digested while the next travels.
 
         Raises:
             BadRequestError: it does not arrive.
@@ -232,14 +232,14 @@ class WeightUpdater:
             raise BadRequestError(f"Failed to receive weights: {problem}") from problem
 
     def _finish(self, body: UpdateWeightsBody) -> None:
-        """Runs on the engine thread."""
+        """Flush and publish as asked; runs on the engine thread."""
         if body.flush_cache:
             self._engine.flush_cache()
         if body.weight_version is not None:
             self._engine.publish(body.weight_version)
 
     def _install_all(self, tensors: Iterable[tuple[str, Tensor]], body: UpdateFromDiskBody) -> None:
-        """Runs on the engine thread; should a file fail half-way, nothing is sampled from the mixture."""
+        """Install weights from files, on the engine thread; if one fails half-way, nothing is sampled."""
         if body.flush_cache:
             self._engine.flush_cache()
         self._engine.set_weights(tensors, version=None)
@@ -247,7 +247,7 @@ class WeightUpdater:
 
 
 def _wait_for_all(works: Iterable[dist.Work]) -> None:
-    """Until each has ended, well or not: after a failure the others fail at once, or at the group's deadline."""
+    """Wait until each has ended or failed: after a failure the others fail at once, or at the group's deadline."""
     for work in works:
         with contextlib.suppress(RuntimeError):
             work.wait()

@@ -12,25 +12,17 @@ from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
 
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.families import EMBEDDING, OUTPUT
 from bapo_megatron.hf.reader import HFReader
-from bapo_megatron.hf.shape import ModelShape
-from bapo_megatron.learner.hf.names import (
-    EMBEDDING,
-    OUTPUT,
-    Entry,
-    Slicer,
-    canonical,
-    entries,
-    from_shards,
-    to_shard,
-)
+from bapo_megatron.hf.shape import Entry, ModelShape, entries
+from bapo_megatron.learner.hf.names import Slicer, canonical, from_shards, to_shard
 from bapo_megatron.learner.parallel import ParallelLayout, device, raise_together
 
 
 def parameters_by_global_name(chunks: Iterable[Module]) -> dict[str, Parameter]:
-    """This rank's parameters, with layers numbered within the whole model instead of within the chunk.
+    """Return this rank's parameters by the names of `hf.shape.entries`, which number layers within the whole model.
 
-    Names are those of `names.entries`, also where the layers are Transformer Engine's.
+    Transformer Engine's layers get the same names.
     """
     named = {}
     for chunk in chunks:
@@ -57,12 +49,12 @@ def load_weights(
 
     Args:
         model: this rank's chunks of the model.
-        keep: names of parameters that a model of this shape does not have, and that stay as they are.
-        fill: what to do with the tensor of a parameter.
+        keep: names of parameters that a model of this shape does not have; they stay as they are.
+        fill: puts a tensor into a parameter.
 
     Raises:
         CheckpointError: names or shapes of the tensors do not fit config.json (lists them), or a tensor holds nan or
-            infinity; on every rank, also where only one rank reads what is wrong.
+            infinity; on every rank, also if only one rank reads the fault.
     """
     with raising_together(), HFReader(path) as read:
         read.check(shape)
@@ -82,8 +74,8 @@ def fill_parameters(
     parameters = parameters_by_global_name(model)
     for entry in entries(shape):
         targets = [parameters.pop(entry.megatron_name, None)]
-        if entry.megatron_name == EMBEDDING and shape.tied_embeddings:
-            targets.append(parameters.pop(OUTPUT, None))  # the last stage's copy of tied embeddings
+        if entry.megatron_name == EMBEDDING.name and shape.tied_embeddings:
+            targets.append(parameters.pop(OUTPUT.name, None))  # the last stage's copy of tied embeddings
         if present := [target for target in targets if target is not None]:
             shard = to_shard(entry, shape, read, layout.tensor_rank, layout.tensor_size)
             for target in present:
@@ -94,7 +86,7 @@ def fill_parameters(
 
 @contextmanager
 def raising_together() -> Iterator[None]:
-    """A CheckpointError in the block becomes one of every rank. Collective at the end of the block."""
+    """Raise a CheckpointError of the block on every rank. Collective at the end of the block."""
     try:
         yield
     except CheckpointError as error:
@@ -110,56 +102,44 @@ def gather_weights(
     layout: ParallelLayout,
     tensor_of: Callable[[Parameter], Tensor] = lambda parameter: parameter.detach(),
 ) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors under Hugging Face names, one by one, on global rank 0; an empty tensor on every other rank.
+    """Yield whole tensors by Hugging Face name, one by one, on global rank 0; an empty tensor on every other rank.
 
-    Collective: every rank must exhaust the iterator. Tied embeddings come once, as model.embed_tokens.weight.
-    A tensor may alias the live weight: use it before the next update, or copy it.
+    For each parameter, the first replica's tensor ranks on its pipeline stage gather the shards, and the first of them
+    sends the whole to rank 0. Collective: every rank must exhaust the iterator. Tied embeddings come once, as
+    model.embed_tokens.weight. A tensor may alias the live weight: use it before the next update, or copy it.
 
     Args:
         model: this rank's chunks of the model.
-        tensor_of: what to gather of a parameter, e.g. its gradient; must have the parameter's shape. Called on all
-            ranks that hold the parameter, in the same order: it may be collective over data ranks.
+        tensor_of: maps a parameter to the tensor to gather, of the parameter's shape, e.g. its gradient. All ranks that
+            hold the parameter call it in the same order: it may be collective over data ranks.
     """
     parameters = parameters_by_global_name(model)
     dtype = tensor_of(next(model.parameters())).dtype
     for entry in entries(shape):
         stage = _stage(entry, shape, layout)
+        shard = tensor_of(parameters[entry.megatron_name]) if layout.pipeline_rank == stage else None
         tensors: list[Tensor] = []
-        mine = tensor_of(parameters[entry.megatron_name]) if layout.pipeline_rank == stage else None
-        if layout.is_first_replica:
-            if mine is not None:
-                tensors = from_shards(entry, shape, _shards(mine, layout))
-            if layout.tensor_rank == 0 and stage > 0:
-                tensors = _send_to_first_stage(entry, tensors, stage, layout, dtype)
+        if shard is not None and layout.is_first_replica:
+            shards = [shard]
+            if layout.tensor_size > 1:
+                shard = shard.contiguous()
+                shards = [torch.empty_like(shard) for _ in range(layout.tensor_size)]
+                dist.all_gather(shards, shard, group=layout.tensor_group)
+            tensors = from_shards(entry, shape, shards)
+        if stage > 0 and layout.is_first_replica and layout.tensor_rank == 0:
+            if layout.pipeline_rank == stage:
+                for tensor in tensors:
+                    dist.send(tensor.contiguous(), dst=layout.pipeline_group_rank(0), group=layout.pipeline_group)
+            elif layout.pipeline_rank == 0:
+                tensors = [torch.empty(size, dtype=dtype, device=device()) for size in entry.hf_shapes]
+                for tensor in tensors:
+                    dist.recv(tensor, src=layout.pipeline_group_rank(stage), group=layout.pipeline_group)
         for i, name in enumerate(entry.hf_names):
             yield name, tensors[i] if layout.rank == 0 else torch.empty(0)
 
 
 def _stage(entry: Entry, shape: ModelShape, layout: ParallelLayout) -> int:
+    """Return the pipeline stage that holds a parameter."""
     if entry.layer is not None:
         return layout.stage_of_layer(entry.layer, shape.num_layers)
-    return 0 if entry.megatron_name == EMBEDDING else layout.pipeline_size - 1
-
-
-def _shards(tensor: Tensor, layout: ParallelLayout) -> list[Tensor]:
-    if layout.tensor_size == 1:
-        return [tensor]
-    shards = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(layout.tensor_size)]
-    dist.all_gather(shards, tensor.contiguous(), group=layout.tensor_group)
-    return shards
-
-
-def _send_to_first_stage(
-    entry: Entry, tensors: list[Tensor], stage: int, layout: ParallelLayout, dtype: torch.dtype
-) -> list[Tensor]:
-    """Stage `stage` hands its tensors to stage 0; the stages between have no part in it."""
-    if layout.pipeline_rank == stage:
-        for tensor in tensors:
-            dist.send(tensor.contiguous(), dst=layout.pipeline_group_rank(0), group=layout.pipeline_group)
-        return []
-    if layout.pipeline_rank != 0:
-        return []
-    received = [torch.empty(size, dtype=dtype, device=device()) for size in entry.hf_shapes]
-    for tensor in received:
-        dist.recv(tensor, src=layout.pipeline_group_rank(stage), group=layout.pipeline_group)
-    return received
+    return 0 if entry.megatron_name == EMBEDDING.name else layout.pipeline_size - 1

@@ -1,106 +1,36 @@
-"""How Megatron's parameters are made of Hugging Face tensors: the name map as data, and the layouts it refers to.
-
-A Megatron parameter is one rank's part ("shard") of one or several whole HF tensors:
-    copy      the same on every tensor-parallel rank
-    vocab     rows split evenly, after zero rows were added up to a multiple of the tensor-parallel size
-    column    columns split evenly (RowParallelLinear)
-    gate_up   each rank holds [its rows of gate; its rows of up]
-    qkv       each rank holds, for each of its key-value heads, [query heads of the group; key head; value head]
-Source: the layouts that megatron/core/transformer/{mlp,attention}.py and tensor_parallel/layers.py (0.16.1) expect.
-"""
+"""Splitting Hugging Face tensors over tensor-parallel ranks, and joining the parts again, by `hf.families.Kind`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from bapo_megatron.hf.shape import ModelShape, hf_tensors
+from bapo_megatron.hf.shape import Entry, ModelShape
 
-Kind = Literal["copy", "vocab", "column", "gate_up", "qkv"]
-
-EMBEDDING, OUTPUT, VALUE_HEAD = "embedding.word_embeddings.weight", "output_layer.weight", "score.weight"
-
-_BEFORE_LAYERS: dict[str, tuple[Kind, tuple[str, ...]]] = {EMBEDDING: ("vocab", ("model.embed_tokens.weight",))}
-_LAYER: dict[str, tuple[Kind, tuple[str, ...]]] = {
-    "input_layernorm.weight": ("copy", ("input_layernorm.weight",)),
-    "self_attention.linear_qkv.weight": (
-        "qkv",
-        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-    ),
-    "self_attention.linear_qkv.bias": (
-        "qkv",
-        ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
-    ),
-    "self_attention.q_layernorm.weight": ("copy", ("self_attn.q_norm.weight",)),
-    "self_attention.k_layernorm.weight": ("copy", ("self_attn.k_norm.weight",)),
-    "self_attention.linear_proj.weight": ("column", ("self_attn.o_proj.weight",)),
-    "self_attention.linear_proj.bias": ("copy", ("self_attn.o_proj.bias",)),
-    "pre_mlp_layernorm.weight": ("copy", ("post_attention_layernorm.weight",)),
-    "mlp.linear_fc1.weight": ("gate_up", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-    "mlp.linear_fc1.bias": ("gate_up", ("mlp.gate_proj.bias", "mlp.up_proj.bias")),
-    "mlp.linear_fc2.weight": ("column", ("mlp.down_proj.weight",)),
-    "mlp.linear_fc2.bias": ("copy", ("mlp.down_proj.bias",)),
-}
-# Transformer Engine's linears hold the weight of the norm before them: its name in a layer, and the one used above.
+# Transformer Engine's linears hold the weight of the norm before them: its name there -> its name in Megatron's layers.
 _NORMS_IN_LINEARS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-_AFTER_LAYERS: dict[str, tuple[Kind, tuple[str, ...]]] = {
-    "decoder.final_layernorm.weight": ("copy", ("model.norm.weight",)),
-    OUTPUT: ("vocab", ("lm_head.weight",)),
-    VALUE_HEAD: ("copy", ("score.weight",)),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One Megatron parameter and the HF tensors that it is made of."""
-
-    megatron_name: str  # with the layer's number within the whole model
-    layer: int | None
-    kind: Kind
-    hf_names: tuple[str, ...]
-    hf_shapes: tuple[tuple[int, ...], ...]
 
 
 class Slicer(Protocol):
-    """Reads a part of an HF tensor without reading the rest: rows first, then columns."""
+    """A reader of slices of HF tensors, rows first, then columns, that leaves the rest unread."""
 
     def __call__(self, name: str, index: tuple[slice, ...]) -> Tensor: ...
 
 
-def entries(shape: ModelShape) -> Iterator[Entry]:
-    """All Megatron parameters of the whole model, embedding first, in a fixed order. Tied weights appear once."""
-    known = hf_tensors(shape)
-
-    def entry(name: str, layer: int | None, kind: Kind, hf_names: tuple[str, ...]) -> Iterator[Entry]:
-        if all(hf_name in known for hf_name in hf_names):
-            yield Entry(name, layer, kind, hf_names, tuple(known[hf_name] for hf_name in hf_names))
-
-    for name, (kind, hf_names) in _BEFORE_LAYERS.items():
-        yield from entry(name, None, kind, hf_names)
-    for layer in range(shape.num_layers):
-        for name, (kind, suffixes) in _LAYER.items():
-            yield from entry(
-                f"decoder.layers.{layer}.{name}", layer, kind, tuple(f"model.layers.{layer}.{s}" for s in suffixes)
-            )
-    for name, (kind, hf_names) in _AFTER_LAYERS.items():
-        yield from entry(name, None, kind, hf_names)
-
-
 def canonical(name_in_layer: str) -> str:
-    """A parameter's name within a layer, whether the layer is Megatron's own or Transformer Engine's."""
+    """Return the name in Megatron's own layer of a parameter of that layer or of Transformer Engine's."""
     return _NORMS_IN_LINEARS.get(name_in_layer, name_in_layer)
 
 
 def to_shard(entry: Entry, shape: ModelShape, read: Slicer, rank: int, size: int) -> Tensor:
-    """Tensor-parallel rank `rank` of `size`: its part of the parameter, read slice by slice."""
+    """Read the part of the parameter that tensor-parallel rank `rank` of `size` holds, slice by slice."""
     if entry.kind == "copy":
         return read(entry.hf_names[0], (slice(None),))
     if entry.kind == "column":
@@ -127,11 +57,11 @@ class Placed(NamedTuple):
     shape: tuple[int, ...]  # of the whole HF tensor
     start: tuple[int, ...]
     size: tuple[int, ...]
-    values: Tensor  # a view of the shard, of as many values; may be strided, and have a dimension more
+    values: Tensor  # a view of the shard with as many values; may be strided and have one dimension more
 
 
 def place_shard(entry: Entry, shape: ModelShape, shard: Tensor, rank: int, size: int) -> Iterator[Placed]:
-    """Where the part of tensor-parallel rank `rank` of `size` belongs, without padding; undoes `to_shard`."""
+    """Place the part of tensor-parallel rank `rank` of `size` in its HF tensors, without padding; undo `to_shard`."""
 
     def placed(i: int, first: int, values: Tensor, dim: int = 0) -> Placed:
         whole = entry.hf_shapes[i]
@@ -156,14 +86,14 @@ def place_shard(entry: Entry, shape: ModelShape, shard: Tensor, rank: int, size:
 
 
 def _split_qkv(shape: ModelShape, shard: Tensor) -> Sequence[Tensor]:
-    """Views [groups, rows of a group, ...] of the query, key and value rows."""
+    """Return views [groups, rows of a group, ...] of the query, key and value rows."""
     heads_per_group = shape.num_heads // shape.num_kv_heads
     sizes = [heads_per_group * shape.head_dim, shape.head_dim, shape.head_dim]
     return shard.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
 
 
 def from_shards(entry: Entry, shape: ModelShape, shards: Sequence[Tensor]) -> list[Tensor]:
-    """The whole HF tensors from all tensor-parallel parts, in rank order; undoes `to_shard`."""
+    """Join all tensor-parallel parts, in rank order, to whole HF tensors; undo `to_shard`."""
     if entry.kind == "copy":
         return [shards[0]]
     if entry.kind == "column":

@@ -1,4 +1,4 @@
-"""Scores of a whole rollout batch on every rank: values, and log-probs of the proximal and the reference policy."""
+"""Scores of a whole rollout batch, on every rank: values, and log-probs of the proximal and the reference policy."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class Scorer(SplitModel, Protocol):
 
 
 def batch_log_probs(batch: Batch, scorer: Scorer, config: Config) -> Tensor:
-    """Log-prob of every response token, float32 [T], 0 on prompts: see `of_batch`."""
+    """Return the log-prob of every response token, float32 [T], 0 on prompts: see `of_batch`."""
     return of_batch(batch, scorer.log_probs, scorer, config).to(batch.behaviour_logprobs_T)
 
 
 def of_batch(
     batch: Batch, score: Callable[[MiniBatch], list[Tensor] | None], model: SplitModel, config: Config
 ) -> Tensor:
-    """What `score` says of every response token, float64 [T], 0 on prompts: one pass and one all-reduce. Collective.
+    """Return the score of every response token, float64 [T], 0 on prompts: one pass and one all-reduce. Collective.
 
-    The values reach every rank, since each pass over the batch may give a sequence to another one. The batch has a
-    token that is trained.
+    Every rank gets all values, since each pass over the batch may give a sequence to another rank. The batch has a
+    trained token.
 
     Args:
-        score: of the model; one [R] per micro-batch, None where not on the last stage.
+        score: a method of the model that returns one [R] per micro-batch, None off the last stage.
     """
     whole = one_minibatch(batch, max_tokens=config.train.max_tokens_per_microbatch, share=model.share)
     scores = score(whole)
@@ -61,7 +61,7 @@ class Policy(Scorer, Protocol):
 
 
 def with_fixed_logprobs(batch: Batch, policy: Policy, reference: Scorer | None, config: Config) -> Batch:
-    """Add the log-probs that all updates of a step share: the reference's and the proximal policy's, where used.
+    """Add the log-probs that all updates of a step share: the reference's and the proximal policy's, if used.
 
     Call it on every rank, before the step's first update. A batch without a trained token stays as it is.
 
@@ -70,7 +70,7 @@ def with_fixed_logprobs(batch: Batch, policy: Policy, reference: Scorer | None, 
     """
     if reference is not None and batch.num_trained_tokens and not config.train.rollout_only:
         batch = replace(batch, reference_logprobs_T=batch_log_probs(batch, reference, config))
-    return with_proximal_logprobs(batch, policy, config) if config.loss.proximal == "learner" else batch
+    return with_proximal_logprobs(batch, policy, config) if config.loss.scores_proximal else batch
 
 
 def with_proximal_logprobs(batch: Batch, policy: Policy, config: Config) -> Batch:

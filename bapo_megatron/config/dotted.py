@@ -1,0 +1,94 @@
+"""Parts of a run that a setting names by a dotted path, "package.module:name", with a signature of their own.
+
+This file is read by judge processes too, and imports neither torch nor the configuration.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import operator
+import os
+import re
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from bapo_megatron.errors import UserError
+
+_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """A setting that accepts a dotted path, its built-in names, and the object expected at such a path."""
+
+    setting: str
+    names: tuple[str, ...]
+    expected: str  # as an error message shows it
+    num_arguments: int | None = None  # of a call by position; None: the object is checked elsewhere
+
+    def known(self, value: str) -> str:
+        """Return `value`, a built-in name or a dotted path. Raises ValueError, for a pydantic validator."""
+        if value in self.names or _PATH.fullmatch(value):
+            return value
+        names = ", ".join(f'"{name}"' for name in self.names)
+        raise ValueError(f'must be {names} or a path like "my_module:my_name", got "{value}"')
+
+    def load(self, path: str) -> Any:
+        """Import the object at "package.module:name", and check that it can be called as expected.
+
+        Raises:
+            UserError: names the setting, the path and what is expected there.
+        """
+        module, _, name = path.partition(":")
+        if (folder := os.getcwd()) not in sys.path and "" not in sys.path:
+            sys.path.append(folder)  # a console script does not look there
+        try:
+            loaded = importlib.import_module(module)
+        except (Exception, SystemExit) as error:  # a module of the user may fail in any way
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            advice = "it must be installed, in the working directory, or on PYTHONPATH"
+            raise self.error(path, f"importing {module} failed: {reason}; {advice}") from error
+        try:
+            found = operator.attrgetter(name)(loaded)
+        except AttributeError:
+            raise self.error(path, f"{loaded.__file__ or module} has no {name}") from None
+        if self.num_arguments is not None:
+            signature = self.signature(path, found)
+            try:
+                signature.bind(*range(self.num_arguments))
+            except TypeError as error:
+                raise self.error(path, f"its signature is {signature}, which does not fit ({error})") from None
+        return found
+
+    def signature(self, path: str, found: Any) -> inspect.Signature:
+        """Return the signature of the object found at `path`. Raises UserError if it has none."""
+        if not callable(found):
+            raise self.error(path, f"it is not callable but {type(found).__name__}")
+        try:
+            return inspect.signature(found)
+        except (TypeError, ValueError):
+            raise self.error(path, "its signature cannot be read; wrap it in a Python function") from None
+
+    def error(self, path: str, problem: str) -> UserError:
+        """Return an error about the object at `path`."""
+        return UserError(f'{self.setting}="{path}": {problem}. Expected: {self.expected}')
+
+
+LOSS = Seam("loss.name", ("bapo", "grpo", "sft"), "def loss(inputs: LossInputs, options) -> LossResult", 2)
+ADVANTAGE = Seam(
+    "advantage.kind",
+    ("grpo", "dr_grpo", "rloo", "gae", "n_step"),
+    "def advantage(rewards_G: Tensor) -> Tensor, of the same shape and type",
+    1,
+)
+REWARD = Seam(
+    "reward.kind",
+    ("auto", "chains", "reasoning_gym", "math", "code"),
+    "def judge(answer, response) -> float, plain or async, with parameters out of prompt, answer, response, source "
+    "(they are passed by name)",
+)
+KEEP_GROUP = Seam(
+    "rollout.keep_group", ("all", "informative"), "def keep_group(group: Group, config: Config) -> bool", 2
+)

@@ -1,0 +1,82 @@
+"""Rollout engines by name, each with the capabilities that checks, placement, start and evaluation go by.
+
+The table is data that the configuration can read; the code of an engine is in engines/, or in a package of its own:
+
+    # my_vllm/__init__.py, for rollout.engine = "my_vllm:KIND"
+    KIND = EngineKind("vLLM server", specs="my_vllm.start:engine_specs", on_gpus=True, tensor_parallel=True)
+
+A server reports further capabilities itself, in its `server_info` (engines/base.py, Capability).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bapo_megatron.config.dotted import Seam
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """The capabilities of an engine. `specs` and `check` are dotted paths, so that reading them imports no engine."""
+
+    title: str  # one server, as messages call it
+    specs: str | None = None  # function that describes the servers to start on one machine; None: nothing is started
+    check: str | None = None  # function that raises UserError where the engine is not installed
+    samples: bool = True  # False: batches come from disk
+    on_gpus: bool = False  # each server takes rollout.server_tensor_parallel GPUs of its own, if there are any
+    tensor_parallel: bool = False  # a server may split the model over several ranks
+    answers_when_busy: bool = True  # also within a forward pass or a weight update
+
+
+ENGINES = {
+    "embedded": EngineKind("embedded engine", specs="bapo_megatron.engines.start:embedded_specs"),
+    "sglang": EngineKind(
+        "SGLang server",
+        specs="bapo_megatron.engines.sglang:engine_specs",
+        check="bapo_megatron.engines.sglang:check_installed",
+        on_gpus=True,
+        tensor_parallel=True,
+        answers_when_busy=False,
+    ),
+    "attach": EngineKind("attached server", tensor_parallel=True),
+    "recorded": EngineKind("recorded rollout", samples=False, tensor_parallel=True),
+}
+
+ENGINE = Seam(
+    "rollout.engine",
+    tuple(ENGINES),
+    'an EngineKind, such as KIND = EngineKind("vLLM server", specs="my_vllm.start:engine_specs", on_gpus=True)',
+)
+ENGINE_SPECS = Seam(
+    "rollout.engine",
+    (),
+    "def engine_specs(config, model_path, logs, ports, share: EngineShare) -> list[EngineSpec]",
+    5,
+)
+ENGINE_CHECK = Seam("rollout.engine", (), "def check_installed(has_gpu: bool), which raises UserError", 1)
+
+
+def engine_kind(name: str) -> EngineKind:
+    """Return the capabilities of a built-in engine, or of the one at a dotted path.
+
+    Raises:
+        UserError: there is none at that path.
+    """
+    if name in ENGINES:
+        return ENGINES[name]
+    kind = ENGINE.load(name)
+    if not isinstance(kind, EngineKind):
+        raise ENGINE.error(name, f"it is no EngineKind but {type(kind).__name__}")
+    return kind
+
+
+def check_engine(name: str) -> None:
+    """Import the functions that an engine of one's own names.
+
+    Raises:
+        UserError: the engine or a function is missing, or has the wrong signature.
+    """
+    kind = engine_kind(name)
+    for seam, path in ((ENGINE_SPECS, kind.specs), (ENGINE_CHECK, kind.check)):
+        if path is not None and name not in ENGINES:
+            seam.load(path)

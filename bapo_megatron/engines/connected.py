@@ -1,0 +1,157 @@
+"""The engines of a run as its first process holds them: clients, their pool, and the event loop that runs both.
+
+The event loop has a thread of its own, so that HTTP replies are read while the trainer works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from bapo_megatron.config.schema import RolloutConfig
+from bapo_megatron.engines.base import Engine, EngineState
+from bapo_megatron.engines.http import HttpEngine
+from bapo_megatron.engines.pool import EnginePool
+from bapo_megatron.errors import EngineError
+from bapo_megatron.runtime.heartbeat import HEARTBEAT
+
+T = TypeVar("T")
+
+_STATES_INTERVAL_S = 5.0
+
+
+class LoopThread:
+    """An asyncio event loop in a daemon thread; `run` gives it a coroutine and waits, with a deadline."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
+        self._thread.start()
+        HEARTBEAT.loops["rollout"] = self._loop
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start the coroutine and return at once."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        timeout_s: float,
+        what: str = "the rollout engines",
+        progress: Callable[[], tuple[int, ...]] = tuple,
+    ) -> T:
+        """Return the coroutine's result.
+
+        Args:
+            timeout_s: deadline without `progress`; with it, longest time in which no count may change.
+            what: description used in timeout errors.
+            progress: returns counts that change meanwhile; asked every `timeout_s`, so a hang is found after one to two
+                of these.
+
+        Raises:
+            EngineError: nothing came back, and nothing changed, within `timeout_s`.
+        """
+        future, seen = self.submit(coroutine), progress()
+        while not concurrent.futures.wait([future], timeout_s).done:
+            if (now := progress()) == seen:
+                future.cancel()
+                sign = "progress" if seen else "answer"
+                raise EngineError(f"waited {timeout_s:g} s for {what}: no {sign}; see the engines' logs")
+            seen = now
+        return future.result()
+
+    def close(self) -> None:
+        HEARTBEAT.loops.pop("rollout", None)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)
+
+
+class ConnectedEngines:
+    """Clients of all engines on one event loop, with their pool. Close it, or use it in a `with` statement."""
+
+    def __init__(self, clients: Sequence[HttpEngine], loop: LoopThread) -> None:
+        self.pool = EnginePool(clients)
+        self.loop = loop
+        self.states: list[EngineState] = []  # the latest of `watch_states`; any thread may read them
+        self._clients = clients
+        self._watches: list[concurrent.futures.Future[None]] = []
+
+    @classmethod
+    def connect(cls, config: RolloutConfig, urls: Sequence[str], vocab_size: int) -> ConnectedEngines:
+        """Return the engines at these urls once all are healthy.
+
+        Raises:
+            EngineError: an engine is not healthy within rollout.startup_timeout_s.
+        """
+        timeout_s = config.startup_timeout_s
+        clients = [
+            HttpEngine(
+                url,
+                request_timeout_s=config.request_timeout_s,
+                vocab_size=vocab_size,
+                generate_url=config.router_url,
+            )
+            for url in urls
+        ]
+        engines = cls(clients, LoopThread())
+        try:
+            for client in clients:
+                engines.loop.run(wait_healthy(client, timeout_s), 2 * timeout_s + 10, f"{client.url} to be healthy")
+        except BaseException:
+            engines.close()
+            raise
+        return engines
+
+    def __enter__(self) -> ConnectedEngines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def watch_fenced(self) -> None:
+        """Start to notice fenced engines that are healthy again."""
+        self._watches.append(self.loop.submit(self.pool.watch()))
+
+    def watch_states(self) -> None:
+        """Start to ask all engines for their states, every few seconds."""
+        self._watches.append(self.loop.submit(self._ask_states()))
+
+    def close(self) -> None:
+        for watch in self._watches:
+            watch.cancel()
+        for client in self._clients:
+            self.loop.run(client.close(), 10.0, f"{client.url} to close")
+        self.loop.close()
+
+    async def _ask_states(self) -> None:
+        while True:
+            self.states = list(await asyncio.gather(*map(self._state, self._clients)))
+            await asyncio.sleep(_STATES_INTERVAL_S)
+
+    async def _state(self, client: HttpEngine) -> EngineState:
+        is_live = self.pool.is_live(client)
+        try:
+            version, num_running, num_waiting = await client.load()
+        except EngineError:
+            return EngineState(client.url, False, is_live, -1, 0, 0)
+        return EngineState(client.url, True, is_live, version, num_running, num_waiting)
+
+
+async def wait_healthy(engine: Engine, timeout_s: float) -> None:
+    """Return once the engine answers its health check.
+
+    Raises:
+        EngineError: it does not within `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not await engine.health():
+        if time.monotonic() > deadline:
+            raise EngineError(
+                f"{engine.url} is not healthy after rollout.startup_timeout_s = {timeout_s:g} s; is a server running "
+                "there?"
+            )
+        await asyncio.sleep(0.2)

@@ -1,0 +1,116 @@
+"""Functions of the user's own at dotted paths: what is wrong with one is one message of `bapo check`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron import cli
+from bapo_megatron.config.dotted import ADVANTAGE, KEEP_GROUP, LOSS, REWARD, Seam
+from bapo_megatron.config.engines import ENGINE, ENGINE_SPECS
+from bapo_megatron.config.schema_loss import CustomLoss
+from bapo_megatron.errors import UserError
+
+SEAMS = (LOSS, ADVANTAGE, KEEP_GROUP, REWARD, ENGINE)
+MODULE = """
+from pydantic import BaseModel
+from bapo_megatron.config.engines import EngineKind
+
+NUMBER = 3
+FINE_ENGINE = EngineKind("mine", specs="own_parts:specs")
+BAD_SPECS = EngineKind("mine", specs="own_parts:no_parameters")
+NO_SPECS = EngineKind("mine", specs="own_parts:missing")
+
+class Options(BaseModel):
+    beta: float = 0.5
+
+def loss(inputs, options: Options): return inputs, options
+def untyped_loss(inputs, options): return inputs, options
+def late_loss(inputs, options: "Options"): return inputs, options
+def unreadable_loss(inputs, options: "Nothing"): return None
+def advantage(rewards_G): return rewards_G
+def keep(group, config): return True
+def judge(response): return 1.0
+def specs(config, model_path, logs, ports, share): return []
+def no_parameters(): return None
+def four(a, b, c, d): return None
+"""
+
+
+@pytest.fixture(autouse=True)
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "own_parts.py").write_text(MODULE)
+    (tmp_path / "broken_parts.py").write_text("import own_parts\nown_parts.NUMBER / 0\n")
+    (tmp_path / "leaving_parts.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("own_parts", "broken_parts", "leaving_parts"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def check(capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
+    code = cli.main(["check", "demo", *overrides])
+    lines = capsys.readouterr().err.splitlines()
+    assert code == (2 if lines else 0)
+    return lines
+
+
+@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.setting)
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("nowhere_to_be_found:f", "importing nowhere_to_be_found failed: ModuleNotFoundError: No module named"),
+        ("broken_parts:f", "importing broken_parts failed: ZeroDivisionError: division by zero"),
+        ("leaving_parts:f", "importing leaving_parts failed: SystemExit: 3"),
+        ("own_parts:missing", "own_parts.py has no missing"),
+        ("own_parts:NUMBER", "int"),
+        ("own_parts:no_parameters", "def "),
+        ("own_parts:four", "def "),
+    ],
+)
+def test_what_is_wrong_is_one_message(capsys: pytest.CaptureFixture[str], seam: Seam, path: str, reason: str) -> None:
+    (line,) = check(capsys, f"{seam.setting}={path}")
+    assert line.startswith(f'bapo: {seam.setting}="{path}": ')
+    assert line.endswith(f"Expected: {seam.expected}")
+    assert (reason if seam is not ENGINE or reason != "def " else "no EngineKind but function") in line
+
+
+@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.setting)
+def test_other_names_are_refused(capsys: pytest.CaptureFixture[str], seam: Seam) -> None:
+    for name in ("mine", "my_module:", ":f", "my-module:f", "a:b:c"):
+        (line,) = check(capsys, f"{seam.setting}={name}")
+        assert f'{seam.setting} must be "{seam.names[0]}", ' in line
+        assert f'got "{name}"' in line
+
+
+def test_all_five_pass_and_fail_together(capsys: pytest.CaptureFixture[str]) -> None:
+    names = {"loss.name": "loss", "advantage.kind": "advantage", "reward.kind": "judge", "rollout.keep_group": "keep"}
+    assert (
+        check(capsys, "rollout.engine=own_parts:FINE_ENGINE", *(f"{k}=own_parts:{v}" for k, v in names.items())) == []
+    )
+    assert len(check(capsys, *(f"{setting}=own_parts:missing" for setting in names))) == 4
+
+
+@pytest.mark.parametrize(("name", "reason"), [("BAD_SPECS", "does not fit"), ("NO_SPECS", "has no missing")])
+def test_the_functions_of_an_engine_are_checked_too(capsys: pytest.CaptureFixture[str], name: str, reason: str) -> None:
+    (line,) = check(capsys, f"rollout.engine=own_parts:{name}")
+    assert reason in line
+    assert line.endswith(f"Expected: {ENGINE_SPECS.expected}")
+
+
+@pytest.mark.parametrize("name", ["loss", "late_loss"])
+def test_options_are_checked_by_the_type_that_the_loss_names(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    (line,) = check(capsys, f"loss.name=own_parts:{name}", "loss.options.beta=big")
+    assert line.startswith(f'bapo: loss.options do not fit loss.name="own_parts:{name}": beta: ')
+    _, options = CustomLoss(name=f"own_parts:{name}", options={"beta": 2}).function("inputs")
+    assert options.beta == 2.0
+    assert type(options).__name__ == "Options"
+
+
+def test_untyped_options_are_a_dict() -> None:
+    assert CustomLoss(name="own_parts:untyped_loss", options={"x": 1}).function(5) == (5, {"x": 1})
+    with pytest.raises(UserError, match="annotation Nothing of its options cannot be read"):
+        _ = CustomLoss(name="own_parts:unreadable_loss").function
