@@ -32,20 +32,6 @@ UNSET = "none"
 Origins = dict[paths.Path, str]
 
 
-_OPTION = "write it into slurm.options, such as slurm.options=%s"
-# Settings of earlier versions: the default, which a configuration may still name, and what to write for other values.
-RETIRED: dict[str, tuple[Any, str]] = {
-    "precision.amax_history": (1024, "leave it out"),
-    "precision.margin": (0, "leave it out"),
-    "slurm.partition": (UNSET, _OPTION % '["--partition=NAME"]'),
-    "slurm.account": (UNSET, _OPTION % '["--account=NAME"]'),
-    "slurm.qos": (UNSET, _OPTION % '["--qos=NAME"]'),
-    "slurm.exclusive": (False, _OPTION % '["--exclusive", "--mem=0"]'),
-    "monitor.wandb_entity": (UNSET, "set WANDB_ENTITY in the environment"),
-    "monitor.wandb_mode": ("online", "set WANDB_MODE in the environment"),
-}
-
-
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Configurations, and overrides, from a command line: an override has a "=" and is no file."""
     overrides = [a for a in arguments if "=" in a and not os.path.isfile(a)]  # Path.is_file raises where it is long
@@ -104,7 +90,7 @@ def _merged(tables: Sequence[tuple[str, dict[str, Any]]], overrides: Sequence[st
 
 def _drop_retired(merged: dict[str, Any], origins: Origins) -> Iterator[str]:
     """Drop retired settings that have their defaults; yield what to write for the others."""
-    for name, (default, advice) in RETIRED.items():
+    for name, (default, advice) in earlier.RETIRED.items():
         section, _, key = name.partition(".")
         table = merged.get(section)
         if isinstance(table, dict) and key in table and table.pop(key) != default:

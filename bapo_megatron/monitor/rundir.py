@@ -28,7 +28,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from bapo_megatron.config.earlier import updated
+from bapo_megatron.config.earlier import RETIRED, updated
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.runtime.files import explaining_os_errors, write_atomically
 from bapo_megatron.runtime.ranks import num_cores
@@ -223,12 +223,13 @@ def _check_resumable(path: Path, config_text: str, resume: bool) -> None:
         return
     if not resume:
         raise UserError(f"the run {path} exists; choose another run.name, or delete the folder to start over")
-    from bapo_megatron.config.load import RETIRED
-
     different = {
         key: values
         for key, values in different_settings(config_path.read_text(encoding="utf-8"), config_text).items()
-        if not any(fnmatch(key, pattern) for pattern in (*RESUMABLE_SETTINGS, *RETIRED))
+        if not (
+            any(fnmatch(key, pattern) for pattern in RESUMABLE_SETTINGS)
+            or (key in RETIRED and RETIRED[key][0] == values[0])
+        )
     }
     if different:
         lines = [f"  {key}: {_shown(old)} -> {_shown(new)}" for key, (old, new) in different.items()]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from bapo_megatron.preflight.memory import model_parameters, rank_parameters
 from megatron.core import parallel_state
 from safetensors.torch import save_file
 
@@ -20,6 +19,7 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.families import FAMILIES, LAYER, Family
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.preflight.memory import model_parameters, rank_parameters
 from bapo_megatron.types import ClipBounds
 from tests.distributed import run_distributed
 from tests.hf_models import MODELS, SIZES, VOCAB_SIZE, save_model, save_randomised

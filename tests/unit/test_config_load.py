@@ -8,8 +8,8 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bapo_megatron.config.earlier import RETIRED
 from bapo_megatron.config.load import (
-    RETIRED,
     UNSET,
     dump_config,
     find_config,
