@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PORT",
         help="check that it is free",
     )
-    doctor.add_argument("--versions", action="store_true", help="only compare each package with the lock file")
+    doctor.add_argument("--versions", action="store_true", help="only compare each package with requirements/")
     doctor.add_argument("--rendezvous", metavar="HOST:PORT", help="meet the doctors of other nodes there, on node 0")
     doctor.add_argument("--num-nodes", type=_whole, default=1, metavar="N", help="doctors that meet (default: 1)")
     doctor.add_argument("--node-rank", type=int, default=0, metavar="I", help="which of them this is (default: 0)")
@@ -258,12 +258,11 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from bapo_megatron.preflight.packages import check_required, check_versions, table
+    from bapo_megatron.preflight.packages import Stack, check_required, check_versions, table
 
     packages = check_required()
     if options.versions:
         from bapo_megatron.preflight.software_checks import read_driver
-        from bapo_megatron.preflight.versions import Stack
 
         stack: Stack = "gpu" if read_driver().gpus else "cpu"
         print("\n".join(table(stack)))

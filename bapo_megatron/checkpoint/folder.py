@@ -34,6 +34,7 @@ from bapo_megatron.hf.writer import write_durably
 
 FORMAT = 2
 INDEX = "index.json"
+STATE = "state.json"  # of a whole checkpoint: store.py
 HF_CONFIG = "hf_config"
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -132,7 +133,7 @@ def read_index(folder: Path) -> Index:
         TornCheckpointError: index.json is missing or torn.
         CheckpointError: it has another format.
     """
-    if not (folder / INDEX).exists() and (folder / "state.json").exists():
+    if not (folder / INDEX).exists() and (folder / STATE).exists():
         raise _other_format(folder, 1)
     index = _parse(folder, read_sealed(folder / INDEX))
     _check_covered(index)

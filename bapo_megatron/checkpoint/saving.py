@@ -8,8 +8,9 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from bapo_megatron.checkpoint.folder import Manifest
+from bapo_megatron.checkpoint.folder import INDEX, STATE, Manifest, digest_of, seal
 from bapo_megatron.checkpoint.shards import Snapshot
 from bapo_megatron.hf.writer import write_durably
 from bapo_megatron.runtime.ranks import gather_json
@@ -23,12 +24,12 @@ class Saving:
     Args:
         partial: the folder that is written into; `final`: what it will be called.
         snapshots: by the name of their folder.
-        state: the text of state.json, on rank 0.
+        state: the body of state.json, on rank 0.
         timeout_s: from now on.
     """
 
     def __init__(
-        self, partial: Path, final: Path, snapshots: dict[str, Snapshot], state: str | None, timeout_s: float
+        self, partial: Path, final: Path, snapshots: dict[str, Snapshot], state: dict[str, Any], timeout_s: float
     ) -> None:
         self.partial = partial
         self.final = final
@@ -48,8 +49,6 @@ class Saving:
         try:
             for name, snapshot in self._snapshots.items():
                 self.manifests[name] = snapshot.write(self.partial / name)
-            if self._state is not None:
-                write_durably(self.partial / "state.json", self._state)
         except Exception as error:  # whatever it is: all ranks are to hear of it at the next step boundary
             self._error = error
 
@@ -73,13 +72,18 @@ class Saving:
         return None
 
     def complete(self, manifests: Sequence[dict[str, Manifest]]) -> None:
-        """Write the indices, on one rank once all have written, and wait until the disk has everything.
+        """Write the indices and state.json, on rank 0 once all have written, and wait until the disk has everything.
+
+        state.json names the step and each part's version and index, so that no part of another checkpoint is taken.
 
         Raises:
             CheckpointError, OSError: the disk is full or not writable.
         """
+        parts = {}
         for name, snapshot in self._snapshots.items():
             snapshot.complete(self.partial / name, [of_rank[name] for of_rank in manifests])
+            parts[name] = {"version": snapshot.facts["version"], "index": digest_of(self.partial / name / INDEX)}
+        write_durably(self.partial / STATE, seal({**self._state, "parts": parts}))
         for path in (*self.partial.rglob("*"), self.partial):
             flush(path)
 

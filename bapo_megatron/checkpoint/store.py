@@ -10,13 +10,14 @@ and the rest happens at a later step boundary: the threads that write take part 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from bapo_megatron.checkpoint.folder import FORMAT, read_index, read_sealed, seal
+from bapo_megatron.checkpoint.folder import FORMAT, INDEX, STATE, digest_of, read_index, read_sealed
 from bapo_megatron.checkpoint.host_buffer import HostBuffer
 from bapo_megatron.checkpoint.saving import Saving, flush, remove, replace_durably
 from bapo_megatron.checkpoint.shards import Snapshot
@@ -26,7 +27,6 @@ from bapo_megatron.runtime.ranks import first_complaint, gather_json, rank_and_s
 
 _NAME = re.compile(r"^step-(\d{6,})$")
 _PARTIAL = ".writing-"
-_STATE = "state.json"
 
 
 class Saveable(Protocol):
@@ -59,7 +59,7 @@ class CheckpointStore:
         candidates = self._candidates()
         if candidates is None:
             return None
-        if not candidates or not (candidates[0] / _STATE).is_file():
+        if not candidates or not (candidates[0] / STATE).is_file():
             raise CheckpointError(
                 f"{self.folder / 'latest'} does not name a complete checkpoint; write the name of a complete folder in "
                 f"{self.folder} into it, or delete it to start over"
@@ -82,12 +82,12 @@ class CheckpointStore:
         self._finish()
         final = self.folder / f"step-{step:06d}"
         partial = self.folder / f"{_PARTIAL}{final.name}"
-        text = seal({"format": FORMAT, "step": step, **(state or {})}) if rank_and_size()[0] == 0 else None
+        body = json.loads(json.dumps({"format": FORMAT, "step": step, **(state or {})}))  # a copy: training goes on
         snapshots = {name: part.snapshot() for name, part in parts.items()}
         if self._config.asynchronous:
             for name, snapshot in snapshots.items():
                 snapshot.detach(self._buffers.setdefault(name, HostBuffer()))
-        self._saving = Saving(partial, final, snapshots, text, self._config.timeout_s)
+        self._saving = Saving(partial, final, snapshots, body, self._config.timeout_s)
         self._prepare(partial, parts)
         self._saving.start()
         if not self._config.asynchronous:
@@ -201,7 +201,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: torn, of another format, or refused by a part.
         """
-        state = read_sealed(path / _STATE)
+        state = _read_state(path)
         for name, part in parts.items():
             part.load(path / name)
         return state
@@ -210,9 +210,15 @@ class CheckpointStore:
         """What is torn, the same on every rank. Raises CheckpointError for what is whole, and yet cannot be used."""
         torn = unusable = None
         try:
-            read_sealed(path / _STATE)
+            saved = _read_state(path).get("parts", {})  # none in a checkpoint of an earlier version
             for name in parts:
-                read_index(path / name).verify(*rank_and_size())
+                index = read_index(path / name)
+                if name in saved and digest_of(path / name / INDEX) != saved[name]["index"]:
+                    raise TornCheckpointError(
+                        f"{path / name / INDEX} is of another checkpoint, after {index.facts['version']} updates; "
+                        f"{STATE} was saved with the one after {saved[name]['version']}"
+                    )
+                index.verify(*rank_and_size())
         except TornCheckpointError as error:
             torn = str(error)
         except CheckpointError as error:
@@ -236,3 +242,19 @@ class CheckpointStore:
         """Checkpoint folders up to a step, the newest first."""
         steps = [int(m[1]) for p in self.folder.iterdir() if (m := _NAME.match(p.name))]
         return [self.folder / f"step-{n:06d}" for n in sorted(steps, reverse=True) if newest is None or n <= newest]
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """Read state.json, which names the step of its own folder.
+
+    Raises:
+        TornCheckpointError: it is missing, not as it was written, or of another step.
+        CheckpointError: it has another format.
+    """
+    state = read_sealed(path / STATE)
+    named = _NAME.match(path.name)
+    if named and int(named[1]) != state["step"]:
+        raise TornCheckpointError(
+            f"{path / STATE} is of step {state['step']}: another checkpoint's, or a renamed folder"
+        )
+    return state

@@ -28,9 +28,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from bapo_megatron.config.earlier import updated
+from bapo_megatron.config.earlier import RETIRED, updated
 from bapo_megatron.errors import ConfigError, UserError
-from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.files import explaining_os_errors, write_atomically
 from bapo_megatron.runtime.ranks import num_cores
 
 if TYPE_CHECKING:
@@ -119,12 +119,14 @@ class RunDir:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot create the run directory {path}: {error.strerror}; set run.dir") from error
-        lock = _take_lock(path)
+        with explaining_os_errors(path):
+            lock = _take_lock(path)
         try:
             _check_resumable(path, config_text, resume)
             run = cls(path, _last_attempt(path) + 1, lock)
-            run.log_dir.mkdir(parents=True)
-            run.checkpoints_dir.mkdir(exist_ok=True)
+            with explaining_os_errors(path):
+                run.log_dir.mkdir(parents=True)
+                run.checkpoints_dir.mkdir(exist_ok=True)
             run._record_facts(config_text)
         except BaseException:
             lock.close()
@@ -221,7 +223,10 @@ def _check_resumable(path: Path, config_text: str, resume: bool) -> None:
     different = {
         key: values
         for key, values in different_settings(config_path.read_text(encoding="utf-8"), config_text).items()
-        if not any(fnmatch(key, pattern) for pattern in RESUMABLE_SETTINGS)
+        if not (
+            any(fnmatch(key, pattern) for pattern in RESUMABLE_SETTINGS)
+            or (key in RETIRED and RETIRED[key][0] == values[0])
+        )
     }
     if different:
         lines = [f"  {key}: {_shown(old)} -> {_shown(new)}" for key, (old, new) in different.items()]

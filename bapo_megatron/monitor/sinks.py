@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import queue
 import threading
 import uuid
@@ -70,14 +71,11 @@ class WandbSink:
         self._id = state.get("id", uuid.uuid4().hex[:12])
         self._last_step = state.get("last_step", 0)
         self._remember()
-        monitor = config.monitor
         self._run = wandb.init(
-            project=monitor.wandb_project,
-            entity=monitor.wandb_entity,
+            project=config.monitor.wandb_project,
             name=config.run.name,
             id=self._id,
-            resume="allow" if monitor.wandb_mode == "online" else None,
-            mode=monitor.wandb_mode,
+            resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow",
             dir=str(run_dir.path),
             config=config.model_dump(mode="json"),
             settings=wandb.Settings(

@@ -16,7 +16,7 @@ from bapo_megatron.config.precision import this_machine
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.hf.shape import load_hf_config
-from bapo_megatron.preflight.known_models import known_config
+from bapo_megatron.preflight.known import known_config
 from bapo_megatron.preflight.plan import check_cluster
 from bapo_megatron.rewards.scorer import RewardScorer
 

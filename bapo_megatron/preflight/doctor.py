@@ -1,7 +1,7 @@
 """`bapo doctor`: whether this machine is fit, one line for each thing, with what to do.
 
     bapo doctor                                          this machine, for CPU use or with its GPUs
-    bapo doctor --versions                               each package against the lock file
+    bapo doctor --versions                               each package against requirements/
     bapo doctor --config CONFIG... KEY=VALUE             and what that run needs
     bapo doctor --rendezvous node0:29500 --num-nodes 4 --node-rank $SLURM_NODEID      the same on each of four nodes
 
@@ -22,11 +22,11 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.preflight import machine_checks as machine
 from bapo_megatron.preflight import software_checks as software
-from bapo_megatron.preflight.finding import Finding
-from bapo_megatron.preflight.gpus import GIB
-from bapo_megatron.preflight.group_checks import Rendezvous, started_probes
+from bapo_megatron.preflight.group import Rendezvous, started_probes
+from bapo_megatron.preflight.known import GIB
+from bapo_megatron.preflight.machine_checks import Finding
+from bapo_megatron.preflight.memory import model_parameters
 from bapo_megatron.preflight.packages import check_versions
-from bapo_megatron.preflight.parameters import model_parameters
 
 PROBE_TIMEOUT_S = 15.0
 NODES_TIMEOUT_S = 120.0  # other nodes may be started later

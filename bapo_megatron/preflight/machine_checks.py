@@ -1,4 +1,4 @@
-"""Checks of this machine that need no GPU: disk, shared memory, limits, ports."""
+"""Check this machine's disk, shared memory, limits and ports, none of which needs a GPU."""
 
 from __future__ import annotations
 
@@ -9,10 +9,34 @@ import socket
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from bapo_megatron.preflight.finding import Finding
-from bapo_megatron.preflight.gpus import GIB
+from bapo_megatron.preflight.known import GIB
+
+Verdict = Literal["ok", "absent", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the doctor.
+
+    ok: as it should be. absent: not there, and not needed here. warning: works, but will hurt. error: what was asked
+    for will not work.
+
+    Example: Finding("disk", "error", "0.1 GiB free in runs", "free 5 GiB, or set run.dir").
+    """
+
+    name: str
+    verdict: Verdict
+    what: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        mark = {"ok": "ok", "absent": "--", "warning": "warn", "error": "FAIL"}[self.verdict]
+        return f"{mark:<5}{self.name:<20}{self.what}" + (f"; {self.advice}" if self.advice else "")
+
 
 _PROBE_BYTES = 64 * 2**20
 _MIN_DISK_MIB_PER_S = 50.0

@@ -9,18 +9,69 @@ Shape legend: T packed tokens of this rank, U of the whole pack (T x context), H
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from bapo_megatron.config import plan
 from bapo_megatron.config.plan import max_microbatches
-from bapo_megatron.config.schema import FORWARDS_FIRST_MEMORY_SHARE, Config
-from bapo_megatron.hf.shape import ModelShape
-from bapo_megatron.preflight.gpus import GIB
-from bapo_megatron.preflight.parameters import (
-    critic_parameters,
-    largest_parameter,
-    largest_tensor,
-    rank_parameters,
-)
+from bapo_megatron.config.schema import Config
+from bapo_megatron.hf.shape import Entry, ModelShape, hf_tensors, layer_entries
+from bapo_megatron.preflight.known import GIB
+
+
+def layer_parameters(shape: ModelShape, tensor: int) -> int:
+    """Count the parameters of one layer on one of `tensor` ranks; each rank holds all of those of kind "copy"."""
+    return sum(_values(entry) // (1 if entry.kind == "copy" else tensor) for entry in layer_entries(shape, 0))
+
+
+def _values(entry: Entry) -> int:
+    return sum(math.prod(size) for size in entry.hf_shapes)
+
+
+def embedding_parameters(shape: ModelShape, tensor: int) -> int:
+    """Count the parameters of the embedding, or of the output layer, on one of `tensor` ranks."""
+    return shape.padded_vocab_size(tensor) // tensor * shape.hidden_size
+
+
+def rank_parameters(shape: ModelShape, *, tensor: int, pipeline: int, stage: int) -> int:
+    """Count the parameters of one rank on `stage`; tensor, context and data ranks hold equally many.
+
+    Tied embeddings exist twice if the first and the last stage are different ranks.
+    """
+    count = shape.num_layers // pipeline * layer_parameters(shape, tensor)
+    first, last = stage == 0, stage == pipeline - 1
+    if first:
+        count += embedding_parameters(shape, tensor)
+    if last:
+        count += shape.hidden_size  # the final norm
+        if not (first and shape.tied_embeddings):
+            count += embedding_parameters(shape, tensor)
+    return count
+
+
+def critic_parameters(shape: ModelShape, *, tensor: int, pipeline: int, stage: int) -> int:
+    """Count one rank's parameters of a critic of the policy's shape: one row of weights replaces the output layer."""
+    count = rank_parameters(shape, tensor=tensor, pipeline=pipeline, stage=stage)
+    if stage < pipeline - 1:
+        return count
+    shares_embedding = stage == 0 and shape.tied_embeddings
+    return count + shape.hidden_size - (0 if shares_embedding else embedding_parameters(shape, tensor))
+
+
+def largest_parameter(shape: ModelShape, tensor: int) -> int:
+    """Count the values in a rank's largest parameter: its gradient briefly exists beside the buffer of gradients."""
+    return max(embedding_parameters(shape, tensor), *(_values(e) // tensor for e in layer_entries(shape, 0)))
+
+
+def model_parameters(shape: ModelShape) -> int:
+    """Count the parameters of the whole model in its checkpoint, which a weight sync sends."""
+    return sum(math.prod(size) for size in hf_tensors(shape).values())
+
+
+def largest_tensor(shape: ModelShape) -> int:
+    """Count the values in the largest tensor of the checkpoint."""
+    return max(math.prod(size) for size in hf_tensors(shape).values())
+
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MASTER_BYTES = 4  # gradients, Adam's moments and the master copy of bfloat16 weights are float32
@@ -114,22 +165,25 @@ def runs_forwards_first(config: Config, shape: ModelShape, gpu_bytes: int | None
 
 
 def forwards_under_way(config: Config, shape: ModelShape, gpu_bytes: int | None) -> int:
-    """Micro-batches whose forward passes may all come before the first backward pass: `learner/schedule.py` decides
-    alike, by how many there are. Shorter responses make fewer, so that `auto` may do it up to this number.
+    """Count the micro-batches whose forward passes may all come before the first backward pass.
 
-    On a CPU, whose memory is not known here, `auto` is taken to do so with one micro-batch only.
+    Shorter responses make fewer micro-batches, so that `auto` may do so up to this number. On a CPU, whose memory is
+    not known here, it is taken to do so with one micro-batch only.
     """
-    order, num_microbatches = config.train.schedule, max_microbatches(config)
-    if not searches_exactly(config) or config.parallel.pipeline > 1 or order == "interleaved":
+    if not searches_exactly(config):
         return 0
-    if order == "forwards_first":
-        return num_microbatches
-    if not config.train.recompute or gpu_bytes is None:
-        return 1
     hidden = microbatch_tokens(config) * shape.hidden_size * ITEM_BYTES[config.model.dtype]
     if config.parallel.sequence:
         hidden //= config.parallel.tensor
-    return max(1, min(num_microbatches, int(FORWARDS_FIRST_MEMORY_SHARE * gpu_bytes / (shape.num_layers * hidden))))
+    each = shape.num_layers * hidden
+    return max(
+        (
+            count
+            for count in range(1, max_microbatches(config) + 1)
+            if plan.runs_forwards_first(config, count, layer_input_bytes=count * each, memory_bytes=gpu_bytes)
+        ),
+        default=0,
+    )
 
 
 def searches_exactly(config: Config) -> bool:

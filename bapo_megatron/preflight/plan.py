@@ -15,9 +15,9 @@ from bapo_megatron.config.plan import Violation, max_microbatches, num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.preflight import work
-from bapo_megatron.preflight.gpus import GIB, GPU, GPUS
+from bapo_megatron.preflight.known import GIB, GPU, GPUS
 from bapo_megatron.preflight.memory import TrainerMemory, fullest_rank, runs_forwards_first
-from bapo_megatron.preflight.rollouts import ServerMemory, decode_seconds, server_memory
+from bapo_megatron.preflight.work import ServerMemory, decode_seconds, server_memory
 
 COMPUTE_SHARE = 0.4  # of the peak rate of matrix products
 LINK_SHARE = 0.7  # of NVLink, network and GPU memory bandwidth

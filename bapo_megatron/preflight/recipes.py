@@ -10,8 +10,7 @@ from pathlib import Path
 from bapo_megatron.config.load import load_config, shipped_configs
 from bapo_megatron.config.plan import summarize
 from bapo_megatron.config.schema import Config
-from bapo_megatron.preflight.gpus import GIB
-from bapo_megatron.preflight.known_models import planned_shape
+from bapo_megatron.preflight.known import GIB, planned_shape
 from bapo_megatron.preflight.plan import make_plan
 from bapo_megatron.preflight.report import amount, explain
 

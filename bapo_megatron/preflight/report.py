@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import model_shape
-from bapo_megatron.preflight.gpus import GIB
-from bapo_megatron.preflight.known_models import planned_config, planned_shape
+from bapo_megatron.preflight.known import GIB, planned_config, planned_shape
 from bapo_megatron.preflight.memory import TrainerMemory, fullest_rank
 from bapo_megatron.preflight.plan import COMPUTE_SHARE, LINK_SHARE, Plan, Seconds, make_plan, memory_problems
 from bapo_megatron.preflight.suggest import Suggestion, suggest

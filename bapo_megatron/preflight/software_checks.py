@@ -16,8 +16,8 @@ from bapo_megatron_patches.sglang import SUPPORTED as SGLANG_SUPPORTED
 
 from bapo_megatron.engines.sglang import check_installed
 from bapo_megatron.errors import UserError
-from bapo_megatron.preflight.finding import Finding, Verdict
-from bapo_megatron.preflight.gpus import GIB, visible_indexes
+from bapo_megatron.preflight.known import GIB, visible_indexes
+from bapo_megatron.preflight.machine_checks import Finding, Verdict
 
 _FP8_CAPABILITY = (8, 9)  # Ada; Hopper is (9, 0)
 _IMPORT_TIMEOUT_S = 15.0

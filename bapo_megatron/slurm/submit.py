@@ -49,10 +49,10 @@ class Job:
         """Raises UserError where the folder cannot be written."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.config_path, self.config_text)
-            write_atomically(self.script_path, self.script)
         except OSError as error:
             raise UserError(f"cannot write the job into {self.folder}: {error.strerror}; set run.dir") from error
+        write_atomically(self.config_path, self.config_text)
+        write_atomically(self.script_path, self.script)
 
 
 def prepare(config: Config) -> tuple[Job, list[Violation]]:

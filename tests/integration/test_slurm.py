@@ -121,8 +121,11 @@ def test_every_kind_of_job_is_accepted_by_sbatch(kind: tuple[str, str, str], clu
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (("slurm.partition=nowhere",), "invalid partition specified: nowhere"),
-        (("slurm.partition=closed", "slurm.account=strangers"), "Invalid account or account/partition combination"),
+        (('slurm.options=["--partition=nowhere"]',), "invalid partition specified: nowhere"),
+        (
+            ('slurm.options=["--partition=closed", "--account=strangers"]',),
+            "Invalid account or account/partition combination",
+        ),
     ],
 )
 def test_what_sbatch_refuses_is_told_in_its_own_words(
