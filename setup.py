@@ -130,7 +130,7 @@ setup(
     packages=[*find_packages(include=["bapo_megatron", "bapo_megatron.*"]), *mapped_packages()],
     package_dir=MAPPED_FOLDERS,
     package_data={
-        "bapo_megatron": ["py.typed", "assets/**/*", "monitor/assets/*.json", "**/*.jinja", "**/*.toml"],
+        "bapo_megatron": ["py.typed", "assets/**/*", "**/*.jinja", "**/*.toml"],
         "bapo_megatron_configs": ["**/*.toml", "**/*.jsonl"],
         "bapo_megatron_requirements": ["*.txt"],
     },

@@ -23,11 +23,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb.
 
     Returns:
-        0 if it went well, 2 for an error that the user can mend, 130 after Ctrl-C, else the verb's own exit code.
+        0 on success, 2 for an error that the user can fix, 130 after Ctrl-C, else the verb's own exit code.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments[:1] == ["serve"]:  # the engine has a parser of its own
+        if arguments[:1] == ["serve"]:  # the engine has its own parser
             return _serve(arguments[1:])
         options = _parser().parse_args(arguments)
         return options.verb(options)
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings to change, such as train.num_steps=3")
     demo.set_defaults(verb=_demo)
 
-    check = verbs.add_parser("check", help="say all that is wrong with a configuration, or what it amounts to")
+    check = verbs.add_parser("check", help="list all problems of a configuration, or summarise it")
     _add_config_arguments(check)
     check.set_defaults(verb=_check)
 
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = verbs.add_parser(
         "doctor",
-        help="say whether this machine is fit to train, and what to do",
+        help="check whether this machine is fit to train, and say what to do",
         description="One line for each thing. Exit code 0: fit, for CPU use where there is no GPU; 1: something FAILs.",
     )
     doctor.add_argument(
@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     reproduce.add_argument("names", nargs="*", metavar="NAME", help="studies, or TOML files, or all; none: list them")
     reproduce.add_argument(
-        "--quick", action="store_true", help="one seed, a few steps: that it runs, not what it finds"
+        "--quick", action="store_true", help="one seed, a few steps: whether it runs, not what it finds"
     )
     reproduce.add_argument(
         "--output", type=Path, metavar="DIR", help="for the results (default: runs/reproduce/results)"

@@ -33,7 +33,7 @@ from warm_start import (
 
 from bapo_megatron.assets import shipped_model_path
 from bapo_megatron.prompts.chains import MODULUS, OPERATORS, ChainSource
-from bapo_megatron.rewards.chains import judge_chain
+from bapo_megatron.rewards.answers import judge_chain
 
 VOCABULARY = [*SPECIAL_TOKENS, " ", "=", ",", *OPERATORS, *map(str, range(MODULUS))]  # 16: splits by 2, 4
 

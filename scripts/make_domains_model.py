@@ -47,7 +47,7 @@ from bapo_megatron.prompts.base import PromptSource
 from bapo_megatron.prompts.chains import ChainSource
 from bapo_megatron.prompts.programs import ProgramSource
 from bapo_megatron.prompts.reasoning_gym import ReasoningGymSource
-from bapo_megatron.rewards.chains import judge_chain
+from bapo_megatron.rewards.answers import judge_chain
 from bapo_megatron.rewards.code import CodeJudge
 from bapo_megatron.rewards.reasoning_gym import build_judge
 

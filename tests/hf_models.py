@@ -75,6 +75,7 @@ def save_randomised(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
-            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.2 * noise)
+            is_one = "norm" in name and config.model_type != "gemma"  # gemma's norms multiply by 1 + weight
+            parameter.copy_(is_one + 0.2 * noise)
     model.save_pretrained(folder)
     return model

@@ -28,7 +28,7 @@ from bapo_megatron.types import ClipBounds
 
 
 def empty_table(config: ClipBoundConfig, device: torch.device | str = "cpu") -> Tensor:
-    """The table of no tokens, float64 [K + 2]; searching it leaves the bounds at their start."""
+    """Return the table of no tokens, float64 [K + 2]; searching it leaves the bounds at their start."""
     return torch.zeros(len(config.high.points) + len(config.low.points) + 2, dtype=torch.float64, device=device)
 
 
@@ -40,10 +40,10 @@ def contribution_table(
     config: ClipBoundConfig,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """What positive and negative tokens contribute at every candidate bound: float64 [K + 2], additive over tokens.
+    """Tabulate the contributions of positive and negative tokens at every candidate bound: float64 [K + 2], additive.
 
     Layout: P at each point of `high`, N at each point of `low`, number of positive tokens, number of negative tokens.
-    All of it is nan where a value of one masked-in token is: so is that update's gradient, which the learner skips.
+    If a value of any counted token is nan, so is the whole table: that update's gradient is nan too, and is skipped.
 
     Args (tensors of one shape [...], any device):
         ratio: the ratio that the loss clips, of each token, dimensionless. Compared with the bounds in float64.
@@ -70,8 +70,8 @@ def contribution_table(
 
 
 def _side(ratio: Tensor, mass: Tensor, points: Sequence[float], upper: bool, config: ClipBoundConfig) -> Tensor:
-    """P (upper) or N (lower) at every point: sum of mass * ratio inside the bound, plus, for the readings of the
-    clipped objective, mass * bound outside it. A token is inside if r < c_high (positive) or r > c_low (negative)."""
+    """Compute P (upper) or N (lower) at every point: sum of mass * ratio inside the bound; for the readings of the
+    clipped objective, plus mass * bound outside it. Inside means r < c_high (positive) or r > c_low (negative)."""
     bounds = torch.tensor(points, dtype=torch.float64, device=ratio.device)
     num = len(points)
     bucket = torch.bucketize(ratio, bounds, right=upper)  # upper: number of bounds <= r; lower: number of bounds < r
@@ -93,9 +93,9 @@ def _right(buckets: Tensor) -> Tensor:
 
 
 def search_bounds(table: Tensor, config: ClipBoundConfig) -> ClipBounds:
-    """The search on the table of the whole optimizer step (summed over micro-batches and data ranks).
+    """Search the table of the whole optimizer step (summed over micro-batches and data ranks).
 
-    Where nothing contributes (P + N = 0), or the table is nan, rho is nan, and the search stops.
+    If nothing contributes (P + N = 0), or the table is nan, rho is nan, and the search stops.
     """
     positive, negative = _read(table, config)
     high, low = config.high.points, config.low.points
@@ -109,9 +109,9 @@ def search_bounds(table: Tensor, config: ClipBoundConfig) -> ClipBounds:
 
 
 def _search_path(num_high: int, num_low: int, order: str) -> list[tuple[int, int]]:
-    """Grid steps (of high, of low) in the order in which the search tries them.
+    """List the grid steps (of high, of low) in the order in which the search tries them.
 
-    high_first is Algorithm 1, whose loop asks for room below before it moves either bound: without it, nothing moves.
+    high_first is Algorithm 1, whose loop requires room for the lower bound before it moves either one.
     low_first is the authors' recipe: one loop for the lower bound, then one for the upper.
     """
     if order == "low_first":
@@ -119,21 +119,6 @@ def _search_path(num_high: int, num_low: int, order: str) -> list[tuple[int, int
     if num_low == 0:
         return [(0, 0)]
     return [(i, 0) for i in range(num_high + 1)] + [(num_high, j) for j in range(1, num_low + 1)]
-
-
-def positive_share(table: Tensor, config: ClipBoundConfig, low: float, high: float) -> float:
-    """rho of the table's tokens at two grid points, for instance at bounds found on another table (scope = lagged).
-
-    Raises ValueError if a bound is not on its grid.
-    """
-    positive, negative = _read(table, config)
-    return _rho(positive[config.high.points.index(high)], negative[config.low.points.index(low)], config)
-
-
-def counted_tokens(table: Tensor) -> tuple[int, int]:
-    """Numbers of tokens with a positive and with a negative advantage behind the table."""
-    num_positive, num_negative = table[-2:].tolist()
-    return int(num_positive), int(num_negative)
 
 
 def _read(table: Tensor, config: ClipBoundConfig) -> tuple[list[float], list[float]]:
@@ -144,7 +129,7 @@ def _read(table: Tensor, config: ClipBoundConfig) -> tuple[list[float], list[flo
 
 
 def _rho(positive: float, negative: float, config: ClipBoundConfig) -> float:
-    """Contribution of positive tokens, from P and N: the four readings of Eq. 8."""
+    """Compute the contribution of positive tokens from P and N, by one of the four readings of Eq. 8."""
     if positive + negative == 0:
         return math.nan
     if config.contribution == "net":

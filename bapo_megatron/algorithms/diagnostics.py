@@ -1,4 +1,4 @@
-"""The Entropy-Clip Rule: which tokens raise the policy's entropy, which lower it, and what clipping leaves of them.
+"""The Entropy-Clip Rule: which tokens raise the policy's entropy, which lower it, and which of them are clipped.
 
 For a softmax policy pi over one token, a change dz of its logits changes its entropy, to first order, by
 
@@ -8,12 +8,12 @@ For a softmax policy pi over one token, a change dz of its logits changes its en
     the gradient of the logits           eta pi(y) (A(y) X(y) - E_pi[A X])        -Cov(log pi, pi (A X - E_pi[A X]))
     the natural gradient                 eta A(y) X(y)                            -Cov(log pi, A X)          (the rule)
 
-with X(y) = 0 for a clipped token, which carries no gradient, and 1 otherwise. The second line is Eq. 6 of BAPO (arXiv
+with X(y) = 0 for a clipped token, which carries no gradient, and 1 for others. The second line is Eq. 6 of BAPO (arXiv
 2510.18927) and, without X, the covariance of arXiv 2505.22617; the paper's own logit step is that of the first line,
-whose factor pi(y) its Eq. 6 leaves out. Neither is what Adam does to a transformer: read the rule's sign and course.
+whose factor pi(y) its Eq. 6 leaves out. Adam does neither to a transformer: read the rule's sign and trend.
 
-In training each state has one sampled token, of an older policy mu. The mean of log pi in a state is known, -H, so that
-its covariance needs no second sample of it: with w = pi / mu,
+In training each state has one sampled token, of an older policy mu. The mean of log pi in a state is known: -H. So one
+sample suffices for the covariance: with w = pi / mu,
 
     E_{y ~ mu}[ w(y) (log pi(y) + H) A(y) X(y) ] = Cov_{y ~ pi}( log pi, A X )
 
@@ -30,38 +30,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bapo_megatron.algorithms.losses import ClippedTokenLoss
+
 TOKEN_CLASSES = ("positive_high", "positive_low", "negative_high", "negative_low")
 AGES = {"age_0": 0, "age_1_3": 1, "age_4_up": 4}
-"""Classes of token ages by their least age, in optimizer updates."""
-
-
-def entropy_change(log_probs_V: Tensor, logit_change_V: Tensor) -> Tensor:
-    """-Cov_pi(log pi, dz): the first-order change of the entropy of softmax(z), in nats.
-
-    Args:
-        log_probs_V: float [..., V], nats, normalised over V.
-        logit_change_V: float [..., V], dz.
-
-    Returns one number for each distribution: [...].
-    """
-    probs_V = log_probs_V.exp()
-    deviation_V = log_probs_V - (probs_V * log_probs_V).sum(-1, keepdim=True)
-    return -(probs_V * deviation_V * logit_change_V).sum(-1)
-
-
-def gradient_direction(log_probs_V: Tensor, kept_advantages_V: Tensor) -> Tensor:
-    """d J / dz = pi (A X - E_pi[A X]) of the clipped objective J = E_{y ~ mu} min(r A, clip(r) A) for a softmax policy.
-
-    Args:
-        log_probs_V: float [..., V], nats, of the current policy.
-        kept_advantages_V: A X, float [..., V]: advantages, 0 where clipped.
-    """
-    probs_V = log_probs_V.exp()
-    return probs_V * (kept_advantages_V - (probs_V * kept_advantages_V).sum(-1, keepdim=True))
+"""Classes of token ages by their lowest age, in optimizer updates."""
 
 
 def covariance_terms(log_probs_R: Tensor, entropy_R: Tensor, weight_R: Tensor, kept_advantages_R: Tensor) -> Tensor:
-    """w (log pi + H) A X per token: its mean over tokens estimates the rule's covariance without bias.
+    """Compute w (log pi + H) A X per token; its mean over tokens estimates the rule's covariance without bias.
 
     Args:
         log_probs_R, entropy_R: float, nats, of the current policy.
@@ -71,41 +48,31 @@ def covariance_terms(log_probs_R: Tensor, entropy_R: Tensor, weight_R: Tensor, k
     return weight_R * (log_probs_R + entropy_R) * kept_advantages_R
 
 
-def entropy_rule_sums(
-    *,
-    log_probs_R: Tensor,
-    entropy_R: Tensor,
-    weight_R: Tensor,
-    advantages_R: Tensor,
-    clipped_R: Tensor,
-    ages_R: Tensor,
-    mask_R: Tensor,
-) -> dict[str, Tensor]:
-    """Sums over trained tokens, by the names of the metrics: float32 scalars that add up over micro-batches and ranks.
+def entropy_rule_sums(tokens: ClippedTokenLoss) -> dict[str, Tensor]:
+    """Sum over trained tokens, by metric: float32 scalars that add up over micro-batches and ranks.
 
-        entropy_rule/covariance[_AGE]    of `covariance_terms`
+        entropy_rule/covariance[_AGE]    sum of `covariance_terms`
         entropy_rule/CLASS[_AGE]         number of tokens of a class
-        entropy_rule/CLASS_clipped       number of those that are clipped
+        entropy_rule/CLASS_clipped       number of its tokens that are clipped
 
-    Args:
-        clipped_R: bool: carries no gradient.
-        ages_R: int64, optimizer updates since each token was sampled.
-        mask_R: bool; others may hold anything. A token without advantage is of no class.
+    A token without advantage belongs to no class.
     """
-    counted_R = mask_R & (advantages_R != 0)
-    log_probs_R, entropy_R = (torch.where(counted_R, x, 0.0).double() for x in (log_probs_R.detach(), entropy_R))
+    advantages_R, clipped_R = tokens.advantages_R, tokens.clipped_R
+    counted_R = tokens.mask_R & (advantages_R != 0)
+    log_probs_R = torch.where(counted_R, tokens.inputs.log_probs_R.detach(), 0.0).double()
+    entropy_R = torch.where(counted_R, tokens.entropy_R, 0.0).double()
     kept_advantages_R = torch.where(counted_R & ~clipped_R, advantages_R, 0.0).double()
-    weight_R = torch.where(counted_R, weight_R.detach(), 0.0).double()
+    weight_R = torch.where(counted_R, tokens.weight_R * tokens.ratio_R, 0.0).double()
     terms_R = covariance_terms(log_probs_R, entropy_R, weight_R, kept_advantages_R)
 
     class_R = 2 * (advantages_R < 0).long() + (log_probs_R + entropy_R < 0).long()
-    starts = torch.tensor(list(AGES.values()), device=ages_R.device)
-    age_R = torch.bucketize(ages_R.clamp(min=0), starts, right=True) - 1
+    starts = torch.tensor(list(AGES.values()), device=advantages_R.device)
+    age_R = torch.bucketize(tokens.ages_R.clamp(min=0), starts, right=True) - 1
     num_classes = len(TOKEN_CLASSES)
     cells_RC = torch.nn.functional.one_hot(age_R * num_classes + class_R, len(AGES) * num_classes)
     cells_RC = cells_RC.double() * counted_R[:, None]
     values_R3 = torch.stack([torch.ones_like(terms_R), clipped_R.double(), terms_R], dim=1)
-    # A product, and no scattered addition, whose order on a GPU changes from run to run.
+    # A matrix product: on a GPU, the order of scattered additions changes from run to run.
     table_AK3 = (cells_RC.T @ values_R3).reshape(len(AGES), num_classes, 3).float()
 
     num_K, num_clipped_K, _ = table_AK3.sum(0).unbind(-1)

@@ -7,9 +7,9 @@ difference error d_t = r_t + gamma V_{t+1} - V_t,
     n_step   A_t = sum_{k<n} gamma^k d_{t+k}
                  = r_t + ... + gamma^(n-1) r_{t+n-1} + gamma^n V_{t+n} - V_t
 
-The reward comes with the last token, and V is 0 after it. That holds for a truncated response too: its reward, and
-reward.overlong_penalty, judge it as it is. PPO implementations for language models do the same: a value after the last
-token would promise the reward of an end that the response did not come to.
+The reward comes with the last token, and V is 0 after it. This includes truncated responses: their reward, and
+reward.overlong_penalty, judge them as they are. PPO implementations for language models do the same: a value after the
+last token would promise the reward of an ending that the response never reached.
 
 A_t + V_t is what the critic learns to predict. Tokens of an older policy are treated as the current one's: stale
 samples bias the values as they do in PPO with several epochs.
@@ -26,23 +26,23 @@ _EPSILON = 1e-8  # added to the standard deviation that advantages are divided b
 
 
 def gae(td_errors_T: Tensor, num_left_T: Tensor, *, gamma: float, lam: float) -> Tensor:
-    """Advantages of generalized advantage estimation: lam = 0 is the TD error, lam = 1 the whole return less V_t."""
+    """Compute generalized advantage estimates: lam = 0 is the TD error, lam = 1 the whole return less V_t."""
     return discounted_sums(td_errors_T, num_left_T, gamma * lam, max(1, int(num_left_T.max())))
 
 
 def n_step(td_errors_T: Tensor, num_left_T: Tensor, *, gamma: float, num_steps: int) -> Tensor:
-    """Advantages of n-step returns; those that reach the end of the response are its whole return less V_t."""
+    """Compute advantages of n-step returns; near the end of the response, the whole return less V_t."""
     return discounted_sums(td_errors_T, num_left_T, gamma, min(num_steps, max(1, int(num_left_T.max()))))
 
 
 def td_errors(
     rewards_S: Tensor, values_T: Tensor, seq_lens_S: Tensor, prompt_lens_S: Tensor, *, gamma: float
 ) -> tuple[Tensor, Tensor]:
-    """TD errors of response tokens, and how many tokens of the response are left from each on, itself included.
+    """Compute TD errors of response tokens, and how many tokens of the response are left from each on, itself included.
 
     Args:
         rewards_S: of each response; comes with its last token.
-        values_T: V of each response token, float; what stands on prompts is not read.
+        values_T: V of each response token, float; entries on prompts are not read.
         seq_lens_S, prompt_lens_S: int64; every response has a token.
 
     Returns td_errors_T, of the values' type, and num_left_T, int64; both are 0 on prompts.
@@ -58,7 +58,7 @@ def td_errors(
 
 
 def discounted_sums(x_T: Tensor, num_left_T: Tensor, discount: float, num_terms: int) -> Tensor:
-    """sum_{k < num_terms} discount^k x_{t+k} within each response.
+    """Compute sum_{k < num_terms} discount^k x_{t+k} within each response.
 
     By doubling: from the sums of 1, 2, 4, ... terms, so log2(num_terms) passes over all tokens and no loop over them.
     """
@@ -75,7 +75,7 @@ def discounted_sums(x_T: Tensor, num_left_T: Tensor, discount: float, num_terms:
 
 
 def whitened(advantages_T: Tensor, mask_T: Tensor) -> Tensor:
-    """(A - mean) / (std + 1e-8) over the trained tokens, 0 elsewhere; as they are where there is only one."""
+    """Compute (A - mean) / (std + 1e-8) over the trained tokens, 0 elsewhere; a single token stays as it is."""
     trained = advantages_T[mask_T]
     if trained.numel() < 2:
         return torch.where(mask_T, advantages_T, 0.0)
@@ -83,12 +83,12 @@ def whitened(advantages_T: Tensor, mask_T: Tensor) -> Tensor:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
-    """Per token, 0.5 (V - R)^2; and whether clipping took its gradient.
+    """Compute 0.5 (V - R)^2 per token, and whether clipping removed its gradient.
 
     Args:
         old_values: V before the first update with this batch.
         clip: with clip c, the larger of that and 0.5 (V' - R)^2, where V' is V within c of its old value: a token has
-            no gradient once V has come closer to R by more than c (as PPO's first implementation does it).
+            no gradient once V has come closer to R by more than c (as in PPO's first implementation).
     """
     loss = 0.5 * (values - returns) ** 2
     if clip is None:
@@ -100,14 +100,14 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 no better than a constant; nan where all
-    returns are equal."""
+    """Compute 1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for one no better than a constant;
+    nan if all returns are equal."""
     variance = float(returns.var(correction=0))
     return 1 - float((returns - values).var(correction=0)) / variance if variance > 0 else float("nan")
 
 
 def _ahead(x_T: Tensor, num_tokens: int, num_left_T: Tensor) -> Tensor:
-    """x of the token so many further on in the same response, 0 where there is none."""
+    """Shift x by `num_tokens` within each response: x_{t + num_tokens} at t, 0 past the end."""
     shifted_T = torch.zeros_like(x_T)
     shifted_T[: x_T.numel() - num_tokens] = x_T[num_tokens:]
     return torch.where(num_left_T > num_tokens, shifted_T, 0.0)

@@ -1,4 +1,4 @@
-"""How far the policy is from a reference policy, as a term of the loss, and who sets its coefficient.
+"""KL divergence from the policy to a reference policy as a term of the loss, and the controller of its coefficient.
 
 With d = log pi_theta - log pi_ref of a token that was sampled, and x its estimator of KL(pi_theta || pi_ref):
 
@@ -8,9 +8,9 @@ With d = log pi_theta - log pi_ref of a token that was sampled, and x its estima
     k3       e^-d - 1 + d     1 - e^-d
 
 (joschu.net/blog/kl-approx.html.) On samples of pi_theta, k1 and k3 are unbiased in value, and k3 is never negative. As
-terms of a loss their gradients differ: that of k1 is 0 in expectation, so that it only adds noise; that of k2 is
-unbiased for the gradient of KL(pi_theta || pi_ref); that of k3, GRPO's choice (arXiv 2402.03300, Eq. 4), is unbiased
-for that of KL(pi_ref || pi_theta) (arXiv 2506.09477). Samples of older policies are not weighted, as in GRPO.
+terms of a loss their gradients differ: k1's is 0 in expectation and only adds noise; k2's is unbiased for
+the gradient of KL(pi_theta || pi_ref); k3's, GRPO's choice (arXiv 2402.03300, Eq. 4), is unbiased for the gradient of
+KL(pi_ref || pi_theta) (arXiv 2506.09477). Samples of older policies are not weighted, as in GRPO.
 
 Shape legend: R response tokens of a micro-batch.
 """
@@ -19,13 +19,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from bapo_megatron.algorithms.losses import MAX_LOG_RATIO, LossInputs, LossResult, policy_loss
+from bapo_megatron.algorithms.losses import MAX_LOG_RATIO
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema_loss import LossConfig
@@ -42,7 +41,7 @@ def k2(difference: Tensor) -> Tensor:
 
 
 def k3(difference: Tensor) -> Tensor:
-    """A difference beyond +-20 is cut there and carries no gradient, as in `importance_ratio`."""
+    """Compute e^-d - 1 + d; a difference beyond +-20 is cut there, without gradient, as in `importance_ratio`."""
     bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(-bounded) + bounded
 
@@ -52,22 +51,9 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k
 
 
 def reference_kl(log_probs_R: Tensor, reference_logprobs_R: Tensor, mask_R: Tensor, estimator: str) -> Tensor:
-    """KL per token in nats, with the gradient of `log_probs_R`; 0 where masked, which may hold anything."""
+    """Compute the KL per token in nats, with the gradient of `log_probs_R`. 0 where masked, whatever the values."""
     # The inputs are selected, not the result: a nan that is merely multiplied by 0 still spoils the gradient.
     return ESTIMATORS[estimator](torch.where(mask_R, log_probs_R - reference_logprobs_R, 0.0))
-
-
-def loss_with_kl(inputs: LossInputs, config: LossConfig, coefficient: float) -> LossResult:
-    """The loss of `loss.name`, plus coefficient x KL of each token where the inputs have a reference.
-
-    `sums` then has "kl_reference", the KL without its coefficient.
-    """
-    result = policy_loss(inputs, config)
-    if inputs.reference_logprobs_R is None:
-        return result
-    kl_R = reference_kl(inputs.log_probs_R, inputs.reference_logprobs_R, inputs.mask_R, config.kl_estimator)
-    sums = result.sums | {"kl_reference": kl_R.detach().sum(dtype=torch.float32)}
-    return replace(result, loss_R=result.loss_R + coefficient * kl_R, sums=sums)
 
 
 class KLCoefficient:
@@ -85,14 +71,14 @@ class KLCoefficient:
         self._target, self._horizon = settings.kl_target, settings.kl_horizon
 
     def observe(self, kl: float) -> None:
-        """After an update, with its mean KL per token in nats; one that is not finite changes nothing."""
+        """Adapt the coefficient to an update's mean KL per token, in nats; ignore a value that is not finite."""
         if self._target is None or not math.isfinite(kl):
             return
         error = min(max(kl / self._target - 1, -_MAX_ERROR), _MAX_ERROR)
         self.value *= 1 + error / self._horizon
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON value; None where the coefficient is fixed, so that the setting counts."""
+        """Return a JSON value; None for a fixed coefficient, so that the setting counts."""
         return {"coefficient": None if self._target is None else self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -51,7 +51,7 @@ def token_log_probs(
     with_entropy: bool = True,
     backend: Backend = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy of each row's distribution softmax(hidden @ weight.T / temperature), in nats.
+    """Compute each target's log-prob and each row's entropy under softmax(hidden @ weight.T / temperature), in nats.
 
     Args:
         hidden_RH: hidden states that predict the targets, the same on all ranks of the group; any float type.
@@ -74,7 +74,7 @@ def token_log_probs(
 
 
 def _kernels(backend: Backend) -> tuple[Callable[..., tuple[Tensor, ...]], Callable[..., Tensor]]:
-    """`row_statistics` and `logit_gradients`, of torch or of Triton."""
+    """Return `row_statistics` and `logit_gradients`, for torch or Triton."""
     if backend == "torch":
         return row_statistics, logit_gradients
     from bapo_megatron.algorithms import logprobs_triton  # Triton comes with torch's CUDA builds only
@@ -167,7 +167,7 @@ def _chunks(num_rows: int, chunk_tokens: int) -> Iterator[slice]:
 def row_statistics(
     logits_CV: Tensor, columns_C: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What a rank knows of its columns: with l = logits / temperature, the max of l, the sums of exp(l - max) and of
+    """Reduce a rank's columns: with l = logits / temperature, return the max of l, the sums of exp(l - max) and of
     exp(l - max) * l (0 without entropy), and the target's l (0 where it is elsewhere). Overwrites the logits.
 
     Args:
@@ -194,7 +194,7 @@ def logit_gradients(
     entropy_C: Tensor,
     entropy_pull_C: Tensor | None,
 ) -> Tensor:
-    """The loss's gradient with respect to the logits, in their place.
+    """Compute the loss's gradient with respect to the logits, in place.
 
     Args:
         columns_C: as in `row_statistics`.
@@ -213,7 +213,7 @@ def logit_gradients(
 
 
 def _cached_rows(logits_CV: Tensor) -> Iterator[slice]:
-    """Blocks of B rows, small enough that a CPU's cache holds one from the first operation to the last."""
+    """Split into blocks of B rows, small enough that a CPU's cache holds one from the first operation to the last."""
     num_rows, num_columns = logits_CV.shape
     return _chunks(num_rows, num_rows if logits_CV.is_cuda else max(1, _CACHED_VALUES // num_columns))
 
@@ -223,7 +223,7 @@ def _divided(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _local_columns(targets_C: Tensor, shard: VocabShard) -> Tensor:
-    """Column of each target among this rank's real rows, -1 if it is elsewhere."""
+    """Return the column of each target among this rank's real rows, -1 if it is elsewhere."""
     column_C = targets_C - shard.start
     return torch.where((column_C >= 0) & (column_C < shard.num_real), column_C, -1)
 
@@ -233,7 +233,7 @@ def _accumulator(x: Tensor) -> torch.dtype:
 
 
 def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in place; without a temporary of the size of `total` where all three have one type."""
+    """Add a @ b to total in place, without a temporary of the size of `total` where all three have one type."""
     if total.dtype == a.dtype == b.dtype:
         total.addmm_(a, b)
     else:
@@ -241,7 +241,7 @@ def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b accumulated and returned in float32 (float64 for float64), also for 16-bit operands."""
+    """Compute a @ b, accumulated and returned in float32 (float64 for float64), also for 16-bit operands."""
     low = next((x.dtype for x in (a, b) if x.dtype in (torch.bfloat16, torch.float16)), None)
     if low is not None and a.is_cuda:  # tensor cores take 16-bit operands and can return their float32 sums
         return torch.mm(a.to(low), b.to(low), out_dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""Policy losses per token, and the sums that their metrics are made of.
+"""Losses per token: a loss turns a micro-batch into a record of per-token values.
 
-Policy losses maximise sum_t w_t min(r_t A_t, clip(r_t, c_low, c_high) A_t). They differ in where the bounds come from:
-BAPO's search, or the configuration (`fixed_bounds`). Two ways to measure how far a token's policy has moved:
+The clipped policy loss maximises sum_t w_t min(r_t A_t, clip(r_t, c_low, c_high) A_t). Its bounds come from BAPO's
+search, or from the configuration (`fixed_bounds`). There are two ways to measure how far a token's policy has moved:
 
     proximal = "behaviour"   r_t = pi_theta / pi_rollout, w_t = 1. pi_rollout is the policy that sampled this very token
                              (BAPO, arXiv 2510.18927; PPO, arXiv 1707.06347).
@@ -10,8 +10,8 @@ BAPO's search, or the configuration (`fixed_bounds`). Two ways to measure how fa
 
 The supervised loss maximises sum_t log pi_theta(t).
 
-Nothing here is a mean: losses and metrics are summed over tokens, micro-batches and ranks, and divided once, by the
-token count of the whole optimizer step.
+Nothing here is a sum or a mean: the learner sums losses and metrics over tokens, micro-batches and ranks, and divides
+once, by the token count of the whole optimizer step.
 
 Shape legend: R response tokens of a micro-batch.
 """
@@ -26,154 +26,150 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapo_megatron.algorithms.diagnostics import entropy_rule_sums
-from bapo_megatron.algorithms.token_profile import token_profile_sums
 from bapo_megatron.config.schema_loss import ClippedLoss, CustomLoss, GrpoLoss, LossConfig
-from bapo_megatron.types import ClipBounds
+from bapo_megatron.types import ClipBounds, MicroBatch
 
 MAX_LOG_RATIO = 20.0  # exp(20) is far beyond any bound, and far from overflow
 
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """One micro-batch's response tokens, and the clip bounds of its optimizer step. Masked tokens may hold anything."""
+    """One micro-batch, and what the current weights make of its response tokens. Masked tokens may hold anything."""
 
+    batch: MicroBatch
     log_probs_R: Tensor  # float32, nats, of the current weights, with gradient
-    behaviour_logprobs_R: Tensor  # float32, nats, of the policy that sampled each token
-    advantages_R: Tensor  # float32
-    mask_R: Tensor  # bool: the tokens that are trained
+    entropy_R: Tensor  # float32, nats, of the current weights, without gradient; for the metrics
     ages_R: Tensor  # int64: optimizer updates since each token was sampled
-    bounds: ClipBounds
-    entropy_R: Tensor | None = None  # float32, nats; only for the metrics
-    proximal_logprobs_R: Tensor | None = None  # float32, nats, of the learner at the start of the step, if decoupled
-    reference_logprobs_R: Tensor | None = None  # float32, nats, of the reference policy, where there is a KL term
-    with_token_profile: bool = False  # whether to add the sums of `token_profile`
+    bounds: ClipBounds  # of this optimizer step
 
 
 @dataclass(frozen=True, slots=True)
-class LossResult:
-    """`sums` add up, and `maxima` combine by maximum, over micro-batches and ranks; both are float32 scalars."""
+class TokenLoss:
+    """A loss per token, and the values that metrics are made of (`Metric.of`). All are 0 where masked.
 
-    loss_R: Tensor  # per token, 0 where masked; to be summed and divided by the step's token count
-    sums: dict[str, Tensor]
-    maxima: dict[str, Tensor]
+    A loss with further values returns a subclass. A metric applies if the record has its field, and it is not None.
+    """
+
+    inputs: LossInputs
+    loss_R: Tensor  # to be summed and divided by the step's token count; with gradient
+    kl_reference_R: Tensor | None = None  # nats, from the policy to the reference; set by the learner
+
+    @property
+    def mask_R(self) -> Tensor:
+        return self.inputs.batch.mask_R
+
+    @property
+    def entropy_R(self) -> Tensor:
+        return torch.where(self.mask_R, self.inputs.entropy_R, 0.0)
+
+    @property
+    def ages_R(self) -> Tensor:
+        return torch.where(self.mask_R, self.inputs.ages_R, 0)
 
 
-def importance_ratio(log_probs: Tensor, reference_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """pi / pi_reference per token; 1 where masked.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClippedTokenLoss(TokenLoss):
+    """The record of the clipped policy loss."""
+
+    ratio_R: Tensor  # r_t
+    weight_R: Tensor  # w_t
+    advantages_R: Tensor
+    clipped_high_R: Tensor  # bool: A > 0 and on or over the upper bound, so without gradient
+    clipped_low_R: Tensor  # bool: A < 0 and on or under the lower bound
+    dual_clipped_R: Tensor  # bool: A < 0 and on or over `dual_clip`
+    capped_R: Tensor  # bool: w_t is at its cap
+
+    @property
+    def clipped_R(self) -> Tensor:
+        return self.clipped_high_R | self.clipped_low_R | self.dual_clipped_R
+
+    @property
+    def positive_R(self) -> Tensor:
+        return self.advantages_R > 0
+
+    @property
+    def negative_R(self) -> Tensor:
+        return self.advantages_R < 0
+
+    @property
+    def positive_mass_R(self) -> Tensor:
+        return torch.where(self.positive_R, -self.loss_R, 0.0)
+
+    @property
+    def negative_mass_R(self) -> Tensor:
+        return torch.where(self.negative_R, self.loss_R, 0.0)
+
+    @property
+    def approx_kl_R(self) -> Tensor:
+        """KL divergence from the rollout's policy to the current one, in nats, estimator k3."""
+        ratio_R = importance_ratio(self.inputs.log_probs_R, self.inputs.batch.behaviour_logprobs_R, self.mask_R)
+        return ratio_R - 1 - ratio_R.log()
+
+
+def importance_ratio(log_probs: Tensor, denominator_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Return pi / pi_denominator per token; 1 where masked.
 
     A log-ratio beyond +-20 is cut there and carries no gradient; the gradient of nan is nan, so its update is skipped.
     """
     # The inputs are selected, not the result: a nan that is merely multiplied by 0 still spoils the gradient.
-    log_ratio = torch.where(mask, log_probs - reference_logprobs, 0.0)
+    log_ratio = torch.where(mask, log_probs - denominator_logprobs, 0.0)
     cut = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.where(log_ratio.abs() > MAX_LOG_RATIO, cut, log_ratio).exp()  # the gradient of clamp hides a nan
 
 
-def ratio_and_weight(
-    log_probs: Tensor, behaviour_logprobs: Tensor, proximal_logprobs: Tensor | None, mask: Tensor, cap: float
-) -> tuple[Tensor, Tensor]:
-    """r_t and w_t of the objective, for the loss and the search for its bounds alike; both are 1 where masked.
+def ratio_and_weight(batch: MicroBatch, log_probs_R: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """Return r_t and w_t of the objective, for the loss and the search for its bounds alike; both are 1 where masked.
 
     Args:
-        log_probs: nats, of the current weights; r_t keeps their gradient, w_t has none.
-        proximal_logprobs: None for proximal = "behaviour".
+        log_probs_R: nats, of the current weights; r_t keeps their gradient, w_t has none.
         cap: largest w_t (`loss.importance_cap`), at least 1.
     """
-    if proximal_logprobs is None:
-        ratio = importance_ratio(log_probs, behaviour_logprobs, mask)
-        return ratio, torch.ones_like(ratio)
-    weight = importance_ratio(proximal_logprobs, behaviour_logprobs, mask).clamp(max=cap)
-    return importance_ratio(log_probs, proximal_logprobs, mask), weight.detach()
+    if batch.proximal_logprobs_R is None:
+        ratio_R = importance_ratio(log_probs_R, batch.behaviour_logprobs_R, batch.mask_R)
+        return ratio_R, torch.ones_like(ratio_R)
+    weight_R = importance_ratio(batch.proximal_logprobs_R, batch.behaviour_logprobs_R, batch.mask_R).clamp(max=cap)
+    return importance_ratio(log_probs_R, batch.proximal_logprobs_R, batch.mask_R), weight_R.detach()
 
 
-def clipped_policy_loss(inputs: LossInputs, config: ClippedLoss) -> LossResult:
-    """-w min(r A, clip(r, c_low, c_high) A) per token; with `dual_clip` c, at most w c |A| where A < 0 (arXiv
+def clipped_policy_loss(inputs: LossInputs, config: ClippedLoss) -> ClippedTokenLoss:
+    """Compute -w min(r A, clip(r, c_low, c_high) A) per token; with `dual_clip` c, at most w c |A| where A < 0 (arXiv
     1912.09729).
 
     A token on its bound is clipped, without gradient, as in the `gradient` reading of the search. The bounds are
     compared in float64, as in the search.
     """
-    bounds, mask_R = inputs.bounds, inputs.mask_R
-    ratio_R, weight_R = ratio_and_weight(
-        inputs.log_probs_R, inputs.behaviour_logprobs_R, inputs.proximal_logprobs_R, mask_R, config.importance_cap
-    )
-    advantages_R = torch.where(mask_R, inputs.advantages_R, 0.0)
-    positive_R, negative_R = advantages_R > 0, advantages_R < 0
+    batch, bounds = inputs.batch, inputs.bounds
+    ratio_R, weight_R = ratio_and_weight(batch, inputs.log_probs_R, config.importance_cap)
+    advantages_R = torch.where(batch.mask_R, batch.advantages_R, 0.0)
     exact_R = ratio_R.detach().double()
-    clipped_high_R = positive_R & (exact_R >= bounds.high)
-    clipped_low_R = negative_R & (exact_R <= bounds.low)
-    dual_clipped_R = negative_R & (exact_R >= (config.dual_clip or math.inf))
+    clipped_high_R = (advantages_R > 0) & (exact_R >= bounds.high)
+    clipped_low_R = (advantages_R < 0) & (exact_R <= bounds.low)
+    dual_clipped_R = (advantages_R < 0) & (exact_R >= (config.dual_clip or math.inf))
 
     bounded_R = torch.where(clipped_high_R, bounds.high, ratio_R)
     bounded_R = torch.where(clipped_low_R, bounds.low, bounded_R)
     if config.dual_clip is not None:
         bounded_R = torch.where(dual_clipped_R, config.dual_clip, bounded_R)
-    loss_R = -weight_R * bounded_R * advantages_R
-
-    with torch.no_grad():
-        ages_R = torch.where(mask_R, inputs.ages_R, 0)
-        entropy_R = torch.zeros_like(loss_R) if inputs.entropy_R is None else torch.where(mask_R, inputs.entropy_R, 0.0)
-        is_decoupled = inputs.proximal_logprobs_R is not None
-        capped_R = mask_R & (weight_R >= config.importance_cap) if is_decoupled else torch.zeros_like(mask_R)
-        from_behaviour_R = importance_ratio(inputs.log_probs_R, inputs.behaviour_logprobs_R, mask_R)
-        per_token = {
-            "tokens": mask_R,
-            "policy_loss": loss_R,
-            "positive_tokens": positive_R,
-            "negative_tokens": negative_R,
-            "clipped_high": clipped_high_R,
-            "clipped_low": clipped_low_R,
-            "dual_clipped": dual_clipped_R,
-            "positive_mass": torch.where(positive_R, -loss_R, 0.0),
-            "negative_mass": torch.where(negative_R, loss_R, 0.0),
-            "ratio": torch.where(mask_R, ratio_R, 0.0),
-            "approx_kl": from_behaviour_R - 1 - from_behaviour_R.log(),  # KL(rollout || current), k3; 0 where masked
-            "importance_weight": torch.where(mask_R, weight_R, 0.0),
-            "importance_capped": capped_R,
-            "entropy": entropy_R,
-            "age": ages_R,
-        }
-        sums = {name: value_R.sum(dtype=torch.float32) for name, value_R in per_token.items()}
-        sums |= entropy_rule_sums(
-            log_probs_R=inputs.log_probs_R,
-            entropy_R=entropy_R,
-            weight_R=weight_R * ratio_R,
-            advantages_R=advantages_R,
-            clipped_R=clipped_high_R | clipped_low_R | dual_clipped_R,
-            ages_R=ages_R,
-            mask_R=mask_R,
-        )
-        if inputs.with_token_profile:
-            sums |= token_profile_sums(
-                log_probs_R=inputs.log_probs_R,
-                ratio_R=ratio_R,
-                entropy_R=entropy_R,
-                clipped_high_R=clipped_high_R,
-                clipped_low_R=clipped_low_R,
-                mask_R=mask_R,
-            )
-        maxima = {
-            name: per_token[name].float().amax() if mask_R.numel() else loss_R.new_zeros(()).float()
-            for name in ("ratio", "age")
-        }
-    return LossResult(loss_R, sums, maxima)
+    is_decoupled = batch.proximal_logprobs_R is not None
+    return ClippedTokenLoss(
+        inputs,
+        -weight_R * bounded_R * advantages_R,
+        ratio_R=torch.where(batch.mask_R, ratio_R.detach(), 0.0),
+        weight_R=torch.where(batch.mask_R, weight_R, 0.0),
+        advantages_R=advantages_R,
+        clipped_high_R=clipped_high_R,
+        clipped_low_R=clipped_low_R,
+        dual_clipped_R=dual_clipped_R,
+        capped_R=batch.mask_R & (weight_R >= (config.importance_cap if is_decoupled else math.inf)),
+    )
 
 
-def supervised_loss(inputs: LossInputs, config: LossConfig) -> LossResult:
-    """-log pi per token, in nats: maximum likelihood of the trained tokens. Advantages and bounds play no part."""
-    mask_R = inputs.mask_R
-    loss_R = -torch.where(mask_R, inputs.log_probs_R, 0.0)
-    with torch.no_grad():
-        ages_R = torch.where(mask_R, inputs.ages_R, 0)
-        entropy_R = torch.zeros_like(loss_R) if inputs.entropy_R is None else torch.where(mask_R, inputs.entropy_R, 0.0)
-        per_token = {"tokens": mask_R, "policy_loss": loss_R, "entropy": entropy_R, "age": ages_R}
-        sums = {name: value_R.sum(dtype=torch.float32) for name, value_R in per_token.items()}
-        oldest = ages_R.float().amax() if mask_R.numel() else loss_R.new_zeros(()).float()
-    return LossResult(loss_R, sums, {"age": oldest})
+def supervised_loss(inputs: LossInputs, config: LossConfig) -> TokenLoss:
+    """Compute -log pi per token, in nats: maximum likelihood of the trained tokens, without advantages and bounds."""
+    return TokenLoss(inputs, -torch.where(inputs.batch.mask_R, inputs.log_probs_R, 0.0))
 
 
-LOSSES: dict[str, Callable[[LossInputs, Any], LossResult]] = {
+LOSSES: dict[str, Callable[[LossInputs, Any], TokenLoss]] = {
     "bapo": clipped_policy_loss,
     "grpo": clipped_policy_loss,
     "sft": supervised_loss,
@@ -181,7 +177,7 @@ LOSSES: dict[str, Callable[[LossInputs, Any], LossResult]] = {
 """Built-in losses by `loss.name`, each called with its own section."""
 
 
-def policy_loss(inputs: LossInputs, config: LossConfig) -> LossResult:
+def policy_loss(inputs: LossInputs, config: LossConfig) -> TokenLoss:
     """Compute the loss that `loss.name` names."""
     return config.function(inputs) if isinstance(config, CustomLoss) else LOSSES[config.name](inputs, config)
 

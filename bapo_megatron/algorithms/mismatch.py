@@ -1,11 +1,11 @@
-"""How far the engine's log-probs are from the trainer's at the same weights: zero in theory, not in practice.
+"""Difference of the engine's and the trainer's log-probs at the same weights: zero in theory, not in practice.
 
 Other kernels, another order of additions, 16-bit weights, a stale or torn weight update: each moves the log-probs that
 the engine reports away from those that the trainer computes, and the policy gradient is then off-policy unnoticed
 (arXiv 2510.26788 and the note on truncated importance sampling at fengyao.notion.site/off-policy-rl measure it).
 
 Everything is a sum over tokens, or a maximum, so that micro-batches, ranks and updates combine exactly. The quantile
-is read off a histogram with 100 bins a decade.
+is read off a histogram with 100 bins per decade.
 
 Shape legend: R response tokens of a micro-batch; B bins of the histogram.
 """
@@ -50,7 +50,7 @@ class Mismatch:
         return float(self.sums[1]) / self.num_tokens if self.num_tokens else math.nan
 
     def quantile(self, share: float) -> float:
-        """The smallest |d| that at least `share` of the tokens do not exceed, within 1.2 % (and 1e-8 nats); nan
+        """Return the smallest |d| that at least `share` of the tokens do not exceed, within 1.2 % (and 1e-8 nats); nan
         without tokens."""
         if not self.num_tokens:
             return math.nan
@@ -65,7 +65,7 @@ class Mismatch:
 
 
 def logprob_mismatch(log_probs_R: Tensor, behaviour_logprobs_R: Tensor, counted_R: Tensor) -> Mismatch:
-    """The differences of the tokens in `counted_R` (bool); others may hold anything.
+    """Measure the differences of the tokens in `counted_R` (bool); others may hold anything.
 
     Args:
         log_probs_R: float, nats, of the trainer; no gradient flows.
@@ -85,7 +85,7 @@ def logprob_mismatch(log_probs_R: Tensor, behaviour_logprobs_R: Tensor, counted_
 
 
 def no_mismatch(device: torch.device | str = "cpu") -> Mismatch:
-    """That of no tokens, to start a sum with."""
+    """Return the zero element for summation."""
     none = torch.zeros(0, device=device)
     return logprob_mismatch(none, none, none.bool())
 

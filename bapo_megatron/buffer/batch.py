@@ -12,8 +12,7 @@ from torch import Tensor
 
 from bapo_megatron.algorithms.advantages import advantages_of, whiten
 from bapo_megatron.config.schema import Config
-from bapo_megatron.rewards.scaling import RewardScaler
-from bapo_megatron.rewards.shaping import is_trained, shaped_reward
+from bapo_megatron.rewards.shaping import RewardScaler, is_trained, shaped_reward
 from bapo_megatron.types import Batch, Group, Trajectory
 
 
@@ -63,7 +62,7 @@ def build_batch(
 
     Args:
         advantages: maps the rewards of one group, float64 [G], to advantages [G] (see algorithms.advantages).
-        rewards: the rewards of each group (see `rewards.scaling`); None takes the verdicts.
+        rewards: the rewards of each group (see `rewards.shaping`); None takes the verdicts.
         whiten_batch: whether to apply `algorithms.advantages.whiten` to all responses of the batch afterwards.
         is_trained: returns False for a response whose tokens are masked; it still counts in its group's advantages.
     """

@@ -76,7 +76,7 @@ class Seam:
         return UserError(f'{self.setting}="{path}": {problem}. Expected: {self.expected}')
 
 
-LOSS = Seam("loss.name", ("bapo", "grpo", "sft"), "def loss(inputs: LossInputs, options) -> LossResult", 2)
+LOSS = Seam("loss.name", ("bapo", "grpo", "sft"), "def loss(inputs: LossInputs, options) -> TokenLoss", 2)
 ADVANTAGE = Seam(
     "advantage.kind",
     ("grpo", "dr_grpo", "rloo", "gae", "n_step"),

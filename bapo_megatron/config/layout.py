@@ -11,7 +11,7 @@ from bapo_megatron.config.base import Section
 
 
 class ParallelConfig(Section):
-    """How the trainer is split over processes. ranks = tensor x pipeline x context x data."""
+    """The split of the trainer over processes. ranks = tensor x pipeline x context x data."""
 
     tensor: PositiveInt = 1
     """Ranks that share each layer; must divide attention heads and key-value heads."""
@@ -28,7 +28,7 @@ class ParallelConfig(Section):
     sequence: bool = False
     """Sequence parallelism inside the tensor-parallel group."""
     num_ranks: PositiveInt | None = None
-    """What you mean to start; checked against the product."""
+    """Number of ranks that you mean to start; checked against the product."""
     threads_per_rank: PositiveInt | None = None
     """CPU threads of one trainer process. Unset: cores / ranks, at least 1."""
     timeout_s: PositiveFloat = 600.0
@@ -37,7 +37,7 @@ class ParallelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_data(cls, value: Any) -> Any:
-        """So that a file for a cluster need not know how a model is split. What does not divide is told by plan.py."""
+        """Derive `data` from num_ranks, so that a cluster's file need not know the split; plan.py checks the rest."""
         if not isinstance(value, dict) or "data" in value or not isinstance(value.get("num_ranks"), int):
             return value
         sizes = [value.get(name, 1) for name in ("tensor", "pipeline", "context")]

@@ -33,7 +33,7 @@ Origins = dict[paths.Path, str]
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Configurations, and overrides, from a command line: an override has a "=" and is no file."""
+    """Split a command line into configurations and overrides: an override has a "=" and is no file."""
     overrides = [a for a in arguments if "=" in a and not os.path.isfile(a)]  # Path.is_file raises where it is long
     return [a for a in arguments if a not in overrides], overrides
 
@@ -108,12 +108,12 @@ def _validated(merged: dict[str, Any], origins: Origins, problems: list[str]) ->
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as TOML with every setting; `load_config` of it gives an equal configuration."""
+    """Render the resolved configuration as TOML, which `load_config` reads back as an equal one."""
     return tomli_w.dumps(_to_toml(config))
 
 
 def find_config(file: Path | str) -> Path:
-    """An existing file, or the shipped configuration of that name.
+    """Return an existing file, or the shipped configuration of that name.
 
     Raises:
         ConfigError: neither exists; lists the shipped names.
@@ -199,7 +199,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _leaves(value: Any, prefix: paths.Path = ()) -> list[paths.Path]:
-    """The path of every table and value, so that an error at any depth finds its source."""
+    """List the path of every table and value, so that an error at any depth finds its source."""
     below = [leaf for key, v in value.items() for leaf in _leaves(v, (*prefix, key))] if isinstance(value, dict) else []
     return [prefix, *below]
 
@@ -244,7 +244,7 @@ _EXPECTED = {
 
 
 def _explain(error: dict[str, Any], origins: Origins) -> str:
-    """One line for one pydantic error: what, where, what to do."""
+    """Describe one pydantic error in one line: what, where, what to do."""
     path = tuple(str(part) for part in error["loc"])
     loss = path[1] if path[0] == "loss" and len(path) > 1 else ""  # pydantic names the section that reads [loss]
     path = (path[0], *path[2:]) if loss else path
@@ -286,7 +286,7 @@ def _loss_name(tag: str) -> str:
 
 
 def _source(path: paths.Path, origins: Origins) -> str:
-    """Where the nearest table or value around this path was set, else what was set below it."""
+    """Return the source of the nearest table or value around this path, else of one below it."""
     around = (path[:n] for n in range(len(path), 0, -1))
     below = (other for other in origins if other[: len(path)] == path)
     return next((origins[p] for p in (*around, *below) if p in origins), "default")

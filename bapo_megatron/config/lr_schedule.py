@@ -19,7 +19,7 @@ def planned_updates(config: Config) -> int:
 
 
 def learning_rate(num_attempted: int, settings: OptimizerConfig, num_updates: int) -> float:
-    """The rate of the update that follows `num_attempted` others.
+    """Return the rate of the update that follows `num_attempted` others.
 
     The first w = `warmup_updates` rise linearly, lr / w, 2 lr / w, ..., lr. From the last of these (the very first
     update where w = 0) to the last planned one, the rate stays (constant), or falls to lr x `min_lr_ratio` on a line or

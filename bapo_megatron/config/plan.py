@@ -41,13 +41,13 @@ def check(
     num_gpus: int = 0,
     machine: Machine | None = None,
 ) -> list[Violation]:
-    """All violations across sections, layout first.
+    """Find all violations across sections, layout first.
 
     Args:
         hf_config: the model's config.json; None leaves the model's own limits unchecked.
-        reference_config: that of `loss.reference_path`, where a KL term has one.
+        reference_config: the config.json of `loss.reference_path`, if a KL term has one.
         num_gpus: GPUs of this machine that a run may use; 0 is a run on CPUs.
-        machine: what FP8 asks of it; None leaves that unchecked.
+        machine: its facts for FP8; None leaves them unchecked.
     """
     found = list(_functions(config))
     if any(v.message.startswith("rollout.engine=") for v in found):
@@ -58,13 +58,13 @@ def check(
         *_batch(config),
         *_rollout(config),
         *_engines(config),
-        *check_servers(config),
         *_data(config),
         *_reward(config),
         *_eval(config),
         *_loss(config),
-        *check_learning(config),
-        *check_critic(config),
+        *_kl(config),
+        *_schedule(config),
+        *_critic(config),
         *_sync(config),
         *check_monitor(config),
         *check_precision(config, hf_config, num_gpus, machine),
@@ -80,13 +80,13 @@ def check(
 
 
 def num_ranks(config: Config) -> int:
-    """Trainer processes: tensor x pipeline x context x data."""
+    """Count trainer processes: tensor x pipeline x context x data."""
     p = config.parallel
     return p.tensor * p.pipeline * p.context * p.data
 
 
 def summarize(config: Config) -> str:
-    """A few lines saying what a run of this configuration amounts to."""
+    """Summarise a run of this configuration in a few lines."""
     p, r, t = config.parallel, config.rollout, config.train
     num_sequences = r.prompts_per_step * r.samples_per_prompt
     num_updates = t.minibatches_per_step * t.epochs_per_step
@@ -111,7 +111,7 @@ def summarize(config: Config) -> str:
 
 
 def max_microbatches(config: Config) -> int:
-    """Micro-batches of one update on one data rank if every prompt and response is as long as allowed."""
+    """Count the micro-batches of one update on one data rank if every prompt and response is as long as allowed."""
     per_rank = -(-_sequences_per_minibatch(config) // config.parallel.data)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     budget = config.train.max_tokens_per_microbatch * config.parallel.context
@@ -203,7 +203,7 @@ def _rank_advice(config: Config) -> str:
 
 
 def _gpus(config: Config, num_gpus: int) -> Iterator[Violation]:
-    """Ranks and SGLang servers each have GPUs of their own: NCCL refuses a group with two members on one."""
+    """Count GPUs: each rank and server needs its own, as NCCL refuses a group with two members on one."""
     r, ranks = config.rollout, num_ranks(config)
     on_servers = r.num_server_gpus
     if num_gpus and ranks + on_servers > num_gpus:
@@ -320,6 +320,15 @@ def _engines(config: Config) -> Iterator[Violation]:
         yield Violation(message, "warning")
     if r.router_url is not None:
         yield from _router(r.router_url, r)
+    for url in r.urls if r.engine == "attach" else ():
+        if server_address(url) is None:
+            yield Violation(f'rollout.urls: "{url}" is no URL of a server; write it like "http://127.0.0.1:30000"')
+    share = config.sglang.extra.get("mem_fraction_static")
+    if share is not None and not (type(share) in (int, float) and 0 < share < 1):
+        yield Violation(
+            f"sglang.extra.mem_fraction_static={share!r} is no share of a GPU's memory, for weights and KV cache; set "
+            "it between 0 and 1, such as 0.85, or leave it out"
+        )
 
 
 def _router(url: str, r: RolloutConfig) -> Iterator[Violation]:
@@ -332,6 +341,22 @@ def _router(url: str, r: RolloutConfig) -> Iterator[Violation]:
         yield Violation(f'rollout.router_url="{url}" is no URL; set it to something like "http://127.0.0.1:30001"')
     if url.rstrip("/") in {worker.rstrip("/") for worker in r.urls}:
         yield Violation(f'rollout.router_url="{url}" is also one of rollout.urls, which are the servers behind it')
+
+
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+def server_address(url: str) -> tuple[str, int] | None:
+    """Return host and port of a base URL; None if it is not one.
+
+    Example: server_address("http://node3:30000") == ("node3", 30000); server_address("node3:30000") is None.
+    """
+    try:
+        parts = urlsplit(url)
+        port = _DEFAULT_PORTS.get(parts.scheme) if parts.port is None else parts.port
+    except ValueError:  # a port above 65535, or half an IPv6 address
+        return None
+    return (parts.hostname, port) if parts.hostname and port and parts.scheme in _DEFAULT_PORTS else None
 
 
 def _data(config: Config) -> Iterator[Violation]:
@@ -358,7 +383,7 @@ def _eval(config: Config) -> Iterator[Violation]:
 
 
 def _reward(config: Config) -> Iterator[Violation]:
-    """What the settings of judging and shaping say about each other."""
+    """Check the settings of judging and shaping against each other."""
     reward, r = config.reward, config.rollout
     if reward.overlong_buffer_tokens > r.max_response_tokens:
         yield Violation(
@@ -395,6 +420,20 @@ def _reward(config: Config) -> Iterator[Violation]:
             f'reward.kind="code" needs prompts with tests, but data.source={config.data.source!r} has none; '
             'set data.source="jsonl"'
         )
+    is_scaled = reward.scale != 1 or reward.running_std
+    if config.advantage.kind == "grpo" and is_scaled and reward.clip is None:
+        name = "reward.running_std" if reward.running_std else f"reward.scale={reward.scale:g}"
+        yield Violation(
+            f'{name} does nothing with advantage.kind="grpo", which divides by the standard deviation of each group; '
+            'set advantage.kind="dr_grpo" or "rloo"',
+            "warning",
+        )
+    if config.advantage.whiten_batch and is_scaled and reward.clip is None and config.advantage.kind != "grpo":
+        yield Violation(
+            "advantage.whiten_batch=true divides by the standard deviation of the batch, so that reward.scale and "
+            "reward.running_std do nothing; leave one of them out",
+            "warning",
+        )
 
 
 def _loss(config: Config) -> Iterator[Violation]:
@@ -405,114 +444,6 @@ def _loss(config: Config) -> Iterator[Violation]:
             "update: nothing is ever clipped; set train.minibatches_per_step=2 or more to let the bounds act",
             "warning",
         )
-
-
-def _sync(config: Config) -> Iterator[Violation]:
-    wait_s, patience_s = config.sync.timeout_s, config.parallel.timeout_s
-    if num_ranks(config) > 1 and 4 * wait_s > patience_s:
-        yield Violation(
-            f"sync.timeout_s={wait_s:g}: the other trainer ranks wait at most parallel.timeout_s={patience_s:g} s for "
-            "the first one, which may have to wait for a hung engine in several stages of a weight update; set "
-            f"sync.timeout_s={patience_s / 4:g} or less, or parallel.timeout_s={4 * wait_s:g}",
-            "warning",
-        )
-
-
-def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:
-    p = config.parallel
-    yield from (Violation(message) for message in validate_layout(hf_config, p.tensor, p.pipeline, p.virtual_pipeline))
-    heads, ranks = hf_config.get("num_attention_heads"), config.rollout.server_tensor_parallel
-    if isinstance(heads, int) and heads % ranks:
-        yield Violation(
-            f"rollout.server_tensor_parallel={ranks} does not divide the model's num_attention_heads={heads}; "
-            f"set rollout.server_tensor_parallel={_nearest_divisor(heads, ranks)}"
-        )
-    positions = hf_config.get("max_position_embeddings")
-    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    if isinstance(positions, int) and prompt + response > positions:
-        fitting = positions - response if response < positions else positions // 2
-        advice = f"set data.max_prompt_tokens={fitting}"
-        if response >= positions:
-            advice += f" and rollout.max_response_tokens={positions - fitting}"
-        yield Violation(
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {prompt} + {response} = {prompt + response} is "
-            f"more than the model's max_position_embeddings={positions}; {advice}"
-        )
-
-
-_DEFAULT_PORTS = {"http": 80, "https": 443}
-
-
-def server_address(url: str) -> tuple[str, int] | None:
-    """Host and port of a base URL; None where it is not one.
-
-    Example: server_address("http://node3:30000") == ("node3", 30000); server_address("node3:30000") is None.
-    """
-    try:
-        parts = urlsplit(url)
-        port = _DEFAULT_PORTS.get(parts.scheme) if parts.port is None else parts.port
-    except ValueError:  # a port above 65535, or half an IPv6 address
-        return None
-    return (parts.hostname, port) if parts.hostname and port and parts.scheme in _DEFAULT_PORTS else None
-
-
-def check_servers(config: Config) -> Iterator[Violation]:
-    """URLs, and the share of a GPU's memory."""
-    r = config.rollout
-    for url in r.urls if r.engine == "attach" else ():
-        if server_address(url) is None:
-            yield Violation(f'rollout.urls: "{url}" is no URL of a server; write it like "http://127.0.0.1:30000"')
-    share = config.sglang.extra.get("mem_fraction_static")
-    if share is not None and not (type(share) in (int, float) and 0 < share < 1):
-        yield Violation(
-            f"sglang.extra.mem_fraction_static={share!r} is no share of a GPU's memory, for weights and KV cache; set "
-            "it between 0 and 1, such as 0.85, or leave it out"
-        )
-
-
-def check_learning(config: Config) -> Iterator[Violation]:
-    """Settings that contradict each other, or that do nothing."""
-    yield from _schedule(config)
-    yield from _bounds(config)
-    yield from _profile(config)
-    yield from _kl(config)
-    yield from _rewards(config)
-
-
-def check_reference(config: Config, reference: dict[str, Any], policy: dict[str, Any]) -> Iterator[Violation]:
-    """Whether the model of `loss.reference_path` can be compared with the policy, and split like it.
-
-    Args:
-        reference, policy: their config.json.
-    """
-    p, name = config.parallel, f"loss.reference_path={config.loss.reference_path!r}"
-    if (size := reference.get("vocab_size")) != policy.get("vocab_size"):
-        yield Violation(
-            f"{name} has a vocabulary of {size} tokens, the policy one of {policy.get('vocab_size')}: log-probs of the "
-            "same tokens cannot be compared; set it to a model of the policy's family, or leave it out"
-        )
-    for problem in validate_layout(reference, p.tensor, p.pipeline, p.virtual_pipeline):
-        yield Violation(f"{name}: {problem}")
-
-
-def _schedule(config: Config) -> Iterator[Violation]:
-    optimizer, num_updates = config.optimizer, planned_updates(config)
-    if optimizer.schedule == "constant":
-        for name in ("min_lr_ratio", "total_updates"):
-            if value := getattr(optimizer, name):
-                yield Violation(
-                    f'optimizer.{name}={value:g} does nothing with optimizer.schedule="constant"; set '
-                    'optimizer.schedule="cosine", or leave it out',
-                    "warning",
-                )
-    elif optimizer.warmup_updates >= num_updates:
-        yield Violation(
-            f"optimizer.warmup_updates={optimizer.warmup_updates} leaves nothing of the {num_updates} updates for "
-            f'optimizer.schedule="{optimizer.schedule}"; set optimizer.warmup_updates={num_updates // 10} or so'
-        )
-
-
-def _bounds(config: Config) -> Iterator[Violation]:
     if config.loss.bounds == "bapo" and config.bapo.scope == "microbatch":
         yield Violation(
             'bapo.scope="microbatch" gives every micro-batch bounds of its own, as the authors\' recipe does: results '
@@ -520,9 +451,6 @@ def _bounds(config: Config) -> Iterator[Violation]:
             'data and context ranks; set bapo.scope="exact" for results that do not',
             "warning",
         )
-
-
-def _profile(config: Config) -> Iterator[Violation]:
     if config.monitor.token_profile and config.loss.name == "sft":
         yield Violation(
             'monitor.token_profile=true does nothing with loss.name="sft", which has neither ratios nor bounds; '
@@ -554,26 +482,41 @@ def _kl(config: Config) -> Iterator[Violation]:
         )
 
 
-def _rewards(config: Config) -> Iterator[Violation]:
-    reward = config.reward
-    is_scaled = reward.scale != 1 or reward.running_std
-    if config.advantage.kind == "grpo" and is_scaled and reward.clip is None:
-        name = "reward.running_std" if reward.running_std else f"reward.scale={reward.scale:g}"
+def check_reference(config: Config, reference: dict[str, Any], policy: dict[str, Any]) -> Iterator[Violation]:
+    """Check that the model of `loss.reference_path` can be compared with the policy, and split like it.
+
+    Args:
+        reference, policy: their config.json.
+    """
+    p, name = config.parallel, f"loss.reference_path={config.loss.reference_path!r}"
+    if (size := reference.get("vocab_size")) != policy.get("vocab_size"):
         yield Violation(
-            f'{name} does nothing with advantage.kind="grpo", which divides by the standard deviation of each group; '
-            'set advantage.kind="dr_grpo" or "rloo"',
-            "warning",
+            f"{name} has a vocabulary of {size} tokens, the policy one of {policy.get('vocab_size')}: log-probs of the "
+            "same tokens cannot be compared; set it to a model of the policy's family, or leave it out"
         )
-    if config.advantage.whiten_batch and is_scaled and reward.clip is None and config.advantage.kind != "grpo":
+    for problem in validate_layout(reference, p.tensor, p.pipeline, p.virtual_pipeline):
+        yield Violation(f"{name}: {problem}")
+
+
+def _schedule(config: Config) -> Iterator[Violation]:
+    optimizer, num_updates = config.optimizer, planned_updates(config)
+    if optimizer.schedule == "constant":
+        for name in ("min_lr_ratio", "total_updates"):
+            if value := getattr(optimizer, name):
+                yield Violation(
+                    f'optimizer.{name}={value:g} does nothing with optimizer.schedule="constant"; set '
+                    'optimizer.schedule="cosine", or leave it out',
+                    "warning",
+                )
+    elif optimizer.warmup_updates >= num_updates:
         yield Violation(
-            "advantage.whiten_batch=true divides by the standard deviation of the batch, so that reward.scale and "
-            "reward.running_std do nothing; leave one of them out",
-            "warning",
+            f"optimizer.warmup_updates={optimizer.warmup_updates} leaves nothing of the {num_updates} updates for "
+            f'optimizer.schedule="{optimizer.schedule}"; set optimizer.warmup_updates={num_updates // 10} or so'
         )
 
 
-def check_critic(config: Config) -> Iterator[Violation]:
-    """Settings of a critic that no advantage asks for, and groups that one does not need."""
+def _critic(config: Config) -> Iterator[Violation]:
+    """Find settings of a critic that the advantage does not use, and settings of groups that a critic does not need."""
     advantage, critic, r = config.advantage, config.critic, config.rollout
     if advantage.compares_responses:
         if changed := [name for name, default in CriticConfig() if getattr(critic, name) != default]:
@@ -609,6 +552,17 @@ def check_critic(config: Config) -> Iterator[Violation]:
         )
 
 
+def _sync(config: Config) -> Iterator[Violation]:
+    wait_s, patience_s = config.sync.timeout_s, config.parallel.timeout_s
+    if num_ranks(config) > 1 and 4 * wait_s > patience_s:
+        yield Violation(
+            f"sync.timeout_s={wait_s:g}: the other trainer ranks wait at most parallel.timeout_s={patience_s:g} s for "
+            "the first one, which may have to wait for a hung engine in several stages of a weight update; set "
+            f"sync.timeout_s={patience_s / 4:g} or less, or parallel.timeout_s={4 * wait_s:g}",
+            "warning",
+        )
+
+
 # By sink: the module, and the extra of this package that installs it. "prometheus" stands for the endpoint.
 PACKAGES = {
     "tensorboard": ("tensorboard", "tensorboard"),
@@ -618,7 +572,7 @@ PACKAGES = {
 
 
 def check_monitor(config: Config) -> Iterator[Violation]:
-    """A missing package is told before anything starts."""
+    """Find missing packages before anything starts."""
     for name in dict.fromkeys(config.monitor.sinks):
         yield from _package(name, f'monitor.sinks has "{name}"', f'take "{name}" out of monitor.sinks')
     if config.monitor.prometheus_port is not None:
@@ -632,4 +586,26 @@ def _package(name: str, setting: str, instead: str) -> Iterator[Violation]:
         yield Violation(
             f"{setting}, and the package {module.replace('_', '-')} is not installed; "
             f"run `pip install 'bapo-megatron[{extra}]'`, or {instead}"
+        )
+
+
+def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:
+    p = config.parallel
+    yield from (Violation(message) for message in validate_layout(hf_config, p.tensor, p.pipeline, p.virtual_pipeline))
+    heads, ranks = hf_config.get("num_attention_heads"), config.rollout.server_tensor_parallel
+    if isinstance(heads, int) and heads % ranks:
+        yield Violation(
+            f"rollout.server_tensor_parallel={ranks} does not divide the model's num_attention_heads={heads}; "
+            f"set rollout.server_tensor_parallel={_nearest_divisor(heads, ranks)}"
+        )
+    positions = hf_config.get("max_position_embeddings")
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    if isinstance(positions, int) and prompt + response > positions:
+        fitting = positions - response if response < positions else positions // 2
+        advice = f"set data.max_prompt_tokens={fitting}"
+        if response >= positions:
+            advice += f" and rollout.max_response_tokens={positions - fitting}"
+        yield Violation(
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {prompt} + {response} = {prompt + response} is "
+            f"more than the model's max_position_embeddings={positions}; {advice}"
         )

@@ -34,7 +34,7 @@ class Placement:
 
 
 def place(config: Config) -> Placement:
-    """For a configuration in which `check_slurm` finds no error."""
+    """Place a run without errors in its configuration on nodes."""
     nodes, alone, servers = config.cluster.nodes, _rollout_nodes(config), config.rollout.num_started
     trainer_nodes = nodes - alone
     server_nodes = (alone or nodes) if servers else 0
@@ -50,7 +50,7 @@ def place(config: Config) -> Placement:
 
 
 def check_slurm(config: Config, *, step_s: float | None = None) -> list[Violation]:
-    """All that is wrong with the job.
+    """Find all that is wrong with the job.
 
     Args:
         step_s: how long a step takes, where that is known.
@@ -65,7 +65,7 @@ def check_slurm(config: Config, *, step_s: float | None = None) -> list[Violatio
 
 
 def check_placement(config: Config) -> list[Violation]:
-    """Whether trainer ranks and engines are spread evenly over the nodes, and have GPUs there."""
+    """Check that trainer ranks and engines spread evenly over the nodes, and have GPUs there."""
     found = list(_nodes(config))
     if not found and config.cluster.gpu is not None:
         found += _gpus(config)
@@ -73,7 +73,7 @@ def check_placement(config: Config) -> list[Violation]:
 
 
 def refuse_several_nodes(config: Config) -> None:
-    """For what starts everything on this machine. Raises ConfigError."""
+    """Raise ConfigError for a run on several nodes; for commands that start everything on this machine."""
     if config.cluster.nodes > 1:
         raise ConfigError(
             f"cluster.nodes={config.cluster.nodes}, and this would start everything on one machine; submit it with "
@@ -183,7 +183,7 @@ def _checkpoints(config: Config) -> Iterator[Violation]:
 
 
 def check_time(config: Config, step_s: float | None) -> Iterator[Violation]:
-    """The time limit against the time of a step, in seconds; None where that is not known yet."""
+    """Check the time limit against the seconds of a step; None if those are not known yet."""
     s, interval = config.slurm, config.checkpoint.interval_steps
     if s.time_limit is None:
         return

@@ -62,7 +62,7 @@ def tokens_multiple(config: Config) -> int:
 def check_precision(
     config: Config, hf_config: dict[str, Any] | None, num_gpus: int, machine: Machine | None
 ) -> Iterator[Violation]:
-    """All that can be known: see `problems` and `warnings`."""
+    """Find all violations: see `problems` and `warnings`."""
     shape = None if hf_config is None or unsupported(hf_config) else model_shape(hf_config)
     yield from (Violation(message) for message in problems(config, shape=shape, machine=machine))
     yield from (Violation(message, "warning") for message in warnings(config, num_gpus=num_gpus))
@@ -88,7 +88,7 @@ def problems(config: Config, *, shape: ModelShape | None, machine: Machine | Non
 
 
 def warnings(config: Config, *, num_gpus: int) -> list[str]:
-    """What works, but probably is not meant."""
+    """Find settings that work, but are probably not meant."""
     p, found = config.precision, []
     if not num_gpus and p.uses_fp8:
         found.append(
@@ -204,7 +204,7 @@ def _dimensions(config: Config, shape: ModelShape) -> Iterator[str]:
 
 
 def _smaller(recipe: str, size: int, tensor: int) -> str:
-    """What would work instead: a smaller tensor-parallel size, another recipe, or no FP8."""
+    """Suggest an alternative: a smaller tensor-parallel size, another recipe, or no FP8."""
     multiple = RECIPES[recipe].dims_multiple
     works = [n for n in range(1, tensor) if tensor % n == 0 and size % (n * multiple) == 0]
     if works:

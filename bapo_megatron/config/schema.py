@@ -20,7 +20,7 @@ from bapo_megatron.config.schema_slurm import SlurmConfig
 
 
 class RunConfig(Section):
-    """Who this run is and where it keeps its files."""
+    """Name, folder and seed of the run."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run directory; running the same name again resumes it."""
@@ -52,7 +52,7 @@ class PrecisionConfig(Section):
     """Format of the operands of the layers' matrix products. hybrid: e4m3 forward, e5m2 for gradients; e4m3: e4m3 for
     both. Needs model.dtype = "bfloat16"."""
     recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = "tensorwise"
-    """Where scales come from. tensorwise: each tensor's own largest value; delayed: those of the last 1024 passes;
+    """Source of the scales. tensorwise: each tensor's own largest value; delayed: those of the last 1024 passes;
     blockwise: blocks of 128 values; mxfp8: blocks of 32 values, on Blackwell."""
     fp8_params: bool = False
     """Keep the layers' matrices in FP8 instead of quantising bfloat16 ones each update; the optimizer's float32 weights
@@ -69,7 +69,7 @@ class PrecisionConfig(Section):
 
 
 class DataConfig(Section):
-    """Where prompts come from."""
+    """The source of prompts."""
 
     source: Literal["chains", "programs", "reasoning_gym", "jsonl"] = "chains"
     """chains: the demo's modular arithmetic; programs: small functions to be found from examples; reasoning_gym: a
@@ -93,17 +93,17 @@ class DataConfig(Section):
     max_prompt_tokens: PositiveInt = 512
     """A longer prompt is an error, or skipped (see on_bad_prompt)."""
     on_bad_prompt: Literal["error", "skip"] = "error"
-    """What to do with an empty or over-long prompt. Skipped prompts are counted in the metrics."""
+    """Treatment of an empty or over-long prompt. Skipped prompts are counted in the metrics."""
 
 
 class RewardConfig(Section):
-    """How a response is judged."""
+    """The judge of responses, and the shaping of its rewards."""
 
     kind: str = "auto"
     """auto: the verifier of the prompt source (math-verify for jsonl); or "chains", "reasoning_gym", "math"; code: runs
     the response's program against tests; or a function of your own, "my_package.my_module:my_function"."""
     timeout_s: PositiveFloat = 10.0
-    """Deadline of one verification; a response whose verifier does not end is judged wrong and counted."""
+    """Deadline of one verification; a response that exceeds it is judged wrong and counted."""
     concurrency: PositiveInt | None = None
     """Verifications at once: processes of a plain function, calls of an async one.
     Unset: as many processes as cores, at most 8, or 64 calls."""
@@ -112,15 +112,15 @@ class RewardConfig(Section):
     code_memory_mib: PositiveInt = 1024
     """code: address space of a program, in MiB."""
     overlong_penalty: float = Field(0.0, ge=0)
-    """Taken off the reward of a truncated response, and linearly less of it over the last overlong_buffer_tokens before
-    rollout.max_response_tokens (DAPO). Shapes advantages; the reward metrics show the verdict."""
+    """Subtracted from the reward of a truncated response, and linearly less of it over the last overlong_buffer_tokens
+    before rollout.max_response_tokens (DAPO). Shapes advantages; the reward metrics show the verdict."""
     overlong_buffer_tokens: int = Field(0, ge=0)
     """Tokens before rollout.max_response_tokens over which overlong_penalty grows. 0: truncated responses only."""
     scale: PositiveFloat = 1.0
     """Factor of the shaped reward on its way to the advantages."""
     running_std: bool = False
-    """Divide the shaped rewards by the standard deviation of all that the run has trained on, the batch itself included
-    (the reward scaling of PPO implementations, without a mean)."""
+    """Divide the shaped rewards by the standard deviation of all rewards so far, this batch included (the reward
+    scaling of PPO implementations, without a mean)."""
     clip: PositiveFloat | None = None
     """Bound the scaled reward to [-clip, clip], after scale and running_std. Unset: no bound."""
 
@@ -168,24 +168,24 @@ class RolloutConfig(Section):
     """Groups being sampled at once; more than prompts_per_step lets slow ones wait for a later step.
     Unset: prompts_per_step."""
     abort_tail: bool = False
-    """Over-sampling: once a step has its groups, responses that are still being sampled are aborted; they keep their
-    tokens and are resumed by the next step. Useful with groups_in_flight above prompts_per_step."""
+    """Over-sampling: once a step has its groups, abort the responses still being sampled; they keep their tokens and
+    resume in the next step. Useful with groups_in_flight above prompts_per_step."""
     overlap: bool = False
-    """Sampling goes on while the trainer trains; responses under way continue with new weights after each push."""
+    """Sample while the trainer trains; running responses continue with new weights after each push."""
     max_staleness: int | None = Field(None, ge=0)
-    """Largest age of a token, in optimizer updates, in any update that trains it. Kept by admission: no response is
-    begun that might not be trained in time. Unset: no bound; overlap needs one."""
+    """Largest age of a token, in optimizer updates, in any update that trains it. Kept by admission: no response
+    starts that might not be trained in time. Unset: no bound; overlap needs one."""
     max_concurrent_requests: PositiveInt = 256
     """Responses that a server samples at once; without overlap and abort_tail the others wait inside the server."""
     request_timeout_s: PositiveFloat = 300.0
     """Deadline of one generate request: of one round, without overlap and abort_tail."""
     max_retries: int = Field(2, ge=0)
-    """How often a request is repeated after a failed or malformed reply before its server is fenced off."""
+    """Repetitions of a request after a failed or malformed reply, before its server is fenced off."""
     startup_timeout_s: PositiveFloat = 180.0
-    """How long a server may take until it is healthy."""
+    """Deadline for a server to become healthy."""
     max_restarts: int = Field(3, ge=0)
-    """embedded, sglang: how often each server is started again, after growing delays, when it has ended or hangs. One
-    that has no restart left stays away; the run goes on with the others."""
+    """embedded, sglang: restarts of each server that has ended or hangs, after growing delays. A server without
+    restarts left stays away; the run goes on with the others."""
     hang_timeout_s: PositiveFloat = 600.0
     """embedded, sglang: a server that has not answered for this long is killed and started again. An SGLang server does
     not answer within a forward pass, or while it takes in a bucket of weights: keep this above sync.timeout_s."""
@@ -248,8 +248,8 @@ class OptimizerConfig(Section):
     clip_grad: PositiveFloat = 1.0
     """Largest global gradient norm."""
     max_skipped_in_a_row: PositiveInt = 20
-    """An update whose gradient is not finite is skipped and counted; so many in a row end the run with an error. It
-    holds for the critic's updates, too."""
+    """An update whose gradient is not finite is skipped and counted; this many in a row end the run with an error. The
+    same holds for the critic's updates."""
     distributed: bool = False
     """Split Adam's state (and the float32 copy of bfloat16 weights) over the data and context ranks, as Megatron's
     distributed optimizer does. The same update for less memory."""
@@ -259,7 +259,7 @@ FORWARDS_FIRST_MEMORY_SHARE = 0.1  # of a device: what train.schedule = "auto" l
 
 
 class TrainConfig(Section):
-    """How long, and how each rollout batch is used."""
+    """The length of the run, and the use of each rollout batch."""
 
     num_steps: PositiveInt = 100
     """Rollout batches to train on."""
@@ -275,7 +275,7 @@ class TrainConfig(Section):
     logprob_chunk_tokens: PositiveInt = 256
     """Rows whose logits exist at once when log-probs are computed."""
     logprob_backend: Literal["auto", "torch", "triton"] = "auto"
-    """What turns logits into log-probs. triton: one kernel reads a chunk of logits once instead of several times, and
+    """Implementation of log-probs. triton: one kernel reads a chunk of logits once instead of several times, and
     needs a GPU; auto: torch, until triton has been measured to be faster (benchmarks/logprobs.py)."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of an entropy bonus in the loss."""
@@ -327,7 +327,7 @@ class CheckpointConfig(Section):
     save) and write them while training goes on; the checkpoint counts from the next step boundary at which all ranks
     have written."""
     timeout_s: PositiveFloat = 1800.0
-    """The run ends with an error where a rank takes longer to write one checkpoint."""
+    """Deadline of one rank to write one checkpoint; past it, the run ends with an error."""
 
 
 class MegatronConfig(Section):

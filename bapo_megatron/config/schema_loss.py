@@ -29,10 +29,10 @@ _DIGITS = 10  # grid points are rounded to this many decimals, so that 0.6 + 15 
 
 
 class BoundRange(Section):
-    """Where a bound starts, how far it may go, and its step; also accepted as a list [start, stop, step]."""
+    """Start, stop and step of a bound; also accepted as a list [start, stop, step]."""
 
     start: PositiveFloat
-    """Ratio bound before the search."""
+    """Bound before the search."""
     stop: PositiveFloat
     """Largest value; a last step that would pass it is not taken."""
     step: PositiveFloat
@@ -102,12 +102,12 @@ class ClipBoundConfig(Section):
     high: BoundRange = BoundRange(**_DEFAULT["high"])
     """Upper ratio bound, at least 1."""
     contribution: Literal["gradient", "surrogate", "net", "official"] = _DEFAULT["contribution"]
-    """What counts as contribution: gradient: P/(P+N) of tokens that still carry gradient; surrogate: P/(P+N) of the
+    """Measure of contribution. gradient: P/(P+N) of tokens that still carry gradient; surrogate: P/(P+N) of the
     clipped objective's terms; net: P/|P-N| (Eq. 8 to the letter); official: P/N."""
     token_weight: Literal["uniform", "rollout_prob"] = _DEFAULT["token_weight"]
     """Weight of a token in P and N: 1, or its probability under the policy that sampled it."""
     order: Literal["high_first", "low_first"] = _DEFAULT["order"]
-    """Which bound goes to its end before the other one moves."""
+    """The bound that moves to its end first."""
     scope: Literal["exact", "lagged", "microbatch", "fixed"] = "exact"
     """exact: search with the optimizer step's own tokens; lagged: with the previous step's (saves a forward pass);
     microbatch: each micro-batch with its own (the authors' way; the result depends on how the step is split); fixed: no
@@ -235,7 +235,7 @@ class SftLoss(LossConfig):
 
 
 class CustomLoss(RatioLoss):
-    """A function of your own, `loss(inputs: LossInputs, options: MyOptions) -> LossResult`. Where `MyOptions` is a
+    """A function of your own, `loss(inputs: LossInputs, options: MyOptions) -> TokenLoss`. Where `MyOptions` is a
     Section or another pydantic model, it checks [loss.options]; else the function gets them as a dict."""
 
     name: str

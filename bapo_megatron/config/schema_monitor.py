@@ -12,7 +12,7 @@ SinkName = Literal["tensorboard", "wandb"]
 
 
 class MonitorConfig(Section):
-    """What is shown and kept."""
+    """Progress, alarms, reports and metric sinks."""
 
     progress: Literal["auto", "bar", "lines"] = "auto"
     """auto: a progress bar in a terminal, plain lines elsewhere."""
@@ -34,14 +34,14 @@ class MonitorConfig(Section):
     once there are 11; 1e9 is never."""
 
     sinks: tuple[SinkName, ...] = ()
-    """Where metrics go besides metrics.jsonl, which is always written first. tensorboard: the run's folder
-    `tensorboard`; wandb: Weights & Biases. What fails there is told once, counted, and never stops the run."""
+    """Destinations of metrics besides metrics.jsonl, which is always written first. tensorboard: the run's folder
+    `tensorboard`; wandb: Weights & Biases. A failing sink is reported once, counted, and never stops the run."""
     wandb_project: str = "bapo-megatron"
     """wandb: project of the run. Its own environment variables set the rest: WANDB_ENTITY, WANDB_MODE (offline writes
     to the run's folder `wandb` only), and WANDB_API_KEY, unless `wandb login` keeps the key."""
     prometheus_port: int | None = Field(None, ge=0, le=65535)
     """Serve the latest metrics, engines and GPUs to Prometheus on this port of trainer rank 0's machine. 0: any free
-    one, which is told. Unset: no endpoint."""
+    one, which the log names. Unset: no endpoint."""
     prometheus_host: str = "127.0.0.1"
     """Address that the endpoint listens on; "0.0.0.0" is all interfaces. It has no password."""
     stall_timeout_s: PositiveFloat | None = None
@@ -53,7 +53,7 @@ class MonitorConfig(Section):
     never."""
 
     def mismatch_limit(self, dtype: str) -> float:
-        """`mismatch_alarm`, or what float32 and bfloat16 never reach while engine and trainer agree."""
+        """Return `mismatch_alarm`, or a limit that float32 and bfloat16 never reach while engine and trainer agree."""
         if self.mismatch_alarm is not None:
             return self.mismatch_alarm
         return 1e-3 if dtype == "float32" else 0.05

@@ -43,12 +43,12 @@ class SlurmConfig(Section):
     """Network interface over which the nodes talk, such as "ib0". Unset: what the host name of a node resolves to, and
     NCCL's own choice."""
     stop_before_end_s: PositiveInt = 300
-    """So long before the time limit the run is told to save at the end of its step and to stop. Longer than a step
-    and a checkpoint."""
+    """Seconds before the time limit at which the run is asked to save after its step and stop. Make it longer than a
+    step and a checkpoint."""
     requeue: bool = True
-    """Queue the job again once it was stopped so, and let SLURM do it after preemption and a node's failure."""
+    """Queue the job again after such a stop; SLURM also does so after preemption and node failure."""
     chain: PositiveInt = 1
-    """Jobs to submit, each of which goes on where the one before was stopped, in place of a requeue at the limit."""
+    """Jobs to submit instead of requeueing at the limit; each continues from the one before."""
     sweep: tuple[str, ...] = ()
     """One task of a job array for each: settings, separated by blanks, such as "optimizer.lr=1e-6 bapo.rho0=0.4".
     Task i is the run `<run.name>-<i>`. Ranks, engines and nodes are the same in all tasks."""
@@ -67,7 +67,7 @@ class SlurmConfig(Section):
     def _has_names(cls, environment: dict[str, str]) -> dict[str, str]:
         for name in environment:
             if not _VARIABLE.fullmatch(name):
-                raise ValueError(f'"{name}" is no name of a variable')
+                raise ValueError(f'"{name}" is not a valid variable name')
         return environment
 
     @field_validator("options", "setup", "sweep", "container_mounts")
@@ -83,12 +83,12 @@ class SlurmConfig(Section):
     def _are_options(cls, options: tuple[str, ...]) -> tuple[str, ...]:
         for option in options:
             if not option.startswith("-"):
-                raise ValueError(f'"{option}" is no option of sbatch, such as "--constraint=nvlink"')
+                raise ValueError(f'"{option}" is not an option of sbatch, such as "--constraint=nvlink"')
         return options
 
 
 def seconds_of(time_limit: str) -> int:
-    """Seconds of D-HH:MM:SS or HH:MM:SS; 0 where it is neither."""
+    """Return the seconds of D-HH:MM:SS or HH:MM:SS; 0 for anything else."""
     match = _TIME.fullmatch(time_limit)
     if match is None:
         return 0

@@ -1,4 +1,4 @@
-"""The engine seam: what the house asks of a server. One contract suite runs against every implementation."""
+"""The engine seam: the interface of a server. One contract suite runs against every implementation."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """How one engine is. Example: EngineState("http://127.0.0.1:30000", is_up=True, is_live=True, version=12, ...)."""
+    """One engine's state. Example: EngineState("http://127.0.0.1:30000", is_up=True, is_live=True, version=12, ...)."""
 
     url: str
     is_up: bool  # it answers
-    is_live: bool  # it is asked for tokens: not fenced off
-    version: int  # of its weights; -1: those that it started with, or nothing known
+    is_live: bool  # it samples: not fenced off
+    version: int  # of its weights; -1: the ones it started with, or unknown
     num_running: int  # requests that it samples
     num_waiting: int
 
@@ -73,9 +73,9 @@ class Engine(Protocol):
 
     async def generate(self, request: GenerateRequest) -> GenerateResult: ...
     async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
-        """All of them in one call, which the engine takes up together: what is batched does not depend on arrival.
+        """Sample all requests in one call, so that batches do not depend on the time of arrival.
 
-        Returns a result or what is wrong with it per request, in order. Raises EngineError where the call failed.
+        Returns a result or an error per request, in order. Raises EngineError if the call itself failed.
         """
         ...
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class EnginePool:
-    """All engines of a run, each with its status. Every engine starts live: the first push is what gives it weights."""
+    """All engines of a run, each with its status. Every engine starts live; the first push gives it weights."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = tuple(engines)
@@ -40,11 +40,11 @@ class EnginePool:
         self._lock = threading.Lock()
 
     def live(self) -> list[Engine]:
-        """Those that may be asked for tokens, in a fixed order."""
+        """Return the engines that sample, in a fixed order."""
         return self._with_status("live")
 
     def back(self) -> list[Engine]:
-        """Those that were fenced, are healthy again, and wait for weights."""
+        """Return the fenced engines that are healthy again and wait for weights."""
         return self._with_status("back")
 
     def expect(self, version: int) -> None:
@@ -52,19 +52,19 @@ class EnginePool:
         self.newest_version = max(self.newest_version, version)
 
     def home(self, prompt_id: int) -> Engine | None:
-        """The live engine that has the prefixes of this prompt's responses cached; None if none is live."""
+        """Return the live engine that caches the prefixes of this prompt's responses; None if none is live."""
         live = self.live()
         return live[prompt_id % len(live)] if live else None
 
     def is_hopeless(self) -> bool:
-        """No engine is live, and none is expected to come back."""
+        """Tell whether no engine is live and none is expected back."""
         return all(status == "lost" for status in self._status.values())
 
     def is_live(self, engine: Engine) -> bool:
         return self._status[engine.url] == "live"
 
     def fence(self, engine: Engine, reason: str) -> None:
-        """Ask it for nothing more until a push has verified its weights. Safe to call again."""
+        """Send it no request until a push has verified its weights. Safe to call again."""
         with self._lock:
             if self._status[engine.url] in ("live", "back"):  # also one that no push can bring in
                 self.num_fenced += 1
@@ -74,11 +74,11 @@ class EnginePool:
             self._reasons[engine.url] = reason
 
     def replied(self, engine: Engine) -> None:
-        """It did what it was asked."""
+        """Note a good reply of this engine."""
         self._num_failures[engine.url] = 0
 
     def admit(self, engine: Engine) -> None:
-        """It holds the current weights: version and checksums were compared."""
+        """Let an engine sample again; the caller has compared its version and checksums."""
         with self._lock:
             if self._status[engine.url] != "live":
                 log.warning("%s takes part again", engine.url)
@@ -86,7 +86,7 @@ class EnginePool:
             self._reasons.pop(engine.url, None)
 
     def describe(self) -> str:
-        """Why engines are missing, one clause each; empty where all are live."""
+        """Explain why engines are missing, one clause each; empty if all are live."""
         with self._lock:
             return "; ".join(f"{url} is {self._status[url]} ({reason})" for url, reason in self._reasons.items())
 
@@ -102,10 +102,10 @@ class EnginePool:
             await asyncio.sleep(_PROBE_INTERVAL_S)
 
     async def until_one_is_back(self, timeout_s: float) -> None:
-        """Wait for a fenced engine to be healthy again; somebody has to `watch`.
+        """Wait for a fenced engine to be healthy again; `watch` must be running.
 
         Raises:
-            EngineError: none is expected back, or none came within `timeout_s`; says of each engine why it is missing.
+            EngineError: none is expected back, or none came within `timeout_s`; says why each engine is missing.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s

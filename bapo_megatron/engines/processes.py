@@ -72,7 +72,7 @@ def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 def kill(process: subprocess.Popen[bytes]) -> None:
     """End an engine and what it has started, at once: its session is its own. One that `has_ended` leaves children.
 
-    One that the kernel does not let go of, in a GPU's driver for instance, is told of and left.
+    A process stuck in the kernel, in a GPU's driver for instance, is reported and left.
     """
     if process.returncode is None:  # not reaped, so that its number is still its own
         with contextlib.suppress(ProcessLookupError):
@@ -93,18 +93,18 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 def ask_for_stacks(process: subprocess.Popen[bytes]) -> None:
     """Have a hung engine, and what it has started, write the Python stacks of all threads to its log, before a `kill`.
 
-    Our engines answer SIGUSR1 so, even where some library holds the interpreter; it ends a process that does not.
+    Our engines answer SIGUSR1 even while a library holds the interpreter; it ends a process without a handler.
     """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGUSR1)
-        os.killpg(process.pid, signal.SIGCONT)  # it may be hung because somebody has stopped it
+        os.killpg(process.pid, signal.SIGCONT)  # it may be hung because it was stopped
     deadline = time.monotonic() + _STACKS_TIMEOUT_S
     while time.monotonic() < deadline and not has_ended(process):
         time.sleep(_POLL_S)
 
 
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether an engine has ended. Does not reap it, so that `kill` can still find its children."""
+    """Tell whether an engine has ended. Does not reap it, so that `kill` can still find its children."""
     if process.returncode is not None:
         return True
     try:
@@ -115,7 +115,7 @@ def has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 @contextlib.contextmanager
 def reserved_ports(count: int, host: str = LOOPBACK) -> Iterator[list[int]]:
-    """Free ports of an address, kept from who asks for any; a process that names such a port can still listen on it."""
+    """Reserve free ports of an address; a process that names such a port can still listen on it."""
     with contextlib.ExitStack() as stack:
         holders = [stack.enter_context(socket.socket()) for _ in range(count)]
         for holder in holders:
@@ -125,9 +125,9 @@ def reserved_ports(count: int, host: str = LOOPBACK) -> Iterator[list[int]]:
 
 
 def own_address(urls: Sequence[str]) -> str:
-    """The address from which this machine talks to the first of these servers that is on another one.
+    """Return the address from which this machine talks to the first of these servers that is on another one.
 
-    127.0.0.1 where all are on loopback, or cannot be found.
+    127.0.0.1 if all are on loopback, or cannot be found.
     """
     for url in urls:
         try:
@@ -137,13 +137,13 @@ def own_address(urls: Sequence[str]) -> str:
                     with socket.socket(family, kind) as probe:
                         probe.connect(address)  # of a datagram socket: chooses a route only
                         return probe.getsockname()[0]
-        except OSError:  # it will be told as unreachable where it is asked for something
+        except OSError:  # reported as unreachable at its first request
             continue
     return LOOPBACK
 
 
 def answers(url: str, timeout_s: float = 5.0) -> bool:
-    """Whether GET answers 200 in time."""
+    """Tell whether GET answers 200 in time."""
     try:
         with _OPENER.open(url, timeout=timeout_s) as response:
             return response.status == 200

@@ -52,7 +52,7 @@ class ServerSpec:
 
 
 def command(spec: ServerSpec, port: int, *, has_gpu: bool) -> list[str]:
-    """The command line of one server; `extra` has the last word."""
+    """Build the command line of one server; `extra` wins."""
     arguments: dict[str, Any] = {
         "model_path": str(spec.model_path),
         "host": spec.host,
@@ -75,14 +75,14 @@ def command(spec: ServerSpec, port: int, *, has_gpu: bool) -> list[str]:
             "disable_overlap_schedule": True,
             "mem_fraction_static": 0.1,
             "max_total_tokens": max(kv_tokens, arguments["context_length"] + _CONTEXT_SLACK),
-            "enable_deterministic_inference": True,  # else seeds are not heeded
+            "enable_deterministic_inference": True,  # else seeds have no effect
         }
     rendered = [part for name, value in (arguments | dict(spec.extra)).items() for part in _render(name, value)]
     return [sys.executable, "-m", "bapo_megatron.engines.sglang_server", *rendered]
 
 
 def environment(spec: ServerSpec, *, has_gpu: bool) -> dict[str, str]:
-    """What one server needs on top of this process's environment."""
+    """Return the variables that one server needs beside this process's environment."""
     variables = {
         "HF_HUB_OFFLINE": "1",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the slack: positions past the model's own are not used
@@ -104,7 +104,7 @@ def environment(spec: ServerSpec, *, has_gpu: bool) -> dict[str, str]:
 def engine_specs(
     config: Config, model_path: Path, logs: Sequence[Path], ports: Sequence[int], share: processes.EngineShare
 ) -> list[EngineSpec]:
-    """This machine's share of the servers that `config.rollout` asks for, one for each log and port.
+    """Describe this machine's share of the servers of `config.rollout`, one for each log and port.
 
     Raises:
         UserError: SGLang is not installed.
@@ -136,7 +136,7 @@ def engine_specs(
 
 @contextlib.contextmanager
 def started(specs: Sequence[ServerSpec], logs: Sequence[Path], timeout_s: float) -> Iterator[list[str]]:
-    """URLs of running servers, once all are healthy; they end with the block, and are not started again.
+    """Start servers, and yield their URLs once all are healthy; they end with the block, without restarts.
 
     Raises:
         UserError: SGLang is not installed, or refuses its arguments.
@@ -178,9 +178,9 @@ def check_installed(has_gpu: bool) -> None:
 
 
 def cpu_groups(server: int, tensor_parallel: int, threads: int, cpus: Sequence[int]) -> tuple[str, ...]:
-    """CPUs of each rank of a server, such as ("0,1", "2,3"); shared with others where there are too few.
+    """Return the CPUs of each rank of a server, such as ("0,1", "2,3"); shared with others where there are too few.
 
-    Empty for a server of one rank, which the system places.
+    Empty for a server of one rank, which the operating system places.
     """
     if tensor_parallel == 1:
         return ()
@@ -190,20 +190,20 @@ def cpu_groups(server: int, tensor_parallel: int, threads: int, cpus: Sequence[i
 
 
 def visible_gpus(count: int) -> list[str]:
-    """Names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them."""
+    """List the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return named.split(",")[:count] if named else [str(i) for i in range(count)]
 
 
 def gpus(server: int, tensor_parallel: int, first_gpu: int, visible: Sequence[str]) -> tuple[str, ...]:
-    """GPUs of one server; those before `first_gpu` are the trainer's. Empty without GPUs."""
+    """Return the GPUs of one server; those before `first_gpu` are the trainer's. Empty without GPUs."""
     first = first_gpu + server * tensor_parallel
     assert not visible or first + tensor_parallel <= len(visible), "config/plan.py has counted them"
     return tuple(visible[first : first + tensor_parallel])
 
 
 def _render(name: str, value: Any) -> list[str]:
-    """An argument as the command line has it; True is a bare flag, False and None leave it out."""
+    """Render an argument for the command line; True is a bare flag, False and None leave it out."""
     flag = "--" + name.replace("_", "-")
     if value is True:
         return [flag]

@@ -1,4 +1,4 @@
-"""The engines that one machine runs of a run's, under a supervisor."""
+"""Start one machine's share of a run's engines, under a supervisor."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def running_engines(config: Config, model_path: Path, log_dir: Path, share: Engi
 def embedded_specs(
     config: Config, model_path: Path, logs: Sequence[Path], ports: Sequence[int], share: EngineShare
 ) -> list[EngineSpec]:
-    """Each start holds the weights of `model_path`, as version "default": only a push gives a server a number."""
+    """Describe embedded engines. Each starts with the weights of `model_path`, as version "default" until a push."""
     r = config.rollout
     threads = r.engine_threads or max(1, num_cores() // share.count)
     context = r.engine_max_context or config.data.max_prompt_tokens + r.max_response_tokens
@@ -65,7 +65,7 @@ def embedded_specs(
 
 
 def _tell(text: str, log: Path) -> None:
-    """On the terminal and in the log: a full disk or a closed terminal must not end a supervisor's thread."""
+    """Print and log; a full disk or a closed terminal must not end a supervisor's thread."""
     with contextlib.suppress(OSError):
         print(f"bapo: {text}", file=sys.stderr, flush=True)
     with contextlib.suppress(OSError), log.open("a") as lines:

@@ -3,9 +3,9 @@
     starting --answers--> running --ended, or silent for hang_timeout_s--> killed --delay--> starting
        \\--ended, or silent for startup_timeout_s--> killed                    \\--no restart left--> given up
 
-The URL is all that the trainer knows of an engine, and the two never talk: the trainer fences an engine that fails, and
-takes it back when it is healthy again and holds weights that were pushed and verified (engines/pool.py). A restarted
-engine holds the checkpoint of the run's start as version "default", which no push ever has.
+The trainer knows an engine by its URL only and never talks to the supervisor: it fences an engine that fails, and takes
+it back once it is healthy and holds weights that were pushed and verified (engines/pool.py). A restarted engine holds
+the checkpoint of the run's start as version "default", which no push ever has.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """How one engine is started, any number of times. A restart writes to a log of its own, beside `log`.
+    """The command that starts one engine, any number of times. A restart writes to a log of its own, beside `log`.
 
     Example: EngineSpec("http://127.0.0.1:30000", ["python", "-m", "engine", "--port", "30000"], Path("engine-0.log"))
     """
@@ -54,7 +54,7 @@ def supervised(
     hang_timeout_s: float = math.inf,
     tell: Tell = lambda text: print(text, file=sys.stderr),
 ) -> Iterator[list[str]]:
-    """URLs of running engines, once all are healthy; they are looked after, and end, with the block.
+    """Start engines, and yield their URLs once all are healthy; supervise and end them with the block.
 
     Args:
         startup_timeout_s: how long each start may take.
@@ -116,12 +116,12 @@ class _Engine:
         self.process = processes.start(self._spec.command, self.log, self._spec.environment)
 
     def wait_until_healthy(self) -> None:
-        """The first start. Raises as `processes.wait_until` does."""
+        """Wait for the first start. Raises as `processes.wait_until` does."""
         url = f"{self._spec.url}/health"
         processes.wait_until(lambda: processes.answers(url), self.process, self.log, self._startup_timeout_s)
 
     def look_after(self) -> None:
-        """Restart it whenever that is needed, until the run ends or no restart is left."""
+        """Restart it when needed, until the run ends or no restart is left."""
         for attempt in range(1, self._max_restarts + 1):
             if not self._wait_for_a_problem():
                 return
@@ -138,7 +138,7 @@ class _Engine:
             self._tell(f"{self} {self.problem} (its log: {self.log}); no restart is left, the run goes on without it")
 
     def _wait_for_a_problem(self) -> bool:
-        """True with `problem` set and the process gone; False at the end of the run."""
+        """Return True with `problem` set and the process gone; False at the end of the run."""
         # Asks the scheduler, and is answered while generation is paused, as SGLang's /health is not.
         probe = f"{self._spec.url}/server_info"
         limit_s, name = self._startup_timeout_s, "rollout.startup_timeout_s"
@@ -164,7 +164,7 @@ class _Engine:
         return False
 
     def describe(self) -> str | None:
-        """What is wrong with it, if anything; also what nobody has noticed yet."""
+        """Describe its problem, if any, even one that is not noticed yet."""
         if self.problem is None and not processes.has_ended(self.process):
             return None
         return f"{self} {self.problem or 'has ended'}; its log: {self.log}"
@@ -175,7 +175,7 @@ class _Engine:
 
 @contextlib.contextmanager
 def _naming_the_dead(engines: Sequence[_Engine]) -> Iterator[None]:
-    """Where the body fails with a UserError, add which engines are down, and their logs."""
+    """Add the engines that are down, and their logs, to a UserError of the body."""
     try:
         yield
     except UserError as error:

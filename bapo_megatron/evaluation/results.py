@@ -48,7 +48,7 @@ class Problem:
 
     @property
     def wrong_counts(self) -> list[int]:
-        """How many responses gave each of the wrong answers. All that pass gave the same one: the reference's."""
+        """Count the responses of each wrong answer. All that pass gave the same one: the reference's."""
         return sorted(Counter(r.answer for r in self.responses if not r.passes and r.answer is not None).values())
 
     @property
@@ -59,7 +59,7 @@ class Problem:
         return sum(r.problem == problem for r in self.responses)
 
     def estimates(self, *, has_answers: bool) -> dict[str, float]:
-        """This problem's part of each estimate: the mean over problems is the estimate."""
+        """Compute this problem's part of each estimate, which is the mean over problems."""
         num = len(self.responses)
         values = {f"avg@{num}": _mean([r.reward for r in self.responses])}
         values |= {f"pass@{k}": pass_at_k(num, self.num_passed, k) for k in powers_up_to(num)}
@@ -136,7 +136,7 @@ class Evaluation:
         }
 
     def table(self) -> str:
-        """For the console: the estimates, and the problems one by one, the hardest first."""
+        """Render for the console: the estimates, and the problems one by one, the hardest first."""
         num = len(self.problems[0].responses)
         lines = [f"{len(self.problems)} problems, {num} responses to each", ""]
         lines.append(f"{'':<18}{'estimate':>10}   95 % interval")

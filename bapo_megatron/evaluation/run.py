@@ -37,7 +37,7 @@ _FRESH = -1  # the weight version of engines that nobody has sent weights
 
 
 def eval_config(checkpoint: Path, files: Sequence[str], overrides: Sequence[str], data: Path | None, n: int) -> Config:
-    """Settings of an evaluation: those of the checkpoint's run, if it has one; then `files`, then `overrides`.
+    """Load the settings of an evaluation: of the checkpoint's run, if it has one; then `files`, then `overrides`.
 
     Args:
         data: the file of problems; None takes those of [data].
@@ -61,10 +61,10 @@ def evaluate(
     Args:
         checkpoint: Hugging Face folder, run, or training checkpoint; "demo" is the model that ships with the package.
         limit: first problems of the source; None takes all of a file, `eval.num_prompts` of a procedural source.
-        tell: where to say how far it is.
+        tell: called with a line of progress.
 
     Raises:
-        UserError: the checkpoint, the problems, the judge or the engines are not fit, or `output` is not empty.
+        UserError: the checkpoint, problems, judge or engines do not fit, or `output` is not empty.
     """
     if not config.rollout.num_started:
         raise UserError(
@@ -116,7 +116,7 @@ class _Asking:
         self.num_skipped = stream.skipped_empty + stream.skipped_too_long
 
     def ask(self, urls: Sequence[str], responses: Path, tell: Callable[[str], None]) -> tuple[Problem, ...]:
-        """Some problems at a time, as many as the engines sample at once; each response is written once judged.
+        """Ask as many problems at a time as the engines sample at once; write each response once judged.
 
         Raises:
             EngineError: no engine is left, or the deadline for the responses to some problems passed.
@@ -145,7 +145,7 @@ class _Asking:
         return tuple(problems)
 
     def _judge(self, samples: Sequence[Trajectory]) -> list[_Judged]:
-        """Waits for each verdict no longer than reward.timeout_s from when its turn comes. Raises UserError."""
+        """Judge responses, each within reward.timeout_s of its turn. Raises UserError."""
         texts = self._tokenizer.batch_decode([list(t.response_ids) for t in samples], skip_special_tokens=True)
         verdicts = self._scorer.verdicts([(t.prompt, text) for t, text in zip(samples, texts, strict=True)])
         return [_Judged(*found) for found in zip(samples, texts, verdicts, strict=True)]
@@ -187,7 +187,7 @@ class _Judged:
 
 @contextlib.contextmanager
 def _hf_folder(checkpoint: Path, output: Path) -> Iterator[tuple[Path, int | None]]:
-    """The checkpoint as a Hugging Face folder, and its weight version; a converted copy lasts as long as the block."""
+    """Yield the checkpoint as a Hugging Face folder, and its weight version; a converted copy ends with the block."""
     if _is_hf(checkpoint):
         yield resolve_model_path(str(checkpoint), setting="the checkpoint"), None
         return
@@ -204,7 +204,7 @@ def _is_hf(checkpoint: Path) -> bool:
 
 
 def _run_config(checkpoint: Path) -> Path | None:
-    """config.toml of the run that a training checkpoint belongs to: of runs/x, checkpoints/step-N or its learner/."""
+    """Find config.toml of the run of a training checkpoint: runs/x, checkpoints/step-N or its learner/."""
     folder = checkpoint.absolute()
     candidates = (place / "config.toml" for place in (folder, *folder.parents[:3]))
     return next((path for path in candidates if path.is_file()), None)

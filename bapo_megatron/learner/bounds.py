@@ -1,4 +1,4 @@
-"""Where the clip bounds of each optimizer step come from: BAPO's search in its scopes, or fixed ones."""
+"""The clip bounds of each optimizer step: from BAPO's search in one of its scopes, or fixed."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ class BoundsFinder:
     lagged: the ratios that the previous optimizer step saw in its own forward pass; no extra pass, one step late.
     microbatch: found by the step itself, for each micro-batch from the ratios that its own forward pass gives its own
         tokens (on all data ranks); no extra pass, but the result depends on how the mini-batch was split.
-    fixed, and the losses with fixed bounds: no search.
+    fixed, and losses with fixed bounds: no search.
     """
 
     def __init__(self, config: Config, learner: Learner) -> None:
         self._config = config
         self._learner = learner
-        self._searches = config.searches_bounds
         self._lagged: Tensor | None = None
 
     def find(self, minibatch: MiniBatch) -> ClipBounds | BoundsOf:
-        """One all-reduce of a small table in scope exact, none in the others; microbatch makes one for each."""
+        """Find the bounds: one all-reduce of a small table in scope exact, one per micro-batch in scope microbatch."""
         if self._config.loss.bounds != "bapo":
             return fixed_bounds(self._config.loss)
-        if not self._searches:
+        if not self._config.searches_bounds:
             return search_bounds(empty_table(self._config.bapo), self._config.bapo)
         if self._config.bapo.scope == "microbatch":
             return self._of_micro_batch
@@ -46,8 +45,8 @@ class BoundsFinder:
         return search_bounds(self._global_table(minibatch, self._learner.score(minibatch)), self._config.bapo)
 
     def observe(self, minibatch: MiniBatch, log_probs: list[Tensor] | None) -> None:
-        """After the step, with the log-probs of its forward pass: what `lagged` uses next time."""
-        if self._searches and self._config.bapo.scope == "lagged":
+        """Keep the table of a finished step, from the log-probs of its forward pass, for the next `lagged` search."""
+        if self._config.searches_bounds and self._config.bapo.scope == "lagged":
             table = self._global_table(minibatch, log_probs)
             if not table.isnan().any():  # of an update that was skipped, the same on every rank
                 self._lagged = table
@@ -71,19 +70,20 @@ class BoundsFinder:
         return search_bounds(self._learner.sum_over_last_stage(self._table(mb, log_probs_R)), self._config.bapo)
 
     def _table(self, mb: MicroBatch, log_probs_R: Tensor) -> Tensor:
-        """On the CPU, where the order of additions is the same in every run."""
+        """Tabulate a micro-batch on the CPU, where the order of additions is the same in every run."""
         mb, log_probs_R = mb.to(torch.device("cpu")), log_probs_R.cpu()
         loss = self._config.loss
         assert isinstance(loss, RatioLoss), "sft has no bounds"
-        behaviour_R, cap = mb.behaviour_logprobs_R, loss.importance_cap
-        ratio_R, weight_R = ratio_and_weight(log_probs_R, behaviour_R, mb.proximal_logprobs_R, mb.mask_R, cap)
-        return contribution_table(ratio_R, mb.advantages_R, mb.mask_R, behaviour_R, self._config.bapo, weights=weight_R)
+        ratio_R, weight_R = ratio_and_weight(mb, log_probs_R, loss.importance_cap)
+        return contribution_table(
+            ratio_R, mb.advantages_R, mb.mask_R, mb.behaviour_logprobs_R, self._config.bapo, weights=weight_R
+        )
 
 
 def bounds_on_all_stages(
     found: Sequence[ClipBounds], minibatch: MiniBatch, layout: ParallelLayout
 ) -> tuple[ClipBounds, ...]:
-    """Those of each micro-batch, which only the last stage has `found`, on every stage. One small broadcast."""
+    """Broadcast the bounds of each micro-batch, which only the last stage has `found`, to every stage."""
     table_M5 = torch.zeros(len(minibatch.micro_batches), 5, dtype=torch.float64, device=device())
     if layout.is_last_stage:
         table_M5.copy_(torch.tensor([astuple(bounds) for bounds in found], dtype=torch.float64))

@@ -67,7 +67,7 @@ class CriticModel(PolicyModel):
             self.score = ValueHead(config)
 
     def forward(self, batch: MicroBatch, **scoring: Any) -> Tensor:
-        """`scoring` says how a policy computes log-probs: nothing to a critic."""
+        """Compute the values, or the hidden states of this part; `scoring`, for a policy's log-probs, is ignored."""
         hidden_T1H = self.hidden_states(batch)
         if not self.post_process:
             return hidden_T1H
@@ -120,18 +120,18 @@ class Critic:
         self._schedule = Schedule(self._wrapped, settings, self.layout, config)
 
     def values(self, minibatch: MiniBatch) -> list[Tensor] | None:
-        """V of each response token's state, no gradient: one float32 [R] per micro-batch; None off the last stage."""
+        """Compute V of each response token's state: float32 [R] per micro-batch; None off the last stage."""
 
         values = self._schedule.without_gradient(minibatch, lambda values_R: values_R)
         return values if self.layout.is_last_stage else None
 
     def fit(self, minibatch: MiniBatch, old_values_T: Tensor, returns_T: Tensor) -> dict[str, float]:
-        """One Adam update towards the returns; metrics, the same on every rank. A gradient that is not finite is
-        counted and leaves the weights as they are.
+        """Make one Adam update towards the returns, and return its metrics, the same on every rank. A gradient that is
+        not finite is counted and leaves the weights as they are.
 
         Args:
-            old_values_T, returns_T: on the CPU, of each token of the Batch that the mini-batch was cut from; nothing
-                is read on prompts.
+            old_values_T, returns_T: on the CPU, of each token of the Batch that the mini-batch was cut from; entries on
+                prompts are not read.
 
         Raises:
             DivergedError: `optimizer.max_skipped_in_a_row` updates had no finite gradient.
@@ -165,19 +165,19 @@ class Critic:
         }
 
     def sum_over_data_ranks(self, table: Tensor | None) -> Tensor:
-        """See `Learner.sum_over_data_ranks`."""
+        """Sum over data ranks: see `Learner.sum_over_data_ranks`."""
         return self.layout.reduce_over_data(table)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Under Hugging Face names, like `Learner.named_weights`; the head is score.weight."""
+        """Yield weights under Hugging Face names, like `Learner.named_weights`; the head is score.weight."""
         return gather_weights(self.model, self.shape, self.layout)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """The last update's gradient, clipped, like `named_weights`: for tests and diagnostics."""
+        """Yield the last update's clipped gradient, like `named_weights`: for tests and diagnostics."""
         return gather_weights(self.model, self.shape, self.layout, self.adam.gather_gradient)
 
     def snapshot(self) -> Snapshot:
-        """Weights, optimizer state and version: see `Learner.snapshot`."""
+        """Snapshot weights, optimizer state and version: see `Learner.snapshot`."""
         facts = {
             "version": self.version,
             "skipped_updates": self.num_skipped_updates,
@@ -186,7 +186,7 @@ class Critic:
         return checkpoint.take_snapshot(self.model, self.shape, self.layout, self.adam, facts, self.hf_path)
 
     def load(self, folder: Path) -> None:
-        """Read what a snapshot wrote: see `Learner.load`."""
+        """Load a written snapshot: see `Learner.load`."""
         facts = checkpoint.load(self.model, self.shape, self.layout, self.adam, folder)
         self.version, self.num_skipped_updates = facts["version"], facts["skipped_updates"]
         self._skips.num_in_a_row = facts.get("skipped_in_a_row", 0)
@@ -194,7 +194,7 @@ class Critic:
     def _micro_batch_loss(
         self, batch: MicroBatch, values_R: Tensor, old_R: Tensor, returns_R: Tensor, num_trained_tokens: int
     ) -> tuple[Tensor, Tensor, Outcome]:
-        """This micro-batch's share of the update's loss, and its sums, as Megatron's schedules expect it."""
+        """Return this micro-batch's share of the update's loss, and its sums, as Megatron's schedules expect."""
         loss_R, clipped_R = value_loss(values_R, old_R, returns_R, self.config.critic.clip)
         loss_R = torch.where(batch.mask_R, loss_R, 0.0)
         num_tokens = batch.mask_R.sum(dtype=torch.int32)
@@ -202,7 +202,7 @@ class Critic:
         return loss_R.sum() / num_trained_tokens, num_tokens, torch.stack(sums)
 
     def _set_learning_rate(self) -> float:
-        """Linear warm-up from lr / warmup_updates, then constant."""
+        """Set the rate of the next update: linear warm-up from lr / warmup_updates, then constant."""
         settings = self.config.critic
         share = min(1.0, (self.version + 1) / settings.warmup_updates) if settings.warmup_updates else 1.0
         set_rates(self.optimizer, settings.lr * share, self.config.optimizer.weight_decay)

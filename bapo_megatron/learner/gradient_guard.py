@@ -1,4 +1,4 @@
-"""What the gradient norm of every update says about the run: a spike, or a run that trains nothing any more."""
+"""Alarms from the gradient norm of every update: spikes, and runs that no longer train."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _MIN_NORMS = 11  # before that the median says little, and the norms of a warm-u
 
 
 class SkipLimit:
-    """Ends a run that only skips updates: it learns nothing, and should not look as if it did.
+    """Ends a run that only skips updates and so learns nothing.
 
     Args:
-        max_in_a_row: so many skipped updates without another one between them are the end.
-        part: whose gradients, as its settings and metrics are called: "optimizer" (the policy's) or "critic".
+        max_in_a_row: consecutive skipped updates that end the run.
+        part: prefix of the settings and metrics: "optimizer" (the policy's) or "critic".
     """
 
     def __init__(self, max_in_a_row: int, part: str) -> None:
@@ -31,25 +31,25 @@ class SkipLimit:
         """Count one update by its gradient norm, the same on every rank.
 
         Raises:
-            DivergedError: the norm was not finite, and neither were those of the updates before.
+            DivergedError: the norm was not finite, like those of the updates before.
         """
         self.num_in_a_row = 0 if math.isfinite(norm) else self.num_in_a_row + 1
         if self.num_in_a_row >= self._max_in_a_row:
             whose, losses = ("the critic's", "critic/loss") if self._part == "critic" else ("the", "loss/*")
             raise DivergedError(
                 f"{whose} last {self.num_in_a_row} updates were skipped because their gradient was not "
-                f"finite, and the run learns nothing any more: look at {self._part}/grad_norm and {losses} in "
+                f"finite, so the run no longer learns: look at {self._part}/grad_norm and {losses} in "
                 "metrics.jsonl, then start a new run from a checkpoint before the first skip with a lower "
-                f"{self._part}.lr; optimizer.max_skipped_in_a_row is how many are borne"
+                f"{self._part}.lr; optimizer.max_skipped_in_a_row is the limit"
             )
 
 
 class GradientGuard:
-    """Watches the norms before clipping, which are the same on every rank; so is what it says.
+    """Watches the gradient norms before clipping; the same on every rank.
 
-    An update raises the alarm where its norm is over `monitor.grad_norm_alarm`, or over `monitor.grad_spike` times the
-    median of the up to 101 finite norms before it, once there are 11. A median is not moved by the spikes themselves. A
-    norm that is not finite is no alarm: its update is skipped and counted.
+    An update raises the alarm if its norm is over `monitor.grad_norm_alarm`, or over `monitor.grad_spike` times the
+    median of the up to 101 finite norms before it, once there are 11. Spikes do not move a median. A norm that
+    is not finite is no alarm: its update is skipped and counted.
     """
 
     def __init__(self, config: Config) -> None:
@@ -59,7 +59,7 @@ class GradientGuard:
         self._norms: deque[float] = deque(maxlen=_WINDOW)
 
     def observe(self, norm: float) -> dict[str, float]:
-        """The metrics of one update.
+        """Return the metrics of one update.
 
         Raises:
             DivergedError: see `SkipLimit`.
@@ -73,7 +73,7 @@ class GradientGuard:
         return {"optimizer/grad_norm_max": norm, "optimizer/grad_alarms": float(is_alarm)}
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON value."""
+        """Return a JSON value."""
         return {"norms": list(self._norms), "skipped_in_a_row": self._skips.num_in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -21,9 +21,9 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 from torch.nn import ModuleList, Parameter
 
-from bapo_megatron.algorithms.kl import KLCoefficient, loss_with_kl
-from bapo_megatron.algorithms.losses import LossInputs, LossResult
-from bapo_megatron.algorithms.mismatch import Mismatch, logprob_mismatch
+from bapo_megatron.algorithms.kl import KLCoefficient, reference_kl
+from bapo_megatron.algorithms.losses import LossInputs, policy_loss
+from bapo_megatron.algorithms.mismatch import logprob_mismatch
 from bapo_megatron.checkpoint.shards import Snapshot
 from bapo_megatron.config.lr_schedule import learning_rate, planned_updates
 from bapo_megatron.config.precision import this_machine, tokens_multiple
@@ -38,7 +38,7 @@ from bapo_megatron.learner.bounds import bounds_on_all_stages
 from bapo_megatron.learner.build import for_training
 from bapo_megatron.learner.gradient_guard import GradientGuard
 from bapo_megatron.learner.hf.convert import gather_weights, load_weights
-from bapo_megatron.learner.metrics import TokenMetrics
+from bapo_megatron.learner.metrics import TokenSums, reduce_tokens, summarize
 from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device, start_processes
 from bapo_megatron.learner.precision import check_machine, has_quantised, is_quantised, logprob_backend
@@ -47,7 +47,7 @@ from bapo_megatron.learner.schedule import ForwardPasses, Schedule, Scores
 from bapo_megatron.learner.whole_batch import known_log_probs
 from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
 
-Outcome = tuple[Tensor, ClipBounds, LossResult, Mismatch]  # of a micro-batch; first its log_probs_R
+Outcome = tuple[Tensor, ClipBounds, TokenSums]  # of a micro-batch; first its log_probs_R
 
 
 class MegatronLearner:
@@ -96,17 +96,16 @@ class MegatronLearner:
         self.reference = ReferencePolicy(config, self.hf_path, self.layout) if config.loss.kl_coef else None
         self.kl_coefficient = KLCoefficient(config.loss)
         self.guard = GradientGuard(config)
-        self._metrics = TokenMetrics(self.layout, loss_with_kl(_nothing(config), config.loss, 0.0))
 
     # scoring
 
     def log_probs(self, minibatch: MiniBatch) -> list[Tensor] | None:
-        """Log-probs at the current weights and the rollout's temperature: see `Learner.log_probs`."""
+        """Compute log-probs at the current weights and the rollout's temperature: see `Learner.log_probs`."""
         log_probs = self._schedule.log_probs(minibatch)
         return log_probs if self.layout.is_last_stage else None
 
     def score(self, minibatch: MiniBatch) -> list[Tensor] | None:
-        """Log-probs before the mini-batch's `step`, at no cost where they are known already, or the step's forward
+        """Compute log-probs before the mini-batch's `step`; free if they are known already, or if the step's forward
         passes can run now: see `Learner.score`."""
         if minibatch.proximal_version == self.version:
             return known_log_probs(minibatch) if self.layout.is_last_stage else None
@@ -116,17 +115,17 @@ class MegatronLearner:
         return self._scored.log_probs
 
     def sum_over_data_ranks(self, table: Tensor | None) -> Tensor:
-        """Sum of a small fp64 table over data and context ranks, on every rank: see `Learner.sum_over_data_ranks`."""
+        """Sum a small fp64 table over data and context ranks, on every rank: see `Learner.sum_over_data_ranks`."""
         return self.layout.reduce_over_data(table)
 
     def sum_over_last_stage(self, table: Tensor) -> Tensor:
-        """The same on the ranks of the last stage alone: see `Learner.sum_over_last_stage`."""
+        """Sum over the ranks of the last stage alone: see `Learner.sum_over_last_stage`."""
         return self.layout.sum_over_last_stage(table)
 
     # learning
 
     def step(self, minibatch: MiniBatch, bounds: ClipBounds | BoundsOf) -> StepResult:
-        """One Adam update; a gradient that is not finite is counted and leaves weights and moments as they are.
+        """Make one Adam update; a gradient that is not finite is counted and leaves weights and moments as they are.
 
         Raises:
             DivergedError: `optimizer.max_skipped_in_a_row` updates had no finite gradient.
@@ -151,8 +150,9 @@ class MegatronLearner:
         grad_norm = clip_and_step(self.optimizer, self.config.optimizer.clip_grad)
         self.num_skipped_updates += not math.isfinite(grad_norm)
         self.version += 1
-        metrics, mismatch = self._metrics.reduce([o[2:] for o in outputs], minibatch.num_trained_tokens)
+        metrics, mismatch = reduce_tokens([sums for *_, sums in outputs], minibatch.num_trained_tokens, self.layout)
         metrics |= {
+            "train/tokens": float(minibatch.num_trained_tokens),
             "optimizer/lr": rate,
             "optimizer/grad_norm": grad_norm,
             "optimizer/skipped": float(self.num_skipped_updates),
@@ -169,31 +169,26 @@ class MegatronLearner:
     def _micro_batch_loss(
         self, batch: MicroBatch, scores: Scores, bounds: ClipBounds, num_trained_tokens: int
     ) -> tuple[Tensor, Tensor, Outcome]:
-        """This micro-batch's share of the update's loss, and what to remember, as Megatron's schedules expect it."""
+        """Return this micro-batch's share of the update's loss, and its outcome, as Megatron's schedules expect."""
         log_probs_R, entropy_R = scores
         ages_R = self.version - batch.versions_R
-        inputs = LossInputs(
-            log_probs_R=log_probs_R,
-            behaviour_logprobs_R=batch.behaviour_logprobs_R,
-            advantages_R=batch.advantages_R,
-            mask_R=batch.mask_R,
-            ages_R=ages_R,
-            bounds=bounds,
-            entropy_R=entropy_R.detach(),
-            proximal_logprobs_R=batch.proximal_logprobs_R,
-            reference_logprobs_R=batch.reference_logprobs_R,
-            with_token_profile=self.config.monitor.token_profile,
-        )
-        result = loss_with_kl(inputs, self.config.loss, self.kl_coefficient.value)
-        loss = result.loss_R.sum()
+        inputs = LossInputs(batch, log_probs_R, entropy_R.detach(), ages_R, bounds)
+        tokens = policy_loss(inputs, self.config.loss)
+        loss_R = tokens.loss_R
+        if batch.reference_logprobs_R is not None:
+            kl_R = reference_kl(log_probs_R, batch.reference_logprobs_R, batch.mask_R, self.config.loss.kl_estimator)
+            loss_R = loss_R + self.kl_coefficient.value * kl_R
+            tokens = dataclasses.replace(tokens, kl_reference_R=kl_R)
+        loss = loss_R.sum()
         if self.config.train.entropy_coef:
             loss = loss - self.config.train.entropy_coef * torch.where(batch.mask_R, entropy_R, 0.0).sum()
         mismatch = logprob_mismatch(log_probs_R, batch.behaviour_logprobs_R, batch.mask_R & (ages_R == 0))
-        outcome = log_probs_R.detach(), bounds, dataclasses.replace(result, loss_R=result.loss_R.detach()), mismatch
-        return loss / num_trained_tokens, batch.mask_R.sum(dtype=torch.int32), outcome
+        sums = summarize(tokens, mismatch, with_profile=self.config.monitor.token_profile)
+        num_tokens = batch.mask_R.sum(dtype=torch.int32)
+        return loss / num_trained_tokens, num_tokens, (log_probs_R.detach(), bounds, sums)
 
     def _set_learning_rate(self) -> float:
-        """That of this update, by the schedule."""
+        """Set learning rate and weight decay for the next update."""
         settings = self.config.optimizer
         rate = learning_rate(self.version, settings, planned_updates(self.config))
         set_rates(self.optimizer, rate, settings.weight_decay)
@@ -202,7 +197,7 @@ class MegatronLearner:
     # weights
 
     def weight_specs(self) -> list[TensorSpec]:
-        """Names, types and shapes of `named_weights`: see `Learner.weight_specs`."""
+        """List names, types and shapes of `named_weights`: see `Learner.weight_specs`."""
         dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
         return [
             TensorSpec(name, dtype, size)
@@ -211,11 +206,11 @@ class MegatronLearner:
         ]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights under Hugging Face names: see `Learner.named_weights` and `hf.convert.gather_weights`."""
+        """Yield weights under Hugging Face names: see `Learner.named_weights` and `hf.convert.gather_weights`."""
         return gather_weights(self.model, self.shape, self.layout, self._unquantised)
 
     def _unquantised(self, parameter: Parameter) -> Tensor:
-        """What engines and checkpoints hold of a parameter: with FP8, the rounded float32 weight that Adam updates."""
+        """Return a parameter as engines and checkpoints hold it: with FP8, Adam's float32 weight, rounded."""
         if is_quantised(parameter):
             return self.adam.gather(parameter, WEIGHT).to(parameter.dtype)
         return parameter.detach()
@@ -224,11 +219,11 @@ class MegatronLearner:
         self.adam.fill(parameter, WEIGHT, tensor)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """The last update's gradient, clipped, like `named_weights`: for tests and diagnostics."""
+        """Yield the last update's clipped gradient, like `named_weights`: for tests and diagnostics."""
         return gather_weights(self.model, self.shape, self.layout, self.adam.gather_gradient)
 
     def state_dict(self) -> dict[str, Any]:
-        """What steers the updates beside weights, optimizer and version: a JSON value, the same on every rank."""
+        """Return the state of KL controller and gradient guard: a JSON value, the same on every rank."""
         return {"kl": self.kl_coefficient.state_dict(), "gradients": self.guard.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -236,12 +231,12 @@ class MegatronLearner:
         self.guard.load_state_dict(state["gradients"])
 
     def snapshot(self) -> Snapshot:
-        """Weights, optimizer state and version: see `Learner.snapshot`."""
+        """Snapshot weights, optimizer state and version: see `Learner.snapshot`."""
         facts = {"version": self.version, "skipped_updates": self.num_skipped_updates}
         return checkpoint.take_snapshot(self.model, self.shape, self.layout, self.adam, facts, self.hf_path)
 
     def load(self, folder: Path) -> None:
-        """Read what a snapshot wrote: see `Learner.load`."""
+        """Load a written snapshot: see `Learner.load`."""
         self._scored = None
         facts = checkpoint.load(self.model, self.shape, self.layout, self.adam, folder)
         self.version, self.num_skipped_updates = facts["version"], facts["skipped_updates"]
@@ -249,14 +244,3 @@ class MegatronLearner:
 
 def _layout_problems(hf_config: dict[str, Any], parallel: ParallelConfig) -> list[str]:
     return validate_layout(hf_config, parallel.tensor, parallel.pipeline, parallel.virtual_pipeline)
-
-
-def _nothing(config: Config) -> LossInputs:
-    """A micro-batch without tokens."""
-    none = torch.zeros(0)
-    bounds = ClipBounds(1.0, 1.0, math.nan, False, 0)
-    return LossInputs(
-        *(none, none, none, none.bool(), none.long(), bounds, none),
-        reference_logprobs_R=none if config.loss.kl_coef else None,
-        with_token_profile=config.monitor.token_profile,
-    )

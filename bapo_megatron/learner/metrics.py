@@ -1,76 +1,92 @@
-"""From sums over tokens, spread over micro-batches and data ranks, to one update's metrics, the same on every rank."""
+"""From the losses' per-token records to one update's metrics, the same on every rank.
+
+TokenLoss -> sums and maxima of a micro-batch -> of this rank's micro-batches -> of all data ranks -> metrics
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo_megatron.algorithms.losses import LossResult
+from bapo_megatron.algorithms.diagnostics import entropy_rule_sums
+from bapo_megatron.algorithms.losses import ClippedTokenLoss, TokenLoss
 from bapo_megatron.algorithms.mismatch import Mismatch
+from bapo_megatron.algorithms.token_profile import token_profile_sums
 from bapo_megatron.learner.parallel import ParallelLayout
+from bapo_megatron.metrics import METRICS, Metric
 
-# Name in LossResult -> name in the run's metrics; other names stay as they are, below loss/ where they have no folder.
-_MEANS = {
-    "policy_loss": "loss/policy",
-    "clipped_high": "loss/clip_high_share",
-    "clipped_low": "loss/clip_low_share",
-    "dual_clipped": "loss/dual_clip_share",
-    "positive_tokens": "loss/positive_token_share",
-    "negative_tokens": "loss/negative_token_share",
-    "ratio": "loss/ratio_mean",
-    "age": "staleness/mean",
-    "importance_weight": "loss/importance_weight_mean",
-    "importance_capped": "loss/importance_capped_share",
-}
-_MAXIMA = {"ratio": "loss/ratio_max", "age": "staleness/max"}
+_MEANS = [metric for metric in METRICS.values() if metric.tokens == "mean"]
+_MAXIMA = [metric for metric in METRICS.values() if metric.tokens == "max"]
 
 
-class TokenMetrics:
-    """Adds up the losses' sums and maxima; knows their names also on stages that compute no loss.
+@dataclass(frozen=True, slots=True)
+class TokenSums:
+    """Sums and maxima over the tokens of a micro-batch. The columns are those of all declared metrics, so that stages
+    that compute no loss know them, too; a metric that does not apply is 0 and not `present`."""
+
+    sums: Tensor  # float64: number of trained tokens, sums by `_MEANS`, then those of the mismatch
+    maxima: Tensor  # float64: maxima by `_MAXIMA`, largest mismatch, then 1 for each metric that is present
+
+
+def token_sums(tokens: TokenLoss, *, with_profile: bool = False) -> dict[str, Tensor]:
+    """Sum the declared means that the record has over its tokens: float32 scalars by key."""
+    values = {metric.key: getattr(tokens, metric.of, None) for metric in _MEANS if metric.of}
+    sums = {key: values_R.sum(dtype=torch.float32) for key, values_R in values.items() if values_R is not None}
+    if isinstance(tokens, ClippedTokenLoss):
+        sums |= entropy_rule_sums(tokens)
+        if with_profile:
+            sums |= token_profile_sums(tokens)
+    return sums
+
+
+def token_maxima(tokens: TokenLoss) -> dict[str, Tensor]:
+    """Maximise the declared maxima that the record has over its tokens: float32 scalars by key, 0 without tokens."""
+    values = {metric.key: getattr(tokens, metric.of, None) for metric in _MAXIMA}
+    return {
+        key: values_R.float().amax() if values_R.numel() else values_R.new_zeros((), dtype=torch.float32)
+        for key, values_R in values.items()
+        if values_R is not None
+    }
+
+
+@torch.no_grad()
+def summarize(tokens: TokenLoss, mismatch: Mismatch, *, with_profile: bool) -> TokenSums:
+    """Reduce one micro-batch's record; what remains of it is two small rows."""
+    sums, maxima = token_sums(tokens, with_profile=with_profile), token_maxima(tokens)
+    device = tokens.mask_R.device
+    present = [float(metric.key in sums or metric.key in maxima) for metric in (*_MEANS, *_MAXIMA)]
+    return TokenSums(
+        torch.cat([tokens.mask_R.sum().double()[None], _row(sums, _MEANS, device), mismatch.sums]),
+        torch.cat([_row(maxima, _MAXIMA, device), mismatch.largest[None], torch.tensor(present).double().to(device)]),
+    )
+
+
+def reduce_tokens(
+    rows: Sequence[TokenSums], num_trained_tokens: int, layout: ParallelLayout
+) -> tuple[dict[str, float], Mismatch]:
+    """Reduce over all micro-batches of all data ranks: means per trained token and maxima, by key, and the mismatch of
+    all tokens (on the CPU). Two small all-reduces.
 
     Args:
-        example: the loss of an empty micro-batch, for the names.
+        rows: of this rank's micro-batches; empty unless it is on the last pipeline stage.
     """
-
-    def __init__(self, layout: ParallelLayout, example: LossResult) -> None:
-        self._layout = layout
-        self._sums, self._maxima = list(example.sums), list(example.maxima)
-
-    def reduce(
-        self, outcomes: Sequence[tuple[LossResult, Mismatch]], num_trained_tokens: int
-    ) -> tuple[dict[str, float], Mismatch]:
-        """Over all micro-batches of all data ranks: means per trained token and maxima, and the mismatch of all tokens
-        (on the CPU). Two small all-reduces.
-
-        Args:
-            outcomes: of this rank's micro-batches; empty where not on the last pipeline stage.
-        """
-        num_sums = len(self._sums)
-        added = self._over_data([_table(r.sums, self._sums, m.sums) for r, m in outcomes], dist.ReduceOp.SUM)
-        largest = self._over_data([_table(r.maxima, self._maxima, m.largest) for r, m in outcomes], dist.ReduceOp.MAX)
-        sums = dict(zip(self._sums, added[:num_sums].tolist(), strict=True))
-        assert sums.pop("tokens") == num_trained_tokens, "the ranks trained other tokens than the plan said"
-        metrics = {_MEANS.get(name, _filed(name)): value / num_trained_tokens for name, value in sums.items()}
-        for name, value in zip(self._maxima, largest[:-1].tolist(), strict=True):
-            metrics[_MAXIMA.get(name, f"loss/{name}_max")] = value
-        metrics["train/tokens"] = float(num_trained_tokens)
-        return metrics, Mismatch(added[num_sums:], largest[-1])
-
-    def _over_data(self, tables: Sequence[Tensor], op: dist.ReduceOp.RedOpType) -> Tensor:
-        table = None
-        if self._layout.is_last_stage:
-            rows = torch.stack(list(tables))
-            table = rows.sum(0) if op == dist.ReduceOp.SUM else rows.amax(0)
-        return self._layout.reduce_over_data(table, op).cpu()
+    is_last = layout.is_last_stage
+    sums = layout.reduce_over_data(torch.stack([r.sums for r in rows]).sum(0) if is_last else None).cpu()
+    largest = layout.reduce_over_data(
+        torch.stack([r.maxima for r in rows]).amax(0) if is_last else None, dist.ReduceOp.MAX
+    ).cpu()
+    num_means, num_maxima = len(_MEANS), len(_MAXIMA)
+    assert sums[0] == num_trained_tokens, "the ranks trained other tokens than the plan said"
+    values = [x / num_trained_tokens for x in sums[1 : 1 + num_means].tolist()] + largest[:num_maxima].tolist()
+    present = largest[num_maxima + 1 :].tolist()
+    metrics = {m.key: x for m, x, is_present in zip((*_MEANS, *_MAXIMA), values, present, strict=True) if is_present}
+    return metrics, Mismatch(sums[1 + num_means :], largest[num_maxima])
 
 
-def _filed(name: str) -> str:
-    return name if "/" in name else f"loss/{name}"
-
-
-def _table(scalars: dict[str, Tensor], names: list[str], more: Tensor) -> Tensor:
-    """The scalars in the order of `names`, then `more`: float64."""
-    return torch.cat([torch.stack([scalars[name].double() for name in names]), more.reshape(-1)])
+def _row(values: Mapping[str, Tensor], metrics: Sequence[Metric], device: torch.device) -> Tensor:
+    absent = torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack([values[m.key].double() if m.key in values else absent for m in metrics])

@@ -1,4 +1,4 @@
-"""Value-based advantages in the training loop: a batch goes in, and comes out with an advantage for each token.
+"""Value-based advantages in the training loop: an advantage for each token of a batch.
 
 Batch -> critic.values (no gradient, all micro-batches) -> one all-reduce: V of every response token, on every rank
       -> algorithms/gae.py -> token advantages, and returns -> the critic's own updates towards the returns
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from math import fsum
 
 import torch
 from torch import Tensor
@@ -21,16 +20,17 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.learner.critic import Critic
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.whole_batch import of_batch
+from bapo_megatron.metrics import reduce_updates
 from bapo_megatron.types import Batch
 
 
 class ValueAdvantages:
-    """Token advantages where `advantage.kind` asks for them, and the critic behind them. Collective.
+    """Token advantages for the kinds of `advantage.kind` that need a critic, and that critic. Collective.
 
-    For the group-relative kinds there is no critic, and batches stay as they are.
+    The group-relative kinds have no critic and leave batches as they are.
 
     Args:
-        policy: constructed before; the critic starts from its weights unless critic.path is set.
+        policy: already constructed; the critic starts from its weights unless critic.path is set.
 
     Raises:
         ConfigError: critic.path is a model that the layout does not fit, or whose vocabulary is smaller.
@@ -47,11 +47,11 @@ class ValueAdvantages:
 
     @property
     def parts(self) -> dict[str, Critic]:
-        """What a checkpoint holds beside the learner, by the name of its folder."""
+        """Models that a checkpoint holds beside the learner, by folder name."""
         return {} if self.critic is None else {"critic": self.critic}
 
     def on(self, batch: Batch, step: int) -> Batch:
-        """The batch with its tokens' advantages, and the critic's metrics; then the critic learns from it.
+        """Return the batch with its tokens' advantages and the critic's metrics, and let the critic learn from it.
 
         A batch without any trained token stays as it is.
         """
@@ -66,7 +66,7 @@ class ValueAdvantages:
         return replace(batch, advantages_T=advantages_T.float(), metrics=batch.metrics | metrics)
 
     def _fit(self, critic: Critic, batch: Batch, step: int, values_T: Tensor, returns_T: Tensor) -> dict[str, float]:
-        """The critic's updates of one step; metrics are means over them, and the latest where that says more."""
+        """Make the critic's updates of one step, and return their metrics."""
         collected: dict[str, list[float]] = defaultdict(list)
         for minibatch in minibatches(
             batch,
@@ -78,14 +78,11 @@ class ValueAdvantages:
         ):
             for name, value in critic.fit(minibatch, values_T, returns_T).items():
                 collected[name].append(value)
-        return {
-            name: values[-1] if name in ("critic/lr", "critic/skipped") else fsum(values) / len(values)
-            for name, values in collected.items()
-        }
+        return reduce_updates(collected)
 
 
 def token_advantages(batch: Batch, values_T: Tensor, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """Advantages, not whitened, and returns (advantage + value) of every response token; float64 [T], 0 on prompts."""
+    """Compute unwhitened advantages and returns (advantage + value) of response tokens; float64 [T], 0 on prompts."""
     assert batch.rewards_S is not None
     errors_T, num_left_T = td_errors(
         batch.rewards_S, values_T, batch.seq_lens_S, batch.prompt_lens_S, gamma=config.gamma
@@ -98,7 +95,7 @@ def token_advantages(batch: Batch, values_T: Tensor, config: AdvantageConfig) ->
 
 
 def _describe(values: Tensor, returns: Tensor, advantages: Tensor) -> dict[str, float]:
-    """Of the trained tokens, before the critic learned from them."""
+    """Return metrics of the trained tokens, before the critic learns from them."""
     return {
         "critic/explained_variance": explained_variance(values, returns),
         "critic/value_mean": float(values.mean()),

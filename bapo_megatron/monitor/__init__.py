@@ -1,1 +1,1 @@
-"""What the user sees and keeps: run directory, metrics, console, report."""
+"""The run's folder, metrics and console, and its watchdogs."""

@@ -1,4 +1,4 @@
-"""What a user sees while a run goes on: one line per step, a bar where there is a terminal, and a summary."""
+"""The console of a run: one line per step, a progress bar on a terminal, and a summary."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ class Console:
             self.warn(problem)
 
     def note(self, text: str) -> None:
-        """One line for the user: what is being done, or waited for."""
+        """Show one line."""
         self._print(text)
 
     def warn(self, text: str) -> None:
-        """A warning; one that was shown before is not repeated."""
+        """Show a warning, once."""
         if text not in self._shown:
             self._shown.add(text)
             self._print(f"warning: {text}")
 
     def summary(self) -> None:
-        """The end of a run: pass rate, resumed tokens, staleness, wall time."""
+        """Show the summary of the run: pass rate, resumed tokens, staleness, wall time."""
         self.close()
         self._print(summarize(self._rows).text() if self._rows else "no step was trained")
 
     def close(self) -> None:
-        """Take the bar away. Safe to call twice."""
+        """Remove the bar. Safe to call twice."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -96,17 +96,17 @@ class Console:
 
 
 def _width(stream: TextIO) -> int | None:
-    """Columns of the terminal behind `stream`, which need not be standard output; None where there is no terminal."""
+    """Return the columns of the terminal behind `stream`, not only standard output; None without a terminal."""
     if not stream.isatty():
         return None
     try:
-        return os.get_terminal_size(stream.fileno()).columns or _DEFAULT_COLUMNS  # 0 where nobody set a size
+        return os.get_terminal_size(stream.fileno()).columns or _DEFAULT_COLUMNS  # 0 if no size is set
     except OSError:
         return _DEFAULT_COLUMNS
 
 
 def step_fields(metrics: Mapping[str, float], num_steps: int) -> list[str]:
-    """The parts of a step line, most wanted first; a metric that is missing or NaN shows as "-"."""
+    """Return the parts of a step line, most important first; a metric that is missing or NaN shows as "-"."""
 
     def get(name: str) -> float:
         return metrics.get(name, math.nan)
@@ -133,7 +133,7 @@ def step_fields(metrics: Mapping[str, float], num_steps: int) -> list[str]:
 
 
 def wrap_fields(fields: Sequence[str], width: int | None) -> str:
-    """Fields in one line, or where a terminal is too narrow in several, broken between fields and indented.
+    """Join fields into one line, or into several indented ones where the terminal is too narrow.
 
     Without a width (a file, a pipe) a step is always one line.
     """

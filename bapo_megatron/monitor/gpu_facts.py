@@ -1,4 +1,4 @@
-"""What NVIDIA's management library says of this machine's GPUs, for the Prometheus endpoint."""
+"""This machine's GPUs as NVIDIA's management library reports them, for the Prometheus endpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class GPUMetric(NamedTuple):
-    """A figure of one GPU: how to get it from pynvml and a device's handle."""
+    """A value of one GPU, read from pynvml and a device's handle."""
 
     description: str
     read: Callable[[Any, Any], float]
@@ -28,7 +28,7 @@ GPU_METRICS = {
 
 
 class GPUFacts:
-    """All GPUs of this machine; none where there is no driver, no GPU, or no nvidia-ml-py.
+    """All GPUs of this machine; none without a driver, a GPU, or nvidia-ml-py.
 
     Args:
         nvml: the module pynvml; None: the installed one, if any.
@@ -46,7 +46,7 @@ class GPUFacts:
                 self._gpus = []  # no driver
 
     def read(self) -> Iterator[tuple[str, int, float]]:
-        """(metric, index of the GPU, value); what a GPU does not tell is left out."""
+        """Yield (metric, index of the GPU, value), leaving out values that a GPU does not report."""
         for name, metric in GPU_METRICS.items():
             for index, gpu in enumerate(self._gpus):
                 try:

@@ -1,56 +1,64 @@
-"""The Grafana dashboard of a run, made from the names that the Prometheus endpoint exports.
+"""The Grafana dashboard of a run, from the declared panels of its metrics and the endpoint's own samples.
 
-python -m bapo_megatron.monitor.grafana > bapo_megatron/monitor/assets/grafana.json
+    python -m bapo_megatron.monitor.grafana > dashboard.json
+
+Import it in Grafana under Dashboards, New, Import.
 """
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from bapo_megatron.metrics import METRICS, Metric
 from bapo_megatron.monitor.prometheus import ACTION_AGE, LAST_STEP, PREFIX, prometheus_name
 
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _WIDTH, _HEIGHT, _COLUMNS = 8, 8, 3  # of a panel, in Grafana's grid of 24 columns
+_UNITS = {"share": "percentunit", "s": "s", "bytes": "bytes"}  # Grafana's names
 
 
 class _Panel(NamedTuple):
-    """A plot. `lines` are legends and queries; {run} stands for the label of the chosen run."""
+    """A plot. `lines` are legends and queries; {run} becomes the label of the chosen run."""
 
     title: str
     unit: str  # of Grafana
     lines: Sequence[tuple[str, str]]
-
-
-def _metric(name: str) -> str:
-    return prometheus_name(name) + "{run}"
-
-
-def _metrics(*names: str) -> list[tuple[str, str]]:
-    return [(name, _metric(name)) for name in names]
+    description: str = ""
 
 
 def _own(legend: str, name: str) -> tuple[str, str]:
     return legend, f"{PREFIX}{name}{{run}}"
 
 
-_ROWS: dict[str, list[_Panel]] = {
-    "Learning": [
-        _Panel("Reward", "none", _metrics("reward/mean", "eval/reward")),
-        _Panel("Entropy (nats)", "none", _metrics("loss/entropy")),
-        _Panel("Clip bounds", "none", _metrics("bapo/low", "bapo/high")),
-        _Panel("Positive share", "percentunit", _metrics("bapo/positive_share", "bapo/saturated_share")),
-        _Panel("Gradient norm", "none", _metrics("optimizer/grad_norm", "optimizer/grad_norm_max")),
-        _Panel("Age (updates)", "none", _metrics("staleness/mean", "staleness/max")),
-    ],
-    "Speed": [
-        _Panel("Step", "none", _metrics("step")),
-        _Panel(
-            "Where the time goes",
-            "s",
-            _metrics(*(f"time/{span}_s" for span in ("rollout", "critic", "score", "train", "sync", "eval", "other"))),
-        ),
+def _of_metrics(title: str, metrics: Sequence[Metric]) -> _Panel:
+    units = {_UNITS.get(metric.unit, "none") for metric in metrics}
+    return _Panel(
+        title,
+        units.pop() if len(units) == 1 else "none",
+        [(metric.key, prometheus_name(metric.key) + "{run}") for metric in metrics],
+        "\n".join(f"{metric.key} ({metric.unit}): {metric.meaning}" for metric in metrics),
+    )
+
+
+def _rows() -> dict[str, list[_Panel]]:
+    """Return the panels by the title of their row: the declared ones, then those of machines and engines."""
+    declared: dict[str, dict[str, list[Metric]]] = defaultdict(lambda: defaultdict(list))
+    for metric in METRICS.values():
+        if metric.panel:
+            section, title = metric.panel.split(" / ")
+            declared[section][title].append(metric)
+    return {
+        section: [_of_metrics(title, metrics) for title, metrics in panels.items()]
+        for section, panels in declared.items()
+    } | _OWN_ROWS
+
+
+_OWN_ROWS: dict[str, list[_Panel]] = {
+    "Progress": [
+        _Panel("Step", "none", [_own("step", "step")]),
         _Panel(
             "Tokens per second",
             "none",
@@ -61,10 +69,9 @@ _ROWS: dict[str, list[_Panel]] = {
         ),
         _Panel("Since the last step", "s", [("last step", f"time() - {PREFIX}{LAST_STEP}{{run}}")]),
         _Panel("Since the last action", "s", [_own("{{role}}", ACTION_AGE)]),
-        _Panel("Slowest rank over the median", "none", _metrics("straggler/ratio", "straggler/rank")),
     ],
-    "Rollouts": [
-        _Panel("Engines up, and asked", "none", [_own("up {{engine}}", "engine_up"), _own("live", "engine_live")]),
+    "Engines": [
+        _Panel("Engines up and live", "none", [_own("up {{engine}}", "engine_up"), _own("live", "engine_live")]),
         _Panel(
             "Requests",
             "none",
@@ -76,11 +83,8 @@ _ROWS: dict[str, list[_Panel]] = {
         _Panel(
             "Weight version",
             "none",
-            [("trainer", _metric("version")), _own("{{engine}}", "engine_weight_version")],
+            [_own("trainer", "weight_version"), _own("{{engine}}", "engine_weight_version")],
         ),
-        _Panel("Response tokens", "none", _metrics("rollout/response_tokens_mean", "rollout/response_tokens_max")),
-        _Panel("Ledger", "none", _metrics("ledger/queued", "ledger/running", "ledger/partial", "ledger/finished")),
-        _Panel("Engine against trainer (nats)", "none", _metrics("mismatch/logprob_mean", "mismatch/logprob_p99")),
     ],
     "GPUs of trainer rank 0's machine": [
         _Panel(
@@ -99,10 +103,10 @@ _ROWS: dict[str, list[_Panel]] = {
 
 
 def dashboard() -> dict[str, Any]:
-    """What Grafana imports (Dashboards, New, Import)."""
+    """Return the dashboard as Grafana imports it."""
     panels: list[dict[str, Any]] = []
     y = 0
-    for title, row in _ROWS.items():
+    for title, row in _rows().items():
         panels.append({"id": len(panels) + 1, "type": "row", "title": title, "gridPos": _place(y, 0, 24, 1)})
         y += 1
         for index, panel in enumerate(row):
@@ -126,6 +130,7 @@ def _plot(number: int, panel: _Panel, place: dict[str, int]) -> dict[str, Any]:
         "id": number,
         "type": "timeseries",
         "title": panel.title,
+        "description": panel.description,
         "datasource": _DATASOURCE,
         "gridPos": place,
         "fieldConfig": {"defaults": {"unit": panel.unit}, "overrides": []},

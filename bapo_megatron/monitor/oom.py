@@ -1,4 +1,4 @@
-"""Out of memory: one message that says where it happened, what is in use, what the plan said, and what to change."""
+"""Out of memory: one message with the place, the memory in use, the plan, and changes that help."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bapo_megatron.preflight.suggest import lighter, suggest
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, Heartbeat
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator"  # c10/core/impl/alloc_cpu.cpp: "can't allocate memory", "not enough memory"
-_PARTS = {  # functions on the way to the error; the outermost one of these tells
+_PARTS = {  # functions in the traceback; the outermost one counts
     "clip_and_step": "the optimizer step",
     "backward_step": "a backward pass",
     "backward_step_helper": "a backward pass",
@@ -42,10 +42,10 @@ _SPANS = {
 
 @contextlib.contextmanager
 def explaining_out_of_memory(config: Config, model_path: Path, rank: int) -> Iterator[None]:
-    """Around the training loop.
+    """Turn running out of memory into an explained error.
 
     Raises:
-        OutOfMemoryError: the block ran out of memory, of the GPU or of this machine.
+        OutOfMemoryError: the block ran out of GPU or machine memory.
     """
     try:
         yield
@@ -56,12 +56,12 @@ def explaining_out_of_memory(config: Config, model_path: Path, rank: int) -> Ite
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """A GPU's allocator, torch's on the CPU, or Python's own."""
+    """Return whether a GPU's allocator, torch's on the CPU, or Python ran out of memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(error)
 
 
 def explain(error: BaseException, config: Config, model_path: Path, rank: int, heartbeat: Heartbeat = HEARTBEAT) -> str:
-    """The message: where, what is in use, the plan for this rank, and changes that save memory, the best first."""
+    """Compose the message: place, memory in use, the plan for this rank, and changes that save memory, best first."""
     hf_config = load_hf_config(model_path)
     shape = model_shape(hf_config)
     gpu_bytes = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
@@ -79,7 +79,7 @@ def explain(error: BaseException, config: Config, model_path: Path, rank: int, h
 
 
 def part_of(error: BaseException, heartbeat: Heartbeat) -> str:
-    """Where it happened. Example: "training (the optimizer step), step 3"."""
+    """Describe where it happened. Example: "training (the optimizer step), step 3"."""
     names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     detail = next((_PARTS[name] for name in names if name in _PARTS), None)
     if heartbeat.span is None:
@@ -90,7 +90,7 @@ def part_of(error: BaseException, heartbeat: Heartbeat) -> str:
 
 
 def _planned(memory: TrainerMemory) -> str:
-    """Example: "planned for this rank, GiB: weights 14.2, gradients 28.3, ..., peak 70.1 (bapo plan)"."""
+    """Describe the plan. Example: "planned for this rank, GiB: weights 14.2, gradients 28.3, ..., peak 70.1"."""
     parts = ", ".join(
         f"{name.removeprefix('or: ')} {amount(value)}" for name, value, _ in memory_parts(memory) if value
     )
@@ -98,7 +98,7 @@ def _planned(memory: TrainerMemory) -> str:
 
 
 def _suggestions(config: Config, shape: ModelShape, hf_config: dict[str, Any], gpu_bytes: int | None) -> Iterator[str]:
-    """Single changes by need; layouts by time, where the cluster is known."""
+    """Suggest single changes; with a known cluster, layouts too, fastest first."""
     for number, change in enumerate(lighter(config, shape, hf_config, gpu_bytes), start=1):
         yield f"try {number}: {' '.join(change.overrides)}, planned peak {amount(change.total)}"
     if config.cluster.gpu is not None:
@@ -109,12 +109,12 @@ def _suggestions(config: Config, shape: ModelShape, hf_config: dict[str, Any], g
 
 
 def amount(num_bytes: int) -> str:
-    """Example: "1.25 GiB", "3.1 MiB"."""
+    """Format bytes. Example: "1.25 GiB", "3.1 MiB"."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= 0.1 * GIB else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def memory_in_use() -> str:
-    """GiB of this rank. Example: "70.1 GiB allocated of 75.3 GiB reserved, 79.1 GiB in all"."""
+    """Describe the memory of this rank. Example: "70.1 GiB allocated of 75.3 GiB reserved, 79.1 GiB in all"."""
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()

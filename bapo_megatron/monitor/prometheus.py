@@ -1,7 +1,7 @@
-"""What a run says to Prometheus: its latest metrics, counters, engines, last actions, and this machine's GPUs.
+"""The Prometheus endpoint of a run: latest metrics, counters, engines, last actions, and this machine's GPUs.
 
-`monitor.prometheus_port` starts it on trainer rank 0. Everything is read at the moment of a scrape, from what is in
-memory; NVML, which takes milliseconds, is asked there too.
+`monitor.prometheus_port` starts it on trainer rank 0. A scrape reads everything from memory, except
+the GPUs: it asks NVML, which takes milliseconds.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from prometheus_client.registry import Collector
 from bapo_megatron import __version__
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.metrics import METRICS
 from bapo_megatron.monitor.gpu_facts import GPU_METRICS, GPUFacts
-from bapo_megatron.monitor.metrics import METRICS
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, Heartbeat
 
 PREFIX = "bapo_"
 COUNTERS = {
     "steps": "steps since the attempt began",
     "trained_tokens": "response tokens trained since the attempt began, each counted once per pass",
-    "generated_tokens": "tokens that the engines sampled since the attempt began",
+    "generated_tokens": "tokens sampled by the engines since the attempt began",
 }
 ENGINE_METRICS: dict[str, tuple[str, Callable[[EngineState], float]]] = {
-    "engine_up": ("1 where the engine answers", lambda e: e.is_up),
-    "engine_live": ("1 where the engine is asked for tokens, 0 where it is fenced off", lambda e: e.is_live),
-    "engine_weight_version": ("weight version of the engine, -1 where it is not known", lambda e: e.version),
-    "engine_running_requests": ("requests that the engine samples", lambda e: e.num_running),
-    "engine_waiting_requests": ("requests that wait in the engine", lambda e: e.num_waiting),
+    "engine_up": ("1 if the engine answers", lambda e: e.is_up),
+    "engine_live": ("1 if the engine is asked for tokens, 0 if it is fenced off", lambda e: e.is_live),
+    "engine_weight_version": ("weight version of the engine, -1 if unknown", lambda e: e.version),
+    "engine_running_requests": ("requests being sampled by the engine", lambda e: e.num_running),
+    "engine_waiting_requests": ("requests waiting in the engine", lambda e: e.num_waiting),
 }
 ACTION_AGE = "seconds_since_last_action"
 LAST_STEP = "last_step_timestamp_seconds"
 
 
 def prometheus_name(metric: str) -> str:
-    """The name of a metric of metrics.jsonl there.
+    """Return Prometheus' name of a metric of metrics.jsonl.
 
     Example: "time/step_s" is bapo_time_step_seconds, "train/tokens_per_s" is bapo_train_tokens_per_second.
     """
@@ -54,7 +54,7 @@ def prometheus_name(metric: str) -> str:
 
 
 class RunCollector(Collector):
-    """Everything that a scrape returns; each sample has the run's name as the label `run`."""
+    """The samples of a scrape, each labelled with the run's name (`run`)."""
 
     def __init__(self, run: str, gpus: GPUFacts, heartbeat: Heartbeat = HEARTBEAT) -> None:
         self.engine_states: Callable[[], Sequence[EngineState]] = list
@@ -67,7 +67,7 @@ class RunCollector(Collector):
         self._last_step_s = time.time()  # of the wall clock, as Prometheus has it
 
     def record(self, metrics: Mapping[str, float]) -> None:
-        """One finished step. Metrics that it lacks keep their value, such as those of an evaluation."""
+        """Take a finished step. Metrics that it lacks, such as an evaluation's, keep their value."""
         with self._lock:
             self._latest.update(metrics)
             self._counts["steps"] += 1
@@ -81,7 +81,7 @@ class RunCollector(Collector):
         yield InfoMetricFamily(f"{PREFIX}run", "the run", {"run": self._run, "version": __version__})
         for name, value in latest.items():
             known = METRICS.get(name)
-            text = f"{known.description} ({known.unit}; {name})" if known else name
+            text = f"{known.meaning} ({known.unit}; {name})" if known else name
             yield self._gauge(prometheus_name(name).removeprefix(PREFIX), text, [((), value)])
         for name, description in COUNTERS.items():
             counter = CounterMetricFamily(PREFIX + name, description, labels=["run"])
@@ -91,7 +91,7 @@ class RunCollector(Collector):
         yield from self._engines()
         now_s, beats = self._heartbeat.clock(), self._heartbeat.beats()
         ages = [((role,), now_s - beat.at_s) for role, beat in beats.items()]
-        yield self._gauge(ACTION_AGE, "since a role of trainer rank 0 did anything", ages, "role")
+        yield self._gauge(ACTION_AGE, "time since the last action of a role of trainer rank 0", ages, "role")
         yield from self._gpu()
 
     def _engines(self) -> Iterator[Metric]:
@@ -119,7 +119,7 @@ class PrometheusEndpoint:
     """Serves the `collector` of a run over HTTP until it is closed.
 
     Raises:
-        ConfigError: the address cannot be listened on.
+        ConfigError: the endpoint cannot listen on the address.
     """
 
     def __init__(self, run: str, host: str, port: int) -> None:

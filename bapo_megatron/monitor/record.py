@@ -1,4 +1,4 @@
-"""What trainer rank 0 writes down: one line of metrics per step, a few samples, and what the user sees meanwhile."""
+"""The records of trainer rank 0: one line of metrics per step, a few samples, and the console."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from bapo_megatron.algorithms.mismatch import no_mismatch
-from bapo_megatron.algorithms.token_profile import bin_means
 from bapo_megatron.config.plan_slurm import check_time
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import StepResult
+from bapo_megatron.metrics import reduce_updates
 from bapo_megatron.monitor.console import Console
 from bapo_megatron.monitor.metrics import MetricsWriter, read_metrics
 from bapo_megatron.monitor.rundir import RunDir
@@ -26,18 +26,12 @@ from bapo_megatron.types import ClipBounds, Group, Trajectory
 if TYPE_CHECKING:
     from bapo_megatron.monitor.prometheus import PrometheusEndpoint
 
-# Over the updates of a step; all others are averaged.
-_LARGEST = ("loss/ratio_max", "staleness/max", "optimizer/grad_norm_max")
-_LATEST = ("optimizer/lr", "optimizer/skipped")
-_SUMMED = ("train/tokens", "mismatch/alarms", "optimizer/grad_alarms")
-
 
 class UpdateMetrics:
     """Collects the metrics of a step's optimizer updates into one number each."""
 
     def __init__(self, config: Config) -> None:
-        searches = config.searches_bounds
-        self._start = (config.bapo.low.points[0], config.bapo.high.points[0]) if searches else None
+        self._start = (config.bapo.low.points[0], config.bapo.high.points[0]) if config.searches_bounds else None
         self._values: dict[str, list[float]] = defaultdict(list)
         self._mismatch = no_mismatch()
         self._mismatch_limit = config.monitor.mismatch_limit(config.model.dtype)
@@ -61,8 +55,7 @@ class UpdateMetrics:
             self._add("bapo/num_moves", float(bounds.num_moves))
 
     def result(self) -> dict[str, float]:
-        metrics = {name: _reduce(name, values) for name, values in self._values.items()}
-        return bin_means(metrics) | {
+        return reduce_updates(self._values) | {
             "mismatch/logprob_mean": self._mismatch.mean,
             "mismatch/logprob_p99": self._mismatch.quantile(0.99),
             "mismatch/logprob_max": float(self._mismatch.largest) if self._mismatch.num_tokens else math.nan,
@@ -74,19 +67,8 @@ class UpdateMetrics:
         self._values[name].append(value)
 
 
-def _reduce(name: str, values: list[float]) -> float:
-    finite = [v for v in values if math.isfinite(v)]
-    if not finite:
-        return math.nan
-    if name in _LARGEST:
-        return max(finite)
-    if name in _LATEST:
-        return values[-1]
-    return math.fsum(finite) if name in _SUMMED else math.fsum(finite) / len(finite)
-
-
 class Recorder:
-    """The run's books for its reader. Lives on trainer rank 0 only."""
+    """Writes and shows a run's metrics and samples. Lives on trainer rank 0 only."""
 
     def __init__(self, config: Config, run_dir: RunDir, stream: TextIO) -> None:
         self._config = config
@@ -106,7 +88,7 @@ class Recorder:
             )
 
     def begin(self, first_step: int, rollouts: Rollouts | None) -> None:
-        """Go on after `first_step` finished steps: what was written about later ones is cut off."""
+        """Continue after `first_step` finished steps, and remove all records of later ones."""
         assert rollouts is not None, "the recorder's rank makes the batches"
         for path in (self._run_dir.metrics_path, self._run_dir.samples_path):
             truncate_after(path, first_step)
@@ -124,7 +106,7 @@ class Recorder:
             self._console.note(f"resuming {self._run_dir.path} after step {first_step} of {num_steps}")
 
     def keep_samples(self, step: int, groups: Sequence[Group]) -> None:
-        """The first responses of a step's batch, for reading; all of them, for training again, with rollout.record."""
+        """Keep the first responses of a step's batch to read; with rollout.record, all of them to train on again."""
         if self._config.rollout.record:
             write_groups(self._run_dir.rollouts_dir, step, groups)
         trajectories = [t for g in groups for t in g.trajectories]
@@ -162,7 +144,7 @@ class Recorder:
         print(text, file=self._stream, flush=True) if self._console is None else self._console.note(text)
 
     def _check_time_limit(self, step_s: float) -> None:
-        """Of a SLURM job, at its first step: before the first job of a run nobody knows how long a step takes."""
+        """Check a SLURM job's time limit once the duration of a step is known."""
         if "SLURM_JOB_ID" in os.environ:
             for violation in check_time(self._config, step_s):
                 self.warn(violation.message)
@@ -171,7 +153,7 @@ class Recorder:
         self.note(f"warning: {text}") if self._console is None else self._console.warn(text)
 
     def end(self) -> None:
-        """Show the summary and close what is open."""
+        """Show the summary, and close all outputs."""
         if self._console is not None:
             for sink in self._sinks:
                 sink.close()
@@ -205,7 +187,7 @@ class SilentRecorder:
 
 
 def sample_record(step: int, trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """What `samples.jsonl` keeps of a trained response; `decode` is the tokenizer's, special tokens included.
+    """Return the line of `samples.jsonl` for a trained response; `decode` keeps special tokens.
 
     Segments are decoded one by one, so a character whose bytes were split over two of them shows as a replacement
     character there; `response` is decoded whole.

@@ -1,11 +1,11 @@
-"""The folder of a run: what was run, on what, and what came out.
+"""The folder of a run: its settings, environment and results.
 
     runs/<name>/
         config.toml  command.txt  environment.json  git.diff     of the latest attempt
         metrics.jsonl  samples.jsonl  rollouts/  report.html  checkpoints/  of the whole run
         logs/attempt-N/                                          logs of one attempt, with its own copy of the above
 
-Running the same name again is the next attempt of the same run.
+Running the same name again starts the next attempt of the same run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Settings that may differ when a run is resumed: they change its length, speed or looks, not what it computes.
+# Settings that may differ when a run is resumed: they change its length, speed or looks, not its results.
 RESUMABLE_SETTINGS = (
     "run.dir",
     "cluster.*",
@@ -53,6 +53,7 @@ RESUMABLE_SETTINGS = (
     "train.recompute",
     "parallel.*",
     "optimizer.distributed",
+    "data.on_bad_prompt",
     "reward.concurrency",
     "rollout.engine",
     "rollout.record",
@@ -89,7 +90,7 @@ _LOCK_NAME = ".lock"
 
 
 class RunDir:
-    """Paths of one run, and the lock on it. A context manager that gives the lock back."""
+    """Paths of one run, and the lock on it. A context manager that releases the lock."""
 
     def __init__(self, path: Path, attempt: int, lock: TextIO | None = None) -> None:
         self.path = path
@@ -100,9 +101,9 @@ class RunDir:
     def open(cls, config: Config, *, resume: bool = True, config_text: str | None = None) -> RunDir:
         """Lock runs/<name>/ for this process, check that it may be resumed, and record the new attempt.
 
-        `config_text` is the resolved configuration as TOML, where the caller has it already.
-        Raises UserError where another process holds the run or `resume` is off and there is something to resume, and
-        ConfigError where the run was started with other settings; in both cases nothing in the folder changes.
+        `config_text` is the resolved configuration as TOML, if the caller has it already.
+        Raises UserError if another process holds the run, or if it has results and `resume` is off; ConfigError if the
+        run was started with other settings. In both cases nothing in the folder changes.
         """
         if config_text is None:
             from bapo_megatron.config.load import dump_config
@@ -112,7 +113,7 @@ class RunDir:
 
     @classmethod
     def open_path(cls, path: Path, config_text: str, *, resume: bool = True) -> RunDir:
-        """Like `open`, for a folder and a configuration given as TOML text."""
+        """Open a folder with a configuration given as TOML text, like `open`."""
         path = path.absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -134,7 +135,7 @@ class RunDir:
 
     @classmethod
     def attach(cls, path: Path) -> RunDir:
-        """The latest attempt of a run, without its lock: for the other processes of the run, and for readers."""
+        """Open the latest attempt of a run without its lock: for the run's other processes, and for readers."""
         if not path.is_dir():
             raise UserError(f"no run at {path}; the folder names a run, such as runs/demo")
         return cls(path.absolute(), max(1, _last_attempt(path)))
@@ -163,16 +164,12 @@ class RunDir:
     def rollouts_dir(self) -> Path:
         return self.path / "rollouts"
 
-    @property
-    def report_path(self) -> Path:
-        return self.path / "report.html"
-
     def log_path(self, role: str, rank: int) -> Path:
-        """Where one process of this attempt writes its output, such as logs/attempt-2/trainer-0.log."""
+        """Return the log file of one process of this attempt, such as logs/attempt-2/trainer-0.log."""
         return self.log_dir / f"{role}-{rank}.log"
 
     def close(self) -> None:
-        """Give the lock back. Safe to call twice."""
+        """Release the lock. Safe to call twice."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -197,7 +194,7 @@ class RunDir:
 
 
 def describe_environment() -> dict[str, Any]:
-    """Python, platform, cores and package versions of this process. No environment variables: they may hold secrets."""
+    """Describe this process: Python, platform, cores, package versions. Environment variables may be secret."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
@@ -211,7 +208,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def different_settings(old_text: str, new_text: str) -> dict[str, tuple[Any, Any]]:
-    """Settings whose values differ between two TOML texts, as {"bapo.rho0": (0.4, 0.5)}; None where one is unset."""
+    """Return the settings that differ between two TOML texts, as {"bapo.rho0": (0.4, 0.5)}; None for an unset one."""
     old, new = (_flatten(updated(tomllib.loads(text))) for text in (old_text, new_text))
     return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
 
@@ -247,7 +244,7 @@ def _has_results(path: Path) -> bool:
 
 
 def _take_lock(path: Path) -> TextIO:
-    """An exclusive lock that the system gives back when this process ends, however it ends."""
+    """Take an exclusive lock, which the system releases when this process ends, however it ends."""
     lock = (path / _LOCK_NAME).open("a+", encoding="utf-8")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -273,7 +270,7 @@ def _last_attempt(path: Path) -> int:
 
 
 def _git_state(folder: Path) -> tuple[str | None, str]:
-    """Commit and uncommitted changes of the checkout that holds this package; (None, "") outside of one."""
+    """Return commit and uncommitted changes of the checkout that holds this package; (None, "") outside of one."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None, ""

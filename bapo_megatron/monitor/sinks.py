@@ -1,7 +1,7 @@
-"""Other places for metrics: TensorBoard and Weights & Biases. `metrics.jsonl` is written before, and is the truth.
+"""Further outputs for metrics: TensorBoard and Weights & Biases. `metrics.jsonl` is written first and stays complete.
 
-A resumed run does the steps after its checkpoint again. No sink shows one twice: TensorBoard hides what the attempt
-before said of them, as metrics.jsonl is cut back; W&B, which only ever appends, keeps what it was told first.
+A resumed run repeats the steps after its checkpoint. No sink shows one twice: TensorBoard hides the values of the
+previous attempt, as metrics.jsonl is cut back; W&B, which only ever appends, keeps the first values.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Takes the metrics of one step after the other. May raise whatever it likes, and may be slow."""
+    """Takes the metrics of one step after the other. May raise any exception, and may be slow."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Metrics of step number `step`; values that are not finite are left out."""
+        """Take the metrics of step number `step`, without values that are not finite."""
         ...
 
     def close(self) -> None: ...
 
 
 OpenSink = Callable[[Config, RunDir, int], Sink]
-"""Opens a sink for an attempt that goes on after so many finished steps."""
+"""Opens a sink for an attempt that continues after the given number of steps."""
 
 
 class TensorBoardSink:
@@ -61,7 +61,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """One W&B run for all attempts: its id, and the last step that it was told, are in the run's `wandb-run.json`."""
+    """One W&B run for all attempts: its id, and the last step sent to it, are in the run's `wandb-run.json`."""
 
     def __init__(self, config: Config, run_dir: RunDir, first_step: int) -> None:
         import wandb
@@ -91,7 +91,7 @@ class WandbSink:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         if step > self._last_step:
             self._last_step = step
-            self._remember()  # before: a step that is lost in between is better than one told twice
+            self._remember()  # first: losing a step in between is better than sending one twice
             self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ SINKS: dict[SinkName, OpenSink] = {"tensorboard": TensorBoardSink, "wandb": Wand
 
 
 class BackgroundSink:
-    """A sink in a thread of its own. What it raises is logged, counted and told once; the caller never waits for it.
+    """A sink in a thread of its own. It logs and counts errors, and reports the first; the caller never waits.
 
     Args:
         warn: takes one line for the user, from that thread.
@@ -121,16 +121,16 @@ class BackgroundSink:
         self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand over one step, at once."""
+        """Queue one step, and return at once."""
         try:
             self._steps.put_nowait((step, {k: float(v) for k, v in metrics.items() if math.isfinite(v)}))
         except queue.Full:
             self._failed(f"step {step} is lost: it still has {_MAX_WAITING} steps before it")
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Let it take what it was handed, for so long at most; None: a minute."""
+        """Wait until the queued steps are written, at most `timeout_s`; None: a minute."""
         timeout_s = _CLOSE_TIMEOUT_S if timeout_s is None else timeout_s
-        with contextlib.suppress(queue.Full):  # its thread is stuck then, and the join says so
+        with contextlib.suppress(queue.Full):  # the thread is stuck: the join below reports it
             self._steps.put(None, timeout=timeout_s)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -140,7 +140,7 @@ class BackgroundSink:
         sink: Sink | None = None
         try:
             sink = self._open()
-        except Exception as error:  # whatever other people's code raises must not end the run
+        except Exception as error:  # an error in third-party code must not end the run
             self._failed(f"cannot be opened, and gets nothing: {_one_line(error)}")
         while (item := self._steps.get()) is not None:
             if sink is None:
@@ -164,7 +164,7 @@ class BackgroundSink:
 
 
 def open_sinks(config: Config, run_dir: RunDir, first_step: int, warn: Callable[[str], None]) -> list[BackgroundSink]:
-    """Those of `monitor.sinks`, for an attempt that goes on after `first_step` finished steps."""
+    """Open the sinks of `monitor.sinks` for an attempt that continues after `first_step` finished steps."""
 
     def opener(name: SinkName) -> Callable[[], Sink]:
         return lambda: SINKS[name](config, run_dir, first_step)

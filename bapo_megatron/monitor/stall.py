@@ -1,9 +1,9 @@
-"""When nothing moves any more: each trainer rank watches itself, and writes down where it stands.
+"""Stalls: each trainer rank watches itself, and writes a report when it makes no progress.
 
     <run>/logs/attempt-N/stall-<rank>.txt    last action of each role, stacks of all threads, tasks of the rollout loop
 
-Rank 0 then says on the terminal which ranks stand where. It is a report, nothing is ended: the deadlines of collectives
-and requests do that. In the spans in which the trainer waits for responses, what the engines answer is progress too.
+Rank 0 then shows on the terminal which ranks stand where. The report ends nothing: the deadlines of collectives and
+requests do. In the spans in which the trainer waits for responses, the engines' answers are progress, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER, Beat, Heartbeat
 
-_ASKS_ENGINES = ("rollout", "eval")  # spans in which the trainer waits for rank 0, and that for engines
+_ASKS_ENGINES = ("rollout", "eval")  # spans in which ranks wait for rank 0, and rank 0 for engines
 _MAX_POLL_S = 5.0
 _LOG = 2  # standard error, which is the rank's log
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
@@ -34,11 +34,11 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 class StallWatchdog:
-    """Reports once for each stall. A context manager around the training loop, with a thread that needs no care.
+    """Reports each stall once. A context manager around the training loop, with a thread of its own.
 
     Args:
         folder: for the reports of all ranks.
-        timeout_s: without a beat of this rank for so long, it stalls.
+        timeout_s: longest time without a beat of this rank.
         engine_timeout_s: the same, in spans that wait for engines.
         tell: on rank 0, takes one line for the user; None elsewhere.
     """
@@ -69,7 +69,7 @@ class StallWatchdog:
 
     @classmethod
     def of(cls, config: Config, rank: int, folder: Path, tell: Callable[[str], None] | None) -> StallWatchdog:
-        """As `monitor.stall_timeout_s` says: before the deadline of a collective ends the run."""
+        """Create the watchdog by `monitor.stall_timeout_s`, which ends before the deadlines of collectives."""
         timeout_s = config.monitor.stall_timeout_s or config.parallel.timeout_s / 2
         patience_s = timeout_s + config.rollout.request_timeout_s
         return cls(rank, folder, timeout_s=timeout_s, engine_timeout_s=patience_s, tell=tell)
@@ -86,7 +86,7 @@ class StallWatchdog:
 
     def _watch(self) -> None:
         while not self._has_ended.wait(self._poll_s):
-            # For the case that this thread cannot run: its C code needs no interpreter, which someone may never let go.
+            # In case this thread cannot run: faulthandler's C code needs no interpreter, which another thread may hold.
             faulthandler.dump_traceback_later(self._engine_timeout_s, file=_LOG)
             last, limit_s = self._last_beat()
             idle_s = self._heartbeat.clock() - last.at_s
@@ -97,14 +97,14 @@ class StallWatchdog:
                 self._tell_of_ranks(self._tell)
 
     def _last_beat(self) -> tuple[Beat, float]:
-        """The one that shows progress, and how old it may be, in seconds."""
+        """Return the beat that shows progress, and the age it may reach, in seconds."""
         beats = self._heartbeat.beats()
         if self._heartbeat.span not in _ASKS_ENGINES:
             return beats[TRAINER], self._timeout_s
         return max(beats.values(), key=lambda beat: beat.at_s), self._engine_timeout_s
 
     def _report(self, idle_s: float) -> str:
-        """First line: who and when; second line: where, the same for ranks that stand at the same place."""
+        """Compose the report. First line: rank and time; second line: place, equal for ranks at the same place."""
         out, now_s = io.StringIO(), self._heartbeat.clock()
         frames = sys._current_frames()
         when = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -124,12 +124,12 @@ class StallWatchdog:
         return out.getvalue()
 
     def _place(self, frame: FrameType) -> str:
-        """Example: "step 3, train: in all_reduce, called by rollout/shared.py:150 (wait_together)"."""
+        """Describe the place: "step 3, train: in all_reduce, called by rollout/shared.py:150 (wait_together)"."""
         step = f"step {self._heartbeat.step}" if self._heartbeat.step else "before the first step"
         return f"{step}, {self._heartbeat.span or 'between spans'}: {whereabouts(frame)}"
 
     def _tell_of_ranks(self, tell: Callable[[str], None]) -> None:
-        """One line for all ranks that have stalled since the last one, once no more of them turn up."""
+        """Report all newly stalled ranks in one line, once no more of them turn up."""
         found = {int(p.stem.removeprefix("stall-")): _head(p) for p in self._folder.glob("stall-*.txt")}
         new = {rank: head for rank, head in found.items() if self._told.get(rank) != head}
         if new and found == self._found:
@@ -139,7 +139,7 @@ class StallWatchdog:
 
 
 def whereabouts(frame: FrameType | None) -> str:
-    """Where a thread is: the collective of torch.distributed, if it is in one, and the innermost line of ours.
+    """Describe where a thread is: the collective of torch.distributed, if any, and the innermost line of this package.
 
     Example: "in all_reduce, called by learner/parallel.py:192 (reduce_over_data)"
     """
@@ -159,8 +159,10 @@ def _head(report: Path) -> str:
 
 
 def _by_place(heads: dict[int, str]) -> Iterator[str]:
-    """Example: ["rank 1 in step 3, train: at ...", "ranks 0, 2, 3 in step 3, train: in all_reduce, ..."]: the odd one
-    comes first."""
+    """Group ranks by place, smallest group first.
+
+    Example: ["rank 1 in step 3, train: at ...", "ranks 0, 2, 3 in step 3, train: in all_reduce, ..."].
+    """
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, head in sorted(heads.items()):
         ranks[head.splitlines()[1]].append(rank)

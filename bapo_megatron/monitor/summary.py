@@ -1,4 +1,4 @@
-"""What a whole run amounts to, and what its user should know about it."""
+"""The summary of a run, and the problems that its latest steps show."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _GRADIENT_SPIKE = (
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Key facts of a run; nan where a metric was not recorded."""
+    """Key facts of a run; nan for a metric that was not recorded."""
 
     num_steps: int
-    window_steps: int  # how many steps the first and last means are taken over; they do not overlap
+    window_steps: int  # number of steps behind the first and last means; they do not overlap
     reward_first: float
     reward_last: float
     resumed_token_share: float  # of all trained tokens
@@ -39,7 +39,7 @@ class Summary:
     num_gradient_alarms: int  # updates
 
     def text(self) -> str:
-        """Three lines for the end of a run, and one more for each kind of alarm that there was."""
+        """Return three lines for the end of a run, and one more for each kind of alarm."""
         window = f"first and last {self.window_steps} steps" if self.window_steps > 1 else "first and last step"
         lines = [
             f"pass rate  {number(self.reward_first)} -> {number(self.reward_last)} (mean reward, {window})",
@@ -55,7 +55,7 @@ class Summary:
 
 
 def summarize(rows: Sequence[Row]) -> Summary:
-    """Key facts of the steps in `rows` (as `read_metrics` gives them; at least one)."""
+    """Summarize the steps in `rows` (from `read_metrics`; at least one)."""
     assert rows, "a run without steps has no summary"
     reward_first, reward_last = first_and_last(rows, "reward/mean")
     return Summary(
@@ -73,23 +73,23 @@ def summarize(rows: Sequence[Row]) -> Summary:
 
 
 def _window(rows: Sequence[Row]) -> int:
-    """How many steps the beginning and the end of a run are; they do not overlap."""
+    """Return the number of steps at either end of a run that are averaged; the ends do not overlap."""
     return max(1, min(_WINDOW_STEPS, len(rows) // 2))
 
 
 def first_and_last(rows: Sequence[Row], name: str) -> tuple[float, float]:
-    """Means of a metric over the first and the last `Summary.window_steps` steps; nan where it was not recorded."""
+    """Average a metric over the first and the last `Summary.window_steps` steps; nan if it was not recorded."""
     values = [row.get(name, math.nan) for row in rows]
     window = _window(rows)
     return mean(values[:window]), mean(values[-window:])
 
 
 def find_problems(rows: Sequence[Row], window_steps: int = _WINDOW_STEPS) -> list[str]:
-    """What is wrong with the latest steps, one sentence each with what to do; [] while there is nothing to say.
+    """Describe each problem of the latest steps in one sentence that says what to do.
 
     A window of fewer than five steps is too short to judge, but alarms (a mismatch between engine and trainer, a spike
-    of the gradient) are told at once. The texts hold no numbers that change from step to step, so that a caller can
-    show each one once.
+    of the gradient) are reported at once. The texts hold no numbers that change from step to step, so that a
+    caller can show each once.
     """
     recent = rows[-window_steps:]
     alarms = {"mismatch/alarms": _MISMATCH, "optimizer/grad_alarms": _GRADIENT_SPIKE}
@@ -121,23 +121,23 @@ def find_problems(rows: Sequence[Row], window_steps: int = _WINDOW_STEPS) -> lis
 
 
 def mean(values: Sequence[float]) -> float:
-    """Mean of the finite values, nan where there are none."""
+    """Average the finite values; nan without any."""
     finite = [value for value in values if math.isfinite(value)]
     return fmean(finite) if finite else math.nan
 
 
 def number(value: float, digits: int = 2) -> str:
-    """0.534 -> "0.53", nan -> "-"."""
+    """Format a number: 0.534 -> "0.53", nan -> "-"."""
     return f"{value:.{digits}f}" if math.isfinite(value) else "-"
 
 
 def percent(share: float) -> str:
-    """0.614 -> "61%", nan -> "-"."""
+    """Format a share: 0.614 -> "61%", nan -> "-"."""
     return f"{share:.0%}" if math.isfinite(share) else "-"
 
 
 def count(value: float) -> str:
-    """1234 -> "1.2k", 2_500_000 -> "2.5M", nan -> "-"."""
+    """Format a count: 1234 -> "1.2k", 2_500_000 -> "2.5M", nan -> "-"."""
     if not math.isfinite(value):
         return "-"
     for limit, divisor, suffix in ((999.5, 1, ""), (999_500, 1e3, "k"), (999_500_000, 1e6, "M")):
@@ -148,7 +148,7 @@ def count(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """3725 -> "1 h 02 min", 245 -> "4 min 05 s", 12.3 -> "12.3 s", nan -> "-"."""
+    """Format a duration: 3725 -> "1 h 02 min", 245 -> "4 min 05 s", 12.3 -> "12.3 s", nan -> "-"."""
     if not math.isfinite(seconds):
         return "-"
     if seconds < 59.95:
@@ -162,7 +162,7 @@ def _finite(rows: Sequence[Row], name: str) -> list[float]:
 
 
 def _token_mean(rows: Sequence[Row], name: str) -> float:
-    """Mean over trained tokens; over steps where their number was not recorded."""
+    """Average over trained tokens, or over steps if their number was not recorded."""
     known = [row for row in rows if math.isfinite(row.get(name, math.nan))]
     weights = [row.get("train/tokens", math.nan) for row in known]
     if not weights or not all(math.isfinite(w) for w in weights) or sum(weights) == 0:

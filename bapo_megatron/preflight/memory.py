@@ -188,7 +188,7 @@ def forwards_under_way(config: Config, shape: ModelShape, gpu_bytes: int | None)
 
 def searches_exactly(config: Config) -> bool:
     """Whether bounds are searched with the ratios of the update's own tokens."""
-    return config.loss.bounds == "bapo" and config.bapo.scope == "exact"
+    return config.searches_bounds and config.bapo.scope == "exact"
 
 
 def microbatch_tokens(config: Config) -> int:

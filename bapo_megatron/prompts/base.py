@@ -1,4 +1,4 @@
-"""What a prompt source is: an indexable list of questions, the same for the same settings and seed."""
+"""Prompt sources: indexable lists of questions that depend on settings and seed alone."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Question:
 
     text: str
     answer: Any  # JSON value, see types.Prompt.answer
-    where: str  # names this question in an error message
+    where: str  # its place, for error messages
 
 
 class PromptSource(Protocol):
-    """Questions by index. `source[i]` depends on the settings, the seed and `i` only, never on what was read before."""
+    """Questions by index; `source[i]` depends on the settings, the seed and `i` alone."""
 
     name: str
 
@@ -35,7 +35,7 @@ class PromptSource(Protocol):
 
 
 def read_options(section: type[Options], source: str, options: dict[str, Any]) -> Options:
-    """`[data.options]` of a source. Raises DataError for unknown or contradictory ones."""
+    """Read a source's `[data.options]`. Raises DataError for unknown or contradictory ones."""
     try:
         return section(**options)
     except ValidationError as error:

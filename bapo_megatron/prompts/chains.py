@@ -20,7 +20,7 @@ OPERATORS = "+-*"
 
 
 def apply_operator(operator: str, left: int, right: int) -> int:
-    """`left operator right` modulo 7. Example: apply_operator("-", 2, 5) == 4."""
+    """Compute `left operator right` modulo 7. Example: apply_operator("-", 2, 5) == 4."""
     match operator:
         case "+":
             return (left + right) % MODULUS
@@ -46,7 +46,7 @@ class ChainOptions(Section):
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Terms and the operators between them. Example: Chain(terms=(3, 5, 2), operators="+*") is 3+5*2."""
+    """Terms, and the operators between them. Example: Chain(terms=(3, 5, 2), operators="+*") is 3+5*2."""
 
     terms: tuple[int, ...]
     operators: str

@@ -12,6 +12,7 @@ from typing import Any
 from bapo_megatron.errors import DataError
 from bapo_megatron.prompts.base import Question
 
+_MAX_DEPTH = 100  # Python's own limit depends on the caller
 _BOXED = "\n\nReason step by step, and put your final answer within \\boxed{}."
 _PROGRAM = (
     "Complete this Python function. Answer with one ```python block that holds the whole program, with its imports."
@@ -20,27 +21,27 @@ _PROGRAM = (
 
 
 def plain(row: dict[str, Any], where: str) -> Question:
-    """`prompt` as it is, and `answer`, any JSON value."""
+    """Read `prompt`, a string, and `answer`, any JSON value."""
     return Question(_text(row, where, "prompt"), _answer(row, where, "answer"), where)
 
 
 def math(row: dict[str, Any], where: str) -> Question:
-    """MATH-500, AIME 2024 and 2025: `problem` (or `question`) and `answer`; asks for the answer in \\boxed{}."""
+    """Read MATH-500, AIME 2024 and 2025: `problem` (or `question`) and `answer`; ask for \\boxed{}."""
     text = _text(row, where, "problem", "question", "Problem", "Question")
     return Question(text + _BOXED, _answer(row, where, "answer", "Answer"), where)
 
 
 def gsm8k(row: dict[str, Any], where: str) -> Question:
-    """`question`, and `answer`, of which the number after #### counts; asks for the answer in \\boxed{}."""
+    """Read GSM8K: `question`, and the number after #### in `answer`; ask for \\boxed{}."""
     _, mark, number = _text(row, where, "answer").rpartition("####")
     number = number.strip().replace(",", "")
     if not mark or not number:
-        raise DataError(f"{where}: field 'answer' has no '#### <number>' at its end, as GSM8K's answers have")
+        raise DataError(f"{where}: field 'answer' does not end with '#### <number>', as GSM8K's answers do")
     return Question(_text(row, where, "question") + _BOXED, number, where)
 
 
 def humaneval(row: dict[str, Any], where: str) -> Question:
-    """HumanEval: `prompt`, `test`, `entry_point`; the answer is what reward.kind = "code" runs."""
+    """Read HumanEval: `prompt`, `test` and `entry_point`; the answer is for reward.kind = "code"."""
     tests = f"{_text(row, where, 'test')}\n\ncheck({_text(row, where, 'entry_point')})\n"
     return Question(_PROGRAM.format(_text(row, where, "prompt").rstrip()), {"tests": tests}, where)
 
@@ -55,13 +56,13 @@ FORMATS: dict[str, Callable[[dict[str, Any], str], Question]] = {
 
 
 def kind_of(value: Any) -> str:
-    """What JSON calls a value, for messages."""
+    """Name a value's JSON type, for messages."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 
 
 def _field(row: dict[str, Any], where: str, *names: str) -> tuple[str, Any]:
-    """The first of the fields that there is, with its name."""
+    """Return name and value of the first field that is present."""
     for name in names:
         if name in row:
             return name, row[name]
@@ -74,11 +75,7 @@ def _text(row: dict[str, Any], where: str, *names: str) -> str:
     name, value = _field(row, where, *names)
     if not isinstance(value, str):
         raise DataError(f"{where}: field {name!r} must be a string, got {kind_of(value)}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:  # JSON may spell half of a surrogate pair, which no tokenizer takes
-        what = f"{value[error.start]!a} at character {error.start}"
-        raise DataError(f"{where}: field {name!r} is not valid Unicode: {what}; mend or remove it") from None
+    _check_json(value, f"{where}: field {name!r}")
     return value
 
 
@@ -86,8 +83,34 @@ def _answer(row: dict[str, Any], where: str, *names: str) -> Any:
     name, value = _field(row, where, *names)
     if value is None:
         raise DataError(f"{where}: field {name!r} must not be null")
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        raise DataError(f"{where}: field {name!r} is no JSON value but {type(value).__name__}") from None
+    _check_json(value, f"{where}: field {name!r}")
     return value
+
+
+def _check_json(value: Any, what: str) -> None:
+    """Raise DataError unless a value can be written as UTF-8 JSON, here and by any process that gets it later."""
+    try:
+        if isinstance(value, str):
+            value.encode()  # names the character in the text, not in its JSON
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        if _depth(value) <= _MAX_DEPTH:
+            return
+        problem = f"is nested more than {_MAX_DEPTH} levels deep"
+    except UnicodeEncodeError as error:  # JSON may spell half of a surrogate pair, which no tokenizer takes
+        problem = f"is not valid Unicode: {error.object[error.start]!a} at character {error.start}"
+    except RecursionError:
+        problem = f"is nested more than {_MAX_DEPTH} levels deep"
+    except ValueError:  # Python reads NaN, Infinity and 1e400, which JSON lacks
+        problem = "holds NaN or a number beyond the range of float64"
+    except TypeError:
+        problem = f"is not a JSON value but {type(value).__name__}"
+    raise DataError(f"{what} {problem}; correct or remove it")
+
+
+def _depth(value: Any) -> int:
+    """Return how many lists and objects contain each other."""
+    depth, level = 0, [value]
+    while level := [v for v in level if isinstance(v, dict | list)]:
+        depth += 1
+        level = [item for v in level for item in (v.values() if isinstance(v, dict) else v)]
+    return depth

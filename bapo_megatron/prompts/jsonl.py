@@ -15,12 +15,12 @@ Row = tuple[dict[str, Any], str]  # with its place in the file
 
 
 class JsonlSource:
-    """All rows of a file, read once; .parquet tells Parquet. Blank lines are skipped, further fields ignored.
+    """All rows of a JSONL or, by its suffix, .parquet file, read once. Ignores blank lines and further fields.
 
     Args:
         format: a key of `prompts.formats.FORMATS`.
 
-    Raises DataError for a file that is missing, unreadable or empty, and for a malformed row, naming file and row.
+    Raises DataError naming file and row for a malformed row, and for a missing, unreadable or empty file.
     """
 
     name = "jsonl"
@@ -48,7 +48,7 @@ def _json_rows(file: Path) -> Iterator[Row]:
         raise _unreadable(file, error) from error
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: not UTF-8 (byte {error.start}); convert it") from error
-    # split at newlines only: JSON strings may hold other Unicode line separators
+    # not splitlines: JSON strings may hold other Unicode line separators
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             yield _parse(line, f"{file}:{number}"), f"{file}:{number}"
@@ -65,7 +65,7 @@ def _parquet_rows(file: Path) -> Iterator[Row]:
     except OSError as error:
         raise _unreadable(file, error) from error
     except (pyarrow.ArrowException, ValueError) as error:
-        raise DataError(f"{file}: no whole Parquet file: {str(error).splitlines()[0]}") from error
+        raise DataError(f"{file}: not a whole Parquet file: {str(error).splitlines()[0]}") from error
     for number, row in enumerate(rows, start=1):
         yield row, f"{file}, row {number}"
 
@@ -81,11 +81,12 @@ def _parse(line: str, where: str) -> dict[str, Any]:
         row: Any = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON: {error.msg} (column {error.colno})") from None
-    except ValueError:  # int() has a limit, and says how programmers raise it
-        problem = "a whole number of thousands of digits; write it as a string"
-        raise DataError(f"{where}: not JSON that Python reads: {problem}") from None
+    except ValueError:  # Python limits the digits of an integer
+        raise DataError(
+            f"{where}: not JSON that Python reads: an integer of thousands of digits; write it as a string"
+        ) from None
     except RecursionError:
-        raise DataError(f"{where}: JSON is nested too deeply") from None
+        raise DataError(f"{where}: the JSON is nested too deeply; flatten it") from None
     if not isinstance(row, dict):
         raise DataError(f'{where}: expected an object like {{"prompt": "...", "answer": ...}}, got {kind_of(row)}')
     return row

@@ -1,12 +1,12 @@
-"""A small programming task: find the function that a few examples show, and write it as a Python program.
+"""A small programming task: find the function behind a few examples, and write it in Python.
 
 prompt    3>3 7>2 12>2:              (input>output, inputs rising)
 response  ```python
           def f(x): return x%5
           ```
 
-The functions are those of `FORMS` with a constant from 2 to 9. The examples of a prompt fit exactly one of them. The
-tests, for reward.kind = "code", ask for all of TESTED_INPUTS, most of which no prompt shows.
+The functions are FORMS with a constant from 2 to 9. A prompt's examples fit exactly one of them. The tests, for
+reward.kind = "code", use all of TESTED_INPUTS, most of which no prompt shows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORMS: dict[str, Callable[[int, int], int]] = {
     "x*x+{}": lambda x, c: x * x + c,
     "x*x-{}": lambda x, c: x * x - c,
 }
-"""What the functions compute, by their Python expression."""
+"""Functions by their Python expression."""
 CONSTANTS = range(2, 10)
 SHOWN_INPUTS = range(16)
 TESTED_INPUTS = range(-10, 31)
@@ -59,13 +59,13 @@ class Program:
 
     @property
     def tests(self) -> str:
-        """Python that fails unless `f` computes this function."""
+        """Python code that fails unless `f` computes this function."""
         outputs = [self(x) for x in TESTED_INPUTS]
         return f"assert [f(x) for x in {TESTED_INPUTS}] == {outputs}"
 
 
 def solution(expression: str) -> str:
-    """A response as the judge wants it. Example: solution("x*3") defines f as x*3."""
+    """Return a response that the judge can read. Example: solution("x*3") defines f as x*3."""
     return f"```python\ndef f(x): return {expression}\n```"
 
 
@@ -74,7 +74,7 @@ _OUTPUTS = {program: [program(x) for x in SHOWN_INPUTS] for program in FAMILY}
 
 
 def is_told_apart(program: Program, inputs: Sequence[int]) -> bool:
-    """Whether no other function of the family agrees with `program` on all of `inputs`, which are SHOWN_INPUTS."""
+    """Return whether no other function of the family agrees with `program` on `inputs`, from SHOWN_INPUTS."""
     outputs = _OUTPUTS[program]
     return not any(
         all(others[x] == outputs[x] for x in inputs) for other, others in _OUTPUTS.items() if other != program
@@ -83,14 +83,14 @@ def is_told_apart(program: Program, inputs: Sequence[int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ProgramTask:
-    """A function, and the inputs that show it. No other function of the family agrees with it there."""
+    """A function, and inputs on which no other function of the family agrees with it."""
 
     program: Program
     inputs: tuple[int, ...]
 
     @classmethod
     def random(cls, rng: random.Random, num_examples: int) -> ProgramTask:
-        """Each function of the family is equally likely."""
+        """Draw a task; each function of the family is equally likely."""
         program = rng.choice(FAMILY)
         while True:
             inputs = tuple(sorted(rng.sample(SHOWN_INPUTS, num_examples)))
@@ -103,7 +103,7 @@ class ProgramTask:
 
 
 class ProgramSource:
-    """`size` random tasks; answers are what reward.kind = "code" runs. Raises DataError for unknown options."""
+    """`size` random tasks with answers for reward.kind = "code". Raises DataError for unknown options."""
 
     name = "programs"
 

@@ -10,9 +10,9 @@ from bapo_megatron.prompts.base import Question
 
 
 def create_dataset(name: str | None, size: int, seed: int, options: dict[str, Any]) -> Any:
-    """A reasoning_gym data set: `data[i]` is an entry {question, answer, metadata}; `data.score_answer(text, entry)`.
+    """Create a data set: `data[i]` is {question, answer, metadata}, and `data.score_answer(text, entry)` judges.
 
-    Raises DataError for an unknown data set or options that it does not take.
+    Raises DataError for an unknown data set, or options that it does not take.
     """
     try:
         from reasoning_gym.factory import DATASETS
@@ -27,15 +27,15 @@ def create_dataset(name: str | None, size: int, seed: int, options: dict[str, An
         raise DataError(f"data.dataset = {name!r} is not one of reasoning-gym's {len(DATASETS)} data sets; {hint}")
     try:
         return create(name, size=size, seed=seed, **options)
-    except (TypeError, ValueError, AssertionError) as error:  # its settings are checked by asserts
+    except (TypeError, ValueError, AssertionError) as error:  # asserts check its settings
         raise DataError(f"data.options of the reasoning-gym data set {name}: {error}") from error
 
 
 class ReasoningGymSource:
     """Entries of one data set.
 
-    An answer is {"index": i, "answer": the reference answer}: entries hold values that JSON cannot carry, and the
-    verifier makes the same entry again from its index.
+    An answer is {"index": i, "answer": the reference answer}: JSON cannot carry whole entries, so the judge makes the
+    same entry again from its index.
     """
 
     name = "reasoning_gym"
@@ -57,6 +57,6 @@ class ReasoningGymSource:
 
 
 def reference_answer(entry: dict[str, Any]) -> str | None:
-    """The entry's answer as text; None where the data set judges answers without a reference."""
+    """Return the entry's answer as text; None if the data set judges answers without a reference."""
     answer = entry["answer"]
     return None if answer is None else str(answer)

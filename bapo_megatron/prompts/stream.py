@@ -1,7 +1,8 @@
-"""An endless, resumable stream of tokenised prompts."""
+"""Endless, resumable stream of tokenised prompts."""
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -16,9 +17,13 @@ from bapo_megatron.prompts.programs import ProgramSource
 from bapo_megatron.prompts.reasoning_gym import ReasoningGymSource
 from bapo_megatron.types import Prompt
 
+NUM_CHECKED = 256
+"""Prompts of a procedural source that `PromptStream.check` makes."""
+_ADVICE = 'correct it, or set data.on_bad_prompt = "skip"'
+
 
 def build_source(config: Config) -> PromptSource:
-    """The source that `[data]` describes. Raises DataError."""
+    """Build the source that `[data]` describes. Raises DataError."""
     data, seed = config.data, config.run.seed
     match data.source:
         case "chains":
@@ -32,10 +37,10 @@ def build_source(config: Config) -> PromptSource:
 
 
 class PromptStream:
-    """Prompts in a new random order each epoch; order and content depend on the configuration only.
+    """Prompts in a new random order each epoch; order and content depend on the configuration alone.
 
-    An empty or over-long prompt raises DataError naming it or, with data.on_bad_prompt = "skip", is passed over and
-    counted in `skipped_empty` or `skipped_too_long`.
+    An empty or over-long prompt raises DataError or, with data.on_bad_prompt = "skip", counts in `skipped_empty` or
+    `skipped_too_long`.
     """
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -54,20 +59,34 @@ class PromptStream:
             raise DataError("data.system_prompt is used by the chat template only: set data.chat_template = true")
 
     def next(self) -> Prompt:
-        """The next good prompt. Raises DataError for a bad one (see class), or if there is no good one at all."""
+        """Return the next good prompt. Raises DataError for a bad one (see class), or if none is good."""
         for _ in range(2 * len(self.source)):  # the rest of this epoch, and all of the next
             if (prompt := self._prompt(self._advance(), self._next_id)) is not None:
                 self._next_id += 1
                 return prompt
         raise DataError(
-            f"{self.source.name}: none of its {len(self.source)} prompts can be used (counted over the run: "
+            f"{self.source.name}: none of its {len(self.source)} prompts can be used (in this run: "
             f"{self.skipped_empty} empty, {self.skipped_too_long} over data.max_prompt_tokens)"
         )
 
-    def in_order(self, limit: int | None = None) -> list[Prompt]:
-        """The good ones among the source's first `limit` prompts, once each; a prompt's number is its index there.
+    def check(self) -> None:
+        """Find bad prompts before a run starts: in a file all of them, in an endless source some.
 
-        Raises DataError for a bad one (see class), or if there is no good one at all.
+        Raises DataError naming the first one and the number of all, with data.on_bad_prompt = "error".
+        """
+        if self.data.on_bad_prompt == "skip":
+            return
+        size = len(self.source)
+        step = 1 if self.source.name == "jsonl" else math.ceil(size / NUM_CHECKED)
+        problems = [p for i in range(0, size, step) if (p := self._tokenise(self.source[i])[1]) is not None]
+        if problems:
+            others = f" ({len(problems)} of {len(range(0, size, step))} prompts are empty or too long)"
+            raise DataError(f"{problems[0]}{others if len(problems) > 1 else ''}; {_ADVICE}")
+
+    def in_order(self, limit: int | None = None) -> list[Prompt]:
+        """Return the good ones of the source's first `limit` prompts; a prompt's id is its index there.
+
+        Raises DataError for a bad one (see class), or if none is good.
         """
         indices = range(len(self.source) if limit is None else min(limit, len(self.source)))
         prompts = [p for i in indices if (p := self._prompt(self.source[i], i)) is not None]
@@ -76,7 +95,7 @@ class PromptStream:
         return prompts
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able: all that is needed to go on with the very next prompt."""
+        """Return a JSON value from which a stream goes on with the very next prompt."""
         return {
             **self._identity(),
             "epoch": self._epoch,
@@ -87,7 +106,7 @@ class PromptStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. Raises CheckpointError if it is of another source, size or seed."""
+        """Go on where `state` was taken. Raises CheckpointError for another source, size or seed."""
         for key, here in self._identity().items():
             if state[key] != here:
                 raise CheckpointError(
@@ -116,32 +135,33 @@ class PromptStream:
         return question
 
     def _prompt(self, question: Question, prompt_id: int) -> Prompt | None:
-        """None for a bad one that is to be skipped."""
-        if not question.text.strip():
-            self.skipped_empty += 1
-            self._bad_prompt(f"{question.where}: the prompt is empty")
-            return None
-        token_ids = self._tokenise(question)
-        if len(token_ids) > self.data.max_prompt_tokens:
-            self.skipped_too_long += 1
-            self._bad_prompt(
-                f"{question.where}: the prompt has {len(token_ids)} tokens, more than "
-                f"data.max_prompt_tokens = {self.data.max_prompt_tokens}"
-            )
-            return None
-        return Prompt(prompt_id, token_ids, question.text, question.answer, self.source.name)
-
-    def _bad_prompt(self, message: str) -> None:
+        """Tokenise a question; None for a bad one to skip."""
+        token_ids, problem = self._tokenise(question)
+        if problem is None:
+            return Prompt(prompt_id, token_ids, question.text, question.answer, self.source.name)
         if self.data.on_bad_prompt == "error":
-            raise DataError(f'{message}; mend it, or set data.on_bad_prompt = "skip"')
+            raise DataError(f"{problem}; {_ADVICE}")
+        self.skipped_empty += not token_ids
+        self.skipped_too_long += bool(token_ids)
+        return None
 
-    def _tokenise(self, question: Question) -> tuple[int, ...]:
+    def _tokenise(self, question: Question) -> tuple[tuple[int, ...], str | None]:
+        """Return the prompt's token ids and its problem, if any; no ids for an empty prompt."""
+        if not question.text.strip():
+            return (), f"{question.where}: the prompt is empty"
+        token_ids, limit = self._token_ids(question), self.data.max_prompt_tokens
+        if len(token_ids) > limit:
+            problem = f"the prompt has {len(token_ids)} tokens, more than data.max_prompt_tokens = {limit}"
+            return token_ids, f"{question.where}: {problem}"
+        return token_ids, None
+
+    def _token_ids(self, question: Question) -> tuple[int, ...]:
         if not self.data.chat_template:
             return tuple(self.tokenizer.encode(question.text))
         messages = [{"role": "user", "content": question.text}]
         if self.data.system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self.data.system_prompt})
-        # return_dict=False: token ids alone, whatever the transformers version's default
+        # return_dict: its default depends on transformers' version
         return tuple(
             self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
         )

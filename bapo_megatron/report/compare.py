@@ -1,4 +1,4 @@
-"""Several runs side by side: which are seeds of the same thing, what differs between the others, and how they ended."""
+"""Several runs side by side: seeds of one setting, differences between settings, and outcomes."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Runs to compare, and what a reader must know before comparing them."""
+    """Runs to compare, with their differences and warnings to the reader."""
 
     groups: tuple[Group, ...]
     differences: list[tuple[str, list[str]]]  # setting or fact, and its value in each group
-    warnings: list[str]  # why figures must not be compared
+    warnings: list[str]  # reasons not to compare figures
     notes: list[str]
 
     @property
@@ -92,7 +92,7 @@ def _read(paths: Sequence[Path]) -> list[History]:
 
 
 def _with_own_names(runs: Sequence[History]) -> list[History]:
-    """Runs of the same name in different folders are told apart by as much of their paths as that takes."""
+    """Rename runs of the same name in different folders by as much of their paths as it takes."""
     named = list(runs)
     for depth in range(2, 1 + max(len(run.path.resolve().parts) for run in runs)):
         names = [run.name for run in named]
@@ -106,7 +106,7 @@ def _with_own_names(runs: Sequence[History]) -> list[History]:
 
 
 def _group(runs: Sequence[History]) -> tuple[Group, ...]:
-    """In the order given, by equal settings but for the seed; a seed given again begins a group of its own."""
+    """Group runs that differ by seed only, in the order given; a repeated seed begins a new group."""
     members: list[list[History]] = []
     for run in runs:
         for group in members:
@@ -136,7 +136,7 @@ def _is_seed_of(run: History, group: Sequence[History]) -> bool:
 
 
 def _common_name(group: Sequence[History]) -> str:
-    """grpo-seed0, grpo-seed1 -> grpo."""
+    """Name a group by the common stem: grpo-seed0, grpo-seed1 -> grpo."""
     if len(group) == 1:
         return group[0].name
     stems = {re.sub(r"[-_.]*(seed|s)?[-_.]*\d+$", "", run.name) for run in group}
@@ -145,7 +145,7 @@ def _common_name(group: Sequence[History]) -> str:
 
 
 def _differences(groups: Sequence[Group]) -> list[tuple[str, list[str]]]:
-    """Settings, code, packages and machines that are not the same in all runs; run.name and run.dir never are."""
+    """List settings, code, packages and machines that differ between runs, without run.name and run.dir."""
     facts = {run.path: _facts(run) for group in groups for run in group.runs}
     names = dict.fromkeys(name for of_run in facts.values() for name in of_run)
     rows = []
@@ -157,7 +157,7 @@ def _differences(groups: Sequence[Group]) -> list[tuple[str, list[str]]]:
 
 
 def _facts(run: History) -> dict[str, str]:
-    """All that may explain a difference, settings first, as text."""
+    """Return every fact that may explain a difference, settings first, as text."""
     facts = {key: _shown(value) for key, value in sorted(run.settings.items()) if key not in _NAMES}
     if run.environment:
         commit = run.environment.get("git_commit")
@@ -172,11 +172,11 @@ def _facts(run: History) -> dict[str, str]:
 
 
 def _warnings(runs: Sequence[History]) -> list[str]:
-    """Settings that make figures mean something else."""
+    """Warn of settings that make figures incomparable."""
     found = []
     if task := _different(runs, _TASK, but=_NOT_TASK):
         found.append(
-            f"The runs do not do the same task: {', '.join(task)} differ. Their rewards, and what follows from them, "
+            f"The runs do not do the same task: {', '.join(task)} differ. Their rewards, and derived figures, "
             "are not comparable."
         )
     if evaluation := _different(runs, _EVALUATION):
@@ -186,20 +186,20 @@ def _warnings(runs: Sequence[History]) -> list[str]:
 
 def _notes(groups: Sequence[Group]) -> list[str]:
     runs = [run for group in groups for run in group.runs]
-    notes = [f"{run.name} kept no config.toml: what differs from it is unknown." for run in runs if not run.settings]
+    notes = [f"{run.name} kept no config.toml: its settings are unknown." for run in runs if not run.settings]
     for run in runs:
         planned, done = run.num_planned_steps, int(run.rows[-1]["step"])
         if planned is not None and done < planned:
             notes.append(f"{run.name} is not finished: {done} of {planned} steps.")
     if len({run.rows[-1]["step"] for run in runs}) > 1:
-        notes.append("The runs have unlike lengths: compare curves at equal steps rather than how they ended.")
+        notes.append("The runs have different lengths: compare curves at equal steps, not final values.")
     if batch := _different(runs, _BATCH):
-        notes.append(f"A step does not hold as many responses in all runs ({', '.join(batch)} differ).")
+        notes.append(f"The runs train on different numbers of responses per step ({', '.join(batch)} differ).")
     if len({(run.environment.get("git_commit"), run.diff_digest) for run in runs if run.environment}) > 1:
-        notes.append("The runs did not run the same code: see “What differs”.")
+        notes.append("The runs used different code: see “What differs”.")
     for group in groups:
         if len({run.rows[-1]["step"] for run in group.runs}) > 1:
-            notes.append(f"{group.name}: its mean is drawn as far as all of its seeds have come.")
+            notes.append(f"{group.name}: its mean is drawn up to the last step that all seeds have reached.")
     known = [run for run in runs if run.settings]
     for i, run in enumerate(known):
         if twin := next((other for other in known[:i] if _are_twins(run, other)), None):
@@ -213,7 +213,7 @@ def _are_twins(a: History, b: History) -> bool:
 
 
 def _different(runs: Sequence[History], patterns: Iterable[str], but: Iterable[str] = ()) -> list[str]:
-    """Settings like one of `patterns` whose values are not the same in all runs that recorded their settings."""
+    """List settings matching one of `patterns` that differ between the runs that recorded their settings."""
     known = [run.settings for run in runs if run.settings]
     keys = sorted({key for settings in known for key in settings})
     return [
@@ -244,9 +244,9 @@ OUTCOMES = tuple(label for label, _, _ in _OUTCOMES)
 
 
 def outcomes(runs: Sequence[History]) -> list[tuple[str, str]]:
-    """A cell for each of OUTCOMES: the mean over runs, and the range where there are several.
+    """Return a cell for each of OUTCOMES: the mean over runs and, for several, the range.
 
-    With the evaluation of a single run comes its standard error over prompts instead.
+    The evaluation of a single run has its standard error over prompts instead.
     """
     cells = []
     for label, figure, show in _OUTCOMES:

@@ -54,8 +54,8 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The y axis: `around_zero` puts the zeros of both axes at the same height, `log_if_wide` takes a logarithmic axis
-    for positive values over two decades."""
+    """The scale of the y axis: `around_zero` aligns the zeros of both axes, `log_if_wide` takes a logarithmic axis for
+    positive values over two decades."""
 
     from_zero: bool = False
     around_zero: bool = False
@@ -64,7 +64,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class XAxis:
-    """What the points of a curve lie over."""
+    """The x axis of a figure."""
 
     label: str
     margin: float
@@ -76,7 +76,7 @@ STEPS = XAxis("training step", margin=0.5, whole=True)
 
 
 def draw_curves(axes: Axes, series: Mapping[str, Sequence[Points]], *, window: int = 1) -> list[Any]:
-    """One line for each label: the mean over its seeds, in a band from the lowest seed to the highest.
+    """Draw one line per label: the mean over its seeds, in a band from the lowest seed to the highest.
 
     A line covers the steps that all of its seeds have reached. Colours and dashes follow the order of `series`; draw
     within `rc_context(style.RC)` for the looks of the report.
@@ -103,7 +103,7 @@ def draw_curves(axes: Axes, series: Mapping[str, Sequence[Points]], *, window: i
 
 
 def mean_and_range(seeds: Sequence[Points]) -> tuple[Column, Column, Column, Column]:
-    """x, mean, lowest and highest over the seeds, from where the last one begins to where the first one ends.
+    """Return x, mean, lowest and highest over the seeds, from where the last one begins to where the first one ends.
 
     Values that are not finite, and seeds without others, are left out: at an x that a seed lacks, the others count.
     """
@@ -121,7 +121,7 @@ def mean_and_range(seeds: Sequence[Points]) -> tuple[Column, Column, Column, Col
 
 
 def moving_average(values: Column, window: int = SMOOTH_STEPS) -> Column:
-    """Mean of the finite values among the latest `window`; nan where there are none. Same length as `values`."""
+    """Average the finite values among the latest `window`; nan without any. Same length as `values`."""
     finite = np.isfinite(values)
     sums = np.concatenate(([0.0], np.cumsum(np.where(finite, values, 0.0))))
     counts = np.concatenate(([0], np.cumsum(finite)))
@@ -141,7 +141,7 @@ def line_figure(
     scale: Scale = PLAIN,
     over: XAxis = STEPS,
 ) -> Figure | None:
-    """Curves over the training steps, or something else; None where no line has a finite value."""
+    """Draw curves over the training steps, or another axis; None if no line has a finite value."""
     recorded = _recorded(lines)
     if not recorded:
         return None
@@ -165,7 +165,7 @@ def line_figure(
 
 
 def stacked_figure(steps: Column, lines: Sequence[Line], y_label: str) -> Figure | None:
-    """Values of each step on top of each other; None where there is nothing to stack. Long runs: means of blocks."""
+    """Stack the values of each step, or block means for long runs; None if no line has a finite value."""
     recorded = _recorded(lines)
     if not recorded:
         return None
@@ -193,7 +193,7 @@ def curves_figure(
     scale: Scale = PLAIN,
     over: XAxis = STEPS,
 ) -> Figure | None:
-    """Curves of several runs, one row for each y label, as `draw_curves`; None where nothing has a finite value.
+    """Draw curves of several runs with `draw_curves`, one row per y label; None without a finite value.
 
     Without a legend: names of runs may be long, so the page shows it.
     """
@@ -212,7 +212,7 @@ def curves_figure(
 
 
 def bars_figure(keys: Sequence[str], layers: Mapping[str, Sequence[float]], x_label: str) -> Figure | None:
-    """One bar for each key, first on top, made of the layers' values; None where there are no finite ones."""
+    """Draw one bar per key, first on top, stacked from the layers' values; None without a finite value."""
     columns = {label: np.array(values, dtype=float) for label, values in layers.items()}
     recorded = {index: item for index, item in enumerate(columns.items()) if np.isfinite(item[1]).any()}
     if not recorded:
@@ -235,13 +235,13 @@ def bars_figure(keys: Sequence[str], layers: Mapping[str, Sequence[float]], x_la
 
 
 def _block_means(values: Column, starts: NDArray[np.int64]) -> Column:
-    """Means of the values from each of `starts` to the next; what is not finite counts as 0."""
+    """Average the values from each of `starts` to the next, counting values that are not finite as 0."""
     sizes = np.diff(np.append(starts, len(values)))
     return np.add.reduceat(np.where(np.isfinite(values), values, 0.0), starts) / sizes
 
 
 def _recorded(lines: Sequence[Line]) -> dict[int, Line]:
-    """The lines with a finite value by their place; a line keeps its looks where another one is missing."""
+    """Return the lines with a finite value by index, so that each keeps its looks if another is missing."""
     return {index: line for index, line in enumerate(lines) if np.isfinite(line.values).any()}
 
 
@@ -250,7 +250,7 @@ def _finite_values(series: Mapping[str, Sequence[Points]]) -> list[Column]:
 
 
 def _new_figure(first: float, last: float, y_labels: Sequence[str], over: XAxis) -> tuple[Figure, list[Axes]]:
-    """One row of axes for each label, over what lies from `first` to `last`."""
+    """Create one row of axes per label, with x from `first` to `last`."""
     height = _SIZE_INCHES[1] if len(y_labels) == 1 else 0.5 + _ROW_INCHES * len(y_labels)
     figure = Figure(figsize=(_SIZE_INCHES[0], height), layout="constrained")
     rows = list(figure.subplots(len(y_labels), sharex=True, squeeze=False)[:, 0])
@@ -298,7 +298,7 @@ def _draw_level(axes: Axes, level: Level, colour: str) -> Any:
 
 
 def _legend(figure: Figure, handles: Sequence[Any]) -> None:
-    """Above the plot, where no curve can be hidden by it, in as many columns as there is room for."""
+    """Place the legend above the plot, where it hides no curve, in as many columns as fit."""
     for num_columns in range(min(3, len(handles)), 0, -1):
         legend = figure.legend(handles=handles, loc="outside upper left", ncols=num_columns, columnspacing=1.2)
         if num_columns == 1 or legend.get_window_extent().width <= figure.bbox.width:

@@ -1,7 +1,11 @@
-"""All figures of the report, in their order: what each one shows, and one sentence on how to read it."""
+"""All figures of the report, in their order: the designed ones, and plain ones for the other declared panels."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import replace
+
+from bapo_megatron.metrics import METRICS
 from bapo_megatron.report.figures import Scale, XAxis
 from bapo_megatron.report.panels import Curve, Panel
 from bapo_megatron.report.quantities import (
@@ -13,7 +17,6 @@ from bapo_megatron.report.quantities import (
     interior,
     kl_target,
     measured_entropy_change,
-    metric,
     predicted_entropy_change,
     rho_target,
     saturated_not_inert,
@@ -24,11 +27,10 @@ from bapo_megatron.report.quantities import (
 
 _TOKEN_CLASSES = ("positive_low", "negative_high", "positive_high", "negative_low")
 _STAGES = ("rollout", "critic", "score", "train", "sync", "eval", "other")
-_Z_95 = 1.96
 _PROBABILITY = XAxis("probability of the token", margin=0.05, whole=False)
 
 
-PANELS = (
+FIGURES = (
     Panel(
         "Learning",
         "Reward",
@@ -45,15 +47,15 @@ PANELS = (
                 "mean reward, 95 % interval",
                 "eval/reward",
                 row="mean reward",
-                half_width=metric("eval/reward_stderr", _Z_95),
+                standard_error="eval/reward_stderr",
             ),
-            Curve("best of a group", best_of_group),
+            Curve("best of a group", "eval/best_of_group", best_of_group),
         ),
-        "Reward on prompts of its own, which is what training is for. Differences within the intervals, "
-        "which are over prompts and not over seeds, are noise.",
+        "Reward on separate prompts: the purpose of training. Differences within the intervals, which are over prompts "
+        "and not over seeds, are noise.",
         needs="eval.interval_steps",
-        how_to_compare="Reward on prompts of its own, which is what training is for. The outcome table has the last "
-        "value of a run with its standard error over prompts: differences below two of these are noise.",
+        how_to_compare="Reward on separate prompts: the purpose of training. The outcome table has a run's last value "
+        "with its standard error over prompts: differences below two of these are noise.",
     ),
     Panel(
         "Learning",
@@ -70,7 +72,7 @@ PANELS = (
         (
             Curve("mean", "rollout/response_tokens_mean", row="mean, tokens"),
             Curve("longest", "rollout/response_tokens_max"),
-            Curve("cut off (right)", metric("rollout/truncated_share", 100), row="cut off, %", on_right=True),
+            Curve("cut off (right)", "rollout/truncated_share", percent=True, row="cut off, %", on_right=True),
         ),
         "A steady rise without reward often means rambling. Cut-off responses have reached the length limit.",
         right_label="cut-off responses, %",
@@ -84,7 +86,7 @@ PANELS = (
             Curve("mean of the step", "optimizer/grad_norm", row="global norm"),
             Curve("largest", "optimizer/grad_norm_max"),
         ),
-        "Before clipping. Should stay in one range: spikes that grow announce a collapse.",
+        "Before clipping. Should stay in one range: growing spikes precede a collapse.",
         scale=Scale(from_zero=True, log_if_wide=True),
     ),
     Panel(
@@ -92,8 +94,8 @@ PANELS = (
         "Clip fraction",
         "% of trained tokens",
         (
-            Curve("over the upper bound", metric("loss/clip_high_share", 100), row="over upper, %"),
-            Curve("under the lower bound", metric("loss/clip_low_share", 100), row="under lower, %"),
+            Curve("over the upper bound", "loss/clip_high_share", percent=True, row="over upper, %"),
+            Curve("under the lower bound", "loss/clip_low_share", percent=True, row="under lower, %"),
         ),
         "Positive tokens over the upper bound and negative ones under the lower bound carry no gradient. "
         "Near zero, the choice of bounds does not matter.",
@@ -101,18 +103,19 @@ PANELS = (
     ),
     Panel(
         "The update",
-        "Whom clipping hits",
+        "Clipping by token class",
         "clipped, % of the class",
         tuple(
             Curve(
                 name.replace("_", ", "),
+                f"entropy_rule/{name}_clipped",
                 clipped_part(name),
                 row=f"{name.replace('_', ', ')}, %" if name.endswith("low") else "",
             )
             for name in _TOKEN_CLASSES
         ),
         "Sign of the advantage, and probability above (high) or below (low) the typical one. Improbable tokens reach a "
-        "bound first; clipped positive ones are exploration that is thrown away.",
+        "bound first; clipped positive ones are lost exploration.",
         scale=Scale(from_zero=True),
     ),
     Panel(
@@ -120,11 +123,11 @@ PANELS = (
         "Ratio and entropy by probability",
         "|log ratio|, nats",
         (
-            Curve("|log ratio|", by_probability("abs_log_ratio"), row="|log ratio|, nats"),
-            Curve("entropy (right)", by_probability("entropy"), row="entropy, nats", on_right=True),
+            Curve("|log ratio|", "", by_probability("abs_log_ratio"), row="|log ratio|, nats"),
+            Curve("entropy (right)", "", by_probability("entropy"), row="entropy, nats", on_right=True),
         ),
-        "Means over the run's tokens in ten bins of their probability: how far clipping sees them move, and how open "
-        "the policy is there. Where tokens move furthest, bounds act first.",
+        "Means over the run's tokens in ten bins of their probability: how far ratios move, and how open the policy "
+        "is there. Bounds act first where tokens move furthest.",
         right_label="entropy, nats",
         scale=Scale(from_zero=True),
         over=_PROBABILITY,
@@ -136,11 +139,11 @@ PANELS = (
         "Clipping by probability",
         "clipped, % of the bin",
         (
-            Curve("over the upper bound", by_probability("clip_high_share", 100), row="over upper, %"),
-            Curve("under the lower bound", by_probability("clip_low_share", 100), row="under lower, %"),
+            Curve("over the upper bound", "", by_probability("clip_high_share"), percent=True, row="over upper, %"),
+            Curve("under the lower bound", "", by_probability("clip_low_share"), percent=True, row="under lower, %"),
         ),
-        "Clipped part of the run's tokens in each of these bins. Much more over the upper bound on the left than on "
-        "the right: it keeps rare tokens rare.",
+        "Clipped part of the run's tokens in each bin. Much more over the upper bound on the left than on the right: "
+        "the bound keeps rare tokens rare.",
         scale=Scale(from_zero=True),
         over=_PROBABILITY,
         places=bin_centres,
@@ -151,15 +154,21 @@ PANELS = (
         "Positive tokens",
         "share",
         (
-            Curve("of the loss", share_of("loss/positive_mass", "loss/negative_mass"), row="of the loss"),
+            Curve(
+                "of the loss",
+                "loss/positive_mass",
+                share_of("loss/positive_mass", "loss/negative_mass"),
+                row="of the loss",
+            ),
             Curve(
                 "of the tokens",
+                "loss/positive_token_share",
                 share_of("loss/positive_token_share", "loss/negative_token_share"),
                 row="of the tokens",
             ),
         ),
         "Tokens with a positive advantage; the rest to 1 are negative ones. Far under a half, the policy mostly learns "
-        "what not to do.",
+        "from its failures.",
         levels=balance,
     ),
     Panel(
@@ -203,12 +212,12 @@ PANELS = (
     ),
     Panel(
         "Balance and clipping",
-        "What the search did",
+        "Search outcome",
         "share of updates",
         (
             Curve("at the start (inert)", "bapo/inert_share"),
-            Curve("inside the ranges", interior),
-            Curve("at the limits (saturated)", saturated_not_inert),
+            Curve("inside the ranges", "", interior),
+            Curve("at the limits (saturated)", "bapo/saturated_share", saturated_not_inert),
         ),
         "Only updates inside the ranges have bounds that were adapted to them; the others are fixed clipping at the "
         "start, or at the end, of the ranges.",
@@ -220,8 +229,8 @@ PANELS = (
         "Positive contribution ρ",
         "contribution ρ",
         (Curve("ρ", "bapo/positive_share", row="contribution ρ"),),
-        "What positive tokens contribute at the bounds in use, by the reading in bapo.contribution. Above the target "
-        "bounds stay at their start, below it they are at their limits.",
+        "Contribution of positive tokens at the bounds in use, by the reading in bapo.contribution. Above the target, "
+        "bounds stay at their start; below it, they are at their limits.",
         levels=rho_target,
         needs="loss.name = bapo",
     ),
@@ -230,11 +239,11 @@ PANELS = (
         "Entropy-Clip Rule",
         "-Cov(log π, A X), nats",
         (
-            Curve("predicted", predicted_entropy_change, row="predicted, nats"),
-            Curve("measured (right)", measured_entropy_change, row="measured, nats", on_right=True),
+            Curve("predicted", "entropy_rule/covariance", predicted_entropy_change, row="predicted, nats"),
+            Curve("measured (right)", "loss/entropy", measured_entropy_change, row="measured, nats", on_right=True),
         ),
-        "Means of the last 10 steps. Above zero entropy is pushed up, below it down: what a step's tokens predict, to "
-        "first order and up to the step size, against what entropy did until the next step. Compare signs and courses.",
+        "Means of the last 10 steps. Above zero, entropy is pushed up, below it down: the change that a step's tokens "
+        "predict, to first order and up to the step size, and until the next step. Compare signs and trends.",
         right_label="change to the next step, nats",
         scale=Scale(around_zero=True),
     ),
@@ -244,7 +253,7 @@ PANELS = (
         "share of trained tokens",
         tuple(Curve(name.replace("_", ", "), f"entropy_rule/{name}") for name in _TOKEN_CLASSES),
         "Sign of the advantage, and probability above or below the typical one. The first two raise entropy, the other "
-        "two lower it; what is missing to 1 has no advantage.",
+        "two lower it; the rest to 1 has no advantage.",
         stacked=True,
     ),
     Panel(
@@ -263,11 +272,11 @@ PANELS = (
         "Partial rollout",
         "resumed tokens, %",
         (
-            Curve("resumed tokens", metric("rollout/resumed_token_share", 100), row="resumed tokens, %"),
+            Curve("resumed tokens", "rollout/resumed_token_share", percent=True, row="resumed tokens, %"),
             Curve("set aside (right)", "ledger/partial", row="set aside", on_right=True),
         ),
         "Tokens that were sampled in a later step than their response began, and responses that wait to be resumed. "
-        "More and more waiting ones: the rounds are too short.",
+        "A growing number: the rounds are too short.",
         right_label="unfinished responses",
         scale=Scale(from_zero=True),
     ),
@@ -281,7 +290,7 @@ PANELS = (
             Curve("largest", "mismatch/logprob_max"),
         ),
         "Log-probs that the engine reported against the trainer's at the same weights. Around 1e-6 with float32; a "
-        "jump announces a weight update that went wrong.",
+        "jump points to a faulty weight update.",
         scale=Scale(log_if_wide=True),
     ),
     Panel(
@@ -313,9 +322,35 @@ PANELS = (
         "Speed",
         "Time per step",
         "seconds",
-        tuple(Curve(stage, stage_time(stage)) for stage in _STAGES),
-        "The thickest layer is what the run waits for.",
+        tuple(Curve(stage, f"time/{stage}_s", stage_time(stage)) for stage in _STAGES),
+        "The thickest layer is the bottleneck.",
         stacked=True,
-        how_to_compare="The longest part of a bar is what the run waits for. Other work on the machine counts, too.",
+        how_to_compare="The longest part of a bar is the bottleneck. Other work on the machine counts, too.",
     ),
 )
+
+
+def _with_declared(figures: tuple[Panel, ...]) -> tuple[Panel, ...]:
+    """Draw each metric that declares a panel: added to the figure of that name, or in a plain figure of its own."""
+    drawn = {curve.metric for panel in figures for curve in panel.curves}
+    missing: dict[str, list[str]] = defaultdict(list)
+    for metric in METRICS.values():
+        if metric.panel and metric.key not in drawn:
+            missing[metric.panel].append(metric.key)
+    panels = [
+        replace(panel, curves=(*panel.curves, *_plain_curves(missing.pop(f"{panel.section} / {panel.title}", []))))
+        for panel in figures
+    ]
+    for name, keys in missing.items():
+        section, title = name.split(" / ")
+        how_to_read = " ".join(f"{key}: {METRICS[key].meaning} {METRICS[key].advice}".strip() for key in keys)
+        panels.append(Panel(section, title, METRICS[keys[0]].unit, _plain_curves(keys), how_to_read))
+    sections = list(dict.fromkeys(panel.section for panel in panels))
+    return tuple(sorted(panels, key=lambda panel: sections.index(panel.section)))
+
+
+def _plain_curves(keys: list[str]) -> tuple[Curve, ...]:
+    return tuple(Curve(key, key, row=key) for key in keys)
+
+
+PANELS = _with_declared(FIGURES)

@@ -1,4 +1,4 @@
-"""A run as its folder tells it, for reports: metrics, settings, and what it ran on. Works while the run goes on."""
+"""A run read from its folder, for reports: metrics, settings, environment. Works while the run goes on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bapo_megatron.monitor.summary import Row
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What a run has recorded so far; `settings` and `environment` are empty where it did not record them."""
+    """The records of a run so far; `settings` and `environment` are empty if it did not record them."""
 
     path: Path
     name: str
@@ -41,14 +41,14 @@ class History:
         return self.settings.get("train.num_steps")
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """A metric of every step, [num_steps]; nan where it was not recorded."""
+        """Return a metric of every step, [num_steps]; nan where it was not recorded."""
         return np.array([row.get(name, math.nan) for row in self.rows], dtype=np.float64)
 
 
 def read_history(path: Path) -> History:
     """Read a run directory. A run without finished steps has no rows.
 
-    Raises UserError where `path` is not the folder of a run, or its facts cannot be read.
+    Raises UserError if `path` is not the folder of a run, or its facts cannot be read.
     """
     config_path, metrics_path, diff_path = path / "config.toml", path / "metrics.jsonl", path / "git.diff"
     if not config_path.exists() and not metrics_path.exists():

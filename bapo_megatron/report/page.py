@@ -56,9 +56,9 @@ class Card:
 
 def write_report(run_dir: Path, output: Path | None = None) -> Path:
     """Write a run's report from its metrics, samples and configuration; returns its path: report.html in the run's
-    folder, unless `output` says otherwise.
+    folder, unless `output` is given.
 
-    Works while the run goes on. Raises UserError where the folder is no run, holds no metrics, or cannot be written.
+    Works while the run goes on. Raises UserError if the folder is no run, holds no metrics, or cannot be written.
     """
     run = read_history(run_dir)
     if not run.rows:
@@ -87,9 +87,9 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
 
 def write_comparison(run_dirs: Sequence[Path], output: Path | None = None) -> Path:
     """Write several runs side by side into one page; returns its path: comparison.html in the folder that holds the
-    first run, unless `output` says otherwise.
+    first run, unless `output` is given.
 
-    Raises UserError where folders are no runs or given twice, none has finished a step, or the page cannot be written.
+    Raises UserError if folders are no runs or given twice, none has finished a step, or the page cannot be written.
     """
     comparison = compare(run_dirs)
     cards, missing = _cards(lambda panel: (panel.compare(comparison.runs), panel.remarks(comparison.runs)))
@@ -113,7 +113,7 @@ def write_comparison(run_dirs: Sequence[Path], output: Path | None = None) -> Pa
 
 
 def _cards(draw: Callable[[Panel], tuple[Figure | None, str]]) -> tuple[list[Card], list[str]]:
-    """The figures, and the titles of those without data, with what would have it recorded."""
+    """Draw the figures; return them, and the titles of those without data, with the setting that records it."""
     cards, missing = [], []
     for panel in PANELS:
         figure, how_to_read = draw(panel)
@@ -145,14 +145,14 @@ def _write(path: Path, html: str) -> Path:
 
 
 def _outcomes_of_runs(comparison: Comparison) -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """Each run by itself, where a line stands for several; else nothing that the table does not say already."""
+    """Return the outcomes of each run if any group has several; otherwise the table says it all."""
     if all(len(group.runs) == 1 for group in comparison.groups):
         return []
     return [(group.key, run.name, outcomes([run])) for group in comparison.groups for run in group.runs]
 
 
 def _facts(run: History) -> list[tuple[str, str, str]]:
-    """Key facts as (label, value, remark)."""
+    """Return key facts as (label, value, remark)."""
     rows, settings = run.rows, run.settings
     summary = summarize(rows)
     window = f"first and last {summary.window_steps} steps" if summary.window_steps > 1 else "first and last step"
@@ -184,14 +184,14 @@ def _layout(settings: Mapping[str, Any]) -> str:
 
 
 def _choose_samples(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Some of the earliest and the latest, for a before and after."""
+    """Choose some of the earliest and the latest samples, for a before and after."""
     if len(samples) <= _NUM_EARLY_SAMPLES + _NUM_LATE_SAMPLES:
         return list(samples)
     return [*samples[:_NUM_EARLY_SAMPLES], *samples[-_NUM_LATE_SAMPLES:]]
 
 
 def _shown_sample(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page shows of a line of samples.jsonl; tolerant, because other tools may write such lines too."""
+    """Format a line of samples.jsonl for the page; tolerant, because other tools may write such lines."""
     segments = sample.get("segments") or [{"text": sample.get("response", "")}]
     reward = sample.get("reward")
     remarks = [
@@ -232,7 +232,7 @@ def _cell(name: str, row: Row) -> str:
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, list[float | None]]:
-    """All metrics, for whoever wants to plot them: name -> value per step, to six digits; None where not finite."""
+    """Return all metrics for plotting: name -> value per step, to six digits; None where not finite."""
     names = sorted({name for row in rows for name in row})
     return {
         name: [float(f"{value:.6g}") if math.isfinite(value := row.get(name, math.nan)) else None for row in rows]
@@ -241,5 +241,5 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[float | None]]:
 
 
 def _script_safe_json(value: Any) -> str:
-    """As JSON in which nothing can end the script tag around it."""
+    """Encode as JSON that cannot end the script tag around it."""
     return json.dumps(value).replace("<", "\\u003c")

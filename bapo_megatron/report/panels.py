@@ -1,4 +1,4 @@
-"""How a figure of the report is described, and drawn for one run or for several. The figures: `gallery.py`."""
+"""Descriptions of the report's figures, drawn for one run or several. The figures: `gallery.py`."""
 
 from __future__ import annotations
 
@@ -29,19 +29,29 @@ Groups = Mapping[str, Sequence[History]]
 """Runs by the key of their line; those of one line differ by their seed only."""
 
 
+_Z_95 = 1.96  # standard errors on either side of a mean that make a 95 % interval
+
+
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One quantity of a figure."""
+    """One quantity of a figure: a metric, or values derived from it and others."""
 
     label: str
-    values: str | Values  # a metric, or what is made of several
+    metric: str
+    values: Values | None = None  # derived values; None: the metric itself
+    percent: bool = False  # whether the metric, a share, is drawn in percent
     row: str = ""  # label of its axis where runs are compared; "": it is not compared
     smooth: bool = False
     on_right: bool = False
-    half_width: Values | None = None  # of an interval around each value
+    standard_error: str = ""  # the metric whose 95 % interval is drawn around each value
 
     def of(self, run: History) -> Column:
-        return run.column(self.values) if isinstance(self.values, str) else self.values(run)
+        values = run.column(self.metric) if self.values is None else self.values(run)
+        return 100 * values if self.percent else values
+
+    def half_width(self, run: History) -> Column | None:
+        """Return half the width of the 95 % interval around each value."""
+        return _Z_95 * run.column(self.standard_error) if self.standard_error else None
 
 
 def no_levels(run: History) -> list[Level]:
@@ -65,17 +75,14 @@ class Panel:
     stacked: bool = False
     levels: Callable[[History], Sequence[Level]] = no_levels
     scale: Scale = PLAIN
-    needs: str = ""  # the setting that has it recorded
+    needs: str = ""  # the setting that records its metrics
     over: XAxis = STEPS
     places: Values = steps  # of the curves' values on that axis
-    how_to_compare: str = ""  # how to read the figure of several runs, where that differs
+    how_to_compare: str = ""  # how to read the figure of several runs, if different
 
     def draw(self, run: History) -> Figure | None:
-        """The figure of one run; None where its metrics were not recorded."""
-        lines = [
-            Line(c.label, c.of(run), c.smooth, c.on_right, c.half_width(run) if c.half_width else None)
-            for c in self.curves
-        ]
+        """Draw the figure of one run; None if its metrics were not recorded."""
+        lines = [Line(c.label, c.of(run), c.smooth, c.on_right, c.half_width(run)) for c in self.curves]
         if self.stacked:
             return stacked_figure(run.steps, lines, self.y_label)
         return line_figure(
@@ -89,7 +96,7 @@ class Panel:
         )
 
     def compare(self, groups: Groups) -> Figure | None:
-        """The figure of several runs; None where none of them recorded its metrics.
+        """Draw the figure of several runs; None if none of them recorded its metrics.
 
         Stacked quantities are averaged over steps and seeds; the others are drawn in one row each.
         """
@@ -105,12 +112,12 @@ class Panel:
         return curves_figure(rows, levels=levels, window=window, scale=self.scale, over=self.over)
 
     def window(self, groups: Groups) -> int:
-        """Steps that a line of a comparison is averaged over."""
+        """Return the number of steps over which a line of a comparison is averaged."""
         is_long = any(len(run.rows) > SMOOTH_STEPS for runs in groups.values() for run in runs)
         return SMOOTH_STEPS if is_long and any(c.smooth for c in self.curves) else 1
 
     def remarks(self, groups: Groups) -> str:
-        """How to read the figure of several runs."""
+        """Explain how to read the figure of several runs."""
         remarks = [self.how_to_compare or self.how_to_read]
         if self.window(groups) > 1:
             remarks.append(f"Means of the last {SMOOTH_STEPS} steps.")
@@ -118,7 +125,7 @@ class Panel:
         return " ".join(remarks)
 
     def _shared_levels(self, groups: Groups) -> Sequence[Level]:
-        """Levels that all runs which have any agree on, where there is one row to draw them in."""
+        """Return the levels if all runs that have any agree on them, and there is one row to draw them in."""
         levels = [found for runs in groups.values() for run in runs if (found := list(self.levels(run)))]
         is_one_row = sum(bool(c.row) for c in self.curves) == 1
         return levels[0] if is_one_row and levels and all(other == levels[0] for other in levels) else ()

@@ -1,4 +1,4 @@
-"""What the report's figures make of a run's metrics and settings: derived columns, and levels to compare them with."""
+"""Values and reference levels that the report's figures derive from a run's metrics and settings."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ from bapo_megatron.report.history import History
 from bapo_megatron.report.panels import Values
 
 
-def metric(name: str, factor: float = 1.0) -> Values:
-    return lambda run: factor * run.column(name)
-
-
 def share_of(part: str, *others: str) -> Values:
-    """A metric's share of the sum of itself and others; nan where that is 0."""
+    """Compute a metric's share of the sum of itself and others; nan where the sum is 0."""
 
     def values(run: History) -> Column:
         whole = sum((run.column(name) for name in others), run.column(part))
@@ -25,12 +21,12 @@ def share_of(part: str, *others: str) -> Values:
 
 
 def clipped_part(name: str) -> Values:
-    """Of a class of tokens, in percent; nan where there are no such tokens."""
+    """Compute the clipped part of a class of tokens, in percent; nan without such tokens."""
     return lambda run: 100 * _ratio(run.column(f"entropy_rule/{name}_clipped"), run.column(f"entropy_rule/{name}"))
 
 
 def stage_time(stage: str) -> Values:
-    """Seconds of each step; nan for a stage that the run does not have."""
+    """Return the seconds of a stage in each step; nan for a stage that the run does not have."""
 
     def values(run: History) -> Column:
         seconds = run.column(f"time/{stage}_s")
@@ -39,8 +35,8 @@ def stage_time(stage: str) -> Values:
     return values
 
 
-def by_probability(name: str, factor: float = 1.0) -> Values:
-    """A mean of `token_profile.MEANS` over all trained tokens of the run in each bin of probability, [num_bins]."""
+def by_probability(name: str) -> Values:
+    """Average one of `token_profile.MEANS` over the run's trained tokens in each bin of probability, [num_bins]."""
 
     def values(run: History) -> Column:
         tokens, means = (
@@ -48,7 +44,7 @@ def by_probability(name: str, factor: float = 1.0) -> Values:
             np.stack([run.column(f"{b}_{name}") for b in BINS]),
         )
         tokens = np.where(np.isfinite(means), tokens, 0.0)
-        return factor * _ratio(np.nansum(tokens * np.nan_to_num(means), axis=1), np.nansum(tokens, axis=1))
+        return _ratio(np.nansum(tokens * np.nan_to_num(means), axis=1), np.nansum(tokens, axis=1))
 
     return values
 
@@ -58,25 +54,25 @@ def bin_centres(run: History) -> Column:
 
 
 def best_of_group(run: History) -> Column:
-    """nan where a group is a single response."""
+    """Return the best reward of a group; nan if a group is a single response."""
     best = run.column("eval/best_of_group")
     return best if run.settings.get("eval.samples_per_prompt") != 1 else np.full_like(best, np.nan)
 
 
 def predicted_entropy_change(run: History) -> Column:
-    """Mean over some steps of what Eq. 6 says, up to the step size."""
+    """Average the change that Eq. 6 predicts over some steps, up to the step size."""
     return moving_average(-run.column("entropy_rule/covariance"))
 
 
 def measured_entropy_change(run: History) -> Column:
-    """Mean over some steps of the entropy's change to the next step; nan where there is no prediction beside it."""
+    """Average the entropy's change to the next step over some steps; nan where there is no prediction."""
     changes = np.append(np.where(np.diff(run.steps) == 1, np.diff(run.column("loss/entropy")), np.nan), np.nan)
     changes[np.isnan(run.column("entropy_rule/covariance"))] = np.nan
     return moving_average(changes)
 
 
 def saturated_not_inert(run: History) -> Column:
-    """Where a range has no room, an update is both inert and saturated: it is shown as inert."""
+    """Return the saturated share without inert updates: if a range has no room, an update is both."""
     return np.minimum(run.column("bapo/saturated_share"), 1 - run.column("bapo/inert_share"))
 
 
@@ -85,7 +81,7 @@ def interior(run: History) -> Column:
 
 
 def search_ranges(run: History) -> list[Level]:
-    """Where the search may move each bound, upper first like the lines."""
+    """Return the ranges of the search, upper bound first, like the lines."""
     if run.settings.get("loss.name") != "bapo":
         return []
     ends = [[run.settings.get(f"bapo.{side}.{end}") for end in ("start", "stop")] for side in ("high", "low")]

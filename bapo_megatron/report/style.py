@@ -1,4 +1,4 @@
-"""How all figures look: a palette that colour-blind readers can tell apart, line styles, and SVG for a page.
+"""The style of all figures: a palette that colour-blind readers can tell apart, line styles, and SVG for a page.
 
 matplotlib draws with the colours of a light page; in the SVG they become CSS variables, so that one figure serves light
 and dark pages. Text stays text, in the page's font.
@@ -56,14 +56,14 @@ RC: dict[Any, Any] = {
 
 
 class Look(NamedTuple):
-    """How the i-th line of every figure is drawn."""
+    """The style of the i-th line of every figure."""
 
     colour: str
     dashes: tuple[float, ...]
 
     @property
     def line_style(self) -> Any:
-        """As matplotlib wants it."""
+        """The dashes in matplotlib's form."""
         return (0, self.dashes) if self.dashes else "-"
 
     @property
@@ -73,18 +73,18 @@ class Look(NamedTuple):
 
 
 def look(index: int) -> Look:
-    """Colour and dashes of line `index`, counted from 0; the first 49 differ, neighbours in both."""
+    """Return colour and dashes of line `index`, counted from 0; the first 49 differ, neighbours in both."""
     turn, place = divmod(index, len(PALETTE))
     return Look(PALETTE[place], _DASHES[(place + turn) % len(_DASHES)])
 
 
 def css_variables(*, dark: bool) -> Mapping[str, str]:
-    """The palette as CSS variables of the page."""
+    """Return the palette as CSS variables of the page."""
     return {f"--series-{i}": colour for i, colour in enumerate(_DARK_PALETTE if dark else PALETTE, start=1)}
 
 
 def to_svg(figure: Figure, name: str) -> str:
-    """The figure for a page: scaled to its place; `name` keeps the ids of several figures apart."""
+    """Convert a figure to scalable SVG for a page; `name` keeps the ids of several figures apart."""
     buffer = io.StringIO()
     with rc_context(RC):
         figure.savefig(buffer, format="svg", transparent=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bapo_megatron.config.schema import Config
-from bapo_megatron.monitor.metrics import METRICS
+from bapo_megatron.metrics import METRICS
 from bapo_megatron.preflight.check import violations_of
 from bapo_megatron.reproduce.identity import inputs
 from bapo_megatron.reproduce.results import DERIVED, HEADLINE, PROFILE

@@ -13,7 +13,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-from bapo_megatron.monitor.metrics import METRICS
+from bapo_megatron.metrics import METRICS
 from bapo_megatron.reproduce.pool import environment_path
 from bapo_megatron.reproduce.results import DERIVED, FINALS, HEADLINE, PROFILE, PROFILE_PARTS, StudyResult
 from bapo_megatron.reproduce.results import Figure as Number

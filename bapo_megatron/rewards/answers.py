@@ -1,7 +1,7 @@
-"""The final answer of a response as text: what responses are grouped by when the majority counts.
+"""Final answers of responses as text, by which majority voting groups responses; the judge of the demo task.
 
-Plain text only, in time linear in the length: whatever a model wrote, nothing here can hang. Whether an answer is right
-is the judge's business; where its own way to find the answer is of this kind, it is used here. See docs/evaluation.md.
+Takes time linear in the length, so that nothing a model writes can hang it. The judges decide whether an answer is
+right; this file finds answers the way they do, where that is plain text. See docs/evaluation.md.
 """
 
 from __future__ import annotations
@@ -14,31 +14,36 @@ from typing import Any
 
 from bapo_megatron.rewards import reasoning_gym
 
-_MAX_CHARS = 8192  # of a response, from its end: as in `judge_math`
-_MAX_KEPT_CHARS = 1024  # of an answer
+_MAX_CHARS = 8192  # read from a response's end, as in `judge_math`
+_MAX_KEPT_CHARS = 1024  # kept of an answer
 _MAX_NUMBER_CHARS = 40
 _BOXED = "\\boxed{"
-_CHAIN = re.compile(r"=(\d),\Z")
+_LAST_RESULT = re.compile(r"=(\d),\Z")
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _DECIMAL = re.compile(r"-?\d+(?:\.\d+)?")
 _SAME = {"\\dfrac": "\\frac", "\\tfrac": "\\frac"} | dict.fromkeys(["\\left", "\\right", "\\!", "\\,", "\\$", "$"], "")
 
 
-def _chain(reference: Any, response: str) -> str | None:
-    found = _CHAIN.search(response)
+def judge_chain(answer: str, response: str) -> float:
+    """Return 1.0 if the response ends with "=<answer>,", else 0.0. Example: judge_chain("2", "3+5=1,1*2=2,") == 1.0."""
+    return float(_last_result(answer, response) == answer)
+
+
+def _last_result(reference: Any, response: str) -> str | None:
+    found = _LAST_RESULT.search(response)
     return found.group(1) if found else None
 
 
 def _as_judged(reference: Any, response: str) -> str | None:
-    """What the data set's scorer gets; a number in one spelling, as all scorers read it."""
+    """Return the text that the data set's scorer gets; a number in one spelling, which all scorers read."""
     is_number = reasoning_gym.is_plain_number(reference["answer"])
     found = reasoning_gym.final_answer(response, is_number=is_number)
     return _normalised(found) if found is not None and is_number else found
 
 
 def _free_text(reference: Any, response: str) -> str | None:
-    """The last \\boxed{...}, else the last <answer>...</answer>, else the last number."""
+    """Return the last \\boxed{...}, else the last <answer>...</answer>, else the last number."""
     text = response[-_MAX_CHARS:]
     found = _last_boxed(text)
     if found is None and (tagged := _TAGGED.findall(text)):
@@ -61,7 +66,7 @@ def _last_boxed(text: str) -> str | None:
 
 
 def _normalised(answer: str) -> str:
-    """One spelling for answers that differ in blanks, in LaTeX without meaning, or in how a decimal is written."""
+    """Return one spelling for answers that differ in blanks, LaTeX without meaning, or the form of a decimal."""
     for spelling, plain in _SAME.items():
         answer = answer.replace(spelling, plain)
     answer = "".join(answer.split()).rstrip(".").casefold()
@@ -72,24 +77,24 @@ def _normalised(answer: str) -> str:
 
 
 _BY_KIND: dict[str, Callable[[Any, str], str | None]] = {
-    "chains": _chain,
+    "chains": _last_result,
     "math": _free_text,
     "reasoning_gym": _as_judged,
 }
 
 
 def has_answers(kind: str) -> bool:
-    """Whether what this judge judges has a final answer: programs have none, and of judges of yours we cannot know."""
+    """Return whether responses have final answers: programs have none, and your own judges may mean anything."""
     return kind in _BY_KIND
 
 
 def final_answer(kind: str, reference: Any, response: str) -> str | None:
-    """None where there is none. Example: final_answer("math", "1/2", "so \\boxed{0.50}") == "1/2"
+    """Return a response's final answer, or None. Example: final_answer("math", "1/2", "so \\boxed{0.50}") == "1/2"
 
-    A long answer is its beginning and its digest: of a text without an answer marked, all of it is the answer.
+    A long answer, such as a whole text without a marked answer, becomes its beginning and its digest.
 
     Args:
-        kind: of the judge, with `has_answers`.
+        kind: a judge for which `has_answers`.
         reference: the prompt's answer, as the judge gets it.
         response: any text.
     """

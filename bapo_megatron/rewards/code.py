@@ -2,7 +2,7 @@
 
     response -> last ```python block -> one sandboxed interpreter per case (rewards/sandbox.py) -> 1.0 if all pass
 
-A program that was judged by the same tests before is not run again: small policies repeat themselves.
+The judge remembers verdicts, because small policies repeat themselves.
 
 An answer is {"tests": "assert f(1) == 2"} and/or {"cases": [{"stdin": "1 2", "stdout": "3"}, ...]}.
 """
@@ -22,22 +22,28 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from bapo_megatron.errors import UserError
+from bapo_megatron.rewards.scratch import exceeds, scratch_folder
 
 log = logging.getLogger(__name__)
 
 MAX_VERDICTS_KEPT = 1 << 16
-MAX_FILE_BYTES = 16 << 20  # of anything that a program writes, its output included
+MAX_FILE_BYTES = 16 << 20  # for each file that a program writes, its output included
+MAX_BYTES = 64 << 20  # for all of them together
+MAX_ENTRIES = 1024  # files and folders
+MAX_THREADS = 256
+_WATCH_S = 0.05
 _SANDBOX = str(Path(__file__).with_name("sandbox.py"))
 _BLOCK = re.compile(r"^([ \t]*)```(?:python3?|py)[ \t]*\r?\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
 _SHAPES = '{"tests": "assert f(1) == 2"} and/or {"cases": [{"stdin": "1 2", "stdout": "3"}, ...]}'
 
 
 def last_program(response: str) -> str | None:
-    """The last fenced block marked as Python, None without one. A block that is not closed was cut off: not counted.
+    """Return the last closed code block marked as Python, or None.
 
     A block that is indented as a whole, as in a list, loses the indentation of its fence.
     """
@@ -54,21 +60,21 @@ def _outdented(indent: str, block: str) -> str:
 
 
 class CodeJudge:
-    """Runs programs one after the other; says once what the operating system does not protect from."""
+    """Runs programs one after the other; warns once about protection that the operating system lacks."""
 
     def __init__(self, timeout_s: float, memory_bytes: int) -> None:
-        """`timeout_s` bounds all tests of one response together, `memory_bytes` the address space of each process."""
+        """Judge within `timeout_s` per response, with `memory_bytes` of address space per process."""
         self.timeout_s = timeout_s
         self.memory_bytes = memory_bytes
         self._has_warned = False
         self._verdicts: dict[bytes, float] = {}  # by digest of program and answer
 
     def judge(self, answer: Any, response: str) -> float:
-        """1.0 if the program passes every test, else 0.0.
+        """Return 1.0 if the program passes every test, else 0.0.
 
         Raises:
             UserError: the answer has no tests that can be run.
-            TimeoutError: the tests were not done in time.
+            TimeoutError: the tests did not end in time.
         """
         tests, cases = _tests_of(answer)
         program = last_program(response)
@@ -88,42 +94,40 @@ class CodeJudge:
         return all(self._passes_case(program, case, deadline_s) for case in cases)
 
     def _passes_tests(self, program: str, tests: str, deadline_s: float) -> bool:
-        # Only a run that got to its end knows the token: leaving early with exit code 0 is no pass.
-        token = secrets.token_hex(16)
-        with self._run({"program": program, "tests": tests, "token": token, "stdin": ""}, deadline_s) as run:
+        token = secrets.token_hex(16)  # read after the tests, so that leaving early with exit code 0 is no pass
+        with self._run({"program": program, "tests": tests, "stdin": ""}, token, deadline_s) as run:
             return run.code == 0 and run.result.read() == token.encode()
 
     def _passes_case(self, program: str, case: dict[str, str], deadline_s: float) -> bool:
-        with self._run({"program": program, "stdin": case["stdin"]}, deadline_s) as run:
+        with self._run({"program": program, "stdin": case["stdin"]}, "", deadline_s) as run:
             return run.code == 0 and same_output(run.stdout.read().decode(errors="replace"), case["stdout"])
 
     @contextlib.contextmanager
-    def _run(self, job: dict[str, Any], deadline_s: float) -> Iterator[_Run]:
-        """One sandboxed interpreter in a folder of its own, dead before the body runs."""
+    def _run(self, job: dict[str, Any], token: str, deadline_s: float) -> Iterator[_Run]:
+        """Run one sandboxed interpreter in a folder of its own; it is dead before the body runs."""
         limits = {"memory_bytes": self.memory_bytes, "cpu_s": int(self.timeout_s) + 1, "file_bytes": MAX_FILE_BYTES}
         with (
-            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+            scratch_folder("bapo-program-") as folder,
             tempfile.TemporaryFile() as stdin,
             tempfile.TemporaryFile() as stdout,
             tempfile.TemporaryFile() as stderr,
             tempfile.TemporaryFile() as result,
+            _pipe_holding(token) as token_fd,
         ):
             stdin.write(json.dumps({**job, **limits}).encode())
             stdin.seek(0)
             process = subprocess.Popen(
-                [sys.executable, "-I", "-B", _SANDBOX, str(result.fileno())],
+                [sys.executable, "-I", "-B", _SANDBOX, str(result.fileno()), str(token_fd)],
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
-                pass_fds=(result.fileno(),),
+                pass_fds=(result.fileno(), token_fd),
                 cwd=folder,
                 env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
                 start_new_session=True,
             )
             try:
-                code = process.wait(max(0.0, deadline_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                raise TimeoutError(f"the program was not done in {self.timeout_s:g} s") from None
+                code = self._wait(process, folder, deadline_s)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -133,24 +137,47 @@ class CodeJudge:
                 file.seek(0)
             yield _Run(code, stdout, result)
 
+    def _wait(self, process: subprocess.Popen[bytes], folder: str, deadline_s: float) -> int:
+        """Return the exit code, -SIGKILL for a program over its limits. Raises TimeoutError."""
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(min(left_s, _WATCH_S))
+            if exceeds(folder, process.pid, max_entries=MAX_ENTRIES, max_bytes=MAX_BYTES, max_threads=MAX_THREADS):
+                return -signal.SIGKILL
+        raise TimeoutError(f"the program did not end in {self.timeout_s:g} s")
+
     def _report_protection(self, stderr: IO[bytes]) -> None:
-        """The sandbox writes first what the operating system refused."""
+        """Log the first line of stderr if the sandbox names missing protection there."""
         if self._has_warned:
             return
         stderr.seek(0)
         missing = stderr.readline(1000).decode(errors="replace").partition("sandbox lacks: ")[2].strip()
         if missing:
-            log.warning("reward.kind = 'code': programs are not kept from everything here: %s", missing)
+            log.warning("reward.kind = 'code': this system protects from programs only in part: %s", missing)
         self._has_warned = True
 
 
+@dataclass(frozen=True, slots=True)
 class _Run:
-    def __init__(self, code: int, stdout: IO[bytes], result: IO[bytes]) -> None:
-        self.code, self.stdout, self.result = code, stdout, result
+    code: int
+    stdout: IO[bytes]
+    result: IO[bytes]
+
+
+@contextlib.contextmanager
+def _pipe_holding(text: str) -> Iterator[int]:
+    """Yield the reading end of a pipe that holds `text`."""
+    reader, writer = os.pipe()
+    try:
+        os.write(writer, text.encode())
+        os.close(writer)
+        yield reader
+    finally:
+        os.close(reader)
 
 
 def same_output(found: str, wanted: str) -> bool:
-    """Equal line by line, but for blanks at the end of lines and empty lines at the end."""
+    """Compare line by line, ignoring blanks at line ends and empty lines at the end."""
     return _lines(found) == _lines(wanted)
 
 
@@ -159,7 +186,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _tests_of(answer: Any) -> tuple[str | None, list[dict[str, str]]]:
-    """(tests, cases) of an answer. Raises UserError where neither can be run: no response could pass."""
+    """Return an answer's (tests, cases). Raises UserError if neither can be run: no response could pass."""
     if not isinstance(answer, dict) or not answer.keys() & {"tests", "cases"}:
         raise _wrong("has neither tests nor cases", answer)
     tests, cases = answer.get("tests"), answer.get("cases")

@@ -1,10 +1,10 @@
-"""Judges by name or by dotted path, with what they need to know about a response.
+"""Judges by name or dotted path, and the fields of a response that they may ask for.
 
-A judge is a function, plain or `async`, that names the fields it wants as its parameters and returns a finite number:
+A judge is a function, plain or `async`, whose parameters name the fields it wants; it returns a finite number:
 
     def judge(answer, response): ...          async def judge(prompt, response, **other): ...
 
-This file is read by judge processes too, and imports neither torch nor the configuration.
+Judge processes import this file too, so it imports neither torch nor the configuration.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from bapo_megatron.types import Prompt
 
 FIELDS = ("prompt", "answer", "response", "source")
-"""What a judge may ask for: the prompt's text, its answer, the response's text without special tokens, and the name of
-the prompt source."""
+"""Fields that a judge may ask for: the prompt's text, its answer, the response's text without special tokens, and the
+name of the prompt source."""
 
 
 def fields_of(prompt: Prompt, response: str) -> dict[str, Any]:
-    """One value for each of FIELDS, as a JSON value."""
+    """Return a JSON value for each of FIELDS."""
     return {"prompt": prompt.text, "answer": prompt.answer, "response": response, "source": prompt.source}
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeSpec:
-    """What a judge is made from: JSON values only, sent to judge processes."""
+    """Description of a judge in JSON values, sent to judge processes."""
 
     kind: str  # a key of BUILT_IN, or "package.module:function"
     dataset: str | None
@@ -47,7 +47,7 @@ class JudgeSpec:
 
     @classmethod
     def of(cls, config: Config) -> JudgeSpec:
-        """Resolves reward.kind = "auto". Raises UserError where kind and source do not go together."""
+        """Resolve reward.kind = "auto". Raises UserError if kind and source do not go together."""
         source = config.data.source
         kind = config.reward.kind
         if kind == "auto":
@@ -72,7 +72,7 @@ class JudgeSpec:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """A function and the fields that it is called with."""
+    """A function and the names of the fields that it takes."""
 
     function: Callable[..., Any]
     names: tuple[str, ...]
@@ -101,13 +101,13 @@ class Judge:
 
 
 def build_judge(spec: JudgeSpec) -> Judge:
-    """The judge itself. Raises UserError where it cannot be built or has the wrong signature."""
+    """Build the judge. Raises UserError if it cannot be built or has the wrong signature."""
     build = BUILT_IN.get(spec.kind)
     return Judge.of(build(spec) if build else REWARD.load(spec.kind), spec.kind)
 
 
 def as_reward(value: Any) -> float:
-    """What a judge returned, as a finite float. Raises TypeError or ValueError."""
+    """Convert a judge's result to a finite float. Raises TypeError or ValueError."""
     if isinstance(value, str | bytes):
         raise TypeError(f"a judge returns a number, not {type(value).__name__} {value!r:.80}")
     reward = float(value)
@@ -117,7 +117,7 @@ def as_reward(value: Any) -> float:
 
 
 def _chains(spec: JudgeSpec) -> Callable[..., float]:
-    from bapo_megatron.rewards.chains import judge_chain
+    from bapo_megatron.rewards.answers import judge_chain
 
     return judge_chain
 
@@ -147,6 +147,6 @@ BUILT_IN: dict[str, Callable[[JudgeSpec], Callable[..., float]]] = {
     "code": _code,
 }
 EXACT = frozenset({"chains"})
-"""Judges that always end at once and never raise: they need no process of their own."""
+"""Judges that end at once and never raise: they need no process of their own."""
 OWN_DEADLINE = frozenset({"code"})
-"""Judges that keep the deadline of a verdict themselves, as asynchronous ones do."""
+"""Judges that keep the deadline themselves, as asynchronous ones do."""

@@ -1,13 +1,13 @@
-"""Judge processes: a verdict for each response within a deadline, whatever judges do.
+"""Judge processes: a verdict for each response within a deadline, whatever the judge does.
 
     score() in any thread -> event loop in a thread -> one socket per process, one JSON object a line
 
-A plain judge has `concurrency` processes, one response in each; an asynchronous one has a single process that judges
-`concurrency` responses at once. A process that dies or hangs with several responses is given up, and each of them is
-judged again in a process that judges nothing else meanwhile, so that only the one to blame is lost.
+A plain judge has `concurrency` processes with one response in each; an asynchronous judge has a single process with up
+to `concurrency` responses. When a process dies or hangs, each of its responses is judged again, alone in a process, so
+that only the response to blame is lost.
 
-Why not a library: process pools (concurrent.futures, pebble) unpickle what their workers send, and here workers run
-text that a model wrote; none has asynchronous workers with a deadline for each of many responses at once.
+No library does this: process pools (concurrent.futures, pebble) unpickle what their workers send, and these workers run
+text that a model wrote; none gives each of many concurrent responses its own deadline.
 """
 
 from __future__ import annotations
@@ -30,29 +30,30 @@ from typing import Any, Literal
 
 from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.judges import OWN_DEADLINE, JudgeSpec
+from bapo_megatron.rewards.scratch import delete_folder
 from bapo_megatron.runtime.ranks import num_cores
 
 MAX_STARTS = 3
 MAX_PROCESSES = 8
 ASYNC_CONCURRENCY = 64
 START_TIMEOUT_S = 120.0
-GRACE_S = 5.0  # for judges that keep the deadline themselves
+GRACE_S = 5.0  # beyond the deadline, for judges that keep it themselves
 _WATCH_S = 0.1
 _MAX_REPLY_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one response. Example: Verdict(0.0, "timeout", "no verdict in 10 s", waited_s=10.1)"""
+    """Outcome of judging one response. Example: Verdict(0.0, "timeout", "no verdict in 10 s", waited_s=10.1)"""
 
     reward: float
     problem: Literal["timeout", "error"] | None
     message: str
-    waited_s: float  # from the call, so queueing included
+    waited_s: float  # since the call, including the queue
 
 
 class WorkerLost(Exception):  # noqa: N818
-    """The process has ended, or was ended because it hung; what it was judging is undecided."""
+    """End of a judge process before its verdict."""
 
 
 class Worker:
@@ -70,20 +71,20 @@ class Worker:
 
     @classmethod
     async def start(cls, spec: JudgeSpec, scratch: str) -> Worker:
-        """A process whose judge is built; its temporary files go below `scratch`.
+        """Start a process and build its judge; its temporary files go below `scratch`.
 
         Raises:
             UserError: the judge cannot be built from `spec`.
-            WorkerLost: the process ended before it was ready, or was not ready in START_TIMEOUT_S.
+            WorkerLost: the process ended before it was ready, or was not ready after START_TIMEOUT_S.
         """
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-m", "bapo_megatron.rewards.worker", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what judges print belongs to the log
+                stdout=2,  # judges print to the log
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C is for the trainer, and a judge's own processes end with it
+                start_new_session=True,  # keeps Ctrl-C away, and lets `kill` end the judge's own processes
                 env=os.environ | {"TMPDIR": scratch},
             )
         ours.setblocking(False)
@@ -103,7 +104,7 @@ class Worker:
         return not self._is_killed and self._process.poll() is None
 
     async def ask(self, fields: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """The reply. Raises WorkerLost; TimeoutError after `limit_s`, and then the process is ended."""
+        """Return the reply. Raises WorkerLost; after `limit_s`, ends the process and raises TimeoutError."""
         self._num_asked += 1
         request = self._num_asked
         future = self._pending[request] = asyncio.get_running_loop().create_future()
@@ -119,8 +120,8 @@ class Worker:
             self._pending.pop(request, None)
 
     def kill(self) -> None:
-        """End the process and all that it started. Safe to call twice."""
-        if self._is_killed:  # its number may belong to somebody else by now
+        """End the process and its children. Safe to call twice."""
+        if self._is_killed:  # another process may have its id by now
             return
         self._is_killed = True
         with contextlib.suppress(ProcessLookupError):
@@ -132,7 +133,7 @@ class Worker:
                 future.set_exception(WorkerLost("it hung" if code is None else f"it ended with code {code}"))
 
     async def ended(self) -> None:
-        """Kill it and wait for its end."""
+        """Kill the process and wait for its end."""
         self.kill()
         await asyncio.wait_for(self._tasks[0], GRACE_S)
 
@@ -151,7 +152,7 @@ class Worker:
         return hello
 
     async def _read(self) -> None:
-        """Hand replies to those who wait for them, to the end of the process."""
+        """Hand replies to their callers until the process ends."""
         try:
             while line := await self._reader.readline():
                 reply = json.loads(line)
@@ -159,12 +160,12 @@ class Worker:
                 if future is not None and not future.done():
                     future.set_result(reply)
         except (OSError, ValueError):
-            pass  # torn by the end of the process, or written by a judge that meddles with our socket
-        await asyncio.sleep(_WATCH_S)  # so that the exit code can be told
+            pass  # cut off by the end of the process, or written by a judge that meddles with the socket
+        await asyncio.sleep(_WATCH_S)  # until the exit code is known
         self.kill()
 
     async def _watch(self) -> None:
-        """The socket alone does not tell: a process that a judge forked may hold it open."""
+        """Watch the process itself: a child that the judge forked may hold the socket open."""
         while self._process.poll() is None:
             await asyncio.sleep(_WATCH_S)
         self.kill()
@@ -174,9 +175,9 @@ class WorkerPool:
     """Verdicts from judge processes; `judge` may be called from several threads at once."""
 
     def __init__(self, spec: JudgeSpec, concurrency: int | None) -> None:
-        """Starts a first process, so that a judge that cannot work is told now. Raises UserError, RuntimeError."""
+        """Start a first process, so that a judge that cannot work fails now. Raises UserError, RuntimeError."""
         self._spec = spec
-        self._scratch = tempfile.TemporaryDirectory(prefix="bapo-rewards-", ignore_cleanup_errors=True)
+        self._scratch = tempfile.mkdtemp(prefix="bapo-rewards-")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
         self._thread.start()
@@ -191,7 +192,7 @@ class WorkerPool:
             raise
 
     def judge(self, fields: Sequence[dict[str, Any]]) -> list[Verdict]:
-        """One verdict for each, in order.
+        """Judge responses, given as their fields, in order.
 
         Raises:
             UserError: the judge says that the data or the settings are wrong, not the response.
@@ -200,14 +201,14 @@ class WorkerPool:
         return self._run(self._judge_all(fields))
 
     def close(self) -> None:
-        """End the processes; calls that still wait raise RuntimeError. Safe to call twice."""
+        """End the processes; pending calls raise RuntimeError. Safe to call twice."""
         if self._is_closed:
             return
         self._is_closed = True
         asyncio.run_coroutine_threadsafe(self._end_all(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._scratch.cleanup()
+        delete_folder(self._scratch)
 
     def _run(self, coroutine: Any) -> Any:
         if self._is_closed:
@@ -237,7 +238,7 @@ class WorkerPool:
         return list(await asyncio.gather(*(self._judge(f) for f in fields)))
 
     async def _judge(self, fields: dict[str, Any]) -> Verdict:
-        """Ask, and where the process was lost ask once more, alone: one that somebody else killed costs no verdict."""
+        """Ask, and once more, alone, if the process was lost: another response may have killed it."""
         began_s = time.monotonic()
         async with self._slots:
             try:
@@ -250,7 +251,7 @@ class WorkerPool:
         return Verdict(reply.get("reward", 0.0), reply.get("problem"), reply.get("message", ""), waited_s)
 
     async def _ask_shared(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """In the process that many share. Raises WorkerLost, and then it is not known who is to blame."""
+        """Ask the process that many responses share. Raises WorkerLost, whichever response is to blame."""
         async with self._shared_start:
             if self._shared is None or not self._shared.is_alive:
                 self._shared = await self._start()
@@ -271,7 +272,7 @@ class WorkerPool:
                 return {"problem": "error", "message": f"its process died, twice: {loss}"}
 
     async def _ask_alone(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """In a process that judges nothing else meanwhile. Raises WorkerLost."""
+        """Ask a process that judges nothing else meanwhile. Raises WorkerLost."""
         worker = await self._lease()
         try:
             return await worker.ask(fields, self._limit_s)
@@ -297,7 +298,7 @@ class WorkerPool:
             if self._is_closed:
                 raise RuntimeError("the judge processes were closed")
             try:
-                worker = await Worker.start(self._spec, self._scratch.name)
+                worker = await Worker.start(self._spec, self._scratch)
             except WorkerLost as loss:
                 reasons.append(str(loss))
                 continue

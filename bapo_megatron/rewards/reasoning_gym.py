@@ -1,4 +1,4 @@
-"""Judge for reasoning-gym prompts: the data set's own scorer, on the final answer of a response."""
+"""Judge of reasoning-gym prompts: the data set's own scorer, applied to a response's final answer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def build_judge(dataset: str | None, size: int, seed: int, options: dict[str, Any]) -> Callable[[Any, str], float]:
-    """Judge for the answers of ReasoningGymSource made with the same arguments. Raises DataError.
+    """Build a judge for the answers of a ReasoningGymSource with the same arguments. Raises DataError.
 
-    The score is the data set's own, from 0 to 1. Where the reference is a plain number the scorer gets the last number
-    of the response, and only its full score counts: some scorers give part of it to "12" for "2".
+    The score is the data set's own, from 0 to 1. If the reference is a plain number, the scorer gets the last number of
+    the response, and only its full score counts: some scorers give part of it to "12" for "2".
     """
     data = create_dataset(dataset, size, seed, options)
 
-    @lru_cache(maxsize=1024)  # all responses to a prompt are judged one after the other
+    @lru_cache(maxsize=1024)  # responses to one prompt come one after the other
     def entry_at(index: int) -> dict[str, Any]:
         return data[index]
 
@@ -40,16 +40,15 @@ def build_judge(dataset: str | None, size: int, seed: int, options: dict[str, An
 
 
 def is_plain_number(reference: str | None) -> bool:
-    """Whether a reference is a number in digits, so that the last number of a response is judged."""
+    """Return whether a reference is a number in digits, so that a response's last number counts."""
     return reference is not None and _PLAIN_NUMBER.fullmatch(reference) is not None
 
 
 def final_answer(response: str, *, is_number: bool) -> str | None:
-    """The part of a response that is its answer; None if there is none.
+    """Return a response's last <answer>...</answer>, else all of it without surrounding blanks; None if empty.
 
-    The last <answer>...</answer> where there is one, else the whole response without surrounding blanks; of that, the
-    last number if a number is asked for. In time linear in the length, so that evaluation may group by it outside of a
-    judge process. Example: final_answer("7 + 5 = 12.", is_number=True) == "12"
+    With `is_number`, return the last number of that text. Takes time linear in the length, so that evaluation may group
+    by it outside a judge process. Example: final_answer("7 + 5 = 12.", is_number=True) == "12"
     """
     begin = response.rfind(_OPEN, 0, max(0, response.rfind(_CLOSE)))
     text = response[begin + len(_OPEN) : response.find(_CLOSE, begin)] if begin >= 0 else response

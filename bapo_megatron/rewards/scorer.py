@@ -1,4 +1,4 @@
-"""The scorer: rewards of responses under a deadline, from the judge that the configuration names."""
+"""Scores responses under a deadline with the judge that the configuration names."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ log = logging.getLogger(__name__)
 
 
 class RewardScorer:
-    """Scores responses; one that its judge cannot judge within reward.timeout_s scores 0 and is counted.
+    """Thread-safe scorer of responses; a response without a verdict within reward.timeout_s scores 0 and is counted.
 
-    Judges that may hang or crash run in processes of their own, at the cost of the response to blame only. May be
-    called from several threads at once.
+    Judges that may hang or crash run in processes of their own, at the cost of the response to blame only.
 
     Raises:
-        UserError: the judge cannot be found or called, or its data set is not there.
+        UserError: the judge cannot be found or called, or its data set is missing.
     """
 
     def __init__(self, config: Config) -> None:
@@ -34,18 +33,18 @@ class RewardScorer:
         self._num_pending = 0
         self._waited_s = 0.0
         self._num_waited = 0
-        self._lock = threading.Lock()  # of the counts
+        self._lock = threading.Lock()  # guards the counts
         spec = JudgeSpec.of(config)
         is_exact = spec.kind in EXACT
         self._judge = build_judge(spec) if is_exact else None
         self._pool = None if is_exact else WorkerPool(spec, config.reward.concurrency)
 
     def score(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
-        """Rewards of (prompt, response text without special tokens), in order. Raises as `verdicts`."""
+        """Return rewards of (prompt, response text without special tokens), in order. Raises like `verdicts`."""
         return [verdict.reward for verdict in self.verdicts(items)]
 
     def verdicts(self, items: Sequence[tuple[Prompt, str]]) -> list[Verdict]:
-        """The same with what went wrong in judging.
+        """Return verdicts, which also say what went wrong in judging.
 
         Raises:
             UserError: the judge says that the data or the settings are wrong, not the response.
@@ -68,7 +67,7 @@ class RewardScorer:
         return verdicts
 
     def metrics(self) -> dict[str, float]:
-        """Numbers about judging, explained in docs/metrics.md; `reward/wait_s` is since the last call."""
+        """Return metrics of judging (docs/metrics.md); `reward/wait_s` is a mean since the last call."""
         with self._lock:
             wait_s = self._waited_s / self._num_waited if self._num_waited else 0.0
             self._waited_s, self._num_waited = 0.0, 0

@@ -1,23 +1,33 @@
-"""From a judge's verdict to the reward that advantages are made of, and whether a group teaches anything."""
+"""Rewards on their way from a judge's verdict to advantages: shaped for length, scaled, and bounded.
+
+    scaled = clip(reward.scale x shaped / std, -reward.clip, reward.clip)
+
+std is 1, or with `reward.running_std` the standard deviation of all shaped rewards so far: the reward scaling of PPO
+implementations, arXiv 2005.12729, section 3, which divide by that of discounted returns; a response is one step, its
+return the reward. The mean stays, so a reward keeps its sign; advantages subtract the group's mean.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config import dotted
-from bapo_megatron.rewards.scaling import bounded
 
 if TYPE_CHECKING:
-    from bapo_megatron.config.schema import Config
+    from bapo_megatron.config.schema import Config, RewardConfig
     from bapo_megatron.types import Group, Trajectory
+
+_EPSILON = 1e-8  # added to the variance, as PPO implementations do: equal rewards must not divide by 0
 
 
 def shaped_reward(trajectory: Trajectory, config: Config) -> float:
-    """The verdict less the penalty for length: DAPO's soft over-long punishment, arXiv 2503.14476, Eq. 13.
+    """Subtract the length penalty from the verdict: DAPO's soft over-long punishment, arXiv 2503.14476, Eq. 13.
 
     The penalty grows linearly from 0 to reward.overlong_penalty over the last reward.overlong_buffer_tokens before
-    rollout.max_response_tokens; a truncated response gets all of it. `Trajectory.reward` keeps the verdict.
+    rollout.max_response_tokens; a truncated response loses all of it. `Trajectory.reward` keeps the verdict.
     Example: limit 100, buffer 20, penalty 1: 80 tokens cost 0, 90 cost 0.5, a truncated response 1.
     """
     assert trajectory.reward is not None, f"{trajectory.sample_id} has no verdict"
@@ -31,15 +41,15 @@ def shaped_reward(trajectory: Trajectory, config: Config) -> float:
 
 
 def is_trained(trajectory: Trajectory, config: Config) -> bool:
-    """Whether the response's tokens count in the loss: not those of a truncated one with rollout.truncated = "mask"."""
+    """Return whether the response's tokens count in the loss; rollout.truncated = "mask" excludes truncated ones."""
     return not (config.rollout.truncated == "mask" and trajectory.finish_reason == "length")
 
 
 def is_informative(group: Group, config: Config) -> bool:
-    """Whether a scored group can change the policy: its shaped rewards differ, and it has a token that is trained.
+    """Return whether a scored group can change the policy: it has trained tokens, and its shaped rewards differ.
 
-    DAPO's dynamic sampling, arXiv 2503.14476, section 3.2, drops the others (rollout.keep_group = "informative").
-    Rewards that reward.clip makes equal do not differ; with reward.running_std that shows when the batch is made.
+    rollout.keep_group = "informative" drops the others (DAPO's dynamic sampling, arXiv 2503.14476, section 3.2).
+    Rewards that reward.clip makes equal do not differ, but with reward.running_std only the batch can tell.
     """
     if not any(t.num_response_tokens and is_trained(t, config) for t in group.trajectories):
         return False
@@ -63,3 +73,70 @@ def group_filter(config: Config) -> Callable[[Group], bool]:
     name = config.rollout.keep_group
     keep = KEEP_GROUP.get(name) or dotted.KEEP_GROUP.load(name)
     return lambda group: bool(keep(group, config))
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Count, mean and sum of squared distances from the mean."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def with_more(self, values: Sequence[float]) -> Moments:
+        """Return the combined moments, by Chan, Golub & LeVeque's update, which loses no digits to large means."""
+        if not values:
+            return self
+        mean = math.fsum(values) / len(values)
+        squares = math.fsum((x - mean) ** 2 for x in values)
+        count, shift = self.count + len(values), mean - self.mean
+        return Moments(
+            count,
+            self.mean + shift * len(values) / count,
+            self.squares + squares + shift**2 * self.count * len(values) / count,
+        )
+
+    @property
+    def std(self) -> float:
+        """Standard deviation with divisor `count`; nan without numbers."""
+        return math.sqrt(self.squares / self.count) if self.count else math.nan
+
+
+class RewardScaler:
+    """Scales the rewards of successive batches; its statistics are saved with the run."""
+
+    def __init__(self, settings: RewardConfig) -> None:
+        self._settings = settings
+        self._moments = Moments()
+
+    def scaled(self, groups: Sequence[Sequence[float]]) -> tuple[list[list[float]], dict[str, float]]:
+        """Scale a batch's rewards by statistics that include them; return them by group, with metrics.
+
+        Args:
+            groups: finite shaped rewards.
+        """
+        settings, std, metrics = self._settings, 1.0, {}
+        if settings.running_std:
+            self._moments = self._moments.with_more([reward for group in groups for reward in group])
+            std = math.sqrt(self._moments.std**2 + _EPSILON) if self._moments.count else 1.0
+            metrics["reward/running_std"] = self._moments.std
+        unbounded = [[settings.scale * reward / std for reward in group] for group in groups]
+        if settings.clip is None:
+            return unbounded, metrics
+        num_clipped = sum(abs(reward) > settings.clip for group in unbounded for reward in group)
+        metrics["reward/clipped_share"] = num_clipped / max(sum(map(len, groups)), 1)
+        return [[bounded(reward, settings.clip) for reward in group] for group in unbounded], metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a JSON value; floats survive JSON bit for bit."""
+        moments = self._moments
+        return {"count": moments.count, "mean": moments.mean, "squares": moments.squares}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._moments = Moments(**state)
+
+
+def bounded(reward: float, limit: float) -> float:
+    """Clip a reward to [-limit, limit]."""
+    return min(max(reward, -limit), limit)

@@ -1,9 +1,12 @@
-"""A judge process: `python -m bapo_megatron.rewards.worker FD`, started by `rewards/pool.py`.
+"""Run a judge process: `python -m bapo_megatron.rewards.worker FD`, started by `rewards/pool.py`.
 
-One JSON object a line over the socket FD.
+The socket FD carries one JSON object a line.
     in:   the JudgeSpec, then {"id": n, "fields": {...}} for each response
     out:  {"is_async": b}, then for each id {"reward": x} or {"problem": "timeout" or "error", "message": m};
           {"user_error": m} instead of any of these
+
+A judge of this package touches the system only to run programs. If that raises an OSError, something has spoilt the
+process (a limit was lowered, descriptors ran out), so it ends, and the pool judges the response again in a fresh one.
 """
 
 from __future__ import annotations
@@ -19,16 +22,16 @@ import sys
 from typing import Any
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.rewards.judges import Judge, JudgeSpec, as_reward, build_judge
+from bapo_megatron.rewards.judges import BUILT_IN, Judge, JudgeSpec, as_reward, build_judge
 
-MAX_LINE_BYTES = 256 << 20  # of a request: a long response and a large answer
+MAX_LINE_BYTES = 256 << 20  # of a request: room for a long response and a large answer
 _MAX_MESSAGE_CHARS = 500
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Serve verdicts until the other side closes the socket."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # holds for a judge that hangs, too
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a judge that hangs ends too
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     requests = connection.makefile("rb")
@@ -49,17 +52,20 @@ def main() -> None:
         return
     for line in requests:
         request = json.loads(line)
-        send({"id": request["id"], **_verdict(judge, request["fields"])})
+        verdict = _verdict(judge, request["fields"], is_built_in=spec.kind in BUILT_IN)
+        send({"id": request["id"], **verdict})
 
 
 def _line(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def _verdict(judge: Judge, fields: dict[str, Any]) -> dict[str, Any]:
+def _verdict(judge: Judge, fields: dict[str, Any], *, is_built_in: bool) -> dict[str, Any]:
     try:
         return {"reward": as_reward(judge(fields))}
-    except (Exception, SystemExit) as error:  # of a judge fed with arbitrary text
+    except (Exception, SystemExit) as error:  # arbitrary text can make a judge raise anything
+        if is_built_in and isinstance(error, OSError) and not isinstance(error, TimeoutError):
+            raise
         return _failure(error)
 
 
@@ -78,7 +84,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 
 async def _serve_async(judge: Judge, timeout_s: float, connection: socket.socket) -> None:
-    """All requests at once: the other side bounds how many."""
+    """Serve all requests at once; the other side bounds their number."""
     connection.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_LINE_BYTES)
     running: set[asyncio.Task[None]] = set()
@@ -93,7 +99,7 @@ async def _serve_async(judge: Judge, timeout_s: float, connection: socket.socket
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """10**10**10 in an answer should cost an error, not the machine's memory."""
+    """Limit the heap: 10**10**10 in an answer must cost an error, not the machine's memory."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     soft = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
@@ -102,4 +108,4 @@ def _limit_memory(num_bytes: int) -> None:
 if __name__ == "__main__":
     main()
     sys.stderr.flush()
-    os._exit(0)  # threads that a judge left behind do not count
+    os._exit(0)  # do not wait for threads that a judge left behind

@@ -167,6 +167,7 @@ def connect_rollouts(config: Config, model_path: Path, urls: Sequence[str]) -> R
     tokenizer = load_tokenizer(model_path)
     stop_token_ids = (int(tokenizer.eos_token_id),)
     prompts = PromptStream(config, tokenizer)
+    prompts.check()
     judge = Judge(RewardScorer(config), tokenizer)
     engines = ConnectedEngines.connect(config.rollout, urls, load_hf_config(model_path)["vocab_size"])
     scheduler = Scheduler(

@@ -29,6 +29,7 @@ class Options(Section):
 def loss(inputs, options: Options):
     if inputs.mask_R.any():
         assert 0 < inputs.bounds.low < inputs.bounds.high, "search_bounds gives the bounds of [bapo]"
+    assert options.factor == 0.5
     result = clipped_policy_loss(inputs, GrpoLoss())
     return replace(result, loss_R=options.factor * result.loss_R)
 
@@ -38,7 +39,7 @@ def advantage(rewards_G):
 
 
 def judge(response):
-    return float(len(response) % 3)
+    return float(sum(map(ord, response)) % 5)
 
 
 def keep(group, config):
@@ -58,17 +59,13 @@ def test_all_five_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (tmp_path / "own.py").write_text(MODULE)
     options = ("parallel.tensor=1", "train.num_steps=2", "loss.name=own:loss", "loss.search_bounds=true")
     options += ("advantage.kind=own:advantage", "reward.kind=own:judge", "rollout.keep_group=own:keep")
-    rows = []
-    for name, factor in (("small", 1e-3), ("large", 1.0)):
-        extra = (f"run.name={name}", f"loss.options.factor={factor}", "rollout.engine=own:ENGINE")
-        done = bapo("train", "demo", *SMALL, *options, *extra)
-        assert done.returncode == 0, done.stderr
-        assert "specs of mine 1" in done.stdout
-        rows.append(read_metrics(tmp_path / "runs" / name / "metrics.jsonl"))
-    small, large = rows
-    assert len(small) == len(large) == 2
-    assert all(row["ledger/dropped"] > 0 for row in large), "half of the prompts are turned down"
-    assert {row["reward/mean"] for row in large} != {0.0}
-    assert large[0]["reward/mean"] == small[0]["reward/mean"], "the same samples"
-    assert small[0]["optimizer/grad_norm"] < 0.01 * large[0]["optimizer/grad_norm"], "the loss has its options"
-    assert large[0]["bapo/low"] > 0
+    options += ("loss.options.factor=0.5", "rollout.engine=own:ENGINE", "run.name=own")
+    done = bapo("train", "demo", *SMALL, *options)
+    assert done.returncode == 0, done.stderr
+    assert "specs of mine 1" in done.stdout
+    rows = read_metrics(tmp_path / "runs" / "own" / "metrics.jsonl")
+    assert len(rows) == 2
+    assert rows[-1]["ledger/dropped"] > 0, "half of the prompts are turned down"
+    assert all(row["reward/mean"] > 0 for row in rows)
+    assert all(row["optimizer/grad_norm"] > 0 for row in rows)
+    assert all(0 < row["bapo/low"] < 1 < row["bapo/high"] for row in rows)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.monitor.metrics import METRICS, read_metrics
+from bapo_megatron.metrics import METRICS
+from bapo_megatron.monitor.metrics import read_metrics
 from tests.integration import forked
 from tests.integration.forked import SMALL
 from tests.integration.killable import Engine

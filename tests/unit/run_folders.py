@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bapo_megatron.monitor.metrics import METRICS, MetricsWriter
+from bapo_megatron.metrics import METRICS
+from bapo_megatron.monitor.metrics import MetricsWriter
 
 CONFIG = """
 [run]

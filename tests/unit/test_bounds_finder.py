@@ -63,14 +63,6 @@ def test_a_nan_in_the_update_itself_starts_the_search_and_spoils_the_loss_so_tha
         assert (bounds.low, bounds.high) == (config.bapo.low.start, config.bapo.high.start)
         assert math.isnan(bounds.positive_share)
         (micro,) = batch.micro_batches
-        inputs = LossInputs(
-            log_probs_R=log_probs_R,
-            behaviour_logprobs_R=micro.behaviour_logprobs_R,
-            advantages_R=micro.advantages_R,
-            mask_R=micro.mask_R,
-            ages_R=micro.versions_R,
-            bounds=bounds,
-            entropy_R=torch.zeros(3),
-        )
+        inputs = LossInputs(micro, log_probs_R, torch.zeros(3), micro.versions_R, bounds)
         clipped_policy_loss(inputs, config.loss).loss_R.sum().backward()
         assert not log_probs_R.grad.isfinite().all()

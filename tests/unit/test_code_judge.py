@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
 from bapo_megatron.rewards import RewardScorer
 from bapo_megatron.rewards.code import CodeJudge, last_program, same_output
+from bapo_megatron.rewards.scratch import delete_folder
 from bapo_megatron.types import Prompt
 
 NEXT = {"tests": "assert f(1) == 2\nassert f(-1) == 0"}
@@ -125,7 +127,7 @@ def test_no_program_is_no_pass_and_both_kinds_of_tests_count(judge: CodeJudge) -
 def test_a_program_is_run_once_for_the_same_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     judge, runs = CodeJudge(timeout_s=20.0, memory_bytes=1 << 30), []
     run = judge._run
-    monkeypatch.setattr(judge, "_run", lambda job, deadline_s: (runs.append(job), run(job, deadline_s))[1])
+    monkeypatch.setattr(judge, "_run", lambda job, *args: (runs.append(job), run(job, *args))[1])
     right, wrong = respond("def f(x): return x + 1"), respond("def f(x): return x")
     before = {"tests": "assert f(1) == 0"}
     for _ in range(2):
@@ -178,7 +180,7 @@ def test_an_absent_column_is_no_case(judge: CodeJudge) -> None:
 def test_a_program_that_does_not_end_is_ended(program: str) -> None:
     began_s = time.monotonic()
     before = set(psutil.Process().children(recursive=True))
-    with pytest.raises(TimeoutError, match="not done in 1 s"):
+    with pytest.raises(TimeoutError, match="did not end in 1 s"):
         CodeJudge(1.0, 1 << 30).judge(NEXT, respond(program))
     assert time.monotonic() - began_s < 5
     assert set(psutil.Process().children(recursive=True)) == before
@@ -202,7 +204,7 @@ def test_what_the_system_refuses_is_said_once(
     for program in ("def f(x): return x + 1", "def f(x): return 1 + x"):
         assert judge.judge(NEXT, respond(program)) == 1.0
     assert [r.message for r in caplog.records].count(
-        "reward.kind = 'code': programs are not kept from everything here: "
+        "reward.kind = 'code': this system protects from programs only in part: "
         "network and other processes are open (no seccomp)"
     ) == 1
 
@@ -308,3 +310,27 @@ def test_an_answer_of_the_wrong_shape_ends_the_run(scorer: RewardScorer) -> None
     mistyped = Prompt(9, (1,), "?", {"test": "assert f(1) == 2"}, "test")
     with pytest.raises(UserError, match=r"reward\.kind = 'code': an answer has neither tests nor cases; it must be"):
         scorer.score([(mistyped, respond("def f(x): return x + 1"))])
+
+
+def test_a_judge_process_that_was_spoilt_is_replaced(scorer: RewardScorer) -> None:
+    """Lowered limits of its own must not cost honest responses their reward."""
+    items = [(Prompt(0, (1,), "?", NEXT, "test"), respond(f"def f(x): return x + 1 + {i} - {i}")) for i in range(6)]
+    before = scorer.num_errors
+    for child in psutil.Process().children():
+        if "bapo_megatron.rewards.worker" in child.cmdline():
+            resource.prlimit(child.pid, resource.RLIMIT_NOFILE, (3, 3))
+    assert scorer.score(items) == [1.0] * 6
+    assert scorer.num_errors == before
+
+
+def test_a_folder_is_deleted_however_deep(tmp_path: Path) -> None:
+    top = tmp_path / "top"
+    top.mkdir()
+    build = "import os\nfor i in range(3000): os.mkdir('deep'); open('file', 'w'); os.chdir('deep')"
+    subprocess.run([sys.executable, "-c", build], cwd=top, check=True, timeout=60)
+    (top / "rightless").mkdir(0)
+    (top / "loop").symlink_to(top)
+    (top / "outside").symlink_to(tmp_path)
+    delete_folder(str(top))
+    assert list(tmp_path.iterdir()) == []
+    delete_folder(str(top))  # nothing to delete is no error

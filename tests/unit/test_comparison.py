@@ -95,7 +95,7 @@ def test_settings_code_packages_and_machines_that_differ_are_listed(tmp_path: Pa
     environment(b, git_commit="c" * 40, host="two", packages={"torch": "2.13.0", "sglang": "0.5.23"})
     (b / "git.diff").write_text("+x\n")
     comparison = compare([a, b])
-    assert "The runs did not run the same code: see “What differs”." in comparison.notes
+    assert "The runs used different code: see “What differs”." in comparison.notes
     rows = dict(comparison.differences)
     ours, theirs = rows.pop("code: uncommitted changes")
     assert ours == "none"
@@ -140,10 +140,10 @@ def test_unfinished_empty_and_unlike_runs_are_told(tmp_path: Path) -> None:
     assert [group.name for group in comparison.groups] == ["long", "bare"]
     assert comparison.notes == [
         "empty has not finished a step and is left out.",
-        "bare kept no config.toml: what differs from it is unknown.",
+        "bare kept no config.toml: its settings are unknown.",
         "long-1 is not finished: 7 of 50 steps.",
-        "The runs have unlike lengths: compare curves at equal steps rather than how they ended.",
-        "long: its mean is drawn as far as all of its seeds have come.",
+        "The runs have different lengths: compare curves at equal steps, not final values.",
+        "long: its mean is drawn up to the last step that all seeds have reached.",
     ]
     text = Page(write_comparison([long, short, empty, bare]).read_text()).text
     assert all(note in text for note in comparison.notes)

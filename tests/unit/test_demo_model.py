@@ -20,7 +20,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.prompts.chains import ChainSource, apply_operator
 from bapo_megatron.prompts.jsonl import JsonlSource
-from bapo_megatron.rewards.chains import judge_chain
+from bapo_megatron.rewards.answers import judge_chain
 
 REPOSITORY = Path(__file__).parents[2]
 

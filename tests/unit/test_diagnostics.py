@@ -15,17 +15,30 @@ from bapo_megatron.algorithms.diagnostics import (
     AGES,
     TOKEN_CLASSES,
     covariance_terms,
-    entropy_change,
     entropy_rule_sums,
-    gradient_direction,
 )
-from bapo_megatron.algorithms.losses import LossInputs, clipped_policy_loss
+from bapo_megatron.algorithms.losses import ClippedTokenLoss, clipped_policy_loss
 from bapo_megatron.config.schema_loss import BapoLoss
 from bapo_megatron.types import ClipBounds
+from tests.unit.loss_inputs import loss_inputs
+from tests.unit.loss_inputs import sums_of as sums_of_record
 
 NUM_ACTIONS = 12
 BOUNDS = ClipBounds(low=0.8, high=1.2, positive_share=math.nan, saturated=False, num_moves=0)
 ETAS = (1e-2, 1e-3, 1e-4)
+
+
+def entropy_change(log_probs_V: Tensor, logit_change_V: Tensor) -> Tensor:
+    """-Cov_pi(log pi, dz): the first-order change of the entropy of softmax(z), in nats, over the last axis."""
+    probs_V = log_probs_V.exp()
+    deviation_V = log_probs_V - (probs_V * log_probs_V).sum(-1, keepdim=True)
+    return -(probs_V * deviation_V * logit_change_V).sum(-1)
+
+
+def gradient_direction(log_probs_V: Tensor, kept_advantages_V: Tensor) -> Tensor:
+    """d J / dz = pi (A X - E_pi[A X]) of the clipped objective J = E_{y ~ mu} min(r A, clip(r) A) for a softmax."""
+    probs_V = log_probs_V.exp()
+    return probs_V * (kept_advantages_V - (probs_V * kept_advantages_V).sum(-1, keepdim=True))
 
 
 class Tabular:
@@ -46,7 +59,7 @@ class Tabular:
     def loss_gradient(self) -> Tensor:
         """Of the training's own loss, in expectation over the policy that samples."""
         logits_V = self.logits_V.clone().requires_grad_()
-        inputs = LossInputs(
+        inputs = loss_inputs(
             log_probs_R=logits_V.log_softmax(0),
             behaviour_logprobs_R=self.behaviour_V,
             advantages_R=self.advantages_V,
@@ -132,16 +145,28 @@ def sums_of(rows: list[tuple]) -> dict[str, float]:
     floats = [torch.tensor(c, dtype=torch.float64) for c in columns[:4]]
     mask_R = torch.tensor(columns[6], dtype=torch.bool)
     floats = [torch.where(mask_R, x, torch.nan) for x in floats]  # masked tokens may hold anything
-    sums = entropy_rule_sums(
+    inputs = loss_inputs(
         log_probs_R=floats[0],
-        entropy_R=floats[1],
-        weight_R=floats[2],
-        advantages_R=torch.where(mask_R, floats[3], 0.0),
-        clipped_R=torch.tensor(columns[4], dtype=torch.bool),
-        ages_R=torch.tensor(columns[5], dtype=torch.int64),
+        behaviour_logprobs_R=floats[0],
+        advantages_R=floats[3],
         mask_R=mask_R,
+        bounds=BOUNDS,
+        ages_R=torch.tensor(columns[5], dtype=torch.int64),
+        entropy_R=floats[1],
     )
-    return {name: float(value) for name, value in sums.items()}
+    none_R = torch.zeros_like(mask_R)
+    tokens = ClippedTokenLoss(
+        inputs,
+        torch.zeros_like(floats[0]),
+        ratio_R=torch.where(mask_R, floats[2], 0.0),
+        weight_R=mask_R.double(),
+        advantages_R=torch.where(mask_R, floats[3], 0.0),
+        clipped_high_R=torch.tensor(columns[4], dtype=torch.bool),
+        clipped_low_R=none_R,
+        dual_clipped_R=none_R,
+        capped_R=none_R,
+    )
+    return {name: float(value) for name, value in entropy_rule_sums(tokens).items()}
 
 
 @settings(max_examples=100, deadline=None)
@@ -182,7 +207,7 @@ def test_the_loss_reports_what_it_clips() -> None:
     """A > 0 beyond the upper bound, A < 0 under the lower one, A < 0 beyond the dual clip, and two that count."""
     ratios, advantages = [1.5, 0.5, 4.0, 1.0, 1.1], [1.0, -1.0, -1.0, 1.0, -1.0]
     log_probs_R = torch.full((5,), -2.0, dtype=torch.float64)
-    inputs = LossInputs(
+    inputs = loss_inputs(
         log_probs_R=log_probs_R,
         behaviour_logprobs_R=log_probs_R - torch.tensor(ratios, dtype=torch.float64).log(),
         advantages_R=torch.tensor(advantages, dtype=torch.float64),
@@ -191,8 +216,8 @@ def test_the_loss_reports_what_it_clips() -> None:
         bounds=BOUNDS,
         entropy_R=torch.tensor([1.0, 1.0, 3.0, 3.0, 1.0], dtype=torch.float64),
     )
-    sums = clipped_policy_loss(inputs, BapoLoss(dual_clip=3.0)).sums
-    found = {name.removeprefix("entropy_rule/"): float(value) for name, value in sums.items() if "rule/" in name}
+    sums = sums_of_record(clipped_policy_loss(inputs, BapoLoss(dual_clip=3.0)))
+    found = {name.removeprefix("entropy_rule/"): value for name, value in sums.items() if "rule/" in name}
     assert {n: v for n, v in found.items() if v and "age" not in n} == pytest.approx(
         {
             "covariance": 1.0 * (-2 + 3) * 1 + 1.1 * (-2 + 1) * -1,

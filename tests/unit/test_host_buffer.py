@@ -90,12 +90,12 @@ class Cuda:
         monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
         monkeypatch.setattr(torch.cuda, "check_error", check)
 
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
         assert address not in self.locked
         self.locked[address] = num_bytes
         return self.status
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, address: int) -> int:
         del self.locked[address]
         self.log.append("unlock")
         return self.status

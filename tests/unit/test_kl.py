@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.algorithms.kl import ESTIMATORS, KLCoefficient, loss_with_kl, reference_kl
-from bapo_megatron.algorithms.losses import LOSSES, LossInputs, fixed_bounds
-from bapo_megatron.config.schema_loss import LOSS_SECTIONS, BapoLoss
+from bapo_megatron.algorithms.kl import ESTIMATORS, KLCoefficient, reference_kl
+from bapo_megatron.algorithms.losses import LOSSES, LossInputs, TokenLoss, fixed_bounds
+from bapo_megatron.config.schema_loss import LOSS_SECTIONS, BapoLoss, LossConfig
 from bapo_megatron.types import ClipBounds
+from tests.unit.loss_inputs import loss_inputs, sums_of
 
 FORMULAS = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
 SLOPES = {"k1": lambda d: 1.0, "k2": lambda d: d, "k3": lambda d: 1 - math.exp(-d)}
@@ -26,7 +27,7 @@ tokens = st.lists(st.tuples(st.floats(-2, 2), st.floats(-4, 4), st.floats(-2, 2)
 def make_inputs(tokens, mask=None) -> LossInputs:
     ratios, differences, advantages = (torch.tensor(x, dtype=torch.float64) for x in zip(*tokens, strict=True))
     log_probs_R = torch.linspace(-3, -0.5, len(tokens), dtype=torch.float64).requires_grad_()
-    return LossInputs(
+    return loss_inputs(
         log_probs_R=log_probs_R,
         behaviour_logprobs_R=log_probs_R.detach() - ratios,
         advantages_R=advantages,
@@ -37,6 +38,14 @@ def make_inputs(tokens, mask=None) -> LossInputs:
     )
 
 
+def with_kl(inputs: LossInputs, config: LossConfig, coefficient: float) -> tuple[torch.Tensor, TokenLoss]:
+    """The loss of each token with its KL term, and the record, as in the learner."""
+    tokens = LOSSES[config.name](inputs, config)
+    reference_R = inputs.batch.reference_logprobs_R
+    kl_R = reference_kl(inputs.log_probs_R, reference_R, inputs.batch.mask_R, config.kl_estimator)
+    return tokens.loss_R + coefficient * kl_R, replace(tokens, kl_reference_R=kl_R)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @settings(max_examples=40, deadline=None)
@@ -44,17 +53,18 @@ def make_inputs(tokens, mask=None) -> LossInputs:
 def test_loss_and_gradient_equal_the_formula_with_every_loss(name, estimator, tokens, coefficient):
     config = LOSS_SECTIONS[name](kl_coef=0.1, kl_estimator=estimator)
     inputs = make_inputs(tokens)
-    inputs = inputs if name == "bapo" else replace(inputs, bounds=fixed_bounds(config))
+    if name != "bapo":
+        inputs = replace(inputs, bounds=fixed_bounds(config))
     plain = LOSSES[name](inputs, config)
     (plain_grad,) = torch.autograd.grad(plain.loss_R.sum(), inputs.log_probs_R)
-    result = loss_with_kl(inputs, config, coefficient)
-    (grad,) = torch.autograd.grad(result.loss_R.sum(), inputs.log_probs_R)
+    loss_R, result = with_kl(inputs, config, coefficient)
+    (grad,) = torch.autograd.grad(loss_R.sum(), inputs.log_probs_R)
     kl = [FORMULAS[estimator](d) for _, d, _ in tokens]
     slopes = [SLOPES[estimator](d) for _, d, _ in tokens]
-    assert (result.loss_R - plain.loss_R).tolist() == pytest.approx([coefficient * x for x in kl], abs=1e-9)
+    assert (loss_R - plain.loss_R).tolist() == pytest.approx([coefficient * x for x in kl], abs=1e-9)
     assert (grad - plain_grad).tolist() == pytest.approx([coefficient * x for x in slopes], abs=1e-9)
-    assert float(result.sums["kl_reference"]) == pytest.approx(sum(kl), rel=1e-5, abs=1e-5)
-    assert float(result.sums["policy_loss"]) == float(plain.sums["policy_loss"])
+    assert sums_of(result)["loss/kl_reference"] == pytest.approx(sum(kl), rel=1e-5, abs=1e-5)
+    assert sums_of(result)["loss/policy"] == sums_of(plain)["loss/policy"]
 
 
 @settings(max_examples=50, deadline=None)
@@ -109,8 +119,8 @@ def test_sums_add_up_over_micro_batches(tokens, cut, estimator):
     config = BapoLoss(kl_coef=0.3, kl_estimator=estimator)
     parts = [make_inputs(part) for part in (tokens[:cut], tokens[cut:]) if part]
     whole = make_inputs(tokens)
-    split = sum(float(loss_with_kl(p, config, 0.3).sums["kl_reference"]) for p in parts)
-    assert split == pytest.approx(float(loss_with_kl(whole, config, 0.3).sums["kl_reference"]), rel=1e-5, abs=1e-4)
+    split = sum(sums_of(with_kl(p, config, 0.3)[1])["loss/kl_reference"] for p in parts)
+    assert split == pytest.approx(sums_of(with_kl(whole, config, 0.3)[1])["loss/kl_reference"], rel=1e-5, abs=1e-4)
 
 
 def ziegler(start: float, target: float, horizon: float, kls: list[float]) -> list[float]:

@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from bapo_megatron.algorithms.clip_bounds import contribution_table
 from bapo_megatron.algorithms.losses import (
     LOSSES,
-    LossInputs,
     clipped_policy_loss,
     fixed_bounds,
     importance_ratio,
     supervised_loss,
 )
 from bapo_megatron.config.schema_loss import BapoLoss, ClipBoundConfig, GrpoLoss, SftLoss
+from bapo_megatron.metrics import METRICS
 from bapo_megatron.types import ClipBounds
+from tests.unit.loss_inputs import loss_inputs, maxima_of, sums_of
 
 BOUNDS = ClipBounds(low=0.6, high=1.45, positive_share=0.4, saturated=False, num_moves=5)
 CONFIG = BapoLoss()
@@ -29,7 +30,7 @@ def make_inputs(log_ratios, advantages, mask=None, entropies=None, ages=None, bo
     num = len(log_ratios)
     behaviour_R = torch.linspace(-3, -0.5, num, dtype=torch.float64)
     log_probs_R = (behaviour_R + torch.tensor(log_ratios, dtype=torch.float64)).requires_grad_()
-    return LossInputs(
+    return loss_inputs(
         log_probs_R=log_probs_R,
         behaviour_logprobs_R=behaviour_R,
         advantages_R=torch.tensor(advantages, dtype=torch.float64),
@@ -38,6 +39,15 @@ def make_inputs(log_ratios, advantages, mask=None, entropies=None, ages=None, bo
         entropy_R=None if entropies is None else torch.tensor(entropies, dtype=torch.float64),
         bounds=bounds,
     )
+
+
+def test_every_metric_of_tokens_names_a_value_of_the_record():
+    record = clipped_policy_loss(make_inputs([0.1], [1.0]), CONFIG)
+    declared = [metric for metric in METRICS.values() if metric.tokens]
+    assert [metric.key for metric in declared if metric.of and not hasattr(record, metric.of)] == []
+    from_tables = {metric.key for metric in declared if not metric.of}
+    assert {*sums_of(record, with_profile=True), *maxima_of(record)} - {m.key for m in declared} == set()
+    assert from_tables == {key for key in sums_of(record, with_profile=True) if not METRICS[key].of}
 
 
 def literal_loss(log_ratio, advantage, dual_clip=None):
@@ -73,11 +83,11 @@ def test_gradient_is_exactly_zero_where_clipped_and_only_there():
     inputs = make_inputs([0.0] * len(ratios), advantages)
     log_probs_R = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()
     low, high = log_probs_R.detach()[[4, 0]].exp().tolist()  # 0.5 and 1.5 as they come back from their logarithms
-    inputs = LossInputs(
+    inputs = loss_inputs(
         log_probs_R=log_probs_R,
         behaviour_logprobs_R=torch.zeros(len(ratios), dtype=torch.float64),
-        advantages_R=inputs.advantages_R,
-        mask_R=inputs.mask_R,
+        advantages_R=inputs.batch.advantages_R,
+        mask_R=inputs.batch.mask_R,
         ages_R=inputs.ages_R,
         bounds=ClipBounds(low=low, high=high, positive_share=0.4, saturated=False, num_moves=0),
     )
@@ -96,8 +106,8 @@ def test_the_gradient_reading_counts_the_tokens_that_carry_gradient(tokens):
     inputs = make_inputs(log_ratios, advantages, bounds=bounds)
     clipped_policy_loss(inputs, CONFIG).loss_R.sum().backward()
     gradient_R = -inputs.log_probs_R.grad  # r A where it is not clipped
-    ratio_R = importance_ratio(inputs.log_probs_R.detach(), inputs.behaviour_logprobs_R, inputs.mask_R)
-    table = contribution_table(ratio_R, inputs.advantages_R, inputs.mask_R, None, config)
+    ratio_R = importance_ratio(inputs.log_probs_R.detach(), inputs.batch.behaviour_logprobs_R, inputs.batch.mask_R)
+    table = contribution_table(ratio_R, inputs.batch.advantages_R, inputs.batch.mask_R, None, config)
     assert float(table[0]) == pytest.approx(float(gradient_R.clamp(min=0).sum()), abs=1e-9)
     assert float(table[len(config.high.points)]) == pytest.approx(-float(gradient_R.clamp(max=0).sum()), abs=1e-9)
 
@@ -106,11 +116,11 @@ def test_masked_tokens_may_hold_anything():
     inputs = make_inputs([0.1, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], mask=[True, False, False, False])
     bad_R = torch.tensor([0.0, math.nan, math.inf, -math.inf], dtype=torch.float64)
     log_probs_R = (inputs.log_probs_R.detach() + bad_R).requires_grad_()
-    inputs = LossInputs(
+    inputs = loss_inputs(
         log_probs_R=log_probs_R,
-        behaviour_logprobs_R=inputs.behaviour_logprobs_R + bad_R,
-        advantages_R=inputs.advantages_R + bad_R,
-        mask_R=inputs.mask_R,
+        behaviour_logprobs_R=inputs.batch.behaviour_logprobs_R + bad_R,
+        advantages_R=inputs.batch.advantages_R + bad_R,
+        mask_R=inputs.batch.mask_R,
         ages_R=inputs.ages_R + torch.tensor([0, 99, 99, 99]),
         entropy_R=1 + bad_R,
         bounds=BOUNDS,
@@ -118,9 +128,9 @@ def test_masked_tokens_may_hold_anything():
     result = clipped_policy_loss(inputs, CONFIG)
     result.loss_R.sum().backward()
     assert log_probs_R.grad.tolist() == pytest.approx([-math.exp(0.1), 0.0, 0.0, 0.0])
-    assert all(math.isfinite(float(x)) for x in (*result.sums.values(), *result.maxima.values()))
-    assert float(result.sums["tokens"]) == 1
-    assert float(result.maxima["age"]) == 0
+    assert all(math.isfinite(x) for x in (*sums_of(result).values(), *maxima_of(result).values()))
+    assert int(result.mask_R.sum()) == 1
+    assert maxima_of(result)["staleness/max"] == 0
 
 
 def test_extreme_log_ratios_stay_finite():
@@ -128,7 +138,7 @@ def test_extreme_log_ratios_stay_finite():
     result = clipped_policy_loss(inputs, CONFIG)
     result.loss_R.sum().backward()
     assert torch.isfinite(result.loss_R).all()
-    assert all(math.isfinite(float(x)) for x in result.sums.values())
+    assert all(math.isfinite(x) for x in sums_of(result).values())
     assert torch.isfinite(inputs.log_probs_R.grad).all()
 
 
@@ -142,28 +152,28 @@ def test_metrics_count_what_they_say():
         ages=[0, 1, 2, 5, 7],
     )
     result = clipped_policy_loss(inputs, BapoLoss(dual_clip=3.0))
-    sums = {name: float(value) for name, value in result.sums.items() if "entropy_rule/" not in name}
+    assert int(result.mask_R.sum()) == 4
+    sums = {name: value for name, value in sums_of(result).items() if "entropy_rule/" not in name}
     assert sums == pytest.approx(
         {
-            "tokens": 4,
-            "policy_loss": -1.45 - 2 + 0.6 + 1.5,
-            "positive_tokens": 2,
-            "negative_tokens": 2,
-            "clipped_high": 1,
-            "clipped_low": 1,
-            "dual_clipped": 1,
-            "positive_mass": 3.45,
-            "negative_mass": 2.1,
-            "ratio": 7.5,
-            "importance_weight": 4,
-            "importance_capped": 0,
-            "approx_kl": 7.5 - 4 - sum(log_ratios[:4]),
-            "entropy": 3.0,
-            "age": 8,
+            "loss/policy": -1.45 - 2 + 0.6 + 1.5,
+            "loss/positive_token_share": 2,
+            "loss/negative_token_share": 2,
+            "loss/clip_high_share": 1,
+            "loss/clip_low_share": 1,
+            "loss/dual_clip_share": 1,
+            "loss/positive_mass": 3.45,
+            "loss/negative_mass": 2.1,
+            "loss/ratio_mean": 7.5,
+            "loss/importance_weight_mean": 4,
+            "loss/importance_capped_share": 0,
+            "loss/approx_kl": 7.5 - 4 - sum(log_ratios[:4]),
+            "loss/entropy": 3.0,
+            "staleness/mean": 8,
         },
         rel=1e-6,
     )
-    assert {name: float(value) for name, value in result.maxima.items()} == pytest.approx({"ratio": 4.0, "age": 5.0})
+    assert maxima_of(result) == pytest.approx({"loss/ratio_max": 4.0, "staleness/max": 5.0})
 
 
 @settings(max_examples=50, deadline=None)
@@ -174,7 +184,7 @@ def test_sums_add_up_over_micro_batches(tokens, cut):
     def run(part):
         num = log_ratios[part].numel()
         return clipped_policy_loss(
-            LossInputs(
+            loss_inputs(
                 log_probs_R=log_ratios[part],
                 behaviour_logprobs_R=torch.zeros(num, dtype=torch.float64),
                 advantages_R=advantages[part],
@@ -186,10 +196,11 @@ def test_sums_add_up_over_micro_batches(tokens, cut):
         )
 
     whole, first, second = run(slice(None)), run(slice(0, cut)), run(slice(cut, None))
-    for name, value in whole.sums.items():
-        torch.testing.assert_close(first.sums[name] + second.sums[name], value, rtol=1e-5, atol=1e-4)
-    for name, value in whole.maxima.items():
-        assert torch.equal(torch.maximum(first.maxima[name], second.maxima[name]), value)
+    sums, maxima = [sums_of(x) for x in (whole, first, second)], [maxima_of(x) for x in (whole, first, second)]
+    for name, value in sums[0].items():
+        assert sums[1][name] + sums[2][name] == pytest.approx(value, rel=1e-5, abs=1e-4)
+    for name, value in maxima[0].items():
+        assert max(maxima[1][name], maxima[2][name]) == value
 
 
 def test_fixed_bounds():
@@ -208,21 +219,21 @@ def test_the_supervised_loss_is_the_negative_log_prob_of_trained_tokens(tokens):
     mask = [i % 3 != 1 for i in range(len(tokens))]
     inputs = make_inputs(log_ratios, advantages, mask, entropies=[0.5] * len(tokens), ages=[7] * len(tokens))
     expected = [-x if m else 0.0 for x, m in zip(inputs.log_probs_R.tolist(), mask, strict=True)]
-    inputs.log_probs_R.data[~inputs.mask_R] = math.nan  # a masked token may hold anything
+    inputs.log_probs_R.data[~inputs.batch.mask_R] = math.nan  # a masked token may hold anything
     result = supervised_loss(inputs, SftLoss())
     assert result.loss_R.tolist() == pytest.approx(expected)
     result.loss_R.sum().backward()
     assert inputs.log_probs_R.grad.tolist() == [-float(m) for m in mask]
-    sums = {name: float(value) for name, value in result.sums.items()}
-    count = sum(mask)
-    assert sums == pytest.approx(
-        {"tokens": count, "policy_loss": sum(expected), "entropy": 0.5 * count, "age": 7 * count}
+    count = int(result.mask_R.sum())
+    assert count == sum(mask)
+    assert sums_of(result) == pytest.approx(
+        {"loss/policy": sum(expected), "loss/entropy": 0.5 * count, "staleness/mean": 7 * count}
     )
-    assert float(result.maxima["age"]) == 7
+    assert maxima_of(result) == {"staleness/max": 7 if count else 0}
 
 
 def test_the_supervised_loss_takes_an_empty_micro_batch_and_has_no_bounds():
     result = supervised_loss(make_inputs([], []), SftLoss())
     assert result.loss_R.shape == (0,)
-    assert float(result.maxima["age"]) == 0
+    assert maxima_of(result)["staleness/max"] == 0
     assert math.isnan(fixed_bounds(SftLoss()).low)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.monitor.metrics import METRICS, MetricsWriter, read_metrics
+from bapo_megatron.metrics import METRICS, page, reduce_updates
+from bapo_megatron.monitor.metrics import MetricsWriter, read_metrics
 from bapo_megatron.monitor.record import sample_record
 from bapo_megatron.monitor.summary import count, duration, find_problems, summarize
 from bapo_megatron.runtime.files import JsonlWriter, read_jsonl, truncate_after
@@ -25,12 +26,21 @@ def write_steps(path: Path, *steps: int, reward: float = 0.5) -> None:
             writer.write({"step": step, "reward/mean": reward})
 
 
-def test_docs_describe_exactly_the_metrics_of_the_registry() -> None:
-    rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \|$", DOCS_PATH.read_text(encoding="utf-8"), re.MULTILINE)
+def test_the_page_is_current_and_describes_exactly_the_declared_metrics() -> None:
+    text = DOCS_PATH.read_text(encoding="utf-8")
+    assert text == page(), "run: python -m bapo_megatron.metrics > docs/metrics.md"
+    rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| .+ \|$", text, re.MULTILINE)
     assert len({name for name, *_ in rows}) == len(rows), "a metric is documented twice"
+    ages = ["age_0", "age_1_3", "age_4_up"]
     bins = [f"p{b}0" for b in range(10)]  # of probabilities: pNN in the table stands for all of them
-    documented = {name.replace("pNN", b): unit.strip() for name, unit, _ in rows for b in bins}
-    assert documented == {name: metric.unit for name, metric in METRICS.items()}
+    names = {(name.replace("pNN", b).replace("AGE", age), unit) for name, unit in rows for b in bins for age in ages}
+    assert names == {(name, metric.unit) for name, metric in METRICS.items()}
+
+
+def test_a_metric_that_is_not_declared_is_averaged_over_the_updates() -> None:
+    assert reduce_updates({"my/own": [1.0, math.nan, 2.0], "my/empty": [math.inf]}) == pytest.approx(
+        {"my/own": 1.5, "my/empty": math.nan}, nan_ok=True
+    )
 
 
 def test_written_steps_come_back_with_nan_for_what_json_cannot_hold(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -18,9 +20,9 @@ import torch
 
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.metrics import METRICS
 from bapo_megatron.monitor.gpu_facts import GPU_METRICS, GPUFacts
 from bapo_megatron.monitor.grafana import dashboard
-from bapo_megatron.monitor.metrics import METRICS
 from bapo_megatron.monitor.oom import is_out_of_memory
 from bapo_megatron.monitor.prometheus import PrometheusEndpoint, RunCollector, prometheus_name
 from bapo_megatron.monitor.stall import StallWatchdog, _by_place
@@ -28,8 +30,6 @@ from bapo_megatron.runtime import straggler
 from bapo_megatron.runtime.heartbeat import TRAINER, Heartbeat
 from bapo_megatron.runtime.stopwatch import Stopwatch
 from bapo_megatron.runtime.straggler import LocalTime, StragglerAlarm, straggler_metrics
-
-DASHBOARD = Path(__file__).parents[2] / "bapo_megatron" / "monitor" / "assets" / "grafana.json"
 
 
 def scrape(url: str) -> dict[str, float]:
@@ -127,8 +127,9 @@ def test_real_nvml_names_exist_and_no_gpu_is_no_error() -> None:
         assert list(GPUFacts().read()) == []
 
 
-def test_the_shipped_dashboard_is_the_generated_one() -> None:
-    assert json.loads(DASHBOARD.read_text()) == dashboard()
+def test_the_dashboard_is_printed_and_its_panels_do_not_overlap() -> None:
+    command = [sys.executable, "-m", "bapo_megatron.monitor.grafana"]
+    assert json.loads(subprocess.run(command, capture_output=True, check=True, timeout=120).stdout) == dashboard()
     panels = dashboard()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     (datasource,) = [v for v in dashboard()["templating"]["list"] if v["type"] == "datasource"]

@@ -90,7 +90,7 @@ def test_a_humaneval_row_is_judged_by_its_tests(tmp_path: Path) -> None:
     ("name", "row", "message"),
     [
         ("math", {"prompt": "a", "answer": 1}, "field 'problem' or 'question' .* is missing .*does data.format fit"),
-        ("gsm8k", {"question": "a", "answer": "72"}, "no '#### <number>'"),
+        ("gsm8k", {"question": "a", "answer": "72"}, "does not end with '#### <number>'"),
         ("gsm8k", {"question": "a", "answer": 72}, "'answer' must be a string, got a number"),
         ("humaneval", {"prompt": "a", "test": "b"}, "field 'entry_point' is missing"),
         ("plain", {"prompt": "a", "answer": None}, "must not be null"),
@@ -111,7 +111,7 @@ def test_parquet_files_that_are_none(tmp_path: Path) -> None:
         JsonlSource(str(path))
     for content in (b"", b"PAR1 nonsense PAR1", b'{"prompt": "a"}'):
         path.write_bytes(content)
-        with pytest.raises(DataError, match="no whole Parquet file"):
+        with pytest.raises(DataError, match="not a whole Parquet file"):
             JsonlSource(str(path))
 
 

@@ -110,6 +110,15 @@ class TestJsonl:
                 r'{"prompt": "ab\ud83d", "answer": 1}',
                 r"2: field 'prompt' is not valid Unicode: '\\ud83d' at character 2",
             ),
+            (
+                r'{"prompt": "a", "answer": "\ud800"}',
+                r"jsonl:2: field 'answer' is not valid Unicode: '\\ud800'",
+            ),
+            (r'{"prompt": "a", "answer": {"\ud800": 1}}', r"prompts.jsonl:2: field 'answer' is not valid Unicode"),
+            ('{"prompt": "a", "answer": NaN}', r"prompts.jsonl:2: field 'answer' holds NaN or a number beyond"),
+            ('{"prompt": "a", "answer": [-Infinity]}', r"prompts.jsonl:2: field 'answer' holds NaN or a number beyond"),
+            ('{"prompt": "a", "answer": 1e400}', r"prompts.jsonl:2: field 'answer' holds NaN or a number beyond"),
+            ('{"prompt": "a", "answer": ' + "[" * 101 + "]" * 101 + "}", r"prompts.jsonl:2: field 'answer' is nested"),
         ],
     )
     def test_malformed_line_names_file_and_line(self, jsonl, line, message):
@@ -197,6 +206,20 @@ class TestStream:
         stream = PromptStream(make_config(source="jsonl", path=path, max_prompt_tokens=8), tokenizer)
         with pytest.raises(DataError, match=r"prompts.jsonl:1: the prompt has 9 tokens, .*max_prompt_tokens = 8"):
             stream.next()
+
+    def test_all_prompts_of_a_file_are_checked_before_a_run(self, tokenizer, jsonl):
+        lines = [{"prompt": "1" * (9 if i in (33, 150) else 1), "answer": 1} for i in range(200)]
+        path = jsonl(*lines)
+        config = make_config(source="jsonl", path=path, max_prompt_tokens=8)
+        with pytest.raises(DataError, match=r"prompts.jsonl:34: the prompt has 9 tokens.*\(2 of 200 prompts are"):
+            PromptStream(config, tokenizer).check()
+        config = make_config(source="jsonl", path=path, max_prompt_tokens=8, on_bad_prompt="skip")
+        stream = PromptStream(config, tokenizer)
+        stream.check()
+        assert stream.skipped_too_long == 0
+        PromptStream(make_config(source="jsonl", path=path), tokenizer).check()
+        with pytest.raises(DataError, match=r"chains item .* the prompt has"):
+            PromptStream(make_config(size=10**6, max_prompt_tokens=5), tokenizer).check()
 
     def test_bad_prompts_are_skipped_and_counted_if_asked(self, tokenizer, jsonl):
         path = jsonl(*({"prompt": text, "answer": 1} for text in ("1", "", "2" * 8, "3" * 9)))

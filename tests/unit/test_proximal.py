@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.algorithms.clip_bounds import contribution_table, positive_share
+from bapo_megatron.algorithms.clip_bounds import contribution_table
 from bapo_megatron.algorithms.losses import LossInputs, clipped_policy_loss, importance_ratio, ratio_and_weight
 from bapo_megatron.buffer.packing import Share, minibatches
 from bapo_megatron.config.schema_loss import BapoLoss, ClipBoundConfig
 from bapo_megatron.types import Batch, ClipBounds
+from tests.unit.loss_inputs import loss_inputs, positive_share, sums_of
 
 BOUNDS = ClipBounds(low=0.6, high=1.45, positive_share=0.4, saturated=False, num_moves=5)
 LOW, HIGH, CAP = 0.6, 1.45, 2.0
@@ -26,7 +28,7 @@ def make_inputs(tokens, mask=None) -> LossInputs:
     log_ratios, log_weights, advantages = (torch.tensor(x, dtype=torch.float64) for x in zip(*tokens, strict=True))
     behaviour_R = torch.linspace(-3, -0.5, len(tokens), dtype=torch.float64)
     proximal_R = behaviour_R + log_weights
-    return LossInputs(
+    return loss_inputs(
         log_probs_R=(proximal_R + log_ratios).requires_grad_(),
         behaviour_logprobs_R=behaviour_R,
         advantages_R=advantages,
@@ -66,17 +68,17 @@ def test_loss_and_gradient_equal_the_formula(dual_clip, cap, tokens):
 @given(tokens=tokens)
 def test_with_proximal_equal_to_behaviour_it_is_the_plain_loss_bit_for_bit(tokens):
     decoupled = make_inputs([(x, 0.0, a) for x, _, a in tokens])
-    plain = LossInputs(
+    plain = loss_inputs(
         log_probs_R=decoupled.log_probs_R.detach().clone().requires_grad_(),
-        behaviour_logprobs_R=decoupled.behaviour_logprobs_R,
-        advantages_R=decoupled.advantages_R,
-        mask_R=decoupled.mask_R,
+        behaviour_logprobs_R=decoupled.batch.behaviour_logprobs_R,
+        advantages_R=decoupled.batch.advantages_R,
+        mask_R=decoupled.batch.mask_R,
         ages_R=decoupled.ages_R,
         bounds=BOUNDS,
     )
     results = [clipped_policy_loss(inputs, BapoLoss(importance_cap=2.0)) for inputs in (decoupled, plain)]
     assert torch.equal(results[0].loss_R, results[1].loss_R)
-    assert {k: float(v) for k, v in results[0].sums.items()} == {k: float(v) for k, v in results[1].sums.items()}
+    assert sums_of(results[0]) == sums_of(results[1])
     for inputs, result in zip((decoupled, plain), results, strict=True):
         result.loss_R.sum().backward()
         assert inputs.log_probs_R.grad is not None
@@ -90,8 +92,8 @@ def test_an_uncapped_unclipped_token_has_the_plain_gradient(tokens):
     inside = [(max(min(x, 0.3), -0.3), w, a) for x, w, a in tokens]
     inputs = make_inputs(inside)
     clipped_policy_loss(inputs, BapoLoss(importance_cap=1e9)).loss_R.sum().backward()
-    ratio_R = importance_ratio(inputs.log_probs_R.detach(), inputs.behaviour_logprobs_R, inputs.mask_R)
-    torch.testing.assert_close(inputs.log_probs_R.grad, -ratio_R * inputs.advantages_R, rtol=1e-9, atol=1e-12)
+    ratio_R = importance_ratio(inputs.log_probs_R.detach(), inputs.batch.behaviour_logprobs_R, inputs.batch.mask_R)
+    torch.testing.assert_close(inputs.log_probs_R.grad, -ratio_R * inputs.batch.advantages_R, rtol=1e-9, atol=1e-12)
 
 
 @settings(max_examples=100, deadline=None)
@@ -100,16 +102,16 @@ def test_the_search_counts_the_masses_of_the_loss(tokens):
     """gradient: P and N are the gradient that the loss lets through; surrogate: they are the loss's own terms."""
     inputs = make_inputs(tokens)
     result = clipped_policy_loss(
-        LossInputs(**{f: getattr(inputs, f) for f in inputs.__slots__} | {"bounds": ClipBounds(LOW, 1.2, 0, False, 0)}),
-        BapoLoss(importance_cap=CAP),
+        replace(inputs, bounds=ClipBounds(LOW, 1.2, 0, False, 0)), BapoLoss(importance_cap=CAP)
     )
     result.loss_R.sum().backward()
-    log_probs_R, behaviour_R = inputs.log_probs_R.detach(), inputs.behaviour_logprobs_R
-    ratio_R, weight_R = ratio_and_weight(log_probs_R, behaviour_R, inputs.proximal_logprobs_R, inputs.mask_R, CAP)
+    ratio_R, weight_R = ratio_and_weight(inputs.batch, inputs.log_probs_R.detach(), CAP)
     gradient_R = -inputs.log_probs_R.grad
     for contribution, part_R in (("gradient", gradient_R), ("surrogate", -result.loss_R.detach())):
         config = ClipBoundConfig(contribution=contribution)
-        table = contribution_table(ratio_R, inputs.advantages_R, inputs.mask_R, None, config, weights=weight_R)
+        table = contribution_table(
+            ratio_R, inputs.batch.advantages_R, inputs.batch.mask_R, None, config, weights=weight_R
+        )
         positive, negative = float(table[0]), float(table[len(config.high.points)])
         assert positive == pytest.approx(float(part_R.clamp(min=0).sum()), rel=1e-6, abs=1e-9)
         assert negative == pytest.approx(-float(part_R.clamp(max=0).sum()), rel=1e-6, abs=1e-9)
@@ -125,12 +127,13 @@ def test_masked_tokens_may_hold_anything_and_metrics_count_the_weights():
     result = clipped_policy_loss(inputs, BapoLoss(importance_cap=CAP))
     result.loss_R.sum().backward()
     assert inputs.log_probs_R.grad.tolist() == pytest.approx([-2 * math.exp(0.1), 0.5, 0.0])
-    assert float(result.sums["importance_weight"]) == pytest.approx(2.5)
-    assert float(result.sums["importance_capped"]) == 1
-    assert float(result.sums["ratio"]) == pytest.approx(math.exp(0.1) + 1)
+    sums = sums_of(result)
+    assert sums["loss/importance_weight_mean"] == pytest.approx(2.5)
+    assert sums["loss/importance_capped_share"] == 1
+    assert sums["loss/ratio_mean"] == pytest.approx(math.exp(0.1) + 1)
     behaviour_ratios = [3 * math.exp(0.1), 0.5]
-    assert float(result.sums["approx_kl"]) == pytest.approx(sum(r - 1 - math.log(r) for r in behaviour_ratios))
-    assert all(math.isfinite(float(x)) for x in result.sums.values())
+    assert sums["loss/approx_kl"] == pytest.approx(sum(r - 1 - math.log(r) for r in behaviour_ratios))
+    assert all(math.isfinite(x) for x in sums.values())
 
 
 @settings(max_examples=30, deadline=None)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.report.gallery import PANELS
+from bapo_megatron.report.gallery import FIGURES, PANELS
 from bapo_megatron.report.page import write_report
 from bapo_megatron.runtime.files import JsonlWriter
 from tests.unit.page import Page, check_self_contained
@@ -144,4 +144,4 @@ def test_the_report_goes_where_it_is_told_to(tmp_path: Path) -> None:
 
 def test_every_figure_is_in_the_documentation() -> None:
     text = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
-    assert [panel.title for panel in PANELS] == re.findall(r"(?m)^\| ([^|]+?) \| .* \|(?: Fig.*| Eq.*)? \|$", text)
+    assert [panel.title for panel in FIGURES] == re.findall(r"(?m)^\| ([^|]+?) \| .* \|(?: Fig.*| Eq.*)? \|$", text)

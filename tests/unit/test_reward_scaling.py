@@ -15,8 +15,7 @@ from bapo_megatron.algorithms.clip_bounds import contribution_table, search_boun
 from bapo_megatron.buffer.batch import BatchBuilder
 from bapo_megatron.config.schema import Config, RewardConfig
 from bapo_megatron.config.schema_loss import ClipBoundConfig
-from bapo_megatron.rewards.scaling import Moments, RewardScaler
-from bapo_megatron.rewards.shaping import is_informative
+from bapo_megatron.rewards.shaping import Moments, RewardScaler, is_informative
 from bapo_megatron.types import Batch, Group, Prompt, Segment, Trajectory
 
 PROMPT = Prompt(3, (1, 2), "?", "a", "test")

@@ -23,7 +23,7 @@ from bapo_megatron.errors import DataError, UserError
 from bapo_megatron.prompts.chains import ChainSource
 from bapo_megatron.prompts.reasoning_gym import ReasoningGymSource
 from bapo_megatron.rewards import RewardScorer
-from bapo_megatron.rewards.chains import judge_chain
+from bapo_megatron.rewards.answers import judge_chain
 from bapo_megatron.rewards.judges import JudgeSpec
 from bapo_megatron.rewards.math import judge_math
 from bapo_megatron.rewards.reasoning_gym import build_judge, final_answer

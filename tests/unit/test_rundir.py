@@ -59,6 +59,7 @@ def test_the_same_settings_resume_as_the_next_attempt(tmp_path: Path) -> None:
     [
         ("num_steps = 10", "num_steps = 20"),
         ("300.0", "60.0"),
+        ("[rollout]", '[data]\non_bad_prompt = "skip"\n[rollout]'),
         ('name = "demo"', 'name = "demo"\ndir = "elsewhere"'),
         ("[rollout]", '[rollout]\nrouter_url = "http://10.0.0.7:30000"\nmax_restarts = 5'),
     ],

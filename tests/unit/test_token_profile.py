@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 
 from bapo_megatron.algorithms.losses import LOSSES, LossInputs, clipped_policy_loss
 from bapo_megatron.algorithms.mismatch import no_mismatch
-from bapo_megatron.algorithms.token_profile import BINS, MEANS, bin_means
+from bapo_megatron.algorithms.token_profile import BINS, MEANS
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_loss import LOSS_SECTIONS, BapoLoss
 from bapo_megatron.learner.base import StepResult
-from bapo_megatron.monitor.metrics import METRICS
+from bapo_megatron.metrics import METRICS, reduce_updates
 from bapo_megatron.monitor.record import UpdateMetrics
 from bapo_megatron.types import ClipBounds
+from tests.unit import loss_inputs as helpers
+from tests.unit.loss_inputs import loss_inputs
 
 BOUNDS = ClipBounds(low=0.75, high=1.5, positive_share=0.5, saturated=False, num_moves=0)
 
@@ -33,12 +35,12 @@ tokens = st.lists(
 )
 
 
-def make_inputs(rows: list[tuple], with_token_profile: bool = True) -> LossInputs:
+def make_inputs(rows: list[tuple]) -> LossInputs:
     columns = list(zip(*rows, strict=True)) or [()] * 5
     mask_R = torch.tensor(columns[4], dtype=torch.bool)
     probs_R, log_ratio_R, advantages_R, entropy_R = (torch.tensor(c, dtype=torch.float64) for c in columns[:4])
     log_probs_R = torch.where(mask_R, probs_R.log(), torch.nan)  # masked tokens may hold anything
-    return LossInputs(
+    return loss_inputs(
         log_probs_R=log_probs_R.requires_grad_(),
         behaviour_logprobs_R=log_probs_R.detach() - log_ratio_R,
         advantages_R=advantages_R,
@@ -46,16 +48,15 @@ def make_inputs(rows: list[tuple], with_token_profile: bool = True) -> LossInput
         ages_R=torch.zeros_like(mask_R, dtype=torch.int64),
         bounds=BOUNDS,
         entropy_R=torch.where(mask_R, entropy_R, torch.nan),
-        with_token_profile=with_token_profile,
     )
 
 
 def profile(sums: dict) -> dict[str, float]:
-    return {name: float(value) for name, value in sums.items() if name.startswith("profile/")}
+    return {name: value for name, value in sums.items() if name.startswith("profile/")}
 
 
 def sums_of(rows: list[tuple]) -> dict[str, float]:
-    return profile(clipped_policy_loss(make_inputs(rows), BapoLoss()).sums)
+    return profile(helpers.sums_of(clipped_policy_loss(make_inputs(rows), BapoLoss()), with_profile=True))
 
 
 def means_of(rows: list[tuple]) -> dict[str, float]:
@@ -79,10 +80,11 @@ def means_of(rows: list[tuple]) -> dict[str, float]:
 @given(rows=tokens.filter(lambda rows: any(row[4] for row in rows)), cut=st.integers(0, 24))
 def test_means_equal_a_loop_over_tokens_whatever_the_micro_batches(rows: list[tuple], cut: int) -> None:
     first, second, num_trained = sums_of(rows[:cut]), sums_of(rows[cut:]), sum(row[4] for row in rows)
-    found = bin_means({name: (first[name] + second[name]) / num_trained for name in first})
+    found = reduce_updates({name: [(first[name] + second[name]) / num_trained] for name in first})
     assert found == pytest.approx(means_of(rows), rel=1e-5, abs=1e-5, nan_ok=True)
+    units = {"ratio": "ratio", "abs_log_ratio": "nats", "entropy": "nats"}
     assert {name: METRICS[name].unit for name in found} == {
-        f"{name}_{v}": unit for name in BINS for v, unit in {"share": "share", **MEANS}.items()
+        f"{name}_{v}": units.get(v, "share") for name in BINS for v in ("share", *MEANS)
     }
 
 
@@ -109,6 +111,7 @@ def test_a_step_pools_the_tokens_of_its_updates() -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_off_unless_asked_for(name: str) -> None:
     rows = [(0.3, 0.1, 1.0, 0.5, True)]
-    assert profile(LOSSES[name](make_inputs(rows, with_token_profile=False), LOSS_SECTIONS[name]()).sums) == {}
+    tokens = LOSSES[name](make_inputs(rows), LOSS_SECTIONS[name]())
+    assert profile(helpers.sums_of(tokens)) == {}
     has_ratios = name != "sft"
-    assert bool(profile(LOSSES[name](make_inputs(rows), LOSS_SECTIONS[name]()).sums)) == has_ratios
+    assert bool(profile(helpers.sums_of(tokens, with_profile=True))) == has_ratios

@@ -8,11 +8,12 @@ No token is ever sampled from weights that are only partly updated.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -69,6 +70,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     version_starts: list[tuple[str, int]] = field(default_factory=list)  # weight version, first output token of it
     finish_reason: dict[str, Any] | None = None
+    failure: FloatingPointError | None = None
     num_retractions: int = 0
     done: Future[Sequence] = field(default_factory=Future)
 
@@ -179,14 +181,15 @@ class BatchingEngine:
 
     # Commands: run on the engine thread, through `call` --------------------------------------------
 
-    def abort(self, rid: str | None) -> int:
-        """End one request, or all (None), with their tokens so far. Return the number ended."""
-        aborted = [s for s in self._all() if rid is None or s.rid == rid]
+    def abort(self, rids: Set[str] | None) -> int:
+        """End some requests, or all (None), with their tokens so far. Return the number ended."""
+        aborted = [s for s in self._all() if rids is None or s.rid in rids]
         for sequence in aborted:
             sequence.finish_reason = {"type": "abort", "message": "Abort"}
         self._finish_rows()
-        for sequence in [s for s in self._waiting if s.finish_reason]:
-            self._waiting.remove(sequence)
+        ended = [s for s in self._waiting if s.finish_reason]
+        self._waiting = deque(s for s in self._waiting if not s.finish_reason)
+        for sequence in ended:
             self._finish(sequence)
         return len(aborted)
 
@@ -309,7 +312,11 @@ class BatchingEngine:
         )
         version, num_finished = self.version, 0
         for sequence, token_id, logprob in zip(sequences, token_ids, logprobs, strict=True):
-            sequence.append(token_id, logprob, version)
+            if math.isnan(logprob):
+                sequence.failure = FloatingPointError("the model's logits are not finite; the weights are broken")
+                sequence.finish_reason = {"type": "abort", "message": "not finite"}
+            else:
+                sequence.append(token_id, logprob, version)
             num_finished += sequence.finish_reason is not None
         self.num_generated_tokens += len(token_ids)
         if num_finished:
@@ -328,7 +335,10 @@ class BatchingEngine:
             self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
-        sequence.done.set_result(sequence)
+        if sequence.failure is None:
+            sequence.done.set_result(sequence)
+        else:
+            sequence.done.set_exception(sequence.failure)
 
     def _all(self) -> Iterator[Sequence]:
         yield from self._rows

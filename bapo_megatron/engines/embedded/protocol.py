@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictInt, Tag, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictInt,
+    Tag,
+    ValidationError,
+    field_validator,
+)
 
 from bapo_megatron.engines.base import PauseMode
 from bapo_megatron.errors import UserError
 
-TokenIds = Annotated[list[StrictInt], Field(min_length=1)]
-Batch = Annotated[list[TokenIds], Field(min_length=1)]
+MAX_SEQUENCES = 4096  # in one request: prompts x n
+MAX_RANKS = 1 << 16
+TokenIds = Annotated[list[StrictInt], Field(min_length=1, fail_fast=True)]
+Batch = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_SEQUENCES, fail_fast=True)]
 
 
 def _one_or_batch(value: object) -> str:
@@ -42,7 +53,7 @@ class SamplingParams(_Body):
 
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = -1
+    top_k: int = Field(default=-1, lt=2**31)
     min_p: float = Field(default=0.0, ge=0, le=1)
     max_new_tokens: int = Field(default=128, ge=1)
     stop: None = None
@@ -74,7 +85,8 @@ class GenerateBody(_Body):
         Annotated[TokenIds, Tag("prompt")] | Annotated[Batch, Tag("batch")], Discriminator(_one_or_batch)
     ]
     sampling_params: Annotated[
-        Annotated[SamplingParams, Tag("dict")] | Annotated[list[SamplingParams], Tag("list")],
+        Annotated[SamplingParams, Tag("dict")]
+        | Annotated[list[SamplingParams], Field(max_length=MAX_SEQUENCES, fail_fast=True), Tag("list")],
         Discriminator(_one_or_list),
     ] = SamplingParams()
     rid: str | list[str] | None = None
@@ -100,8 +112,8 @@ class EmptyBody(_Body):
 class InitGroupBody(_Body):
     master_address: str
     master_port: int = Field(gt=0, lt=65536)
-    rank_offset: int = Field(ge=1)
-    world_size: int = Field(ge=2)
+    rank_offset: int = Field(ge=1, le=MAX_RANKS)
+    world_size: int = Field(ge=2, le=MAX_RANKS)
     group_name: str = Field(default="weight_update_group", min_length=1)
     backend: Literal["gloo", "nccl"] = "nccl"
 

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from bapo_megatron.engines.embedded.protocol import SamplingParams
 
+_GREEDY_BELOW = 1e-6  # as SGLang; dividing by less overflows float32
+
 
 def uniform(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
     """Float64 [B] in [0, 1), multiples of 2**-40: splitmix64 (Steele et al., 2014) over seed and position."""
@@ -31,16 +33,15 @@ def sample(
 
     Args:
         logits_BV: float32, overwritten.
-        params: temperature 0 means greedy, with log-probs at temperature 1.
+        params: a temperature below 1e-6 means greedy, with log-probs at temperature 1.
         seeds, positions: what the random number of each row is made of.
 
-    Raises:
-        FloatingPointError: the logits hold nan.
+    Returns token ids and log-probs; the log-prob of a row whose logits are not finite is nan.
     """
-    temperature_B = torch.tensor([p.temperature or 1.0 for p in params])
+    is_greedy = [p.temperature < _GREEDY_BELOW for p in params]
+    temperature_B = torch.tensor([1.0 if g else p.temperature for g, p in zip(is_greedy, params, strict=True)])
     logprobs_BV = torch.log_softmax(logits_BV.div_(temperature_B[:, None]), dim=-1)
     token_ids_B = torch.empty(len(params), dtype=torch.int64)
-    is_greedy = [p.temperature == 0 for p in params]
     if not all(is_greedy):
         probs_BV = logprobs_BV.exp()
         if any(p.truncates for p in params):
@@ -52,8 +53,7 @@ def sample(
         token_ids_B = torch.where(torch.tensor(is_greedy), logprobs_BV.argmax(-1), token_ids_B)
     token_ids_B = token_ids_B.clamp_(max=logits_BV.shape[1] - 1)  # only nan logits reach the clamp
     logprobs_B = logprobs_BV.gather(1, token_ids_B[:, None])[:, 0]
-    if not bool(torch.isfinite(logprobs_B).all()):
-        raise FloatingPointError("the model's logits are not finite; the weights are broken")
+    logprobs_B = torch.where(torch.isfinite(logprobs_B), logprobs_B, torch.nan)
     return token_ids_B.tolist(), logprobs_B.tolist()
 
 

@@ -32,7 +32,7 @@ from bapo_megatron.engines.embedded.protocol import BadRequestError
 from bapo_megatron.engines.embedded.weights import WeightUpdater
 from bapo_megatron.errors import UserError
 
-_MAX_BODY_BYTES = 256 * 2**20
+_MAX_BODY_BYTES = 16 * 2**20  # parsing holds the event loop for a second
 _GIL_SWITCH_S = 2e-4  # the decode loop takes the interpreter lock between operators: let it have it back soon
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -79,8 +79,8 @@ class Server:
         try:
             await asyncio.gather(*(asyncio.wrap_future(s.done) for s in sequences))
         except asyncio.CancelledError:  # the client has gone away: do not sample for nobody
-            for sequence in sequences:
-                self.engine.call(lambda rid=sequence.rid: self.engine.abort(rid))  # type: ignore[misc]
+            rids = {s.rid for s in sequences}
+            self.engine.call(lambda: self.engine.abort(rids))
             raise
         latency_s = time.monotonic() - started
         replies = [self._reply(s, body.return_logprob, latency_s) for s in sequences]
@@ -90,7 +90,7 @@ class Server:
         body = protocol.parse(protocol.AbortBody, await request.read())
         if not body.rid and not body.abort_all:
             raise BadRequestError("rid: name a request, or set abort_all")
-        await self._command(lambda: self.engine.abort(None if body.abort_all else body.rid))
+        await self._command(lambda: self.engine.abort(None if body.abort_all else {body.rid}))
         return web.Response()
 
     async def pause_generation(self, request: web.Request) -> web.Response:
@@ -186,6 +186,8 @@ class Server:
             rids = [uuid.uuid4().hex for _ in prompts]
         if len(params) != len(prompts):
             raise BadRequestError(f"sampling_params: {len(params)} entries for {len(prompts)} prompts")
+        if (num_samples := sum(p.n for p in params)) > (limit := protocol.MAX_SEQUENCES):
+            raise BadRequestError(f"sampling_params: {num_samples} samples in a request, more than {limit}; send fewer")
         if len(rids) != len(prompts) or len(set(rids)) != len(rids):
             raise BadRequestError(f"rid: need {len(prompts)} different ones")
         sequences = [

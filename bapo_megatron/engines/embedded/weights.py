@@ -26,6 +26,7 @@ from bapo_megatron.engines.wire import DIGEST, TensorSpec, digest, unpack
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.reader import weight_files
 
+_MAX_WEIGHT = 1e15  # sums of products of two stay within float32
 _SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -174,13 +175,15 @@ class WeightUpdater:
             done.result(self._timeout_s)
 
     def _check_files(self, files: list[safe_open]) -> None:
-        """Check that the files hold exactly the model's weights. Raises CheckpointError."""
+        """Check that the files hold exactly the model's weights, with sane values. Raises CheckpointError."""
         missing = set(self._engine.model.named_weights)
         for file in files:
             for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
                 part = file.get_slice(name)
                 dtype = _SAFETENSORS_DTYPES.get(part.get_dtype(), part.get_dtype())
                 self._engine.model.check_weight(name, dtype, part.get_shape())
+                if not bool((file.get_tensor(name).abs() <= _MAX_WEIGHT).all()):  # nan is not
+                    raise CheckpointError(f"{name} holds nan, or a value beyond {_MAX_WEIGHT:g}: it is broken")
                 missing.discard(name)
         if missing:
             raise CheckpointError(f"{len(missing)} weights are missing, such as {min(missing)!r}")

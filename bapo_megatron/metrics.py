@@ -1,0 +1,105 @@
+"""Every metric of a run, declared once, in metrics.toml: its meaning, unit, reductions and panel.
+
+    python -m bapo_megatron.metrics > docs/metrics.md
+
+A loss returns a record of per-token values. The learner reduces them over tokens, micro-batches and ranks (`tokens`);
+the recorder reduces the updates of a step to one number (`updates`); the report and the Grafana dashboard draw it
+(`panel`). A metric that is not declared is averaged over the updates, and kept in metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One number of a training step; a table of metrics.toml."""
+
+    key: str  # in metrics.jsonl, such as "loss/entropy"
+    unit: str  # "share" lies in 0..1
+    meaning: str  # one sentence
+    advice: str = ""  # how to read it
+    tokens: Literal["mean", "max"] | None = None  # reduction over an update's trained tokens; None: not made of tokens
+    of: str = ""  # field of the loss's record that is reduced; "": the sum comes from a table (`learner.metrics`)
+    updates: Literal["mean", "max", "sum", "last"] = "mean"  # reduction over the updates of a step
+    per: str = ""  # metric that divides this one, once both are reduced
+    panel: str = ""  # "section / title" of the figure that draws it; "": none
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSection:
+    """The metrics below one prefix, as docs/metrics.md shows them."""
+
+    title: str
+    metrics: tuple[Metric, ...]  # in a key that holds a placeholder, one metric stands for several
+    intro: str = ""
+    placeholders: Mapping[str, Sequence[str]] | None = None  # {"NN": ["00", "10"]}: p00 and p10 instead of pNN
+
+
+def reduce_updates(collected: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Reduce the values that a step's updates gave each metric; nan where none is finite."""
+    declared = {key: METRICS.get(key, _UNDECLARED) for key in collected}
+    reduced = {key: _reduced(values, declared[key].updates) for key, values in collected.items()}
+    for key, metric in declared.items():
+        if metric.per:
+            reduced[key] = reduced[key] / reduced[metric.per] if reduced[metric.per] else math.nan
+    return reduced
+
+
+def _reduced(values: Sequence[float], how: str) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return math.nan
+    if how == "max":
+        return max(finite)
+    if how == "last":
+        return finite[-1]
+    return math.fsum(finite) if how == "sum" else math.fsum(finite) / len(finite)
+
+
+def page() -> str:
+    """Return docs/metrics.md."""
+    parts = [_INTRO]
+    for section in SECTIONS:
+        parts.append(f"\n## {section.title}\n\n" + (f"{section.intro}\n" if section.intro else ""))
+        parts.append("| Name | Unit | Meaning | How to read it |\n|---|---|---|---|\n")
+        for metric in section.metrics:
+            cells = (f"`{metric.key}`", metric.unit, metric.meaning, metric.advice)
+            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
+    return "".join(parts)
+
+
+def _sections(declared: Mapping[str, Any]) -> list[MetricSection]:
+    """Read the sections in their order: ["loss/"] holds loss/entropy, ["/"] the keys without a slash."""
+    members: dict[str, list[Metric]] = {key: [] for key in declared if key.endswith("/")}
+    for key, table in declared.items():
+        if key not in members:
+            members[key[: key.find("/") + 1] or "/"].append(Metric(key, **table))
+    return [MetricSection(metrics=tuple(metrics), **declared[key]) for key, metrics in members.items()]
+
+
+def _expanded(section: MetricSection) -> list[Metric]:
+    metrics = list(section.metrics)
+    for name, values in (section.placeholders or {}).items():
+        metrics = [
+            replace(m, key=m.key.replace(name, value), per=m.per.replace(name, value))
+            for m in metrics
+            for value in (values if name in m.key else [name])
+        ]
+    return metrics
+
+
+_DECLARED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_INTRO = _DECLARED.pop("intro")
+SECTIONS = _sections(_DECLARED)
+_UNDECLARED = Metric("", "", "")
+METRICS = {metric.key: metric for section in SECTIONS for metric in _expanded(section)}
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,60 @@
+"""Inputs of the losses from a few columns, and their sums as the learner makes them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.algorithms.clip_bounds import _read, _rho
+from bapo_megatron.algorithms.losses import LossInputs, TokenLoss
+from bapo_megatron.config.schema_loss import ClipBoundConfig
+from bapo_megatron.learner.metrics import token_maxima, token_sums
+from bapo_megatron.types import ClipBounds, MicroBatch
+
+
+def loss_inputs(
+    *,
+    log_probs_R: Tensor,
+    behaviour_logprobs_R: Tensor,
+    advantages_R: Tensor,
+    mask_R: Tensor,
+    bounds: ClipBounds,
+    ages_R: Tensor | None = None,
+    entropy_R: Tensor | None = None,
+    proximal_logprobs_R: Tensor | None = None,
+    reference_logprobs_R: Tensor | None = None,
+) -> LossInputs:
+    rows_R = torch.arange(mask_R.numel())
+    batch = MicroBatch(
+        token_ids_T=rows_R,
+        position_ids_T=rows_R,
+        cu_seqlens_S1=torch.tensor([0, mask_R.numel()], dtype=torch.int32),
+        rows_R=rows_R,
+        batch_rows_R=rows_R,
+        targets_R=rows_R,
+        advantages_R=advantages_R,
+        behaviour_logprobs_R=behaviour_logprobs_R,
+        versions_R=torch.zeros_like(rows_R),
+        mask_R=mask_R,
+        proximal_logprobs_R=proximal_logprobs_R,
+        reference_logprobs_R=reference_logprobs_R,
+    )
+    entropy_R = torch.zeros_like(log_probs_R.detach()) if entropy_R is None else entropy_R
+    return LossInputs(batch, log_probs_R, entropy_R, torch.zeros_like(rows_R) if ages_R is None else ages_R, bounds)
+
+
+def sums_of(tokens: TokenLoss, *, with_profile: bool = False) -> dict[str, float]:
+    """Sums over tokens by metric, as the learner forms them."""
+    with torch.no_grad():
+        return {key: float(value) for key, value in token_sums(tokens, with_profile=with_profile).items()}
+
+
+def maxima_of(tokens: TokenLoss) -> dict[str, float]:
+    with torch.no_grad():
+        return {key: float(value) for key, value in token_maxima(tokens).items()}
+
+
+def positive_share(table: Tensor, config: ClipBoundConfig, low: float, high: float) -> float:
+    """rho of the table's tokens at two grid points; raises ValueError where a bound is not on its grid."""
+    positive, negative = _read(table, config)
+    return _rho(positive[config.high.points.index(high)], negative[config.low.points.index(low)], config)
