@@ -1,10 +1,11 @@
-"""A study's files: NAME.json (all figures), NAME.svg (its plots) and NAME.md (what a reader sees)."""
+"""A study's files: NAME.csv (all figures), NAME.svg (the plots) and NAME.md (the page)."""
 
 from __future__ import annotations
 
 import io
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
 from bapo_megatron.metrics import METRICS
+from bapo_megatron.report.style import RC, look
 from bapo_megatron.reproduce.pool import environment_path
 from bapo_megatron.reproduce.results import DERIVED, FINALS, HEADLINE, PROFILE, PROFILE_PARTS, StudyResult
 from bapo_megatron.reproduce.results import Figure as Number
@@ -21,17 +23,7 @@ from bapo_megatron.reproduce.study import Plot, Run, Study
 from bapo_megatron.runtime.files import write_atomically
 
 _PANEL_INCHES = (4.6, 3.0)
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")  # Okabe and Ito
-_DASHES = ("-", "--", ":", "-.")
-_STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "bapo",  # the same figures give the same file
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "legend.frameon": False,
-}
+_RC: dict[Any, Any] = RC | {"svg.hashsalt": "bapo"}  # the same figures give the same file
 _MAX_BANDS = 6  # bands of more variants hide each other
 _PROFILE_LABELS = {
     f"{PROFILE}/share": "share of tokens",
@@ -45,13 +37,12 @@ _PACKAGES = ("bapo-megatron", "torch", "megatron-core", "transformers")
 
 
 def write(name: str, study: Study, runs: Sequence[Run], result: StudyResult, *, folder: Path, command: str) -> None:
-    """Write the three files, each whole or not at all, and none where one cannot be made."""
-    facts = {"command": command, **_origin(runs)}
-    document = {"study": name, "title": study.title, "figure": study.figure, **facts, **result.as_json()}
+    """Write the three files, each atomically, and none if one of them cannot be made."""
+    origin = {"command": command, **_origin(runs)}
     texts = {
-        "json": json.dumps(document, indent=1) + "\n",
+        "csv": result.as_csv(),
         "svg": _draw(study, result),
-        "md": _markdown(name, study, result, facts),
+        "md": _markdown(name, study, result, origin),
     }
     folder.mkdir(parents=True, exist_ok=True)
     for ending, text in texts.items():
@@ -59,7 +50,7 @@ def write(name: str, study: Study, runs: Sequence[Run], result: StudyResult, *, 
 
 
 def _origin(runs: Sequence[Run]) -> dict[str, Any]:
-    """When, where and with what the runs were trained, as they themselves say; where they differ, each of it."""
+    """Return date, machine and package versions that the runs recorded; all of them where runs differ."""
     said = [json.loads(environment_path(run.config).read_text(encoding="utf-8")) for run in runs]
     dates = sorted({environment["time"][: len("2026-01-31")] for environment in said})
     return {
@@ -72,15 +63,15 @@ def _origin(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _markdown(name: str, study: Study, result: StudyResult, facts: dict[str, Any]) -> str:
+def _markdown(name: str, study: Study, result: StudyResult, origin: dict[str, Any]) -> str:
     seeds = ", ".join(map(str, result.seeds))
-    versions = ", ".join(f"{package} {version}" for package, version in facts["versions"].items())
+    versions = ", ".join(f"{package} {version}" for package, version in origin["versions"].items())
     lines = [
         f"# {study.title}",
         "",
-        f"{study.figure} of the paper, in miniature. {study.question}",
+        f"{study.figure}: {study.question}",
         "",
-        f"`{facts['command']}`, {facts['date']}, {facts['machine']}; seeds {seeds}; {versions}.",
+        f"`{origin['command']}`, {origin['date']}, {origin['machine']}; seeds {seeds}; {versions}.",
         "Written by the command; what the figures mean for BAPO: [docs/bapo.md](../bapo.md).",
         "",
         f"![{study.title}]({name}.svg)",
@@ -105,7 +96,7 @@ def _markdown(name: str, study: Study, result: StudyResult, facts: dict[str, Any
 
 
 def _table(result: StudyResult) -> list[str]:
-    """Mean and standard deviation over seeds; a row for each variant."""
+    """Tabulate mean and standard deviation over seeds, a row for each variant."""
     columns = [column for column in FINALS if any(column in variant.finals for variant in result.variants)]
     rows = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for variant in result.variants:
@@ -122,13 +113,13 @@ def _cell(number: Number | None) -> str:
 
 
 def _draw(study: Study, result: StudyResult) -> str:
-    """The plots, as SVG."""
+    """Draw the plots as SVG."""
     panels = [plot for plot in study.plots if plot.metric != PROFILE]
     if PROFILE in (plot.metric for plot in study.plots):
         panels += [Plot(metric=f"{PROFILE}/{part}", log=part == "share") for part in PROFILE_PARTS]
     width = min(2, len(panels))
     height = math.ceil(len(panels) / width)
-    with rc_context(_STYLE):
+    with rc_context(_RC):
         canvas = Canvas(figsize=(_PANEL_INCHES[0] * width, _PANEL_INCHES[1] * height + 0.6), layout="constrained")
         axes = canvas.subplots(height, width, squeeze=False).flatten()
         for axis, plot in zip(axes, panels, strict=False):
@@ -140,12 +131,18 @@ def _draw(study: Study, result: StudyResult) -> str:
         handles, labels = axes[0].get_legend_handles_labels()
         canvas.legend(handles, labels, loc="outside lower center", ncols=_legend_columns(labels))
         drawn = io.StringIO()
-        canvas.savefig(drawn, format="svg", metadata={"Date": None})
-        return drawn.getvalue()
+        canvas.savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        return _compact(drawn.getvalue())
+
+
+def _compact(svg: str) -> str:
+    """Write one line per part of the plot, with coordinates to a tenth of a point."""
+    svg = re.sub(r'"[^"<>]*"', lambda quoted: re.sub(r"(\d\.\d)\d+", r"\1", quoted[0]), re.sub(r'\s*\n"', '"', svg))
+    return re.sub(r">\s+<(?!g id)", "><", " ".join(svg.split())).replace("> <", ">\n<") + "\n"
 
 
 def _has_positive(result: StudyResult, metric: str) -> bool:
-    """A logarithmic axis needs one."""
+    """Return whether a metric has a positive value, which a logarithmic axis needs."""
     return any(v > 0 for variant in result.variants for v in variant.curves[metric].mean)
 
 
@@ -153,16 +150,13 @@ def _legend_columns(labels: Sequence[str]) -> int:
     return max(1, min(len(labels), 90 // (max(map(len, labels)) + 6)))
 
 
-def _style(i: int) -> dict[str, Any]:
-    return {"color": _COLOURS[i % len(_COLOURS)], "linestyle": _DASHES[(i + i // len(_COLOURS)) % len(_DASHES)]}
-
-
 def _draw_curves(axis: Axes, result: StudyResult, metric: str) -> None:
     for i, variant in enumerate(result.variants):
         curve = variant.curves[metric]
-        axis.plot(curve.x, curve.mean, label=variant.name, linewidth=1.5, **_style(i))
+        colour, dashes = look(i).colour, look(i).line_style
+        axis.plot(curve.x, curve.mean, label=variant.name, color=colour, linestyle=dashes)
         if len(result.seeds) > 1 and len(result.variants) <= _MAX_BANDS:
-            axis.fill_between(curve.x, curve.low, curve.high, color=_style(i)["color"], alpha=0.1, linewidth=0)
+            axis.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.1, linewidth=0)
     axis.set_xlabel("probability of the token" if metric in _PROFILE_LABELS else "optimizer updates")
 
 

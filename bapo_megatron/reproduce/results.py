@@ -1,12 +1,13 @@
-"""From the metrics of a study's runs to curves with their spread over seeds, final figures, and paired comparisons."""
+"""Curves with their spread over seeds, final figures and paired comparisons, from the metrics of a study's runs."""
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from bapo_megatron.algorithms.token_profile import BINS, MEANS
 from bapo_megatron.monitor.metrics import read_metrics
@@ -15,8 +16,8 @@ from bapo_megatron.reproduce.study import Run, Study
 
 Row = Mapping[str, float]
 
-LAST_PART = 0.25  # of a run's steps: what "at the end" means for noisy metrics
-PROFILE = "profile"  # a plot of the token profile, with monitor.token_profile = true: means of a run by probability
+LAST_PART = 0.25  # share of a run's steps that "at the end" averages over
+PROFILE = "profile"  # plots the token profile (monitor.token_profile = true): means of a run by probability
 PROFILE_PARTS = ("share", *MEANS)
 
 
@@ -33,8 +34,8 @@ DERIVED: dict[str, tuple[str, Callable[[Row], float]]] = {
     "positive_mass_share": ("positive share of the loss", _share("loss/positive_mass", "loss/negative_mass")),
 }
 
-# Column of the table -> metric, and of which of the run's values: the last one, the mean of those at the end or of all,
-# or their median.
+# Column of the table -> metric, and how a run's values become one figure: the last, the mean at the end or of all, or
+# the median.
 FINALS: dict[str, tuple[str, str]] = {
     "pass rate": ("eval/reward", "last"),
     "reward at the end": ("reward/mean", "end"),
@@ -49,12 +50,12 @@ FINALS: dict[str, tuple[str, str]] = {
     "saturated": ("bapo/saturated_share", "all"),
     "age": ("staleness/mean", "all"),
 }
-HEADLINE = "pass rate"  # what variants are compared by
+HEADLINE = "pass rate"  # the figure that variants are compared by
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A metric over seeds, finite values only. `x`: optimizer updates after each step; of a profile, probabilities."""
+    """A metric's spread over seeds, finite values only. `x`: optimizer updates so far, or a profile's probabilities."""
 
     x: list[float]
     mean: list[float]
@@ -64,7 +65,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A final figure of a variant: its mean and standard deviation over seeds (None with a single one)."""
+    """A final figure of a variant: mean and standard deviation over seeds (None for a single seed)."""
 
     mean: float
     std: float | None
@@ -73,7 +74,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class VariantResult:
-    """What came out of one variant."""
+    """Results of one variant."""
 
     name: str
     finals: dict[str, Figure]
@@ -82,7 +83,7 @@ class VariantResult:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`first` less `second` in the headline figure, seed by seed."""
+    """The headline figure of `first` minus that of `second`, seed by seed."""
 
     first: str
     second: str
@@ -94,14 +95,25 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class StudyResult:
-    """All that a study's page and plots show."""
+    """All figures that a study's page and plots show."""
 
-    seeds: list[int]  # in the study's order, which is that of Figure.by_seed
+    seeds: list[int]  # in the order of Figure.by_seed
     variants: list[VariantResult]
     comparisons: list[Comparison]
 
-    def as_json(self) -> dict[str, Any]:
-        return _without_nan(asdict(self))
+    def as_csv(self) -> str:
+        """Return one table: a row for each final figure (no x; by seed) and for each point of a curve."""
+        text = io.StringIO()
+        table = csv.writer(text, lineterminator="\n")
+        table.writerow(["variant", "figure", "x", "mean", "low", "high", *(f"seed {seed}" for seed in self.seeds)])
+        for variant in self.variants:
+            for column, final in variant.finals.items():
+                spread = [final.mean, min(final.by_seed), max(final.by_seed)]
+                table.writerow([variant.name, column, "", *map(_digits, [*spread, *final.by_seed])])
+            for metric, curve in variant.curves.items():
+                for point in zip(curve.x, curve.mean, curve.low, curve.high, strict=True):
+                    table.writerow([variant.name, metric, *map(_digits, point), *("" for _ in self.seeds)])
+        return text.getvalue()
 
 
 def gather(study: Study, runs: Sequence[Run]) -> StudyResult:
@@ -121,7 +133,7 @@ def gather(study: Study, runs: Sequence[Run]) -> StudyResult:
 
 
 def value(row: Row, metric: str) -> float:
-    """A metric of a step, or one derived from it; nan where the run has none."""
+    """Return a step's metric, recorded or derived; nan if the run lacks it."""
     try:
         return DERIVED[metric][1](row) if metric in DERIVED else row[metric]
     except KeyError:
@@ -142,7 +154,7 @@ def _variant(name: str, seeds: Sequence[Sequence[Row]], wanted: Sequence[str]) -
 
 
 def _profile(seeds: Sequence[Sequence[Row]], part: str) -> Curve:
-    """One value a bin and seed: the share of all trained tokens of the run, or the mean over those in the bin."""
+    """Return the share of a run's trained tokens in each bin, or the mean of a part over the tokens in it."""
     rows_SB = [[_over_run(rows, bin_name, part) for bin_name in BINS] for rows in seeds]
     centres = [(b + 0.5) / len(BINS) for b in range(len(BINS))]
     return _spread(centres, rows_SB)
@@ -195,12 +207,6 @@ def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(finite) if finite else math.nan
 
 
-def _without_nan(item: Any) -> Any:
-    """JSON has no nan."""
-    if isinstance(item, dict):
-        return {key: _without_nan(v) for key, v in item.items()}
-    if isinstance(item, list):
-        return [_without_nan(v) for v in item]
-    if isinstance(item, float):
-        return round(item, 6) if math.isfinite(item) else None
-    return item
+def _digits(number: float) -> str:
+    """Format with the precision of a float32; empty for nan."""
+    return f"{number:.9g}" if math.isfinite(number) else ""

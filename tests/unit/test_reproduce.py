@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import math
@@ -170,8 +171,13 @@ def test_results_are_those_of_numpy(tmp_path: Path) -> None:
     assert f"| wide | narrow | {differences.mean():+.3f} ±" in page
     assert "bapo reproduce mine" in page
     assert "seeds 3, 1" in page
-    figures = json.loads((tmp_path / "out" / "mine.json").read_text())
-    assert figures["variants"][1]["curves"]["reward/mean"]["mean"] == pytest.approx(rewards[[1, 3]].mean(0), abs=1e-6)
+    table = list(csv.DictReader((tmp_path / "out" / "mine.csv").open()))
+    curve = [r for r in table if (r["variant"], r["figure"]) == ("wide", "reward/mean")]
+    assert [float(r["x"]) for r in curve] == [10, 20, 30, 40]
+    assert [float(r["mean"]) for r in curve] == pytest.approx(rewards[[1, 3]].mean(0), rel=1e-8)
+    (final,) = [r for r in table if (r["variant"], r["figure"]) == ("narrow", "pass rate")]
+    assert final["x"] == ""
+    assert [float(final[seed]) for seed in ("seed 3", "seed 1")] == pytest.approx(evaluated[[0, 2]], rel=1e-8)
     drawn = (tmp_path / "out" / "mine.svg").read_text()
     assert drawn.startswith("<?xml")
     write_page(tmp_path, study, runs)
@@ -199,7 +205,7 @@ def test_a_page_that_cannot_be_drawn_leaves_the_old_one(tmp_path: Path, monkeypa
         finish(run, [row(4, 0.5, 0.1) | {"eval/reward": 0.5}])
     write_page(tmp_path, study, runs)
     before = {file.name: file.read_text() for file in (tmp_path / "out").iterdir()}
-    assert set(before) == {"mine.json", "mine.md", "mine.svg"}
+    assert set(before) == {"mine.csv", "mine.md", "mine.svg"}
 
     def half(_: object, target: Path | io.StringIO, **__: object) -> None:
         if isinstance(target, Path):
