@@ -28,7 +28,7 @@ class Options(Section):
 
 
 def loss(inputs, options: Options):
-    if inputs.mask_R.any():
+    if inputs.batch.mask_R.any():
         assert 0 < inputs.bounds.low < inputs.bounds.high, "search_bounds gives the bounds of [bapo]"
     assert options.factor == 0.5
     result = clipped_policy_loss(inputs, GrpoLoss())
