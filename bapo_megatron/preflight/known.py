@@ -1,8 +1,7 @@
-"""GPUs and models that a plan knows although this machine has neither.
+"""GPUs and models that plans can use without access to them.
 
-GPUs: dense peak rates of the SXM boards, from their makers' data sheets; programs reach less. Models: the sizes and
-limits in config.json of the models that shipped recipes name, from their repositories on the Hugging Face hub. A
-folder that exists is always read instead.
+GPUs: dense peak rates of the SXM boards, from their makers' data sheets; programs reach less. Models: the config.json
+of the models in shipped recipes, from their repositories on the Hugging Face hub. An existing folder takes precedence.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """One kind of GPU.
+    """A GPU model.
 
-    Example: GPUS["h100"].memory_gib is 79.1, of the 80 GB in its name: what CUDA reports as the total.
+    Example: GPUS["h100"].memory_gib is 79.1, CUDA's total for 80 GB.
     """
 
     name: str
@@ -48,12 +47,12 @@ GPUS = {
 
 
 def visible_indexes(setting: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
-    """The GPUs that CUDA shows to a process: the list ends before the first entry that names none, and is empty where
-    one is named twice (CUDA C++ Programming Guide, "CUDA Environment Variables"). A part of a GPU (MIG) is none.
+    """Return the GPUs that CUDA shows to a process: those before the first invalid entry, or none if one is repeated
+    (CUDA C++ Programming Guide, "CUDA Environment Variables"). A MIG instance counts as invalid.
 
     Args:
         setting: CUDA_VISIBLE_DEVICES: indexes, or beginnings of UUIDs. None: unset, which shows all.
-        uuids: of all GPUs, in the driver's order, which is CUDA's too where all are alike.
+        uuids: of all GPUs, in the driver's order, which is also CUDA's if all GPUs are of one model.
 
     Example: visible_indexes("1,0", ["GPU-a", "GPU-b", "GPU-c"]) == (1, 0)
     """
@@ -155,7 +154,7 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
 
 
 def known_config(path: str) -> dict[str, Any] | None:
-    """Return the config.json of a model whose folder is not on this machine, or None for an unknown folder name.
+    """Return the known config.json for a folder missing on this machine; None for an unknown name.
 
     Example: known_config("models/Qwen3-32B")["num_hidden_layers"] is 64.
     """

@@ -43,7 +43,7 @@ class Comparison:
 
 
 def requirements(group: str) -> list[Requirement]:
-    """Return what a group asks for: an extra of bapo-megatron, or SGLang's packages that come without dependencies."""
+    """Return a group's requirements: an extra of bapo-megatron, or the SGLang packages installed without theirs."""
     from packaging.requirements import Requirement
 
     if group == "sglang":

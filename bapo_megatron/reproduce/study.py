@@ -105,7 +105,7 @@ def shipped_studies() -> dict[str, Path]:
 
 
 def load_study(name: str) -> Study:
-    """A shipped study by its name, or one from a TOML file.
+    """Load a shipped study by its name, or one from a TOML file.
 
     Raises:
         ConfigError: there is none, or its file is not right; says where and why.
