@@ -20,7 +20,6 @@ from types import FrameType
 from typing import NoReturn
 
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.config.load import dump_config
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, reserved_ports
@@ -41,7 +40,7 @@ def run(config: Config) -> int:
         0, or the exit code of the trainer rank that failed first (2 for an error the user can fix).
     """
     model_path = resolve_model_path(config.model.path)
-    with RunDir.open(config, config_text=dump_config(config)) as run_dir:
+    with RunDir.open(config) as run_dir:
         with _engines(config, model_path, run_dir.log_dir) as urls:
             code = _train(config, run_dir, urls)
         if code == 0 and config.monitor.report:

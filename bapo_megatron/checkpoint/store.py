@@ -81,7 +81,7 @@ class CheckpointStore:
             CheckpointError: on every rank, if one could not write this save or the previous one; the last complete
                 checkpoint stays the latest.
         """
-        self._finish()
+        self.close()
         final = self.folder / f"step-{step:06d}"
         partial = self.folder / f"{_PARTIAL}{final.name}"
         body = json.loads(json.dumps({"format": FORMAT, "step": step, **(state or {})}))  # a copy: training goes on
@@ -93,7 +93,7 @@ class CheckpointStore:
         self._prepare(partial, parts)
         self._saving.start()
         if not self._config.asynchronous:
-            self._finish()
+            self.close()
         return final
 
     def poll(self) -> None:
@@ -111,9 +111,6 @@ class CheckpointStore:
         Raises:
             CheckpointError: see `save`.
         """
-        self._finish()
-
-    def _finish(self) -> None:
         if self._saving is not None:
             self._saving.wait()
             self._complete(self._saving)

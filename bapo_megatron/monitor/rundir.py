@@ -98,25 +98,20 @@ class RunDir:
         self._lock = lock
 
     @classmethod
-    def open(cls, config: Config, *, resume: bool = True, config_text: str | None = None) -> RunDir:
+    def open(cls, config: Config) -> RunDir:
         """Lock runs/<name>/ for this process, check that it may be resumed, and record the new attempt.
 
-        Args:
-            config_text: the resolved configuration as TOML, if the caller has it already.
-
         Raises:
-            UserError: another process holds the run, or it has results and `resume` is off.
+            UserError: another process holds the run.
             ConfigError: the run was started with other settings. The folder is then unchanged.
         """
-        if config_text is None:
-            from bapo_megatron.config.load import dump_config
+        from bapo_megatron.config.load import dump_config
 
-            config_text = dump_config(config)
-        return cls.open_path(Path(config.run.dir) / config.run.name, config_text, resume=resume)
+        return cls.open_path(Path(config.run.dir) / config.run.name, dump_config(config))
 
     @classmethod
     def open_path(cls, path: Path, config_text: str, *, resume: bool = True) -> RunDir:
-        """Like `open`, for a folder and a configuration as TOML text."""
+        """Like `open`, for a folder and a configuration as TOML text; raise UserError for results if not `resume`."""
         path = path.absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)

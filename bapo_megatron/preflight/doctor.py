@@ -47,8 +47,8 @@ def examine(config: Config | None, ports: Sequence[int], rendezvous: Rendezvous 
     to_listen = [("127.0.0.1", port) for port in ports]
     if rendezvous and rendezvous.node_rank == 0:
         to_listen.append(("0.0.0.0", rendezvous.port))
-    for finding in machine.check_ports(to_listen):
-        yield finding
+    for host, port in to_listen:
+        yield (finding := machine.check_port(host, port))
         if finding.verdict == "error" and rendezvous:
             rendezvous = None  # the group meets on loopback instead, for the other checks
     with started_probes(len(driver.visible), rendezvous, timeout_s) as probes:

@@ -27,7 +27,6 @@ class GPU:
     name: str
     memory_gib: float
     bf16_flops: float  # per second, dense (data sheets of Hopper and Blackwell print twice that, "with sparsity")
-    fp8_flops: float  # per second, dense; 0 where the chip has no FP8
     memory_bytes_per_s: float
     nvlink_bytes_per_s: float  # in one direction; data sheets print the sum of both
 
@@ -39,10 +38,10 @@ class GPU:
 # Sources: NVIDIA's data sheets "A100 Tensor Core GPU" (2022), "H100 Tensor Core GPU" (2023), "H200 Tensor Core GPU"
 # (2024), "DGX B200" (2024, an eighth of the system).
 GPUS = {
-    "a100": GPU("A100 SXM 80 GB", 79.1, 312e12, 0.0, 2.039e12, 300e9),
-    "h100": GPU("H100 SXM 80 GB", 79.1, 989e12, 1979e12, 3.35e12, 450e9),
-    "h200": GPU("H200 SXM 141 GB", 139.8, 989e12, 1979e12, 4.8e12, 450e9),
-    "b200": GPU("B200 SXM 180 GB", 178.0, 2250e12, 4500e12, 8.0e12, 900e9),
+    "a100": GPU("A100 SXM 80 GB", 79.1, 312e12, 2.039e12, 300e9),
+    "h100": GPU("H100 SXM 80 GB", 79.1, 989e12, 3.35e12, 450e9),
+    "h200": GPU("H200 SXM 141 GB", 139.8, 989e12, 4.8e12, 450e9),
+    "b200": GPU("B200 SXM 180 GB", 178.0, 2250e12, 8.0e12, 900e9),
 }
 
 

@@ -8,7 +8,6 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -103,12 +102,8 @@ def check_limits() -> list[Finding]:
     return [files, Finding("locked memory", "absent", what, "NCCL over InfiniBand needs `ulimit -l unlimited`")]
 
 
-def check_ports(ports: Sequence[tuple[str, int]]) -> list[Finding]:
-    """Check that each (host, port) of this machine is free to listen on."""
-    return [_check_port(host, port) for host, port in ports]
-
-
-def _check_port(host: str, port: int) -> Finding:
+def check_port(host: str, port: int) -> Finding:
+    """Check that a port of this machine is free to listen on."""
     name = f"port {port}"
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -18,6 +17,7 @@ from bapo_megatron.engines.sglang import check_installed
 from bapo_megatron.errors import UserError
 from bapo_megatron.preflight.known import GIB, visible_indexes
 from bapo_megatron.preflight.machine_checks import Finding, Verdict
+from bapo_megatron.preflight.packages import installed_version
 
 _FP8_CAPABILITY = (8, 9)  # Ada; Hopper is (9, 0)
 _IMPORT_TIMEOUT_S = 15.0
@@ -122,7 +122,7 @@ def check_torch(facts: dict[str, Any], driver: Driver) -> Iterator[Finding]:
 
 
 def check_megatron(has_gpu: bool) -> Finding:
-    installed = _version("megatron-core")
+    installed = installed_version("megatron-core")
     if installed is None:
         return Finding("megatron-core", "error", "is not installed", f"pip install megatron-core=={MEGATRON_SUPPORTED}")
     if installed == MEGATRON_SUPPORTED:
@@ -133,7 +133,7 @@ def check_megatron(has_gpu: bool) -> Finding:
 
 def check_transformer_engine(facts: dict[str, Any], needed: bool) -> Finding:
     """Check that Transformer Engine imports, and whether this chip has FP8."""
-    name, installed = "Transformer Engine", _version("transformer-engine")
+    name, installed = "Transformer Engine", installed_version("transformer-engine")
     if installed is None:
         verdict: Verdict = "error" if needed else "absent"
         return Finding(name, verdict, "is not installed: no FP8", "pip install 'bapo-megatron[gpu]', on a GPU machine")
@@ -168,17 +168,10 @@ def check_sglang(has_gpu: bool, needed: bool) -> Finding:
         if needed:
             return Finding("SGLang", "error", str(error))
         how = f"pip install sglang=={SGLANG_SUPPORTED}" if has_gpu else "scripts/install_sglang_cpu.sh"
-        installed = _version("sglang")
+        installed = installed_version("sglang")
         what = f"{installed}, {SGLANG_SUPPORTED} is known" if installed else f"is not installed in {sys.prefix}"
         return Finding("SGLang", "absent", what, f"{how}; or use the embedded engine")
-    return Finding("SGLang", "ok", f"{_version('sglang')} in {sys.prefix}")
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return Finding("SGLang", "ok", f"{installed_version('sglang')} in {sys.prefix}")
 
 
 def _import_problem(module: str) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 
 def num_cores() -> int:
@@ -39,11 +38,7 @@ def gather_json(value: Any) -> list[Any]:
     longest = max(int(length) for length in lengths)
     texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
     dist.all_gather(texts, torch.cat([text, text.new_zeros(longest - text.numel())]))
-    return [_decode(text[: int(length)]) for text, length in zip(texts, lengths, strict=True)]
-
-
-def _decode(text: Tensor) -> Any:
-    return json.loads(text.numpy().tobytes())
+    return [json.loads(text[: int(length)].numpy().tobytes()) for text, length in zip(texts, lengths, strict=True)]
 
 
 def first_complaint(complaint: str | None) -> str | None:

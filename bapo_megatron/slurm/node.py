@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.config.load import dump_config, load_config
+from bapo_megatron.config.load import load_config
 from bapo_megatron.config.plan_slurm import place
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, reserved_ports
@@ -70,7 +70,7 @@ def _run_trainer(config: Config, meeting: Meeting, rank: int) -> int:
     if rank > 0:
         code = _run_rank(config, meeting, rank)
         return 0 if code == STOPPED else code  # srun kills the other ranks, rank 0 too, after a nonzero exit code
-    with _telling_failures(meeting, RUN), RunDir.open(config, config_text=dump_config(config)) as run_dir:
+    with _telling_failures(meeting, RUN), RunDir.open(config) as run_dir:
         host = node_address(config)
         with reserved_ports(1, host) as ports:  # torch's store sets SO_REUSEADDR: it can still bind
             meeting.tell(RUN, {"run_dir": str(run_dir.path), "host": host, "port": ports[0]})
