@@ -137,10 +137,7 @@ def _render(template: str, **values: Any) -> str:
 
 
 def _write(path: Path, html: str) -> Path:
-    try:
-        write_atomically(path, html)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; name a file elsewhere with --output") from error
+    write_atomically(path, html, advice="name a file elsewhere with --output")
     return path
 
 

@@ -13,17 +13,19 @@ from typing import Any
 
 from bapo_megatron.errors import UserError
 
+_ADVICE = "make room there, or choose another folder (run.dir)"
+
 logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def explaining_os_errors(path: Path) -> Iterator[None]:
+def explaining_os_errors(path: Path, advice: str = _ADVICE) -> Iterator[None]:
     """Turn an OSError, such as a full disk, into a UserError that names `path`."""
     try:
         yield
     except OSError as error:
         why = error.strerror or str(error)
-        raise UserError(f"cannot write {path}: {why}; make room there, or choose another folder (run.dir)") from error
+        raise UserError(f"cannot write {path}: {why}; {advice}") from error
 
 
 class JsonlWriter:
@@ -78,14 +80,14 @@ def truncate_after(path: Path, step: int) -> int:
     return len(records) - len(kept)
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str, advice: str = _ADVICE) -> None:
     """Replace a file so that a reader, or a crash, sees the old text or the new, never half.
 
     Raises:
         UserError: the disk is full or not writable.
     """
     temporary = path.with_name(path.name + ".tmp")
-    with explaining_os_errors(path):
+    with explaining_os_errors(path, advice):
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
 
