@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a study before anything is trained."""
+"""Checks of a study before any training."""
 
 from __future__ import annotations
 

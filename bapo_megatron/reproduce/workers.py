@@ -1,4 +1,4 @@
-"""What a forked process of a study does: serve an embedded engine, or train with one rank.
+"""Work of a study's forked processes: serving an embedded engine, or training with one rank.
 
 The fork server (pool.py) imports this once, with all that both need, so that a run starts without importing anything.
 """

@@ -1,4 +1,4 @@
-"""How the processes of one attempt find each other: small files in a folder that all nodes share.
+"""Rendezvous of one attempt's processes: small files in a folder that all nodes share.
 
     run.json         by trainer rank 0: the run directory and the ranks' rendezvous
     engines-<i>.json by engine node i: the URLs of its healthy engines
