@@ -1,6 +1,6 @@
-"""One machine: start the engines and the trainer ranks, and end what was started.
+"""Runs on one machine: start the engines and trainer ranks, and stop them at the end.
 
-bapo train -> run() -> engine processes (if asked for), under a supervisor
+bapo train -> run() -> engine processes (if the run starts any), under a supervisor
                     -> one process for each trainer rank: worker.py
 
 Nothing here listens on any address but loopback.
@@ -20,7 +20,6 @@ from types import FrameType
 from typing import NoReturn
 
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.config.load import dump_config
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, reserved_ports
@@ -38,10 +37,10 @@ def run(config: Config) -> int:
     """Train on this machine until the configured number of steps.
 
     Returns:
-        0, or the exit code of the trainer rank that failed first (2 for an error that the user can mend).
+        0, or the exit code of the trainer rank that failed first (2 for an error the user can fix).
     """
     model_path = resolve_model_path(config.model.path)
-    with RunDir.open(config, config_text=dump_config(config)) as run_dir:
+    with RunDir.open(config) as run_dir:
         with _engines(config, model_path, run_dir.log_dir) as urls:
             code = _train(config, run_dir, urls)
         if code == 0 and config.monitor.report:
@@ -50,7 +49,7 @@ def run(config: Config) -> int:
 
 
 def _train(config: Config, run_dir: RunDir, urls: Sequence[str]) -> int:
-    """Run worker.py on every rank until all have ended, or one has failed: the others would wait for it."""
+    """Run worker.py on every rank until all have ended or one has failed, for which the others would wait forever."""
     with _ranks(config, run_dir, urls) as ranks:
         while True:
             codes = [rank.poll() for rank in ranks]
@@ -62,7 +61,7 @@ def _train(config: Config, run_dir: RunDir, urls: Sequence[str]) -> int:
         return 0
     _raise_user_errors(run_dir)
     if 2 in failed.values():
-        return 2  # that rank could not leave its error in a file, and has told it
+        return 2  # that rank could not write its error file and has printed the error
     rank, code = min(failed.items(), key=lambda item: item[1] > 0)  # a signal is a cause, an exit often its effect
     print(
         f"bapo: trainer rank {rank} ended with exit code {code}; its log: {run_dir.log_path('trainer', rank)}",
@@ -73,9 +72,9 @@ def _train(config: Config, run_dir: RunDir, urls: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _ranks(config: Config, run_dir: RunDir, urls: Sequence[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start the trainer ranks; end those that still run when the block ends, also by a signal to this process.
+    """Start the trainer ranks; stop those still running when the block ends, also after a signal to this process.
 
-    Each rank has a session of its own: Ctrl-C is for this process, and a rank's judge processes end with it.
+    Each rank has its own session: Ctrl-C reaches this process only, and a rank's judge processes die with it.
     """
     count = num_ranks(config)
     threads = config.parallel.threads_per_rank or max(1, num_cores() // count)
@@ -103,12 +102,12 @@ def _ranks(config: Config, run_dir: RunDir, urls: Sequence[str]) -> Iterator[lis
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ask the ranks that still run to end, with all their processes; kill those that do not in time."""
+    """Ask the running ranks and their child processes to end; kill them after a timeout."""
     deadline = time.monotonic() + _END_TIMEOUT_S
     running = [rank for rank in ranks if rank.poll() is None]
     for number in (signal.SIGTERM, signal.SIGKILL):
         for rank in running:
-            if rank.poll() is None:  # not reaped, so that its number is still its own
+            if rank.poll() is None:  # not reaped yet, so the pid is still its own
                 os.killpg(rank.pid, number)
         for rank in running:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -117,7 +116,7 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 
 @contextlib.contextmanager
 def _exiting_on_signals() -> Iterator[None]:
-    """Turn signals that would end this process at once into SystemExit, so that its ranks end first."""
+    """Turn signals that would kill this process into SystemExit, so that its ranks are stopped first."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
@@ -134,7 +133,7 @@ def _exiting_on_signals() -> Iterator[None]:
 
 
 def _raise_user_errors(run_dir: RunDir) -> None:
-    """Raise the errors that ranks left for the user, not the lost connections that follow from them."""
+    """Raise the errors that ranks left for the user, rather than the lost connections that follow."""
     messages = [text for path in sorted(run_dir.log_dir.glob("error-*.txt")) if (text := path.read_text())]
     if messages:
         raise UserError("\n".join(dict.fromkeys(messages)))
@@ -142,7 +141,7 @@ def _raise_user_errors(run_dir: RunDir) -> None:
 
 @contextlib.contextmanager
 def _engines(config: Config, model_path: Path, log_dir: Path) -> Iterator[list[str]]:
-    """Yield the engines' URLs. Engines that are started here are supervised, and end with the block or this process."""
+    """Yield the engines' URLs. Engines started here are supervised and end with the block or this process."""
     r = config.rollout
     if not r.num_started:
         yield list(r.urls)

@@ -16,7 +16,7 @@ from typing import TextIO
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.rundir import RunDir
 
-STOPPED = 75  # exit code of a run that was stopped before its end and can go on (EX_TEMPFAIL)
+STOPPED = 75  # exit code of a run that stopped early and can resume (EX_TEMPFAIL)
 
 _PARENT_POLL_S = 0.5
 
@@ -33,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_rank(run_dir: RunDir, urls: list[str], stop_file: Path | None = None) -> int:
     """Run the training loop as the rank in the environment (RANK).
 
-    Output goes to the rank's own log file; rank 0 keeps the terminal for the step lines. An error that the user can
-    mend goes to `error-<rank>.txt`, which the launcher shows.
+    Output goes to the rank's own log file; rank 0 keeps the terminal for the step lines. An error the user can fix
+    goes to `error-<rank>.txt`, which the launcher shows.
 
     Returns:
         0, 2 for such an error, or STOPPED if `stop_file` ended the run early.
@@ -56,7 +56,7 @@ def run_rank(run_dir: RunDir, urls: list[str], stop_file: Path | None = None) ->
 
 
 def _train(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO | None, stop_file: Path | None) -> int:
-    """Import the heavy modules, whose own output belongs in the log, and train."""
+    """Import the heavy modules, whose output belongs in the log, and train."""
     from bapo_megatron.assets import resolve_model_path
     from bapo_megatron.config.load import load_config
     from bapo_megatron.learner.parallel import stop_processes
@@ -79,13 +79,13 @@ def _train(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO | None,
 
 
 def _exit_with_parent() -> None:
-    """End this rank and its judge processes once the launcher is gone, for kill -9 leaves it no time to do so."""
+    """Kill this rank and its judge processes once the launcher is gone, even by SIGKILL."""
     launcher = os.getppid()
 
     def watch() -> None:
         while os.getppid() == launcher:
             time.sleep(_PARENT_POLL_S)
-        if os.getpgrp() == os.getpid():  # local.py gives every rank a session of its own
+        if os.getpgrp() == os.getpid():  # local.py gives every rank its own session
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
@@ -93,7 +93,7 @@ def _exit_with_parent() -> None:
 
 
 def redirect_output(log: Path) -> TextIO:
-    """Send this process's standard output and error to `log`; return the old standard output."""
+    """Redirect this process's standard output and error to `log`; return the old standard output."""
     terminal = os.fdopen(os.dup(1), "w", buffering=1)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for target in (1, 2):
@@ -104,7 +104,7 @@ def redirect_output(log: Path) -> TextIO:
 
 
 def _discard_output() -> None:
-    """Forget output that the log cannot take, or the interpreter would end with a code of its own."""
+    """Discard output that the log cannot take: a failing flush at exit would change the exit code."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for target in (1, 2):
         os.dup2(nowhere, target)

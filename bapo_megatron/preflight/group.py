@@ -1,4 +1,4 @@
-"""The doctor's small group of processes: measures a real all-reduce and broadcast, and compares clocks."""
+"""The doctor's small process group: measures a real all-reduce and broadcast, and compares clocks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BYTES = {"gloo": 4 * 2**20, "nccl": 256 * 2**20}
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one process is to do."""
+    """Task of one process."""
 
     rank: int
     local_rank: int
@@ -43,7 +43,7 @@ class Task:
 
 
 def probe(task: Task, output: Path) -> None:
-    """Write what is found as JSON: facts about torch at once, what the group measures in their place at the end."""
+    """Write JSON to `output`: facts about torch at once, then the group's measurements added to them."""
     facts: dict[str, Any] = {}
     try:
         facts = _facts()
@@ -54,7 +54,7 @@ def probe(task: Task, output: Path) -> None:
 
 
 def _write(output: Path, result: dict[str, Any]) -> None:
-    """Whole or not at all: this process may be killed at any time."""
+    """Write atomically: this process may be killed at any time."""
     partial = output.with_suffix(".partial")
     partial.write_text(json.dumps(result))
     partial.replace(output)
@@ -104,7 +104,7 @@ def _measure(task: Task) -> dict[str, Any]:
 
 
 def _seconds(collective: Callable[[], object], use_nccl: bool) -> float:
-    """Median over repeats, after one that sets up connections."""
+    """Return the median time over repeats, after one that sets up connections."""
     times = []
     for _ in range(1 + _REPEATS):
         dist.barrier()
@@ -117,7 +117,7 @@ def _seconds(collective: Callable[[], object], use_nccl: bool) -> float:
 
 
 def _clock_skews(device: torch.device) -> list[float]:
-    """Each process's clock minus that of the first, seconds; right to the time of a barrier."""
+    """Return each process's clock minus the first one's in seconds, to within the duration of a barrier."""
     rounds = []
     for _ in range(_REPEATS):
         dist.barrier()
@@ -134,7 +134,7 @@ _CPU_PROCESSES = 2
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the probes of all nodes meet. Example: Rendezvous("node0", 29500, num_nodes=4, node_rank=1)."""
+    """Meeting point of all nodes' probes. Example: Rendezvous("node0", 29500, num_nodes=4, node_rank=1)."""
 
     host: str
     port: int
@@ -144,7 +144,7 @@ class Rendezvous:
 
 @dataclass
 class Probes:
-    """The processes on this node; `results` are there once `wait` has returned."""
+    """The processes on this node; `wait` fills in `results`."""
 
     backend: Literal["gloo", "nccl"]
     timeout_s: float
@@ -153,7 +153,7 @@ class Probes:
     results: list[dict[str, Any]] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Until all have ended, or their time is over; those that have not are killed."""
+        """Wait for all processes until the timeout, then kill the rest."""
         deadline = time.monotonic() + self.timeout_s
         for process in self.processes:
             process.join(max(0.1, deadline - time.monotonic()))
@@ -164,7 +164,7 @@ class Probes:
             self.results.append(result if "is_right" in result else {"problem": problem} | result)
 
     def _problem(self, process: BaseProcess) -> str:
-        """Why it has no result, where it does not say so itself."""
+        """Describe why a process has no result, unless it wrote a reason itself."""
         if process.is_alive():
             return f"not done after {self.timeout_s:.0f} s"
         return f"ended with exit code {process.exitcode}"
@@ -177,17 +177,17 @@ class Probes:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """About torch, of the first process; a "problem" alone where it could not say."""
+        """Facts about torch from the first process; only a "problem" if it failed."""
         return self.results[0]
 
     def findings(self, is_across_nodes: bool) -> list[Finding]:
-        """The group's bandwidth and clocks, or why there was none."""
+        """Report the group's bandwidth and clocks, or why the group failed."""
         name = f"group ({self.backend})"
         missing = [i for i, result in enumerate(self.results) if "is_right" not in result]
         if missing:
             result = self.results[missing[0]]
             where = "the network between the nodes" if is_across_nodes else "the loopback interface and its firewall"
-            advice = f"check {where}" if "torch" in result else "it did not come to messages: see torch"
+            advice = f"check {where}" if "torch" in result else "no messages were sent: see torch"
             return [Finding(name, "error", f"process {missing[0]} of this node: {result['problem']}", advice)]
         if not all(result["is_right"] for result in self.results):
             return [Finding(name, "error", "a broadcast or all-reduce gave wrong values", "do not train here")]
@@ -203,7 +203,7 @@ class Probes:
 
 
 def clock_finding(skews_s: list[float]) -> Finding:
-    """Clocks of the group's processes against that of the first."""
+    """Compare the processes' clocks with the first one's."""
     worst = max(range(len(skews_s)), key=lambda rank: abs(skews_s[rank]))
     what = f"at most {abs(skews_s[worst]):.3f} s apart"
     if abs(skews_s[worst]) > _MAX_SKEW_S:
@@ -214,9 +214,9 @@ def clock_finding(skews_s: list[float]) -> Finding:
 
 @contextlib.contextmanager
 def started_probes(num_gpus: int, rendezvous: Rendezvous | None, timeout_s: float) -> Iterator[Probes]:
-    """One process per GPU over NCCL, or two over gloo; they end with the block.
+    """Start one process per GPU over NCCL, or two over gloo; they end with the block.
 
-    Forked, as importing torch takes most of the time; this process must not have used CUDA.
+    They are forked, because importing torch takes most of the time; this process must not have used CUDA.
     """
     count = num_gpus or _CPU_PROCESSES
     context = multiprocessing.get_context("fork")
@@ -242,5 +242,5 @@ def started_probes(num_gpus: int, rendezvous: Rendezvous | None, timeout_s: floa
 
 
 def _scratch() -> str | None:
-    """Memory, so that a full disk does not keep the group from being examined."""
+    """Choose a folder in memory, so that a full disk does not prevent the check."""
     return "/dev/shm" if Path("/dev/shm").is_dir() else None

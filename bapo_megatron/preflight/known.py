@@ -1,8 +1,7 @@
-"""GPUs and models that a plan knows although this machine has neither.
+"""GPUs and models that plans can use without access to them.
 
-GPUs: dense peak rates of the SXM boards, from their makers' data sheets; programs reach less. Models: the sizes and
-limits in config.json of the models that shipped recipes name, from their repositories on the Hugging Face hub. A
-folder that exists is always read instead.
+GPUs: dense peak rates of the SXM boards, from their makers' data sheets; programs reach less. Models: the config.json
+of the models in shipped recipes, from their repositories on the Hugging Face hub. An existing folder takes precedence.
 """
 
 from __future__ import annotations
@@ -20,15 +19,14 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """One kind of GPU.
+    """A GPU model.
 
-    Example: GPUS["h100"].memory_gib is 79.1, of the 80 GB in its name: what CUDA reports as the total.
+    Example: GPUS["h100"].memory_gib is 79.1, CUDA's total for 80 GB.
     """
 
     name: str
     memory_gib: float
     bf16_flops: float  # per second, dense (data sheets of Hopper and Blackwell print twice that, "with sparsity")
-    fp8_flops: float  # per second, dense; 0 where the chip has no FP8
     memory_bytes_per_s: float
     nvlink_bytes_per_s: float  # in one direction; data sheets print the sum of both
 
@@ -40,20 +38,20 @@ class GPU:
 # Sources: NVIDIA's data sheets "A100 Tensor Core GPU" (2022), "H100 Tensor Core GPU" (2023), "H200 Tensor Core GPU"
 # (2024), "DGX B200" (2024, an eighth of the system).
 GPUS = {
-    "a100": GPU("A100 SXM 80 GB", 79.1, 312e12, 0.0, 2.039e12, 300e9),
-    "h100": GPU("H100 SXM 80 GB", 79.1, 989e12, 1979e12, 3.35e12, 450e9),
-    "h200": GPU("H200 SXM 141 GB", 139.8, 989e12, 1979e12, 4.8e12, 450e9),
-    "b200": GPU("B200 SXM 180 GB", 178.0, 2250e12, 4500e12, 8.0e12, 900e9),
+    "a100": GPU("A100 SXM 80 GB", 79.1, 312e12, 2.039e12, 300e9),
+    "h100": GPU("H100 SXM 80 GB", 79.1, 989e12, 3.35e12, 450e9),
+    "h200": GPU("H200 SXM 141 GB", 139.8, 989e12, 4.8e12, 450e9),
+    "b200": GPU("B200 SXM 180 GB", 178.0, 2250e12, 8.0e12, 900e9),
 }
 
 
 def visible_indexes(setting: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
-    """The GPUs that CUDA shows to a process: the list ends before the first entry that names none, and is empty where
-    one is named twice (CUDA C++ Programming Guide, "CUDA Environment Variables"). A part of a GPU (MIG) is none.
+    """Return the GPUs that CUDA shows to a process: those before the first invalid entry, or none if one is repeated
+    (CUDA C++ Programming Guide, "CUDA Environment Variables"). A MIG instance counts as invalid.
 
     Args:
         setting: CUDA_VISIBLE_DEVICES: indexes, or beginnings of UUIDs. None: unset, which shows all.
-        uuids: of all GPUs, in the driver's order, which is CUDA's too where all are alike.
+        uuids: of all GPUs, in the driver's order, which is also CUDA's if all GPUs are of one model.
 
     Example: visible_indexes("1,0", ["GPU-a", "GPU-b", "GPU-c"]) == (1, 0)
     """
@@ -155,7 +153,7 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
 
 
 def known_config(path: str) -> dict[str, Any] | None:
-    """Return the config.json of a model whose folder is not on this machine, or None for an unknown folder name.
+    """Return the known config.json for a folder missing on this machine; None for an unknown name.
 
     Example: known_config("models/Qwen3-32B")["num_hidden_layers"] is 64.
     """

@@ -43,7 +43,7 @@ class Comparison:
 
 
 def requirements(group: str) -> list[Requirement]:
-    """Return what a group asks for: an extra of bapo-megatron, or SGLang's packages that come without dependencies."""
+    """Return a group's requirements: an extra of bapo-megatron, or the SGLang packages installed without theirs."""
     from packaging.requirements import Requirement
 
     if group == "sglang":
@@ -92,7 +92,7 @@ def check_versions(stack: Stack) -> Finding:
 
 def compare_installed(stack: Stack) -> list[Comparison]:
     """Compare every installed package; SGLang's packages only if SGLang is installed."""
-    has_sglang = _installed("sglang") is not None
+    has_sglang = installed_version("sglang") is not None
     groups = [g for g in GROUPS if "sglang" not in g or has_sglang]
     pinned = pins(stack)
     found = [compare(r, pinned.get(r.name, "")) for group in groups for r in requirements(group)]
@@ -103,7 +103,7 @@ def compare(requirement: Requirement, pinned: str) -> Comparison:
     """Compare one package's installed version with its range and its pinned version ("" for none)."""
     from packaging.version import Version
 
-    installed = _installed(requirement.name)
+    installed = installed_version(requirement.name)
     state: State
     if installed is None:
         state = "missing"
@@ -146,7 +146,8 @@ def _module(requirement: Requirement) -> str:
     return _MODULES.get(requirement.name, requirement.name.replace("-", "_"))
 
 
-def _installed(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
+    """Return a distribution's version, or None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -15,15 +15,15 @@ from bapo_megatron.preflight.suggest import Suggestion, suggest
 
 
 def describe(config: Config) -> str:
-    """The plan of a checked configuration, without suggestions."""
+    """Return the plan of a checked configuration, without suggestions."""
     return "\n".join(_lines(config, make_plan(config, planned_shape(config.model.path))))
 
 
 def explain(config: Config, response_tokens: int | None = None) -> tuple[str, list[str]]:
-    """The plan with suggestions, and what does not fit. Without `cluster.gpu`: memory of a rank on CPUs.
+    """Return the plan with suggestions, and the memory problems. Without `cluster.gpu`: memory of a rank on CPUs.
 
     Args:
-        response_tokens: average length of a response; None: all are as long as allowed.
+        response_tokens: average response length; None: the maximum.
     """
     hf_config = planned_config(config.model.path)
     shape = model_shape(hf_config)
@@ -78,7 +78,7 @@ def _suggestions(suggestions: Sequence[Suggestion]) -> Iterator[str]:
 
 
 def memory_parts(memory: TrainerMemory) -> list[tuple[str, int, str]]:
-    """Name, bytes, and a note."""
+    """List the parts as (name, bytes, note)."""
     return [
         ("weights", memory.weights, ""),
         ("gradients", memory.gradients, "float32"),

@@ -14,7 +14,7 @@ from bapo_megatron.preflight.check import accepts_layout
 from bapo_megatron.preflight.memory import fullest_rank, microbatch_tokens, runs_forwards_first
 from bapo_megatron.preflight.plan import Plan, make_plan
 
-_WORTH = 0.97  # of the present time or memory: a smaller gain is no suggestion
+_WORTH = 0.97  # suggest only changes to less than this share of the present time or memory
 _MIN_CHUNK_TOKENS = 64
 
 Change = dict[str, dict[str, Any]]  # values by section and setting
@@ -22,18 +22,18 @@ Change = dict[str, dict[str, Any]]  # values by section and setting
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """Overrides, and what they lead to."""
+    """Overrides and the plan they lead to."""
 
     overrides: tuple[str, ...]
     plan: Plan
 
 
 def suggest(config: Config, hf_config: dict[str, Any], present: Plan, count: int = 3) -> list[Suggestion]:
-    """Find the fastest layouts that `bapo check` accepts, of equally fast ones those with the fewest changes first.
+    """Find the fastest layouts that `bapo check` accepts; ties go to the fewest changes.
 
     Args:
         hf_config: the model's config.json.
-        present: the plan to improve on; if it does not fit, any layout that fits does.
+        present: the plan to improve on; if it does not fit, any fitting layout counts.
     """
     shape, found = model_shape(hf_config), []
     for sections in _candidates(config, shape):
@@ -87,7 +87,7 @@ def _overrides(config: Config, sections: Change) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Lighter:
-    """Overrides of the command line, and the bytes that the fullest rank needs with them."""
+    """Command-line overrides, and the fullest rank's bytes with them."""
 
     overrides: tuple[str, ...]
     total: int
@@ -96,7 +96,7 @@ class Lighter:
 def lighter(
     config: Config, shape: ModelShape, hf_config: dict[str, Any], gpu_bytes: int | None, count: int = 4
 ) -> list[Lighter]:
-    """Find changes with as many ranks that save memory on the fullest rank, the largest savings first."""
+    """Find changes that save memory on the fullest rank with the same number of ranks, largest savings first."""
     present, found = fullest_rank(config, shape, gpu_bytes).total, []
     for change in _changes(config, shape, gpu_bytes):
         changed = _with(config, change)

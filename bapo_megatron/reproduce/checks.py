@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a study before anything is trained."""
+"""Checks of a study before any training."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _settings(config: Config) -> Iterator[str]:
 
 
 def _figures(study: Study, run: Run) -> Iterator[str]:
-    """What the study compares and plots, against what this run will tell."""
+    """Check that this run will record what the study compares and plots."""
     is_compared = any(run.variant in pair for pair in study.compare)
     if is_compared and run.config.eval.interval_steps is None:
         yield (

@@ -33,7 +33,7 @@ def run_name(config: Config) -> str:
 
 
 def inputs(config: Config) -> Iterator[tuple[str, Path]]:
-    """The models and data files that the settings name: setting, file or folder."""
+    """Yield the models and data files named by settings, as (setting, file or folder)."""
     paths = {
         "model.path": config.model.path,
         "loss.reference_path": config.loss.reference_path,
@@ -47,7 +47,7 @@ def inputs(config: Config) -> Iterator[tuple[str, Path]]:
 
 
 def _digests(path: Path) -> dict[str, str]:
-    """Of a file, or of a model's folder: file name -> digest."""
+    """Return the digests of a file, or of a model's folder, by file name."""
     try:
         files = [path] if path.is_file() else [file for pattern in _MODEL_FILES for file in sorted(path.glob(pattern))]
         return {file.name: _digest(file, (s := file.stat()).st_size, s.st_mtime_ns) for file in files}

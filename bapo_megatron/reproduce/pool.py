@@ -100,7 +100,7 @@ class _Forks:
 
     @contextmanager
     def running(self, work: str, *arguments: object) -> Iterator[ForkServerProcess]:
-        """Ends it with the block."""
+        """Start a process that ends with the block."""
         process = self.context.Process(target=_in_worker, args=(work, self.lifeline, *arguments), name=f"bapo-{work}")
         process.start()
         try:
@@ -150,7 +150,7 @@ def _engine_arguments(config: Config, port: int) -> list[str]:
 
 
 def _in_worker(work: str, *arguments: object) -> None:
-    """The child's side: a name, since the parent does without what the workers import."""
+    """Run the named function of workers.py in the child; the parent avoids its imports."""
     from bapo_megatron.reproduce import workers
 
     getattr(workers, work)(*arguments)

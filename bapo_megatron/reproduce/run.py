@@ -21,7 +21,7 @@ ALL = "all"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user asked for."""
+    """Options of `bapo reproduce`."""
 
     names: tuple[str, ...]
     quick: bool
@@ -68,7 +68,7 @@ class _Plan:
 
 
 def _plan(options: Options) -> list[_Plan]:
-    """Raises ConfigError with all that is wrong, of all studies."""
+    """Plan all studies; raise ConfigError with the problems of all of them."""
     plans: dict[str, _Plan] = {}
     problems: list[str] = []
     for source in shipped_studies() if options.names == (ALL,) else dict.fromkeys(options.names):
@@ -106,5 +106,5 @@ def _train(missing: dict[str, Run], options: Options) -> None:
 
 
 def _command(options: Options, source: str) -> str:
-    """What repeats one study."""
+    """Return the command that repeats one study."""
     return shlex.join(["bapo", "reproduce", source, *(["--quick"] if options.quick else [])])

@@ -46,13 +46,13 @@ class Plot(Section):
 
     metric: str
     label: str | None = None
-    """Of the axis; unset: the metric's name."""
+    """Label of the axis; unset: the metric's name."""
     log: bool = False
     """A logarithmic axis."""
 
 
 class Quick(Section):
-    """How `--quick` shortens the study: enough to see that it runs, not what it finds."""
+    """Settings of `--quick`: a short test that the study runs."""
 
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
     variants: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class Quick(Section):
 
 
 class Study(Section):
-    """What a study's file says."""
+    """Contents of a study's file."""
 
     title: str
     figure: str
@@ -105,7 +105,7 @@ def shipped_studies() -> dict[str, Path]:
 
 
 def load_study(name: str) -> Study:
-    """A shipped study by its name, or one from a TOML file.
+    """Load a shipped study by its name, or one from a TOML file.
 
     Raises:
         ConfigError: there is none, or its file is not right; says where and why.

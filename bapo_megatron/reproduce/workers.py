@@ -1,4 +1,4 @@
-"""What a forked process of a study does: serve an embedded engine, or train with one rank.
+"""Work of a study's forked processes: serving an embedded engine, or training with one rank.
 
 The fork server (pool.py) imports this once, with all that both need, so that a run starts without importing anything.
 """
@@ -20,14 +20,14 @@ from bapo_megatron.worker import redirect_output, run_rank
 
 
 def serve(lifeline: Connection, arguments: list[str], log: Path) -> None:
-    """An embedded engine, until SIGTERM."""
+    """Run an embedded engine until SIGTERM."""
     _end_with(lifeline)
     redirect_output(log)
     server.main(arguments)
 
 
 def train(lifeline: Connection, run_path: Path, url: str) -> None:
-    """The training loop of `bapo train`, as its only rank, in a run's folder that the parent has opened.
+    """Run the training loop of `bapo train` as its only rank, in a run directory that the parent has opened.
 
     The process ends with the exit code of `run_rank`.
     """

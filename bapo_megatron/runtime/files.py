@@ -1,4 +1,4 @@
-"""Small files that survive a crash: JSON objects one a line, and texts that are replaced whole."""
+"""Small files that survive a crash: JSON Lines, and texts that are replaced atomically."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def explaining_os_errors(path: Path, advice: str = _ADVICE) -> Iterator[None]:
-    """Turn an OSError of the body, such as that of a full disk, into a UserError that names `path`."""
+    """Turn an OSError, such as a full disk, into a UserError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -29,7 +29,7 @@ def explaining_os_errors(path: Path, advice: str = _ADVICE) -> Iterator[None]:
 
 
 class JsonlWriter:
-    """Appends objects to a file at once. Opening cuts off a last line that a crash left unfinished.
+    """A JSON Lines file written without buffering. Opening cuts off a line that a crash left unfinished.
 
     Raises:
         UserError: the file cannot be written; later writes fail too.
@@ -43,10 +43,10 @@ class JsonlWriter:
             self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one object; NaN and infinities become null, because JSON has no others."""
+        """Append one object; NaN and infinities, which JSON lacks, become null."""
         line = (json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n").encode()
         with explaining_os_errors(self._path):
-            while line:  # a disk that fills up takes a part
+            while line:  # a nearly full disk accepts only a part
                 line = line[self._file.write(line) :]
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def truncate_after(path: Path, step: int) -> int:
-    """Keep the objects whose "step" is at most `step`, and return how many were dropped. Atomic; for resuming."""
+    """Drop the objects whose "step" exceeds `step`, atomically, and return their number."""
     records = read_jsonl(path)
     kept = [record for record in records if record.get("step", 0) <= step]
     if len(kept) < len(records):

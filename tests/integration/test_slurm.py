@@ -181,6 +181,6 @@ def test_a_job_that_cannot_begin_says_so_in_its_log(cluster: Cluster, tmp_path: 
     wait_for(lambda: cluster.job(first)["JobState"] == "FAILED", "the job has failed", cluster, run)
     log = (run / "slurm" / f"job-{first}.log").read_text()
     assert "trainer rank 0 on " in log
-    assert "slurm.interface=ib7: this node has no IPv4 address there" in log
+    assert "slurm.interface=ib7 has no IPv4 address on this node" in log
     assert "Traceback" not in log
     cluster.run("scancel", second)

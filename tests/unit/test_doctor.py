@@ -124,7 +124,7 @@ def test_a_probe_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
         probes.wait()
     (torch_finding,) = software.check_torch(probes.facts, Driver(problem="none"))
     assert (torch_finding.verdict, torch_finding.what) == ("error", "not done after 0 s")
-    monkeypatch.setattr(software, "_version", lambda name: "2.9.0")
+    monkeypatch.setattr(software, "installed_version", lambda name: "2.9.0")
     assert "torch did not answer" in software.check_transformer_engine(probes.facts, needed=False).what
 
 
@@ -325,10 +325,10 @@ def test_torch_against_the_driver(facts: dict[str, Any], driver: Driver, verdict
 
 
 def test_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software, "_version", lambda name: None)
+    monkeypatch.setattr(software, "installed_version", lambda name: None)
     assert software.check_transformer_engine(FACTS, needed=True).verdict == "error"
     assert software.check_transformer_engine(FACTS, needed=False).verdict == "absent"
-    monkeypatch.setattr(software, "_version", lambda name: "2.9.0")
+    monkeypatch.setattr(software, "installed_version", lambda name: "2.9.0")
     broken = software.check_transformer_engine(FACTS, needed=False)  # it is not there to be imported
     assert broken.verdict == "error"
     assert "No module named" in broken.what

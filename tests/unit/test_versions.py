@@ -94,7 +94,7 @@ def test_prose_names_the_pinned_versions(path: str) -> None:
 def test_an_installed_version_against_its_range_and_pin(
     installed: str | None, stack: Stack, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packages, "_installed", lambda name: installed)
+    monkeypatch.setattr(packages, "installed_version", lambda name: installed)
     assert packages.compare(Requirement("torch>=2.7"), pins(stack)["torch"]).state == state
 
 
@@ -102,7 +102,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, **other: str | None) -> None:
     """An environment with the tested versions, but for `other`."""
     installed: dict[str, str | None] = {r.name: pins("cpu")[r.name] for r in requirements("core")}
     installed |= {name.replace("_", "-"): version for name, version in other.items()}
-    monkeypatch.setattr(packages, "_installed", installed.get)
+    monkeypatch.setattr(packages, "installed_version", installed.get)
 
 
 def test_the_doctors_line_on_versions(monkeypatch: pytest.MonkeyPatch) -> None:
