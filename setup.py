@@ -1,21 +1,79 @@
 """Packaging: code, patches, shipped configurations and assets all go into the wheel.
 
-Two folders of the checkout have another import name once installed:
-    patches/  ->  bapo_megatron_patches
-    configs/  ->  bapo_megatron_configs
+Three folders of the checkout have another import name once installed:
+    patches/       ->  bapo_megatron_patches
+    configs/       ->  bapo_megatron_configs
+    requirements/  ->  bapo_megatron_requirements
 """
 
 import re
-import runpy
 from pathlib import Path
 
 from setuptools import find_namespace_packages, find_packages, setup
 
 ROOT = Path(__file__).parent
-MAPPED_FOLDERS = {"bapo_megatron_patches": "patches", "bapo_megatron_configs": "configs"}
+MAPPED_FOLDERS = {f"bapo_megatron_{folder}": folder for folder in ("patches", "configs", "requirements")}
 
-# Versions stand in the lock file alone; the module that reads it needs nothing that is not installed yet.
-requirements = runpy.run_path(str(ROOT / "bapo_megatron" / "preflight" / "versions.py"))["requirements"]
+# Ranges; requirements/ has the versions that are tested.
+CORE = [
+    "torch>=2.7",  # open: an installed build must never be replaced
+    "megatron-core==0.16.1",  # patches/ are written against it
+    "transformers>=5",
+    "safetensors>=0.5",
+    "numpy",
+    "pydantic>=2.7",
+    "packaging>=24.2",
+    "tomli-w>=1.0",
+    "aiohttp>=3.9",
+    "tqdm",
+    "jinja2",
+    "matplotlib",
+    "math-verify",
+    "reasoning-gym",
+    "xxhash>=3",
+]
+PARQUET = ["pyarrow"]  # data.format: files that end in .parquet
+GPU = [
+    "transformer-engine[pytorch]>=2.9,<2.12",  # the range of megatron-core 0.16.1; compiled when installed
+    "nvidia-ml-py",
+]
+# What SGLang needs to serve text models; SGLang itself comes after it: scripts/install_sglang_cpu.sh.
+SGLANG = [
+    "transformers==5.19.0",
+    "tokenizers==0.23.2",
+    "fastapi",
+    "uvicorn>=0.51",
+    "uvloop",
+    "orjson",
+    "msgspec",
+    "pyzmq",
+    "requests",
+    "setproctitle",
+    "packaging",
+    "pillow",
+    "einops",
+    "xxhash",
+    "zstandard",
+    "regex",
+    "prometheus-client",
+    "pybase64",
+    "partial-json-parser",
+    "ipython",
+    "interegular",
+    "python-multipart",
+    "openai==2.8.0",
+    "tiktoken",
+    "scipy",
+    "watchfiles",
+    "llguidance>=1.7.6,<2",
+    "jsonschema",
+    "sentencepiece==0.2.1",
+    "cffi",
+    "dill",
+    "cloudpickle",
+    "loguru",
+    "pyyaml",
+]
 DEV_TOOLS = [
     "pytest>=8",
     "pytest-timeout",
@@ -37,13 +95,13 @@ MONITOR = {
 }
 ALL_OF_MONITOR = [package for packages in MONITOR.values() for package in packages]
 EXTRAS = {
-    "sglang": requirements("sglang-needs"),  # SGLang itself comes after it: scripts/install_sglang_cpu.sh
-    "gpu": requirements("gpu"),
-    "parquet": requirements("parquet"),  # data.format: files that end in .parquet
+    "sglang": SGLANG,
+    "gpu": GPU,
+    "parquet": PARQUET,
     **MONITOR,
     "monitor": ALL_OF_MONITOR,
     "docs": DOCS,
-    "dev": requirements("parquet") + ALL_OF_MONITOR + DOCS + DEV_TOOLS,
+    "dev": PARQUET + ALL_OF_MONITOR + DOCS + DEV_TOOLS,
 }
 
 
@@ -76,9 +134,10 @@ setup(
     package_data={
         "bapo_megatron": ["py.typed", "assets/**/*", "**/*.jinja", "**/*.toml"],
         "bapo_megatron_configs": ["**/*.toml", "**/*.jsonl"],
+        "bapo_megatron_requirements": ["*.txt"],
     },
     include_package_data=False,
-    install_requires=requirements("core"),
+    install_requires=CORE,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["bapo = bapo_megatron.cli:main"]},
     classifiers=[

@@ -86,21 +86,16 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = verbs.add_parser(
         "doctor",
-        help="check whether this machine is fit to train, and say what to do",
-        description="One line for each thing. Exit code 0: fit, for CPU use where there is no GPU; 1: something FAILs.",
+        help="check whether this machine is fit to train, and how to fix it",
+        description="One line per check. Exit code 0: fit, for CPU use on a machine without GPUs; 1: a check FAILs.",
     )
     doctor.add_argument(
-        "--config", nargs="+", default=[], metavar="CONFIG | KEY=VALUE", help="check also what this run needs"
+        "--config", nargs="+", default=[], metavar="CONFIG | KEY=VALUE", help="also check what this run needs"
     )
     doctor.add_argument(
-        "--port",
-        type=_whole,
-        action="append",
-        default=[],
-        metavar="PORT",
-        help="check that it is free",
+        "--port", type=_whole, action="append", default=[], metavar="PORT", help="check that it is free"
     )
-    doctor.add_argument("--versions", action="store_true", help="only compare each package with the lock file")
+    doctor.add_argument("--versions", action="store_true", help="only compare packages with requirements/")
     doctor.add_argument("--rendezvous", metavar="HOST:PORT", help="meet the doctors of other nodes there, on node 0")
     doctor.add_argument("--num-nodes", type=_whole, default=1, metavar="N", help="doctors that meet (default: 1)")
     doctor.add_argument("--node-rank", type=int, default=0, metavar="I", help="which of them this is (default: 0)")
@@ -138,12 +133,10 @@ def _parser() -> argparse.ArgumentParser:
     reproduce = verbs.add_parser(
         "reproduce",
         help="the paper's figures as small studies over seeds, on this machine's CPU",
-        description="Trains what is not trained yet, and writes a page, plots and figures for each. See docs/bapo.md.",
+        description="Trains the missing runs, and writes a page, plots and figures for each study. See docs/bapo.md.",
     )
     reproduce.add_argument("names", nargs="*", metavar="NAME", help="studies, or TOML files, or all; none: list them")
-    reproduce.add_argument(
-        "--quick", action="store_true", help="one seed, a few steps: whether it runs, not what it finds"
-    )
+    reproduce.add_argument("--quick", action="store_true", help="one seed, a few steps: a test that it runs")
     reproduce.add_argument(
         "--output", type=Path, metavar="DIR", help="for the results (default: runs/reproduce/results)"
     )
@@ -258,18 +251,17 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from bapo_megatron.preflight.packages import check_required, check_versions, table
+    from bapo_megatron.preflight.packages import Stack, check_required, check_versions, table
 
     packages = check_required()
     if options.versions:
         from bapo_megatron.preflight.software_checks import read_driver
-        from bapo_megatron.preflight.versions import Stack
 
         stack: Stack = "gpu" if read_driver().gpus else "cpu"
         print("\n".join(table(stack)))
         return int("error" in (packages.verdict, check_versions(stack).verdict))
     print(packages, flush=True)
-    if packages.verdict == "error":  # what comes next imports them
+    if packages.verdict == "error":  # the following checks import them
         return 1
     from bapo_megatron.config.load import load_config, split_arguments
     from bapo_megatron.preflight.doctor import examine, parse_rendezvous, verdict

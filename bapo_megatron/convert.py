@@ -1,4 +1,4 @@
-"""`bapo convert`: between Hugging Face folders and training checkpoints, offline, tensor by tensor; and validation.
+"""`bapo convert`: check checkpoints and convert them between Hugging Face and training format, tensor by tensor.
 
     <hf folder> or <run>, <run>/checkpoints/step-N, its learner/      ->  Hugging Face folder
     <hf folder>                                                       ->  learner checkpoint at version 0
@@ -34,7 +34,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What was read and found whole."""
+    """Facts about a checkpoint that was read and found whole."""
 
     shape: ModelShape
     version: int | None  # optimizer updates of a training checkpoint; None for a Hugging Face folder
@@ -58,18 +58,18 @@ def convert(
     dtype: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Summary:
-    """Read and check a whole checkpoint; write it to `target`, where one is given, in one atomic move.
+    """Read and check a whole checkpoint; write it to `target`, if given, in one atomic move.
 
     Args:
         source: Hugging Face folder, run directory (its latest checkpoint), checkpoint, or a checkpoint's learner/.
-        target: does not exist, or is empty.
+        target: new or empty folder.
         to: "hf", or "training" for a learner checkpoint at version 0, whose Adam moments are zero.
         dtype: a key of DTYPES; None leaves the weights as they are.
-        max_file_bytes: of tensors in one file of weights, which is also the memory that conversion takes.
+        max_file_bytes: tensors in one file of weights, and the memory that conversion takes.
 
     Raises:
-        CheckpointError: the source is torn, of an unsupported model, or does not fit `dtype`; the target exists or
-            cannot be written. The target is then as it was.
+        CheckpointError: the source is torn, unsupported, or exceeds the range of `dtype`; or the target exists or is
+            not writable. The target is then unchanged.
     """
     found = _find(source)
     shape = model_shape(load_hf_config(found.companions), found.companions)
@@ -139,7 +139,7 @@ def _cast(tensor: Tensor, dtype: str | None, what: str) -> Tensor:
 def _write_training(
     tensors: Iterator[tuple[str, Tensor]], companions: Path, folder: Path, shape: ModelShape, max_file_bytes: int
 ) -> None:
-    """Whole tensors, of version 0 and without moments, as rank 0 of one would have written them."""
+    """Write whole tensors as version 0 without moments, as a run's only rank would."""
     pieces = (Piece.whole(WEIGHT, name, tensor) for name, tensor in tensors)
     facts = {"version": 0, "skipped_updates": 0, "model": shape.to_json()}
     snapshot = Snapshot(pieces, facts, hf_path=companions)

@@ -1,7 +1,9 @@
-"""One machine: start the engines, start the trainer ranks with torchrun's launcher, end what was started.
+"""Runs on one machine: start the engines and trainer ranks, and stop them at the end.
 
-bapo train -> run() -> engine processes (if asked for), under a supervisor
-                    -> torchrun -> worker.py on every rank
+bapo train -> run() -> engine processes (if the run starts any), under a supervisor
+                    -> one process for each trainer rank: worker.py
+
+Nothing here listens on any address but loopback.
 """
 
 from __future__ import annotations
@@ -9,30 +11,36 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.config.load import dump_config
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
-from bapo_megatron.engines.processes import EngineShare
+from bapo_megatron.engines.processes import LOOPBACK, EngineShare, reserved_ports
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.report.page import write_report
 from bapo_megatron.runtime.ranks import num_cores
 
+_POLL_S = 0.1
+_END_TIMEOUT_S = 30.0  # from SIGTERM to SIGKILL
+
 
 def run(config: Config) -> int:
     """Train on this machine until the configured number of steps.
 
     Returns:
-        0, or the exit code of the trainer that failed first (2 for an error that the user can mend).
+        0, or the exit code of the trainer rank that failed first (2 for an error the user can fix).
     """
     model_path = resolve_model_path(config.model.path)
-    with RunDir.open(config, config_text=dump_config(config)) as run_dir:
+    with RunDir.open(config) as run_dir:
         with _engines(config, model_path, run_dir.log_dir) as urls:
             code = _train(config, run_dir, urls)
         if code == 0 and config.monitor.report:
@@ -41,63 +49,99 @@ def run(config: Config) -> int:
 
 
 def _train(config: Config, run_dir: RunDir, urls: Sequence[str]) -> int:
-    """Run worker.py under torchrun's elastic launcher, without restarts."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    ranks = num_ranks(config)
-    threads = config.parallel.threads_per_rank or max(1, num_cores() // ranks)
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=config.run.name,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.2,
-        logs_specs=DefaultLogsSpecs(log_dir=str(run_dir.log_dir / "torchrun")),
+    """Run worker.py on every rank until all have ended or one has failed, for which the others would wait forever."""
+    with _ranks(config, run_dir, urls) as ranks:
+        while True:
+            codes = [rank.poll() for rank in ranks]
+            failed = {rank: code for rank, code in enumerate(codes) if code}
+            if failed or None not in codes:
+                break
+            time.sleep(_POLL_S)
+    if not failed:
+        return 0
+    _raise_user_errors(run_dir)
+    if 2 in failed.values():
+        return 2  # that rank could not write its error file and has printed the error
+    rank, code = min(failed.items(), key=lambda item: item[1] > 0)  # a signal is a cause, an exit often its effect
+    print(
+        f"bapo: trainer rank {rank} ended with exit code {code}; its log: {run_dir.log_path('trainer', rank)}",
+        file=sys.stderr,
     )
-    arguments = ["-m", "bapo_megatron.worker", "--run-dir", str(run_dir.path)]
+    return max(code, 1)
+
+
+@contextlib.contextmanager
+def _ranks(config: Config, run_dir: RunDir, urls: Sequence[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start the trainer ranks; stop those still running when the block ends, also after a signal to this process.
+
+    Each rank has its own session: Ctrl-C reaches this process only, and a rank's judge processes die with it.
+    """
+    count = num_ranks(config)
+    threads = config.parallel.threads_per_rank or max(1, num_cores() // count)
+    command = [sys.executable, "-m", "bapo_megatron.worker", "--run-dir", str(run_dir.path)]
     for url in urls:
-        arguments += ["--engine-url", url]
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+        command += ["--engine-url", url]
+    ranks: list[subprocess.Popen[bytes]] = []
+    with _exiting_on_signals(), reserved_ports(1) as ports:  # rank 0's store can still listen on it
+        common = {
+            "OMP_NUM_THREADS": str(threads),
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(ports[0]),
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+        }
+        try:
+            for rank in range(count):
+                environment = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                ranks.append(
+                    subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True)
+                )
+            yield ranks
+        finally:
+            _end(ranks)
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ask the running ranks and their child processes to end; kill them after a timeout."""
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    running = [rank for rank in ranks if rank.poll() is None]
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for rank in running:
+            if rank.poll() is None:  # not reaped yet, so the pid is still its own
+                os.killpg(rank.pid, number)
+        for rank in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.wait(None if number == signal.SIGKILL else max(0.0, deadline - time.monotonic()))
+
+
+@contextlib.contextmanager
+def _exiting_on_signals() -> Iterator[None]:
+    """Turn signals that would kill this process into SystemExit, so that its ranks are stopped first."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, leave)
     try:
-        elastic_launch(launch, sys.executable)(*arguments)
-    except ChildFailedError as error:
-        _raise_user_errors(run_dir)
-        rank, first = error.get_first_failure()
-        print(
-            f"bapo: trainer rank {rank} ended with exit code {first.exitcode}; "
-            f"its log: {run_dir.log_path('trainer', rank)}",
-            file=sys.stderr,
-        )
-        return first.exitcode if first.exitcode > 0 else 1
-    except SignalException as stopped:  # the launcher turns signals into this, and has ended the ranks
-        if stopped.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
-        raise SystemExit(128 + stopped.sigval) from None
+        yield
     finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
-    return 0
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _raise_user_errors(run_dir: RunDir) -> None:
-    """What the ranks left for the user; a failure of one rank is usually followed by lost connections of the others."""
-    messages = [path.read_text() for path in sorted(run_dir.log_dir.glob("error-*.txt"))]
+    """Raise the errors that ranks left for the user, rather than the lost connections that follow."""
+    messages = [text for path in sorted(run_dir.log_dir.glob("error-*.txt")) if (text := path.read_text())]
     if messages:
         raise UserError("\n".join(dict.fromkeys(messages)))
 
 
 @contextlib.contextmanager
 def _engines(config: Config, model_path: Path, log_dir: Path) -> Iterator[list[str]]:
-    """URLs of the engines. Those that we start are looked after until the block ends, and end with this process."""
+    """Yield the engines' URLs. Engines started here are supervised and end with the block or this process."""
     r = config.rollout
     if not r.num_started:
         yield list(r.urls)

@@ -1,4 +1,4 @@
-"""One trainer rank: `python -m bapo_megatron.worker` under torchrun (local.py), or `run_rank` (node.py)."""
+"""One trainer rank: `python -m bapo_megatron.worker` (started by local.py), or `run_rank` (slurm/node.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TextIO
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.rundir import RunDir
 
-STOPPED = 75  # exit code of a run that was stopped before its end and can go on (EX_TEMPFAIL)
+STOPPED = 75  # exit code of a run that stopped early and can resume (EX_TEMPFAIL)
 
 _PARENT_POLL_S = 0.5
 
@@ -31,13 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_rank(run_dir: RunDir, urls: list[str], stop_file: Path | None = None) -> int:
-    """Run the training loop as the rank that the environment says (RANK).
+    """Run the training loop as the rank in the environment (RANK).
 
-    Output goes to a log file of the rank's own; rank 0 keeps the terminal for the step lines. An error that the user
-    can mend is left in `error-<rank>.txt`, which the launcher shows.
+    Output goes to the rank's own log file; rank 0 keeps the terminal for the step lines. An error the user can fix
+    goes to `error-<rank>.txt`, which the launcher shows.
 
     Returns:
-        0, 2 for such an error, or STOPPED where `stop_file` came before the end.
+        0, 2 for such an error, or STOPPED if `stop_file` ended the run early.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, also inside a collective; checkpoints are atomic
     _exit_with_parent()
@@ -47,12 +47,16 @@ def run_rank(run_dir: RunDir, urls: list[str], stop_file: Path | None = None) ->
         return _train(run_dir, urls, rank, terminal if rank == 0 else None, stop_file)
     except UserError as error:
         logging.exception("stopped")
-        (run_dir.log_dir / f"error-{rank}.txt").write_text(str(error))
+        try:
+            (run_dir.log_dir / f"error-{rank}.txt").write_text(str(error))
+        except OSError:  # the disk may be full
+            print(f"bapo: {error}", file=terminal)
+            _discard_output()
         return 2
 
 
 def _train(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO | None, stop_file: Path | None) -> int:
-    """Heavy imports happen here, after the redirection: what upstream prints belongs into the log."""
+    """Import the heavy modules, whose output belongs in the log, and train."""
     from bapo_megatron.assets import resolve_model_path
     from bapo_megatron.config.load import load_config
     from bapo_megatron.learner.parallel import stop_processes
@@ -75,13 +79,13 @@ def _train(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO | None,
 
 
 def _exit_with_parent() -> None:
-    """End this rank, and its judge processes, once the launcher is gone: kill -9 leaves it no time to do so."""
+    """Kill this rank and its judge processes once the launcher is gone, even by SIGKILL."""
     launcher = os.getppid()
 
     def watch() -> None:
         while os.getppid() == launcher:
             time.sleep(_PARENT_POLL_S)
-        if os.getpgrp() == os.getpid():  # torchrun gives every rank a process group of its own
+        if os.getpgrp() == os.getpid():  # local.py gives every rank its own session
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
@@ -89,7 +93,7 @@ def _exit_with_parent() -> None:
 
 
 def redirect_output(log: Path) -> TextIO:
-    """Send this process's standard output and error to `log`; returns the standard output it had before."""
+    """Redirect this process's standard output and error to `log`; return the old standard output."""
     terminal = os.fdopen(os.dup(1), "w", buffering=1)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for target in (1, 2):
@@ -97,6 +101,13 @@ def redirect_output(log: Path) -> TextIO:
     os.close(descriptor)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     return terminal
+
+
+def _discard_output() -> None:
+    """Discard output that the log cannot take: a failing flush at exit would change the exit code."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for target in (1, 2):
+        os.dup2(nowhere, target)
 
 
 if __name__ == "__main__":

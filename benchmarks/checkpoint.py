@@ -1,4 +1,4 @@
-"""Saving and loading a training state: through rank 0, by every rank with torch.save, in shards, in the background.
+"""Ways to save and load a training state: through rank 0, by torch.save on every rank, in shards, in the background.
 
     python benchmarks/checkpoint.py [--layers 8] [--runs 3] [--distributed]
 
@@ -56,7 +56,7 @@ NUM_RANKS = 4
 
 
 def write_model(folder: Path, num_layers: int) -> int:
-    """Random weights; returns the bytes of weights and both moments."""
+    """Write random weights; return the bytes of weights and both moments."""
     config = MODEL | {"num_hidden_layers": num_layers}
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
@@ -65,11 +65,11 @@ def write_model(folder: Path, num_layers: int) -> int:
     return sum(weight.nbytes for weight in weights.values()) * len(PARTS)
 
 
-# the ways; each saves into a folder that exists, and loads from it
+# Each way saves into an existing folder and loads from it.
 
 
 def save_through_rank_0(learner: MegatronLearner, folder: Path) -> None:
-    """Every tensor is gathered to rank 0, which writes it."""
+    """Gather every tensor to rank 0, which writes it."""
     for part in PARTS:
         named = gather_weights(learner.model, learner.shape, learner.layout, partial(learner.adam.gather, name=part))
         if learner.layout.rank == 0:
@@ -94,7 +94,7 @@ def load_from_whole_tensors(learner: MegatronLearner, folder: Path) -> None:
 
 
 def save_with_torch(learner: MegatronLearner, folder: Path) -> None:
-    """What this rank holds, at this layout only; data replicas write the same again, unless the optimizer is split."""
+    """Save this rank's tensors, for this layout only; data replicas save copies, unless the optimizer is split."""
     state = [{part: learner.adam._part(p, part) for part in PARTS} for p in learner.model.parameters()]
     with (folder / f"{learner.layout.rank}.pt").open("wb") as file:
         torch.save(state, file)
@@ -118,7 +118,7 @@ def save_shards(learner: MegatronLearner, folder: Path) -> None:
 
 
 def load_shards(learner: MegatronLearner, folder: Path) -> None:
-    """Digests of all files compared, then the slices that are needed."""
+    """Check the digests of all files, then read the needed slices."""
     assert CheckpointStore(folder, CheckpointConfig()).resume({"learner": learner}) is not None
     dist.barrier()
 
@@ -131,7 +131,7 @@ WAYS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
 
 
 def timed(action: Callable[[], Any]) -> float:
-    """Seconds, of the slowest rank."""
+    """Return the slowest rank's seconds."""
     dist.barrier()
     began = time.perf_counter()
     action()

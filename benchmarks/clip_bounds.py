@@ -23,7 +23,7 @@ NUM_RUNS = 7
 
 
 def literal_search(ratio: Tensor, advantages: Tensor, config: ClipBoundConfig) -> tuple[float, float, int]:
-    """Algorithm 1 with the gradient reading, on integer grids; returns the bounds and the number of probes."""
+    """Run Algorithm 1 with the gradient reading, on integer grids; return the bounds and the number of probes."""
     highs, lows = config.high.points, config.low.points
     i = j = 0
     num_probes = 0

@@ -1,4 +1,4 @@
-"""Log-probs from hidden states: ours against logits kept whole, in one run, with errors against float64.
+"""Log-probs from hidden states: ours against full logits, in one run, with errors against float64.
 
     python benchmarks/logprobs.py memory [TOKENS] [VOCAB]      peak of forward and backward (default 8192, 152064)
     python benchmarks/logprobs.py time [TOKENS] [VOCAB]        time and error of each way (default 1024, 32000)
@@ -33,10 +33,10 @@ from torch import Tensor
 
 from bapo_megatron.algorithms.logprobs import VocabShard, token_log_probs
 
-HIDDEN_SIZE = 64  # small, so that the gradients of hidden states and weights do not hide what the logits cost
+HIDDEN_SIZE = 64  # small, so that the gradients of hidden states and weights do not hide the cost of logits
 CHUNK_TOKENS = (256, 512, 1024)
 NUM_RUNS = 5
-GPU_HIDDEN_SIZE = 3584  # of a 7B model, where matrix products weigh what they do in training
+GPU_HIDDEN_SIZE = 3584  # of a 7B model, for matrix products as in training
 MIB = 1 << 20
 
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -74,7 +74,7 @@ TRITON_WAYS: dict[str, Way] = {
 
 
 def inputs(num_tokens: int, vocab_size: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
-    """float32 on a CPU, bfloat16 on a GPU; logits have the same spread whatever the hidden size."""
+    """Make inputs, float32 on a CPU, bfloat16 on a GPU; the spread of logits does not depend on the hidden size."""
     size, dtype = (GPU_HIDDEN_SIZE, torch.bfloat16) if device == "cuda" else (HIDDEN_SIZE, torch.float32)
     generator = torch.Generator().manual_seed(0)
     hidden_RH = torch.randn(num_tokens, size, generator=generator).to(device, dtype).requires_grad_()
@@ -84,7 +84,7 @@ def inputs(num_tokens: int, vocab_size: int, device: str = "cpu") -> tuple[Tenso
 
 
 def run(way: Way, hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor) -> tuple[Tensor, float, float]:
-    """Log-probs, and seconds (see `now`) of the forward and the backward pass."""
+    """Return log-probs and the seconds (see `now`) of the forward and the backward pass."""
     hidden_RH.grad = weight_VH.grad = None
     start = now(hidden_RH)
     log_probs_R = way(hidden_RH, weight_VH, targets_R)
@@ -94,7 +94,7 @@ def run(way: Way, hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor) -> tu
 
 
 def now(tensor: Tensor) -> float:
-    """Seconds: of this process on a CPU, of the clock when all that was begun on a GPU is done."""
+    """Return CPU seconds of this process, or on a GPU the clock once it is idle."""
     if not tensor.is_cuda:
         return time.process_time()
     torch.cuda.synchronize()
@@ -102,7 +102,7 @@ def now(tensor: Tensor) -> float:
 
 
 def resident_bytes(which: str) -> int:
-    """`VmRSS` (now) or `VmHWM` (peak) of this process."""
+    """Return `VmRSS` (now) or `VmHWM` (peak) of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(which):
             return int(line.split()[1]) * 1024
@@ -110,9 +110,9 @@ def resident_bytes(which: str) -> int:
 
 
 def measure_memory(way: str, num_tokens: int, vocab_size: int) -> None:
-    """Print the peak over the inputs, in bytes. Runs in a process of its own: a peak cannot be taken back."""
+    """Print the peak over the inputs, in bytes. Runs in its own process: a peak cannot be reset."""
     tensors = inputs(num_tokens, vocab_size)
-    run(WAYS[way], *inputs(8, 64))  # libraries and threads that the first call loads do not count
+    run(WAYS[way], *inputs(8, 64))  # exclude libraries and threads that the first call loads
     before = resident_bytes("VmRSS")
     run(WAYS[way], *tensors)
     print(resident_bytes("VmHWM") - before)
@@ -159,7 +159,7 @@ def timing(num_tokens: int, vocab_size: int, device: str, ways: dict[str, Way]) 
 
 
 def start_one_rank(device: str = "cpu") -> None:
-    """Megatron's cross-entropy asks for a tensor-parallel group."""
+    """Form the tensor-parallel group that Megatron's cross-entropy needs."""
     from megatron.core import parallel_state
 
     dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)

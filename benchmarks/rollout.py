@@ -7,10 +7,9 @@ lengths are drawn from a long-tailed (log-normal) distribution, the same for eve
 answers; prompts are random tokens of one length; and an optimizer step is a wait of a stated length that leaves the CPU
 to the engine, as a trainer on other devices would. Weights are really pushed after it.
 
-The bound beside it is derived in rollout_bound.py. Training takes a stated share of the synchronous rollout. Speeds are
-compared with those of the synchronous mode a moment before: the modes take turns, so that the comparison holds on a
-machine that others use too. Tokens of a few steps differ by the luck of their lengths, and by what waits in the buffer;
-steps do not.
+The bound beside it is derived in rollout_bound.py. Training takes a stated share of the synchronous rollout. Modes take
+turns, and each speed is compared with the synchronous turn before it, so that the comparison holds on a shared machine.
+Tokens of a few steps vary with their random lengths and the buffer; steps do not.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ MAX_STALENESS = 8  # of the overlapped mode, in steps: a response of full length
 
 
 class PlannedEngine(HttpEngine):
-    """The real engine; a response ends ("stop") when it has the length that the workload gives it."""
+    """The real engine, except that a response ends ("stop") at the length the workload gives it."""
 
     def __init__(self, url: str, workload: Workload) -> None:
         super().__init__(url, request_timeout_s=TIMEOUT_S, vocab_size=VOCAB_SIZE)
@@ -98,7 +97,7 @@ def random_tokens(num_tokens: int, seed: int) -> tuple[int, ...]:
 
 
 def save_model(folder: Path, max_context: int) -> dict[str, Tensor]:
-    """A random policy of the demo model's size that never ends a response by itself; returns its weights."""
+    """Save a random policy of the demo model's size that never ends a response; return its weights."""
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
@@ -121,7 +120,7 @@ def save_model(folder: Path, max_context: int) -> dict[str, Tensor]:
 
 @contextmanager
 def engine_process(folder: Path, workload: Workload) -> Iterator[tuple[str, int]]:
-    """URL and process id of an embedded engine with one CPU thread."""
+    """Start an embedded engine with one CPU thread; yield its URL and process id."""
     ready = folder / "engine.json"
     command = [
         sys.executable,
@@ -141,7 +140,7 @@ def engine_process(folder: Path, workload: Workload) -> Iterator[tuple[str, int]
 
 
 def cpu_s(pid: int) -> float:
-    """CPU time that the threads of a process have used, in seconds, to the nanosecond (Linux, proc(5))."""
+    """Return the CPU seconds used by a process's threads, to the nanosecond (Linux, proc(5))."""
     return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
@@ -190,7 +189,7 @@ class Measured:
 
 
 class ModeRun:
-    """One mode's training loop. It runs in turns with the others', and goes on where its last turn left off."""
+    """One mode's training loop, which takes turns with the others and continues after its last turn."""
 
     def __init__(self, mode: str, bench: Bench) -> None:
         w = bench.workload
@@ -214,9 +213,9 @@ class ModeRun:
         self._version = 0
 
     def turn(self, num_steps: int, *, train_s: Callable[[float], float], num_warmup: int = 1) -> Measured:
-        """Batch, optimizer step, push; the first steps fill the slots again and are not counted.
+        """Run steps of batch, optimizer step and push, not counting the first ones, which refill the slots.
 
-        `train_s` gives the length of the optimizer step, from the time that its batch took.
+        `train_s` maps a batch's duration to that of its optimizer step.
         """
         bench, tokens = self._bench, self._scheduler.ledger.num_tokens
         bench.push(self._version)
@@ -244,7 +243,7 @@ class ModeRun:
 
 
 class Bench:
-    """One engine, the loop of its requests and its weight channel, which all modes use in turns."""
+    """An engine, its request loop and its weight channel, which all modes use in turns."""
 
     def __init__(self, workload: Workload, url: str, pid: int, weights: dict[str, Tensor]) -> None:
         self.workload = workload
@@ -346,7 +345,7 @@ def print_header() -> None:
 
 
 def print_row(mode: str, runs: Sequence[Measured], baseline: Sequence[Measured], theory: Bound) -> None:
-    """One mode's turns: tokens per second, those against the same turn's `baseline`, the trainer's idle share, ages."""
+    """Print one mode's tokens per second, their ratio to the same turn's `baseline`, the trainer's idle share, ages."""
     generated = [r.generated_tokens / r.wall_s for r in runs]
     trained = [r.trained_tokens / r.wall_s for r in runs]
     ages = [age for r in runs for age in r.ages]

@@ -1,7 +1,7 @@
-"""What decoding alone allows: the bound that benchmarks/rollout.py prints beside what it measures.
+"""The speed limit set by decoding alone, which benchmarks/rollout.py prints beside its measurements.
 
 One decode step with n running responses whose longest has c tokens takes t(n, c), which the benchmark measures first,
-in the engine's own CPU time: that of an otherwise idle machine. A step of M tokens then takes
+in the engine's own CPU time, as on an idle machine. A step of M tokens then takes
 
     synchronous             the sum of t(n, c) until the longest response ends, n shrinking all the way; then training
     partial, over-sampled   M / n of t(n, c) with n = all slots, an ended response being replaced at once; then training
@@ -26,7 +26,7 @@ CALIBRATION_TOKENS = 32  # sampled to time a decode step
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What every mode is asked to do."""
+    """The work of every mode."""
 
     prompts_per_step: int = 8
     samples_per_prompt: int = 4
@@ -38,7 +38,7 @@ class Workload:
 
     @property
     def slots(self) -> int:
-        """Responses that the engine samples at once: one synchronous step fills them exactly."""
+        """Number of concurrent responses; one synchronous step fills it exactly."""
         return self.prompts_per_step * self.samples_per_prompt
 
     @property
@@ -46,13 +46,13 @@ class Workload:
         return self.prompt_tokens + self.max_response_tokens + CALIBRATION_TOKENS
 
     def length(self, sample_id: str) -> int:
-        """Response tokens of a sample: depends on nothing else, so that all modes meet the same lengths."""
+        """Return the response tokens of a sample, the same in all modes."""
         bits = hashlib.blake2b(f"{self.seed}/{sample_id}".encode(), digest_size=8).digest()
         z = statistics.NormalDist().inv_cdf((int.from_bytes(bits, "big") + 0.5) / 2**64)
         return max(1, min(self.max_response_tokens, round(self.median_tokens * math.exp(self.sigma * z))))
 
     def lengths(self, num_prompts: int) -> list[int]:
-        """Of all samples of the first prompts, in order."""
+        """Return the lengths of all samples of the first prompts, in order."""
         return [self.length(f"{p}.{i}") for p in range(num_prompts) for i in range(self.samples_per_prompt)]
 
 
@@ -65,13 +65,13 @@ class StepCost:
     seconds: Sequence[Sequence[float]]
 
     def __call__(self, num_rows: int, context: int) -> float:
-        """Linear in between, constant outside of the grid."""
+        """Interpolate linearly; constant outside the grid."""
         by_rows = [np.interp(context, self.contexts, seconds) for seconds in self.seconds]
         return float(np.interp(num_rows, self.rows, by_rows))
 
 
 def synchronous_s(lengths: Sequence[int], prompt_tokens: int, cost: Callable[[int, int], float]) -> float:
-    """Seconds until the longest of these responses ends, all begun together and none replaced."""
+    """Return the seconds until the longest of these responses ends, all begun together and none replaced."""
     return sum(
         cost(sum(length > position for length in lengths), prompt_tokens + position + 1)
         for position in range(max(lengths))
@@ -81,7 +81,7 @@ def synchronous_s(lengths: Sequence[int], prompt_tokens: int, cost: Callable[[in
 def full_slots_s(
     lengths: Iterable[int], num_slots: int, prompt_tokens: int, cost: Callable[[int, int], float]
 ) -> float:
-    """Seconds per token while all slots are busy: each response that ends is replaced at once by the next one."""
+    """Return the seconds per token with all slots busy: the next response replaces each that ends."""
     upcoming = iter(lengths)
     now, seconds = 0, 0.0
     slots: list[tuple[int, int]] = []  # heap: step in which the response ends, step in which it began
@@ -101,29 +101,29 @@ def full_slots_s(
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What decoding alone allows, in units of one synchronous rollout."""
+    """The limit set by decoding alone, in units of one synchronous rollout."""
 
     synchronous_s: float  # seconds of CPU time: the unit
-    full_slots: float  # share of it that as many tokens take while all slots are busy
-    train: float  # share of it that an optimizer step takes
+    full_slots: float  # time of as many tokens with all slots busy, as a share of it
+    train: float  # time of an optimizer step, as a share of it
 
     def step(self, mode: str) -> float:
-        """Time of one step."""
+        """Return the time of one step."""
         if mode == "synchronous":
             return 1 + self.train
         return max(self.full_slots, self.train) if mode == "overlapped" else self.full_slots + self.train
 
     def speedup(self, mode: str) -> float:
-        """Tokens per second against the synchronous mode."""
+        """Return tokens per second relative to the synchronous mode."""
         return self.step("synchronous") / self.step(mode)
 
     def idle_share(self, mode: str) -> float:
-        """Of the trainer's time."""
+        """Return the share of time in which the trainer is idle."""
         return 1 - self.train / self.step(mode)
 
 
 def bound(workload: Workload, cost: Callable[[int, int], float], *, num_steps: int, train_share: float) -> Bound:
-    """For the lengths of the run's first steps."""
+    """Compute the bound for the lengths of the run's first steps."""
     lengths = workload.lengths(num_steps * workload.prompts_per_step)
     size, prompt = workload.slots, workload.prompt_tokens
     steps = [synchronous_s(lengths[i : i + size], prompt, cost) for i in range(0, len(lengths), size)]

@@ -5,14 +5,14 @@
 
 hugging-face: a supervised update (maximum likelihood of the responses) and a BAPO update (scores, search for the
 bounds, loss, Adam) of the same sequences in the same micro-batches, one process, float32. Hugging Face's side is what
-its careful user writes: batches padded on the right to their longest sequence, without a mask (a causal query never
+a careful user writes: batches padded on the right to their longest sequence, without a mask (a causal query never
 looks at padding), sdpa attention, logits of response rows only, clipping, fused AdamW. Both sides start from the
 sequences, search with the same function, and their losses are compared.
 
 schedules: the BAPO update with train.schedule "forwards_first" and "interleaved", and the peak of memory of each.
 
-Ways take turns; what is compared is the ratio within a turn, and its median over the turns. Times are CPU seconds of
-this process: with one thread they are what an idle machine's clock would show, whatever else runs on this one.
+Ways take turns; the result is the median over turns of the ratio within a turn. Times are CPU seconds of this process:
+with one thread they equal the wall time on an idle machine.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class HuggingFace:
         self.parts = self._parts()
 
     def _parts(self) -> list[list[int]]:
-        """Which sequences each of our micro-batches holds."""
+        """Return the sequences in each of our micro-batches."""
         minibatch = pack(self.batch, self.config, Share())
         starts = torch.tensor(self.starts)
         found = []
@@ -157,7 +157,7 @@ class HuggingFace:
         return found
 
     def padded(self, part: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Token ids [S, L], the rows that predict a response token [S, L - 1]; behaviour log-probs and advantages."""
+        """Return token ids [S, L], rows that predict a response token [S, L - 1], behaviour log-probs, advantages."""
         ids, rows, places = [], [], []
         for sequence in part:
             start, length = self.starts[sequence], int(self.batch.seq_lens_S[sequence])
@@ -209,7 +209,7 @@ class HuggingFace:
 
 
 def take_turns(ways: dict[str, Update], num_turns: int, same: bool = True) -> dict[str, list[float]]:
-    """Seconds of each way's updates; the first turn is thrown away. `same`: the ways should have the same losses."""
+    """Return the seconds of each way's updates, without the first turn. `same`: the ways should have equal losses."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     losses: dict[str, float] = {}
     for turn in range(num_turns + 1):
@@ -224,7 +224,7 @@ def take_turns(ways: dict[str, Update], num_turns: int, same: bool = True) -> di
 
 
 def ratio(of: list[float], to: list[float]) -> str:
-    """Median of the turns' ratios, and their middle half."""
+    """Format the median of the turns' ratios, and their middle half."""
     ratios = [a / b for a, b in zip(of, to, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
@@ -272,7 +272,7 @@ def schedule_learner(root: Path, order: str, recompute: bool, max_tokens: int) -
 
 
 def in_order(learner: MegatronLearner, batch: Batch, order: str) -> Update:
-    """Updates of one learner, which both orders share: they differ in nothing else."""
+    """Make the update of one order; both orders share the learner and differ in nothing else."""
     train = learner.config.train.model_copy(update={"schedule": order})
     config = learner.config.model_copy(update={"train": train})
     schedule = Schedule(learner._wrapped, learner.settings, learner.layout, config)
@@ -287,17 +287,17 @@ def in_order(learner: MegatronLearner, batch: Batch, order: str) -> Update:
 
 
 def measure_apart(root: Path, order: str, recompute: bool, max_tokens: int) -> int:
-    """Bytes that an update takes at its peak, measured in a process of its own."""
+    """Return an update's peak bytes, measured in its own process."""
     command = [sys.executable, __file__, "measure-memory", str(root), order, str(int(recompute)), str(max_tokens)]
     return int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout)
 
 
 def measure_memory(root: Path, order: str, recompute: bool, max_tokens: int) -> None:
-    """Print the peak of an update over what the process holds before it, in bytes; Adam's state is there already."""
+    """Print an update's peak growth in bytes; Adam's state exists already."""
     learner, case = schedule_learner(root, order, recompute, max_tokens)
     update = in_order(learner, case.batch(learner.shape.vocab_size), order)
     in_order(learner, replace(case, num_sequences=1).batch(learner.shape.vocab_size), order)()
-    Path("/proc/self/clear_refs").write_text("5")  # starts the count of the peak anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = resident_bytes("VmRSS")
     update()
     print(resident_bytes("VmHWM") - before)

@@ -58,7 +58,7 @@ MODEL = {
 
 
 class RawServer(server.Server):
-    """The engine, which can also receive bytes and do nothing with them."""
+    """An engine that can also receive and discard bytes."""
 
     def app(self) -> web.Application:
         app = super().app()
@@ -73,12 +73,12 @@ class RawServer(server.Server):
     def _receive(self, group_name: str, sizes: list[int]) -> None:
         data = torch.empty(max(sizes), dtype=torch.uint8)
         group = self._updater._groups[group_name]
-        for work in [group.broadcast(data[:size]) for size in sizes]:  # one over the other: nobody reads it
+        for work in [group.broadcast(data[:size]) for size in sizes]:  # overwriting each other: the data is not used
             work.wait()
 
 
 def write_model(folder: Path, num_layers: int) -> dict[str, Tensor]:
-    """Random weights, saved as a checkpoint and returned."""
+    """Save random weights as a checkpoint and return them."""
     config = MODEL | {"num_hidden_layers": num_layers}
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
@@ -102,7 +102,7 @@ def start_engines(model: Path, count: int) -> tuple[list[subprocess.Popen[bytes]
 
 
 def raw_seconds(channel: BroadcastChannel, urls: list[str], loop: LoopThread, buffers: list[Tensor]) -> float:
-    """From the announcement until every engine has received all buffers."""
+    """Measure from the announcement until every engine has received all buffers."""
     group = channel._group
     assert group is not None
     body = {"group_name": group.name, "sizes": [data.numel() for data in buffers]}

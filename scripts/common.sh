@@ -3,7 +3,7 @@
 #
 #   VENV             environment to use or create (default: the active one, else .venv in the checkout)
 #   PYTHON           interpreter that creates it (default: python3)
-#   BAPO_TORCH_SPEC  torch to install where there is none (default: the lock file's)
+#   BAPO_TORCH_SPEC  torch to install where there is none (default: that of requirements/cpu.txt)
 #   BAPO_TORCH_INDEX package index for torch alone, such as PyTorch's own index of CPU builds
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -14,9 +14,6 @@ fail() {
     printf 'error: %s\n' "$*" >&2
     exit 2
 }
-
-# What bapo_megatron/preflight/versions.toml, the lock file, says; needs PY.
-locked() { "$PY" "$ROOT/bapo_megatron/preflight/versions.py" "$@"; }
 
 # Find or make the environment; sets PY to its interpreter.
 use_environment() {
@@ -40,10 +37,7 @@ install_torch() {
     if "$PY" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'; then
         return
     fi
-    local spec="${BAPO_TORCH_SPEC:-}" index=()
-    if [[ -z "$spec" ]]; then
-        spec="$(locked pin torch cpu)"
-    fi
+    local spec="${BAPO_TORCH_SPEC:-$(grep '^torch==' "$ROOT/requirements/cpu.txt")}" index=()
     if [[ -n "${BAPO_TORCH_INDEX:-}" ]]; then
         index=(--index-url "$BAPO_TORCH_INDEX")
     fi
@@ -51,36 +45,43 @@ install_torch() {
     "$PY" -m pip install --disable-pip-version-check ${index[@]+"${index[@]}"} "$spec"
 }
 
+# Write the tested versions to a file, with the installed torch in place of the tested one, so that pip keeps it.
+constraints() {
+    local file="$VIRTUAL_ENV/.bapo-constraints.txt" torch
+    torch="$("$PY" -c 'from importlib.metadata import version; print(version("torch"))')"
+    sed "s/^torch==.*/torch==$torch/" "$ROOT/requirements/cpu.txt" >"$file"
+    printf '%s\n' "$file"
+}
+
 # Install the checkout with the given extra ("" or "dev"), unless this has been done since setup.py last changed.
 install_checkout() {
     local extra="$1" stamp key
     stamp="$VIRTUAL_ENV/.bapo-installed${extra:+-$extra}"
-    key="$(cd "$ROOT" && cat setup.py pyproject.toml scripts/common.sh bapo_megatron/preflight/versions.* | cksum) $ROOT"
+    key="$(cd "$ROOT" && cat setup.py pyproject.toml scripts/common.sh requirements/*.txt | cksum) $ROOT"
     if [[ -f "$stamp" && "$(<"$stamp")" == "$key" ]]; then
         say "packages are installed in $VIRTUAL_ENV"
         return
     fi
     install_torch
     say "installing bapo-megatron${extra:+[$extra]} and what it needs"
-    "$PY" -m pip install --disable-pip-version-check -e "$ROOT${extra:+[$extra]}"
+    "$PY" -m pip install --disable-pip-version-check -c "$(constraints)" -e "$ROOT${extra:+[$extra]}"
     printf '%s\n' "$key" >"$stamp"
 }
 
-# Install SGLang for a machine without a GPU, unless this has been done; torch stays as it is, since SGLang and what
-# its own pins would take over come without dependencies, after those that it needs to serve text models.
+# Install SGLang for a machine without a GPU, unless this has been done. torch stays as it is: SGLang and the packages
+# whose own pins would replace it come without dependencies, after the packages that SGLang needs to serve text models.
 install_sglang_cpu() {
-    local stamp key torch_before packages
+    local stamp key torch_before
     install_checkout "${1:-sglang}"
     stamp="$VIRTUAL_ENV/.bapo-installed-sglang-packages"
-    key="$(locked requirements sglang cpu)"
-    mapfile -t packages <<<"$key"
+    key="$(cat "$ROOT"/requirements/*.txt | cksum)"
     if [[ -f "$stamp" && "$(<"$stamp")" == "$key" ]]; then
         say "SGLang is installed in $VIRTUAL_ENV"
         return
     fi
     torch_before="$("$PY" -m pip show torch | grep '^Version')"
     say "installing SGLang without its GPU packages"
-    "$PY" -m pip install --disable-pip-version-check --no-deps "${packages[@]}"
+    "$PY" -m pip install --disable-pip-version-check --no-deps -c "$(constraints)" -r "$ROOT/requirements/sglang-cpu.txt"
     [[ "$("$PY" -m pip show torch | grep '^Version')" == "$torch_before" ]] || fail "installing SGLang changed torch"
     "$PY" -c 'from bapo_megatron_patches.sglang import apply_cpu_compat; apply_cpu_compat()
 import sglang.srt.entrypoints.http_server' || fail "SGLang was installed but cannot be imported"

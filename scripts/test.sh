@@ -34,6 +34,6 @@ tests() {
 case "${1:-}" in
     --all) lint && tests "${@:2}" ;;
     --rest) tests -m "not ($QUICK)" "${@:2}" ;;
-    "") lint && tests --numprocesses=2 --dist=loadfile -m "$QUICK" ;;
+    "") lint && tests --numprocesses=2 --dist=loadfile --no-loadscope-reorder -m "$QUICK" ;;
     *) lint && tests "$@" ;;
 esac

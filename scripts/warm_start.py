@@ -1,4 +1,4 @@
-"""Parts of the scripts that make the shipped models: a tiny Qwen3 policy learns from demonstrations.
+"""Shared parts of the scripts that make the shipped models: a tiny Qwen3 policy learns from demonstrations.
 
     a careless pupil (pupils.py) writes (prompt, response) -> warm_start -> mean_reward -> save
 
@@ -26,7 +26,7 @@ MAX_POSITIONS = 512
 
 
 def build_tokenizer(vocabulary: Sequence[str]) -> PreTrainedTokenizerFast:
-    """One token a character, and one for each longer text of `vocabulary`, which begins with SPECIAL_TOKENS."""
+    """Build a tokenizer of single characters and longer texts of `vocabulary`, which begins with SPECIAL_TOKENS."""
     assert tuple(vocabulary[: len(SPECIAL_TOKENS)]) == SPECIAL_TOKENS
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=UNK))
     phrases = [token for token in vocabulary if len(token) > 1 and token not in SPECIAL_TOKENS]
@@ -45,14 +45,14 @@ def build_tokenizer(vocabulary: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def _escaped(text: str) -> str:
-    """For Oniguruma, whose escapes of other characters differ from Python's."""
+    """Escape for Oniguruma, whose escapes of other characters differ from Python's."""
     return "".join(rf"\x{{{ord(character):x}}}" for character in text)
 
 
 def build_model(
     tokenizer: PreTrainedTokenizerFast, *, num_layers: int, hidden_size: int, intermediate_size: int
 ) -> Qwen3ForCausalLM:
-    """A float32 model with 4 heads, of which 2 share a key and value head."""
+    """Build a float32 model with 4 query heads and 2 key-value heads."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -84,7 +84,7 @@ def warm_start(
     num_updates: int,
     batch_size: int,
 ) -> None:
-    """Supervised training; `demonstrate` writes the next (prompt, response)."""
+    """Train on demonstrations; `demonstrate` returns the next (prompt, response)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)
     warmup = 30
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -95,7 +95,7 @@ def warm_start(
     model.train()
     for update in range(1, num_updates + 1):
         token_ids, labels = demonstration_batch(tokenizer, [demonstrate() for _ in range(batch_size)])
-        # padding is on the right, where causal attention never looks back at it
+        # padding is on the right, where causal attention ignores it
         loss = model(input_ids=token_ids, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
@@ -110,7 +110,7 @@ def warm_start(
 def demonstration_batch(
     tokenizer: PreTrainedTokenizerFast, demonstrations: Sequence[tuple[str, str]]
 ) -> tuple[Tensor, Tensor]:
-    """Token ids and labels, int64 [size, longest], padded on the right; labels are -100 on prompts and padding."""
+    """Return token ids and labels, int64 [size, longest], padded on the right; labels are -100 except on responses."""
     rows, labels = [], []
     for prompt_text, response_text in demonstrations:
         prompt = tokenizer.encode(prompt_text)
@@ -128,7 +128,7 @@ def demonstration_batch(
 def sample_responses(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], max_tokens: int
 ) -> list[str]:
-    """One response to each prompt at temperature 1."""
+    """Sample one response to each prompt at temperature 1."""
     batch = tokenizer(list(prompts), return_tensors="pt", padding=True)
     model.eval()
     output = model.generate(  # type: ignore[misc]
@@ -150,14 +150,14 @@ def mean_reward(
     judge: Callable[[Any, str], float],
     max_tokens: int,
 ) -> float:
-    """Of one sample to each question at temperature 1."""
+    """Return the mean reward of one sample per question at temperature 1."""
     responses = sample_responses(model, tokenizer, [question.text for question in questions], max_tokens)
     return fmean(judge(question.answer, text) for question, text in zip(questions, responses, strict=True))
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """As an ordinary Hugging Face checkpoint."""
+    """Save as an ordinary Hugging Face checkpoint."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)  # written for its owner alone; it is to be packed and shared
+    (folder / "model.safetensors").chmod(0o644)  # readable by all, since the package ships it
     print(f"saved to {folder}")

@@ -22,8 +22,8 @@ FORMS = {
     "chain": ("slurm.chain=3", "slurm.requeue=false"),
     "array": ('slurm.sweep=["optimizer.lr=1e-5", "optimizer.lr=1e-4 bapo.rho0=0.4"]',),
     "all-options": (
-        *("slurm.partition=debug", "slurm.account=team", "slurm.exclusive=true", "slurm.cpus_per_rank=2"),
-        "slurm.options=[\"--comment='a b'\"]",
+        "slurm.cpus_per_rank=2",
+        'slurm.options=["--partition=debug", "--account=team", "--exclusive", "--comment=\'a b\'"]',
         'slurm.setup=["ulimit -l unlimited || true"]',
         'slurm.environment={NOTE = "$HOME \\"x\\" \'y\'"}',
     ),

@@ -1,4 +1,4 @@
-"""Files that ship with the package, and where a model's path leads."""
+"""Files that ship with the package, and resolution of model paths."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ SHIPPED_MODELS = {"demo": "demo-model", "study": "study-model", "study-domains":
 
 
 def demo_model_path() -> Path:
-    """Folder of the demo's small model (made by scripts/make_demo_model.py)."""
+    """Return the folder of the demo's small model (made by scripts/make_demo_model.py)."""
     return shipped_model_path("demo")
 
 
 def shipped_model_path(name: str) -> Path:
-    """Folder of a model that ships with the package, by its name in `SHIPPED_MODELS`."""
+    """Return the folder of a shipped model, by its name in `SHIPPED_MODELS`."""
     return Path(__file__).parent / SHIPPED_MODELS[name]
 
 
 def resolve_model_path(path: str, *, setting: str = "model.path") -> Path:
-    """The checkpoint folder that `setting` means: a shipped model for its name, else a local Hugging Face folder.
+    """Return the Hugging Face folder for `path`, the value of `setting`: the name of a shipped model, or a folder.
 
-    Raises CheckpointError if the folder or one of its parts is missing.
+    Raises:
+        CheckpointError: the folder or one of its parts is missing.
     """
     folder = shipped_model_path(path) if path in SHIPPED_MODELS else Path(path).expanduser()
     missing = _missing_part(folder)

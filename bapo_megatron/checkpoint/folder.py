@@ -6,14 +6,14 @@
                                             weight, exp_avg, exp_avg_sq (Adam's moments)
     <folder>/hf_config/                     config.json and tokenizer, for export (`bapo convert`)
 
-Tensors have the names and shapes of Hugging Face's, so that any layout can read them: query, key and value are apart,
-and so are gate and up; the padding of the vocabulary is not stored. A box is a contiguous range along each dimension.
-At version 0 the moments may be missing: they are zero then.
+Tensors have Hugging Face names and shapes, so that any layout can read them: query, key and value are separate, as are
+gate and up; vocabulary padding is not stored. A box is a contiguous range along each dimension. At version 0 the
+moments may be missing: they are then zero.
 
 Why a format of our own: megatron's dist_checkpointing and torch.distributed.checkpoint keep their metadata in a pickle.
 The latter's HuggingFaceStorageWriter (torch 2.13) does not, but its planner sends pickled plans between ranks, it has
-neither checksums nor an index (shapes are guessed from the shards that it finds: a missing file goes unnoticed); and
-its asynchronous save runs collectives in the background. The files themselves are safetensors' own.
+neither checksums nor an index (it infers shapes from the shards it finds: a missing file goes unnoticed), and its
+asynchronous save runs collectives in the background. The shards are plain safetensors files.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from bapo_megatron.hf.writer import write_durably
 
 FORMAT = 2
 INDEX = "index.json"
+STATE = "state.json"  # of a whole checkpoint: store.py
 HF_CONFIG = "hf_config"
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -67,7 +68,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What index.json says."""
+    """Contents of index.json."""
 
     folder: Path
     facts: dict[str, Any]
@@ -78,7 +79,7 @@ class Index:
         """Compare every file's size, and the digests of each `num_shares`-th file, with what was written.
 
         Raises:
-            TornCheckpointError: names the first file that is missing, or that differs.
+            TornCheckpointError: names the first file that is missing or differs.
         """
         for number, (name, (num_bytes, digest)) in enumerate(self.files.items()):
             file = self.folder / name
@@ -94,18 +95,18 @@ class Index:
                 raise TornCheckpointError(f"cannot read {file}: {error}") from error
 
     def check_model(self, shape: ModelShape) -> None:
-        """Raises CheckpointError where another model than `shape` was saved."""
+        """Raise CheckpointError if the saved model differs from `shape`."""
         saved = self.facts["model"]
         if other := [f"{k} is {saved[k]}, not {v}" for k, v in shape.to_json().items() if saved.get(k, v) != v]:
             raise CheckpointError(f"{self.folder} holds another model than model.path: {', '.join(other)}")
 
 
 def write_index(folder: Path, facts: dict[str, Any], manifests: Iterable[Manifest]) -> None:
-    """The file that makes a folder of shards a saved model.
+    """Write the index that turns a folder of shards into a saved model.
 
     Args:
-        facts: JSON, kept as they are.
-        manifests: of every rank, see `shards.Snapshot.write`.
+        facts: JSON, stored unchanged.
+        manifests: one per rank, see `shards.Snapshot.write`.
 
     Raises:
         CheckpointError: the disk is full.
@@ -126,13 +127,13 @@ def write_index(folder: Path, facts: dict[str, Any], manifests: Iterable[Manifes
 
 
 def read_index(folder: Path) -> Index:
-    """What `write_index` wrote; the files it names are not looked at.
+    """Read the index that `write_index` wrote, without looking at the files it names.
 
     Raises:
         TornCheckpointError: index.json is missing or torn.
         CheckpointError: it has another format.
     """
-    if not (folder / INDEX).exists() and (folder / "state.json").exists():
+    if not (folder / INDEX).exists() and (folder / STATE).exists():
         raise _other_format(folder, 1)
     index = _parse(folder, read_sealed(folder / INDEX))
     _check_covered(index)
@@ -140,15 +141,15 @@ def read_index(folder: Path) -> Index:
 
 
 def seal(body: dict[str, Any]) -> str:
-    """JSON that carries a digest of itself."""
+    """Return JSON that carries its own digest."""
     return json.dumps({DIGEST: _digest(body), **body})
 
 
 def read_sealed(file: Path) -> dict[str, Any]:
-    """What was sealed.
+    """Read a sealed file and check its digest.
 
     Raises:
-        TornCheckpointError: the file is missing, or not as it was written.
+        TornCheckpointError: the file is missing, or differs from what was written.
         CheckpointError: it has another format.
     """
     try:
@@ -172,7 +173,7 @@ def read_sealed(file: Path) -> dict[str, Any]:
 
 
 def digest_of(file: Path) -> str:
-    """xxh3_128 of a file's bytes: against loss and mix-up, not against an adversary."""
+    """Hash a file's bytes with xxh3_128: detects loss and mix-ups, not an adversary."""
     state, buffer = xxhash.xxh3_128(), bytearray(_CHUNK_BYTES)
     view = memoryview(buffer)
     with file.open("rb", buffering=0) as stream:
@@ -206,7 +207,7 @@ def _parse(folder: Path, body: dict[str, Any]) -> Index:
 
 
 def _check_covered(index: Index) -> None:
-    """Every value of every tensor lies in one box, and that in a file of this folder."""
+    """Check that every value of every tensor lies in exactly one box, in a file of this folder."""
     for part, named in index.tensors.items():
         for name, saved in named.items():
             what = f"{part} of {name} in {index.folder / INDEX}"

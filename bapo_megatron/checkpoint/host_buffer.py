@@ -1,4 +1,4 @@
-"""CPU memory that copies of a model are kept in, page-locked for copies from a GPU, and used again."""
+"""Reusable CPU memory for copies of a model, page-locked for copies from a GPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _ALIGN = 64  # bytes between starts of tensors: a multiple of every item size
 
 
 class HostBuffer:
-    """One block that holds the latest copies, and grows to what they need; kept as long as this object.
+    """One block that holds the latest copies, grows as needed, and lives as long as this object.
 
-    For a GPU the block is registered with CUDA rather than allocated by torch, whose allocator of page-locked memory
-    rounds every block up to a power of two and keeps what is freed.
+    For a GPU the block is registered with CUDA: torch's allocator of page-locked memory would round it up to a power
+    of two and never release it.
     """
 
     def __init__(self) -> None:
@@ -29,9 +29,9 @@ class HostBuffer:
         return self._bytes.numel()
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Contiguous copies of the same shapes and types; what was copied before is overwritten.
+        """Return contiguous copies of the same shapes and dtypes, overwriting the previous copies.
 
-        From a GPU in the order of the current stream: returns before the copies are done, `wait` tells.
+        From a GPU, copies are ordered on the current stream and may still be running: see `wait`.
         """
         *starts, end = accumulate((-(-t.nbytes // _ALIGN) * _ALIGN for t in tensors), initial=0)
         from_gpu = any(tensor.is_cuda for tensor in tensors)
@@ -46,7 +46,7 @@ class HostBuffer:
         return copies
 
     def wait(self) -> None:
-        """Until all copies are done. In any thread."""
+        """Block until all copies are done; may run in any thread."""
         if self._is_copied is not None:
             self._is_copied.synchronize()
 
@@ -64,6 +64,6 @@ class HostBuffer:
 
 
 def _unlock(address: int, is_copied: torch.cuda.Event) -> None:
-    """Before the block is freed: CUDA must not know an address that gets another meaning."""
+    """Unregister the block from CUDA before it is freed and its address is reused."""
     is_copied.synchronize()
     torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))

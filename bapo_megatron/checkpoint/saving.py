@@ -1,4 +1,4 @@
-"""One checkpoint on its way to the disk: this rank's part of the writing, in a thread, and what came of it."""
+"""Writing one checkpoint to disk: this rank's part, in a thread, and its outcome."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from bapo_megatron.checkpoint.folder import Manifest
+from bapo_megatron.checkpoint.folder import INDEX, STATE, Manifest, digest_of, seal
 from bapo_megatron.checkpoint.shards import Snapshot
 from bapo_megatron.hf.writer import write_durably
 from bapo_megatron.runtime.ranks import gather_json
 
-_ROUND_S = 5.0  # ranks that wait for each other's disks meet so often, well within the deadline of a collective
+_ROUND_S = 5.0  # interval at which waiting ranks meet, well within the deadline of a collective
 
 
 class Saving:
-    """What one rank writes of a checkpoint. `has_ended` and `wait` are collective.
+    """One rank's part of a checkpoint. `has_ended` and `wait` are collective.
 
     Args:
-        partial: the folder that is written into; `final`: what it will be called.
-        snapshots: by the name of their folder.
-        state: the text of state.json, on rank 0.
-        timeout_s: from now on.
+        partial: folder to write into.
+        final: its later name.
+        snapshots: by folder name.
+        state: the body of state.json, on rank 0.
+        timeout_s: counted from construction.
     """
 
     def __init__(
-        self, partial: Path, final: Path, snapshots: dict[str, Snapshot], state: str | None, timeout_s: float
+        self, partial: Path, final: Path, snapshots: dict[str, Snapshot], state: dict[str, Any], timeout_s: float
     ) -> None:
         self.partial = partial
         self.final = final
@@ -41,31 +43,29 @@ class Saving:
         self._deadline = time.monotonic() + timeout_s
 
     def start(self) -> None:
-        """Begin to write this rank's files, in a thread that does not keep the process alive."""
+        """Start writing this rank's files in a daemon thread."""
         self._thread.start()
 
     def _write(self) -> None:
         try:
             for name, snapshot in self._snapshots.items():
                 self.manifests[name] = snapshot.write(self.partial / name)
-            if self._state is not None:
-                write_durably(self.partial / "state.json", self._state)
-        except Exception as error:  # whatever it is: all ranks are to hear of it at the next step boundary
+        except Exception as error:  # any error: all ranks learn of it at the next step boundary
             self._error = error
 
     def has_ended(self) -> bool:
-        """No rank is writing any more; or those that are have had their time."""
+        """Return whether every rank has finished writing or run out of time."""
         return not any(gather_json(self._thread.is_alive() and time.monotonic() < self._deadline))
 
     def wait(self) -> None:
-        """Until `has_ended`."""
+        """Block until `has_ended`."""
         while True:
             self._thread.join(min(_ROUND_S, max(self._deadline - time.monotonic(), 0.0)))
             if self.has_ended():
                 return
 
     def complaint(self) -> str | None:
-        """Why this rank has not written its part."""
+        """Return why this rank could not write its part, or None."""
         if self._error is not None:
             return str(self._error) or repr(self._error)
         if self._thread.is_alive():
@@ -73,19 +73,24 @@ class Saving:
         return None
 
     def complete(self, manifests: Sequence[dict[str, Manifest]]) -> None:
-        """Write the indices, on one rank once all have written, and wait until the disk has everything.
+        """Write the indices and state.json on rank 0 once all ranks have written, and flush everything to disk.
+
+        state.json names the step and each part's version and index, so that parts of two checkpoints never mix.
 
         Raises:
             CheckpointError, OSError: the disk is full or not writable.
         """
+        parts = {}
         for name, snapshot in self._snapshots.items():
             snapshot.complete(self.partial / name, [of_rank[name] for of_rank in manifests])
+            parts[name] = {"version": snapshot.facts["version"], "index": digest_of(self.partial / name / INDEX)}
+        write_durably(self.partial / STATE, seal({**self._state, "parts": parts}))
         for path in (*self.partial.rglob("*"), self.partial):
             flush(path)
 
 
 def flush(path: Path) -> None:
-    """Bring a file or a folder to the disk: a name must not get there before what it stands for."""
+    """Flush a file or folder to disk: a name must not get there before its content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -94,7 +99,7 @@ def flush(path: Path) -> None:
 
 
 def replace_durably(path: Path, text: str) -> None:
-    """Replace a small file: its name stands for the old text, or for the new one, both whole.
+    """Replace a small file atomically and durably.
 
     Raises:
         CheckpointError, OSError: the disk is full or not writable.
@@ -106,5 +111,5 @@ def replace_durably(path: Path, text: str) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete, as far as it can be: what stays is taken for torn, or removed by the next save."""
+    """Delete a folder as far as possible: leftovers count as torn, or the next save removes them."""
     shutil.rmtree(folder, ignore_errors=True)

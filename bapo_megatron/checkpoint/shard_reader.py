@@ -1,4 +1,4 @@
-"""Reading tensors, or slices of them, from the shards of a saved model: whatever layout wrote them."""
+"""Reading tensors, or slices of them, from the shards of a saved model, independent of the layout that wrote them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ShardReader:
         self._handles.clear()  # closes the files: safetensors has no close()
 
     def __call__(self, name: str, index: tuple[slice, ...] = EVERYTHING) -> Tensor:
-        """One tensor, or a slice of it, put together from its boxes.
+        """Assemble one tensor, or a slice of it, from its boxes.
 
         Raises:
             TornCheckpointError: a file cannot be read, or does not hold what the index says.
@@ -101,17 +101,17 @@ Ranges = list[tuple[int, int]]  # first and one past the last, along each dimens
 
 
 def _ranges(saved: Saved, index: tuple[slice, ...]) -> Ranges:
-    """What a Python index means; dimensions that it leaves out are whole."""
+    """Resolve a Python index to ranges; missing dimensions are whole."""
     full = (*index, *(slice(None),) * (len(saved.shape) - len(index)))
     return [part.indices(length)[:2] for part, length in zip(full, saved.shape, strict=True)]
 
 
 def _common(wanted: Ranges, box: Box) -> Ranges:
-    """What of the wanted values lies in the box; empty along a dimension where nothing does."""
+    """Intersect the wanted ranges with a box; disjoint dimensions give empty ranges."""
     sides = zip(wanted, box.start, box.size, strict=True)
     return [(max(a, start), min(b, start + size)) for (a, b), start, size in sides]
 
 
 def _within(ranges: Ranges, origin: Sequence[int]) -> tuple[slice, ...]:
-    """As an index into a tensor that begins at `origin`."""
+    """Return the ranges as an index into a tensor that begins at `origin`."""
     return tuple(slice(a - o, b - o) for (a, b), o in zip(ranges, origin, strict=True))

@@ -1,4 +1,4 @@
-"""Writing what one rank holds of a model: pieces of Hugging Face tensors, copied to the CPU now and written later."""
+"""Writing one rank's pieces of a model: copied to the CPU now, written as Hugging Face tensors later."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Piece:
 
     @property
     def key(self) -> str:
-        """Its name inside a file."""
+        """Name inside a file."""
         return f"{self.part}/{self.name}"
 
     @property
@@ -45,9 +45,9 @@ class Snapshot:
     """One rank's pieces at one moment, to be written by that rank; all ranks' manifests together make the index.
 
     Args:
-        pieces: no tensor twice; read once, by `write`.
+        pieces: each tensor once; consumed once, by `write`.
         facts: JSON for the index, the same on every rank.
-        hf_path: a Hugging Face folder whose config.json and tokenizer go along.
+        hf_path: Hugging Face folder whose config.json and tokenizer are saved too.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class Snapshot:
         self._buffer: HostBuffer | None = None
 
     def detach(self, buffer: HostBuffer | None = None) -> None:
-        """Copy to the CPU, so that training may go on: what `write` reads does not change any more.
+        """Copy the pieces to the CPU, so that training can change the originals before `write`.
 
-        From a GPU in the order of the current stream: returns before the copies are done.
+        From a GPU, copies are ordered on the current stream and may still be running on return.
 
         Args:
-            buffer: where to; it belongs to this snapshot until `write` has returned. Unset: a new one.
+            buffer: destination, reserved for this snapshot until `write` returns; None: a new one.
         """
         self._buffer = buffer or HostBuffer()
         pieces = list(self._pieces)
@@ -73,13 +73,12 @@ class Snapshot:
         self._pieces = [replace(piece, values=copy) for piece, copy in zip(pieces, copies, strict=True)]
 
     def write(self, folder: Path, max_file_bytes: int = MAX_FILE_BYTES) -> Manifest:
-        """Write this rank's files. Not collective; may run in any thread, after `detach`. To be called once.
+        """Write this rank's files, once. Not collective; may run in any thread after `detach`.
 
-        Holds one file's pieces on the CPU, besides what `detach` has copied.
+        Holds one file's pieces on the CPU, besides the copies of `detach`.
 
         Raises:
-            CheckpointError: the disk is full, or a value is nan or infinite: it could not be loaded again, and would
-                take the place of one that can.
+            CheckpointError: the disk is full, or a value is nan or infinite, which loading would refuse.
         """
         if self._buffer is not None:
             self._buffer.wait()
@@ -99,7 +98,7 @@ class Snapshot:
         return manifest
 
     def complete(self, folder: Path, manifests: Iterable[Manifest]) -> None:
-        """Write what makes the shards of all ranks a saved model. On one rank, once all have written.
+        """Turn the shards into a saved model. Call on one rank, once all have written.
 
         Raises:
             CheckpointError: the disk is full.

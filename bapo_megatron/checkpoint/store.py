@@ -3,20 +3,21 @@
 checkpoints/step-000020/{learner/, state.json}     a folder appears only when it is complete
 checkpoints/latest                                  the name of the newest complete one
 
-Every rank writes its own files into .writing-step-000020. Once all have, which they find out together, rank 0 adds the
-indices, waits for the disk and renames the folder. With `checkpoint.asynchronous` training goes on while they write,
-and the rest happens at a later step boundary: the threads that write take part in no collective.
+Every rank writes its own files into .writing-step-000020. Once all ranks have agreed that they are done, rank 0 adds
+the indices, flushes the disk and renames the folder. With `checkpoint.asynchronous` training continues meanwhile, and
+these last steps happen at a later step boundary: the writing threads take part in no collective.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from bapo_megatron.checkpoint.folder import FORMAT, read_index, read_sealed, seal
+from bapo_megatron.checkpoint.folder import FORMAT, INDEX, STATE, digest_of, read_index, read_sealed
 from bapo_megatron.checkpoint.host_buffer import HostBuffer
 from bapo_megatron.checkpoint.saving import Saving, flush, remove, replace_durably
 from bapo_megatron.checkpoint.shards import Snapshot
@@ -26,7 +27,6 @@ from bapo_megatron.runtime.ranks import first_complaint, gather_json, rank_and_s
 
 _NAME = re.compile(r"^step-(\d{6,})$")
 _PARTIAL = ".writing-"
-_STATE = "state.json"
 
 
 class Saveable(Protocol):
@@ -37,10 +37,10 @@ class Saveable(Protocol):
 
 
 class CheckpointStore:
-    """All ranks call all methods, at the same moments; rank 0 does the renaming and deleting.
+    """The checkpoints of a run. All ranks make the same calls; rank 0 renames and deletes.
 
     Args:
-        warn: where to tell that a torn checkpoint was passed over.
+        warn: receives a message for each torn checkpoint that is skipped.
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig, warn: Callable[[str], None] = print) -> None:
@@ -51,15 +51,15 @@ class CheckpointStore:
         self._buffers: dict[str, HostBuffer] = {}  # by part; free while no save is under way
 
     def latest(self) -> Path | None:
-        """The newest checkpoint, by what `latest` says; its files are not looked at. Not collective.
+        """Return the checkpoint that `latest` names, without reading its files. Not collective.
 
         Raises:
-            CheckpointError: `latest` names a folder that is not there.
+            CheckpointError: `latest` names a missing folder.
         """
         candidates = self._candidates()
         if candidates is None:
             return None
-        if not candidates or not (candidates[0] / _STATE).is_file():
+        if not candidates or not (candidates[0] / STATE).is_file():
             raise CheckpointError(
                 f"{self.folder / 'latest'} does not name a complete checkpoint; write the name of a complete folder in "
                 f"{self.folder} into it, or delete it to start over"
@@ -69,33 +69,35 @@ class CheckpointStore:
     # saving
 
     def save(self, step: int, parts: Mapping[str, Saveable], state: dict[str, Any] | None) -> Path:
-        """Save after `step` steps, waiting for the save before. Where it will be; asynchronously: not at once.
+        """Save after `step` steps, once the previous save is complete; return the checkpoint's path.
+
+        With `checkpoint.asynchronous` the checkpoint appears there later.
 
         Args:
-            parts: models by the name of their folder.
-            state: JSON, needed on rank 0 only; what it says now is saved.
+            parts: models by folder name.
+            state: JSON, needed on rank 0 only; copied now.
 
         Raises:
-            CheckpointError: on every rank, where one cannot write, also of the save before; the checkpoint before that
-                stays the latest.
+            CheckpointError: on every rank, if one could not write this save or the previous one; the last complete
+                checkpoint stays the latest.
         """
-        self._finish()
+        self.close()
         final = self.folder / f"step-{step:06d}"
         partial = self.folder / f"{_PARTIAL}{final.name}"
-        text = seal({"format": FORMAT, "step": step, **(state or {})}) if rank_and_size()[0] == 0 else None
+        body = json.loads(json.dumps({"format": FORMAT, "step": step, **(state or {})}))  # a copy: training goes on
         snapshots = {name: part.snapshot() for name, part in parts.items()}
         if self._config.asynchronous:
             for name, snapshot in snapshots.items():
                 snapshot.detach(self._buffers.setdefault(name, HostBuffer()))
-        self._saving = Saving(partial, final, snapshots, text, self._config.timeout_s)
+        self._saving = Saving(partial, final, snapshots, body, self._config.timeout_s)
         self._prepare(partial, parts)
         self._saving.start()
         if not self._config.asynchronous:
-            self._finish()
+            self.close()
         return final
 
     def poll(self) -> None:
-        """At a step boundary: complete the save under way, if all ranks have written their part.
+        """Complete the save under way if all ranks have written their part; call at a step boundary.
 
         Raises:
             CheckpointError: see `save`.
@@ -109,9 +111,6 @@ class CheckpointStore:
         Raises:
             CheckpointError: see `save`.
         """
-        self._finish()
-
-    def _finish(self) -> None:
         if self._saving is not None:
             self._saving.wait()
             self._complete(self._saving)
@@ -129,7 +128,7 @@ class CheckpointStore:
         self._raise_together(complaint)
 
     def _complete(self, saving: Saving) -> None:
-        """Give the checkpoint its name, or take it away; on every rank the same."""
+        """Publish the checkpoint, or discard it; the same on every rank."""
         self._raise_together(saving.complaint())
         manifests = gather_json(saving.manifests)
         complaint = None
@@ -143,7 +142,7 @@ class CheckpointStore:
         self._saving = None
 
     def _publish(self, saving: Saving) -> None:
-        if saving.final.exists():  # later than what the run was resumed from
+        if saving.final.exists():  # left by a run that was later resumed from an earlier step
             old = self.folder / f"{_PARTIAL}{saving.final.name}.old"
             os.replace(saving.final, old)
             os.replace(saving.partial, saving.final)
@@ -166,19 +165,19 @@ class CheckpointStore:
         raise CheckpointError(f"cannot save {saving.final}: {found}; the previous checkpoint is still the latest")
 
     def _delete_old(self, step: int) -> None:
-        """Keep the newest up to `step`; later ones are there after a rewind of `latest`, and stay until rewritten."""
+        """Keep the newest checkpoints up to `step`; later ones, left by a rewind of `latest`, stay until rewritten."""
         for old in self._steps(step)[self._config.keep_last :]:
             remove(old)
 
     # resuming
 
     def resume(self, parts: Mapping[str, Saveable]) -> dict[str, Any] | None:
-        """Restore the newest whole checkpoint; returns the state saved with it, or None where there is no `latest`.
+        """Restore the newest whole checkpoint; return the state saved with it, or None without `latest`.
 
-        A torn one is told and passed over. All files are read and compared with their digests, each by one rank.
+        Torn checkpoints are skipped with a warning. Each file's digest is checked by one rank.
 
         Raises:
-            CheckpointError: on every rank: none is whole; or one is of another format or model, or refused by a part.
+            CheckpointError: on every rank: none is whole, one has another format or model, or a part refuses it.
         """
         candidates = self._candidates() if rank_and_size()[0] == 0 else []
         names = gather_json(None if candidates is None else [path.name for path in candidates])[0]
@@ -196,23 +195,29 @@ class CheckpointStore:
 
     @staticmethod
     def load(path: Path, parts: Mapping[str, Saveable]) -> dict[str, Any]:
-        """Restore all parts without comparing digests; returns the state that was saved with them.
+        """Restore all parts without checking digests; return the state saved with them.
 
         Raises:
-            CheckpointError: torn, of another format, or refused by a part.
+            CheckpointError: the checkpoint is torn, has another format, or a part refuses it.
         """
-        state = read_sealed(path / _STATE)
+        state = _read_state(path)
         for name, part in parts.items():
             part.load(path / name)
         return state
 
     def _find_torn(self, path: Path, parts: Mapping[str, Saveable]) -> str | None:
-        """What is torn, the same on every rank. Raises CheckpointError for what is whole, and yet cannot be used."""
+        """Return why a checkpoint is torn, or None; raise CheckpointError if it is whole but unusable. Collective."""
         torn = unusable = None
         try:
-            read_sealed(path / _STATE)
+            saved = _read_state(path).get("parts", {})  # none in a checkpoint of an earlier version
             for name in parts:
-                read_index(path / name).verify(*rank_and_size())
+                index = read_index(path / name)
+                if name in saved and digest_of(path / name / INDEX) != saved[name]["index"]:
+                    raise TornCheckpointError(
+                        f"{path / name / INDEX} is of another checkpoint, after {index.facts['version']} updates; "
+                        f"{STATE} was saved with the one after {saved[name]['version']}"
+                    )
+                index.verify(*rank_and_size())
         except TornCheckpointError as error:
             torn = str(error)
         except CheckpointError as error:
@@ -222,7 +227,10 @@ class CheckpointStore:
         return first_complaint(torn)
 
     def _candidates(self) -> list[Path] | None:
-        """What `latest` names, and older ones, the newest first; all, where it names none; None without `latest`."""
+        """List the checkpoint named by `latest` and older ones, newest first; all if the name is invalid.
+
+        None without `latest`.
+        """
         pointer = self.folder / "latest"
         if not pointer.exists():
             return None
@@ -233,6 +241,22 @@ class CheckpointStore:
         return [first, *(path for path in self._steps(int(named[1])) if path != first)]
 
     def _steps(self, newest: int | None = None) -> list[Path]:
-        """Checkpoint folders up to a step, the newest first."""
+        """List checkpoint folders up to step `newest`, newest first."""
         steps = [int(m[1]) for p in self.folder.iterdir() if (m := _NAME.match(p.name))]
         return [self.folder / f"step-{n:06d}" for n in sorted(steps, reverse=True) if newest is None or n <= newest]
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """Read state.json, which names the step of its own folder.
+
+    Raises:
+        TornCheckpointError: it is missing, altered, or of another step.
+        CheckpointError: it has another format.
+    """
+    state = read_sealed(path / STATE)
+    named = _NAME.match(path.name)
+    if named and int(named[1]) != state["step"]:
+        raise TornCheckpointError(
+            f"{path / STATE} is of step {state['step']}: another checkpoint's, or a renamed folder"
+        )
+    return state

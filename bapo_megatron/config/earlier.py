@@ -15,6 +15,19 @@ MOVED: dict[Path, Callable[[Any], str]] = {
 }
 """By setting that is gone: what to write in its place, given its value."""
 
+_OPTION = "write it into slurm.options, such as slurm.options=%s"
+RETIRED: dict[str, tuple[Any, str]] = {
+    "precision.amax_history": (1024, "leave it out"),
+    "precision.margin": (0, "leave it out"),
+    "slurm.partition": ("none", _OPTION % '["--partition=NAME"]'),
+    "slurm.account": ("none", _OPTION % '["--account=NAME"]'),
+    "slurm.qos": ("none", _OPTION % '["--qos=NAME"]'),
+    "slurm.exclusive": (False, _OPTION % '["--exclusive", "--mem=0"]'),
+    "monitor.wandb_entity": ("none", "set WANDB_ENTITY in the environment"),
+    "monitor.wandb_mode": ("online", "set WANDB_MODE in the environment"),
+}
+"""By setting that went without a successor: its default, which an old file may still name, and what to do otherwise."""
+
 
 def updated(table: dict[str, Any]) -> dict[str, Any]:
     """Return the table of a config.toml that an earlier version wrote, as this version writes it; any other unchanged.

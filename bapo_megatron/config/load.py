@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from types import NoneType
@@ -84,7 +84,17 @@ def _merged(tables: Sequence[tuple[str, dict[str, Any]]], overrides: Sequence[st
             problems.append(str(error))
             continue
         origins |= dict.fromkeys(_leaves(value, path_in_schema), f"override {text}")
+    problems += _drop_retired(merged, origins)
     return _validated(merged, origins, problems)
+
+
+def _drop_retired(merged: dict[str, Any], origins: Origins) -> Iterator[str]:
+    """Drop retired settings that have their defaults; yield what to write for the others."""
+    for name, (default, advice) in earlier.RETIRED.items():
+        section, _, key = name.partition(".")
+        table = merged.get(section)
+        if isinstance(table, dict) and key in table and table.pop(key) != default:
+            yield f"{name} ({_source((section, key), origins)}) is no setting any more; {advice}"
 
 
 def _validated(merged: dict[str, Any], origins: Origins, problems: list[str]) -> Config:

@@ -12,7 +12,7 @@ from bapo_megatron.config.dotted import ADVANTAGE, KEEP_GROUP
 from bapo_megatron.config.engines import check_engine
 from bapo_megatron.config.lr_schedule import planned_updates
 from bapo_megatron.config.precision import Machine, check_precision
-from bapo_megatron.config.schema import Config, RolloutConfig
+from bapo_megatron.config.schema import FORWARDS_FIRST_MEMORY_SHARE, Config, RolloutConfig
 from bapo_megatron.config.schema_advantage import CriticConfig
 from bapo_megatron.config.schema_loss import CustomLoss
 from bapo_megatron.errors import UserError
@@ -117,6 +117,28 @@ def max_microbatches(config: Config) -> int:
     budget = config.train.max_tokens_per_microbatch * config.parallel.context
     per_microbatch = max(1, budget // longest)
     return -(-per_rank // per_microbatch)
+
+
+def runs_forwards_first(
+    config: Config, num_microbatches: int, *, layer_input_bytes: float, memory_bytes: float | None
+) -> bool:
+    """Decide whether all forward passes of a mini-batch come before its backward passes.
+
+    `auto` does so if it needs little more memory than the other order (measured in benchmarks/README.md): with one
+    micro-batch, or with `train.recompute`, which keeps only the layers' inputs.
+
+    Args:
+        layer_input_bytes: inputs of a rank's layers for all these micro-batches.
+        memory_bytes: of the smallest device; None: not known.
+    """
+    order = config.train.schedule
+    if config.parallel.pipeline > 1 or order == "interleaved":
+        return False
+    if order == "forwards_first" or num_microbatches == 1:
+        return True
+    if not config.train.recompute or memory_bytes is None:
+        return False
+    return layer_input_bytes <= FORWARDS_FIRST_MEMORY_SHARE * memory_bytes
 
 
 def _sequences_per_minibatch(config: Config) -> int:

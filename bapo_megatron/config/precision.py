@@ -106,11 +106,6 @@ def warnings(config: Config, *, num_gpus: int) -> list[str]:
             'precision.recipe="delayed" learns its scales from training passes, from 1 on, and checkpoints lack them: '
             'log-probs before the first update of each start are coarse; set precision.recipe="tensorwise"'
         )
-    if p.margin and p.recipe != "delayed":
-        found.append(
-            f'precision.margin={p.margin} does nothing with precision.recipe="{p.recipe}"; leave it out, or set '
-            'precision.recipe="delayed"'
-        )
     if not num_gpus and config.train.logprob_backend == "triton":
         found.append('train.logprob_backend="triton" needs a GPU, and none is visible here; set it to "auto"')
     return found

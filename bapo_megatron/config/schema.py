@@ -52,12 +52,8 @@ class PrecisionConfig(Section):
     """Format of the operands of the layers' matrix products. hybrid: e4m3 forward, e5m2 for gradients; e4m3: e4m3 for
     both. Needs model.dtype = "bfloat16"."""
     recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = "tensorwise"
-    """Source of the scales. tensorwise: each tensor's own largest value; delayed: those of earlier passes; blockwise:
-    blocks of 128 values; mxfp8: blocks of 32 values, on Blackwell."""
-    amax_history: PositiveInt = 1024
-    """delayed: passes whose largest value sets the scale."""
-    margin: int = Field(0, ge=0)
-    """delayed: scales are 2**margin times smaller than the largest value would allow."""
+    """Source of the scales. tensorwise: each tensor's own largest value; delayed: those of the last 1024 passes;
+    blockwise: blocks of 128 values; mxfp8: blocks of 32 values, on Blackwell."""
     fp8_params: bool = False
     """Keep the layers' matrices in FP8 instead of quantising bfloat16 ones each update; the optimizer's float32 weights
     stay. Needs optimizer.distributed."""

@@ -37,12 +37,8 @@ class MonitorConfig(Section):
     """Destinations of metrics besides metrics.jsonl, which is always written first. tensorboard: the run's folder
     `tensorboard`; wandb: Weights & Biases. A failing sink is reported once, counted, and never stops the run."""
     wandb_project: str = "bapo-megatron"
-    """wandb: project of the run."""
-    wandb_entity: str | None = None
-    """wandb: user or team that owns the project. Unset: the key's default."""
-    wandb_mode: Literal["online", "offline"] = "online"
-    """wandb: offline writes to the run's folder `wandb` only; `wandb sync` sends it later. The key is none of our
-    settings: `wandb login`, or WANDB_API_KEY in the environment."""
+    """wandb: project of the run. Its own environment variables set the rest: WANDB_ENTITY, WANDB_MODE (offline writes
+    to the run's folder `wandb` only), and WANDB_API_KEY, unless `wandb login` keeps the key."""
     prometheus_port: int | None = Field(None, ge=0, le=65535)
     """Serve the latest metrics, engines and GPUs to Prometheus on this port of trainer rank 0's machine. 0: any free
     one, which the log names. Unset: no endpoint."""

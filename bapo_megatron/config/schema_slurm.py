@@ -28,20 +28,12 @@ class SlurmConfig(Section):
     rollout_nodes: int | None = Field(None, ge=0)
     """The last nodes, for engines alone. 0: each node has trainer ranks on its first GPUs and engines on the next.
     Unset: as many as SGLang's servers fill, else 0."""
-    partition: str | None = None
-    """Unset: the cluster's default."""
-    account: str | None = None
-    """Unset: yours."""
-    qos: str | None = None
-    """Unset: the cluster's default."""
     time_limit: str | None = None
     """Longest time of one job, as D-HH:MM:SS or HH:MM:SS. Unset: the partition's default."""
-    exclusive: bool = False
-    """Whole nodes, with all their memory."""
     cpus_per_rank: PositiveInt | None = None
     """CPUs asked for each trainer rank of a node. Unset: the cluster's default."""
     options: tuple[str, ...] = ()
-    """More options of sbatch, such as "--constraint=nvlink"."""
+    """More options of sbatch, such as "--partition=gpu", "--account=team", "--exclusive"."""
     setup: tuple[str, ...] = ()
     """Lines of bash that the job runs first on its first node, such as "module load cuda"."""
     environment: dict[str, str] = Field(default_factory=dict)

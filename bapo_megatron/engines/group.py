@@ -7,6 +7,7 @@ init_custom_process_group), so that real SGLang servers can join.
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -21,14 +22,28 @@ from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, 
 T = TypeVar("T")
 GroupBackend = Literal["gloo", "nccl"]
 
+_BACKLOG = 2048  # ranks that may connect at once, as torch has it
 _NCCL_SLACK = 10.0  # over NCCL torch's watchdog ends the process at its deadline: the sender's own has to come first
 
 
-def host_store(host: str, world_size: int, timeout_s: float) -> dist.TCPStore:
-    """Serve the rendezvous store of a new group, on a port that the system picks (`.port`). For rank 0."""
-    return dist.TCPStore(
-        host, 0, world_size, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-    )
+def host_store(host: str, world_size: int, timeout_s: float, port: int = 0) -> dist.TCPStore:
+    """Serve the rendezvous store of a new group, on rank 0. The system picks a port for 0 (`.port`).
+
+    It listens at `host` alone: left to itself, torch listens on every interface, and a store obeys whoever reaches it.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    with socket.create_server((host, port), backlog=_BACKLOG) as listener:
+        return dist.TCPStore(
+            host,
+            listener.getsockname()[1],
+            world_size,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
 
 
 def connect_store(host: str, port: int, world_size: int, timeout_s: float) -> dist.TCPStore:

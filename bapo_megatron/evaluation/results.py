@@ -1,4 +1,4 @@
-"""What an evaluation found: responses by problem, estimates with intervals, and the tables that show them."""
+"""Results of an evaluation: responses by problem, estimates with intervals, and their tables."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Answered:
     """One response and its verdict."""
 
     reward: float
-    answer: str | None  # its final answer; None where it has none
+    answer: str | None  # final answer, if any
     num_tokens: int
     is_truncated: bool
-    problem: str | None  # "timeout" or "error" of the verifier, which counts as wrong
+    problem: str | None  # the verifier's "timeout" or "error", which counts as wrong
 
     @property
     def passes(self) -> bool:
@@ -48,7 +48,7 @@ class Problem:
 
     @property
     def wrong_counts(self) -> list[int]:
-        """Count the responses of each wrong answer. All that pass gave the same one: the reference's."""
+        """Numbers of responses with each wrong answer. All passing responses share one answer, the reference."""
         return sorted(Counter(r.answer for r in self.responses if not r.passes and r.answer is not None).values())
 
     @property
@@ -59,7 +59,7 @@ class Problem:
         return sum(r.problem == problem for r in self.responses)
 
     def estimates(self, *, has_answers: bool) -> dict[str, float]:
-        """Compute this problem's part of each estimate, which is the mean over problems."""
+        """Compute this problem's share of each estimate, a mean over problems."""
         num = len(self.responses)
         values = {f"avg@{num}": _mean([r.reward for r in self.responses])}
         values |= {f"pass@{k}": pass_at_k(num, self.num_passed, k) for k in powers_up_to(num)}
@@ -88,7 +88,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over problems with its interval; nan where there is none."""
+    """A mean over problems with its interval; nan if unknown."""
 
     value: float
     low: float
@@ -99,30 +99,30 @@ class Estimate:
 class Evaluation:
     """All problems of one evaluation, in the source's order, each with equally many responses."""
 
-    facts: dict[str, Any]  # what was evaluated, and how: JSON values
+    facts: dict[str, Any]  # checkpoint, data and settings: JSON values
     problems: tuple[Problem, ...]
     has_answers: bool  # whether responses have a final answer that a majority can agree on
     seed: int  # of the resampling
 
     @cached_property
     def estimates_by_problem(self) -> list[dict[str, float]]:
-        """Each problem's part of each estimate."""
+        """Each problem's share of each estimate."""
         return [p.estimates(has_answers=self.has_answers) for p in self.problems]
 
     @cached_property
     def estimates(self) -> dict[str, Estimate]:
-        """By name: avg@n, pass@k, maj@k, response_tokens, truncated_share; 95 % intervals over problems."""
+        """Estimates by name: avg@n, pass@k, maj@k, response_tokens, truncated_share; 95 % intervals over problems."""
         rows = self.estimates_by_problem
         values_PM = np.array([list(row.values()) for row in rows], dtype=np.float64)
         columns = zip(rows[0], values_PM.mean(0), *bootstrap(values_PM, seed=self.seed), strict=True)
         return {name: Estimate(float(value), float(low), float(high)) for name, value, low, high in columns}
 
     def count(self, problem: str) -> int:
-        """Responses whose verifier ended in a "timeout" or an "error"."""
+        """Count the responses whose verifier ended in a "timeout" or an "error"."""
         return sum(p.count(problem) for p in self.problems)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON value of result.json; an interval that is not known is null."""
+        """Return the JSON value of result.json; an unknown interval is null."""
         return {
             **self.facts,
             "num_problems": len(self.problems),
@@ -136,7 +136,7 @@ class Evaluation:
         }
 
     def table(self) -> str:
-        """Render for the console: the estimates, and the problems one by one, the hardest first."""
+        """Format the estimates and the problems, hardest first, for the console."""
         num = len(self.problems[0].responses)
         lines = [f"{len(self.problems)} problems, {num} responses to each", ""]
         lines.append(f"{'':<18}{'estimate':>10}   95 % interval")

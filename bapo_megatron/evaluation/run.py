@@ -1,4 +1,4 @@
-"""Evaluating a checkpoint: engines with its weights, all problems through the Evaluator of training, judged, kept.
+"""Evaluating a checkpoint: sample all problems with training's Evaluator, judge the responses, save the results.
 
 checkpoint -> Hugging Face folder -> engines -> Evaluator (rollout/) -> RewardScorer (rewards/) -> result.json
 """
@@ -33,14 +33,14 @@ from bapo_megatron.rollout.manager import EVAL_SEED
 from bapo_megatron.runtime.files import JsonlWriter, write_atomically
 from bapo_megatron.types import Prompt, Trajectory
 
-_FRESH = -1  # the weight version of engines that nobody has sent weights
+_FRESH = -1  # weight version of engines that never received weights
 
 
 def eval_config(checkpoint: Path, files: Sequence[str], overrides: Sequence[str], data: Path | None, n: int) -> Config:
-    """Load the settings of an evaluation: of the checkpoint's run, if it has one; then `files`, then `overrides`.
+    """Load the settings of an evaluation: those of the checkpoint's run, if any, then `files`, then `overrides`.
 
     Args:
-        data: the file of problems; None takes those of [data].
+        data: the file of problems; None: those of [data].
         n: responses to each problem.
 
     Raises:
@@ -56,15 +56,15 @@ def eval_config(checkpoint: Path, files: Sequence[str], overrides: Sequence[str]
 def evaluate(
     config: Config, checkpoint: Path, output: Path, *, limit: int | None = None, tell: Callable[[str], None] = print
 ) -> Evaluation:
-    """Sample and judge; writes `output`: result.json, responses.jsonl, and the engines' logs.
+    """Sample and judge; write result.json, responses.jsonl and the engines' logs to `output`.
 
     Args:
-        checkpoint: Hugging Face folder, run, or training checkpoint; "demo" is the model that ships with the package.
-        limit: first problems of the source; None takes all of a file, `eval.num_prompts` of a procedural source.
-        tell: called with a line of progress.
+        checkpoint: Hugging Face folder, run, training checkpoint, or "demo", the shipped model.
+        limit: number of problems; None: all of a file, `eval.num_prompts` of a procedural source.
+        tell: receives each line of progress.
 
     Raises:
-        UserError: the checkpoint, problems, judge or engines do not fit, or `output` is not empty.
+        UserError: the checkpoint, problems, judge or engines do not fit together, or `output` is not empty.
     """
     if not config.rollout.num_started:
         raise UserError(
@@ -74,13 +74,13 @@ def evaluate(
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} is not empty: give another --output, or remove it")
     seed = config.run.seed
-    if config.data.source != "jsonl":  # other problems than those of training, as the evaluation inside a run
+    if config.data.source != "jsonl":  # not the problems of training, as in a run's own evaluation
         config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed + EVAL_SEED})})
     output.mkdir(parents=True, exist_ok=True)
     with _hf_folder(checkpoint, output) as (model_path, version), RewardScorer(config) as scorer:
         asked = _Asking(config, model_path, scorer, limit)
         (output / "logs").mkdir()
-        share = EngineShare(count=config.rollout.num_servers, first_gpu=0)  # no trainer needs a GPU
+        share = EngineShare(count=config.rollout.num_servers, first_gpu=0)  # there is no trainer
         with running_engines(config, model_path, output / "logs", share) as urls:
             problems = asked.ask(urls, output / "responses.jsonl", tell)
     r = config.rollout
@@ -103,7 +103,7 @@ def evaluate(
 
 
 class _Asking:
-    """Problems and their judge, checked before any engine is started."""
+    """Problems and their judge, checked before any engine starts."""
 
     def __init__(self, config: Config, model_path: Path, scorer: RewardScorer, limit: int | None) -> None:
         self._config, self._scorer = config, scorer
@@ -116,11 +116,11 @@ class _Asking:
         self.num_skipped = stream.skipped_empty + stream.skipped_too_long
 
     def ask(self, urls: Sequence[str], responses: Path, tell: Callable[[str], None]) -> tuple[Problem, ...]:
-        """Ask as many problems at a time as the engines sample at once; write each response once judged.
+        """Ask as many problems at a time as the engines sample concurrently; write each response once judged.
 
         Raises:
             EngineError: no engine is left, or the deadline for the responses to some problems passed.
-            UserError: the judge says that the data is wrong.
+            UserError: the judge rejects the data.
         """
         config = self._config
         num_at_once = max(1, config.rollout.max_concurrent_requests * len(urls) // config.eval.samples_per_prompt)
@@ -145,7 +145,7 @@ class _Asking:
         return tuple(problems)
 
     def _judge(self, samples: Sequence[Trajectory]) -> list[_Judged]:
-        """Judge responses, each within reward.timeout_s of its turn. Raises UserError."""
+        """Judge responses, each within reward.timeout_s of its turn; raise UserError if the judge rejects the data."""
         texts = self._tokenizer.batch_decode([list(t.response_ids) for t in samples], skip_special_tokens=True)
         verdicts = self._scorer.verdicts([(t.prompt, text) for t, text in zip(samples, texts, strict=True)])
         return [_Judged(*found) for found in zip(samples, texts, verdicts, strict=True)]
@@ -172,7 +172,7 @@ class _Judged:
         return Answered(verdict.reward, answer, t.num_response_tokens, t.finish_reason == "length", verdict.problem)
 
     def record(self) -> dict[str, Any]:
-        """JSON value of its line in responses.jsonl."""
+        """Return its line of responses.jsonl as a JSON value."""
         return {
             "index": self.trajectory.prompt.prompt_id,
             "sample_id": self.trajectory.sample_id,
@@ -187,7 +187,7 @@ class _Judged:
 
 @contextlib.contextmanager
 def _hf_folder(checkpoint: Path, output: Path) -> Iterator[tuple[Path, int | None]]:
-    """Yield the checkpoint as a Hugging Face folder, and its weight version; a converted copy ends with the block."""
+    """Yield the checkpoint as a Hugging Face folder, and its weight version; delete a converted copy afterwards."""
     if _is_hf(checkpoint):
         yield resolve_model_path(str(checkpoint), setting="the checkpoint"), None
         return

@@ -1,10 +1,10 @@
-"""Estimates from n sampled responses to each problem, and how far they may be off. Pure arithmetic.
+"""Estimates from n sampled responses to each problem, and their confidence intervals. Pure arithmetic.
 
     pass@k   probability that at least one of k responses passes
     maj@k    probability that the most frequent answer of k responses passes
 
-Both are what a random choice of k out of the n responses gives on average, computed exactly and not by drawing:
-unbiased for k fresh responses (pass@k: arXiv 2107.03374, Eq. 1).
+Both are exact averages over all choices of k of the n responses: unbiased for k fresh responses (pass@k: arXiv
+2107.03374, Eq. 1).
 
 Shape legend: P problems, M estimates.
 """
@@ -22,16 +22,16 @@ _RESAMPLES_AT_ONCE = 500
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """1 - C(n - c, k) / C(n, k). Example: pass_at_k(4, 1, 2) == 0.5"""
+    """Compute 1 - C(n - c, k) / C(n, k). Example: pass_at_k(4, 1, 2) == 0.5"""
     assert 0 <= num_passed <= num_samples
     assert 1 <= k <= num_samples
     return 1.0 - comb(num_samples - num_passed, k) / comb(num_samples, k)
 
 
 def majority_at_k(num_passed: int, wrong_counts: Sequence[int], num_abstained: int, ks: Sequence[int]) -> list[float]:
-    """For each k, the probability that among k responses, drawn without replacement, the right answer has most votes.
+    """Compute, for each k, the probability that the right answer wins among k responses drawn without replacement.
 
-    Of answers with equally many votes, each wins with the same probability. Nobody wins where all abstain.
+    Tied answers win with equal probability. There is no winner if all responses abstain.
 
     Args:
         num_passed: responses with the right answer.
@@ -53,13 +53,13 @@ def majority_at_k(num_passed: int, wrong_counts: Sequence[int], num_abstained: i
 
 
 def _ways_to_beat(counts: Sequence[int], num_abstained: int, votes: int, drawn: Sequence[int]) -> list[list[int]]:
-    """Ways to draw other than right answers, none of them more than `votes` times: by [ties][how many are drawn].
+    """Count the ways to draw wrong answers, none more than `votes` times: by [number of ties][number drawn].
 
-    Ways are the coefficients of polynomials in x, whose exponent is the number drawn. A polynomial is kept as one
-    integer, its value at x = 2^bits: no coefficient overflows, since none exceeds the number of subsets. A wrong answer
-    is drawn less than `votes` times, fewer(x) = sum of C(count, j) x^j, or ties, C(count, votes) x^votes; m answers of
-    the same count tie i times in C(m, i) ties^i fewer^(m - i). Smaller counts cannot tie: together they are
-    (1 + x)^number, like those who abstain.
+    The counts are coefficients of polynomials in x, whose exponent is the number drawn. A polynomial is stored as one
+    integer, its value at x = 2^bits; no coefficient overflows, since none exceeds the number of subsets. A wrong answer
+    is drawn fewer than `votes` times, fewer(x) = sum of C(count, j) x^j, or ties, C(count, votes) x^votes; m answers
+    with equal counts tie i times in C(m, i) ties^i fewer^(m - i). Smaller counts cannot tie: like abstentions, they
+    contribute (1 + x)^number.
     """
     bits, room = num_abstained + sum(counts) + 1, max(drawn)
     free = num_abstained + sum(count for count in counts if count < votes)
@@ -87,10 +87,10 @@ def _low(number: int, bits: int) -> int:
 def bootstrap(
     values_PM: NDArray[np.float64], *, num_resamples: int = 10_000, level: float = 0.95, seed: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Percentile intervals of the means over problems: (low_M, high_M), float64.
+    """Compute percentile intervals of the means over problems: (low_M, high_M), float64.
 
-    Problems are drawn with replacement, each with all its responses: those to one problem are not independent. All
-    estimates see the same draws. nan with fewer than two problems, where nothing is known about the spread.
+    Problems are drawn with replacement, each with all its responses, which are not independent. All estimates share
+    the draws. nan with fewer than two problems, whose spread is unknown.
     """
     num_problems, num_estimates = values_PM.shape
     if num_problems < 2:
@@ -107,5 +107,5 @@ def bootstrap(
 
 
 def powers_up_to(num_samples: int) -> list[int]:
-    """1, 2, 4, ... and the number itself: the k that are reported."""
+    """Return the reported k: 1, 2, 4, ... and the number itself."""
     return sorted({2**i for i in range(num_samples.bit_length())} | {num_samples})

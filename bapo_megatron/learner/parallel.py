@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bapo_megatron.buffer.packing import Share
 from bapo_megatron.config.schema import ParallelConfig
+from bapo_megatron.engines.group import connect_store, host_store
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.runtime.ranks import gather_json
 
@@ -32,7 +33,9 @@ def device() -> torch.device:
 
 
 def start_processes(config: ParallelConfig) -> None:
-    """Join the process group that torchrun describes in the environment (or stand alone) and form Megatron's groups.
+    """Join the process group that the environment describes (or stand alone) and form Megatron's groups.
+
+    Environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; LOCAL_RANK with GPUs.
 
     Raises:
         ConfigError: the number of processes is not tensor x pipeline x context x data.
@@ -46,7 +49,14 @@ def start_processes(config: ParallelConfig) -> None:
         if "RANK" in os.environ:
             if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-            dist.init_process_group(backend, timeout=timeout)
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = (
+                host_store(host, size, config.timeout_s, port)
+                if rank == 0
+                else connect_store(host, port, size, config.timeout_s)
+            )
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
         else:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     needed = config.tensor * config.pipeline * config.context * config.data

@@ -53,8 +53,7 @@ def fp8_fields(config: Config, fp8_params: bool = False) -> dict[str, Any]:
     fields: dict[str, Any] = {"fp8": p.fp8, "fp8_recipe": p.recipe, "fp8_param": fp8_params}
     if p.recipe == "delayed":
         fields |= {
-            "fp8_margin": p.margin,
-            "fp8_amax_history_len": p.amax_history,
+            "fp8_amax_history_len": 1024,
             "fp8_amax_compute_algo": "max",  # Megatron's default, the most recent, leaves the history unused
         }
     if p.bf16_layers_at_start or p.bf16_layers_at_end:

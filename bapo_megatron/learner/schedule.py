@@ -23,7 +23,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import Module
 
-from bapo_megatron.config.schema import FORWARDS_FIRST_MEMORY_SHARE, Config
+from bapo_megatron.config.plan import runs_forwards_first
+from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.runtime.straggler import LOCAL_TIME
@@ -62,20 +63,16 @@ class Schedule:
         self._layout = layout
         self._config = config
         self._run_megatron = get_forward_backward_func()
-        self._auto_bytes = _smallest_memory(layout) * FORWARDS_FIRST_MEMORY_SHARE
+        self._memory_bytes = _smallest_memory(layout)
 
     def runs_forwards_first(self, minibatch: MiniBatch) -> bool:
-        """Return whether all forward passes come first; the same on all ranks of a replica.
-
-        `auto`: if that needs little more memory than the other order (measured in benchmarks/README.md): with one
-        micro-batch, or with `train.recompute`, where each keeps only its layers' inputs.
-        """
-        order = self._config.train.schedule
-        if self._layout.pipeline_size > 1 or order != "auto":
-            return self._layout.pipeline_size == 1 and order == "forwards_first"
-        if len(minibatch.micro_batches) == 1:
-            return True
-        return self._config.train.recompute and self._layer_input_bytes(minibatch) <= self._auto_bytes
+        """Decide for a mini-batch, alike on all ranks of a replica; see config/plan.py."""
+        return runs_forwards_first(
+            self._config,
+            len(minibatch.micro_batches),
+            layer_input_bytes=self._layer_input_bytes(minibatch),
+            memory_bytes=self._memory_bytes,
+        )
 
     def log_probs(self, minibatch: MiniBatch) -> list[Tensor]:
         """Return log-probs without gradient; empty off the last stage."""

@@ -18,10 +18,11 @@ _DEFAULT_COLUMNS = 80
 
 
 class Console:
-    """Prints a run to `stream` (standard output). A context manager; the bar disappears when it ends.
+    """Display of a run on `stream` (standard output). A context manager; the bar disappears at its end.
 
-    `history` holds the metrics of the steps before a resume, so that bar and summary cover the whole run.
-    `progress` is "bar", "lines", or "auto": a bar where the stream is a terminal.
+    Args:
+        progress: "bar", "lines", or "auto": a bar if the stream is a terminal.
+        history: metrics of the steps before a resume, so that bar and summary cover the whole run.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ def step_fields(metrics: Mapping[str, float], num_steps: int) -> list[str]:
 
 
 def wrap_fields(fields: Sequence[str], width: int | None) -> str:
-    """Join fields into one line, or into several indented ones where the terminal is too narrow.
+    """Join fields into one line, or into several indented ones if the terminal is too narrow.
 
     Without a width (a file, a pipe) a step is always one line.
     """

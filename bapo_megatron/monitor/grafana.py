@@ -24,7 +24,7 @@ class _Panel(NamedTuple):
     """A plot. `lines` are legends and queries; {run} becomes the label of the chosen run."""
 
     title: str
-    unit: str  # of Grafana
+    unit: str  # Grafana's name
     lines: Sequence[tuple[str, str]]
     description: str = ""
 

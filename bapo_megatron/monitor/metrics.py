@@ -11,15 +11,15 @@ from bapo_megatron.runtime.files import JsonlWriter, read_jsonl
 
 
 class MetricsWriter:
-    """Appends one line per training step to `metrics.jsonl`. A context manager."""
+    """Writer of `metrics.jsonl`, one line per training step. A context manager."""
 
     def __init__(self, path: Path) -> None:
         self._writer = JsonlWriter(path)
 
     def write(self, metrics: Mapping[str, float]) -> None:
-        """Append one step, flushed; values that are not finite are kept as null.
+        """Append one step, flushed; non-finite values become null.
 
-        Metrics that are not declared are kept, too: a plug-in may add its own.
+        Undeclared metrics are kept: a plug-in may add its own.
         """
         assert "step" in metrics, "every line of metrics names its step"
         self._writer.write({**{name: float(value) for name, value in metrics.items()}, "step": int(metrics["step"])})
@@ -35,7 +35,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Read the steps of a run in ascending order, null as NaN. The later line counts where a step was written twice."""
+    """Read the steps of a run in ascending order, null as NaN. The later line of a repeated step counts."""
     rows = {row["step"]: row for row in map(_as_floats, read_jsonl(path)) if "step" in row}
     return [rows[step] for step in sorted(rows)]
 

@@ -14,16 +14,15 @@ import torch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import OutOfMemoryError
 from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape
-from bapo_megatron.preflight.gpus import GIB
-from bapo_megatron.preflight.lighter import lighter
+from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.memory import TrainerMemory, trainer_memory
 from bapo_megatron.preflight.plan import make_plan
 from bapo_megatron.preflight.report import memory_parts
-from bapo_megatron.preflight.suggest import suggest
+from bapo_megatron.preflight.suggest import lighter, suggest
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, Heartbeat
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator"  # c10/core/impl/alloc_cpu.cpp: "can't allocate memory", "not enough memory"
-_PARTS = {  # functions in the traceback; the outermost one counts
+_PARTS = {  # function in the traceback -> name; the outermost one counts
     "clip_and_step": "the optimizer step",
     "backward_step": "a backward pass",
     "backward_step_helper": "a backward pass",
@@ -62,7 +61,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain(error: BaseException, config: Config, model_path: Path, rank: int, heartbeat: Heartbeat = HEARTBEAT) -> str:
-    """Compose the message: place, memory in use, the plan for this rank, and changes that save memory, best first."""
+    """Compose the message: place, memory in use, this rank's plan, and changes that save memory, best first."""
     hf_config = load_hf_config(model_path)
     shape = model_shape(hf_config)
     gpu_bytes = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
@@ -80,7 +79,7 @@ def explain(error: BaseException, config: Config, model_path: Path, rank: int, h
 
 
 def part_of(error: BaseException, heartbeat: Heartbeat) -> str:
-    """Describe where it happened. Example: "training (the optimizer step), step 3"."""
+    """Describe where memory ran out. Example: "training (the optimizer step), step 3"."""
     names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     detail = next((_PARTS[name] for name in names if name in _PARTS), None)
     if heartbeat.span is None:

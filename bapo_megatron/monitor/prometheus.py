@@ -1,7 +1,7 @@
 """The Prometheus endpoint of a run: latest metrics, counters, engines, last actions, and this machine's GPUs.
 
-`monitor.prometheus_port` starts it on trainer rank 0. A scrape reads everything from memory, except
-the GPUs: it asks NVML, which takes milliseconds.
+`monitor.prometheus_port` starts it on trainer rank 0. A scrape reads everything from memory except the GPUs' values,
+for which it queries NVML in milliseconds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LAST_STEP = "last_step_timestamp_seconds"
 
 
 def prometheus_name(metric: str) -> str:
-    """Return Prometheus' name of a metric of metrics.jsonl.
+    """Return the Prometheus name of a metric in metrics.jsonl.
 
     Example: "time/step_s" is bapo_time_step_seconds, "train/tokens_per_s" is bapo_train_tokens_per_second.
     """
@@ -64,10 +64,10 @@ class RunCollector(Collector):
         self._lock = threading.Lock()
         self._latest: dict[str, float] = {}
         self._counts = dict.fromkeys(COUNTERS, 0.0)
-        self._last_step_s = time.time()  # of the wall clock, as Prometheus has it
+        self._last_step_s = time.time()  # Unix time
 
     def record(self, metrics: Mapping[str, float]) -> None:
-        """Take a finished step. Metrics that it lacks, such as an evaluation's, keep their value."""
+        """Record a finished step. Metrics that it lacks, such as an evaluation's, keep their values."""
         with self._lock:
             self._latest.update(metrics)
             self._counts["steps"] += 1
@@ -116,7 +116,7 @@ class RunCollector(Collector):
 
 
 class PrometheusEndpoint:
-    """Serves the `collector` of a run over HTTP until it is closed.
+    """An HTTP server for a run's `collector`, until it is closed.
 
     Raises:
         ConfigError: the endpoint cannot listen on the address.

@@ -1,4 +1,4 @@
-"""The records of trainer rank 0: one line of metrics per step, a few samples, and the console."""
+"""The records of trainer rank 0: metrics of each step, a few samples, and the console."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class UpdateMetrics:
-    """Collects the metrics of a step's optimizer updates into one number each."""
+    """Metrics of a step's optimizer updates, reduced to one number each."""
 
     def __init__(self, config: Config) -> None:
         self._start = (config.bapo.low.points[0], config.bapo.high.points[0]) if config.searches_bounds else None
@@ -68,7 +68,7 @@ class UpdateMetrics:
 
 
 class Recorder:
-    """Writes and shows a run's metrics and samples. Lives on trainer rank 0 only."""
+    """Output of a run's metrics and samples, on trainer rank 0 only."""
 
     def __init__(self, config: Config, run_dir: RunDir, stream: TextIO) -> None:
         self._config = config
@@ -81,7 +81,7 @@ class Recorder:
         self._stragglers = StragglerAlarm(config.monitor.straggler_ratio)
         self._endpoint: PrometheusEndpoint | None = None
         if config.monitor.prometheus_port is not None:
-            from bapo_megatron.monitor.prometheus import PrometheusEndpoint  # needs a package of its own
+            from bapo_megatron.monitor.prometheus import PrometheusEndpoint  # needs prometheus_client
 
             self._endpoint = PrometheusEndpoint(
                 config.run.name, config.monitor.prometheus_host, config.monitor.prometheus_port
@@ -89,7 +89,7 @@ class Recorder:
 
     def begin(self, first_step: int, rollouts: Rollouts | None) -> None:
         """Continue after `first_step` finished steps, and remove all records of later ones."""
-        assert rollouts is not None, "the recorder's rank makes the batches"
+        assert rollouts is not None, "rank 0 makes the batches"
         for path in (self._run_dir.metrics_path, self._run_dir.samples_path):
             truncate_after(path, first_step)
         history = read_metrics(self._run_dir.metrics_path)
@@ -106,7 +106,7 @@ class Recorder:
             self._console.note(f"resuming {self._run_dir.path} after step {first_step} of {num_steps}")
 
     def keep_samples(self, step: int, groups: Sequence[Group]) -> None:
-        """Keep the first responses of a step's batch to read; with rollout.record, all of them to train on again."""
+        """Save the first responses of a step's batch for reading; with rollout.record, all of them for training."""
         if self._config.rollout.record:
             write_groups(self._run_dir.rollouts_dir, step, groups)
         trajectories = [t for g in groups for t in g.trajectories]
@@ -114,7 +114,7 @@ class Recorder:
             self._samples.write(sample_record(step, trajectory, self._decode))
 
     def record(self, step: int, version: int, *parts: Mapping[str, float]) -> None:
-        """Write and show step number `step`, counted from 1; `parts` together hold its metrics."""
+        """Write and show step number `step`, counted from 1; `parts` are its metrics."""
         metrics: dict[str, float] = {"step": step, "version": version}
         for part in parts:
             metrics.update(part)
@@ -165,7 +165,7 @@ class Recorder:
 
 
 class SilentRecorder:
-    """The recorder of every rank but the first: notes go to the rank's log, and nothing else is kept."""
+    """The recorder of all other ranks: notes go to the rank's log, everything else is dropped."""
 
     def begin(self, first_step: int, rollouts: Rollouts | None) -> None:
         pass
@@ -187,10 +187,10 @@ class SilentRecorder:
 
 
 def sample_record(step: int, trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """Return the line of `samples.jsonl` for a trained response; `decode` keeps special tokens.
+    """Return the line of `samples.jsonl` for a trained response; `decode` must keep special tokens.
 
-    Segments are decoded one by one, so a character whose bytes were split over two of them shows as a replacement
-    character there; `response` is decoded whole.
+    Segments are decoded separately: a character split over two of them shows as a replacement character there.
+    `response` is decoded whole.
     """
     return {
         "step": step,

@@ -28,9 +28,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from bapo_megatron.config.earlier import updated
+from bapo_megatron.config.earlier import RETIRED, updated
 from bapo_megatron.errors import ConfigError, UserError
-from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.files import explaining_os_errors, write_atomically
 from bapo_megatron.runtime.ranks import num_cores
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Settings that may differ when a run is resumed: they change its length, speed or looks, not its results.
+# Settings that may change on resuming a run: they affect its length, speed or output, not its results.
 RESUMABLE_SETTINGS = (
     "run.dir",
     "cluster.*",
@@ -90,7 +90,7 @@ _LOCK_NAME = ".lock"
 
 
 class RunDir:
-    """Paths of one run, and the lock on it. A context manager that releases the lock."""
+    """Paths and lock of one run. A context manager that releases the lock."""
 
     def __init__(self, path: Path, attempt: int, lock: TextIO | None = None) -> None:
         self.path = path
@@ -98,33 +98,33 @@ class RunDir:
         self._lock = lock
 
     @classmethod
-    def open(cls, config: Config, *, resume: bool = True, config_text: str | None = None) -> RunDir:
+    def open(cls, config: Config) -> RunDir:
         """Lock runs/<name>/ for this process, check that it may be resumed, and record the new attempt.
 
-        `config_text` is the resolved configuration as TOML, if the caller has it already.
-        Raises UserError if another process holds the run, or if it has results and `resume` is off; ConfigError if the
-        run was started with other settings. In both cases nothing in the folder changes.
+        Raises:
+            UserError: another process holds the run.
+            ConfigError: the run was started with other settings. The folder is then unchanged.
         """
-        if config_text is None:
-            from bapo_megatron.config.load import dump_config
+        from bapo_megatron.config.load import dump_config
 
-            config_text = dump_config(config)
-        return cls.open_path(Path(config.run.dir) / config.run.name, config_text, resume=resume)
+        return cls.open_path(Path(config.run.dir) / config.run.name, dump_config(config))
 
     @classmethod
     def open_path(cls, path: Path, config_text: str, *, resume: bool = True) -> RunDir:
-        """Open a folder with a configuration given as TOML text, like `open`."""
+        """Like `open`, for a folder and a configuration as TOML text; raise UserError for results if not `resume`."""
         path = path.absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot create the run directory {path}: {error.strerror}; set run.dir") from error
-        lock = _take_lock(path)
+        with explaining_os_errors(path):
+            lock = _take_lock(path)
         try:
             _check_resumable(path, config_text, resume)
             run = cls(path, _last_attempt(path) + 1, lock)
-            run.log_dir.mkdir(parents=True)
-            run.checkpoints_dir.mkdir(exist_ok=True)
+            with explaining_os_errors(path):
+                run.log_dir.mkdir(parents=True)
+                run.checkpoints_dir.mkdir(exist_ok=True)
             run._record_facts(config_text)
         except BaseException:
             lock.close()
@@ -192,7 +192,7 @@ class RunDir:
 
 
 def describe_environment() -> dict[str, Any]:
-    """Describe this process: Python, platform, cores, package versions. Environment variables may be secret."""
+    """Describe this process: Python, platform, cores, packages; no environment variables, which may be secret."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
@@ -221,7 +221,10 @@ def _check_resumable(path: Path, config_text: str, resume: bool) -> None:
     different = {
         key: values
         for key, values in different_settings(config_path.read_text(encoding="utf-8"), config_text).items()
-        if not any(fnmatch(key, pattern) for pattern in RESUMABLE_SETTINGS)
+        if not (
+            any(fnmatch(key, pattern) for pattern in RESUMABLE_SETTINGS)
+            or (key in RETIRED and RETIRED[key][0] == values[0])
+        )
     }
     if different:
         lines = [f"  {key}: {_shown(old)} -> {_shown(new)}" for key, (old, new) in different.items()]
@@ -239,7 +242,7 @@ def _has_results(path: Path) -> bool:
 
 
 def _take_lock(path: Path) -> TextIO:
-    """Take an exclusive lock, which the system releases when this process ends, however it ends."""
+    """Take an exclusive lock, which the system releases when this process ends for any reason."""
     lock = (path / _LOCK_NAME).open("a+", encoding="utf-8")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

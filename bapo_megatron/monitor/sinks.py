@@ -1,7 +1,7 @@
-"""Further outputs for metrics: TensorBoard and Weights & Biases. `metrics.jsonl` is written first and stays complete.
+"""Additional outputs for metrics: TensorBoard and Weights & Biases. `metrics.jsonl` is written first and is complete.
 
-A resumed run repeats the steps after its checkpoint. No sink shows one twice: TensorBoard hides the values of the
-previous attempt, as metrics.jsonl is cut back; W&B, which only ever appends, keeps the first values.
+A resumed run repeats the steps after its checkpoint. No sink shows one twice: TensorBoard hides the previous attempt's
+values, as metrics.jsonl is truncated; W&B, which only appends, keeps the first values.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import queue
 import threading
 import uuid
@@ -29,21 +30,21 @@ log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Takes the metrics of one step after the other. May raise any exception, and may be slow."""
+    """Receiver of each step's metrics. May raise any exception, and may be slow."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of step number `step`, without values that are not finite."""
+        """Receive the finite metrics of step number `step`."""
         ...
 
     def close(self) -> None: ...
 
 
 OpenSink = Callable[[Config, RunDir, int], Sink]
-"""Opens a sink for an attempt that continues after the given number of steps."""
+"""Opener of a sink for an attempt that continues after the given number of steps."""
 
 
 class TensorBoardSink:
-    """Event files in the run's folder `tensorboard`; attempts add files, which TensorBoard reads as one run."""
+    """Event files in the run's folder `tensorboard`; TensorBoard reads those of all attempts as one run."""
 
     def __init__(self, config: Config, run_dir: RunDir, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -60,7 +61,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """One W&B run for all attempts: its id, and the last step sent to it, are in the run's `wandb-run.json`."""
+    """One W&B run for all attempts; its id and last step are stored in the run's `wandb-run.json`."""
 
     def __init__(self, config: Config, run_dir: RunDir, first_step: int) -> None:
         import wandb
@@ -70,14 +71,11 @@ class WandbSink:
         self._id = state.get("id", uuid.uuid4().hex[:12])
         self._last_step = state.get("last_step", 0)
         self._remember()
-        monitor = config.monitor
         self._run = wandb.init(
-            project=monitor.wandb_project,
-            entity=monitor.wandb_entity,
+            project=config.monitor.wandb_project,
             name=config.run.name,
             id=self._id,
-            resume="allow" if monitor.wandb_mode == "online" else None,
-            mode=monitor.wandb_mode,
+            resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow",
             dir=str(run_dir.path),
             config=config.model_dump(mode="json"),
             settings=wandb.Settings(
@@ -93,7 +91,7 @@ class WandbSink:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         if step > self._last_step:
             self._last_step = step
-            self._remember()  # first: losing a step in between is better than sending one twice
+            self._remember()  # before sending: a crash in between loses a step rather than repeating it
             self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
@@ -107,10 +105,10 @@ SINKS: dict[SinkName, OpenSink] = {"tensorboard": TensorBoardSink, "wandb": Wand
 
 
 class BackgroundSink:
-    """A sink in a thread of its own. It logs and counts errors, and reports the first; the caller never waits.
+    """A sink in its own thread. It logs and counts errors, and reports the first; the caller never waits.
 
     Args:
-        warn: takes one line for the user, from that thread.
+        warn: receives lines for the user, called in that thread.
     """
 
     def __init__(self, name: str, open_sink: Callable[[], Sink], warn: Callable[[str], None]) -> None:
@@ -127,7 +125,7 @@ class BackgroundSink:
         try:
             self._steps.put_nowait((step, {k: float(v) for k, v in metrics.items() if math.isfinite(v)}))
         except queue.Full:
-            self._failed(f"step {step} is lost: it still has {_MAX_WAITING} steps before it")
+            self._failed(f"step {step} is lost: {_MAX_WAITING} steps are already waiting")
 
     def close(self, timeout_s: float | None = None) -> None:
         """Wait until the queued steps are written, at most `timeout_s`; None: a minute."""
@@ -143,7 +141,7 @@ class BackgroundSink:
         try:
             sink = self._open()
         except Exception as error:  # an error in third-party code must not end the run
-            self._failed(f"cannot be opened, and gets nothing: {_one_line(error)}")
+            self._failed(f"cannot be opened and stays empty: {_one_line(error)}")
         while (item := self._steps.get()) is not None:
             if sink is None:
                 self.num_errors += 1

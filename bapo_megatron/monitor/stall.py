@@ -2,8 +2,8 @@
 
     <run>/logs/attempt-N/stall-<rank>.txt    last action of each role, stacks of all threads, tasks of the rollout loop
 
-Rank 0 then shows on the terminal which ranks stand where. The report ends nothing: the deadlines of collectives and
-requests do. In the spans in which the trainer waits for responses, the engines' answers are progress, too.
+Rank 0 then shows each rank's place on the terminal. A report does not end the run: the deadlines of collectives and
+requests do. While the trainer waits for responses, the engines' answers count as progress, too.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 class StallWatchdog:
-    """Reports each stall once. A context manager around the training loop, with a thread of its own.
+    """A thread that reports each stall once. A context manager around the training loop.
 
     Args:
         folder: for the reports of all ranks.
         timeout_s: longest time without a beat of this rank.
         engine_timeout_s: the same, in spans that wait for engines.
-        tell: on rank 0, takes one line for the user; None elsewhere.
+        tell: receives lines for the user on rank 0; None on other ranks.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class StallWatchdog:
         self._heartbeat = heartbeat
         self._poll_s = min(timeout_s / 8, _MAX_POLL_S)
         self._watched = threading.current_thread()
-        self._reported: Beat | None = None  # the last beat before the stall that was reported
+        self._reported: Beat | None = None  # the last beat before the reported stall
         self._found: dict[int, str] = {}  # reports of ranks, as of the last look
         self._told: dict[int, str] = {}
         self._has_ended = threading.Event()
@@ -69,7 +69,7 @@ class StallWatchdog:
 
     @classmethod
     def of(cls, config: Config, rank: int, folder: Path, tell: Callable[[str], None] | None) -> StallWatchdog:
-        """Create the watchdog by `monitor.stall_timeout_s`, which ends before the deadlines of collectives."""
+        """Create the watchdog from the settings; by default it reports before the deadline of collectives."""
         timeout_s = config.monitor.stall_timeout_s or config.parallel.timeout_s / 2
         patience_s = timeout_s + config.rollout.request_timeout_s
         return cls(rank, folder, timeout_s=timeout_s, engine_timeout_s=patience_s, tell=tell)
@@ -86,7 +86,7 @@ class StallWatchdog:
 
     def _watch(self) -> None:
         while not self._has_ended.wait(self._poll_s):
-            # In case this thread cannot run: faulthandler's C code needs no interpreter, which another thread may hold.
+            # A fallback if another thread holds the interpreter: faulthandler's C code does not need it.
             faulthandler.dump_traceback_later(self._engine_timeout_s, file=_LOG)
             last, limit_s = self._last_beat()
             idle_s = self._heartbeat.clock() - last.at_s

@@ -1,4 +1,4 @@
-"""The summary of a run, and the problems that its latest steps show."""
+"""The summary of a run, and problems visible in its latest steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Summary:
     """Key facts of a run; nan for a metric that was not recorded."""
 
     num_steps: int
-    window_steps: int  # number of steps behind the first and last means; they do not overlap
+    window_steps: int  # steps averaged at either end of the run; the ends do not overlap
     reward_first: float
     reward_last: float
     resumed_token_share: float  # of all trained tokens
@@ -85,11 +85,11 @@ def first_and_last(rows: Sequence[Row], name: str) -> tuple[float, float]:
 
 
 def find_problems(rows: Sequence[Row], window_steps: int = _WINDOW_STEPS) -> list[str]:
-    """Describe each problem of the latest steps in one sentence that says what to do.
+    """Describe each problem of the latest steps, with advice, in one sentence.
 
     A window of fewer than five steps is too short to judge, but alarms (a mismatch between engine and trainer, a spike
-    of the gradient) are reported at once. The texts hold no numbers that change from step to step, so that a
-    caller can show each once.
+    of the gradient) are reported at once. The texts contain no numbers that change from step to step, so that a caller
+    can show each once.
     """
     recent = rows[-window_steps:]
     alarms = {"mismatch/alarms": _MISMATCH, "optimizer/grad_alarms": _GRADIENT_SPIKE}

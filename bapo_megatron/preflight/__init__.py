@@ -1,1 +1,1 @@
-"""Before a run: what it needs (memory, time, layouts), and whether this machine is fit for it."""
+"""Checks before a run: its needs (memory, time, layouts), and whether this machine is fit for it."""

@@ -16,7 +16,7 @@ from bapo_megatron.config.precision import this_machine
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.hf.shape import load_hf_config
-from bapo_megatron.preflight.known_models import known_config
+from bapo_megatron.preflight.known import known_config
 from bapo_megatron.preflight.plan import check_cluster
 from bapo_megatron.rewards.scorer import RewardScorer
 
@@ -24,7 +24,7 @@ _ENOUGH_GPUS = 1_000_000  # the number of ranks stays as it is
 
 
 def load_checked(arguments: Sequence[str], *, elsewhere: bool = False, memory: bool = True) -> Config:
-    """Load, check across sections, print warnings; raises ConfigError with every violation.
+    """Load and check a configuration, print warnings, and raise ConfigError with every violation.
 
     Args:
         elsewhere, memory: see `violations_of`.
@@ -42,11 +42,11 @@ def load_checked(arguments: Sequence[str], *, elsewhere: bool = False, memory: b
 
 
 def violations_of(config: Config, *, elsewhere: bool, memory: bool = True) -> list[Violation]:
-    """All that can be known to be wrong with a run before it starts.
+    """List every violation that can be found before the run starts.
 
     Args:
-        elsewhere: where the configuration names a cluster, check for that instead of this machine.
-        memory: whether what does not fit into the cluster's GPUs is a violation.
+        elsewhere: check for the configuration's cluster, if it names one, instead of this machine.
+        memory: whether exceeding the memory of the cluster's GPUs is a violation.
     """
     elsewhere = elsewhere and config.cluster.gpu is not None
     found = list(_judge(config))
@@ -70,7 +70,7 @@ def violations_of(config: Config, *, elsewhere: bool, memory: bool = True) -> li
 
 
 def accepts_layout(config: Config, hf_config: dict[str, Any], *, on_gpus: bool) -> bool:
-    """Whether `bapo check` finds no error in a changed layout of as many ranks, memory aside."""
+    """Return whether `bapo check` accepts a changed layout of the same number of ranks, memory aside."""
     violations = check(config, hf_config=hf_config, num_gpus=_ENOUGH_GPUS if on_gpus else 0)
     if config.cluster.nodes > 1:
         violations += check_placement(config)
@@ -78,7 +78,7 @@ def accepts_layout(config: Config, hf_config: dict[str, Any], *, on_gpus: bool) 
 
 
 def _judge(config: Config) -> Iterator[Violation]:
-    """Load a judge at a dotted path, in a process of its own as in a run."""
+    """Load a judge at a dotted path in its own process, as a run does."""
     if config.reward.kind not in REWARD.names:
         try:
             RewardScorer(config).close()
@@ -87,7 +87,7 @@ def _judge(config: Config) -> Iterator[Violation]:
 
 
 def _hf_config(path: str, setting: str, found: list[Violation]) -> dict[str, Any] | None:
-    """The config.json of a model; what is wrong with its folder is added to `found`."""
+    """Return the config.json of a model; add problems with its folder to `found`."""
     try:
         return load_hf_config(resolve_model_path(path, setting=setting))
     except UserError as error:

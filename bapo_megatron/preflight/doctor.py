@@ -1,11 +1,11 @@
-"""`bapo doctor`: whether this machine is fit, one line for each thing, with what to do.
+"""`bapo doctor`: check whether this machine is fit to train, one line per check, with advice.
 
     bapo doctor                                          this machine, for CPU use or with its GPUs
-    bapo doctor --versions                               each package against the lock file
-    bapo doctor --config CONFIG... KEY=VALUE             and what that run needs
+    bapo doctor --versions                               each package against requirements/
+    bapo doctor --config CONFIG... KEY=VALUE             also the needs of that run
     bapo doctor --rendezvous node0:29500 --num-nodes 4 --node-rank $SLURM_NODEID      the same on each of four nodes
 
-Exit code: 0 fit (for CPU use, where there is no GPU), 1 something FAILs.
+Exit code: 0 fit (for CPU use on a machine without GPUs), 1 a check FAILs.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.preflight import machine_checks as machine
 from bapo_megatron.preflight import software_checks as software
-from bapo_megatron.preflight.finding import Finding
-from bapo_megatron.preflight.gpus import GIB
-from bapo_megatron.preflight.group_checks import Rendezvous, started_probes
+from bapo_megatron.preflight.group import Rendezvous, started_probes
+from bapo_megatron.preflight.known import GIB
+from bapo_megatron.preflight.machine_checks import Finding
+from bapo_megatron.preflight.memory import model_parameters
 from bapo_megatron.preflight.packages import check_versions
-from bapo_megatron.preflight.parameters import model_parameters
 
 PROBE_TIMEOUT_S = 15.0
 NODES_TIMEOUT_S = 120.0  # other nodes may be started later
@@ -35,7 +35,7 @@ _CHECKPOINT_BYTES = 12  # a parameter's float32 weight and two moments
 
 
 def examine(config: Config | None, ports: Sequence[int], rendezvous: Rendezvous | None) -> Iterator[Finding]:
-    """Findings, in the order in which they are known. Raises UserError for a port that cannot be."""
+    """Yield findings as they become known; raise UserError for an invalid port."""
     for port in ports:
         if not 0 < port < 65536:
             raise UserError(f"--port {port} is no port; name one from 1 to 65535")
@@ -47,10 +47,10 @@ def examine(config: Config | None, ports: Sequence[int], rendezvous: Rendezvous 
     to_listen = [("127.0.0.1", port) for port in ports]
     if rendezvous and rendezvous.node_rank == 0:
         to_listen.append(("0.0.0.0", rendezvous.port))
-    for finding in machine.check_ports(to_listen):
-        yield finding
+    for host, port in to_listen:
+        yield (finding := machine.check_port(host, port))
         if finding.verdict == "error" and rendezvous:
-            rendezvous = None  # the group meets elsewhere, to say what else is wrong
+            rendezvous = None  # the group meets on loopback instead, for the other checks
     with started_probes(len(driver.visible), rendezvous, timeout_s) as probes:
         yield software.check_megatron(has_gpu)
         yield from software.check_gpus(driver, _gpus_needed(config))
@@ -71,7 +71,7 @@ def examine(config: Config | None, ports: Sequence[int], rendezvous: Rendezvous 
 
 
 def verdict(findings: Sequence[Finding]) -> tuple[str, int]:
-    """The last line, and the exit code."""
+    """Return the last line and the exit code."""
     failed = [f.name for f in findings if f.verdict == "error"]
     absent = [f.name for f in findings if f.verdict == "absent"]
     if failed:
@@ -82,7 +82,7 @@ def verdict(findings: Sequence[Finding]) -> tuple[str, int]:
 
 
 def parse_rendezvous(address: str | None, num_nodes: int, node_rank: int) -> Rendezvous | None:
-    """Raises UserError for an address that is not HOST:PORT, or a rank that is not among the nodes."""
+    """Parse HOST:PORT; raise UserError for a malformed address or a rank outside the nodes."""
     if address is None:
         if num_nodes > 1:
             raise UserError(f"--num-nodes {num_nodes} needs --rendezvous HOST:PORT, an address of node 0")
@@ -96,7 +96,7 @@ def parse_rendezvous(address: str | None, num_nodes: int, node_rank: int) -> Ren
 
 
 def _gpus_needed(config: Config | None) -> int:
-    """Of this machine: a cluster's nodes each need theirs; without one, CPUs will do for float32."""
+    """Count the GPUs this machine needs: a node's share of the cluster, else the run's; float32 runs on CPUs."""
     if config is None:
         return 0
     if config.cluster.gpu is not None:
@@ -107,18 +107,18 @@ def _gpus_needed(config: Config | None) -> int:
 
 
 def _disk_needed(config: Config | None) -> int:
-    """For the checkpoints that are kept, and the one that is being written."""
+    """Return the bytes of the kept checkpoints and of the one being written."""
     if config is None or config.checkpoint.interval_steps is None:
         return _LITTLE_DISK_BYTES
     try:
         shape = model_shape(load_hf_config(resolve_model_path(config.model.path)))
     except UserError:
-        return _LITTLE_DISK_BYTES  # `examine_needs` tells that there is no model
+        return _LITTLE_DISK_BYTES  # `examine_needs` reports the missing model
     return _LITTLE_DISK_BYTES + (config.checkpoint.keep_last + 1) * _CHECKPOINT_BYTES * model_parameters(shape)
 
 
 def _check_engine(kind: EngineKind, has_gpu: bool) -> Finding:
-    """Check an engine of the user's own, by its own function."""
+    """Check a user-defined engine with its own function."""
     try:
         if kind.check is not None:
             ENGINE_CHECK.load(kind.check)(has_gpu)
@@ -128,7 +128,7 @@ def _check_engine(kind: EngineKind, has_gpu: bool) -> Finding:
 
 
 def examine_needs(config: Config) -> Iterator[Finding]:
-    """Files and servers that the configuration names."""
+    """Check the files and servers that the configuration names."""
     try:
         yield Finding("model", "ok", str(resolve_model_path(config.model.path)))
     except UserError as error:

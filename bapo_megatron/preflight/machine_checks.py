@@ -1,4 +1,4 @@
-"""Checks of this machine that need no GPU: disk, shared memory, limits, ports."""
+"""Checks of this machine's disk, shared memory, limits and ports."""
 
 from __future__ import annotations
 
@@ -8,11 +8,33 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from bapo_megatron.preflight.finding import Finding
-from bapo_megatron.preflight.gpus import GIB
+from bapo_megatron.preflight.known import GIB
+
+Verdict = Literal["ok", "absent", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the doctor.
+
+    ok: fine. absent: missing, and not needed here. warning: works, but badly. error: the run will not work.
+
+    Example: Finding("disk", "error", "0.1 GiB free in runs", "free 5 GiB, or set run.dir").
+    """
+
+    name: str
+    verdict: Verdict
+    what: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        mark = {"ok": "ok", "absent": "--", "warning": "warn", "error": "FAIL"}[self.verdict]
+        return f"{mark:<5}{self.name:<20}{self.what}" + (f"; {self.advice}" if self.advice else "")
+
 
 _PROBE_BYTES = 64 * 2**20
 _MIN_DISK_MIB_PER_S = 50.0
@@ -22,7 +44,7 @@ _TIMEOUT_S = 3.0
 
 
 def check_disk(folder: Path, needed_bytes: int) -> Finding:
-    """Whether `folder`, or the first of its parents that exists, can be written to, fast enough, and has room."""
+    """Check that `folder`, or its nearest existing parent, is writable, fast enough and has room."""
     name = "disk"
     where = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir())
     advice = "free some, or set run.dir to another disk"
@@ -42,7 +64,7 @@ def check_disk(folder: Path, needed_bytes: int) -> Finding:
 
 
 def _write_speed(folder: Path, num_bytes: int) -> float:
-    """MiB/s of a file that is flushed to the disk, and gone afterwards."""
+    """Measure the MiB/s of writing and flushing a temporary file."""
     chunk = os.urandom(2**20)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".bapo-doctor-") as file:
         start_s = time.monotonic()
@@ -55,7 +77,7 @@ def _write_speed(folder: Path, num_bytes: int) -> float:
 
 
 def check_shared_memory(path: Path = Path("/dev/shm")) -> Finding:
-    """NCCL and data workers exchange data there; containers give 64 MiB unless told otherwise."""
+    """Check the shared memory that NCCL and data workers use; containers get 64 MiB by default."""
     if not path.is_dir():
         return Finding("/dev/shm", "warning", "is not there", "mount a tmpfs of 1 GiB or more")
     free = shutil.disk_usage(path).free / GIB
@@ -65,7 +87,7 @@ def check_shared_memory(path: Path = Path("/dev/shm")) -> Finding:
 
 
 def check_limits() -> list[Finding]:
-    """Open files (one per connection and checkpoint shard) and locked memory (for RDMA)."""
+    """Check the limits of open files (one per connection and checkpoint shard) and of locked memory (for RDMA)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= _MIN_OPEN_FILES:
         files = Finding("open files", "ok", f"limit {'none' if soft == resource.RLIM_INFINITY else soft}")
@@ -80,25 +102,21 @@ def check_limits() -> list[Finding]:
     return [files, Finding("locked memory", "absent", what, "NCCL over InfiniBand needs `ulimit -l unlimited`")]
 
 
-def check_ports(ports: Sequence[tuple[str, int]]) -> list[Finding]:
-    """Whether each (host, port) of this machine can be listened on."""
-    return [_check_port(host, port) for host, port in ports]
-
-
-def _check_port(host: str, port: int) -> Finding:
+def check_port(host: str, port: int) -> Finding:
+    """Check that a port of this machine is free to listen on."""
     name = f"port {port}"
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
         except OSError as error:
-            advice = f"`ss -ltnp 'sport = :{port}'` says who has it; end that, or choose another"
+            advice = f"`ss -ltnp 'sport = :{port}'` shows its owner; stop that process, or choose another port"
             return Finding(name, "error", f"on {host}: {error.strerror}", advice)
     return Finding(name, "ok", f"free on {host}")
 
 
 def check_reachable(name: str, host: str, port: int) -> Finding:
-    """Whether something answers at an address."""
+    """Check that a server accepts connections at an address."""
     start_s = time.monotonic()
     try:
         socket.create_connection((host, port), timeout=_TIMEOUT_S).close()

@@ -1,7 +1,7 @@
-"""Memory of one trainer rank, by part, from what this code keeps: Megatron's local layers, `learner/attention.py` and
-`algorithms/logprobs.py`. Figures of activations are what autograd saves; tests hold them against measured peaks.
+"""Memory of one trainer rank, by part, for this code: Megatron's local layers, `learner/attention.py` and
+`algorithms/logprobs.py`. Activations are the tensors autograd saves; tests compare them with measured peaks.
 
-A step has three phases, and its peak is that of the fullest: forward and backward, update, weight sync.
+A step's peak is the largest of its three phases: forward and backward, update, weight sync.
 
 Shape legend: T packed tokens of this rank, U of the whole pack (T x context), H hidden, F feed-forward of this rank,
     V vocabulary rows of this rank, Q and K query and key-value heads of this rank x head dimension D, C rows of a chunk
@@ -9,18 +9,69 @@ Shape legend: T packed tokens of this rank, U of the whole pack (T x context), H
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from bapo_megatron.config import plan
 from bapo_megatron.config.plan import max_microbatches
-from bapo_megatron.config.schema import FORWARDS_FIRST_MEMORY_SHARE, Config
-from bapo_megatron.hf.shape import ModelShape
-from bapo_megatron.preflight.gpus import GIB
-from bapo_megatron.preflight.parameters import (
-    critic_parameters,
-    largest_parameter,
-    largest_tensor,
-    rank_parameters,
-)
+from bapo_megatron.config.schema import Config
+from bapo_megatron.hf.shape import Entry, ModelShape, hf_tensors, layer_entries
+from bapo_megatron.preflight.known import GIB
+
+
+def layer_parameters(shape: ModelShape, tensor: int) -> int:
+    """Count the parameters of one layer on one of `tensor` ranks; those of kind "copy" are on every rank."""
+    return sum(_values(entry) // (1 if entry.kind == "copy" else tensor) for entry in layer_entries(shape, 0))
+
+
+def _values(entry: Entry) -> int:
+    return sum(math.prod(size) for size in entry.hf_shapes)
+
+
+def embedding_parameters(shape: ModelShape, tensor: int) -> int:
+    """Count the parameters of the embedding, or of the output layer, on one of `tensor` ranks."""
+    return shape.padded_vocab_size(tensor) // tensor * shape.hidden_size
+
+
+def rank_parameters(shape: ModelShape, *, tensor: int, pipeline: int, stage: int) -> int:
+    """Count the parameters of one rank on `stage`, the same for all tensor, context and data ranks.
+
+    Tied embeddings exist twice if the first and the last stage are different ranks.
+    """
+    count = shape.num_layers // pipeline * layer_parameters(shape, tensor)
+    first, last = stage == 0, stage == pipeline - 1
+    if first:
+        count += embedding_parameters(shape, tensor)
+    if last:
+        count += shape.hidden_size  # the final norm
+        if not (first and shape.tied_embeddings):
+            count += embedding_parameters(shape, tensor)
+    return count
+
+
+def critic_parameters(shape: ModelShape, *, tensor: int, pipeline: int, stage: int) -> int:
+    """Count one rank's parameters of a critic, whose output layer is a single row of weights."""
+    count = rank_parameters(shape, tensor=tensor, pipeline=pipeline, stage=stage)
+    if stage < pipeline - 1:
+        return count
+    shares_embedding = stage == 0 and shape.tied_embeddings
+    return count + shape.hidden_size - (0 if shares_embedding else embedding_parameters(shape, tensor))
+
+
+def largest_parameter(shape: ModelShape, tensor: int) -> int:
+    """Count the values in a rank's largest parameter, whose gradient briefly exists beside the gradient buffer."""
+    return max(embedding_parameters(shape, tensor), *(_values(e) // tensor for e in layer_entries(shape, 0)))
+
+
+def model_parameters(shape: ModelShape) -> int:
+    """Count the parameters in the model's checkpoint, which a weight sync sends."""
+    return sum(math.prod(size) for size in hf_tensors(shape).values())
+
+
+def largest_tensor(shape: ModelShape) -> int:
+    """Count the values in the largest tensor of the checkpoint."""
+    return max(math.prod(size) for size in hf_tensors(shape).values())
+
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MASTER_BYTES = 4  # gradients, Adam's moments and the master copy of bfloat16 weights are float32
@@ -38,7 +89,7 @@ class TrainerMemory:
 
     stage: int
     num_parameters: int
-    # the whole time
+    # permanent
     weights: int
     gradients: int
     optimizer: int
@@ -51,23 +102,23 @@ class TrainerMemory:
     activations: int  # kept between them, of all micro-batches under way
     working: int  # of the layer that is being differentiated, or of the rows before the output layer
     logits: int  # of one chunk of rows, and the gradient of the output layer; 0 where a layer needs more
-    # in other phases
+    # other phases
     update: int  # Adam's temporaries
     sync: int  # buckets, and whole tensors that are gathered for them
 
     @property
     def total(self) -> int:
-        """The peak of a step."""
+        """Peak of a step."""
         always = self.weights + self.gradients + self.optimizer + self.reference + self.critic
         always += self.fp8 + self.batch + self.context
         return always + max(self.activations + self.working + self.logits, self.update, self.sync)
 
 
 def trainer_memory(config: Config, shape: ModelShape, *, stage: int = 0, gpu_bytes: int | None = None) -> TrainerMemory:
-    """Of a rank on this pipeline stage; of tensor, context and data ranks the fullest.
+    """Estimate the memory of a stage's fullest rank.
 
     Args:
-        gpu_bytes: memory of a GPU; None: torch on a CPU, which keeps more for a norm and has no context.
+        gpu_bytes: memory of a GPU; None: a CPU, on which torch keeps more for a norm and has no context.
     """
     on_gpu = gpu_bytes is not None
     p, item = config.parallel, ITEM_BYTES[config.model.dtype]
@@ -103,42 +154,45 @@ def trainer_memory(config: Config, shape: ModelShape, *, stage: int = 0, gpu_byt
 
 
 def fullest_rank(config: Config, shape: ModelShape, gpu_bytes: int | None = None) -> TrainerMemory:
-    """The rank that runs out of memory first."""
+    """Return the memory of the rank that runs out first."""
     stages = range(config.parallel.pipeline)
     return max((trainer_memory(config, shape, stage=s, gpu_bytes=gpu_bytes) for s in stages), key=lambda m: m.total)
 
 
 def runs_forwards_first(config: Config, shape: ModelShape, gpu_bytes: int | None) -> bool:
-    """Whether all forward passes of a full-length update come before its backward passes."""
+    """Return whether all forward passes of a full-length update come before its backward passes."""
     return forwards_under_way(config, shape, gpu_bytes) == max_microbatches(config)
 
 
 def forwards_under_way(config: Config, shape: ModelShape, gpu_bytes: int | None) -> int:
-    """Micro-batches whose forward passes may all come before the first backward pass: `learner/schedule.py` decides
-    alike, by how many there are. Shorter responses make fewer, so that `auto` may do it up to this number.
+    """Count the micro-batches that `auto` may run forward before the first backward pass.
 
-    On a CPU, whose memory is not known here, `auto` is taken to do so with one micro-batch only.
+    Shorter responses make fewer micro-batches, so any number up to this one occurs. On a CPU, whose memory is unknown
+    here, the count is at most 1.
     """
-    order, num_microbatches = config.train.schedule, max_microbatches(config)
-    if not searches_exactly(config) or config.parallel.pipeline > 1 or order == "interleaved":
+    if not searches_exactly(config):
         return 0
-    if order == "forwards_first":
-        return num_microbatches
-    if not config.train.recompute or gpu_bytes is None:
-        return 1
     hidden = microbatch_tokens(config) * shape.hidden_size * ITEM_BYTES[config.model.dtype]
     if config.parallel.sequence:
         hidden //= config.parallel.tensor
-    return max(1, min(num_microbatches, int(FORWARDS_FIRST_MEMORY_SHARE * gpu_bytes / (shape.num_layers * hidden))))
+    each = shape.num_layers * hidden
+    return max(
+        (
+            count
+            for count in range(1, max_microbatches(config) + 1)
+            if plan.runs_forwards_first(config, count, layer_input_bytes=count * each, memory_bytes=gpu_bytes)
+        ),
+        default=0,
+    )
 
 
 def searches_exactly(config: Config) -> bool:
-    """Whether bounds are searched with the ratios of the update's own tokens."""
+    """Return whether bounds are searched with the ratios of the update's own tokens."""
     return config.searches_bounds and config.bapo.scope == "exact"
 
 
 def microbatch_tokens(config: Config) -> int:
-    """Tokens of one rank in the largest micro-batch: a longer single sequence gets one of its own."""
+    """Count one rank's tokens in the largest micro-batch; a sequence over the limit gets its own."""
     context = config.parallel.context
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     per_rank = _sequences_per_rank(config) * longest
@@ -157,7 +211,7 @@ def _tokens_of_update(config: Config) -> int:
 
 
 def _sync(config: Config, shape: ModelShape) -> int:
-    """Rank 0: two buckets, and a tensor gathered from its shards."""
+    """Estimate rank 0's weight sync: two buckets, and a tensor gathered from its shards."""
     largest = largest_tensor(shape) * ITEM_BYTES[config.model.dtype]
     bucket = max(int(config.sync.bucket_mib * 2**20), largest)
     gathered = 0 if config.parallel.tensor * config.parallel.pipeline == 1 else 2 * largest
@@ -182,7 +236,7 @@ class _Activations:
         self._V = shape.padded_vocab_size(p.tensor) // p.tensor
 
     def kept(self, stage: int) -> int:
-        """Of all micro-batches that are under way on a stage, between their forward and their backward."""
+        """Count the bytes kept for all micro-batches between their forward and backward on a stage."""
         p = self._config.parallel
         layers_per_chunk = self._shape.num_layers // (p.pipeline * p.virtual_pipeline)
         layer = self._rows * self._H * self._item if self._config.train.recompute else self.layer()
@@ -191,7 +245,7 @@ class _Activations:
         return max(by_turns, self._forwards_first * (layers_per_chunk * layer + self._shared() + rows))
 
     def _chunks_under_way(self, stage: int) -> int:
-        """One forward, one backward (Megatron's schedules): later stages have fewer micro-batches under way."""
+        """Count chunks under way in Megatron's 1F1B schedules: fewer on later stages."""
         p, num_microbatches = self._config.parallel, max_microbatches(self._config)
         if p.virtual_pipeline == 1:
             return min(p.pipeline - stage, num_microbatches)
@@ -199,7 +253,7 @@ class _Activations:
         return min(warmup + 1, num_microbatches * p.virtual_pipeline)
 
     def layer(self) -> int:
-        """Of one layer and one micro-batch: two norms, attention, and the gated MLP."""
+        """Count the bytes of one layer for one micro-batch: two norms, attention, and the gated MLP."""
         context, D = self._config.parallel.context, self._shape.head_dim
         hidden = self._rows * self._H * self._item
         norm = (1 if self._on_gpu else 2) * hidden + 4 * self._rows  # its input; on a CPU also the normalised one
@@ -219,7 +273,7 @@ class _Activations:
         return int(2 * (norm + hidden) + attention + per_token * self._T + mlp + mask)
 
     def _mask(self) -> int:
-        """Entries of the masks of both chunks of queries, for the longest sequence, or for as many as fill the pack."""
+        """Count mask entries of both query chunks, for as many of the longest sequences as fill the pack."""
         context = self._config.parallel.context
         longest = self._config.data.max_prompt_tokens + self._config.rollout.max_response_tokens
         pack = self._T * context
@@ -228,26 +282,26 @@ class _Activations:
         return int(pack / length * entries_of_one)
 
     def _shared(self) -> int:
-        """Not of a layer: final norm, token and place indices, the boolean masks."""
+        """Count the bytes outside layers: final norm, token and position indices, boolean masks."""
         context = self._config.parallel.context
         indices = 8 * self._T * (2 + 2 + 2 * (context + 0.5 if context > 1 else 1))
         hidden = self._rows * self._H * self._item
         return int((2 if self._on_gpu else 3) * hidden + indices + (self._mask() if context > 1 else 0))
 
     def backward(self) -> int:
-        """While one layer is differentiated: gradients in the MLP and, with recomputation, the layer's activations."""
+        """Count the extra bytes of differentiating a layer: MLP gradients and, if recomputed, its activations."""
         gradients = self._T * self._item * 2 * self._F + 2 * self._rows * self._H * self._item
         if self._config.parallel.sequence:
             gradients += 2 * self._T * self._H * self._item  # gathered input of a linear, and its gradient
         return gradients + (self.layer() if self._config.train.recompute else 0)
 
     def rows(self) -> int:
-        """Hidden states that meet the vocabulary, and their gradient, while log-probs are differentiated."""
+        """Count the bytes of the output layer's input and its gradient while log-probs are differentiated."""
         copies = self._item * (2 if self._config.parallel.sequence else 1) + MASTER_BYTES
         return self._T * self._H * copies
 
     def logits(self) -> int:
-        """One chunk: logits, probabilities, their low-precision copy; and the gradient of the output layer's weight."""
+        """Count the bytes of one chunk's logits, probabilities and low-precision copy, and of the weight's gradient."""
         rows, is_low = min(self._config.train.logprob_chunk_tokens, self._T), self._item < MASTER_BYTES
         chunk = rows * self._V * (2 * MASTER_BYTES + (self._item if is_low else 0))
         weight = self._V * self._H * (2 * MASTER_BYTES + self._item if is_low else MASTER_BYTES)  # low: sum, product

@@ -1,4 +1,4 @@
-"""Which packages are installed, against the lock file. Imports none of them, so that it can say what is missing."""
+"""Compare installed packages with setup.py's ranges and with the versions of requirements/. Imports none of them."""
 
 from __future__ import annotations
 
@@ -7,57 +7,83 @@ import importlib.util
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from importlib import resources
+from typing import TYPE_CHECKING, Literal
 
-from bapo_megatron.preflight import versions
-from bapo_megatron.preflight.finding import Finding, Verdict
-from bapo_megatron.preflight.versions import Package, Stack
+from bapo_megatron.preflight.machine_checks import Finding, Verdict
 
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement  # which may be missing too
+
+Stack = Literal["cpu", "gpu"]
 State = Literal["exact", "allowed", "not allowed", "missing"]
 
+GROUPS = ("core", "parquet", "gpu", "sglang", "sglang-needs")
+_EXTRAS = {"core": "", "parquet": "parquet", "gpu": "gpu", "sglang-needs": "sglang"}  # of setup.py
 _MODULES = {"megatron-core": "megatron"}  # else the distribution's name, with underscores
-_SGLANG = ("sglang", "sglang-needs")
-_GROUPS = ("core", "parquet", "gpu", *_SGLANG)  # not what the image compiles with
 _STACKS = {"cpu": "as tested", "gpu": "as docker/Dockerfile.gpu has them, untested"}
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What is installed of one package, against the lock file.
+    """One package: the installed version, the allowed range, and the stack's own version.
 
-    exact: the stack's version (or an allowed one, where the stack has none of its own). allowed: another one, which
-    setup.py takes. not allowed: one that it does not take.
+    exact: the stack's version (or an allowed one, if the stack has none). allowed: another version in the range.
+    not allowed: a version outside it.
     """
 
-    package: Package
-    locked: str
+    requirement: Requirement
+    pinned: str
     installed: str | None
     state: State
 
     def __str__(self) -> str:
-        wanted = self.package.allowed if self.state == "not allowed" else self.locked
-        return f"{self.package.name} {self.installed} ({wanted})"
+        wanted = self.requirement.specifier if self.state == "not allowed" else self.pinned
+        return f"{self.requirement.name} {self.installed} ({wanted})"
+
+
+def requirements(group: str) -> list[Requirement]:
+    """Return a group's requirements: an extra of bapo-megatron, or the SGLang packages installed without theirs."""
+    from packaging.requirements import Requirement
+
+    if group == "sglang":
+        return _read("sglang-cpu.txt")
+    declared = [Requirement(text) for text in importlib.metadata.requires("bapo-megatron") or []]
+    extra = _EXTRAS[group]
+    if not extra:
+        return [r for r in declared if r.marker is None]
+    return [r for r in declared if r.marker is not None and r.marker.evaluate({"extra": extra})]
+
+
+def pins(stack: Stack) -> dict[str, str]:
+    """Return the version of each package in requirements/<stack>.txt. Example: pins("cpu")["torch"] is "2.13.0"."""
+    exact = ((r.name, list(r.specifier)) for r in _read(f"{stack}.txt"))
+    return {name: found[0].version for name, found in exact if len(found) == 1 and found[0].operator == "=="}
 
 
 def check_required() -> Finding:
-    """Whether all is there that a run imports."""
-    core = versions.packages("core")
-    missing = [p.name for p in core if importlib.util.find_spec(_module(p)) is None]
+    """Check that every package a run imports is installed."""
+    if importlib.util.find_spec("packaging") is None:  # which reads the names of the others
+        return Finding("packages", "error", "packaging is not installed", "pip install packaging")
+    core = requirements("core")
+    missing = [r for r in core if importlib.util.find_spec(_module(r)) is None]
     if missing:
-        what = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
-        return Finding("packages", "error", what, _pip_install([p for p in core if p.name in missing]))
+        names = ", ".join(r.name for r in missing)
+        what = f"{names} {'is' if len(missing) == 1 else 'are'} not installed"
+        return Finding("packages", "error", what, _pip_install(missing))
     return Finding("packages", "ok", f"all {len(core)} that a run imports are installed")
 
 
 def check_versions(stack: Stack) -> Finding:
-    """Of what is installed: of SGLang's only where there is SGLang. `software_checks` has a line for megatron-core."""
-    found = [c for c in compare_installed(stack) if c.package.name != "megatron-core"]
+    """Check the installed versions, SGLang's only if it is installed; `software_checks` checks megatron-core."""
+    found = [c for c in compare_installed(stack) if c.requirement.name != "megatron-core"]
     wrong = [c for c in found if c.state == "not allowed"]
     other = [c for c in found if c.state == "allowed"]
     if wrong:
-        verdict: Verdict = "error" if any(c.package in versions.packages("core") for c in wrong) else "warning"
+        core = requirements("core")
+        verdict: Verdict = "error" if any(c.requirement in core for c in wrong) else "warning"
         what = f"not allowed: {', '.join(map(str, wrong))}"
-        return Finding("versions", verdict, what, _pip_install([c.package for c in wrong]))
+        return Finding("versions", verdict, what, _pip_install([c.requirement for c in wrong]))
     what = f"{len(found) - len(other)} of {len(found)} {_STACKS[stack]}"
     if other:
         what += f"; allowed, but others: {', '.join(map(str, other))}"
@@ -65,48 +91,63 @@ def check_versions(stack: Stack) -> Finding:
 
 
 def compare_installed(stack: Stack) -> list[Comparison]:
-    """Every package of the lock file that is there; SGLang's only where there is SGLang."""
-    has_sglang = _installed("sglang") is not None
-    groups = [g for g in _GROUPS if g not in _SGLANG or has_sglang]
-    found = [compare(package, stack) for group in groups for package in versions.packages(group)]
+    """Compare every installed package; SGLang's packages only if SGLang is installed."""
+    has_sglang = installed_version("sglang") is not None
+    groups = [g for g in GROUPS if "sglang" not in g or has_sglang]
+    pinned = pins(stack)
+    found = [compare(r, pinned.get(r.name, "")) for group in groups for r in requirements(group)]
     return [c for c in found if c.state != "missing"]
 
 
-def compare(package: Package, stack: Stack) -> Comparison:
-    from packaging.specifiers import SpecifierSet
+def compare(requirement: Requirement, pinned: str) -> Comparison:
+    """Compare one package's installed version with its range and its pinned version ("" for none)."""
     from packaging.version import Version
 
-    locked = package.gpu if stack == "gpu" else package.cpu
-    installed = _installed(package.name)
+    installed = installed_version(requirement.name)
     state: State
     if installed is None:
         state = "missing"
-    elif not SpecifierSet(package.allowed).contains(installed, prereleases=True):
+    elif not requirement.specifier.contains(installed, prereleases=True):
         state = "not allowed"
     else:  # a local version such as 2.13.0+cpu is the same release
-        state = "exact" if not locked or Version(installed).public == Version(locked).public else "allowed"
-    return Comparison(package, locked, installed, state)
+        state = "exact" if not pinned or Version(installed).public == Version(pinned).public else "allowed"
+    return Comparison(requirement, pinned, installed, state)
 
 
 def table(stack: Stack) -> Iterator[str]:
-    """`bapo doctor --versions`: a line for each package of the lock file."""
-    yield f"{'':<31}{'installed':<18}{'lock (' + stack + ')':<18}{'allowed':<14}"
-    for group in _GROUPS:
+    """Yield the lines of `bapo doctor --versions`, one for each package."""
+    yield f"{'':<31}{'installed':<18}{stack + '.txt':<18}{'allowed':<14}"
+    pinned = pins(stack)
+    for group in GROUPS:
         yield f"[{group}]"
-        for c in (compare(package, stack) for package in versions.packages(group)):
-            have, locked, allowed = c.installed or "-", c.locked or "-", c.package.allowed or "any"
-            yield f"  {c.package.requirement:<29}{have:<18}{locked:<18}{allowed:<14}{c.state}"
+        for c in (compare(r, pinned.get(r.name, "")) for r in requirements(group)):
+            r = c.requirement
+            name = f"{r.name}[{','.join(r.extras)}]" if r.extras else r.name
+            yield f"  {name:<29}{c.installed or '-':<18}{c.pinned or '-':<18}{_range(r) or 'any':<14}{c.state}"
 
 
-def _pip_install(packages: list[Package]) -> str:
-    return f"pip install {shlex.join(p.pinned(None) for p in packages)}"
+def _read(file: str) -> list[Requirement]:
+    from packaging.requirements import Requirement
+
+    text = (resources.files("bapo_megatron_requirements") / file).read_text(encoding="utf-8")
+    return [Requirement(line) for line in text.splitlines() if line and not line.startswith("#")]
 
 
-def _module(package: Package) -> str:
-    return _MODULES.get(package.name, package.name.replace("-", "_"))
+def _range(requirement: Requirement) -> str:
+    """Return the range, lower end first."""
+    return ",".join(sorted(map(str, requirement.specifier), key=lambda text: text[0], reverse=True))
 
 
-def _installed(distribution: str) -> str | None:
+def _pip_install(requirements: list[Requirement]) -> str:
+    return f"pip install {shlex.join(r.name + _range(r) for r in requirements)}"
+
+
+def _module(requirement: Requirement) -> str:
+    return _MODULES.get(requirement.name, requirement.name.replace("-", "_"))
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return a distribution's version, or None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -1,7 +1,7 @@
 """The plan of a run on a cluster: memory of each kind of GPU, work and time of a step, and whether it fits.
 
-Times are rooflines: "at least" divides by the peak rates of the data sheets, "expected" by what programs usually reach
-of them (COMPUTE_SHARE, LINK_SHARE), which is assumed and not measured.
+Times are rooflines: "at least" divides by the data sheets' peak rates, "expected" by the share of them that programs
+usually reach (COMPUTE_SHARE, LINK_SHARE), which is assumed, not measured.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from bapo_megatron.config.plan import Violation, max_microbatches, num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.preflight import work
-from bapo_megatron.preflight.gpus import GIB, GPU, GPUS
+from bapo_megatron.preflight.known import GIB, GPU, GPUS
 from bapo_megatron.preflight.memory import TrainerMemory, fullest_rank, runs_forwards_first
-from bapo_megatron.preflight.rollouts import ServerMemory, decode_seconds, server_memory
+from bapo_megatron.preflight.work import ServerMemory, decode_seconds, server_memory
 
 COMPUTE_SHARE = 0.4  # of the peak rate of matrix products
 LINK_SHARE = 0.7  # of NVLink, network and GPU memory bandwidth
-FULL = 0.95  # of the memory: above, fragments of the allocator may not leave room
+FULL = 0.95  # usable share of the memory; the allocator's fragments may take the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run needs, for one configuration with `cluster.gpu`."""
+    """Needs of a run, for a configuration with `cluster.gpu`."""
 
     gpu: GPU
     gpu_memory_gib: float
@@ -57,7 +57,7 @@ class Plan:
 
 
 def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = None) -> Plan:
-    """Args: response_tokens: average length of a response; None: all are as long as allowed."""
+    """Plan memory, work and time. response_tokens: average response length; None: the maximum."""
     assert config.cluster.gpu is not None
     gpu = GPUS[config.cluster.gpu]
     memory_gib = config.cluster.gpu_memory_gib or gpu.memory_gib
@@ -85,7 +85,7 @@ def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = N
 
 
 def check_cluster(config: Config, hf_config: dict[str, Any] | None, *, memory: bool = True) -> list[Violation]:
-    """Layout against nodes, and memory; empty without `cluster.gpu`.
+    """Check the layout against nodes, and memory against GPUs; empty without `cluster.gpu`.
 
     Args:
         hf_config: the model's config.json; None leaves memory unchecked.
@@ -99,8 +99,7 @@ def check_cluster(config: Config, hf_config: dict[str, Any] | None, *, memory: b
 
 
 def _placement(config: Config) -> Iterator[str]:
-    """Whether one machine can hold a tensor-parallel group, and a server. That none is split which it can hold is for
-    `check_placement`: servers are placed whole."""
+    """Check that one machine can hold a tensor-parallel group and a server; `check_placement` keeps them whole."""
     c, r = config.cluster, config.rollout
     sizes = {"parallel.tensor": config.parallel.tensor}
     if r.engine_kind.on_gpus:
@@ -114,13 +113,13 @@ def _placement(config: Config) -> Iterator[str]:
 
 
 def memory_problems(config: Config, plan: Plan) -> list[str]:
-    """What does not fit, with the numbers; empty where all does."""
+    """List what exceeds the memory, with numbers; empty if everything fits."""
     found, r = [], config.rollout
     need, have = plan.trainer.total / GIB, FULL * plan.gpu_memory_gib
     if need > have:
         found.append(
             f"a trainer rank needs {need:.1f} GiB, and {FULL:.0%} of a {plan.gpu.name} are {have:.1f} GiB; "
-            "`bapo plan` says what takes it, and what would fit"
+            "`bapo plan` shows its parts, and settings that fit"
         )
     if plan.server is not None and plan.server.concurrency == 0:
         longest = config.data.max_prompt_tokens + r.max_response_tokens
@@ -135,7 +134,7 @@ def memory_problems(config: Config, plan: Plan) -> list[str]:
 def _train_seconds(
     config: Config, shape: ModelShape, gpu: GPU, tokens: work.StepTokens, parameters: int, passes: int, flops: float
 ) -> Seconds:
-    """One step's updates and scoring passes."""
+    """Estimate one step's updates and scoring passes."""
     p, t = config.parallel, config.train
     computing = flops / num_ranks(config) / gpu.flops(config.model.dtype)
     computing *= work.bubble(config, _num_microbatches(config, tokens))
@@ -149,20 +148,20 @@ def _train_seconds(
 
 
 def _link(config: Config, gpu: GPU, num_consecutive: int) -> float:
-    """Bytes per second between ranks of a group within so many consecutive ones."""
+    """Return the bytes per second between ranks of a group that spans `num_consecutive` ranks."""
     network = config.cluster.network_gbit_per_s * 1e9 / 8
     return network if work.spans_nodes(config, num_consecutive) else gpu.nvlink_bytes_per_s
 
 
 def _num_microbatches(config: Config, tokens: work.StepTokens) -> int:
-    """Of one update on one data rank, at this length of responses."""
+    """Count the micro-batches of one update on one data rank, for responses of this length."""
     per_rank = tokens.total / config.train.minibatches_per_step / config.parallel.data
     budget = config.train.max_tokens_per_microbatch * config.parallel.context
     return min(max(1, math.ceil(per_rank / max(budget, tokens.per_sequence))), max_microbatches(config))
 
 
 def _sync_seconds(config: Config, shape: ModelShape, gpu: GPU) -> Seconds:
-    """Gathering over tensor ranks and from later stages to rank 0, then a broadcast from there."""
+    """Estimate gathering from tensor ranks and later stages to rank 0, then the broadcast from there."""
     c, p = config.cluster, config.parallel
     num_bytes = work.sync_bytes(config, shape)
     network = c.network_gbit_per_s * 1e9 / 8

@@ -1,6 +1,6 @@
-"""The figures of docs/recipes.md: one plan as an example, and what each model needs on each cluster that it fits.
+"""The figures of docs/recipes.md: an example plan, and the needs of each model on each cluster that fits it.
 
-python -m bapo_megatron.preflight.recipes        plans, and writes them into the page
+python -m bapo_megatron.preflight.recipes        plan, and update the page
 """
 
 from __future__ import annotations
@@ -10,25 +10,24 @@ from pathlib import Path
 from bapo_megatron.config.load import load_config, shipped_configs
 from bapo_megatron.config.plan import summarize
 from bapo_megatron.config.schema import Config
-from bapo_megatron.preflight.gpus import GIB
-from bapo_megatron.preflight.known_models import planned_shape
+from bapo_megatron.preflight.known import GIB, planned_shape
 from bapo_megatron.preflight.plan import make_plan
 from bapo_megatron.preflight.report import amount, explain
 
-# Files that are merged between that of the model and that of the cluster.
+# Files merged between the model's and the cluster's.
 ALGORITHMS = {
     "GRPO": ("algorithms/grpo",),
     "BAPO": ("algorithms/bapo",),
     "BAPO, partial rollout": ("algorithms/bapo", "algorithms/partial-rollout"),
 }
-RESPONSE_SHARE = 4  # times are for responses that are this many times shorter than allowed, on average
+RESPONSE_SHARE = 4  # average responses are this many times shorter than the maximum
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 EXAMPLE = ("models/r1-distill-qwen-7b-32k", "algorithms/bapo", "clusters/4x8-h100")
 EXAMPLE_TOKENS = 8000
 
 
 def combinations() -> list[tuple[str, str]]:
-    """(model, cluster), by name. A 32B model and its servers need more than one node."""
+    """List the (model, cluster) names. A 32B model and its servers need more than one node."""
     shipped = sorted(shipped_configs())
     models = [name for name in shipped if name.startswith("models/")]
     clusters = [name for name in shipped if name.startswith("clusters/")]
@@ -37,12 +36,12 @@ def combinations() -> list[tuple[str, str]]:
 
 
 def planned(model: str, algorithm: str, cluster: str) -> Config:
-    """The configuration of one cell."""
+    """Load the configuration of one cell."""
     return load_config([model, *ALGORITHMS[algorithm], cluster])
 
 
 def table() -> str:
-    """Markdown."""
+    """Return the table as Markdown."""
     times = " | ".join(f"{name}: train, rollout" for name in ALGORITHMS)
     lines = [
         f"| model | cluster | TP x PP x DP | GiB of a trainer GPU | KV tokens of a server | sync | {times} |",
@@ -74,7 +73,7 @@ def _cells(model: str, cluster: str) -> list[str]:
 
 
 def example() -> str:
-    """What `bapo plan` prints of the example, as an indented block."""
+    """Return the example's `bapo plan` output as an indented block."""
     config = load_config(EXAMPLE)
     text, _ = explain(config, EXAMPLE_TOKENS)
     command = f"$ bapo plan {' '.join(EXAMPLE)} --response-tokens {EXAMPLE_TOKENS}"
@@ -82,7 +81,7 @@ def example() -> str:
 
 
 def filled_page(text: str) -> str:
-    """The page with the example and the table in their places."""
+    """Fill the example and the table into the page."""
     return _fill(_fill(text, "plan", example()), "table", table())
 
 

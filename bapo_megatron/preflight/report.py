@@ -8,23 +8,22 @@ from collections.abc import Iterator, Sequence
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import model_shape
-from bapo_megatron.preflight.gpus import GIB
-from bapo_megatron.preflight.known_models import planned_config, planned_shape
+from bapo_megatron.preflight.known import GIB, planned_config, planned_shape
 from bapo_megatron.preflight.memory import TrainerMemory, fullest_rank
 from bapo_megatron.preflight.plan import COMPUTE_SHARE, LINK_SHARE, Plan, Seconds, make_plan, memory_problems
 from bapo_megatron.preflight.suggest import Suggestion, suggest
 
 
 def describe(config: Config) -> str:
-    """The plan of a checked configuration, without suggestions."""
+    """Return the plan of a checked configuration, without suggestions."""
     return "\n".join(_lines(config, make_plan(config, planned_shape(config.model.path))))
 
 
 def explain(config: Config, response_tokens: int | None = None) -> tuple[str, list[str]]:
-    """The plan with suggestions, and what does not fit. Without `cluster.gpu`: memory of a rank on CPUs.
+    """Return the plan with suggestions, and the memory problems. Without `cluster.gpu`: memory of a rank on CPUs.
 
     Args:
-        response_tokens: average length of a response; None: all are as long as allowed.
+        response_tokens: average response length; None: the maximum.
     """
     hf_config = planned_config(config.model.path)
     shape = model_shape(hf_config)
@@ -79,7 +78,7 @@ def _suggestions(suggestions: Sequence[Suggestion]) -> Iterator[str]:
 
 
 def memory_parts(memory: TrainerMemory) -> list[tuple[str, int, str]]:
-    """Name, bytes, and a note."""
+    """List the parts as (name, bytes, note)."""
     return [
         ("weights", memory.weights, ""),
         ("gradients", memory.gradients, "float32"),

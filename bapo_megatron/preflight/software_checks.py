@@ -1,8 +1,7 @@
-"""Checks of what is installed, without importing it where that takes long; and of GPUs, through their driver."""
+"""Checks of installed software, mostly without importing it, and of GPUs, through their driver."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -16,8 +15,9 @@ from bapo_megatron_patches.sglang import SUPPORTED as SGLANG_SUPPORTED
 
 from bapo_megatron.engines.sglang import check_installed
 from bapo_megatron.errors import UserError
-from bapo_megatron.preflight.finding import Finding, Verdict
-from bapo_megatron.preflight.gpus import GIB, visible_indexes
+from bapo_megatron.preflight.known import GIB, visible_indexes
+from bapo_megatron.preflight.machine_checks import Finding, Verdict
+from bapo_megatron.preflight.packages import installed_version
 
 _FP8_CAPABILITY = (8, 9)  # Ada; Hopper is (9, 0)
 _IMPORT_TIMEOUT_S = 15.0
@@ -25,7 +25,7 @@ _IMPORT_TIMEOUT_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """What the NVIDIA driver says. `problem`: why nothing is known."""
+    """Facts from the NVIDIA driver. `problem`: why there are none."""
 
     version: str = ""
     cuda: tuple[int, int] = (0, 0)  # the newest CUDA that it can run
@@ -35,7 +35,7 @@ class Driver:
 
 
 def read_driver() -> Driver:
-    """Through nvidia-ml-py; never raises."""
+    """Query the driver through nvidia-ml-py; never raises."""
     try:
         import pynvml
     except ImportError:
@@ -69,7 +69,7 @@ def _text(value: str | bytes) -> str:
 
 
 def check_gpus(driver: Driver, needed: int) -> Iterator[Finding]:
-    """Driver and visible GPUs; a GPU in which others hold memory is told."""
+    """Check the driver and the visible GPUs; warn of GPUs whose memory is in use."""
     verdict: Verdict = "error" if needed else "absent"
     if driver.problem:
         yield Finding("driver", verdict, driver.problem, "install NVIDIA's driver and `pip install nvidia-ml-py`")
@@ -88,15 +88,15 @@ def check_gpus(driver: Driver, needed: int) -> Iterator[Finding]:
     elif not shown:
         yield Finding("GPUs", "absent", f"{what}: CPU use only")
     elif busy:
-        yield Finding("GPUs", "warning", f"{what}; in use: {', '.join(busy)}", "`nvidia-smi` says by whom")
+        yield Finding("GPUs", "warning", f"{what}; in use: {', '.join(busy)}", "`nvidia-smi` shows by which process")
     else:
         yield Finding("GPUs", "ok", what)
 
 
 def check_torch(facts: dict[str, Any], driver: Driver) -> Iterator[Finding]:
-    """torch and its CUDA against the driver, and NCCL; `facts` are those of a group probe, or its "problem"."""
+    """Check torch and its CUDA against the driver, and NCCL, from the facts (or the "problem") of a group probe."""
     if "torch" not in facts:
-        advice = "`nvidia-smi` says who has the GPUs" if driver.visible else ""
+        advice = "`nvidia-smi` shows which processes use the GPUs" if driver.visible else ""
         yield Finding("torch", "error", facts["problem"], advice)
         return
     cuda = facts["cuda"]
@@ -112,7 +112,7 @@ def check_torch(facts: dict[str, Any], driver: Driver) -> Iterator[Finding]:
         yield Finding("torch", "error", f"{what}; the driver runs CUDA up to {newest}", "update one of them")
     elif facts["num_gpus"] == 0:
         why = f"{what}; it sees none of the {len(driver.visible)} GPUs"
-        yield Finding("torch", "error", why, "`python -c 'import torch; torch.cuda.init()'` says why")
+        yield Finding("torch", "error", why, "`python -c 'import torch; torch.cuda.init()'` shows why")
     else:
         yield Finding("torch", "ok", what)
     if "nccl" in facts:
@@ -122,7 +122,7 @@ def check_torch(facts: dict[str, Any], driver: Driver) -> Iterator[Finding]:
 
 
 def check_megatron(has_gpu: bool) -> Finding:
-    installed = _version("megatron-core")
+    installed = installed_version("megatron-core")
     if installed is None:
         return Finding("megatron-core", "error", "is not installed", f"pip install megatron-core=={MEGATRON_SUPPORTED}")
     if installed == MEGATRON_SUPPORTED:
@@ -132,8 +132,8 @@ def check_megatron(has_gpu: bool) -> Finding:
 
 
 def check_transformer_engine(facts: dict[str, Any], needed: bool) -> Finding:
-    """Whether it imports, and whether this chip has FP8."""
-    name, installed = "Transformer Engine", _version("transformer-engine")
+    """Check that Transformer Engine imports, and whether this chip has FP8."""
+    name, installed = "Transformer Engine", installed_version("transformer-engine")
     if installed is None:
         verdict: Verdict = "error" if needed else "absent"
         return Finding(name, verdict, "is not installed: no FP8", "pip install 'bapo-megatron[gpu]', on a GPU machine")
@@ -152,7 +152,7 @@ def check_transformer_engine(facts: dict[str, Any], needed: bool) -> Finding:
 
 
 def check_apex(has_gpu: bool) -> Finding:
-    """NVIDIA's, by its compiled extension: a package of that name on the package index is something else."""
+    """Check for NVIDIA's apex by its compiled extension: PyPI's package of that name is another one."""
     if importlib.util.find_spec("amp_C") is not None:
         return Finding("apex", "ok", "NVIDIA's, with its extensions")
     return Finding(
@@ -161,28 +161,21 @@ def check_apex(has_gpu: bool) -> Finding:
 
 
 def check_sglang(has_gpu: bool, needed: bool) -> Finding:
-    """In the environment of this interpreter, which is where its servers are started."""
+    """Check SGLang in this interpreter's environment, in which its servers start."""
     try:
         check_installed(has_gpu=has_gpu)
     except UserError as error:
         if needed:
             return Finding("SGLang", "error", str(error))
         how = f"pip install sglang=={SGLANG_SUPPORTED}" if has_gpu else "scripts/install_sglang_cpu.sh"
-        installed = _version("sglang")
+        installed = installed_version("sglang")
         what = f"{installed}, {SGLANG_SUPPORTED} is known" if installed else f"is not installed in {sys.prefix}"
         return Finding("SGLang", "absent", what, f"{how}; or use the embedded engine")
-    return Finding("SGLang", "ok", f"{_version('sglang')} in {sys.prefix}")
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return Finding("SGLang", "ok", f"{installed_version('sglang')} in {sys.prefix}")
 
 
 def _import_problem(module: str) -> str:
-    """The last line of the traceback of an import in a process of its own; empty if it works."""
+    """Import a module in a new process; return the last line of its traceback, or "" on success."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S

@@ -1,18 +1,26 @@
-"""Arithmetic of one training step: floating-point operations, and bytes between GPUs.
+"""Arithmetic of one step: floating-point operations, bytes between GPUs, and memory and speed of an SGLang server.
 
-Counted for responses that are all as long as the caller says; attention is causal.
+All responses have the length that the caller gives; attention is causal. Decoding is a roofline of memory reads and
+matrix products.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.plan_slurm import place
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape
-from bapo_megatron.preflight.memory import ITEM_BYTES, MASTER_BYTES, searches_exactly
-from bapo_megatron.preflight.parameters import layer_parameters, model_parameters
+from bapo_megatron.preflight.known import GIB, GPU
+from bapo_megatron.preflight.memory import (
+    ITEM_BYTES,
+    MASTER_BYTES,
+    layer_parameters,
+    model_parameters,
+    searches_exactly,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +33,7 @@ class StepTokens:
 
     @classmethod
     def of(cls, config: Config, response_tokens: int | None = None) -> StepTokens:
-        """At most as many as the settings allow; `response_tokens`: as long as responses are on average."""
+        """Count a step's tokens; `response_tokens`: average response length, None: the maximum."""
         r = config.rollout
         response = min(response_tokens or r.max_response_tokens, r.max_response_tokens)
         return cls(r.prompts_per_step * r.samples_per_prompt, config.data.max_prompt_tokens, response)
@@ -40,8 +48,8 @@ class StepTokens:
 
 
 def forward_flops(shape: ModelShape, tokens: StepTokens) -> tuple[float, float]:
-    """(of all layers, of the output layer), for one pass over a step's tokens: two per weight and token, and causal
-    attention, in which a token meets half of its sequence on average."""
+    """Return the FLOPs of (all layers, the output layer) for one pass over a step's tokens: two per weight and token,
+    and causal attention, in which a token attends to half of its sequence on average."""
     matrices = shape.num_layers * layer_parameters(shape, 1)
     attention = 2 * shape.num_layers * shape.num_heads * shape.head_dim * tokens.per_sequence
     output = 2 * shape.vocab_size * shape.hidden_size * tokens.num_sequences * tokens.response
@@ -49,7 +57,7 @@ def forward_flops(shape: ModelShape, tokens: StepTokens) -> tuple[float, float]:
 
 
 def step_flops(config: Config, shape: ModelShape, tokens: StepTokens, scoring_passes: int) -> float:
-    """Of all ranks together: scoring passes, forward, backward, and what is computed again."""
+    """Count the FLOPs of all ranks: scoring passes, forward, backward and recomputation."""
     layers, output = forward_flops(shape, tokens)
     epochs = config.train.epochs_per_step
     trained = epochs * ((4 if config.train.recompute else 3) * layers + 4 * output)  # logits are always computed again
@@ -60,19 +68,19 @@ def step_flops(config: Config, shape: ModelShape, tokens: StepTokens, scoring_pa
 
 
 def num_scoring_passes(config: Config, forwards_first: bool) -> int:
-    """Passes over a step's tokens without gradient: the search for bounds, proximal and reference log-probs."""
+    """Count the gradient-free passes over a step's tokens: bound search, proximal and reference log-probs."""
     searching = config.train.epochs_per_step if searches_exactly(config) and not forwards_first else 0
     return searching + config.loss.scores_proximal + bool(config.loss.kl_coef)
 
 
 def bubble(config: Config, num_microbatches: int) -> float:
-    """Time of a pipelined pass over that without waiting: Megatron's schedules, interleaved with a virtual pipeline."""
+    """Return the slowdown of a pass by the pipeline bubble, for Megatron's schedules (interleaved if virtual)."""
     p = config.parallel
     return 1 + (p.pipeline - 1) / (p.virtual_pipeline * num_microbatches)
 
 
 def tensor_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens, scoring_passes: int) -> float:
-    """Sent by one rank in a step: two all-reduces of hidden states per layer and pass, in each direction."""
+    """Count the bytes one rank sends per step: two all-reduces of hidden states per layer and pass."""
     p = config.parallel
     if p.tensor == 1:
         return 0.0
@@ -81,7 +89,7 @@ def tensor_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens,
 
 
 def context_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens, scoring_passes: int) -> float:
-    """Sent by one rank in a step: keys and values of every layer and pass go to all context ranks."""
+    """Count the bytes one rank sends per step: keys and values of every layer and pass go to all context ranks."""
     p = config.parallel
     if p.context == 1:
         return 0.0
@@ -91,8 +99,8 @@ def context_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens
 
 
 def pipeline_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens, scoring_passes: int) -> float:
-    """Sent by one rank in a step, on average over stages: hidden states to the next chunk of layers, their gradients to
-    the one before. With sequence parallelism each tensor rank sends its share of them, else each sends all."""
+    """Count the bytes one rank sends per step, averaged over stages: hidden states to the next chunk of layers, their
+    gradients to the previous one. With sequence parallelism each tensor rank sends its share, else all of them."""
     p = config.parallel
     chunks_before_others = (p.pipeline * p.virtual_pipeline - 1) / p.pipeline
     crossings = chunks_before_others * (2 * config.train.epochs_per_step + scoring_passes)
@@ -100,32 +108,32 @@ def pipeline_parallel_bytes(config: Config, shape: ModelShape, tokens: StepToken
 
 
 def _hidden_bytes(config: Config, shape: ModelShape, tokens: StepTokens) -> float:
-    """Of the hidden states of a rank's tokens."""
+    """Count the bytes of the hidden states of a rank's tokens."""
     p = config.parallel
     return tokens.total / (p.data * p.context) * shape.hidden_size * ITEM_BYTES[config.model.dtype]
 
 
 def _passes(config: Config, scoring_passes: int) -> float:
-    """Forward passes, and backward ones, which send as much as a forward pass."""
+    """Count forward passes and backward passes, each of which sends as much as a forward pass."""
     return config.train.epochs_per_step * (3 if config.train.recompute else 2) + scoring_passes
 
 
 def gradient_bytes(config: Config, num_parameters: int) -> float:
-    """Sent by one rank per update: gradients are summed over data and context ranks in float32."""
+    """Count the bytes one rank sends per update: gradients are summed over data and context ranks in float32."""
     shards = config.parallel.data * config.parallel.context
     return 2 * (shards - 1) / shards * num_parameters * MASTER_BYTES
 
 
 def sync_bytes(config: Config, shape: ModelShape) -> int:
-    """Of one weight version."""
+    """Count the bytes of one weight version."""
     return model_parameters(shape) * ITEM_BYTES[config.model.dtype]
 
 
 def spans_nodes(config: Config, num_consecutive: int) -> bool:
-    """Whether ranks of one group are on different machines, in a placement that `bapo check` accepts.
+    """Return whether a group's ranks span machines, in a placement that `bapo check` accepts.
 
     Args:
-        num_consecutive: ranks that the group is within. They are ordered tensor, context, data, pipeline
+        num_consecutive: consecutive ranks that contain the group. The order is tensor, context, data, pipeline
             (learner/parallel.py): tensor x context share sequences, tensor x context x data sum gradients.
 
     Example: 16 ranks on two nodes, data=8 pipeline=2: False for 8, as each stage is on one node; True for 16.
@@ -133,3 +141,57 @@ def spans_nodes(config: Config, num_consecutive: int) -> bool:
     on_node = num_ranks(config) if config.cluster.nodes == 1 else place(config).ranks_per_node
     firsts = range(0, num_ranks(config), num_consecutive)
     return any(first // on_node != (first + num_consecutive - 1) // on_node for first in firsts)
+
+
+DEFAULT_MEM_FRACTION = 0.85  # of [sglang.extra] mem_fraction_static; SGLang chooses 0.8 to 0.9 by GPU where it is unset
+
+
+@dataclass(frozen=True, slots=True)
+class ServerMemory:
+    """Bytes on one GPU of a server, and the number of concurrent responses."""
+
+    weights: int
+    kv_cache: int  # negative: the weights alone are too large
+    kv_bytes_per_token: int
+    concurrency: int  # full-length responses at once, limited by memory, settings and work; 0: not even one fits
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose keys and values fit."""
+        return max(0, self.kv_cache) // self.kv_bytes_per_token
+
+
+def server_memory(config: Config, shape: ModelShape, gpu_memory_gib: float) -> ServerMemory:
+    """Estimate one SGLang server of `rollout.server_tensor_parallel` GPUs."""
+    r, item = config.rollout, ITEM_BYTES[config.model.dtype]
+    tensor = r.server_tensor_parallel
+    fraction = float(config.sglang.extra.get("mem_fraction_static", DEFAULT_MEM_FRACTION))
+    weights = model_parameters(shape) * item // tensor
+    heads = max(1, shape.num_kv_heads // tensor)  # fewer heads than ranks: each rank keeps a copy
+    per_token = 2 * shape.num_layers * heads * shape.head_dim * item
+    kv_cache = int(fraction * gpu_memory_gib * GIB) - weights
+    context = r.engine_max_context or config.data.max_prompt_tokens + r.max_response_tokens
+    return ServerMemory(weights, kv_cache, per_token, _concurrency(config, max(0, kv_cache) // per_token, context))
+
+
+def _concurrency(config: Config, kv_tokens: int, length: int) -> int:
+    """Count the responses that one server samples at once."""
+    r = config.rollout
+    waiting = -(-(r.groups_in_flight or r.prompts_per_step) * r.samples_per_prompt // r.num_servers)
+    return min(kv_tokens // length, r.max_concurrent_requests, waiting)
+
+
+def decode_seconds(config: Config, shape: ModelShape, gpu: GPU, memory: ServerMemory, tokens: StepTokens) -> float:
+    """Bound the decoding time from below: each token reads the weights once for all responses, and its own cache."""
+    concurrency = _concurrency(config, memory.kv_tokens, tokens.per_sequence)
+    if concurrency == 0:
+        return math.inf
+    r, item = config.rollout, ITEM_BYTES[config.model.dtype]
+    parameters = model_parameters(shape) / r.server_tensor_parallel
+    cached = (tokens.prompt + tokens.response / 2) * memory.kv_bytes_per_token
+    reading = (parameters * item + concurrency * cached) / gpu.memory_bytes_per_s
+    multiplying = 2 * parameters * concurrency / gpu.flops(config.model.dtype)
+    waves = tokens.num_sequences / r.num_servers / concurrency
+    if not (r.abort_tail or r.overlap):
+        waves = max(1.0, waves)  # the step waits for its last response; otherwise other groups fill the gap
+    return waves * tokens.response * max(reading, multiplying)

@@ -21,7 +21,7 @@ from bapo_megatron.report.history import History, read_history
 MAX_GROUPS = len(ascii_uppercase)
 _NAMES = ("run.name", "run.dir")
 _SEED = "run.seed"
-# Where these differ, so does what a reward means.
+# Rewards of runs that differ in these settings are not comparable.
 _TASK = ("model.path", "data.*", "reward.*")
 _NOT_TASK = ("reward.concurrency", "reward.process_memory_mib")
 _EVALUATION = ("eval.path", "eval.num_prompts", "eval.samples_per_prompt", "eval.temperature")
@@ -55,8 +55,9 @@ class Comparison:
 def compare(paths: Sequence[Path]) -> Comparison:
     """Read runs and find out how they differ.
 
-    Raises UserError, naming all of them, for folders that are no runs or are given twice; and where no run has finished
-    a step, or there are more than MAX_GROUPS lines to draw.
+    Raises:
+        UserError: folders are not runs or are repeated (all named), no run has finished a step, or there are more than
+            MAX_GROUPS lines to draw.
     """
     runs = _read(paths)
     started = [run for run in runs if run.rows]
@@ -92,7 +93,7 @@ def _read(paths: Sequence[Path]) -> list[History]:
 
 
 def _with_own_names(runs: Sequence[History]) -> list[History]:
-    """Rename runs of the same name in different folders by as much of their paths as it takes."""
+    """Extend names shared by runs in different folders by as much of their paths as needed."""
     named = list(runs)
     for depth in range(2, 1 + max(len(run.path.resolve().parts) for run in runs)):
         names = [run.name for run in named]

@@ -45,7 +45,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A horizontal reference: a line at `low`, or a band where `high` is given."""
+    """A horizontal reference: a line at `low`, or a band up to `high` if given."""
 
     label: str
     low: float
@@ -105,7 +105,7 @@ def draw_curves(axes: Axes, series: Mapping[str, Sequence[Points]], *, window: i
 def mean_and_range(seeds: Sequence[Points]) -> tuple[Column, Column, Column, Column]:
     """Return x, mean, lowest and highest over the seeds, from where the last one begins to where the first one ends.
 
-    Values that are not finite, and seeds without others, are left out: at an x that a seed lacks, the others count.
+    Non-finite values are left out: at an x that a seed lacks, the others count.
     """
     known = [(x[finite], y[finite]) for x, y in seeds if (finite := np.isfinite(y)).any()]
     if not known:
@@ -235,7 +235,7 @@ def bars_figure(keys: Sequence[str], layers: Mapping[str, Sequence[float]], x_la
 
 
 def _block_means(values: Column, starts: NDArray[np.int64]) -> Column:
-    """Average the values from each of `starts` to the next, counting values that are not finite as 0."""
+    """Average the values from each of `starts` to the next, counting non-finite values as 0."""
     sizes = np.diff(np.append(starts, len(values)))
     return np.add.reduceat(np.where(np.isfinite(values), values, 0.0), starts) / sizes
 
@@ -298,7 +298,7 @@ def _draw_level(axes: Axes, level: Level, colour: str) -> Any:
 
 
 def _legend(figure: Figure, handles: Sequence[Any]) -> None:
-    """Place the legend above the plot, where it hides no curve, in as many columns as fit."""
+    """Place the legend above the plot, in as many columns as fit."""
     for num_columns in range(min(3, len(handles)), 0, -1):
         legend = figure.legend(handles=handles, loc="outside upper left", ncols=num_columns, columnspacing=1.2)
         if num_columns == 1 or legend.get_window_extent().width <= figure.bbox.width:

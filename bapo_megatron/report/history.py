@@ -1,4 +1,4 @@
-"""A run read from its folder, for reports: metrics, settings, environment. Works while the run goes on."""
+"""A run read from its folder, for reports: metrics, settings, environment. Works during the run."""
 
 from __future__ import annotations
 

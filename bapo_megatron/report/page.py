@@ -55,10 +55,10 @@ class Card:
 
 
 def write_report(run_dir: Path, output: Path | None = None) -> Path:
-    """Write a run's report from its metrics, samples and configuration; returns its path: report.html in the run's
-    folder, unless `output` is given.
+    """Write a run's report from its metrics, samples and configuration and return its path: by default report.html in
+    the run's folder.
 
-    Works while the run goes on. Raises UserError if the folder is no run, holds no metrics, or cannot be written.
+    Works during the run. Raises UserError if the folder is not a run, has no metrics, or is not writable.
     """
     run = read_history(run_dir)
     if not run.rows:
@@ -86,10 +86,10 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
 
 
 def write_comparison(run_dirs: Sequence[Path], output: Path | None = None) -> Path:
-    """Write several runs side by side into one page; returns its path: comparison.html in the folder that holds the
-    first run, unless `output` is given.
+    """Write several runs side by side into one page and return its path: by default comparison.html in the parent
+    folder of the first run.
 
-    Raises UserError if folders are no runs or given twice, none has finished a step, or the page cannot be written.
+    Raises UserError if folders are not runs or repeated, none has finished a step, or the page is not writable.
     """
     comparison = compare(run_dirs)
     cards, missing = _cards(lambda panel: (panel.compare(comparison.runs), panel.remarks(comparison.runs)))
@@ -137,15 +137,12 @@ def _render(template: str, **values: Any) -> str:
 
 
 def _write(path: Path, html: str) -> Path:
-    try:
-        write_atomically(path, html)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; name a file elsewhere with --output") from error
+    write_atomically(path, html, advice="name a file elsewhere with --output")
     return path
 
 
 def _outcomes_of_runs(comparison: Comparison) -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """Return the outcomes of each run if any group has several; otherwise the table says it all."""
+    """Return the outcomes of each run if any group has several; otherwise the table is enough."""
     if all(len(group.runs) == 1 for group in comparison.groups):
         return []
     return [(group.key, run.name, outcomes([run])) for group in comparison.groups for run in group.runs]

@@ -26,7 +26,7 @@ from bapo_megatron.report.history import History
 
 Values = Callable[[History], Column]
 Groups = Mapping[str, Sequence[History]]
-"""Runs by the key of their line; those of one line differ by their seed only."""
+"""Runs by the key of their line; runs of one line differ by seed only."""
 
 
 _Z_95 = 1.96  # standard errors on either side of a mean that make a 95 % interval
@@ -39,8 +39,8 @@ class Curve:
     label: str
     metric: str
     values: Values | None = None  # derived values; None: the metric itself
-    percent: bool = False  # whether the metric, a share, is drawn in percent
-    row: str = ""  # label of its axis where runs are compared; "": it is not compared
+    percent: bool = False  # draw the metric, a share, in percent
+    row: str = ""  # label of its axis in comparisons; "": not compared
     smooth: bool = False
     on_right: bool = False
     standard_error: str = ""  # the metric whose 95 % interval is drawn around each value
@@ -64,7 +64,7 @@ def steps(run: History) -> Column:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One figure: of a run, over its steps or another axis; or with one line (stacked: one bar) for each of several."""
+    """One figure of a run, over its steps or another axis, or of several runs with one line (stacked: one bar) each."""
 
     section: str
     title: str
@@ -125,7 +125,7 @@ class Panel:
         return " ".join(remarks)
 
     def _shared_levels(self, groups: Groups) -> Sequence[Level]:
-        """Return the levels if all runs that have any agree on them, and there is one row to draw them in."""
+        """Return the levels if the runs agree on them and there is a single row to draw them in."""
         levels = [found for runs in groups.values() for run in runs if (found := list(self.levels(run)))]
         is_one_row = sum(bool(c.row) for c in self.curves) == 1
         return levels[0] if is_one_row and levels and all(other == levels[0] for other in levels) else ()

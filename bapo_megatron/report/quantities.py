@@ -26,7 +26,7 @@ def clipped_part(name: str) -> Values:
 
 
 def stage_time(stage: str) -> Values:
-    """Return the seconds of a stage in each step; nan for a stage that the run does not have."""
+    """Return the seconds of a stage in each step; nan for a stage the run lacks."""
 
     def values(run: History) -> Column:
         seconds = run.column(f"time/{stage}_s")
@@ -65,14 +65,14 @@ def predicted_entropy_change(run: History) -> Column:
 
 
 def measured_entropy_change(run: History) -> Column:
-    """Average the entropy's change to the next step over some steps; nan where there is no prediction."""
+    """Average the entropy's change to the next step over some steps; nan without a prediction."""
     changes = np.append(np.where(np.diff(run.steps) == 1, np.diff(run.column("loss/entropy")), np.nan), np.nan)
     changes[np.isnan(run.column("entropy_rule/covariance"))] = np.nan
     return moving_average(changes)
 
 
 def saturated_not_inert(run: History) -> Column:
-    """Return the saturated share without inert updates: if a range has no room, an update is both."""
+    """Return the saturated share without inert updates: with a range of zero width an update is both."""
     return np.minimum(run.column("bapo/saturated_share"), 1 - run.column("bapo/inert_share"))
 
 
@@ -81,7 +81,7 @@ def interior(run: History) -> Column:
 
 
 def search_ranges(run: History) -> list[Level]:
-    """Return the ranges of the search, upper bound first, like the lines."""
+    """Return the search ranges, upper bound first like the lines."""
     if run.settings.get("loss.name") != "bapo":
         return []
     ends = [[run.settings.get(f"bapo.{side}.{end}") for end in ("start", "stop")] for side in ("high", "low")]

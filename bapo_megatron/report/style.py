@@ -15,7 +15,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 INK, GRID = "#1d2430", "#d5dae2"
-# In this order; told apart under protanopia, deuteranopia and tritanopia, too (tests/unit/test_figures.py).
+# Distinguishable in this order under protanopia, deuteranopia and tritanopia, too (tests/unit/test_figures.py).
 PALETTE = ("#0b6bcb", "#b04700", "#269779", "#711c88", "#ca8207", "#2e1023", "#8791a3")
 _DARK_PALETTE = ("#4d9bf0", "#f37b3f", "#32c38b", "#cf7ac1", "#f5c277", "#fbf3e4", "#7d8797")
 # Dashes and gaps in multiples of the line width; none is solid. As many as colours.
@@ -63,12 +63,12 @@ class Look(NamedTuple):
 
     @property
     def line_style(self) -> Any:
-        """The dashes in matplotlib's form."""
+        """Dashes in matplotlib's form."""
         return (0, self.dashes) if self.dashes else "-"
 
     @property
     def css(self) -> dict[str, str]:
-        """Attributes of an SVG line that looks the same, for a legend outside of the figure."""
+        """Return the attributes of an SVG line in this style, for a legend outside the figure."""
         return {"stroke": _variable(self.colour), "dashes": " ".join(f"{LINE_WIDTH * 1.2 * d:g}" for d in self.dashes)}
 
 

@@ -1,4 +1,4 @@
-"""Errors of a study that are reported before anything trains."""
+"""Checks of a study before any training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bapo_megatron.reproduce.identity import inputs
 from bapo_megatron.reproduce.results import DERIVED, HEADLINE, PROFILE
 from bapo_megatron.reproduce.study import Run, Study
 
-# Common to all runs of a study (pool.py): one embedded engine and one trainer rank each.
+# What a study's runs all have (pool.py): one engine of ours and one trainer rank each.
 _ONLY: dict[str, dict[str, Any]] = {
     "rollout": {"engine": "embedded", "num_servers": 1},
     "parallel": {"tensor": 1, "pipeline": 1, "context": 1, "data": 1},
@@ -21,7 +21,7 @@ _ONLY: dict[str, dict[str, Any]] = {
 
 
 def problems_of(name: str, study: Study, runs: Sequence[Run]) -> list[str]:
-    """List every reason why these runs cannot be trained or the page cannot be written, each with its place."""
+    """Every reason why these runs could not be trained, or the study's page not be written; each says where."""
     found = [f"study {name}: {problem}" for problem in _plots(study)]
     for run in runs:
         where = f"study {name}, variant {run.variant!r}"
@@ -51,11 +51,11 @@ def _settings(config: Config) -> Iterator[str]:
 
 
 def _figures(study: Study, run: Run) -> Iterator[str]:
-    """Compare what the study plots and compares with what this run will record."""
+    """Check that this run will record what the study compares and plots."""
     is_compared = any(run.variant in pair for pair in study.compare)
     if is_compared and run.config.eval.interval_steps is None:
         yield (
-            f"compare uses the {HEADLINE} after the last step, and eval.interval_steps is unset; "
+            f"compare goes by the {HEADLINE} after the last step, and eval.interval_steps is unset; "
             "set eval.interval_steps, or leave the variant out of compare"
         )
     if PROFILE in (plot.metric for plot in study.plots) and not run.config.monitor.token_profile:

@@ -1,4 +1,4 @@
-"""The identity of a training run: the same settings, files and package are the same run, in any study."""
+"""Which training run a configuration is: the same settings, files and package are the same run, in whichever study."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _MODEL_FILES = ("*.json", "*.safetensors", "tokenizer.model")  # settings, weigh
 
 
 def run_name(config: Config) -> str:
-    """Hash a run to 16 hex digits: every setting but run.name and run.dir, defaults included; the version of this
-    package; and the content of the models and data files that the settings name. The code of your own judge does not count.
+    """16 hex digits that change with any setting, defaults included, but run.name and run.dir; with the version of this
+    package; and with the content of the models and data files that the settings name. Not with a judge's own code.
 
     Raises:
-        ConfigError: a file cannot be read. A missing file counts as empty, and is reported elsewhere.
+        ConfigError: such a file cannot be read. One that is missing counts as empty; others tell of it.
     """
     says = {
         "bapo-megatron": __version__,
@@ -33,7 +33,7 @@ def run_name(config: Config) -> str:
 
 
 def inputs(config: Config) -> Iterator[tuple[str, Path]]:
-    """Yield the models and data files that settings name: setting, file or folder."""
+    """Yield the models and data files named by settings, as (setting, file or folder)."""
     paths = {
         "model.path": config.model.path,
         "loss.reference_path": config.loss.reference_path,
@@ -47,7 +47,7 @@ def inputs(config: Config) -> Iterator[tuple[str, Path]]:
 
 
 def _digests(path: Path) -> dict[str, str]:
-    """Digest a file, or the files of a model's folder: file name -> digest."""
+    """Return the digests of a file, or of a model's folder, by file name."""
     try:
         files = [path] if path.is_file() else [file for pattern in _MODEL_FILES for file in sorted(path.glob(pattern))]
         return {file.name: _digest(file, (s := file.stat()).st_size, s.st_mtime_ns) for file in files}
@@ -57,5 +57,5 @@ def _digests(path: Path) -> dict[str, str]:
 
 @cache
 def _digest(file: Path, _size: int, _mtime_ns: int) -> str:
-    """Digest a file once, until its size or time changes."""
+    """Read once, as long as the file stays what it was."""
     return digest_of(file)

@@ -1,7 +1,7 @@
-"""Many small runs side by side, one core each, without the start-up of `bapo train`, which takes longer than one.
+"""Runs of `bapo train` side by side, one core each, without its start-up, which would take longer than a small run.
 
-A fork server imports torch, Megatron and this package once. Each run is two forks of it, an embedded engine and a
-trainer of one rank, with the loop, HTTP API and weight sync of `bapo train`.
+A fork server imports torch, Megatron and this package once. Each run is two forks of it: an embedded engine and a
+trainer of one rank. They do what they do under `bapo train`: the same loop, HTTP API and weight sync.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def run_path(config: Config) -> Path:
 
 
 def environment_path(config: Config) -> Path:
-    """Return the path of the JSON file with date, machine and packages of a run."""
+    """JSON: when, where and with which packages the run was trained."""
     return run_path(config) / "environment.json"
 
 
 def is_finished(config: Config) -> bool:
-    """Return whether the run has reached its last step and recorded its environment."""
+    """Whether the run has come to its last step, and says where."""
     metrics = read_metrics(run_path(config) / "metrics.jsonl")
     is_at_end = bool(metrics) and metrics[-1]["step"] == config.train.num_steps
     return is_at_end and environment_path(config).is_file()
@@ -49,16 +49,16 @@ def is_finished(config: Config) -> bool:
 def train_all(
     configs: Sequence[Config], *, num_jobs: int, timeout_s: float, tell: Callable[[Config, float], None]
 ) -> None:
-    """Train every configuration to its last step; call `tell` with each finished one and its seconds.
+    """Train every configuration to its last step; `tell` hears of each one that is done, with its seconds.
 
     Args:
         configs: checked, with the embedded engine and one trainer rank.
         num_jobs: runs at a time.
-        timeout_s: limit of one run.
+        timeout_s: of one run.
 
     Raises:
-        UserError: a run failed or took longer (with its name and log), or its folder cannot be used. The other runs are
-            ended.
+        UserError: a run failed, took longer (says which, and names its logs), or its folder cannot be used. The
+            others are ended.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_WORKERS])
@@ -88,19 +88,19 @@ def train_all(
 
 
 class _StoppedError(Exception):
-    """Another run failed, or the user interrupted."""
+    """Another run failed, or the user has had enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Forks:
-    """Start of the processes of workers.py."""
+    """Makes the processes of workers.py."""
 
     context: ForkServerContext
     lifeline: Connection
 
     @contextmanager
     def running(self, work: str, *arguments: object) -> Iterator[ForkServerProcess]:
-        """Run a worker until the block ends."""
+        """Start a process that ends with the block."""
         process = self.context.Process(target=_in_worker, args=(work, self.lifeline, *arguments), name=f"bapo-{work}")
         process.start()
         try:
@@ -150,7 +150,7 @@ def _engine_arguments(config: Config, port: int) -> list[str]:
 
 
 def _in_worker(work: str, *arguments: object) -> None:
-    """Call a worker by name, in the child: the parent does not import what workers need."""
+    """Run the named function of workers.py in the child; the parent avoids its imports."""
     from bapo_megatron.reproduce import workers
 
     getattr(workers, work)(*arguments)
@@ -158,7 +158,7 @@ def _in_worker(work: str, *arguments: object) -> None:
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Set OMP_NUM_THREADS for the fork server's torch, which reads it on import."""
+    """For the fork server's torch, which reads this when it is imported."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:

@@ -21,23 +21,24 @@ ALL = "all"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Arguments of the command."""
+    """Options of `bapo reproduce`."""
 
     names: tuple[str, ...]
     quick: bool
     output: Path
     runs_dir: Path
-    num_jobs: int | None  # None: one per core
-    timeout_s: float  # limit of one run
+    num_jobs: int | None  # unset: one a core
+    timeout_s: float  # of one run
 
 
 def reproduce(options: Options) -> None:
-    """Train each run of the studies once, and write each study's page as soon as its runs are done.
+    """Train the runs of the studies, each once, and write each study's page as soon as its runs are done.
 
-    Without names, list the studies. A finished run is not repeated; an interrupted one starts over.
+    Without names, say which studies there are. Runs that are finished are not repeated; one that was interrupted
+    starts over.
 
     Raises:
-        ConfigError: a study does not exist or has errors; nothing has started.
+        ConfigError: a study does not exist or is not right, before anything starts.
         UserError: a run failed.
     """
     if not options.names:
@@ -58,16 +59,16 @@ def reproduce(options: Options) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """One of the requested studies."""
+    """One study of those asked for."""
 
-    name: str  # of the result files
-    source: str  # as the user wrote it: a name or a file
+    name: str  # of its files
+    source: str  # as the user gave it: a name, or a file
     study: Study
     runs: list[Run]
 
 
 def _plan(options: Options) -> list[_Plan]:
-    """Plan all studies. Raises one ConfigError with the errors of all."""
+    """Plan all studies; raise ConfigError with the problems of all of them."""
     plans: dict[str, _Plan] = {}
     problems: list[str] = []
     for source in shipped_studies() if options.names == (ALL,) else dict.fromkeys(options.names):
@@ -78,7 +79,7 @@ def _plan(options: Options) -> list[_Plan]:
         if study.needs and not Path(study.needs).is_dir():
             if options.names != (ALL,):
                 raise ConfigError(f"study {name} needs the folder {study.needs}, which does not exist; see its file")
-            print(f"{name}: left out, folder {study.needs} does not exist", flush=True)
+            print(f"{name}: left out, there is no folder {study.needs}", flush=True)
             continue
         runs = plan_runs(study, quick=options.quick, runs_dir=options.runs_dir)
         plans[name] = _Plan(name, source, study, runs)

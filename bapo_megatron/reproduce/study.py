@@ -1,7 +1,7 @@
 """A study: the same small run with variants of its settings, over seeds. One TOML file each, in studies/.
 
 title = "BAPO against GRPO"                 figure = "Figure 9"
-question = "Does BAPO learn more?"          docs/bapo.md answers it
+question = "Does BAPO learn more?"          answer follows in docs/bapo.md
 seeds = [0, 1, 2, 3, 4]
 settings = { train = { ... } }              tables of a configuration, over studies/base.toml
 compare = [["BAPO", "GRPO"]]                pairs of variants, judged seed by seed
@@ -48,20 +48,20 @@ class Plot(Section):
     label: str | None = None
     """Label of the axis; unset: the metric's name."""
     log: bool = False
-    """Whether the axis is logarithmic."""
+    """A logarithmic axis."""
 
 
 class Quick(Section):
-    """The short form of a study for `--quick`: it shows that the study runs, not what it finds."""
+    """Settings of `--quick`: a short test that the study runs."""
 
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
     variants: tuple[str, ...] = ()
-    """Variants to run; unset: all."""
+    """Unset: all."""
     settings: dict[str, Any] = Field(default_factory=dict)
 
 
 class Study(Section):
-    """The content of a study's file."""
+    """Contents of a study's file."""
 
     title: str
     figure: str
@@ -99,16 +99,16 @@ class Run:
 
 
 def shipped_studies() -> dict[str, Path]:
-    """Return name ("staleness") -> file, in the order in which `all` runs them."""
+    """Name ("staleness") -> file, in the order in which `all` runs them."""
     with resources.as_file(resources.files("bapo_megatron.reproduce") / "studies") as folder:
         return {file.stem: file for file in sorted(folder.glob("*.toml")) if file.stem != _BASE}
 
 
 def load_study(name: str) -> Study:
-    """Load a shipped study by name, or one from a TOML file.
+    """Load a shipped study by its name, or one from a TOML file.
 
     Raises:
-        ConfigError: it does not exist, or its file has errors; with place and reason.
+        ConfigError: there is none, or its file is not right; says where and why.
     """
     shipped = shipped_studies()
     path = shipped.get(name, Path(name))
@@ -124,10 +124,11 @@ def load_study(name: str) -> Study:
 
 
 def plan_runs(study: Study, *, quick: bool, runs_dir: Path) -> list[Run]:
-    """List every run of a study, seed by seed. Equal runs have the same name in every study (identity.py).
+    """Every run of a study, seed by seed. Runs of equal settings have the same name, in whichever study they occur;
+    identity.py says what else a name stands for.
 
     Raises:
-        ConfigError: a variant's settings are invalid.
+        ConfigError: a variant's settings are not those of a configuration.
     """
     variants = [v for v in study.variants if not (quick and study.quick.variants) or v.name in study.quick.variants]
     return [

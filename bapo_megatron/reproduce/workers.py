@@ -1,6 +1,6 @@
-"""The forked processes of a study: one serves an embedded engine, one trains with one rank.
+"""Work of a study's forked processes: serving an embedded engine, or training with one rank.
 
-The fork server (pool.py) imports this file once, with all that both need, so that a run starts without an import.
+The fork server (pool.py) imports this once, with all that both need, so that a run starts without importing anything.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from bapo_megatron.worker import redirect_output, run_rank
 
 
 def serve(lifeline: Connection, arguments: list[str], log: Path) -> None:
-    """Serve an embedded engine until SIGTERM."""
+    """Run an embedded engine until SIGTERM."""
     _end_with(lifeline)
     redirect_output(log)
     server.main(arguments)
 
 
 def train(lifeline: Connection, run_path: Path, url: str) -> None:
-    """Run the training loop as the only rank, in a run folder that the parent has opened.
+    """Run the training loop of `bapo train` as its only rank, in a run directory that the parent has opened.
 
     The process ends with the exit code of `run_rank`.
     """
@@ -38,9 +38,9 @@ def train(lifeline: Connection, run_path: Path, url: str) -> None:
 
 
 def _end_with(lifeline: Connection) -> None:
-    """End this process and its children when the study's process, at the other end of the pipe, is gone.
+    """End this process and its children when the study's process, which holds the other end of the pipe, is gone.
 
-    The parent is no sign of that: it is the fork server, which lives as long as one of its children.
+    The parent of this process is the fork server, which lives as long as one of its children.
     """
     os.setpgid(0, 0)
 

@@ -1,37 +1,61 @@
-"""Files of one JSON object a line that survive a crash: appended whole, read with patience, cut back on resume."""
+"""Small files that survive a crash: JSON Lines, and texts that are replaced atomically."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from bapo_megatron.errors import UserError
+
+_ADVICE = "make room there, or choose another folder (run.dir)"
 
 logger = logging.getLogger(__name__)
 
 
+@contextlib.contextmanager
+def explaining_os_errors(path: Path, advice: str = _ADVICE) -> Iterator[None]:
+    """Turn an OSError, such as a full disk, into a UserError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise UserError(f"cannot write {path}: {why}; {advice}") from error
+
+
 class JsonlWriter:
-    """Appends objects to a file, each flushed. Opening cuts off a last line that a crash left unfinished."""
+    """A JSON Lines file written without buffering. Opening cuts off a line that a crash left unfinished.
+
+    Raises:
+        UserError: the file cannot be written; later writes fail too.
+    """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_torn_tail(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        with explaining_os_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _drop_torn_tail(path)
+            self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one object; NaN and infinities become null, because JSON has no others."""
-        self._file.write(json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
+        """Append one object; NaN and infinities, which JSON lacks, become null."""
+        line = (json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n").encode()
+        with explaining_os_errors(self._path):
+            while line:  # a nearly full disk accepts only a part
+                line = line[self._file.write(line) :]
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All objects of the file, in order; an unreadable line is skipped and logged. A missing file is empty."""
+    """Read all objects in order; skip and log an unreadable line. A missing file is empty."""
     if not path.exists():
         return []
     records = []
@@ -47,7 +71,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def truncate_after(path: Path, step: int) -> int:
-    """Keep only the objects whose "step" is at most `step`; returns how many were dropped. Atomic; for resuming."""
+    """Drop the objects whose "step" exceeds `step`, atomically, and return their number."""
     records = read_jsonl(path)
     kept = [record for record in records if record.get("step", 0) <= step]
     if len(kept) < len(records):
@@ -56,11 +80,16 @@ def truncate_after(path: Path, step: int) -> int:
     return len(records) - len(kept)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file so that a reader, or a crash, sees the old text or the new, never half."""
+def write_atomically(path: Path, text: str, advice: str = _ADVICE) -> None:
+    """Replace a file so that a reader, or a crash, sees the old text or the new, never half.
+
+    Raises:
+        UserError: the disk is full or not writable.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    with explaining_os_errors(path, advice):
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
 
 
 def _parse(line: str) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
-"""What this process did last, and when: kept for the day on which nothing moves any more (stall.py).
+"""The last actions of this process, kept for reports of a stalled run (monitor/stall.py).
 
-There is one `HEARTBEAT` per process, as there is one root logger: the code that beats need not know who listens.
+There is one `HEARTBEAT` per process, like the root logger: code that beats need not know its readers.
 A beat costs about a microsecond.
 """
 
@@ -33,16 +33,16 @@ class Heartbeat:
         self._beats: dict[str, Beat] = {}
 
     def beat(self, role: str, action: str) -> None:
-        """Say that `role` has just begun, or done, `action`."""
+        """Record that `role` has just begun or finished `action`."""
         self._beats[role] = Beat(action, self.clock())
 
     def enter(self, span: str | None) -> None:
-        """The trainer begins a span, or (None) ends the one it is in."""
+        """Record that the trainer begins a span, or ends the current one (None)."""
         left, self.span = self.span, span
         self.beat(TRAINER, f"end of {left}" if span is None else f"begin of {span}")
 
     def beats(self) -> dict[str, Beat]:
-        """Of all roles, at this moment."""
+        """Return a copy of the latest beat of each role."""
         return dict(self._beats)
 
 

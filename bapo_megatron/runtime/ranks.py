@@ -13,23 +13,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 
 def num_cores() -> int:
-    """Count the cores that this process may use: under taskset, a cpuset or SLURM fewer than the machine has."""
+    """Count the cores this process may use: taskset, cpusets and SLURM may allow fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This process among the trainer's; (0, 1) where it is alone."""
+    """Return this process's rank and the number of trainer ranks; (0, 1) without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def gather_json(value: Any) -> list[Any]:
-    """The JSON values of all ranks, in their order, on every rank. Collective over all ranks."""
+    """Return the JSON values of all ranks, in rank order, on every rank. Collective over all ranks."""
     _, size = rank_and_size()
     if size == 1:
         return [value]
@@ -39,15 +38,11 @@ def gather_json(value: Any) -> list[Any]:
     longest = max(int(length) for length in lengths)
     texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
     dist.all_gather(texts, torch.cat([text, text.new_zeros(longest - text.numel())]))
-    return [_decode(text[: int(length)]) for text, length in zip(texts, lengths, strict=True)]
-
-
-def _decode(text: Tensor) -> Any:
-    return json.loads(text.numpy().tobytes())
+    return [json.loads(text[: int(length)].numpy().tobytes()) for text, length in zip(texts, lengths, strict=True)]
 
 
 def first_complaint(complaint: str | None) -> str | None:
-    """The complaint of the lowest rank that has one, on every rank. Collective over all ranks."""
+    """Return the complaint of the lowest rank that has one, on every rank. Collective over all ranks."""
     found = [(rank, text) for rank, text in enumerate(gather_json(complaint)) if text is not None]
     if not found:
         return None
@@ -56,7 +51,7 @@ def first_complaint(complaint: str | None) -> str | None:
 
 
 def share_flag(value: bool | None) -> bool:
-    """Rank 0's flag, on every rank of the default process group; `value` is None on the others."""
+    """Return rank 0's flag on every rank of the default process group; `value` is None on the others."""
     if dist.get_world_size() == 1:
         assert value is not None
         return value
@@ -67,7 +62,7 @@ def share_flag(value: bool | None) -> bool:
 
 
 class StopFile:
-    """A file that asks the run to stop once it exists; None: nobody asks. All ranks make the same calls."""
+    """A file whose existence asks the run to stop; None: never. All ranks make the same calls."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.has_ended_early = False
@@ -75,7 +70,7 @@ class StopFile:
         self._was_asked = False
 
     def steps(self, steps: range) -> Iterator[int]:
-        """The steps to do, up to the one at the end of which `is_asked` was true."""
+        """Yield the steps up to the one at whose end `is_asked` was true."""
         for step in steps:
             yield step
             if self._was_asked and step != steps[-1]:
@@ -83,7 +78,7 @@ class StopFile:
                 return
 
     def is_asked(self) -> bool:
-        """At the end of a step: whether it is to be the last one. Collective, where there is a file: rank 0 looks."""
+        """Return whether the step that ends now is the last. Collective if a path is set; rank 0 looks for the file."""
         if self._path is not None:
             self._was_asked = share_flag(self._path.exists() if rank_and_size()[0] == 0 else None)
         return self._was_asked

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes."""
+"""Breakdown of a training step's time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bapo_megatron.runtime.heartbeat import HEARTBEAT, Heartbeat
 
 
 class Stopwatch:
-    """Adds up seconds per named span, between one `lap` and the next; each span is also a beat of the heartbeat.
+    """Seconds per named span between one `lap` and the next; each span is also a beat of the heartbeat.
 
     Example:
         watch = Stopwatch(("rollout", "train"))
@@ -32,14 +32,14 @@ class Stopwatch:
         self._lap_start = clock()
 
     def steps(self, steps: Iterable[int]) -> Iterator[int]:
-        """The same steps, numbered from 0; the heartbeat learns which one is under way."""
+        """Yield the steps, numbered from 0, and tell the heartbeat which one is running."""
         for step in steps:
             self._heartbeat.step = step + 1
             yield step
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Count the body's seconds under `name`, also when it raises. Spans do not nest: time is counted once."""
+        """Add the body's seconds to `name`, even if it raises. Spans do not nest."""
         assert name in self._seconds, f"unknown span {name!r}, expected one of {sorted(self._seconds)}"
         assert self._open is None, f"span {name!r} opened inside {self._open!r}"
         self._heartbeat.enter(name)
@@ -49,10 +49,10 @@ class Stopwatch:
         finally:
             self._seconds[name] += self._clock() - start
             self._open = None
-        self._heartbeat.enter(None)  # not after an error: who explains it asks in which span it happened
+        self._heartbeat.enter(None)  # not after an error: the out-of-memory report names the span
 
     def lap(self) -> dict[str, float]:
-        """Seconds since the previous lap, as metrics: the step, each span, and `time/other_s` for the rest."""
+        """Return seconds since the previous lap as metrics: the step, each span, and `time/other_s` for the rest."""
         assert self._open is None, f"lap taken inside span {self._open!r}"
         now = self._clock()
         step_s, spans_s = now - self._lap_start, dict(self._seconds)

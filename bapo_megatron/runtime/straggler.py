@@ -1,9 +1,9 @@
-"""Which rank is slow, although collectives make all of them wait for it.
+"""Detecting the slow rank that all others wait for in collectives.
 
-What is measured: the time of a rank's forward and backward passes (score, train, critic), from their begin to the first
-collective over data ranks, which is the sum of the gradients. Up to there replicas of the model do not talk to each
-other. Within a replica they do: tensor, pipeline and context ranks wait for each other in every layer, and their times
-are all alike. So a slow rank shows as a slow replica, and with one replica there is nothing to compare.
+Each rank measures its forward and backward passes (score, train, critic) from their start to the first collective over
+data ranks, the sum of the gradients. Until then replicas of the model do not communicate. Tensor, pipeline and context
+ranks of one replica do, in every layer, so their times are alike: a slow rank shows as a slow replica, and with one
+replica there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 
 from bapo_megatron.runtime.ranks import gather_json
 
-_WINDOW, _OFTEN = 5, 3  # steps that are looked back on; in how many of them a rank must be slow
+_WINDOW, _OFTEN = 5, 3  # steps to look back, and how many of them must be slow
 
 
 class LocalTime:
-    """Seconds of this rank up to the first collective over data ranks. On a GPU: of the current stream, by events."""
+    """Seconds of this rank before the first collective over data ranks; on a GPU by events of the current stream."""
 
     def __init__(self) -> None:
         self._started: float | torch.cuda.Event | None = None
@@ -31,13 +31,13 @@ class LocalTime:
         self._started = _now()
 
     def stop(self) -> None:
-        """The end of what `start` began; nothing where it has ended already."""
+        """End the measurement that `start` began, if it is still running."""
         if self._started is not None:
             self._measured.append((self._started, _now()))
             self._started = None
 
     def take(self) -> float:
-        """Seconds since the last call. Waits for the GPU to get there."""
+        """Return the seconds measured since the last call, waiting for the GPU."""
         measured, self._measured = self._measured, []
         return sum(_seconds(begin, end) for begin, end in measured)
 
@@ -46,12 +46,12 @@ LOCAL_TIME = LocalTime()
 
 
 def compare_ranks(local_time: LocalTime = LOCAL_TIME) -> dict[str, float]:
-    """Metrics of the slowest rank since the last call, on every rank; empty where there is one. Collective."""
+    """Return metrics of the slowest rank since the last call, on every rank; empty for a single rank. Collective."""
     return straggler_metrics(gather_json(local_time.take()))
 
 
 def straggler_metrics(seconds: Sequence[float]) -> dict[str, float]:
-    """Of each rank's local seconds. The median is the lower one of two: with two ranks it is the other one's."""
+    """Compute straggler metrics from per-rank seconds, using the lower median: with two ranks, the faster one."""
     median_s = statistics.median_low(seconds)
     if len(seconds) == 1 or not median_s:
         return {}
@@ -65,7 +65,7 @@ def straggler_metrics(seconds: Sequence[float]) -> dict[str, float]:
 
 
 class StragglerAlarm:
-    """Tells of a rank that is slow in 3 of 5 steps, once until it has been fast for as long."""
+    """An alarm for a rank that is slow in 3 of 5 steps, raised again only after it has been fast for 5."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
@@ -73,7 +73,7 @@ class StragglerAlarm:
         self._told: set[int] = set()
 
     def observe(self, metrics: Mapping[str, float]) -> str | None:
-        """A warning, from the metrics of one step."""
+        """Return a warning if the metrics of this step call for one."""
         if "straggler/ratio" not in metrics:
             return None
         rank, ratio = int(metrics["straggler/rank"]), metrics["straggler/ratio"]

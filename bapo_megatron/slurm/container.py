@@ -9,7 +9,7 @@ from bapo_megatron.config.schema import Config
 
 
 def container_arguments(config: Config) -> list[str]:
-    """What stands between srun's options and the interpreter; empty without a container."""
+    """Return the arguments between srun's options and the interpreter; empty without a container."""
     slurm = config.slurm
     if slurm.runtime == "venv":
         return []
@@ -26,7 +26,7 @@ def container_arguments(config: Config) -> list[str]:
 
 
 def mounts(config: Config) -> list[str]:
-    """Folders that a container needs, each once, without those inside another; then each "folder:inside"."""
+    """List the outermost folders that a container needs, then each "folder:inside"."""
     read = [
         config.model.path,
         config.critic.path,
@@ -46,12 +46,12 @@ def mounts(config: Config) -> list[str]:
 
 
 def _absolute(path: str) -> Path:
-    """Without "~" and "..". A shipped model's name becomes a path in the working folder, which is mounted anyway."""
+    """Resolve "~" and "..". A shipped model's name becomes a path in the working folder, which is mounted anyway."""
     return Path(os.path.abspath(os.path.expanduser(path)))
 
 
 def _folders_of(path: Path) -> set[Path]:
-    """Where a file is, or a folder itself, and where links in it lead: models in a Hugging Face cache are links."""
+    """Return the folder of `path` and the folders its links lead to: models in a Hugging Face cache are links."""
     files = path.glob("*") if path.is_dir() else [path]
     folder = path if path.is_dir() else path.parent
     return {folder, *(file.resolve().parent for file in files if file.is_symlink())}

@@ -1,12 +1,12 @@
-"""Where the processes of one attempt find each other: small files in a folder that all nodes see.
+"""Rendezvous of one attempt's processes: small files in a folder that all nodes share.
 
-    run.json         trainer rank 0: the run directory, and where the ranks meet
-    engines-<i>.json engine node i: the URLs of its engines, once they are healthy
-    end.json         trainer rank 0: the run has ended, or was stopped
-    stop             whoever asks the run to stop at the end of its step (runtime/ranks.py)
-    stopped          trainer rank 0: it has, and was saved
+    run.json         by trainer rank 0: the run directory and the ranks' rendezvous
+    engines-<i>.json by engine node i: the URLs of its healthy engines
+    end.json         by trainer rank 0: the run has ended or stopped
+    stop             by the batch script or the user: stop at the end of the current step (runtime/ranks.py)
+    stopped          by trainer rank 0: the run was saved and stopped
 
-Each file is there as a whole or not at all. One with `error` in it tells that its writer has failed, and why.
+Each file appears whole or not at all. A key `error` in it says why its writer failed.
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ class Meeting:
         return self._path(name).exists()
 
     def wait(self, name: str, who: str, timeout_s: float, setting: str) -> dict[str, Any]:
-        """What somebody tells under this name.
+        """Wait for the file `name` and return its contents.
 
         Args:
-            who: is named where nothing comes; `setting`: what to raise then.
+            who: the writer, named in errors.
+            setting: the setting to raise after a timeout.
 
         Raises:
-            UserError: nothing came in time, or an error.
+            UserError: nothing came in time, or the writer reported an error.
         """
         deadline = time.monotonic() + timeout_s
         while not self.has(name):
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"waited {timeout_s:g} s for {who}: no {self._path(name)}; see the job's log for what it said, "
-                    f"or raise {setting}"
+                    f"waited {timeout_s:g} s for {who}: no {self._path(name)}; read its output in the job's log, or "
+                    f"raise {setting}"
                 )
             time.sleep(_POLL_S)
         facts = json.loads(self._path(name).read_text(encoding="utf-8"))

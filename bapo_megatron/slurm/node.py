@@ -1,15 +1,15 @@
-"""What a SLURM job runs on its nodes (see job.sbatch.jinja), one process for each trainer rank and each engine node:
+"""The processes of a SLURM job (see job.sbatch.jinja): one for each trainer rank and each engine node.
 
     srun ... python -m bapo_megatron.slurm.node trainer --config config.toml --meeting FOLDER [KEY=VALUE ...]
     srun ... python -m bapo_megatron.slurm.node engines --config config.toml --meeting FOLDER [KEY=VALUE ...]
 
-srun says who is who (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS); the rest is told through files (meeting.py):
+srun numbers the processes (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS); they share the rest through files (meeting.py):
 
     trainer rank 0   opens the run directory ---- run.json ---> all others
     engine node i    starts its engines --------- engines-i.json ---> all trainer ranks, which then begin
     trainer rank 0   has ended ------------------ end.json ---> engine nodes, which end theirs
 
-Where the file `stop` appears, the ranks save and end at the end of a step, and rank 0 leaves `stopped`.
+If the file `stop` appears, the ranks save and exit at the end of a step, and rank 0 writes `stopped`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.config.load import dump_config, load_config
+from bapo_megatron.config.load import load_config
 from bapo_megatron.config.plan_slurm import place
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, reserved_ports
@@ -44,7 +44,7 @@ _SIOCGIFADDR = 0x8915  # Linux: address of an interface
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one process of a job; returns its exit code."""
+    """Run one process of a job and return its exit code."""
     parser = argparse.ArgumentParser(prog="bapo_megatron.slurm.node")
     parser.add_argument("role", choices=("trainer", "engines"))
     parser.add_argument("--config", type=Path, required=True)
@@ -66,13 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_trainer(config: Config, meeting: Meeting, rank: int) -> int:
-    """One trainer rank, from the rendezvous to the end of the run."""
+    """Run one trainer rank, from the rendezvous to the end of the run."""
     if rank > 0:
         code = _run_rank(config, meeting, rank)
-        return 0 if code == STOPPED else code  # srun ends a step, rank 0 too, whose first rank ends with another code
-    with _telling_failures(meeting, RUN), RunDir.open(config, config_text=dump_config(config)) as run_dir:
+        return 0 if code == STOPPED else code  # srun kills the other ranks, rank 0 too, after a nonzero exit code
+    with _telling_failures(meeting, RUN), RunDir.open(config) as run_dir:
         host = node_address(config)
-        with reserved_ports(1, host) as ports:  # torch's store, which says SO_REUSEADDR, can still listen on it
+        with reserved_ports(1, host) as ports:  # torch's store sets SO_REUSEADDR: it can still bind
             meeting.tell(RUN, {"run_dir": str(run_dir.path), "host": host, "port": ports[0]})
             code = _run_rank(config, meeting, rank)
         if code == STOPPED:
@@ -103,7 +103,7 @@ def _run_rank(config: Config, meeting: Meeting, rank: int) -> int:
 
 
 def _await_engines(config: Config, meeting: Meeting) -> list[str]:
-    """The URLs of all engines of the run."""
+    """Return the URLs of all engines of the run."""
     if not config.rollout.num_started:
         return list(config.rollout.urls)
     timeout_s = config.slurm.startup_timeout_s + config.rollout.startup_timeout_s
@@ -113,7 +113,7 @@ def _await_engines(config: Config, meeting: Meeting) -> list[str]:
 
 
 def _run_engines(config: Config, meeting: Meeting, node: int) -> int:
-    """The engines of one node, until the run ends or this process is told to."""
+    """Run the engines of one node until the run ends or SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with _telling_failures(meeting, _engines(node)):
         run = meeting.wait(RUN, "trainer rank 0", config.slurm.startup_timeout_s, _SETTING)
@@ -134,7 +134,7 @@ def _run_engines(config: Config, meeting: Meeting, node: int) -> int:
 
 @contextlib.contextmanager
 def _telling_failures(meeting: Meeting, name: str) -> Iterator[None]:
-    """Let those who wait for `name` know why it will not come. Rank 0 also tells that it has ended, however it does."""
+    """Report an exception to the processes that wait for `name`. Rank 0 always reports its end as well."""
     try:
         yield
     except Exception as error:
@@ -147,10 +147,10 @@ def _telling_failures(meeting: Meeting, name: str) -> Iterator[None]:
 
 
 def node_address(config: Config) -> str:
-    """The IPv4 address at which the other nodes of a job reach this one; loopback where there is one node.
+    """Return the IPv4 address at which other nodes of a job reach this one; loopback for a job on one node.
 
     Raises:
-        UserError: there is no such interface, or the host name stands for loopback.
+        UserError: slurm.interface has no address, or the host name resolves to loopback.
     """
     if config.slurm.interface is not None:
         return _address_of(config.slurm.interface)
@@ -164,7 +164,7 @@ def node_address(config: Config) -> str:
         raise UserError(f"the host name {name} of this node has no address ({error}); {advice}") from error
     if address.startswith("127."):
         raise UserError(
-            f"the host name {name} of this node stands for {address}, which other nodes cannot reach; {advice}"
+            f"the host name {name} of this node resolves to {address}, which other nodes cannot reach; {advice}"
         )
     return address
 
@@ -175,9 +175,9 @@ def _address_of(interface: str) -> str:
         try:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
         except OSError as error:
-            there = ", ".join(name for _, name in socket.if_nameindex())
+            names = ", ".join(name for _, name in socket.if_nameindex())
             raise UserError(
-                f"slurm.interface={interface}: this node has no IPv4 address there ({error.strerror}); it has {there}"
+                f"slurm.interface={interface} has no IPv4 address on this node ({error.strerror}), which has {names}"
             ) from error
     return socket.inet_ntoa(answer[20:24])
 

@@ -33,7 +33,7 @@ _SBATCH_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is written for a run, and where. `folder` also gets the job's log and one folder for each attempt."""
+    """The files of a job. `folder` also gets the job's log and one folder for each attempt."""
 
     folder: Path
     config_path: Path
@@ -46,20 +46,20 @@ class Job:
         return self.folder / "job.sbatch"
 
     def write(self) -> None:
-        """Raises UserError where the folder cannot be written."""
+        """Write the script and the settings; raise UserError if the folder is not writable."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.config_path, self.config_text)
-            write_atomically(self.script_path, self.script)
         except OSError as error:
             raise UserError(f"cannot write the job into {self.folder}: {error.strerror}; set run.dir") from error
+        write_atomically(self.config_path, self.config_text)
+        write_atomically(self.script_path, self.script)
 
 
 def prepare(config: Config) -> tuple[Job, list[Violation]]:
-    """The job of a configuration that was checked as a run (preflight/check.py), and warnings.
+    """Make the job of a configuration that passed preflight/check.py; return it with warnings.
 
     Raises:
-        ConfigError: all that is wrong with the job, and with each task of its array.
+        ConfigError: lists every problem of the job and of each task of its array.
     """
     tasks, of_tasks = tasks_of(config)
     found = [*check_slurm(config, step_s=known_step_s(config)), *of_tasks]
@@ -68,16 +68,16 @@ def prepare(config: Config) -> tuple[Job, list[Violation]]:
         raise ConfigError("\n".join(errors))
     text = dump_config(config)
     folder = Path(config.run.dir).absolute() / config.run.name / "slurm"
-    # A name of its own for each content: a job that waits in the queue keeps what it was submitted with.
+    # The name depends on the content: a queued job keeps the settings it was submitted with.
     config_path = folder / f"config-{hashlib.sha256(text.encode()).hexdigest()[:8]}.toml"
     return Job(folder, config_path, text, _render(config, folder, config_path, tasks), config.slurm.chain), found
 
 
 def submit(job: Job) -> list[str]:
-    """Hand a written job to sbatch, as often as its chain is long; returns the ids.
+    """Submit a written job with sbatch, once per link of its chain, and return the job ids.
 
     Raises:
-        UserError: sbatch is missing, late, or refuses, in its own words.
+        UserError: sbatch is missing, times out, or refuses the job (quoted).
     """
     ids: list[str] = []
     for _ in range(job.chain):
@@ -85,7 +85,7 @@ def submit(job: Job) -> list[str]:
         try:
             ids.append(_sbatch(["--parsable", *after, str(job.script_path)]).strip().split(";")[0])
         except UserError as error:
-            submitted = f"; already submitted: {' '.join(ids)} (scancel takes them back)" if ids else ""
+            submitted = f"; already submitted: {' '.join(ids)} (cancel with scancel)" if ids else ""
             raise UserError(f"{error}{submitted}") from error
     return ids
 
@@ -144,7 +144,7 @@ def _sbatch(arguments: Sequence[str]) -> str:
 
 
 def describe(job: Job, ids: Sequence[str]) -> dict[str, Any]:
-    """What to tell the user, by label."""
+    """Describe the job for the user, by label."""
     told: dict[str, Any] = {"script": job.script_path, "settings": job.config_path}
     if ids:
         told |= {"submitted": " ".join(ids), "log": job.folder / f"job-{ids[0]}*.log"}

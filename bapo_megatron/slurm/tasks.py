@@ -1,6 +1,6 @@
-"""The tasks of a job array: each a run of its own, checked as its processes will load it, with one script for all.
+"""The tasks of a job array: separate runs that share one script, each checked as its processes will load it.
 
-A task's configuration is the job's with the settings of its line of `slurm.sweep` put over it.
+A task's configuration is the job's, overridden by its line of `slurm.sweep`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RECENT_STEPS = 20
 
 
 def tasks_of(config: Config) -> tuple[list[list[str]], list[Violation]]:
-    """The settings of each task over `config`, and what is wrong with a task that is not wrong with `config`."""
+    """Return each task's settings over `config`, and the violations that `config` itself does not have."""
     tasks: list[list[str]] = []
     found: list[Violation] = []
     tables = {"the job's settings": tomllib.loads(dump_config(config))}
@@ -51,9 +51,9 @@ def tasks_of(config: Config) -> tuple[list[list[str]], list[Violation]]:
 
 
 def known_step_s(config: Config) -> float | None:
-    """How long a step of this run took lately; None before its first one.
+    """Return the median duration of this run's recent steps; None before the first one.
 
-    The plan's times are no substitute: they depend on how long responses are, which nobody knows before.
+    The plan's times are no substitute: they depend on response lengths, which are unknown in advance.
     """
     metrics = Path(config.run.dir) / config.run.name / "metrics.jsonl"
     if not metrics.exists():
@@ -70,13 +70,13 @@ def _split(line: str) -> list[str]:
 
 
 def _check(config: Config) -> list[Violation]:
-    """All that can be known to be wrong with a run and with its job, each once."""
+    """List the violations of a run and of its job, without duplicates."""
     found = [*violations_of(config, elsewhere=True), *check_slurm(config, step_s=known_step_s(config))]
     return list(dict.fromkeys(found))
 
 
 def _not_of_this_job(job: Config, task: Config) -> Iterator[Violation]:
-    """What a task needs of its script or its container, and does not get from those of the job."""
+    """Find needs of a task that the job's script or container does not meet."""
     ours, theirs = _script_facts(job), _script_facts(task)
     differ = [
         f"{name} {_shown(theirs[name])} instead of {_shown(ours[name])}" for name in ours if ours[name] != theirs[name]
@@ -95,7 +95,7 @@ def _not_of_this_job(job: Config, task: Config) -> Iterator[Violation]:
 
 
 def _script_facts(config: Config) -> dict[str, Any]:
-    """What the script is written from, besides names, by what messages call it."""
+    """Return everything the script depends on, except names, keyed by its name in messages."""
     placement, cluster = place(config), config.cluster
     return {
         "run.dir": config.run.dir,

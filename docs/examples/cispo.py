@@ -1,38 +1,33 @@
-"""CISPO (arXiv 2506.13585): clip the weight of a token, and keep its gradient."""
-
-from __future__ import annotations
+"""CISPO (arXiv 2506.13585): each token is weighted by its ratio, cut at a cap, and never loses its gradient."""
 
 from dataclasses import dataclass
 
 import torch
-from pydantic import BaseModel, PositiveFloat
+from pydantic import Field
 from torch import Tensor
 
 from bapo_megatron.algorithms.losses import LossInputs, TokenLoss, importance_ratio
+from bapo_megatron.config.base import Section
 
 
-class CispoOptions(BaseModel, extra="forbid"):
-    """Settings of the loss, [loss.options]."""
+class CispoOptions(Section):
+    """The table [loss.options]."""
 
-    cap: PositiveFloat = 2.0
+    cap: float = Field(5.0, ge=1)
     """Largest weight of a token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CispoTokenLoss(TokenLoss):
-    """The record of the loss; metrics are made of its fields."""
+    """The record that metrics are made of."""
 
-    weight_capped_R: Tensor  # bool: the token's weight is at its cap
+    cut_R: Tensor  # bool: the ratio is above the cap
 
 
 def cispo(inputs: LossInputs, options: CispoOptions) -> CispoTokenLoss:
-    """Compute -sg(min(r, cap)) A log pi per token; 0 where masked."""
-    batch = inputs.batch
-    ratio_R = importance_ratio(inputs.log_probs_R, batch.behaviour_logprobs_R, batch.mask_R).detach()
-    log_probs_R = torch.where(batch.mask_R, inputs.log_probs_R, 0.0)
-    advantages_R = torch.where(batch.mask_R, batch.advantages_R, 0.0)
-    return CispoTokenLoss(
-        inputs,
-        -ratio_R.clamp(max=options.cap) * advantages_R * log_probs_R,
-        weight_capped_R=batch.mask_R & (ratio_R >= options.cap),
-    )
+    """Compute -min(r, cap) A log pi per token, with a constant weight min(r, cap) A."""
+    batch, mask_R = inputs.batch, inputs.batch.mask_R
+    ratio_R = importance_ratio(inputs.log_probs_R.detach(), batch.behaviour_logprobs_R, mask_R)
+    weight_R = torch.where(mask_R, ratio_R.clamp(max=options.cap) * batch.advantages_R, 0.0)
+    log_probs_R = torch.where(mask_R, inputs.log_probs_R, 0.0)  # a masked row may hold anything, nan included
+    return CispoTokenLoss(inputs, -weight_R * log_probs_R, cut_R=mask_R & (ratio_R > options.cap))

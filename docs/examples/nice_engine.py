@@ -1,9 +1,7 @@
-"""An engine: the embedded server at the lowest priority, so that a laptop stays responsive."""
+"""A rollout engine: the embedded one, at a low priority, so that it yields the CPU to the trainer."""
 
-from __future__ import annotations
-
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bapo_megatron.config.engines import EngineKind
@@ -12,12 +10,12 @@ from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.engines.start import embedded_specs
 from bapo_megatron.engines.supervisor import EngineSpec
 
-KIND = EngineKind("nice engine", specs="nice_engine:specs")
+KIND = EngineKind("nice embedded engine", specs="nice_engine:engine_specs")
 
 
-def specs(
+def engine_specs(
     config: Config, model_path: Path, logs: Sequence[Path], ports: Sequence[int], share: EngineShare
 ) -> list[EngineSpec]:
-    """Describe one server for each log and port: its URL, and the command that starts it."""
-    embedded = embedded_specs(config, model_path, logs, ports, share)
-    return [dataclasses.replace(spec, command=["nice", "-n", "19", *spec.command]) for spec in embedded]
+    """Describe one server for each port: its URL, and the command that starts it."""
+    specs = embedded_specs(config, model_path, logs, ports, share)
+    return [replace(spec, command=["nice", "-n", "10", *spec.command]) for spec in specs]

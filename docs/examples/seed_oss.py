@@ -1,14 +1,12 @@
-"""A family of models: Seed-OSS, a Llama with biases that config.json turns on one by one."""
+"""A model family: Seed-OSS, a Llama with biases on query, key and value only, as one entry of FAMILIES."""
 
-from __future__ import annotations
+from bapo_megatron.hf.families import FAMILIES, Family
 
-from bapo_megatron.hf.families import Family
-
-SEED_OSS = Family(
-    qkv_bias="attention_bias",
+FAMILIES["seed_oss"] = Family(
+    qkv_bias="attention_bias",  # a text names the key of config.json that decides
     out_bias="attention_out_bias",
     mlp_bias="mlp_bias",
-    defaults={
+    defaults={  # of transformers' SeedOssConfig, for keys that a config.json leaves out
         "attention_bias": True,
         "num_key_value_heads": 8,
         "head_dim": 128,

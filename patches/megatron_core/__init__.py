@@ -6,7 +6,7 @@ SUPPORTED = "0.16.1"
 
 
 def apply_cpu_compat() -> None:
-    """Let megatron-core run on a machine without CUDA; does nothing where CUDA is there, or when called again.
+    """Let megatron-core run on a machine without CUDA; do nothing with CUDA, or when called again.
 
     Raises:
         RuntimeError: another version of megatron-core is installed. The list of corrected modules is version-specific,

@@ -57,7 +57,7 @@ class _View(types.ModuleType):
 
 
 class _NoStream:
-    """Stands in for a CUDA stream or event: work on a CPU is done when the call returns."""
+    """Stand-in for a CUDA stream or event: work on a CPU is done when the call returns."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def synchronize(self, *_: Any) -> None: ...
@@ -102,7 +102,7 @@ def _cpu_torch() -> _View:
 
 @contextlib.contextmanager
 def _cuda_is_identity() -> Iterator[None]:
-    """`Tensor.cuda()` returns the tensor itself while this context is open."""
+    """Let `Tensor.cuda()` return the tensor itself while this context is open."""
     original = torch.Tensor.cuda
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     try:
@@ -113,7 +113,7 @@ def _cuda_is_identity() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _types_are_of_cuda() -> Iterator[None]:
-    """`Tensor.type()` says "torch.cuda.FloatTensor" of a CPU tensor while this context is open."""
+    """Let `Tensor.type()` return "torch.cuda.FloatTensor" for CPU tensors while this context is open."""
     original = torch.Tensor.type
 
     def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

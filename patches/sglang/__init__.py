@@ -6,7 +6,7 @@ SUPPORTED = "0.5.23"
 
 
 def apply_cpu_compat() -> None:
-    """Let SGLang be imported on a machine without CUDA; does nothing where CUDA is there, or when called again.
+    """Let SGLang be imported on a machine without CUDA; do nothing with CUDA, or when called again.
 
     Raises:
         RuntimeError: another version of SGLang is installed. What it imports is version-specific, so guessing would

@@ -54,7 +54,7 @@ class _Names(type):
 
 
 class _Placeholder(metaclass=_Names):
-    """Stands in for an imported class: can be made with any arguments, subclassed, and used as an annotation."""
+    """Stand-in for an imported class: accepts any arguments, subclassing, and use as an annotation."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -63,7 +63,7 @@ class _StubModule(types.ModuleType):
     """A package that has every name: classes for capitalised names, stub modules (callable) for the others."""
 
     __path__: MutableSequence[str] = []  # noqa: RUF012 - never changed
-    __version__ = "0"  # asked for by transformers; older than all that it could want to use
+    __version__ = "0"  # read by transformers; older than any version it could use
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -76,7 +76,7 @@ class _StubModule(types.ModuleType):
         return value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As a decorator, bare or with arguments: the decorated function itself."""
+        """Act as a decorator, bare or with arguments, that returns the function itself."""
         if len(args) == 1 and callable(args[0]) and not kwargs:
             return args[0]
         return _unchanged
@@ -96,7 +96,7 @@ def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Constexpr:
-    """triton.language.constexpr, of which modules make constants when they are imported."""
+    """Replacement for triton.language.constexpr, from which modules make constants at import time."""
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
@@ -118,7 +118,7 @@ _CONTENTS: dict[str, dict[str, Any]] = {
 
 
 class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the packages of `STUBS` and everything below them."""
+    """Finder of the packages in `STUBS` and everything below them."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
@@ -146,9 +146,9 @@ def _rotate(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def murmur_hash32(seed_N: torch.Tensor, positions_N: torch.Tensor, col_indices_V: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3_x86_32, seed 0, of the 16 bytes (seed, position, column); uint32 [N, V].
+    """Compute MurmurHash3_x86_32, seed 0, of the 16 bytes (seed, position, column); uint32 [N, V].
 
-    What the triton kernel in sglang/kernels/ops/sampling/murmur_hash.py computes, hence the same draws as on a GPU.
+    Equal to the triton kernel in sglang/kernels/ops/sampling/murmur_hash.py, hence the same draws as on a GPU.
     N: requests, V: vocabulary.
     """
     seed = seed_N.to(torch.int64)[:, None]
@@ -162,7 +162,7 @@ def murmur_hash32(seed_N: torch.Tensor, positions_N: torch.Tensor, col_indices_V
 
 
 def _heed_seeds() -> None:
-    """Let --enable-deterministic-inference, under which alone a request's `sampling_seed` counts, be set on a CPU.
+    """Allow --enable-deterministic-inference on a CPU; only with it does a request's `sampling_seed` count.
 
     torch_native computes the attention of each request on its own, with or without a cached prefix.
     """

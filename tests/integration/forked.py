@@ -1,6 +1,6 @@
 """Runs whose ranks and engine are forked from a process that has done the imports, for tests of what a run computes.
 
-What starts them for a user (`bapo train`, torchrun, the supervisor) takes most of a short run's time, and has tests of
+What starts them for a user (`bapo train`, the supervisor) takes most of a short run's time, and has tests of
 its own: test_train.py, test_supervisor.py.
 """
 

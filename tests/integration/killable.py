@@ -1,6 +1,6 @@
 """Runs that are killed often: ranks and engine are forked from a server that has done the imports, not started anew.
 
-The ranks run the trainer's own entry point, as torchrun would start it. Rank 0 also keeps a journal of what the losses
+The ranks run the trainer's own entry point, as `bapo train` starts it. Rank 0 also keeps a journal of what the losses
 and checkpoints are made from: every batch that was handed out, every update's bounds.
 """
 

@@ -112,6 +112,10 @@ def reindexed(folder: Path, change: Any) -> None:
     for file in folder.glob("*.safetensors"):
         body["files"][file.name] = [file.stat().st_size, digest_of(file)]
     (folder / "index.json").write_text(seal(body))
+    state = json.loads((folder.parent / "state.json").read_text())
+    state.pop("xxh3_128", None)
+    state["parts"][folder.name]["index"] = digest_of(folder / "index.json")
+    (folder.parent / "state.json").write_text(seal(state))
 
 
 def spoil(folder: Path) -> None:

@@ -10,6 +10,7 @@ from bapo_megatron.monitor.metrics import read_metrics
 from tests.integration.forked import SMALL
 from tests.integration.test_train import bapo
 
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 MODULE = """
 from dataclasses import replace
 
@@ -27,7 +28,7 @@ class Options(Section):
 
 
 def loss(inputs, options: Options):
-    if inputs.mask_R.any():
+    if inputs.batch.mask_R.any():
         assert 0 < inputs.bounds.low < inputs.bounds.high, "search_bounds gives the bounds of [bapo]"
     assert options.factor == 0.5
     result = clipped_policy_loss(inputs, GrpoLoss())
@@ -69,3 +70,20 @@ def test_all_five_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert all(row["reward/mean"] > 0 for row in rows)
     assert all(row["optimizer/grad_norm"] > 0 for row in rows)
     assert all(0 < row["bapo/low"] < 1 < row["bapo/high"] for row in rows)
+
+
+@pytest.mark.slow
+def test_the_examples_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The five of docs/extending.md; what each computes is in tests/unit/test_docs_examples.py."""
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))
+    options = ("parallel.tensor=1", "train.num_steps=2", "loss.name=cispo:cispo", "loss.options.cap=3")
+    options += ("advantage.kind=max_rl:max_rl", "reward.kind=last_number:last_number", "run.name=examples")
+    options += ("rollout.keep_group=hard_groups:hard_groups", "rollout.engine=nice_engine:KIND")
+    done = bapo("train", "demo", *SMALL, *options, f"run.dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    rows = read_metrics(tmp_path / "examples" / "metrics.jsonl")
+    assert len(rows) == 2
+    assert rows[-1]["ledger/dropped"] > 0, "groups of equal rewards are turned down"
+    assert all(0 < row["reward/mean"] <= 0.75 for row in rows), "and so are easy ones"
+    assert all(row["optimizer/grad_norm"] > 0 for row in rows)
+    assert all("loss/clip_high_share" not in row for row in rows), "no metric of a clipped loss"

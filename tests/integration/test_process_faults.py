@@ -69,8 +69,8 @@ def test_a_run_that_is_ended_leaves_no_process_behind(
         )
         assert run.poll() is None, (tmp_path / "output").read_text()
         started = descendants(run.pid)
-        assert sum("launch.trainer" in args for args in started.values()) >= 2
-        assert any("rollout.embedded" in args for args in started.values()) == (engine == "embedded")
+        assert sum("bapo_megatron.worker" in args for args in started.values()) >= 2
+        assert any("engines.embedded" in args for args in started.values()) == (engine == "embedded")
         if number == signal.SIGINT:
             os.killpg(run.pid, number)
         else:
@@ -84,6 +84,36 @@ def test_a_run_that_is_ended_leaves_no_process_behind(
             if is_running(pid):
                 os.kill(pid, signal.SIGKILL)
         run.wait(10)
+
+
+def listening(pid: int) -> set[str]:
+    """Return the addresses at which a process and all below it listen, TCP and IPv6 included."""
+    addresses = set()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                found = process.net_connections(kind="tcp")
+                addresses |= {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN}
+    return addresses
+
+
+def test_a_local_run_listens_on_loopback_only(tmp_path: Path) -> None:
+    """Whoever reaches one of torch's stores can change what it holds."""
+    command = [sys.executable, "-m", "bapo_megatron", "train", "demo", f"run.dir={tmp_path}", "run.name=quiet"]
+    command += ["monitor.progress=lines", "parallel.tensor=2", "train.num_steps=1", "rollout.prompts_per_step=4"]
+    with (tmp_path / "output").open("wb") as output:
+        run = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    addresses: set[str] = set()
+    try:
+        deadline = time.monotonic() + 180
+        while run.poll() is None and time.monotonic() < deadline:
+            addresses |= listening(run.pid)
+            time.sleep(0.1)
+        assert run.poll() == 0, (tmp_path / "output").read_text()
+    finally:
+        run.send_signal(signal.SIGTERM)
+        run.wait(30)
+    assert addresses == {"127.0.0.1"}
 
 
 def is_sampling(engine: str) -> bool:
@@ -108,13 +138,13 @@ def test_the_only_engine_killed_in_an_evaluation_costs_time_and_nothing_else(tmp
         def is_evaluating() -> bool:
             with contextlib.suppress(psutil.Error):  # one that ends just now
                 started.update(descendants(run.pid))
-            engines = [args for args in started.values() if "rollout.embedded" in args]
+            engines = [args for args in started.values() if "engines.embedded" in args]
             return run.poll() is not None or any(map(is_sampling, engines))
 
         wait_until(is_evaluating, 120, "the evaluation before training began")
         assert run.poll() is None, (tmp_path / "output").read_text()
         for pid, args in started.items():
-            if "rollout.embedded" in args:
+            if "engines.embedded" in args:
                 os.kill(pid, signal.SIGKILL)
         assert run.wait(180) == 0, (tmp_path / "output").read_text()
         (log,) = (tmp_path / "killed" / "logs").rglob("trainer-0.log")

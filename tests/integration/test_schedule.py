@@ -177,9 +177,9 @@ def check_auto(root: Path) -> None:
         assert schedule.runs_forwards_first(minibatch) == expected, train
         if train == {"recompute": True}:
             num_tokens = int(random_batch().seq_lens_S.sum())
-            schedule._auto_bytes = 4 * 32 * num_tokens * 4  # layers x hidden size x tokens x bytes
+            schedule._memory_bytes = 10 * 4 * 32 * num_tokens * 4  # ten times layers x hidden size x tokens x bytes
             assert schedule.runs_forwards_first(minibatch)
-            schedule._auto_bytes -= 1
+            schedule._memory_bytes -= 1
             assert not schedule.runs_forwards_first(minibatch)
         close(learner)
 

@@ -121,8 +121,11 @@ def test_every_kind_of_job_is_accepted_by_sbatch(kind: tuple[str, str, str], clu
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (("slurm.partition=nowhere",), "invalid partition specified: nowhere"),
-        (("slurm.partition=closed", "slurm.account=strangers"), "Invalid account or account/partition combination"),
+        (('slurm.options=["--partition=nowhere"]',), "invalid partition specified: nowhere"),
+        (
+            ('slurm.options=["--partition=closed", "--account=strangers"]',),
+            "Invalid account or account/partition combination",
+        ),
     ],
 )
 def test_what_sbatch_refuses_is_told_in_its_own_words(
@@ -178,6 +181,6 @@ def test_a_job_that_cannot_begin_says_so_in_its_log(cluster: Cluster, tmp_path: 
     wait_for(lambda: cluster.job(first)["JobState"] == "FAILED", "the job has failed", cluster, run)
     log = (run / "slurm" / f"job-{first}.log").read_text()
     assert "trainer rank 0 on " in log
-    assert "slurm.interface=ib7: this node has no IPv4 address there" in log
+    assert "slurm.interface=ib7 has no IPv4 address on this node" in log
     assert "Traceback" not in log
     cluster.run("scancel", second)

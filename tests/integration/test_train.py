@@ -1,4 +1,4 @@
-"""The whole loop, started as a user starts it: real engine process, real torchrun, real Megatron-Core."""
+"""The whole loop, started as a user starts it: real engine process, real ranks, real Megatron-Core."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ print(bapo_megatron_patches.__file__)
 print(resolve_model_path("demo"))
 print(*(str(f) for f in resources.files("bapo_megatron_configs").iterdir() if f.name == "demo.toml"))
 print(*(str(f) for f in resources.files("bapo_megatron.monitor").iterdir() if f.name.endswith(".jinja")))
-print(*(str(f) for f in resources.files("bapo_megatron.preflight").iterdir() if f.name == "versions.toml"))
+print(*(str(f) for f in resources.files("bapo_megatron_requirements").iterdir() if f.name == "cpu.txt"))
 """
 
 
@@ -55,5 +55,5 @@ def _copy_checkout(target: Path) -> None:
     target.mkdir()
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE"):
         shutil.copy(ROOT / name, target)
-    for name in ("bapo_megatron", "patches", "configs"):
+    for name in ("bapo_megatron", "patches", "configs", "requirements"):
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))

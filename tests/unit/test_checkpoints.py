@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.checkpoint.folder import Manifest
+from bapo_megatron.checkpoint.folder import DIGEST, Manifest, seal
 from bapo_megatron.checkpoint.shards import Snapshot
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.errors import CheckpointError
@@ -351,3 +351,43 @@ def test_a_checkpoint_that_could_not_be_loaded_is_not_written(tmp_path: Path) ->
 def test_files_are_readable_for_others(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     assert {oct(os.stat(file).st_mode & 0o777) for file in files_of(folder)} == {"0o644"}
+
+
+def copied(source: Path, target: Path) -> None:
+    (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
+
+
+@pytest.mark.parametrize("part", ["learner", "critic", "state.json", "."])
+@pytest.mark.parametrize("older_is_there", [True, False])
+def test_parts_of_another_checkpoint_are_refused(tmp_path: Path, part: str, older_is_there: bool) -> None:
+    """A partial restore of a backup: each file is whole, and yet not of this step."""
+    store = CheckpointStore(tmp_path / "run", settings(keep_last=2))
+    older, newest = (
+        store.save(step, {"learner": TinyModel(step), "critic": TinyModel(10 * step)}, {"also": step})
+        for step in (1, 2)
+    )
+    target = newest / part
+    shutil.rmtree(target) if target.is_dir() else target.unlink()
+    copied(older / part, target)
+    told: list[str] = []
+    store = CheckpointStore(tmp_path / "run", settings(), told.append)
+    models = {"learner": TinyModel(0), "critic": TinyModel(0)}
+    if older_is_there:
+        state = store.resume(models)
+        assert state is not None
+        assert (state["step"], models["learner"].value, models["critic"].value) == (1, 1, 10)
+        assert "passing over step-000002" in told[0]
+    else:
+        shutil.rmtree(older)
+        with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):
+            store.resume(models)
+        assert models["learner"].value == 0
+    assert str(newest / ("state.json" if part == "." else part)) in told[0]
+
+
+def test_a_checkpoint_from_before_its_parts_were_tied_is_used(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    body = json.loads((path / "state.json").read_text())
+    del body["parts"], body[DIGEST]
+    (path / "state.json").write_text(seal(body))
+    assert resume(tmp_path) == 1

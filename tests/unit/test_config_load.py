@@ -8,7 +8,16 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bapo_megatron.config.load import dump_config, find_config, load_config, merge, parse_override, shipped_configs
+from bapo_megatron.config.earlier import RETIRED
+from bapo_megatron.config.load import (
+    UNSET,
+    dump_config,
+    find_config,
+    load_config,
+    merge,
+    parse_override,
+    shipped_configs,
+)
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.monitor.rundir import different_settings
 
@@ -201,6 +210,21 @@ def test_the_config_of_a_run_of_an_earlier_version_loads_and_resumes(
 def test_shipped_configs_load_by_name() -> None:
     assert {"demo", "smollm2_135m"} <= set(shipped_configs())
     assert load_config(["demo"]) == load_config([find_config("demo")])
+
+
+def test_a_retired_setting_is_dropped_at_its_default_and_explained_otherwise(tmp_path: Path) -> None:
+    """An old run's config.toml names every setting."""
+    old = tomllib.loads(dump_config(load_config(["demo"])))
+    for name, (default, _) in RETIRED.items():
+        section, _, key = name.partition(".")
+        old[section][key] = default
+    assert load_config([write(tmp_path, tomli_w.dumps(old))]) == load_config(["demo"])
+    for name, (default, advice) in RETIRED.items():
+        section, _, key = name.partition(".")
+        value = 7 if default != UNSET else "other"
+        with pytest.raises(ConfigError) as raised:
+            load_config(["demo"], [f"{name}={value}"])
+        assert str(raised.value) == f"{name} (override {name}={value}) is no setting any more; {advice}"
 
 
 tables = st.recursive(

@@ -85,14 +85,14 @@ def test_both_images_write_as_the_same_user() -> None:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
-def test_the_scripts_that_it_runs_exist(path: Path) -> None:
+def test_the_files_that_it_runs_and_reads_exist(path: Path) -> None:
     runs = " ".join(rest for name, rest in instructions(path) if name == "RUN")
-    files = set(re.findall(r"(?:scripts|bapo_megatron)/[\w/]+\.(?:sh|py)", runs))
+    files = set(re.findall(r"(?:scripts|requirements)/[\w/-]+\.(?:sh|txt)", runs))
     files |= {f"scripts/{rest.removeprefix('SETUP=')}" for _, rest in instructions(path) if rest.startswith("SETUP=")}
     assert files
     for file in files:
         assert (ROOT / file).is_file(), file
-        assert file.endswith(".py") or os.access(ROOT / file, os.X_OK), f"{file} cannot be executed"
+        assert file.endswith(".txt") or os.access(ROOT / file, os.X_OK), f"{file} cannot be executed"
 
 
 def test_compose() -> None:

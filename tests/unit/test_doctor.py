@@ -17,18 +17,19 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from bapo_megatron import cli
 from bapo_megatron.config.load import load_config
 from bapo_megatron.errors import UserError
 from bapo_megatron.preflight import doctor as doctor_room
-from bapo_megatron.preflight import group_probe, versions
+from bapo_megatron.preflight import group, packages
 from bapo_megatron.preflight import machine_checks as machine
 from bapo_megatron.preflight import software_checks as software
 from bapo_megatron.preflight.doctor import examine_needs, parse_rendezvous, verdict
-from bapo_megatron.preflight.finding import Finding
-from bapo_megatron.preflight.gpus import GIB, visible_indexes
-from bapo_megatron.preflight.group_checks import Rendezvous, clock_finding, started_probes
+from bapo_megatron.preflight.group import Rendezvous, clock_finding, started_probes
+from bapo_megatron.preflight.known import GIB, visible_indexes
+from bapo_megatron.preflight.machine_checks import Finding
 from bapo_megatron.preflight.software_checks import Driver
 
 DRIVER = Driver("570.1", (12, 8), (("NVIDIA H100", 80 * GIB, 0), ("NVIDIA H100", 80 * GIB, 3 * GIB)), (0, 1))
@@ -85,8 +86,8 @@ def test_a_full_disk_and_a_taken_port_in_one_answer(taken_port: int) -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    core = [*versions.packages("core"), versions.Package("no-such-package", ">=1,<2")]
-    monkeypatch.setattr(versions, "packages", lambda group: core if group == "core" else [])
+    core = [*packages.requirements("core"), Requirement("no-such-package>=1,<2")]
+    monkeypatch.setattr(packages, "requirements", lambda group: core if group == "core" else [])
     assert cli.main(["doctor"]) == 1
     assert "no-such-package is not installed; pip install 'no-such-package>=1,<2'" in capsys.readouterr().out
     assert cli.main(["doctor", "--versions"]) == 1
@@ -108,7 +109,7 @@ def test_a_torch_that_cannot_answer_fails_without_a_traceback(
     def broken() -> dict[str, Any]:
         raise error
 
-    monkeypatch.setattr(group_probe, "_facts", broken)
+    monkeypatch.setattr(group, "_facts", broken)
     assert cli.main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("FAIL torch ") and problem in line for line in lines), lines
@@ -118,12 +119,12 @@ def test_a_torch_that_cannot_answer_fails_without_a_traceback(
 
 def test_a_probe_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed at its deadline, before it has written anything."""
-    monkeypatch.setattr(group_probe, "_facts", lambda: time.sleep(60))
+    monkeypatch.setattr(group, "_facts", lambda: time.sleep(60))
     with started_probes(0, None, timeout_s=0.2) as probes:
         probes.wait()
     (torch_finding,) = software.check_torch(probes.facts, Driver(problem="none"))
     assert (torch_finding.verdict, torch_finding.what) == ("error", "not done after 0 s")
-    monkeypatch.setattr(software, "_version", lambda name: "2.9.0")
+    monkeypatch.setattr(software, "installed_version", lambda name: "2.9.0")
     assert "torch did not answer" in software.check_transformer_engine(probes.facts, needed=False).what
 
 
@@ -324,10 +325,10 @@ def test_torch_against_the_driver(facts: dict[str, Any], driver: Driver, verdict
 
 
 def test_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software, "_version", lambda name: None)
+    monkeypatch.setattr(software, "installed_version", lambda name: None)
     assert software.check_transformer_engine(FACTS, needed=True).verdict == "error"
     assert software.check_transformer_engine(FACTS, needed=False).verdict == "absent"
-    monkeypatch.setattr(software, "_version", lambda name: "2.9.0")
+    monkeypatch.setattr(software, "installed_version", lambda name: "2.9.0")
     broken = software.check_transformer_engine(FACTS, needed=False)  # it is not there to be imported
     assert broken.verdict == "error"
     assert "No module named" in broken.what

@@ -1,8 +1,10 @@
-"""A disk that is full during a save: a clear error on every rank, and the previous checkpoint stays the latest."""
+"""A full disk: one clear error, and the previous checkpoint stays the latest."""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import os
 import re
 import resource
 from collections.abc import Iterator
@@ -12,8 +14,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from bapo_megatron import worker
 from bapo_megatron.checkpoint.store import CheckpointStore
-from bapo_megatron.errors import CheckpointError
+from bapo_megatron.config.load import load_config
+from bapo_megatron.errors import CheckpointError, UserError
+from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.runtime.files import JsonlWriter, read_jsonl
 from tests.distributed import run_distributed
 from tests.unit.saveable import TinyModel, save_whole, settings
 
@@ -103,3 +109,42 @@ def check_one_full_rank(rank: int, world_size: int, folder: Path) -> None:
 @pytest.mark.slow
 def test_a_disk_that_is_full_for_one_rank_stops_all(tmp_path: Path) -> None:
     run_distributed(check_one_full_rank, 2, tmp_path)
+
+
+def test_a_run_that_cannot_be_written_does_not_start(tmp_path: Path) -> None:
+    config = load_config(["demo"], [f"run.dir={tmp_path}", "run.name=full"])
+    with full_disk(0), pytest.raises(UserError, match=r"cannot write .*/full: File too large; make room there"):
+        RunDir.open(config)
+    (tmp_path / "other" / ".lock").mkdir(parents=True)  # as on a disk that is read-only: it cannot be opened
+    with pytest.raises(UserError, match=r"cannot write .*/other: Is a directory"):
+        RunDir.open(load_config(["demo"], [f"run.dir={tmp_path}", "run.name=other"]))
+
+
+def test_a_disk_that_fills_up_while_metrics_are_written_is_one_error(tmp_path: Path) -> None:
+    writer = JsonlWriter(tmp_path / "metrics.jsonl")
+    writer.write({"step": 1})
+    with full_disk(20), pytest.raises(UserError, match=r"cannot write .*metrics.jsonl: File too large"):
+        writer.write({"step": 2, "reward/mean": 0.5})
+    writer.close()
+    JsonlWriter(tmp_path / "metrics.jsonl").close()
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1], "the torn line is cut off"
+
+
+def fail_to_train(folder: Path, told: int) -> None:
+    os.environ["RANK"] = "0"
+    os.dup2(told, 1)  # a pipe, which is no file that the limit is for
+    worker._train = lambda *_: (_ for _ in ()).throw(UserError("no room"))  # type: ignore[assignment]
+    with full_disk(0):
+        raise SystemExit(worker.run_rank(RunDir.attach(folder), []))
+
+
+def test_an_error_that_cannot_be_left_in_a_file_is_told(tmp_path: Path) -> None:
+    RunDir.open_path(tmp_path, "").close()
+    reader, writer = os.pipe()
+    rank = multiprocessing.get_context("fork").Process(target=fail_to_train, args=(tmp_path, writer))
+    rank.start()
+    os.close(writer)
+    with os.fdopen(reader) as told:
+        assert told.read() == "bapo: no room\n"
+    rank.join(60)
+    assert rank.exitcode == 2

@@ -182,8 +182,8 @@ def test_check_names_what_can_be_known_without_a_gpu() -> None:
 def test_warnings() -> None:
     delayed = load_config([], f"{FP8} precision.recipe=delayed rollout.engine=sglang".split())
     assert ["scales" in message for message in warnings(delayed, num_gpus=1)] == [True]
-    embedded = load_config([], f"{FP8} precision.margin=1".split())
-    assert ["embedded" in m or "margin" in m for m in warnings(embedded, num_gpus=1)] == [True, True]
+    embedded = load_config([], FP8.split())
+    assert ["embedded" in m for m in warnings(embedded, num_gpus=1)] == [True]
     assert "triton" in warnings(load_config([], ["train.logprob_backend=triton"]), num_gpus=0)[0]
     assert warnings(load_config([], []), num_gpus=0) == []
 
@@ -223,9 +223,9 @@ def test_megatrons_fields() -> None:
         "fp8_param": False,
     }
     assert fp8_fields(load_config([], FP8.split()), fp8_params=True)["fp8_param"] is True
-    delayed = fp8_fields(load_config([], f"{FP8} precision.recipe=delayed precision.margin=2".split()))
+    delayed = fp8_fields(load_config([], f"{FP8} precision.recipe=delayed".split()))
     assert delayed["fp8_amax_compute_algo"] == "max"
-    assert (delayed["fp8_margin"], delayed["fp8_amax_history_len"]) == (2, 1024)
+    assert delayed["fp8_amax_history_len"] == 1024
     layers = fp8_fields(load_config([], [*FP8.split(), "precision.bf16_layers_at_end=3"]))
     assert layers["first_last_layers_bf16"] is True
     assert (layers["num_layers_at_start_in_bf16"], layers["num_layers_at_end_in_bf16"]) == (0, 3)

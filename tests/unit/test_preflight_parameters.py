@@ -19,8 +19,8 @@ from bapo_megatron.learner import model as learner_model
 from bapo_megatron.learner.critic import CriticModel
 from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, start_processes
-from bapo_megatron.preflight.known_models import KNOWN_MODELS
-from bapo_megatron.preflight.parameters import critic_parameters, model_parameters, rank_parameters
+from bapo_megatron.preflight.known import KNOWN_MODELS
+from bapo_megatron.preflight.memory import critic_parameters, model_parameters, rank_parameters
 from tests.hf_models import MODELS, make_model_config
 
 SLOW = pytest.mark.slow

@@ -15,13 +15,11 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight import work
 from bapo_megatron.preflight.check import accepts_layout, load_checked
-from bapo_megatron.preflight.gpus import GIB, GPUS
-from bapo_megatron.preflight.known_models import KNOWN_MODELS
-from bapo_megatron.preflight.memory import forwards_under_way, trainer_memory
-from bapo_megatron.preflight.parameters import model_parameters
+from bapo_megatron.preflight.known import GIB, GPUS, KNOWN_MODELS
+from bapo_megatron.preflight.memory import forwards_under_way, model_parameters, trainer_memory
 from bapo_megatron.preflight.plan import check_cluster, make_plan
-from bapo_megatron.preflight.rollouts import decode_seconds, server_memory
 from bapo_megatron.preflight.suggest import suggest
+from bapo_megatron.preflight.work import decode_seconds, server_memory
 
 HF_CONFIG = KNOWN_MODELS["DeepSeek-R1-Distill-Qwen-7B"]
 SHAPE = model_shape(HF_CONFIG)

@@ -9,7 +9,7 @@ import pytest
 from bapo_megatron import cli
 from bapo_megatron.config.load import load_config, shipped_configs
 from bapo_megatron.config.plan import check, num_ranks
-from bapo_megatron.preflight.known_models import KNOWN_MODELS
+from bapo_megatron.preflight.known import KNOWN_MODELS
 from bapo_megatron.preflight.plan import check_cluster
 from bapo_megatron.preflight.recipes import ALGORITHMS, PAGE, combinations, filled_page, planned
 

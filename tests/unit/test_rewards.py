@@ -116,7 +116,7 @@ def test_amounts_in_dollars(answer, response, reward):
 
 @pytest.mark.parametrize("answer", ["", "  ", "$$", "\\", "\\boxed{}", "\\$"])
 def test_a_reference_that_cannot_be_read_is_an_error_of_the_data(answer):
-    with pytest.raises(UserError, match=re.escape(f"in the answer {answer!r}, so that no response could be right")):
+    with pytest.raises(UserError, match=re.escape(f"in the answer {answer!r}, so no response could be right")):
         judge_math(answer, "12")
 
 
@@ -266,7 +266,7 @@ class TestScorer:
             assert (scorer.num_errors, scorer.num_timeouts) == (1, 0)
 
     def test_a_reference_that_cannot_be_read_stops_the_run(self, math_scorer):
-        with pytest.raises(UserError, match=r"reward\.kind = 'math': .* in the answer '', so that no response"):
+        with pytest.raises(UserError, match=r"reward\.kind = 'math': .* in the answer '', so no response"):
             math_scorer.score([(prompt("1"), "1"), (prompt(""), "1")])
         assert math_scorer.score([(prompt("1"), "1")]) == [1.0]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bapo_megatron.config.load import dump_config, load_config
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.monitor import rundir
 from bapo_megatron.monitor.rundir import RunDir, different_settings
@@ -179,3 +180,12 @@ def test_git_state_holds_commit_and_bounded_changes(tmp_path: Path, monkeypatch:
 def test_differences_name_nested_and_unset_settings() -> None:
     old, new = "[a]\nx = 1\n[a.b]\ny = [1, 2]\n", "[a]\nz = true\n[a.b]\ny = [1, 3]\n"
     assert different_settings(old, new) == {"a.b.y": ([1, 2], [1, 3]), "a.x": (1, None), "a.z": (None, True)}
+
+
+def test_a_run_from_before_settings_were_retired_resumes(tmp_path: Path) -> None:
+    config = load_config(["demo"], [f"run.dir={tmp_path}", "run.name=old"])
+    old = dump_config(config).replace("[precision]", "[precision]\nmargin = 0\namax_history = 1024")
+    with RunDir.open_path(tmp_path / "old", old) as run:
+        run.metrics_path.write_text('{"step": 1}\n')
+    with RunDir.open(config) as run:
+        assert run.attempt == 2

@@ -22,6 +22,12 @@ from bapo_megatron.monitor.record import Recorder
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.monitor.sinks import SINKS, BackgroundSink, TensorBoardSink
 
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+
 Values = dict[str, list[tuple[int, float]]]  # by metric: steps and values, as they were written
 
 
@@ -33,7 +39,7 @@ class NoRollouts:
 
 
 def config_with(folder: Path, *settings: str) -> Config:
-    return load_config(["demo"], [f"run.dir={folder}", "run.name=run", "monitor.wandb_mode=offline", *settings])
+    return load_config(["demo"], [f"run.dir={folder}", "run.name=run", *settings])
 
 
 def attempt(config: Config, run_dir: RunDir, first_step: int, *steps: tuple[int, float]) -> str:

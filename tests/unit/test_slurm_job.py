@@ -325,13 +325,13 @@ def test_outside_of_a_step_a_node_says_what_it_is_for(
 def test_a_node_listens_on_the_interface_that_is_named() -> None:
     assert node.node_address(configured()) == "127.0.0.1"
     assert node.node_address(configured("slurm.interface=lo", "cluster.nodes=2")) == "127.0.0.1"
-    with pytest.raises(UserError, match=r"slurm.interface=ib7: this node has no IPv4 address there .* it has .*lo"):
+    with pytest.raises(UserError, match=r"slurm.interface=ib7 has no IPv4 address on this node .* has .*lo"):
         node.node_address(configured("slurm.interface=ib7"))
 
 
 def test_a_host_name_that_stands_for_loopback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostbyname", lambda name: "127.0.1.1")
-    with pytest.raises(UserError, match=r"stands for 127.0.1.1, which other nodes cannot reach; set slurm.interface"):
+    with pytest.raises(UserError, match=r"resolves to 127.0.1.1, which other nodes cannot reach; set slurm.interface"):
         node.node_address(configured("cluster.nodes=2"))
 
 

@@ -168,7 +168,7 @@ def test_the_script_does_not_depend_on_what_a_task_may_change() -> None:
                 assert commands(task) == script, f"{name}={value}"
             break
     assert len(same) > 100
-    assert {"slurm.partition", "slurm.exclusive", "parallel.data", "cluster.nodes", "run.dir"} <= refused
+    assert {"slurm.options", "parallel.data", "cluster.nodes", "run.dir"} <= refused
 
 
 def changes(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, list[str]]]:

@@ -1,16 +1,79 @@
-"""config.json of the models in the shipped recipes, so that `bapo check` can plan them without their weights.
+"""GPUs and models that plans can use without access to them.
 
-Only the keys that decide sizes and limits. Source: the named repositories on the Hugging Face hub. An existing folder
-takes precedence.
+GPUs: dense peak rates of the SXM boards, from their makers' data sheets; programs reach less. Models: the config.json
+of the models in shipped recipes, from their repositories on the Hugging Face hub. An existing folder takes precedence.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class GPU:
+    """A GPU model.
+
+    Example: GPUS["h100"].memory_gib is 79.1, CUDA's total for 80 GB.
+    """
+
+    name: str
+    memory_gib: float
+    bf16_flops: float  # per second, dense (data sheets of Hopper and Blackwell print twice that, "with sparsity")
+    memory_bytes_per_s: float
+    nvlink_bytes_per_s: float  # in one direction; data sheets print the sum of both
+
+    def flops(self, dtype: str) -> float:
+        """Peak rate of matrix products: float32 runs as TF32, at half the rate of bfloat16."""
+        return self.bf16_flops if dtype == "bfloat16" else self.bf16_flops / 2
+
+
+# Sources: NVIDIA's data sheets "A100 Tensor Core GPU" (2022), "H100 Tensor Core GPU" (2023), "H200 Tensor Core GPU"
+# (2024), "DGX B200" (2024, an eighth of the system).
+GPUS = {
+    "a100": GPU("A100 SXM 80 GB", 79.1, 312e12, 2.039e12, 300e9),
+    "h100": GPU("H100 SXM 80 GB", 79.1, 989e12, 3.35e12, 450e9),
+    "h200": GPU("H200 SXM 141 GB", 139.8, 989e12, 4.8e12, 450e9),
+    "b200": GPU("B200 SXM 180 GB", 178.0, 2250e12, 8.0e12, 900e9),
+}
+
+
+def visible_indexes(setting: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
+    """Return the GPUs that CUDA shows to a process: those before the first invalid entry, or none if one is repeated
+    (CUDA C++ Programming Guide, "CUDA Environment Variables"). A MIG instance counts as invalid.
+
+    Args:
+        setting: CUDA_VISIBLE_DEVICES: indexes, or beginnings of UUIDs. None: unset, which shows all.
+        uuids: of all GPUs, in the driver's order, which is also CUDA's if all GPUs are of one model.
+
+    Example: visible_indexes("1,0", ["GPU-a", "GPU-b", "GPU-c"]) == (1, 0)
+    """
+    if setting is None:
+        return tuple(range(len(uuids)))
+    found: list[int] = []
+    for entry in setting.split(","):
+        index = _index(entry.strip(), uuids)
+        if index is None:
+            break
+        if index in found:
+            return ()
+        found.append(index)
+    return tuple(found)
+
+
+def _index(entry: str, uuids: Sequence[str]) -> int | None:
+    if entry.isdecimal():
+        return int(entry) if int(entry) < len(uuids) else None
+    named = [i for i, uuid in enumerate(uuids) if entry.startswith("GPU-") and uuid.startswith(entry)]
+    return named[0] if len(named) == 1 else None
+
 
 _QWEN2_7B: dict[str, Any] = {
     "model_type": "qwen2",
@@ -90,7 +153,7 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
 
 
 def known_config(path: str) -> dict[str, Any] | None:
-    """Return the config.json of a model whose folder is not on this machine, or None for an unknown folder name.
+    """Return the known config.json for a folder missing on this machine; None for an unknown name.
 
     Example: known_config("models/Qwen3-32B")["num_hidden_layers"] is 64.
     """

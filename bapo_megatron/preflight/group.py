@@ -1,0 +1,246 @@
+"""The doctor's small process group: measures a real all-reduce and broadcast, and compares clocks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bapo_megatron.engines.group import connect_store, host_store
+from bapo_megatron.engines.processes import LOOPBACK, reserved_ports
+from bapo_megatron.preflight.machine_checks import Finding
+
+_REPEATS = 4
+_BYTES = {"gloo": 4 * 2**20, "nccl": 256 * 2**20}
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Task of one process."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    host: str
+    port: int
+    backend: Literal["gloo", "nccl"]
+    timeout_s: float
+
+
+def probe(task: Task, output: Path) -> None:
+    """Write JSON to `output`: facts about torch at once, then the group's measurements added to them."""
+    facts: dict[str, Any] = {}
+    try:
+        facts = _facts()
+        _write(output, facts)
+        _write(output, facts | _measure(task))
+    except (RuntimeError, OSError, ValueError) as error:  # torch.distributed's errors are RuntimeErrors
+        _write(output, facts | {"problem": (str(error).strip() or type(error).__name__).splitlines()[0]})
+
+
+def _write(output: Path, result: dict[str, Any]) -> None:
+    """Write atomically: this process may be killed at any time."""
+    partial = output.with_suffix(".partial")
+    partial.write_text(json.dumps(result))
+    partial.replace(output)
+
+
+def _facts() -> dict[str, Any]:
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    facts: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "num_gpus": num_gpus}
+    if num_gpus:
+        facts["capability"] = torch.cuda.get_device_capability()
+        if dist.is_nccl_available():
+            facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return facts
+
+
+def _measure(task: Task) -> dict[str, Any]:
+    use_nccl = task.backend == "nccl"
+    if use_nccl:
+        if not torch.cuda.is_available():
+            raise RuntimeError("torch sees no GPU")
+        torch.cuda.set_device(task.local_rank)
+    elif task.host == LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    size, timeout_s = task.world_size, task.timeout_s
+    store = (
+        host_store(task.host, size, timeout_s, task.port)
+        if task.rank == 0
+        else connect_store(task.host, task.port, size, timeout_s)
+    )
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(task.backend, store=store, rank=task.rank, world_size=size, timeout=timeout)
+    device = torch.device("cuda" if use_nccl else "cpu")
+    num_bytes, world = _BYTES[task.backend], task.world_size
+    data = torch.full((num_bytes // 4,), float(task.rank), device=device)
+    broadcast_s = _seconds(lambda: dist.broadcast(data, src=0), use_nccl)
+    is_right = bool((data == 0).all())
+    reduce_s = _seconds(lambda: dist.all_reduce(data.fill_(task.rank)), use_nccl)
+    is_right = is_right and bool((data == world * (world - 1) / 2).all())
+    skews_s = _clock_skews(device)
+    dist.destroy_process_group()
+    return {
+        "is_right": is_right,
+        "broadcast_bytes_per_s": num_bytes / broadcast_s,
+        "all_reduce_bytes_per_s": 2 * (world - 1) / world * num_bytes / reduce_s,  # what each process sends
+        "skews_s": skews_s,
+    }
+
+
+def _seconds(collective: Callable[[], object], use_nccl: bool) -> float:
+    """Return the median time over repeats, after one that sets up connections."""
+    times = []
+    for _ in range(1 + _REPEATS):
+        dist.barrier()
+        start_s = time.monotonic()
+        collective()
+        if use_nccl:
+            torch.cuda.synchronize()
+        times.append(time.monotonic() - start_s)
+    return statistics.median(times[1:])
+
+
+def _clock_skews(device: torch.device) -> list[float]:
+    """Return each process's clock minus the first one's in seconds, to within the duration of a barrier."""
+    rounds = []
+    for _ in range(_REPEATS):
+        dist.barrier()
+        mine: Tensor = torch.tensor([time.time()], dtype=torch.float64, device=device)
+        clocks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(clocks, mine)
+        rounds.append([float(clock - clocks[0]) for clock in clocks])
+    return [statistics.median(skews) for skews in zip(*rounds, strict=True)]
+
+
+_MAX_SKEW_S = 1.0
+_CPU_PROCESSES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Meeting point of all nodes' probes. Example: Rendezvous("node0", 29500, num_nodes=4, node_rank=1)."""
+
+    host: str
+    port: int
+    num_nodes: int = 1
+    node_rank: int = 0
+
+
+@dataclass
+class Probes:
+    """The processes on this node; `wait` fills in `results`."""
+
+    backend: Literal["gloo", "nccl"]
+    timeout_s: float
+    processes: list[BaseProcess] = field(default_factory=list)
+    outputs: list[Path] = field(default_factory=list)
+    results: list[dict[str, Any]] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Wait for all processes until the timeout, then kill the rest."""
+        deadline = time.monotonic() + self.timeout_s
+        for process in self.processes:
+            process.join(max(0.1, deadline - time.monotonic()))
+        problems = [self._problem(process) for process in self.processes]
+        self.end()
+        for path, problem in zip(self.outputs, problems, strict=True):
+            result = json.loads(path.read_text()) if path.exists() else {}
+            self.results.append(result if "is_right" in result else {"problem": problem} | result)
+
+    def _problem(self, process: BaseProcess) -> str:
+        """Describe why a process has no result, unless it wrote a reason itself."""
+        if process.is_alive():
+            return f"not done after {self.timeout_s:.0f} s"
+        return f"ended with exit code {process.exitcode}"
+
+    def end(self) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Facts about torch from the first process; only a "problem" if it failed."""
+        return self.results[0]
+
+    def findings(self, is_across_nodes: bool) -> list[Finding]:
+        """Report the group's bandwidth and clocks, or why the group failed."""
+        name = f"group ({self.backend})"
+        missing = [i for i, result in enumerate(self.results) if "is_right" not in result]
+        if missing:
+            result = self.results[missing[0]]
+            where = "the network between the nodes" if is_across_nodes else "the loopback interface and its firewall"
+            advice = f"check {where}" if "torch" in result else "no messages were sent: see torch"
+            return [Finding(name, "error", f"process {missing[0]} of this node: {result['problem']}", advice)]
+        if not all(result["is_right"] for result in self.results):
+            return [Finding(name, "error", "a broadcast or all-reduce gave wrong values", "do not train here")]
+        first = self.results[0]
+        rates = (
+            f"{len(first['skews_s'])} processes: all-reduce {first['all_reduce_bytes_per_s'] / 1e9:.2f} GB/s, "
+            f"broadcast {first['broadcast_bytes_per_s'] / 1e9:.2f} GB/s"
+        )
+        found = [Finding(name, "ok", rates)]
+        if is_across_nodes:
+            found.append(clock_finding(first["skews_s"]))
+        return found
+
+
+def clock_finding(skews_s: list[float]) -> Finding:
+    """Compare the processes' clocks with the first one's."""
+    worst = max(range(len(skews_s)), key=lambda rank: abs(skews_s[rank]))
+    what = f"at most {abs(skews_s[worst]):.3f} s apart"
+    if abs(skews_s[worst]) > _MAX_SKEW_S:
+        advice = "start chrony or systemd-timesyncd on all nodes: times in logs will not match"
+        return Finding("clocks", "warning", f"{what} (process {worst})", advice)
+    return Finding("clocks", "ok", what)
+
+
+@contextlib.contextmanager
+def started_probes(num_gpus: int, rendezvous: Rendezvous | None, timeout_s: float) -> Iterator[Probes]:
+    """Start one process per GPU over NCCL, or two over gloo; they end with the block.
+
+    They are forked, because importing torch takes most of the time; this process must not have used CUDA.
+    """
+    count = num_gpus or _CPU_PROCESSES
+    context = multiprocessing.get_context("fork")
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bapo-doctor-", dir=_scratch())))
+        meeting = rendezvous or Rendezvous(LOOPBACK, stack.enter_context(reserved_ports(1))[0])
+        probes = Probes("nccl" if num_gpus else "gloo", timeout_s)
+        stack.callback(probes.end)
+        for local_rank in range(count):
+            task = Task(
+                rank=meeting.node_rank * count + local_rank,
+                local_rank=local_rank,
+                world_size=meeting.num_nodes * count,
+                host=meeting.host,
+                port=meeting.port,
+                backend=probes.backend,
+                timeout_s=timeout_s,
+            )
+            probes.outputs.append(folder / f"{local_rank}.json")
+            probes.processes.append(context.Process(target=probe, args=(task, probes.outputs[-1]), daemon=True))
+            probes.processes[-1].start()
+        yield probes
+
+
+def _scratch() -> str | None:
+    """Choose a folder in memory, so that a full disk does not prevent the check."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
