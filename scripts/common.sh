@@ -3,7 +3,7 @@
 #
 #   VENV             environment to use or create (default: the active one, else .venv in the checkout)
 #   PYTHON           interpreter that creates it (default: python3)
-#   BAPO_TORCH_SPEC  torch to install where there is none (default: that of requirements/cpu.txt)
+#   BAPO_TORCH_SPEC  torch to install if there is none (default: that of requirements/cpu.txt)
 #   BAPO_TORCH_INDEX package index for torch alone, such as PyTorch's own index of CPU builds
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -1,4 +1,4 @@
-"""Settings of earlier versions: a run's own config.toml is brought up to date, a user's file is told what to write."""
+"""Settings of earlier versions: a run's own config.toml is updated; for a user's file, errors say what to write."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class ParallelConfig(Section):
             return value
         sizes = [value.get(name, 1) for name in ("tensor", "pipeline", "context")]
         if not all(type(size) is int and size > 0 for size in sizes):
-            return value  # each of these is told by its own check
+            return value  # each of these has a check of its own
         data, rest = divmod(value["num_ranks"], math.prod(sizes))
         return value if rest or data < 1 else {**value, "data": data}
 

@@ -1,6 +1,6 @@
 """From TOML files and `key.path=value` overrides to one checked `Config`, and back to TOML.
 
-All sources are merged first, later ones win; the result is validated once, strictly, and every violation is told in one
+All sources are merged first, later ones win; the result is validated once, strictly, and every violation appears in one
 error that names the file or the override it came from.
 
 - A path that does not exist but is the name of a shipped configuration ("demo") means that one.

@@ -1,4 +1,4 @@
-"""Who runs where in a SLURM job, and what is wrong with a job before it is submitted."""
+"""The placement of ranks and engines on the nodes of a SLURM job, and the checks before it is submitted."""
 
 from __future__ import annotations
 

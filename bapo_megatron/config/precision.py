@@ -25,7 +25,7 @@ Version = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What FP8 asks of the machine; None: not there.
+    """The facts about a machine that FP8 depends on; None: absent.
 
     Example: Machine((9, 0), (12, 9), (2, 11, 0)) is a Hopper GPU, CUDA 12.9 and Transformer Engine 2.11.0.
     """
@@ -264,7 +264,7 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 def this_machine() -> Machine:
-    """Read what FP8 depends on: the current CUDA device, where there is one, and the installed packages."""
+    """Read what FP8 depends on: the current CUDA device, if any, and the installed packages."""
     import torch  # takes seconds, and most of the checks need only facts
 
     if not torch.cuda.is_available():

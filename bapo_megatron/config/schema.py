@@ -282,7 +282,7 @@ class TrainConfig(Section):
     recompute: bool = False
     """Recompute all activations in the backward pass."""
     schedule: Literal["auto", "forwards_first", "interleaved"] = "auto"
-    """Where bounds are searched with scope exact: forwards_first runs all forward passes of an update, whose log-probs
+    """The order of passes with scope exact: forwards_first runs all forward passes of an update, whose log-probs
     give the bounds, before its backward passes, and keeps all activations in between; interleaved scores in a pass of
     its own. auto: the first with one micro-batch, or with recompute while layer inputs take under a tenth of memory."""
 

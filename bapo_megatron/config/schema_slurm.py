@@ -17,7 +17,7 @@ class SlurmConfig(Section):
     """The job that `bapo slurm` writes. Its nodes and GPUs are those of [cluster]."""
 
     runtime: Literal["venv", "pyxis", "apptainer"] = "venv"
-    """How a node runs the package. venv: an interpreter on a shared file system; pyxis: `srun --container-image`
+    """The runtime of a node. venv: an interpreter on a shared file system; pyxis: `srun --container-image`
     (enroot); apptainer: `apptainer exec`."""
     python: str | None = None
     """The interpreter. Unset: the one that runs `bapo slurm`; in a container: python."""
@@ -53,7 +53,7 @@ class SlurmConfig(Section):
     """One task of a job array for each: settings, separated by blanks, such as "optimizer.lr=1e-6 bapo.rho0=0.4".
     Task i is the run `<run.name>-<i>`. Ranks, engines and nodes are the same in all tasks."""
     startup_timeout_s: PositiveFloat = 900.0
-    """How long the processes of a job wait for each other to start: nodes may differ in how fast they load an image."""
+    """Deadline for the processes of a job to find each other: nodes may load an image at different speeds."""
 
     @field_validator("time_limit")
     @classmethod

@@ -11,7 +11,7 @@ from bapo_megatron.errors import EngineError
 PauseMode = Literal["abort", "retract", "in_place"]
 
 Capability = Literal["weight_manifest", "weight_digests", "gloo_only"]
-"""What a server adds to SGLang's API, as it lists under "capabilities" in its `server_info`: `weights_manifest`
+"""Additions of a server to SGLang's API, listed under "capabilities" in its `server_info`: `weights_manifest`
 answers; `weights_checksum` has a digest of each weight as it was sent (engines/wire.py); it receives over gloo only."""
 
 

@@ -29,7 +29,7 @@ _NCCL_SLACK = 10.0  # over NCCL torch's watchdog ends the process at its deadlin
 def host_store(host: str, world_size: int, timeout_s: float, port: int = 0) -> dist.TCPStore:
     """Serve the rendezvous store of a new group, on rank 0. The system picks a port for 0 (`.port`).
 
-    It listens at `host` alone: left to itself, torch listens on every interface, and a store obeys whoever reaches it.
+    It listens at `host` alone: by default torch listens on every interface, and a store obeys every client.
 
     Raises:
         OSError: the port is taken.

@@ -178,7 +178,7 @@ def check_installed(has_gpu: bool) -> None:
 
 
 def cpu_groups(server: int, tensor_parallel: int, threads: int, cpus: Sequence[int]) -> tuple[str, ...]:
-    """Return the CPUs of each rank of a server, such as ("0,1", "2,3"); shared with others where there are too few.
+    """Return the CPUs of each rank of a server, such as ("0,1", "2,3"); shared if there are too few.
 
     Empty for a server of one rank, which the operating system places.
     """

@@ -76,7 +76,7 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one `model_type` of config.json differs from plain Llama. A string names the key of config.json to read."""
+    """The differences of one `model_type` from plain Llama. A string names the key of config.json to read."""
 
     qkv_bias: bool | str = False  # on the query, key and value projections
     out_bias: bool | str = False  # on the attention's output projection

@@ -1,4 +1,4 @@
-"""What config.json says about a model: one description for the learner, the embedded engine and the estimates.
+"""The shape of a model, read from config.json: one description for the learner, the embedded engine and the estimates.
 
 Imports neither torch nor transformers until `rotary_frequencies` is called, so that `bapo check` answers at once.
 """

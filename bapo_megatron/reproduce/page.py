@@ -76,7 +76,7 @@ def _markdown(name: str, study: Study, result: StudyResult, origin: dict[str, An
         "",
         f"![{study.title}]({name}.svg)",
         "",
-        "Lines are means over seeds; bands, where there are few lines, reach from the lowest to the highest seed.",
+        "Lines are means over seeds; bands, drawn if lines are few, reach from the lowest to the highest seed.",
         "",
         *_table(result),
     ]
