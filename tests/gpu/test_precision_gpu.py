@@ -1,4 +1,4 @@
-"""bfloat16 against float32, Transformer Engine against our layers, FP8 against bfloat16. docs/status.md says what has run.
+"""bfloat16 against float32, Transformer Engine against our layers, FP8 against bfloat16. Runs: docs/status.md.
 
 Bounds are what rounding should stay under, not measurements: e4m3 has 3 bits of mantissa, bfloat16 has 7.
 """
