@@ -6,8 +6,6 @@
 No process group and no Megatron: the learner's checkpoints do not depend on the layout.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext

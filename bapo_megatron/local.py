@@ -6,8 +6,6 @@ bapo train -> run() -> engine processes (if the run starts any), under a supervi
 Nothing here listens on any address but loopback.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

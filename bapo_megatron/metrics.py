@@ -7,8 +7,6 @@ the recorder reduces the updates of a step to one number (`updates`); the report
 (`panel`). A metric that is not declared is averaged over the updates, and kept in metrics.jsonl.
 """
 
-from __future__ import annotations
-
 import math
 import tomllib
 from collections.abc import Mapping, Sequence

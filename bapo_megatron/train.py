@@ -15,8 +15,6 @@ A step waits for its rollouts; the next step resumes the partial responses that 
 With rollout.overlap, the engines go on sampling during everything below the first line.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

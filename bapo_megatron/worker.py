@@ -1,7 +1,5 @@
 """One trainer rank: `python -m bapo_megatron.worker` (started by local.py), or `run_rank` (slurm/node.py)."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

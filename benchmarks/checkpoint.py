@@ -6,8 +6,6 @@ A random Qwen3 at TP2 x DP2, four processes on this machine. All ways take turns
 the same disk and wait for it (fsync); medians are compared. Loading reads what was just written, from the page cache.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

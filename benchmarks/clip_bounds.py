@@ -6,8 +6,6 @@ The literal loop evaluates rho on all tokens at every probe (up to 52 at the pap
 spread over data-parallel ranks it would also make one blocking all-reduce per probe, which is not counted here.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

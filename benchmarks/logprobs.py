@@ -14,8 +14,6 @@ Memory is the growth of this process's resident set over what it held before the
 (/proc/self/status), gradients included; each measurement runs in a process of its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

@@ -10,8 +10,6 @@ in the engine's own CPU time, as on an idle machine. A step of M tokens then tak
 Prefill, weight pushes and the requests themselves are left out.
 """
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 import math

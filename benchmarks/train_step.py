@@ -15,8 +15,6 @@ Ways take turns; the result is the median over turns of the ratio within a turn.
 with one thread they equal the wall time on an idle machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

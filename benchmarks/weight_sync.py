@@ -8,8 +8,6 @@ of the buckets' sizes to the same processes on the same group, announced once; t
 The two take turns; medians are compared.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

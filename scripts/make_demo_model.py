@@ -14,8 +14,6 @@ The result is an ordinary Hugging Face checkpoint that solves about 0.3 of the t
 makes the smaller one of the studies (docs/reproduction).
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -15,8 +15,6 @@ The result is an ordinary Hugging Face checkpoint. Its tokenizer has a token for
 character, and one for each of the fixed texts around programs and words, so that these cost no time to sample.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Callable

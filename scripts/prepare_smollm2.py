@@ -13,8 +13,6 @@ Needs about 2 GB of memory, a minute of time, and the packages `gguf` and `accel
 environment or else from the same temporary folder; the environment is left as it is.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import shutil

@@ -4,8 +4,6 @@ They get a quarter of each task's facts wrong most of the time, and the others r
 do not stop in time, or lose the thread.
 """
 
-from __future__ import annotations
-
 import random
 import string
 from collections.abc import Hashable, Mapping, Sequence

@@ -5,8 +5,6 @@
 Reinforcement needs mistakes that are frequent, and right answers that still turn up often enough to be reinforced.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

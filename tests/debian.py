@@ -1,7 +1,5 @@
 """Programs from Debian's packages that some tests need: with CI=true and as root they are installed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

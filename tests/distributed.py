@@ -1,7 +1,5 @@
 """Runs a test body in several gloo processes on this machine, with a deadline and the child's own traceback."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """Tiny models of every supported family and option, in shapes that no layout divides evenly."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

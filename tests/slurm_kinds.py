@@ -1,7 +1,5 @@
 """Every kind of SLURM job that `bapo slurm` writes: over the demo, on two nodes with 16 CPUs and 8 GPUs each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 RUNTIMES = {

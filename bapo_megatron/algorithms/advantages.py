@@ -7,8 +7,6 @@ the advantages of a whole batch to one scale, if the run asks for it.
 Shape legend: G responses in the group, S responses in the batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

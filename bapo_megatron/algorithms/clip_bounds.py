@@ -15,8 +15,6 @@ after one all-reduce the loop runs on plain numbers, with the same result everyw
 Shape legend: any shape [...] for token tensors (the same for all of them); K = number of grid points of both bounds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

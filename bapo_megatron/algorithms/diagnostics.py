@@ -25,8 +25,6 @@ A constant added to all A of a state changes nothing. The sign of (log pi + H) A
 Shape legend: R response tokens of a micro-batch, V vocabulary, C cells (ages x classes), K classes.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -17,8 +17,6 @@ samples bias the values as they do in PPO with several epochs.
 Shape legend: T tokens of all sequences, prompts included, one sequence after the other; S sequences.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ Shape legend: R rows (one per response token), H hidden size, V vocabulary rows 
 B rows of a block of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal

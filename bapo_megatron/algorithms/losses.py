@@ -16,8 +16,6 @@ once, by the token count of the whole optimizer step.
 Shape legend: R response tokens of a micro-batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

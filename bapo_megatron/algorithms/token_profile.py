@@ -6,8 +6,6 @@ last one includes 1.
 Shape legend: R response tokens of a micro-batch, B bins, V values of a bin.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Files that ship with the package, and resolution of model paths."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from bapo_megatron.errors import CheckpointError

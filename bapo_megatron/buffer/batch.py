@@ -1,7 +1,5 @@
 """Judged groups become one padding-free batch."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from itertools import chain

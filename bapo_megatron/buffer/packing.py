@@ -5,8 +5,6 @@ not depend on the plan: they are sums over tokens, divided by the token count of
 for the layout is added here.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Iterator

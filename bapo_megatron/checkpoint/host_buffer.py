@@ -1,7 +1,5 @@
 """Reusable CPU memory for copies of a model, page-locked for copies from a GPU."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """Writing one checkpoint to disk: this rank's part, in a thread, and its outcome."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

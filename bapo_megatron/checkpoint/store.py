@@ -8,8 +8,6 @@ the indices, flushes the disk and renames the folder. With `checkpoint.asynchron
 these last steps happen at a later step boundary: the writing threads take part in no collective.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The base of every configuration section, and the finding that checks of a configuration return."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

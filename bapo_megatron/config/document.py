@@ -1,7 +1,5 @@
 """Write docs/configuration.md from the schema: `python -m bapo_megatron.config.document > docs/configuration.md`."""
 
-from __future__ import annotations
-
 import types
 import typing
 from typing import Any

@@ -3,8 +3,6 @@
 This file is read by judge processes too, and imports neither torch nor the configuration.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import operator

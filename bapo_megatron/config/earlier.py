@@ -1,7 +1,5 @@
 """Settings of earlier versions: a run's own config.toml is updated; for a user's file, errors say what to write."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -8,8 +8,6 @@ The table is data that the configuration can read; the code of an engine is in e
 A server reports further capabilities itself, in its `server_info` (engines/base.py, Capability).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from bapo_megatron.config.dotted import Seam

@@ -1,7 +1,5 @@
 """Settings of where a run computes: how the trainer is split, and the machines that it is meant for."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal
 

@@ -9,8 +9,6 @@ error that names the file or the override it came from.
 - TOML has no null: the string "none" unsets a setting that can be unset.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import tomllib

@@ -5,8 +5,6 @@ on exactly, with nothing to save. A skipped update (its gradient was not finite)
 schedule is the end of the run.
 """
 
-from __future__ import annotations
-
 import math
 
 from bapo_megatron.config.schema import Config, OptimizerConfig

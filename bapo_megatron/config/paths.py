@@ -1,7 +1,5 @@
 """Paths into the schema: all settings, the types they accept, and the setting that a typo meant."""
 
-from __future__ import annotations
-
 import difflib
 import types
 import typing

@@ -1,7 +1,5 @@
 """Checks across sections: layout, batch arithmetic, model limits. Numbers and a working alternative in each message."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any

@@ -1,7 +1,5 @@
 """The placement of ranks and engines on the nodes of a SLURM job, and the checks before it is submitted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

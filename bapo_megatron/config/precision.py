@@ -5,8 +5,6 @@ to 2.11 (`quantization.py`: check_*_support; `utils.py`: assert_dim_for_fp8_exec
 said before a process is started. docs/precision.md has the table.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import math

@@ -3,8 +3,6 @@
 Checks of one field live here; checks across sections (layout, batch arithmetic, model shapes) live in `plan.py`.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator

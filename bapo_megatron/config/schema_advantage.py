@@ -1,7 +1,5 @@
 """The settings of [advantage], and of the critic behind some of them, [critic]."""
 
-from __future__ import annotations
-
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from bapo_megatron.config.base import Section

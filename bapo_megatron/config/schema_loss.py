@@ -1,7 +1,5 @@
 """The settings of the policy loss, [loss], and of the search for its clip bounds, [bapo]."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import sys

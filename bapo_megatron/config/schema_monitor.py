@@ -1,7 +1,5 @@
 """Settings of what a run shows, keeps and tells others."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field, PositiveFloat

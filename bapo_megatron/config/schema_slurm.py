@@ -1,7 +1,5 @@
 """Settings of a SLURM job: what `bapo slurm` asks for, and how its nodes run the package."""
 
-from __future__ import annotations
-
 import re
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The engine seam: the interface of a server. One contract suite runs against every implementation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol

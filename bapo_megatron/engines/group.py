@@ -4,8 +4,6 @@ It has a name and a store of its own and needs no default group, as in SGLang (s
 init_custom_process_group), so that real SGLang servers can join.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

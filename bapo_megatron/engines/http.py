@@ -4,8 +4,6 @@ Every reply is checked before it is used; a bad one is an `EngineError` that nam
 repeats requests.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -7,8 +7,6 @@ Only live engines are asked for tokens. An engine that is back is part of the ne
 and checksums is the only way to `admit` it. Called from the event loop and from the trainer's main thread.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

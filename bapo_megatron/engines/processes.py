@@ -1,7 +1,5 @@
 """Engine processes: started with a log file, ended with their parent."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import ipaddress

@@ -6,8 +6,6 @@
 Every server is `python -m bapo_megatron.engines.sglang_server` on a port of its own, with a log of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import json

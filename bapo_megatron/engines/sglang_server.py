@@ -5,8 +5,6 @@ schedulers that SGLang spawns (multiprocessing imports the main module of a pare
 when standard input closes.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

@@ -1,7 +1,5 @@
 """Start one machine's share of a run's engines, under a supervisor."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence

@@ -8,8 +8,6 @@ it back once it is healthy and holds weights that were pushed and verified (engi
 the checkpoint of the run's start as version "default", which no push ever has.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import subprocess

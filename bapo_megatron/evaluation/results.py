@@ -1,7 +1,5 @@
 """Results of an evaluation: responses by problem, estimates with intervals, and their tables."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -9,8 +9,6 @@ Both are exact averages over all choices of k of the n responses: unbiased for k
 Shape legend: P problems, M estimates.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from math import comb

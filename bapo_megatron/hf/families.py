@@ -4,8 +4,6 @@ An entry says how the family differs from plain Llama. The learner, the embedded
 estimates read the resulting `hf.shape.ModelShape` and the parameter tables below; none knows a family by name.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal
 

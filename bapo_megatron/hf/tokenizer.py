@@ -1,7 +1,5 @@
 """The tokenizer that belongs to a checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Writing a Hugging Face checkpoint folder: weights from a stream of tensors, and the files beside them."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ Megatron's DistributedOptimizer lays all gradients of a rank in one buffer and g
 regardless of the borders of parameters: a rank owns a range of some parameters, and nothing of others.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

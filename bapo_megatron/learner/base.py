@@ -1,7 +1,5 @@
 """The learner seam: the training loop's view of the policy. Every rank calls every method."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The clip bounds of each optimizer step: from BAPO's search in one of its scopes, or fixed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import astuple
 

@@ -1,7 +1,5 @@
 """Megatron's wrappers around a model that is trained: gradient buffers and Adam."""
 
-from __future__ import annotations
-
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer

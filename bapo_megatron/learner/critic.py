@@ -6,8 +6,6 @@
 The head starts at zero: the values of a new critic are 0 at any layout, and the first update moves the head alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Alarms from the gradient norm of every update: spikes, and runs that no longer train."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from statistics import median

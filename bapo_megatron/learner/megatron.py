@@ -7,8 +7,6 @@ Loss and gradient are divided once, by the global token count of the update, so 
 split over data or context ranks, stages or micro-batches.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterator

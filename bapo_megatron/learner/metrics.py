@@ -3,8 +3,6 @@
 TokenLoss -> sums and maxima of a micro-batch -> of this rank's micro-batches -> of all data ranks -> metrics
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ linears apply the norm before them and hold its weight (`TELayerNormColumnParall
 Shape legend: T packed tokens, H hidden, V vocabulary rows of this rank, R response rows, D head dimension
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

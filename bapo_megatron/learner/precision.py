@@ -4,8 +4,6 @@ Pure functions in `config/precision.py` decide what is refused, and why. Written
 Transformer Engine 2.9 to 2.11.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

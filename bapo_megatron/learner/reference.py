@@ -4,8 +4,6 @@ Every rank holds a second set of weights, without gradients or optimizer state, 
 scoring pass. The reference is split like the learner, and may be any model with the same vocabulary.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron.core.transformer.module import Float16Module

@@ -8,8 +8,6 @@ The bounds need the ratios of the whole mini-batch before the first loss. Forwar
 scoring pass, and no FLOP is spent twice; but all micro-batches then keep their activations until the backward passes.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence

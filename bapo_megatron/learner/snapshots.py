@@ -5,8 +5,6 @@ tensor group the first rank, of data replicas each in turn, of the distributed o
 Every rank reads only the slices that it needs. The files: `checkpoint/folder.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

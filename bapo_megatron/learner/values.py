@@ -4,8 +4,6 @@ Batch -> critic.values (no gradient, all micro-batches) -> one all-reduce: V of 
       -> algorithms/gae.py -> token advantages, and returns -> the critic's own updates towards the returns
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import replace
 

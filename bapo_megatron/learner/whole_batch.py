@@ -1,7 +1,5 @@
 """Scores of a whole rollout batch, on every rank: values, and log-probs of the proximal and the reference policy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol

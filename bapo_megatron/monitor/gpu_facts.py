@@ -1,7 +1,5 @@
 """This machine's GPUs as NVIDIA's management library reports them, for the Prometheus endpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 

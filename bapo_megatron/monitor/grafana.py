@@ -5,8 +5,6 @@
 Import it in Grafana under Dashboards, New, Import.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Sequence

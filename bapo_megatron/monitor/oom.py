@@ -1,7 +1,5 @@
 """Out of memory: one message with the place, the memory in use, the plan, and changes that help."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import traceback

@@ -4,8 +4,6 @@
 for which it queries NVML in milliseconds.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ A resumed run repeats the steps after its checkpoint. No sink shows one twice: T
 values, as metrics.jsonl is truncated; W&B, which only appends, keeps the first values.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

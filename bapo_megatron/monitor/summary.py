@@ -1,7 +1,5 @@
 """The summary of a run, and problems visible in its latest steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

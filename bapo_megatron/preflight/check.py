@@ -1,7 +1,5 @@
 """A configuration from the command line, checked for this machine or for the cluster that it names."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any

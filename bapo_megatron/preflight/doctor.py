@@ -8,8 +8,6 @@
 Exit code: 0 fit (for CPU use on a machine without GPUs), 1 a check FAILs.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The doctor's small process group: measures a real all-reduce and broadcast, and compares clocks."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing

@@ -4,8 +4,6 @@ GPUs: dense peak rates of the SXM boards, from their makers' data sheets; progra
 of the models in shipped recipes, from their repositories on the Hugging Face hub. An existing folder takes precedence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

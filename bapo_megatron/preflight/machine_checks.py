@@ -1,7 +1,5 @@
 """Checks of this machine's disk, shared memory, limits and ports."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

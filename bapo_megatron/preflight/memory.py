@@ -7,8 +7,6 @@ Shape legend: T packed tokens of this rank, U of the whole pack (T x context), H
     V vocabulary rows of this rank, Q and K query and key-value heads of this rank x head dimension D, C rows of a chunk
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 python -m bapo_megatron.preflight.recipes        plan, and update the page
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from bapo_megatron.config.load import load_config, shipped_configs

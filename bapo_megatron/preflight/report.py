@@ -1,7 +1,5 @@
 """The plan as text for the terminal."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Checks of installed software, mostly without importing it, and of GPUs, through their driver."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

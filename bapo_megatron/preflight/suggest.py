@@ -1,7 +1,5 @@
 """Other settings for the same trainer ranks: faster layouts, and changes that need less memory."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Prompt sources: indexable lists of questions that depend on settings and seed alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 

@@ -3,8 +3,6 @@
 Each of `FORMATS` maps a row and its place in a file to a `Question`, or raises DataError naming place and field.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

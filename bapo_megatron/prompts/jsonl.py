@@ -1,7 +1,5 @@
 """Your own prompts: a UTF-8 file with one JSON object a line, `{"prompt": "...", "answer": ...}`, or a Parquet file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Procedural data sets of reasoning-gym (https://github.com/open-thought/reasoning-gym)."""
 
-from __future__ import annotations
-
 import difflib
 from typing import Any
 

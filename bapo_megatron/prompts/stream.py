@@ -1,7 +1,5 @@
 """Endless, resumable stream of tokenised prompts."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Several runs side by side: seeds of one setting, differences between settings, and outcomes."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

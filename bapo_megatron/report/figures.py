@@ -3,8 +3,6 @@
 matplotlib draws them small enough for a phone; the page scales them up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

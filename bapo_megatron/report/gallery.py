@@ -1,7 +1,5 @@
 """All figures of the report, in their order: the designed ones, and plain ones for the other declared panels."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import replace
 

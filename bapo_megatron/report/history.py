@@ -1,7 +1,5 @@
 """A run read from its folder, for reports: metrics, settings, environment. Works during the run."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """`bapo report`: a run, or several side by side, as one HTML file that opens anywhere, without a network."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

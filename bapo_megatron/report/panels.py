@@ -1,7 +1,5 @@
 """Descriptions of the report's figures, drawn for one run or several. The figures: `gallery.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 

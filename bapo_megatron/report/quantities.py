@@ -1,7 +1,5 @@
 """Values and reference levels that the report's figures derive from a run's metrics and settings."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from bapo_megatron.algorithms.token_profile import BINS

@@ -4,8 +4,6 @@ matplotlib draws with the colours of a light page; in the SVG they become CSS va
 and dark pages. Text stays text, in the page's font.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Checks of a study before any training."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Which training run a configuration is: the same settings, files and package are the same run, in whichever study."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

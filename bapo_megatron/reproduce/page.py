@@ -1,7 +1,5 @@
 """A study's files: NAME.csv (all figures), NAME.svg (the plots) and NAME.md (the page)."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

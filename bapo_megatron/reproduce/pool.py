@@ -4,8 +4,6 @@ A fork server imports torch, Megatron and this package once. Each run is two for
 trainer of one rank. They do what they do under `bapo train`: the same loop, HTTP API and weight sync.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time

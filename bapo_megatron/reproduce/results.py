@@ -1,7 +1,5 @@
 """Curves with their spread over seeds, final figures and paired comparisons, from the metrics of a study's runs."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

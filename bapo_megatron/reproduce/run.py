@@ -1,7 +1,5 @@
 """`bapo reproduce`: train what is not trained yet, then write the studies' results."""
 
-from __future__ import annotations
-
 import shlex
 import time
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The fork server (pool.py) imports this once, with all that both need, so that a run starts without importing anything.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

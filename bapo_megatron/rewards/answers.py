@@ -4,8 +4,6 @@ Takes time linear in the length, so that nothing a model writes can hang it. The
 right; this file finds answers the way they do, where that is plain text. See docs/evaluation.md.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable

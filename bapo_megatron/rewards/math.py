@@ -1,7 +1,5 @@
 """Free-form mathematical answers, judged by math-verify (https://github.com/huggingface/Math-Verify)."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

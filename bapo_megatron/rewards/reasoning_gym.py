@@ -1,7 +1,5 @@
 """Judge of reasoning-gym prompts: the data set's own scorer, applied to a response's final answer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import lru_cache

@@ -8,8 +8,6 @@ docs/security.md lists the attacks tried. The limits are no wall against an atta
 Standard library only: this program imports nothing of the package.
 """
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import ctypes

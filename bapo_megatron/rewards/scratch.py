@@ -3,8 +3,6 @@
 Standard library only, and no recursion: the code that fills a folder chooses its depth.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

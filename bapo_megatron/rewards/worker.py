@@ -9,8 +9,6 @@ A judge of this package touches the system only to run programs. If that raises 
 process (a limit was lowered, descriptors ran out), so it ends, and the pool judges the response again in a fresh one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import json

@@ -3,8 +3,6 @@
 prompts --admit--> active groups --grow--> complete --settle (judged)--> finished --choose--> one step's groups
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ A reply is accepted only if its weight versions are possible: not older than the
 request (else it was restarted), not newer than any that the trainer has pushed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import itertools

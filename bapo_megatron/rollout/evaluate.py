@@ -5,8 +5,6 @@ overlap, sampling for training goes on beside it. It does not touch the ledger. 
 afterwards: judging has its own deadlines and says nothing about the engines.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

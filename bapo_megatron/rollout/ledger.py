@@ -8,8 +8,6 @@ The conservation law, checked against the buffers at every step:
     tokens generated = tokens trained + tokens buffered + tokens dropped
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Literal

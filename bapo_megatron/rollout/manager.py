@@ -1,7 +1,5 @@
 """Rollouts for the training loop: a blocking `next_batch` on trainer rank 0, with the engines' event loop behind it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

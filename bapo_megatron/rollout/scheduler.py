@@ -9,8 +9,6 @@ samples then depend only on the seed and the weights, so that an interrupted run
 them a `Stream` keeps every slot busy. Both keep untaken responses for the next step.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

@@ -3,8 +3,6 @@
 Rank 0 makes a batch in a thread and broadcasts a sign of life meanwhile; a JSON header and the tensors follow.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait

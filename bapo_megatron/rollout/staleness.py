@@ -8,8 +8,6 @@ groups that are not trained yet can all be trained in time if, for every h, at m
 have a slack of h or less: the condition of earliest-deadline-first scheduling with equal jobs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

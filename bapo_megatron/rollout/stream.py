@@ -7,8 +7,6 @@ turns in this step, so that long ones do not starve the others. Responses whose 
 batch come first.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import heapq

@@ -1,7 +1,5 @@
 """Small files that survive a crash: JSON Lines, and texts that are replaced atomically."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -4,8 +4,6 @@ There is one `HEARTBEAT` per process, like the root logger: code that beats need
 A beat costs about a microsecond.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

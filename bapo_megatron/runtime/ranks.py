@@ -3,8 +3,6 @@
 Values travel as CPU tensors over the default process group. Imports no Megatron.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Breakdown of a training step's time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

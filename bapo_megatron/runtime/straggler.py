@@ -6,8 +6,6 @@ ranks of one replica do, in every layer, so their times are alike: a slow rank s
 replica there is nothing to compare.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import deque

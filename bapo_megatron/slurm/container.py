@@ -1,7 +1,5 @@
 """The container that the processes of a SLURM job run in, and what they need of the machine's files."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

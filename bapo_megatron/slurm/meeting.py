@@ -9,8 +9,6 @@
 Each file appears whole or not at all. A key `error` in it says why its writer failed.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -12,8 +12,6 @@ srun numbers the processes (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS); they sha
 If the file `stop` appears, the ranks save and exit at the end of a step, and rank 0 writes `stopped`.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import fcntl

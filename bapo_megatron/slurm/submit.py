@@ -4,8 +4,6 @@ bapo slurm -> prepare() -> <run>/slurm/{job.sbatch, config-<digest>.toml} -> sub
 job.sbatch -> srun: slurm/node.py, as trainer ranks and as engine nodes
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import shlex

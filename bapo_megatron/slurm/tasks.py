@@ -3,8 +3,6 @@
 A task's configuration is the job's, overridden by its line of `slurm.sweep`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 import statistics

@@ -1,7 +1,5 @@
 """Weight sync: the trainer's weights go to the engines as a new version, verified before anything is sampled."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from bapo_megatron.config.schema import SyncConfig

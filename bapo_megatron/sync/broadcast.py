@@ -7,8 +7,6 @@ and the broadcast together, has a deadline and names the late engine. An engine 
 a broadcast, the others stay paused until the push is repeated. Nothing is sampled from unverified weights.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import secrets

@@ -5,8 +5,6 @@
 Trainer and engines must share the folder. An engine that fails is fenced off; the others are not affected.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator, Sequence

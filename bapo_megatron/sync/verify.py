@@ -5,8 +5,6 @@ An SGLang server tells the names of its fused weights and has its own checksums:
 shapes with the config.json that it was started with (if this machine can read it), checksums between servers.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path

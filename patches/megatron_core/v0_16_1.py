@@ -15,8 +15,6 @@ tells types by names such as "torch.cuda.FloatTensor", which `Tensor.type()` ans
 When it can go: when megatron-core takes the device from the process group or the parameters.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

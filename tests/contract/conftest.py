@@ -3,8 +3,6 @@
 Servers are real processes on loopback; the checkpoints are tiny random ones, saved by transformers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib.util

@@ -1,7 +1,5 @@
 """What every rollout engine must do, over its HTTP API and through the client."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import time

@@ -3,8 +3,6 @@
 Bounds are what rounding should stay under, not measurements: e4m3 has 3 bits of mantissa, bfloat16 has 7.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The parts of weight sync and of checkpoints that depend on CUDA's streams, NCCL and page-locked memory."""
 
-from __future__ import annotations
-
 import gc
 import time
 

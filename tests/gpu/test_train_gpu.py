@@ -3,8 +3,6 @@
 NCCL to an engine needs SGLang on a second GPU: the embedded engine computes on the CPU.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Triton's kernels against torch at a real vocabulary, compiled; tests/unit/test_logprobs_triton.py runs here too."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

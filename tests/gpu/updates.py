@@ -1,7 +1,5 @@
 """One learner on one GPU, in a process of its own: what it scores, and what one update does."""
 
-from __future__ import annotations
-
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context

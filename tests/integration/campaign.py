@@ -4,8 +4,6 @@ The trainer is a stand-in: each step's weights are the demo's with noise that de
 other weights than their segment claims have visibly other log-probs. Everything else is what a run uses.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging

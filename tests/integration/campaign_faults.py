@@ -1,7 +1,5 @@
 """The faults of a campaign: each strikes one call at one site, and may have consequences for others."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

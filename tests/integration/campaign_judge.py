@@ -1,7 +1,5 @@
 """A judge that hangs on some responses and kills its process on others."""
 
-from __future__ import annotations
-
 import os
 import time
 import zlib

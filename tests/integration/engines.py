@@ -1,7 +1,5 @@
 """Embedded engine processes for tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

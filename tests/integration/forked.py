@@ -4,8 +4,6 @@ What starts them for a user (`bapo train`, the supervisor) takes most of a short
 its own: test_train.py, test_supervisor.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from bapo_megatron.config.load import load_config

@@ -1,7 +1,5 @@
 """Through the Megatron learner and back: what tests of Hugging Face checkpoints share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 python -m tests.integration.layouts        measures, and writes the table into docs/layouts.md
 """
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A single-process float64 reference for the learner: plain transformers, one sequence at a time, literal formulas."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Engine processes that start in a fraction of a second: forked from a process that has imported everything."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

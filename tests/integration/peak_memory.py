@@ -1,7 +1,5 @@
 """What torch allocates in a real update: one process per rank, every allocation recorded."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

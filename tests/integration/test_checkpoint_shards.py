@@ -1,7 +1,5 @@
 """What the ranks of a layout write: together exactly weights and moments, spread over ranks; and bad shards."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

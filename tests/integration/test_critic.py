@@ -1,7 +1,5 @@
 """The critic against a single-process float64 reference, for every kind of layout and batch split; its checkpoints."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

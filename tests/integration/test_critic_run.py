@@ -1,7 +1,5 @@
 """Whole runs with a critic: it learns, the policy waits for it, and a killed run goes on exactly."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A seeded campaign of faults on real engines, in every mode: no token is trained that is not what it claims to be."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import random

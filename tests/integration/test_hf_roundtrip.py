@@ -1,7 +1,5 @@
 """Hugging Face -> Megatron, split over processes -> Hugging Face, bit for bit; and logits against transformers."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 Synchronous mode: everything, bit for bit. Overlapped mode: no token is lost, no sample is trained twice.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

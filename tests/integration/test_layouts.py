@@ -1,7 +1,5 @@
 """Every layout of docs/layouts.md against one process, and checkpoints that move between layouts."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Megatron learner against a single-process float64 reference, for every kind of layout and batch split."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

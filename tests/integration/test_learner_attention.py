@@ -1,7 +1,5 @@
 """Packed attention against one sequence at a time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Mismatch and the decoupled objective on the Megatron learner: the same for every layout and split, and right."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

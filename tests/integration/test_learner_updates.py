@@ -1,7 +1,5 @@
 """What steers an update besides the loss: KL to a reference, weight decay, skipped updates, the learning rate."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """The plan's memory against what torch allocates in real updates: every part of the layout that changes it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

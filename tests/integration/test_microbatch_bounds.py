@@ -1,7 +1,5 @@
 """Scope microbatch: each micro-batch of an update has the bounds of its own tokens, of all data and context ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

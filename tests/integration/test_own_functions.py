@@ -1,7 +1,5 @@
 """A loss, an advantage, a judge, a filter of groups and an engine of the user's own, in one run of real processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

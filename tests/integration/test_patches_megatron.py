@@ -1,7 +1,5 @@
 """The CPU compatibility of megatron-core: it finds what it corrects, and changes nothing else."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

@@ -1,7 +1,5 @@
 """The CPU compatibility of SGLang: it finds what it stands in for, and says when it no longer applies."""
 
-from __future__ import annotations
-
 import importlib.util
 import struct
 import subprocess

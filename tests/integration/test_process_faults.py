@@ -1,7 +1,5 @@
 """However a run is ended, no process of it stays behind, and its engines' owner keeps what is theirs."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

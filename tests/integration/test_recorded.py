@@ -1,7 +1,5 @@
 """Rollouts on disk: a replay repeats the run bit for bit, other settings train on the same data, gaps are told."""
 
-from __future__ import annotations
-
 import gzip
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Studies with real training runs: forked, resumed, failing, and one point of the committed results."""
 
-from __future__ import annotations
-
 import csv
 import json
 import statistics

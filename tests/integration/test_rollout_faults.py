@@ -3,8 +3,6 @@
 Sampling depends on seed, tokens and weights only, so however a run is disturbed it must end with the same responses.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import re

@@ -1,7 +1,5 @@
 """Both orders of forward and backward passes give one update; `forwards_first` makes no extra pass to score."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

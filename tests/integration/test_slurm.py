@@ -1,7 +1,5 @@
 """A real SLURM with two nodes on this machine: the demo is submitted, requeued twice, and ends as if left alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -3,8 +3,6 @@
 The model is prepared once, into models/ of the checkout (or $BAPO_SMOLLM2), by the script that users run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Engines that end or hang are started again on the same URL; with real processes."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Weight pushes to real engine processes that are killed, stopped, started again, or are the wrong ones."""
 
-from __future__ import annotations
-
 import asyncio
 import http.server
 import signal

@@ -1,7 +1,5 @@
 """The whole loop, started as a user starts it: real engine process, real ranks, real Megatron-Core."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

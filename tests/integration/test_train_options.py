@@ -1,7 +1,5 @@
 """A run with everything on that has a memory of its own, stopped and resumed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

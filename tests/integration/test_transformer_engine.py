@@ -4,8 +4,6 @@ The stand-ins have the names, arguments and results that Megatron-Core 0.16.1 re
 What is tested is ours: names, layer norms inside linears, biases, attention over packs in the "thd" format.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a reader would call ugly: texts that overlap, leave the figure, or are covered."""
 
-from __future__ import annotations
-
 import itertools
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -1,7 +1,5 @@
 """Inputs of the losses from a few columns, and their sums as the learner makes them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """A page as a reader's browser has it, without one."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 

@@ -1,7 +1,5 @@
 """Judges as users may write them, for test_reward_hooks.py: what each does is the text of the response."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import os

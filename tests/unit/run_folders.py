@@ -1,7 +1,5 @@
 """Folders of runs that never ran, with every metric that the report draws."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A stand-in for a learner that saves and loads real shards, for tests of checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

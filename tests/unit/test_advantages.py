@@ -1,7 +1,5 @@
 """Advantages against their formulas in plain Python."""
 
-from __future__ import annotations
-
 import statistics
 
 import pytest

@@ -1,7 +1,5 @@
 """House rules that import-linter cannot state (`lint-imports` checks the layers, see pyproject.toml)."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

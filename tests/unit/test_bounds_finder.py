@@ -1,7 +1,5 @@
 """Which tokens the search sees, where one of them is not a number."""
 
-from __future__ import annotations
-
 import json
 import math
 from types import SimpleNamespace

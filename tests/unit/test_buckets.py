@@ -1,7 +1,5 @@
 """Buckets: what goes in comes out, aligned, within the size limit."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints of a whole run: which are kept, which is the latest, and that whatever is torn is passed over."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """With a router, requests for tokens go through it, and everything else to the server itself."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The one-pass search against a literal Algorithm 1 that visits every token at every probe, in exact arithmetic."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from fractions import Fraction

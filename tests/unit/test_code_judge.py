@@ -1,7 +1,5 @@
 """Programs against their tests, and what the sandbox keeps them from. With real processes."""
 
-from __future__ import annotations
-
 import os
 import resource
 import socket

@@ -1,7 +1,5 @@
 """Several runs side by side: what is said of them, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

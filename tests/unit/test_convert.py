@@ -1,7 +1,5 @@
 """`bapo convert`: round trips, types, refusals, and writing that fails or is killed at any byte."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The model that ships with the package, the script that makes it, and where model.path leads."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import tomllib

@@ -1,7 +1,5 @@
 """The Entropy-Clip Rule on tabular softmax policies, where entropy before and after a step is known exactly."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """The Dockerfiles, as far as they can be judged without building them."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

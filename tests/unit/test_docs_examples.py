@@ -1,7 +1,5 @@
 """The examples of docs/extending.md work as the page says, and docs/coming-from.md names settings that exist."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import math

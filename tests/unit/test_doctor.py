@@ -1,7 +1,5 @@
 """`bapo doctor`: what it says of a fit machine, and of machines that lack something."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import resource

@@ -1,7 +1,5 @@
 """Functions of the user's own at dotted paths: what is wrong with one is one message of `bapo check`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the embedded engine samples depends on the requests of one call and the weights, and on nothing before."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

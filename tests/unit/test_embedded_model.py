@@ -1,7 +1,5 @@
 """The embedded engine's model against transformers, its sampler's random numbers, and the checks of the client."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Evaluation inside a run: every prompt is answered whole, by live engines, and nothing of it is booked."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

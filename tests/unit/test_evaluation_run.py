@@ -1,7 +1,5 @@
 """`bapo eval` from end to end on the demo model, and what it makes of bad responses and bad input."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

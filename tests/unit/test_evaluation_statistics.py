@@ -1,7 +1,5 @@
 """pass@k, maj@k and bootstrap intervals against brute force."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import statistics

@@ -1,7 +1,5 @@
 """A full disk: one clear error, and the previous checkpoint stays the latest."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """GAE and n-step advantages against their definitions, token by token in plain Python."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Alarms of the gradient norm, and the end of a run that only skips."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

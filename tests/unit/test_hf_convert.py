@@ -1,7 +1,5 @@
 """Reading, splitting and writing Hugging Face weights, in one process and without Megatron."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reading config.json, and whether a layout can hold the model."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

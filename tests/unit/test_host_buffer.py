@@ -1,7 +1,5 @@
 """Copies kept in one block of CPU memory: what they hold, how much memory they take, and when it is used again."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

@@ -1,7 +1,5 @@
 """KL to a reference policy: estimators, loss and gradient against formulas and exact expectations; the controller."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """How SGLang servers are started: command line, placing on CPUs, and what a user hears who has not installed it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import signal
 import socket

@@ -1,7 +1,5 @@
 """The ledger's conservation law, and that it notices when the books are wrong."""
 
-from __future__ import annotations
-
 import pytest
 
 from bapo_megatron.rollout.ledger import Ledger, LedgerError

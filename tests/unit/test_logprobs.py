@@ -1,7 +1,5 @@
 """Chunked, vocabulary-parallel log-probs and entropies against a whole fp64 log_softmax."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """The Triton kernels against fp64 and against torch: on a GPU if there is one, else by Triton's interpreter."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import subprocess

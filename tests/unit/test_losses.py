@@ -1,7 +1,5 @@
 """Losses and their gradients against the formula, token by token."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The learning-rate schedule against tables and its properties."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Engine against trainer: sums, quantile and alarm, against straight definitions."""
 
-from __future__ import annotations
-
 import io
 import math
 

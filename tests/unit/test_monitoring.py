@@ -1,7 +1,5 @@
 """The endpoint for Prometheus, its dashboard, stalls, slow ranks, and what is out of memory."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

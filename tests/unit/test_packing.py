@@ -1,7 +1,5 @@
 """Batches and micro-batches: every response token exactly once, aligned, whatever the split."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

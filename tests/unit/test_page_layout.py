@@ -1,7 +1,5 @@
 """Reports in a real browser, as wide as a phone and as a desk: nothing overlaps, nothing is cut off."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,7 +1,5 @@
 """Settings of the update that contradict each other or do nothing."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

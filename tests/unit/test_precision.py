@@ -1,7 +1,5 @@
 """FP8: what is refused and why, and what becomes of the settings; all without a GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

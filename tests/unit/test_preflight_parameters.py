@@ -1,7 +1,5 @@
 """Exact parameter counts: against Megatron's own model on the meta device, and against the names of checkpoints."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The plan's arithmetic against counts by hand, and what it suggests."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Programs from examples: the task, and what its judge makes of right, wrong, hostile and endless programs."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

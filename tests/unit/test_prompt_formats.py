@@ -1,7 +1,5 @@
 """Well-known data sets as prompts, from JSONL and Parquet, and the answers that responses end with."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

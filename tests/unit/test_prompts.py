@@ -1,7 +1,5 @@
 """Prompt sources and the stream over them."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

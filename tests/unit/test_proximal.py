@@ -1,7 +1,5 @@
 """The decoupled objective (loss.proximal = "learner"): loss, gradient and bound search against the formula."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

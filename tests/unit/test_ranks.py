@@ -1,7 +1,5 @@
 """How many cores a process counts on."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

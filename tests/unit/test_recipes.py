@@ -1,7 +1,5 @@
 """Every shipped combination of model, algorithm and cluster: passes `bapo check`, and stands in docs/recipes.md."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Studies as files, and what is computed from their runs' metrics."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

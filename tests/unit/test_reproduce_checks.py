@@ -1,7 +1,5 @@
 """Studies that `bapo reproduce` refuses before it trains anything, and runs whose folder it cannot use."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

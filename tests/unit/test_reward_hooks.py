@@ -1,7 +1,5 @@
 """Judges of users: found by dotted path, kept from harming each other or the trainer. With real processes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

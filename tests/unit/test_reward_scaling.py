@@ -1,7 +1,5 @@
 """Reward scaling, clipping and batch whitening against brute force, and what they must not change."""
 
-from __future__ import annotations
-
 import json
 import statistics
 

@@ -1,7 +1,5 @@
 """Judges, and the scorer that runs them under a deadline."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

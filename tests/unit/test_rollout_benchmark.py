@@ -1,7 +1,5 @@
 """The bound that benchmarks/rollout.py prints, against cases that can be worked out by hand; and that it runs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Who is waited for may take as long as it shows progress, and no longer than its deadline without."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What makes two runs of a study one run, and what makes them two."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

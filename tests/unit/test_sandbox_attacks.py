@@ -5,8 +5,6 @@ signal scopes. After each, a victim process of the same user must live on with i
 file must be intact, and nothing may be left behind. `python test_sandbox_attacks.py ABI` runs the table as this user.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The scheduler in rounds, against a scripted engine: budgets, order, retries, fencing, restarts, random aborts."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """Shaped rewards, and which groups and responses teach something."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

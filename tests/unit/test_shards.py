@@ -1,7 +1,5 @@
 """Shards of a model: written at one split, read at any other, slice by slice; and files that do not fit."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The batch that rank 0 makes reaches every rank, or its error does."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

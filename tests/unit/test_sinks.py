@@ -1,7 +1,5 @@
 """Sinks hold what metrics.jsonl holds, each step once, over an attempt that is resumed; their failures stay theirs."""
 
-from __future__ import annotations
-
 import io
 import math
 import struct

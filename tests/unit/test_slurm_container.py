@@ -1,7 +1,5 @@
 """What the container of a SLURM job gets to see of the machine's files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

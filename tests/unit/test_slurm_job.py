@@ -1,7 +1,5 @@
 """The SLURM job: who runs where, what is refused before it is submitted, and the script as bash sees it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

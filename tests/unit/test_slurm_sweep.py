@@ -1,7 +1,5 @@
 """The tasks of a job array: checked as the job will load them, and refused where one script cannot serve them."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import tomllib

@@ -1,7 +1,5 @@
 """Sampling without rounds, against an engine that takes time: over-sampling, overlap, fencing, the staleness bound."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -3,8 +3,6 @@
 The process group is a stand-in inside this process; everything above it is what runs over NCCL.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

@@ -1,7 +1,5 @@
 """The token profile against a loop over tokens, for any split into micro-batches and updates."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Groups keep every bit on their way through JSON, and older files are read."""
 
-from __future__ import annotations
-
 import json
 
 from bapo_megatron.types import Group, Prompt, Segment, Trajectory

@@ -1,7 +1,5 @@
 """The versions of requirements/, and the files that repeat or read them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Bodies of the HTTP requests, as SGLang 0.5.23 names their fields. Unknown or unsupported fields are refused."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import (

@@ -5,8 +5,6 @@ resumed in pieces, since position counts from the start of the prompt. Inverting
 number per row where the Gumbel trick needs one per vocabulary entry.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

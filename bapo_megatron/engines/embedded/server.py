@@ -6,8 +6,6 @@ A bad request gets 400 with a message that names the field. If the engine fails,
 ends with exit code 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import faulthandler

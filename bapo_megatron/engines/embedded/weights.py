@@ -1,7 +1,5 @@
 """Weight updates over a torch.distributed group or from a folder, as in SGLang's scheduler."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import threading

@@ -1,7 +1,5 @@
 """Weights between a Hugging Face folder and the tensor- and pipeline-parallel parts of a Megatron model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Splitting Hugging Face tensors over tensor-parallel ranks, and joining the parts again, by `hf.families.Kind`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple, Protocol
