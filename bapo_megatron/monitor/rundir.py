@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import math
 import os
 import platform
 import shlex
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from bapo_megatron.config.earlier import RETIRED, updated
 from bapo_megatron.errors import ConfigError, UserError
-from bapo_megatron.runtime.files import explaining_os_errors, write_atomically
+from bapo_megatron.runtime.files import explaining_os_errors, read_jsonl, write_atomically
 from bapo_megatron.runtime.ranks import num_cores
 
 if TYPE_CHECKING:
@@ -189,6 +190,17 @@ class RunDir:
         for name in _FACT_FILES:
             write_atomically(self.log_dir / name, texts[name])
             write_atomically(self.path / name, texts[name])
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """Read the steps in a metrics.jsonl in ascending order, null as NaN. The later line of a repeated step counts."""
+    rows = {row["step"]: row for row in map(_as_floats, read_jsonl(path)) if "step" in row}
+    return [rows[step] for step in sorted(rows)]
+
+
+def _as_floats(record: Mapping[str, Any]) -> dict[str, float]:
+    row = {name: math.nan if value is None else value for name, value in record.items()}
+    return {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
 
 
 def describe_environment() -> dict[str, Any]:

@@ -20,8 +20,7 @@ from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import processes
 from bapo_megatron.errors import UserError
-from bapo_megatron.monitor.metrics import read_metrics
-from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.monitor.rundir import RunDir, read_metrics
 
 _WORKERS = "bapo_megatron.reproduce.workers"
 _POLL_S = 0.05
