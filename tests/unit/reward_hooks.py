@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import os
+import sys
 import time
 from functools import partial
 
@@ -15,6 +16,10 @@ _judging: list[str] = []
 def plain(answer, response):
     print("judges may print to standard output", response)
     return act(response, answer)
+
+
+def with_torch(response):
+    return float("torch" in sys.modules)
 
 
 async def in_time(response):

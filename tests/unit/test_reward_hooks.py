@@ -82,6 +82,11 @@ class TestStart:
         with scorer_of(function) as scorer:
             assert scorer.score(items("3")) == [reward]
 
+    def test_its_process_starts_without_torch(self) -> None:
+        """Importing torch takes seconds, at each start of a judge."""
+        with scorer_of("with_torch") as scorer:
+            assert scorer.score(items("")) == [0.0]
+
     def test_the_trainer_does_not_import_it(self) -> None:
         with scorer_of("plain") as scorer:
             assert scorer.score(items("answer")) == [7.0]
