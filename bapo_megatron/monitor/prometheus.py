@@ -5,6 +5,7 @@ for which it queries NVML in milliseconds.
 """
 
 import contextlib
+import importlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,7 +74,7 @@ class GPUFacts:
     def __init__(self, nvml: Any = None) -> None:
         if nvml is None:
             with contextlib.suppress(ImportError):
-                import pynvml as nvml
+                nvml = importlib.import_module("pynvml")
         self._nvml = nvml
         self._gpus: list[Any] = []
         if nvml is not None:
