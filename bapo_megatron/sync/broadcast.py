@@ -35,7 +35,7 @@ _RELEASE_S = 5.0  # time for engines to say that a rendezvous was called off
 
 
 class BroadcastChannel:
-    """Implements `Channel`, for the trainer's first process and its main thread."""
+    """Implements `Channel`."""
 
     def __init__(self, pool: EnginePool, config: SyncConfig, submit: Submit, *, host: str = "127.0.0.1") -> None:
         """`host` is this process's address for the engines. An engine is one rank, or `tp_size` if it reports that."""
@@ -59,9 +59,6 @@ class BroadcastChannel:
         except NoEngineLeftError:
             self._abandon_group()
             return self._session.abandon()
-        finally:
-            for _ in named_weights:  # gathering is collective: no other rank may wait for this one
-                pass
 
     def close(self) -> None:
         """Dissolve the group."""
@@ -218,7 +215,7 @@ class _Sender:
         """Wait until the condition holds; the first failure or the deadline ends the push."""
         problem: Exception | None = None
         try:
-            while not any(flight.replies.has_failed for flight in self.flights):
+            while not any(flight.replies.failed() for flight in self.flights):
                 if condition():
                     return
                 if time.monotonic() > self.flights[0].replies.deadline:
@@ -285,10 +282,10 @@ def _try_to_form(
 
     joined = in_thread("join-weight-group", join)  # joining blocks until everybody is there
     while not (replies.is_done and joined.done()):
-        if replies.has_failed or time.monotonic() > replies.deadline:
+        if replies.failed() or time.monotonic() > replies.deadline:
             break
         time.sleep(_FORM_POLL_S)
-    if replies.is_done and not replies.has_failed:
+    if replies.is_done and not replies.failed():
         try:
             group = joined.result(timeout_s)
         except Exception as problem:

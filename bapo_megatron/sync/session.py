@@ -118,18 +118,21 @@ class Replies(Generic[T]):
 
     def __init__(self, what: str, futures: dict[str, Future[T]], timeout_s: float) -> None:
         self.deadline = time.monotonic() + timeout_s
-        self.done_at: float | None = None  # time of the last reply
-        self.has_failed = False  # a reply is an error
         self._what = what  # completes "waited for <url> to ..."
         self._timeout_s = timeout_s
         self._futures = futures
-        self._num_open = len(futures)
+        self._replied_at: list[float] = []
         for future in futures.values():
-            future.add_done_callback(self._count)
+            future.add_done_callback(lambda _: self._replied_at.append(time.monotonic()))
 
     @property
     def is_done(self) -> bool:
-        return self._num_open == 0
+        return not self.unanswered()
+
+    @property
+    def done_at(self) -> float | None:
+        """Time of the last reply, None before it."""
+        return self._replied_at[-1] if len(self._replied_at) == len(self._futures) else None
 
     def failed(self) -> set[str]:
         """Return the urls whose reply is an error so far."""
@@ -155,14 +158,6 @@ class Replies(Generic[T]):
             else:
                 raise problem
         return results, failures
-
-    def _count(self, future: Future[T]) -> None:
-        """Count a reply; runs on the engines' event loop, or in `collect` for a cancelled future."""
-        if future.cancelled() or future.exception() is not None:
-            self.has_failed = True
-        self._num_open -= 1
-        if self._num_open == 0:
-            self.done_at = time.monotonic()
 
 
 class Members:

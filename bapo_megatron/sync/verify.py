@@ -15,10 +15,7 @@ from bapo_megatron.engines.wire import DIGEST, TensorSpec
 from bapo_megatron.errors import CheckpointError, EngineError
 from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape
 
-_STACKED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
+_STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -88,14 +85,10 @@ def _check_specs(url: str, manifest: Sequence[TensorSpec], held: Mapping[str, Te
             f"{url} serves another model: its vocabulary has {vocabulary[1].shape[0]} tokens, the policy's "
             f"{vocabulary[0].shape[0]}"
         )
-    for name, spec in sent.items():
-        if name not in held:
-            raise EngineError(f"{url} serves another model: it has no weight {name!r}")
-        if held[name] != spec:
-            raise EngineError(f"{url} serves another model: it has {held[name]}, the policy {spec}")
-    extra = next((name for name in held if name not in sent), None)
-    if extra is not None:
-        raise EngineError(f"{url} serves another model: the policy has no weight {extra!r}")
+    for name in (*sent, *held):
+        has, expected = (specs.get(name, f"no weight {name!r}") for specs in (held, sent))
+        if has != expected:
+            raise EngineError(f"{url} serves another model: it has {has}, the policy has {expected}")
 
 
 def _check_started_with(url: str, manifest: Sequence[TensorSpec], info: Mapping[str, Any]) -> None:
@@ -123,22 +116,15 @@ def _check_names(url: str, sent: Sequence[str], checksum: Mapping[str, Any]) -> 
     }
     if "lm_head.weight" not in fused:
         held.discard("lm_head.weight")  # tied to the embedding
-    unknown = sorted(fused[name] for name in fused.keys() - held)
-    missing = sorted(held - fused.keys())
-    if unknown:
-        raise EngineError(
-            f"{url} serves another model: it has no place for {len(unknown)} of the policy's weights, such as "
-            f"{unknown[0]!r}"
-        )
-    if missing:
-        raise EngineError(
-            f"{url} serves another model: it holds {len(missing)} weights that the policy does not have, such as "
-            f"{missing[0]!r}"
-        )
+    lacking, extra = (fused[name] for name in fused.keys() - held), held - fused.keys()
+    for names, fault in ((sorted(lacking), "lacks"), (sorted(extra), "has, unlike the policy,")):
+        if names:
+            raise EngineError(f"{url} serves another model: it {fault} {len(names)} weights, such as {names[0]!r}")
 
 
 def _fused(name: str) -> str:
     """Return SGLang's name of a weight: q, k, v and gate, up are stacked (srt/models/qwen3.py)."""
-    for part, whole in _STACKED.items():
-        name = name.replace(f".{part}.", f".{whole}.")
+    for whole, parts in _STACKED.items():
+        for part in parts:
+            name = name.replace(f".{part}.", f".{whole}.")
     return name
