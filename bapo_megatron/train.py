@@ -98,7 +98,7 @@ def train(
 
 def _connect(config: Config, model_path: Path, urls: list[str]) -> Rollouts:
     if not config.rollout.engine_kind.samples:
-        return RecordedRollouts.connect(config, model_path)
+        return RecordedRollouts(config, model_path)
     return connect_rollouts(config, model_path, urls)
 
 

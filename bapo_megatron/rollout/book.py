@@ -74,7 +74,8 @@ class RolloutBook:
     def grow(self, trajectory: Trajectory) -> None:
         """Record the response that a request returned."""
         group = self._active[trajectory.prompt.prompt_id]
-        self._active[trajectory.prompt.prompt_id] = _with(group, {trajectory.sample_id: trajectory})
+        trajectories = tuple(trajectory if t.sample_id == trajectory.sample_id else t for t in group.trajectories)
+        self._active[trajectory.prompt.prompt_id] = replace(group, trajectories=trajectories)
         self._num_unfinished -= trajectory.finish_reason is not None
         self.ledger.stop(trajectory)
 
@@ -170,7 +171,3 @@ class RolloutBook:
         self.num_dropped[reason] += 1
         for trajectory in group.trajectories:
             self.ledger.drop(trajectory.sample_id, reason)
-
-
-def _with(group: Group, changed: dict[str, Trajectory]) -> Group:
-    return replace(group, trajectories=tuple(changed.get(t.sample_id, t) for t in group.trajectories))

@@ -138,15 +138,17 @@ class Dispatcher:
             if isinstance(result, EngineError):
                 failed.append(trajectory)
                 problem = str(result)
-            elif (outdated := self._outdated(result, oldest_version)) is not None:
+                continue
+            versions = [span.version for span in result.spans]
+            found = f"{engine.url}, request {result.rid}: tokens of weight version"
+            if min(versions, default=oldest_version) < oldest_version:
                 failed.append(trajectory)
-                problem = (
-                    f"{engine.url}, request {result.rid}: tokens of weight version {outdated}, but version "
-                    f"{oldest_version} was sent there; was it restarted?"
-                )
+                problem = f"{found} {min(versions)}, but version {oldest_version} was sent there; was it restarted?"
                 self.fence(engine, problem)
+            elif max(versions, default=0) > (newest := self.pool.newest_version):
+                another = "another trainer is updating this server"
+                raise EngineError(f"{found} {max(versions)}, but the trainer is at {newest}; {another}")
             else:
-                self._check_newest(engine, result)
                 self._stats.num_tokens += len(result.token_ids)
                 accept(self._grown(trajectory, result, step))
         return failed, problem
@@ -174,31 +176,14 @@ class Dispatcher:
     def _grown(self, trajectory: Trajectory, result: GenerateResult, step: int) -> Trajectory:
         """Return the trajectory with the reply's tokens, cut into segments at the server's version spans."""
         segments = [
-            Segment(
-                span.version,
-                step,
-                result.token_ids[span.start : span.end],
-                result.behaviour_logprobs[span.start : span.end],
-            )
-            for span in result.spans
+            Segment(s.version, step, result.token_ids[s.start : s.end], result.behaviour_logprobs[s.start : s.end])
+            for s in result.spans
         ]
         num_tokens = trajectory.num_response_tokens + len(result.token_ids)
         is_full = num_tokens >= self._config.max_response_tokens
         return trajectory.extended(
             segments, "stop" if result.finish_reason == "stop" else "length" if is_full else None
         )
-
-    @staticmethod
-    def _outdated(result: GenerateResult, oldest_version: int) -> int | None:
-        return next((span.version for span in result.spans if span.version < oldest_version), None)
-
-    def _check_newest(self, engine: Engine, result: GenerateResult) -> None:
-        for span in result.spans:
-            if span.version > self.pool.newest_version:
-                raise EngineError(
-                    f"{engine.url}, request {result.rid}: tokens of weight version {span.version}, but the trainer is "
-                    f"at {self.pool.newest_version}; another trainer is updating this server"
-                )
 
 
 def sample_seed(run_seed: int, sample_id: str) -> int:

@@ -6,8 +6,6 @@ A replay with the same settings repeats every loss and bound; with another loss 
 the same data.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -61,16 +59,12 @@ def read_groups(folder: Path, step: int) -> list[Group]:
 class RecordedRollouts:
     """Rollouts from files: implements `rollout.shared.Rollouts`."""
 
-    def __init__(self, config: Config, tokenizer: Any) -> None:
+    def __init__(self, config: Config, model_path: Path) -> None:
+        """Take the policy's tokenizer from `model_path`, to show samples."""
         assert config.rollout.recorded_from is not None, "config.plan checks this"
         self._folder = Path(config.rollout.recorded_from).expanduser()
-        self._tokenizer = tokenizer
+        self._tokenizer = load_tokenizer(model_path)
         self._builder = BatchBuilder(config)
-
-    @classmethod
-    def connect(cls, config: Config, model_path: Path) -> RecordedRollouts:
-        """Build the rollouts with the policy's tokenizer, to show samples."""
-        return cls(config, load_tokenizer(model_path))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -30,7 +30,6 @@ from bapo_megatron.sync.session import Infos, Members, Replies, Session
 Weights = Iterator[tuple[str, Tensor]]
 
 _POLL_S = 0.0005  # a broadcast has no event to wait for
-_FORM_POLL_S = 0.002
 _RELEASE_S = 5.0  # time for engines to say that a rendezvous was called off
 
 
@@ -191,15 +190,14 @@ class _Sender:
 
     def _start(self, bucket: Bucket, tensors: list[Tensor], *, is_last: bool) -> None:
         """Announce a bucket and start its broadcast. The last one carries the version."""
-        names, dtypes, shapes = zip(*((spec.name, spec.dtype, spec.shape) for spec in bucket.specs), strict=True)
         version = self.version if is_last else None
         if flat := self.group.backend == "nccl":
             data = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._device)
             pack(bucket, tensors, data)
             tensors = [data]
         replies = self.members.start(
-            f"take the bucket with {names[0]}",
-            lambda e: e.update_weights(names, dtypes, shapes, self.group.name, flat=flat, version=version),
+            f"take the bucket with {bucket.specs[0].name}",
+            lambda e: e.update_weights(bucket.specs, self.group.name, flat=flat, version=version),
         )
         # Over gloo sooner than the replies' deadline: a hung engine ends the broadcast, the others are free to say so.
         timeout_s = self.members.timeout_s / 2
@@ -281,10 +279,7 @@ def _try_to_form(
         return UpdateGroup(name, store=store, rank=0, world_size=world_size, backend=backend, timeout_s=timeout_s)
 
     joined = in_thread("join-weight-group", join)  # joining blocks until everybody is there
-    while not (replies.is_done and joined.done()):
-        if replies.failed() or time.monotonic() > replies.deadline:
-            break
-        time.sleep(_FORM_POLL_S)
+    replies.wait_until(replies.deadline, first_failure=True)
     if replies.is_done and not replies.failed():
         try:
             group = joined.result(timeout_s)
@@ -295,9 +290,7 @@ def _try_to_form(
     refused = replies.failed()
     server = None  # closes the rendezvous: engines that wait in it are let go, and are not to blame
     joined.add_done_callback(lambda late: None if late.exception() else late.result().close())
-    answers_until = time.monotonic() + _RELEASE_S
-    while not replies.is_done and time.monotonic() < answers_until:
-        time.sleep(_FORM_POLL_S)
+    replies.wait_until(time.monotonic() + _RELEASE_S)
     late = replies.unanswered()
     replies.deadline = time.monotonic()
     _, failures = replies.collect()

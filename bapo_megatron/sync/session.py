@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, wait
 from typing import Any, Generic, TypeVar
 
 from bapo_megatron.engines.base import Engine
@@ -142,9 +142,14 @@ class Replies(Generic[T]):
         """Return the urls that have not replied so far."""
         return {url for url, future in self._futures.items() if not future.done()}
 
+    def wait_until(self, deadline: float, *, first_failure: bool = False) -> None:
+        """Wait for all replies, or the deadline; with `first_failure`, an error ends the wait as well."""
+        timeout_s = max(0.0, deadline - time.monotonic())
+        wait(self._futures.values(), timeout_s, FIRST_EXCEPTION if first_failure else ALL_COMPLETED)
+
     def collect(self) -> tuple[dict[str, T], dict[str, EngineError]]:
         """Wait for all replies or the deadline; return results and failures by url. A late engine has failed."""
-        wait(self._futures.values(), timeout=max(0.0, self.deadline - time.monotonic()))
+        self.wait_until(self.deadline)
         results: dict[str, T] = {}
         failures: dict[str, EngineError] = {}
         for url, future in self._futures.items():

@@ -32,8 +32,7 @@ async def check_model(engine: Engine, manifest: Sequence[TensorSpec]) -> dict[st
             "is the URL right?"
         )
     if can(info, "weight_manifest"):
-        held = {n: TensorSpec(n, dtype, shape) for n, dtype, shape in await engine.weights_manifest()}
-        _check_specs(engine.url, manifest, held)
+        _check_specs(engine.url, manifest, await engine.weights_manifest())
     else:
         _check_started_with(engine.url, manifest, info)
         _check_names(engine.url, [spec.name for spec in manifest], await engine.weights_checksum())
@@ -76,19 +75,17 @@ def minority(checksums: Mapping[str, Mapping[str, Any]]) -> dict[str, EngineErro
     return wrong
 
 
-def _check_specs(url: str, manifest: Sequence[TensorSpec], held: Mapping[str, TensorSpec]) -> None:
+def _check_specs(url: str, manifest: Sequence[TensorSpec], weights: Sequence[TensorSpec]) -> None:
     """Raise an EngineError with the first difference between the weights sent and held."""
-    sent = {spec.name: spec for spec in manifest}
-    vocabulary = sent.get(_EMBEDDING), held.get(_EMBEDDING)
-    if vocabulary[0] and vocabulary[1] and vocabulary[0].shape[0] != vocabulary[1].shape[0]:
-        raise EngineError(
-            f"{url} serves another model: its vocabulary has {vocabulary[1].shape[0]} tokens, the policy's "
-            f"{vocabulary[0].shape[0]}"
-        )
+    sent, held = ({spec.name: spec for spec in specs} for specs in (manifest, weights))
+    if _EMBEDDING in sent and _EMBEDDING in held:
+        size, expected = held[_EMBEDDING].shape[0], sent[_EMBEDDING].shape[0]
+        if size != expected:
+            raise EngineError(f"{url} serves another model: its vocabulary has {size} tokens, the policy's {expected}")
     for name in (*sent, *held):
-        has, expected = (specs.get(name, f"no weight {name!r}") for specs in (held, sent))
-        if has != expected:
-            raise EngineError(f"{url} serves another model: it has {has}, the policy has {expected}")
+        found, wanted = (specs.get(name, f"no weight {name!r}") for specs in (held, sent))
+        if found != wanted:
+            raise EngineError(f"{url} serves another model: it has {found}, the policy has {wanted}")
 
 
 def _check_started_with(url: str, manifest: Sequence[TensorSpec], info: Mapping[str, Any]) -> None:
@@ -100,8 +97,7 @@ def _check_started_with(url: str, manifest: Sequence[TensorSpec], info: Mapping[
         shapes = hf_tensors(model_shape(load_hf_config(Path(str(info.get("model_path"))))))
     except CheckpointError:
         return  # on another machine, or of a family that only SGLang knows: only names are compared
-    specs = {name: TensorSpec(name, sent, shape) for name, shape in shapes.items()}
-    _check_specs(url, manifest, specs)
+    _check_specs(url, manifest, [TensorSpec(name, sent, shape) for name, shape in shapes.items()])
 
 
 def _check_names(url: str, sent: Sequence[str], checksum: Mapping[str, Any]) -> None:
