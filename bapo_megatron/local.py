@@ -57,7 +57,9 @@ def _train(config: Config, run_dir: RunDir, urls: Sequence[str]) -> int:
             time.sleep(_POLL_S)
     if not failed:
         return 0
-    _raise_user_errors(run_dir)
+    messages = [text for path in sorted(run_dir.log_dir.glob("error-*.txt")) if (text := path.read_text())]
+    if messages:  # the cause of the lost connections that follow
+        raise UserError("\n".join(dict.fromkeys(messages)))
     if 2 in failed.values():
         return 2  # that rank could not write its error file and has printed the error
     rank, code = min(failed.items(), key=lambda item: item[1] > 0)  # a signal is a cause, an exit often its effect
@@ -128,10 +130,3 @@ def _exiting_on_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _raise_user_errors(run_dir: RunDir) -> None:
-    """Raise the errors that ranks left for the user, rather than the lost connections that follow."""
-    messages = [text for path in sorted(run_dir.log_dir.glob("error-*.txt")) if (text := path.read_text())]
-    if messages:
-        raise UserError("\n".join(dict.fromkeys(messages)))

@@ -71,7 +71,7 @@ class LoopThread:
 
 
 class ConnectedEngines:
-    """Clients of all engines on one event loop, with their pool. Close it, or use it in a `with` statement."""
+    """Clients of all engines on one event loop, with their pool. Close it."""
 
     def __init__(self, clients: Sequence[HttpEngine], loop: LoopThread) -> None:
         self.pool = EnginePool(clients)
@@ -90,10 +90,7 @@ class ConnectedEngines:
         timeout_s = config.startup_timeout_s
         clients = [
             HttpEngine(
-                url,
-                request_timeout_s=config.request_timeout_s,
-                vocab_size=vocab_size,
-                generate_url=config.router_url,
+                url, request_timeout_s=config.request_timeout_s, vocab_size=vocab_size, generate_url=config.router_url
             )
             for url in urls
         ]
@@ -105,12 +102,6 @@ class ConnectedEngines:
             engines.close()
             raise
         return engines
-
-    def __enter__(self) -> ConnectedEngines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def watch_fenced(self) -> None:
         """Start to notice fenced engines that are healthy again."""

@@ -26,11 +26,15 @@ Accept = Callable[[Trajectory], None]
 
 
 @dataclass(slots=True)
-class DispatchStats:
-    """Counts since the last `Dispatcher.take_stats`."""
+class RolloutStats:
+    """Costs of one step's groups: all work since `Scheduler.take` returned those of the step before."""
 
+    num_rounds: int = 0
     num_tokens: int = 0  # sampled and accepted
     num_retries: int = 0  # requests that were repeated
+    num_stale_groups: int = 0
+    num_dropped_groups: int = 0  # judged, not worth training
+    num_fenced: int = 0  # engines fenced off since this attempt began
     errors: list[str] = field(default_factory=list)  # reasons for the repetitions
     told: set[tuple[str, str]] = field(default_factory=set)  # url and complaint of logged repetitions
 
@@ -48,12 +52,7 @@ class Dispatcher:
         self._run_seed = run_seed
         self._call_numbers = itertools.count()
         self._open: dict[str, Engine] = {}  # by rid: requests without an answer
-        self._stats = DispatchStats()
-
-    def take_stats(self) -> DispatchStats:
-        """Return the counts since the last call."""
-        stats, self._stats = self._stats, DispatchStats()
-        return stats
+        self.stats = RolloutStats()
 
     def fence(self, engine: Engine, reason: str) -> None:
         """Fence a failing engine; a late failure of one that is fenced already, or back, says nothing new."""
@@ -149,17 +148,17 @@ class Dispatcher:
                 another = "another trainer is updating this server"
                 raise EngineError(f"{found} {max(versions)}, but the trainer is at {newest}; {another}")
             else:
-                self._stats.num_tokens += len(result.token_ids)
+                self.stats.num_tokens += len(result.token_ids)
                 accept(self._grown(trajectory, result, step))
         return failed, problem
 
     def _count_retries(self, num: int, engine: Engine, problem: str) -> None:
         """Count repeated requests; log each reason once until the stats are taken."""
-        self._stats.num_retries += num
-        self._stats.errors.append(problem)
+        self.stats.num_retries += num
+        self.stats.errors.append(problem)
         complaint = (engine.url, problem.partition(": ")[2] or problem)  # without the request's name
-        if complaint not in self._stats.told:
-            self._stats.told.add(complaint)
+        if complaint not in self.stats.told:
+            self.stats.told.add(complaint)
             log.warning("a request is repeated: %s", problem)
 
     def _request(self, trajectory: Trajectory, rid: str) -> GenerateRequest:

@@ -15,9 +15,9 @@ from typing import Any
 
 from bapo_megatron.buffer.batch import BatchBuilder
 from bapo_megatron.config.schema import Config
-from bapo_megatron.engines.base import EngineState
 from bapo_megatron.errors import CheckpointError, DataError
 from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.rollout.shared import Rollouts
 from bapo_megatron.types import Batch, Group
 
 
@@ -56,8 +56,8 @@ def read_groups(folder: Path, step: int) -> list[Group]:
     return groups
 
 
-class RecordedRollouts:
-    """Rollouts from files: implements `rollout.shared.Rollouts`."""
+class RecordedRollouts(Rollouts):
+    """Rollouts from files; there is no engine to evaluate, and no file stays open."""
 
     def __init__(self, config: Config, model_path: Path) -> None:
         """Take the policy's tokenizer from `model_path`, to show samples."""
@@ -68,10 +68,6 @@ class RecordedRollouts:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
-
-    def engine_states(self) -> list[EngineState]:
-        """Return no state: there are no engines."""
-        return []
 
     def next_batch(self, step: int, version: int) -> tuple[Batch, list[Group]]:
         """Return the batch recorded for this step.
@@ -88,10 +84,6 @@ class RecordedRollouts:
             )
         return self._builder.build(groups, {}), groups
 
-    def evaluate(self, version: int) -> dict[str, float]:
-        """Return no metrics: there is no engine to evaluate."""
-        return {}
-
     def state_dict(self) -> dict[str, Any]:
         return {"recorded_from": str(self._folder), "batches": self._builder.state_dict()}
 
@@ -99,9 +91,6 @@ class RecordedRollouts:
         if "recorded_from" not in state:
             raise CheckpointError("the checkpoint is of a run with engines; give the replay another run.name")
         self._builder.load_state_dict(state["batches"])
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
 
 
 def _path(folder: Path, step: int) -> Path:

@@ -29,7 +29,7 @@ _TENSORS = tuple(f.name for f in fields(Batch) if f.name not in ("metrics", *_LA
 
 
 class Rollouts(Protocol):
-    """The maker of batches, on trainer rank 0."""
+    """The maker of batches, on trainer rank 0. The methods with a body here are right without engines."""
 
     def next_batch(self, step: int, version: int) -> tuple[Batch, list[Group]] | None:
         """Return one step's batch, blocking; None asks for a push of the current weights and for another call."""
@@ -37,7 +37,7 @@ class Rollouts(Protocol):
 
     def evaluate(self, version: int) -> dict[str, float] | None:
         """Return metrics of the weights that were just pushed, on evaluation prompts; None as in `next_batch`."""
-        ...
+        return {}
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of some tokens, special ones included."""
@@ -45,11 +45,12 @@ class Rollouts(Protocol):
 
     def engine_states(self) -> list[EngineState]:
         """Return states that are at most a few seconds old, for `monitor.prometheus_port`."""
-        ...
+        return []
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close connections and judges, if any."""
 
 
 class SharedRollouts:

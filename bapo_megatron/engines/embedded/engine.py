@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,27 +34,24 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-class _Job(Generic[Result]):
-    """A command for the engine thread, with its outcome as a future."""
+class _Job(Future[Result]):
+    """A command for the engine thread, and the future of its outcome."""
 
     def __init__(self, command: Callable[[], Result], *, when_still: bool) -> None:
+        super().__init__()
         self._command = command
         self.when_still = when_still  # not while sequences are being decoded, unless paused
-        self.done: Future[Result] = Future()
 
     def run(self) -> None:
-        if not self.done.set_running_or_notify_cancel():
-            return
-        try:
-            result = self._command()
-        except Exception as problem:
-            self.done.set_exception(problem)
-        else:
-            self.done.set_result(result)
+        if self.set_running_or_notify_cancel():
+            try:
+                self.set_result(self._command())
+            except Exception as problem:
+                self.set_exception(problem)
 
     def fail(self, problem: BaseException) -> None:
-        if self.done.set_running_or_notify_cancel():
-            self.done.set_exception(problem)
+        if self.set_running_or_notify_cancel():
+            self.set_exception(problem)
 
 
 @dataclass(slots=True, eq=False)
@@ -167,9 +164,9 @@ class BatchingEngine:
         with self._gate:
             if self.failure is None:
                 self._inbox.put(job)
-                return job.done
+                return job
         job.fail(self.failure)
-        return job.done
+        return job
 
     # Commands: run on the engine thread, through `call` --------------------------------------------
 
