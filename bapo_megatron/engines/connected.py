@@ -76,7 +76,7 @@ class ConnectedEngines:
     def __init__(self, clients: Sequence[HttpEngine], loop: LoopThread) -> None:
         self.pool = EnginePool(clients)
         self.loop = loop
-        self.states: list[EngineState] = []  # the latest of `watch_states`; any thread may read them
+        self.states: list[EngineState] = []  # the latest of `watch`; any thread may read them
         self._clients = clients
         self._watches: list[concurrent.futures.Future[None]] = []
 
@@ -103,13 +103,11 @@ class ConnectedEngines:
             raise
         return engines
 
-    def watch_fenced(self) -> None:
-        """Start to notice fenced engines that are healthy again."""
-        self._watches.append(self.loop.submit(self.pool.watch()))
-
-    def watch_states(self) -> None:
-        """Start to ask all engines for their states, every few seconds."""
-        self._watches.append(self.loop.submit(self._ask_states()))
+    def watch(self, *, with_states: bool) -> None:
+        """Start to notice fenced engines that are healthy again, and to ask all for their states every few seconds."""
+        self._watches = [self.loop.submit(self.pool.watch())]
+        if with_states:
+            self._watches.append(self.loop.submit(self._ask_states()))
 
     def close(self) -> None:
         for watch in self._watches:

@@ -210,7 +210,9 @@ class HttpEngine:
             ) from None
         if response.status != 200:
             message = raw[:1000].decode(errors="replace")
-            raise _failure(response.status, message)(f"{where}: HTTP {response.status}: {message}")
+            kind = RequestRefusedError if response.status in _REFUSALS else EngineError
+            kind = BroadcastLostError if _LOST_BROADCAST in message else kind
+            raise kind(f"{where}: HTTP {response.status}: {message}")
         try:
             return json.loads(raw) if raw else None
         except (ValueError, RecursionError):
@@ -229,12 +231,6 @@ def _generate_body(request: GenerateRequest) -> dict[str, Any]:
         },
         "return_logprob": True,
     }
-
-
-def _failure(status: int, message: str) -> type[EngineError]:
-    if _LOST_BROADCAST in message:
-        return BroadcastLostError
-    return RequestRefusedError if status in _REFUSALS else EngineError
 
 
 class _BadReplyError(ValueError):
@@ -306,17 +302,18 @@ def _spans(meta: dict[str, Any], num_tokens: int) -> tuple[VersionSpan, ...]:
     raw = meta.get("weight_versions")
     if not isinstance(raw, list):
         raise _BadReplyError("the reply has no weight_versions; the server is older than SGLang 0.5.23")
+    uncovered = f"weight_versions {raw!r} do not cover the {num_tokens} output tokens in order"
     spans: list[VersionSpan] = []
     covered = 0
     for entry in raw:
         start, end = _as_dict(entry).get("start"), _as_dict(entry).get("end")
         if start != covered or type(end) is not int or end < covered:
-            raise _BadReplyError(f"weight_versions {raw!r} do not cover the {num_tokens} output tokens in order")
+            raise _BadReplyError(uncovered)
         if end > covered:
             spans.append(VersionSpan(parse_version(entry.get("version")), covered, end))
         covered = end
     if covered != num_tokens:
-        raise _BadReplyError(f"weight_versions {raw!r} do not cover the {num_tokens} output tokens")
+        raise _BadReplyError(uncovered)
     return tuple(spans)
 
 

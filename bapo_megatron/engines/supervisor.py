@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from bapo_megatron.engines import processes
@@ -73,7 +74,8 @@ def supervised(
             engine.start()
             running.append(engine)
         for engine in engines:
-            engine.wait_until_healthy()
+            url = f"{engine.spec.url}/health"
+            processes.wait_until(partial(processes.answers, url), engine.process, engine.log, startup_timeout_s)
         for thread in threads:
             thread.start()
         with _naming_the_dead(engines):
@@ -105,11 +107,6 @@ class _Engine:
 
     def start(self) -> None:
         self.process = processes.start(self.spec.command, self.log, self.spec.environment)
-
-    def wait_until_healthy(self) -> None:
-        """Wait for the first start. Raises as `processes.wait_until` does."""
-        url = f"{self.spec.url}/health"
-        processes.wait_until(lambda: processes.answers(url), self.process, self.log, self.startup_timeout_s)
 
     def look_after(self) -> None:
         """Restart it when needed, until the run ends or no restart is left."""

@@ -182,9 +182,7 @@ def connect_rollouts(config: Config, model_path: Path, urls: Sequence[str]) -> R
     evaluation = None
     if config.eval.interval_steps is not None:
         evaluation = _evaluation(config, engines, tokenizer, stop_token_ids)
-    engines.watch_fenced()
-    if config.monitor.prometheus_port is not None:
-        engines.watch_states()
+    engines.watch(with_states=config.monitor.prometheus_port is not None)
     return RolloutManager(config, engines, prompts, judge, scheduler, BatchBuilder(config), evaluation)
 
 

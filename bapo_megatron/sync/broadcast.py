@@ -62,7 +62,7 @@ class BroadcastChannel:
     def close(self) -> None:
         """Dissolve the group."""
         if live := self._session.pool.live():
-            self._leave_group(self._session.members(live))
+            self._leave_group(Members(live, self._session))
         self._group = None
 
     def _push(self, weights: Weights, version: int) -> SyncStats:
@@ -200,7 +200,7 @@ class _Sender:
             lambda e: e.update_weights(bucket.specs, self.group.name, flat=flat, version=version),
         )
         # Over gloo sooner than the replies' deadline: a hung engine ends the broadcast, the others are free to say so.
-        timeout_s = self.members.timeout_s / 2
+        timeout_s = self.members.session.timeout_s / 2
         self.flights.append(_Flight(replies, [self.group.broadcast(tensor, timeout_s) for tensor in tensors]))
         self.stats.num_bytes += bucket.num_bytes
         self.stats.num_buckets += 1
@@ -262,7 +262,7 @@ def _try_to_form(
     members: Members, num_ranks: dict[str, int], host: str, backend: GroupBackend
 ) -> UpdateGroup | dict[str, EngineError]:
     """Hold one rendezvous; return the group, or the failures of the engines to blame if one does not come."""
-    name, timeout_s = f"weights-{secrets.token_hex(8)}", members.timeout_s
+    name, timeout_s = f"weights-{secrets.token_hex(8)}", members.session.timeout_s
     first_ranks = dict(zip(num_ranks, itertools.accumulate(num_ranks.values(), initial=1), strict=False))
     world_size = 1 + sum(num_ranks.values())
     server: dist.TCPStore | None = host_store(host, world_size, timeout_s)

@@ -18,7 +18,7 @@ from bapo_megatron.errors import (
     UnreachableEngineError,
 )
 from bapo_megatron.sync.base import Submit, SyncStats
-from bapo_megatron.sync.verify import check_model, check_version, check_weights, minority
+from bapo_megatron.sync.verify import check_model, check_weights, minority
 
 T = TypeVar("T")
 Call = Callable[[Engine], Coroutine[Any, Any, T]]
@@ -35,14 +35,10 @@ class Session:
         self.pool = pool
         self.manifest: tuple[TensorSpec, ...] = ()
         self.is_torn = False  # the last push broke off and has to be repeated
-        self._submit = submit
-        self._timeout_s = timeout_s
+        self.submit = submit
+        self.timeout_s = timeout_s
         self._version: int | None = None  # last pushed
         self._paused_at: float | None = None
-
-    def members(self, engines: Sequence[Engine]) -> Members:
-        """Return the callers of these engines. Raises EngineError if there are none."""
-        return Members(engines, self.pool, self._submit, self._timeout_s)
 
     def connect(self, manifest: Sequence[TensorSpec]) -> Infos:
         """Check every engine before anything is sent.
@@ -51,7 +47,7 @@ class Session:
             EngineError: an engine is not reachable or serves another model; one line for each.
         """
         self.manifest = tuple(manifest)
-        replies = self.members(self.pool.live()).start("say what it serves", self._check)
+        replies = Members(self.pool.live(), self).start("say what it serves", self._check)
         infos, failures = replies.collect()
         if failures:
             raise EngineError("\n".join(str(failure) for failure in failures.values()))
@@ -65,7 +61,7 @@ class Session:
         """
         self.pool.expect(version)
         back = [] if self.is_torn else self.pool.back()
-        members = self.members([*self.pool.live(), *back])
+        members = Members([*self.pool.live(), *back], self)
         infos = members.all("pause", _pause)
         self._paused_at = self._paused_at or time.monotonic()
         new = {engine.url for engine in back}
@@ -78,9 +74,8 @@ class Session:
         """Let engines that hold the weights sent go on, and fence the others."""
 
         async def verify(engine: Engine) -> dict[str, Any]:
-            check_version(engine.url, await engine.server_info(), version)
-            checksum = await engine.weights_checksum()
-            check_weights(engine.url, digests, checksum)
+            info, checksum = await engine.server_info(), await engine.weights_checksum()
+            check_weights(engine.url, version, digests, info, checksum)
             return checksum
 
         members.drop(minority(members.all("confirm its weights", verify)))
@@ -168,18 +163,17 @@ class Replies(Generic[T]):
 class Members:
     """Engines that are called together; those that fail are fenced and leave `engines`."""
 
-    def __init__(self, engines: Sequence[Engine], pool: EnginePool, submit: Submit, timeout_s: float) -> None:
+    def __init__(self, engines: Sequence[Engine], session: Session) -> None:
+        """Raise NoEngineLeftError if there are none."""
         self.engines = list(engines)
-        self.timeout_s = timeout_s
-        self._pool = pool
-        self._submit = submit
-        if not self.engines:
-            raise NoEngineLeftError(f"no rollout engine is left: {pool.describe()}")
+        self.session = session
+        self.drop({})
 
     def start(self, what: str, call: Call[T], only: Collection[str] | None = None) -> Replies[T]:
         """Start the same call to every engine, or to those at the urls `only`."""
         asked = [engine for engine in self.engines if only is None or engine.url in only]
-        return Replies(what, {engine.url: self._submit(call(engine)) for engine in asked}, self.timeout_s)
+        futures = {engine.url: self.session.submit(call(engine)) for engine in asked}
+        return Replies(what, futures, self.session.timeout_s)
 
     def all(self, what: str, call: Call[T], only: Collection[str] | None = None) -> dict[str, T]:
         """Return results by url and fence the engines that fail. Raises as `drop` does."""
@@ -199,7 +193,7 @@ class Members:
             raise complaints[0]
         for engine in self.engines:
             if engine.url in failures:
-                self._pool.fence(engine, str(failures[engine.url]))
+                self.session.pool.fence(engine, str(failures[engine.url]))
         self.engines = [engine for engine in self.engines if engine.url not in failures]
         if not self.engines:
-            raise NoEngineLeftError(f"no rollout engine is left: {self._pool.describe()}")
+            raise NoEngineLeftError(f"no rollout engine is left: {self.session.pool.describe()}")

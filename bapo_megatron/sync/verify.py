@@ -39,14 +39,13 @@ async def check_model(engine: Engine, manifest: Sequence[TensorSpec]) -> dict[st
     return info
 
 
-def check_version(url: str, info: Mapping[str, Any], version: int) -> None:
-    """Check that the engine reports this version. Raises EngineError."""
+def check_weights(
+    url: str, version: int, digests: Mapping[str, str], info: Mapping[str, Any], checksum: Mapping[str, Any]
+) -> None:
+    """Compare one engine's version and checksum with those sent. Raises EngineError naming a difference."""
     if str(info.get("weight_version")) != str(version):
         raise EngineError(f"{url} reports weight version {info.get('weight_version')!r} after {version} was sent")
 
-
-def check_weights(url: str, digests: Mapping[str, str], checksum: Mapping[str, Any]) -> None:
-    """Compare one engine's checksum with the digests sent. Raises EngineError naming a difference."""
     if checksum.get("algorithm") != DIGEST:
         _check_names(url, list(digests), checksum)
         return
