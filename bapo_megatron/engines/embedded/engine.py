@@ -232,7 +232,8 @@ class BatchingEngine:
             with self._gate:
                 self.failure = problem
             for sequence in self._all():
-                sequence.done.set_exception(problem)
+                if not sequence.done.done():
+                    sequence.done.set_exception(problem)
             while not self._inbox.empty():
                 self._deferred.append(self._inbox.get())
             for job in self._deferred:
