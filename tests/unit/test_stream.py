@@ -147,7 +147,7 @@ def test_a_step_does_not_wait_for_the_tail() -> None:
 
     groups, _ = asyncio.run(scheduler.take(0, 0))
     assert groups is not None
-    begun = [*(t for g in groups for t in g.trajectories), *scheduler.buffered()]
+    begun = [*(t for g in groups for t in g.trajectories), *scheduler.book.buffered()]
     assert all(t.num_response_tokens < 40 for t in begun)
     assert any(len(expected(t)) > 40 for t in begun), "or none was slow"
 
