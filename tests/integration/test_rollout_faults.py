@@ -27,7 +27,8 @@ from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec, plan_buckets
 from bapo_megatron.errors import EngineError
 from bapo_megatron.prompts.stream import PromptStream
-from bapo_megatron.rollout.scheduler import RolloutStats, Scheduler
+from bapo_megatron.rollout.dispatch import RolloutStats
+from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.types import Trajectory
 from tests.integration.engines import EngineProcess, start_engines
@@ -133,10 +134,10 @@ def assert_prefix(mine: Responses, whole: Responses) -> None:
 
 def assert_balanced(scheduler: Scheduler, trained: list[Trajectory], whole: Responses) -> None:
     """The books agree with what is really here, and every finished response is the undisturbed one, to its end."""
-    scheduler.ledger.check(scheduler.buffered())
+    scheduler.ledger.check(scheduler.book.buffered())
     assert scheduler.ledger.counts()["running"] == 0 or scheduler.config.overlap
     assert len({t.sample_id for t in trained}) == len(trained)
-    buffered = list(scheduler.buffered())
+    buffered = list(scheduler.book.buffered())
     num_tokens = sum(t.num_response_tokens for t in (*trained, *buffered))
     assert scheduler.ledger.num_tokens["generated"] == num_tokens
     assert_prefix(responses([*trained, *buffered]), whole)

@@ -251,8 +251,11 @@ EMBEDDING = "model.embed_tokens.weight"
     [
         (lambda s: with_spec(s, NORM, name="model.final.weight"), r"it has no weight 'model\.final\.weight'"),
         (lambda s: [x for x in s if x.name != NORM], rf"the policy has no weight '{NORM}'"),
-        (lambda s: with_spec(s, NORM, shape=(7,)), rf"it has {NORM} float32 \[\d+\], the policy {NORM} float32 \[7\]"),
-        (lambda s: with_spec(s, NORM, dtype="bfloat16"), rf"it has {NORM} float32 .* the policy {NORM} bfloat16"),
+        (
+            lambda s: with_spec(s, NORM, shape=(7,)),
+            rf"it has {NORM} float32 \[\d+\], the policy has {NORM} float32 \[7\]",
+        ),
+        (lambda s: with_spec(s, NORM, dtype="bfloat16"), rf"it has {NORM} float32 .* the policy has {NORM} bfloat16"),
         (lambda s: with_spec(s, EMBEDDING, shape=(999, 4)), r"its vocabulary has \d+ tokens, the policy's 999"),
     ],
     ids=["unknown name", "missing name", "shape", "dtype", "vocabulary"],

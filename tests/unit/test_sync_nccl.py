@@ -109,7 +109,7 @@ class NcclEngine(ScriptedEngine):
         assert name == self.group_name
 
     async def update_weights(
-        self, names: Sequence[str], dtypes: Any, shapes: Any, group_name: str, *, flat: bool, version: int | None
+        self, specs: Sequence[TensorSpec], group_name: str, *, flat: bool, version: int | None
     ) -> None:
         assert flat
         index, self._num_buckets = self._num_buckets, self._num_buckets + 1
@@ -118,7 +118,6 @@ class NcclEngine(ScriptedEngine):
         lazy.enter(self.url)
         while len(lazy.sent) <= index:
             await asyncio.sleep(0.001)
-        specs = [TensorSpec(*spec) for spec in zip(names, dtypes, shapes, strict=True)]
         self.weights |= dict(unpack(lazy.sent[index], specs))
         if version is not None:
             self.version = str(version)
