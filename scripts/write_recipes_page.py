@@ -1,6 +1,6 @@
-"""The figures of docs/recipes.md: an example plan, and the needs of each model on each cluster that fits it.
+"""Write the figures of docs/recipes.md: an example plan, and the needs of each model on each cluster that fits it.
 
-python -m bapo_megatron.preflight.recipes        plan, and update the page
+python scripts/write_recipes_page.py
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ ALGORITHMS = {
     "BAPO, partial rollout": ("algorithms/bapo", "algorithms/partial-rollout"),
 }
 RESPONSE_SHARE = 4  # average responses are this many times shorter than the maximum
-PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 EXAMPLE = ("models/r1-distill-qwen-7b-32k", "algorithms/bapo", "clusters/4x8-h100")
 EXAMPLE_TOKENS = 8000
 
