@@ -8,7 +8,8 @@ from pathlib import Path
 from bapo_megatron.config.load import load_config, shipped_configs
 from bapo_megatron.config.plan import summarize
 from bapo_megatron.config.schema import Config
-from bapo_megatron.preflight.known import GIB, planned_shape
+from bapo_megatron.hf.shape import model_shape
+from bapo_megatron.preflight.known import GIB, planned_config
 from bapo_megatron.preflight.plan import make_plan
 from bapo_megatron.preflight.report import amount, explain
 
@@ -55,7 +56,7 @@ def _cells(model: str, cluster: str) -> list[str]:
     plans = []
     for config in configs:
         response_tokens = config.rollout.max_response_tokens // RESPONSE_SHARE
-        plans.append(make_plan(config, planned_shape(config.model.path), response_tokens))
+        plans.append(make_plan(config, model_shape(planned_config(config.model.path)), response_tokens))
     p, plan = configs[0].parallel, plans[0]
     peak = max(each.trainer.total for each in plans)
     assert all(each.server and each.rollout for each in plans)

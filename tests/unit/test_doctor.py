@@ -26,9 +26,9 @@ from bapo_megatron.preflight import machine_checks as machine
 from bapo_megatron.preflight import software_checks as software
 from bapo_megatron.preflight.doctor import examine_needs, parse_rendezvous, verdict
 from bapo_megatron.preflight.group import Rendezvous, clock_finding, started_probes
-from bapo_megatron.preflight.known import GIB, visible_indexes
+from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.machine_checks import Finding
-from bapo_megatron.preflight.software_checks import Driver
+from bapo_megatron.preflight.software_checks import Driver, visible_indexes
 
 DRIVER = Driver("570.1", (12, 8), (("NVIDIA H100", 80 * GIB, 0), ("NVIDIA H100", 80 * GIB, 3 * GIB)), (0, 1))
 FACTS: dict[str, Any] = {
