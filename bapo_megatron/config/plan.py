@@ -10,8 +10,7 @@ from bapo_megatron.config.dotted import ADVANTAGE, KEEP_GROUP
 from bapo_megatron.config.engines import check_engine
 from bapo_megatron.config.lr_schedule import planned_updates
 from bapo_megatron.config.precision import Machine, check_precision
-from bapo_megatron.config.schema import FORWARDS_FIRST_MEMORY_SHARE, Config, RolloutConfig
-from bapo_megatron.config.schema_advantage import CriticConfig
+from bapo_megatron.config.schema import FORWARDS_FIRST_MEMORY_SHARE, Config, CriticConfig, RolloutConfig
 from bapo_megatron.config.schema_loss import CustomLoss
 from bapo_megatron.errors import UserError
 from bapo_megatron.hf.shape import validate_layout

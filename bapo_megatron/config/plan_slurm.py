@@ -6,8 +6,7 @@ from pathlib import Path
 
 from bapo_megatron.config.base import Violation
 from bapo_megatron.config.plan import num_ranks
-from bapo_megatron.config.schema import Config
-from bapo_megatron.config.schema_slurm import seconds_of
+from bapo_megatron.config.schema import Config, seconds_of
 from bapo_megatron.errors import ConfigError
 
 
