@@ -5,9 +5,9 @@ Checks of one field live here; checks across sections (layout, batch arithmetic,
 
 import math
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from bapo_megatron.config.base import Section
 from bapo_megatron.config.dotted import ADVANTAGE, KEEP_GROUP, REWARD
@@ -95,7 +95,7 @@ class DataConfig(Section):
 class RewardConfig(Section):
     """The judge of responses, and the shaping of its rewards."""
 
-    kind: str = "auto"
+    kind: Annotated[str, AfterValidator(REWARD.known)] = "auto"
     """auto: the verifier of the prompt source (math-verify for jsonl); or "chains", "reasoning_gym", "math"; code: runs
     the response's program against tests; or a function of your own, "my_package.my_module:my_function"."""
     timeout_s: PositiveFloat = 10.0
@@ -120,16 +120,11 @@ class RewardConfig(Section):
     clip: PositiveFloat | None = None
     """Bound the scaled reward to [-clip, clip], after scale and running_std. Unset: no bound."""
 
-    @field_validator("kind")
-    @classmethod
-    def _is_known(cls, kind: str) -> str:
-        return REWARD.known(kind)
-
 
 class RolloutConfig(Section):
     """Sampling responses, in budgeted pieces (partial rollout)."""
 
-    engine: str = "embedded"
+    engine: Annotated[str, AfterValidator(ENGINE.known)] = "embedded"
     """embedded: our small torch engine in a process of its own; sglang: SGLang servers started on this machine, with or
     without GPUs; attach: running SGLang-compatible servers (urls); recorded: none, batches come from a recorded run; or
     an engine of your own, "my_package.my_module:my_engine" (an EngineKind)."""
@@ -153,7 +148,7 @@ class RolloutConfig(Section):
     """A response that reaches this length is finished (reason "length")."""
     truncated: Literal["keep", "mask"] = "keep"
     """keep: train on responses cut at max_response_tokens; mask: they count in the group's statistics only."""
-    keep_group: str = "all"
+    keep_group: Annotated[str, AfterValidator(KEEP_GROUP.known)] = "all"
     """Judged groups that take a place in the batch; the others are replaced. all; informative: those whose responses
     got different rewards, as the others teach nothing (DAPO's dynamic sampling); or a function of your own,
     "my_package.my_module:keep_group"."""
@@ -193,11 +188,6 @@ class RolloutConfig(Section):
     engine_max_context: PositiveInt | None = None
     """embedded, sglang: longest prompt + response. Unset: max_prompt_tokens + max_response_tokens."""
 
-    @field_validator("engine")
-    @classmethod
-    def _is_known_engine(cls, engine: str) -> str:
-        return ENGINE.known(engine)
-
     @property
     def engine_kind(self) -> EngineKind:
         """The capabilities of `engine`. Raises UserError for a bad dotted path."""
@@ -213,16 +203,11 @@ class RolloutConfig(Section):
         """GPUs that these servers take."""
         return self.num_started * self.server_tensor_parallel if self.engine_kind.on_gpus else 0
 
-    @field_validator("keep_group")
-    @classmethod
-    def _is_known_filter(cls, keep_group: str) -> str:
-        return KEEP_GROUP.known(keep_group)
-
 
 class AdvantageConfig(Section):
     """From the rewards of a group to advantages."""
 
-    kind: str = "grpo"
+    kind: Annotated[str, AfterValidator(ADVANTAGE.known)] = "grpo"
     """One for each response, from its group: grpo: (r - mean) / std; dr_grpo: r - mean; rloo: r - mean of the others;
     or a function of your own, "my_package.my_module:my_advantage". One for each token, from a critic (see [critic]):
     gae: generalized advantage estimation; n_step: n-step returns."""
@@ -237,11 +222,6 @@ class AdvantageConfig(Section):
     """n_step: tokens until the critic's value stands in for the rest of the response."""
     whiten_tokens: bool = True
     """gae, n_step: give the advantages of a batch's trained tokens mean 0 and standard deviation 1, as PPO does."""
-
-    @field_validator("kind")
-    @classmethod
-    def _is_known(cls, kind: str) -> str:
-        return ADVANTAGE.known(kind)
 
     @property
     def compares_responses(self) -> bool:
@@ -449,19 +429,13 @@ class SlurmConfig(Section):
 
     @field_validator("options", "setup", "sweep", "container_mounts")
     @classmethod
-    def _are_lines(cls, lines: tuple[str, ...]) -> tuple[str, ...]:
+    def _are_lines(cls, lines: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         for line in lines:
             if "\n" in line or not line.strip():
                 raise ValueError("each should be one line of text")
+            if info.field_name == "options" and not line.startswith("-"):
+                raise ValueError(f'"{line}" is not an option of sbatch, such as "--constraint=nvlink"')
         return lines
-
-    @field_validator("options")
-    @classmethod
-    def _are_options(cls, options: tuple[str, ...]) -> tuple[str, ...]:
-        for option in options:
-            if not option.startswith("-"):
-                raise ValueError(f'"{option}" is not an option of sbatch, such as "--constraint=nvlink"')
-        return options
 
 
 def seconds_of(time_limit: str) -> int:
