@@ -222,7 +222,7 @@ def test_the_driver_is_asked_what_is_visible(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_port_that_cannot_be_is_a_wrong_argument(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--port", "70000"]) == 2
-    assert "--port 70000 is no port; name one from 1 to 65535" in capsys.readouterr().err
+    assert "--port 70000 is not a port; name one from 1 to 65535" in capsys.readouterr().err
 
 
 @pytest.mark.slow
