@@ -25,6 +25,10 @@ class Placement:
     servers_per_node: int
     first_server_gpu: int  # on each server node
 
+    @property
+    def first_server_node(self) -> int:
+        return self.num_nodes - self.server_nodes
+
 
 def place(config: Config) -> Placement:
     """Place a run without errors in its configuration on nodes."""

@@ -50,7 +50,7 @@ RECIPES = {
 
 
 def tokens_multiple(config: Config) -> int:
-    """Return the divisor of a pack's tokens on one rank (one tensor rank, with sequence parallelism)."""
+    """Return the number that must divide a pack's tokens on a rank (a tensor rank, with sequence parallelism)."""
     return RECIPES[config.precision.recipe].tokens_multiple if config.precision.uses_fp8 else 1
 
 
@@ -74,7 +74,7 @@ def problems(config: Config, *, shape: ModelShape | None, machine: Machine | Non
 
 
 def warnings(config: Config, *, num_gpus: int) -> list[str]:
-    """Find settings that work, but are probably not meant."""
+    """Find settings that work, but are probably not intended."""
     p, found = config.precision, []
     if not num_gpus and p.uses_fp8:
         found.append(

@@ -168,7 +168,7 @@ class RatioLoss(LossConfig):
     """Denominator of the clipped ratio. behaviour: the policy that sampled the token (the paper's r_t); learner: the
     learner at the start of the step (one more scoring pass), with truncated importance weights."""
     importance_cap: float = Field(2.0, ge=1)
-    """proximal = "learner": largest weight pi_prox / pi_behaviour of a token's term; 1e9 is no bound."""
+    """proximal = "learner": largest weight pi_prox / pi_behaviour of a token's term; 1e9 sets no bound."""
 
     @property
     def scores_proximal(self) -> bool:

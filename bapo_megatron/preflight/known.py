@@ -42,7 +42,6 @@ GPUS = {
     "b200": GPU("B200 SXM 180 GB", 178.0, 2250e12, 8.0e12, 900e9),
 }
 
-
 KNOWN_MODELS: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_name("known_models.toml").read_text(encoding="utf-8")
 )

@@ -56,7 +56,7 @@ def test_nodes_are_shared_or_dedicated() -> None:
     )  # fmt: skip
     assert errors(dedicated) == []
     assert place(dedicated) == Placement(3, 2, 1, ranks_per_node=8, servers_per_node=4, first_server_gpu=0)
-    assert place(dedicated).num_nodes - place(dedicated).server_nodes == 2, "the first node of servers"
+    assert place(dedicated).first_server_node == 2
 
 
 @given(
@@ -81,7 +81,7 @@ def test_what_is_accepted_runs_everything_once_on_gpus_of_its_own(
     used = [0] * nodes
     for trainer_node in range(p.trainer_nodes):
         used[trainer_node] += p.ranks_per_node
-    for server_node in range(p.num_nodes - p.server_nodes, nodes):
+    for server_node in range(p.first_server_node, nodes):
         assert p.first_server_gpu == used[server_node]
         used[server_node] += p.servers_per_node * width
     assert max(used) <= config.cluster.gpus_per_node
