@@ -538,7 +538,9 @@ PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "prometheus": "prome
 
 def check_monitor(config: Config) -> Iterator[Violation]:
     """Find missing packages before anything starts."""
-    users = {name: (f'monitor.sinks has "{name}"', f'take "{name}" out of it') for name in config.monitor.sinks}
+    users: dict[str, tuple[str, str]] = {
+        name: (f'monitor.sinks has "{name}"', f'take "{name}" out of it') for name in config.monitor.sinks
+    }
     if (port := config.monitor.prometheus_port) is not None:
         users["prometheus"] = (f"monitor.prometheus_port={port}", "leave it out")
     for extra, (setting, instead) in users.items():
