@@ -251,7 +251,7 @@ class WorkerPool:
         return Verdict(reply.get("reward", 0.0), reply.get("problem"), reply.get("message", ""), waited_s)
 
     async def _ask_shared(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Ask the process that many responses share. Raises WorkerLost, whichever response is to blame."""
+        """Ask the process that many responses share. Raises WorkerLost for all of them, though one is to blame."""
         async with self._shared_start:
             if self._shared is None or not self._shared.is_alive:
                 self._shared = await self._start()

@@ -14,7 +14,7 @@ import pytest
 
 from bapo_megatron.cli import main
 from bapo_megatron.errors import UserError
-from bapo_megatron.monitor.metrics import read_metrics
+from bapo_megatron.monitor.rundir import read_metrics
 from bapo_megatron.reproduce.pool import is_finished, run_path, train_all
 from bapo_megatron.reproduce.study import Run, load_study, plan_runs
 

@@ -19,10 +19,9 @@ import torch
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.metrics import METRICS
-from bapo_megatron.monitor.gpu_facts import GPU_METRICS, GPUFacts
 from bapo_megatron.monitor.grafana import dashboard
 from bapo_megatron.monitor.oom import is_out_of_memory
-from bapo_megatron.monitor.prometheus import PrometheusEndpoint, RunCollector, prometheus_name
+from bapo_megatron.monitor.prometheus import GPU_METRICS, GPUFacts, PrometheusEndpoint, RunCollector, prometheus_name
 from bapo_megatron.monitor.stall import StallWatchdog, _by_place
 from bapo_megatron.runtime import straggler
 from bapo_megatron.runtime.heartbeat import TRAINER, Heartbeat

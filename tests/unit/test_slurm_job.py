@@ -28,9 +28,8 @@ from bapo_megatron.monitor.record import Recorder
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.runtime.ranks import StopFile
 from bapo_megatron.slurm import node
-from bapo_megatron.slurm.meeting import END, RUN, Meeting
-from bapo_megatron.slurm.submit import prepare
-from bapo_megatron.slurm.tasks import known_step_s
+from bapo_megatron.slurm.node import END, RUN, Meeting
+from bapo_megatron.slurm.submit import known_step_s, prepare
 from tests.slurm_kinds import KINDS, settings_of
 
 GPUS = ("cluster.gpu=h100", "rollout.engine=sglang")

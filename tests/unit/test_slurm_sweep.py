@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from bapo_megatron.config.load import dump_config, load_config, load_tables
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.slurm import submit, tasks
+from bapo_megatron.slurm import submit
 from bapo_megatron.slurm.submit import prepare
 
 TWO_NODES = ("cluster.nodes=2", "parallel.data=2", "rollout.num_servers=2")
@@ -155,7 +155,7 @@ def test_the_script_does_not_depend_on_what_a_task_may_change() -> None:
         for value in values:
             try:
                 task = load_tables(tables, [f"{name}={value}"])
-                differs = any(tasks._not_of_this_job(job, task))
+                differs = any(submit._not_of_this_job(job, task))
             except (ConfigError, ZeroDivisionError):  # invalid, or without a placement
                 continue
             assert task != job
