@@ -16,8 +16,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from bapo_megatron.config.schema import Config
-from bapo_megatron.config.schema_monitor import SinkName
+from bapo_megatron.config.schema import Config, SinkName
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.runtime.files import write_atomically
 

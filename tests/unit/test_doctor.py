@@ -29,9 +29,9 @@ from bapo_megatron.preflight import packages
 from bapo_megatron.preflight import software_checks as software
 from bapo_megatron.preflight.doctor import examine_needs, parse_rendezvous, verdict
 from bapo_megatron.preflight.group import Probes, Rendezvous, clock_finding, started_probes
-from bapo_megatron.preflight.known import GIB, visible_indexes
+from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.machine_checks import Finding
-from bapo_megatron.preflight.software_checks import Driver
+from bapo_megatron.preflight.software_checks import Driver, visible_indexes
 from tests.distributed import forkserver
 
 DRIVER = Driver("570.1", (12, 8), (("NVIDIA H100", 80 * GIB, 0), ("NVIDIA H100", 80 * GIB, 3 * GIB)), (0, 1))
@@ -262,7 +262,7 @@ def test_the_driver_is_asked_what_is_visible(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_port_that_cannot_be_is_a_wrong_argument(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--port", "70000"]) == 2
-    assert "--port 70000 is no port; name one from 1 to 65535" in capsys.readouterr().err
+    assert "--port 70000 is not a port; name one from 1 to 65535" in capsys.readouterr().err
 
 
 @pytest.mark.slow

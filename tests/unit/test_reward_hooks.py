@@ -55,7 +55,7 @@ class TestStart:
         [
             ("nowhere_to_be_found:judge", "importing nowhere_to_be_found failed: ModuleNotFoundError"),
             ("reward_hooks:nothing_here", r"reward_hooks\.py has no nothing_here"),
-            ("reward_hooks:NOT_CALLABLE", "is not callable but int"),
+            ("reward_hooks:NOT_CALLABLE", "of type int, which is not callable"),
             ("reward_hooks:wrong_parameter", r"it asks for reply. Expected: def judge\("),
             ("reward_hooks:positional", "it asks for response. Expected"),
             ("reward_hooks:no_response", "it does not ask for the response"),

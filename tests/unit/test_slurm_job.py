@@ -21,8 +21,7 @@ from bapo_megatron.cli import main
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.plan_slurm import Placement, check_slurm, place
-from bapo_megatron.config.schema import Config
-from bapo_megatron.config.schema_slurm import seconds_of
+from bapo_megatron.config.schema import Config, seconds_of
 from bapo_megatron.engines.processes import own_address
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.monitor.record import Recorder

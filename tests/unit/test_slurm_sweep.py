@@ -40,7 +40,7 @@ def loaded_by_the_job(job: submit.Job, folder: Path, index: int) -> Config:
     [
         ("train.minibatches_per_step=7", "train.minibatches_per_step=7 does not divide"),
         ("rollout.tokens_per_round=100000", "rollout.tokens_per_round=100000 is more than rollout.max_response_tokens"),
-        ("loss.name=bapo loss.clip_high=1.1", 'loss.clip_high is no setting of loss.name="bapo"'),
+        ("loss.name=bapo loss.clip_high=1.1", 'loss.clip_high is not a setting of loss.name="bapo"'),
         ("bapo.low.start=0.8", r"bapo.low: start \(0.8\) must not be above stop \(0.7\)"),
         ("model.path=/nowhere", "there is no folder /nowhere"),
         ("optimizer.rl=1", "no such setting: optimizer.rl"),
