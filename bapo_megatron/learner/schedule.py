@@ -178,4 +178,4 @@ def _smallest_memory(layout: ParallelLayout) -> float:
     else:
         own = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     table = torch.tensor(float(own), dtype=torch.float64)
-    return float(layout.reduce_over_data(table if layout.is_last_stage else None, torch.distributed.ReduceOp.MIN))
+    return float(layout.reduce_over_data(table, torch.distributed.ReduceOp.MIN))

@@ -12,19 +12,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn import ModuleList, Parameter
+from torch.nn import ModuleList
 
-from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT, Index, read_index
+from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT, read_index
 from bapo_megatron.checkpoint.shard_reader import ShardReader
 from bapo_megatron.checkpoint.shards import Piece, Snapshot
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.families import OUTPUT
 from bapo_megatron.hf.shape import ModelShape, entries
 from bapo_megatron.learner.adam import AdamState
-from bapo_megatron.learner.hf.convert import fill_parameters, parameters_by_global_name, raising_together
+from bapo_megatron.learner.hf.convert import fill_parameters, parameters_by_global_name
 from bapo_megatron.learner.hf.names import place_shard
-from bapo_megatron.learner.parallel import ParallelLayout
+from bapo_megatron.learner.parallel import ParallelLayout, raising_together
 
 PARTS = (WEIGHT, *MOMENTS)
 
@@ -85,22 +84,13 @@ def load(model: ModuleList, shape: ModelShape, layout: ParallelLayout, adam: Ada
         facts = index.facts
         for part in PARTS:
             if part in index.tensors or part == WEIGHT or facts["version"] > 0:
-                _load_part(model, shape, layout, adam, index, part)
+                with ShardReader(index, part) as read:
+                    read.check(shape)
+                    fill_parameters(model, shape, layout, read, partial(adam.fill, part))
             else:
                 for parameter in model.parameters():
-                    adam.fill(parameter, part, torch.zeros(parameter.shape, device=parameter.device))
+                    adam.fill(part, parameter, torch.zeros(parameter.shape, device=parameter.device))
         if unknown := sorted(index.tensors.keys() - set(PARTS)):
             raise CheckpointError(f"{folder} holds {', '.join(unknown)}, which this model does not have")
     adam.set_steps(facts["version"] - facts["skipped_updates"])
     return facts
-
-
-def _load_part(
-    model: ModuleList, shape: ModelShape, layout: ParallelLayout, adam: AdamState, index: Index, part: str
-) -> None:
-    def fill(name: str, parameter: Parameter, tensor: Tensor) -> None:
-        adam.fill(parameter, name, tensor)
-
-    with ShardReader(index, part) as read:
-        read.check(shape)
-        fill_parameters(model, shape, layout, read, partial(fill, part))

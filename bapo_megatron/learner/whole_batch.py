@@ -17,13 +17,13 @@ class SplitModel(Protocol):
 
     share: Share
 
-    def sum_over_data_ranks(self, table: Tensor | None) -> Tensor: ...
+    def sum_over_data_ranks(self, table: Tensor) -> Tensor: ...
 
 
 class Scorer(SplitModel, Protocol):
     """A policy that computes log-probs."""
 
-    def log_probs(self, minibatch: MiniBatch) -> list[Tensor] | None: ...
+    def log_probs(self, minibatch: MiniBatch) -> list[Tensor]: ...
 
 
 def batch_log_probs(batch: Batch, scorer: Scorer, config: Config) -> Tensor:
@@ -31,24 +31,20 @@ def batch_log_probs(batch: Batch, scorer: Scorer, config: Config) -> Tensor:
     return of_batch(batch, scorer.log_probs, scorer, config).to(batch.behaviour_logprobs_T)
 
 
-def of_batch(
-    batch: Batch, score: Callable[[MiniBatch], list[Tensor] | None], model: SplitModel, config: Config
-) -> Tensor:
+def of_batch(batch: Batch, score: Callable[[MiniBatch], list[Tensor]], model: SplitModel, config: Config) -> Tensor:
     """Return the score of every response token, float64 [T], 0 on prompts: one pass and one all-reduce. Collective.
 
     Every rank gets all values, since each pass over the batch may give a sequence to another rank. The batch has a
     trained token.
 
     Args:
-        score: a method of the model that returns one [R] per micro-batch, None off the last stage.
+        score: a method of the model that returns one [R] per micro-batch, none off the last stage.
     """
     whole = one_minibatch(batch, max_tokens=config.train.max_tokens_per_microbatch, share=model.share)
     scores = score(whole)
-    mine_T = None
-    if scores is not None:
-        mine_T = torch.zeros(batch.token_ids_T.shape, dtype=torch.float64)
-        for micro_batch, scores_R in zip(whole.micro_batches, scores, strict=True):
-            mine_T[micro_batch.batch_rows_R] = scores_R.to(mine_T)
+    mine_T = torch.zeros(batch.token_ids_T.shape, dtype=torch.float64)
+    for micro_batch, scores_R in zip(whole.micro_batches, scores, strict=bool(scores)):
+        mine_T[micro_batch.batch_rows_R] = scores_R.to(mine_T)
     return model.sum_over_data_ranks(mine_T)
 
 
