@@ -77,7 +77,8 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
         "add_bias_linear": False,  # applies to all linears: _block_spec chooses for each
         "add_qkv_bias": shape.qkv_bias,
         "qk_layernorm": shape.qk_norm,
-        "softmax_scale": _softmax_scale(shape),
+        # yarn scales cosine and sine of both queries and keys
+        "softmax_scale": rotary_frequencies(shape)[1] ** 2 / math.sqrt(shape.head_dim),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": config.parallel.tensor,
@@ -113,12 +114,6 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
             "over gloo, and train on wrong ones without an error: leave it out"
         )
     return settings
-
-
-def _softmax_scale(shape: ModelShape) -> float:
-    """Return 1 / sqrt(D), times the factor by which yarn scales cosine and sine of both queries and keys."""
-    _, factor = rotary_frequencies(shape)
-    return factor**2 / math.sqrt(shape.head_dim)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -271,14 +266,12 @@ class PolicyModel(GPTModel):
             hidden_states = self.embedding(batch.token_ids_T[None], None)
             if self.embedding_scale != 1:  # rounded to the weights' type, as in transformers
                 hidden_states = hidden_states * hidden_states.new_tensor(self.embedding_scale)
+        angles_TD = torch.outer(
+            batch.position_ids_T.float(), self.inverse_frequencies
+        )  # float32; two dimensions share one
         return self.decoder(
             hidden_states=hidden_states,
             attention_mask=None,
-            rotary_pos_emb=self._rotary(batch.position_ids_T),
+            rotary_pos_emb=torch.cat((angles_TD, angles_TD), dim=-1)[:, None, None],
             packed_seq_params=self._describe_pack(batch.cu_seqlens_S1, self.context_group),
         )
-
-    def _rotary(self, position_ids_T: Tensor) -> Tensor:
-        """Compute the angles of each token, float32 [T, 1, 1, D]."""
-        angles_TD = torch.outer(position_ids_T.float(), self.inverse_frequencies)
-        return torch.cat((angles_TD, angles_TD), dim=-1)[:, None, None]

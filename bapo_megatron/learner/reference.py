@@ -23,7 +23,7 @@ from bapo_megatron.types import MiniBatch
 
 
 class ReferencePolicy(SplitModel):
-    """Log-probs of a frozen policy; a `whole_batch.Scorer`. Construct it on every rank, after the learner's model.
+    """Log-probs of a frozen policy. Construct it on every rank, after the learner's model.
 
     Args:
         started_from: the policy's own Hugging Face folder, the reference if `loss.reference_path` is unset.

@@ -136,18 +136,17 @@ class Schedule:
             HEARTBEAT.beat(TRAINER, f"forward step {next(count)} of {len(data) * len(self._chunks)}")
             return forward_step(*arguments)
 
-        LOCAL_TIME.start()
-        outputs = self._run_megatron(
-            forward_step_func=beating_step,
-            data_iterator=[iter(data) for _ in self._chunks],
-            model=self._chunks,
-            num_microbatches=len(data),
-            seq_length=minibatch.micro_batches[0].num_tokens * self._layout.context_size,
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
-        LOCAL_TIME.stop()  # before the first collective over data ranks
+        with LOCAL_TIME.running():  # it ends before the first collective over data ranks
+            outputs = self._run_megatron(
+                forward_step_func=beating_step,
+                data_iterator=[iter(data) for _ in self._chunks],
+                model=self._chunks,
+                num_microbatches=len(data),
+                seq_length=minibatch.micro_batches[0].num_tokens * self._layout.context_size,
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
         if not forward_only:
             finalize_model_grads(self._chunks)
         return outputs

@@ -66,8 +66,7 @@ def _pieces(model: ModuleList, shape: ModelShape, layout: ParallelLayout, adam: 
             whole = adam.gather(parameter, part).cpu() if is_cut else None
             if writer == data_rank and (entry.kind != "copy" or layout.tensor_rank == 0):
                 tensor = adam.local(parameter, part) if whole is None else whole
-                for placed in place_shard(entry, shape, tensor, layout.tensor_rank, layout.tensor_size):
-                    yield Piece(part, *placed)
+                yield from place_shard(entry, shape, part, tensor, layout.tensor_rank, layout.tensor_size)
 
 
 @torch.no_grad()

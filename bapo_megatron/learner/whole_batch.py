@@ -2,36 +2,26 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from bapo_megatron.buffer.packing import Share, one_minibatch
+from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.config.schema import Config
+from bapo_megatron.learner.base import Learner
+from bapo_megatron.learner.reference import ReferencePolicy
+from bapo_megatron.learner.split_model import SplitModel
 from bapo_megatron.types import Batch, MiniBatch
 
 
-class SplitModel(Protocol):
-    """A model split over processes; see `learner.base.Learner`."""
-
-    share: Share
-
-    def sum_over_data_ranks(self, table: Tensor) -> Tensor: ...
-
-
-class Scorer(SplitModel, Protocol):
-    """A policy that computes log-probs."""
-
-    def log_probs(self, minibatch: MiniBatch) -> list[Tensor]: ...
-
-
-def batch_log_probs(batch: Batch, scorer: Scorer, config: Config) -> Tensor:
+def batch_log_probs(batch: Batch, scorer: Learner | ReferencePolicy, config: Config) -> Tensor:
     """Return the log-prob of every response token, float32 [T], 0 on prompts: see `of_batch`."""
     return of_batch(batch, scorer.log_probs, scorer, config).to(batch.behaviour_logprobs_T)
 
 
-def of_batch(batch: Batch, score: Callable[[MiniBatch], list[Tensor]], model: SplitModel, config: Config) -> Tensor:
+def of_batch(
+    batch: Batch, score: Callable[[MiniBatch], list[Tensor]], model: Learner | SplitModel, config: Config
+) -> Tensor:
     """Return the score of every response token, float64 [T], 0 on prompts: one pass and one all-reduce. Collective.
 
     Every rank gets all values, since each pass over the batch may give a sequence to another rank. The batch has a
@@ -48,13 +38,7 @@ def of_batch(batch: Batch, score: Callable[[MiniBatch], list[Tensor]], model: Sp
     return model.sum_over_data_ranks(mine_T)
 
 
-class Policy(Scorer, Protocol):
-    """The policy that is trained."""
-
-    version: int
-
-
-def with_fixed_logprobs(batch: Batch, policy: Policy, reference: Scorer | None, config: Config) -> Batch:
+def with_fixed_logprobs(batch: Batch, policy: Learner, reference: ReferencePolicy | None, config: Config) -> Batch:
     """Add the log-probs that all updates of a step share: the reference's and the proximal policy's, if used.
 
     Call it on every rank, before the step's first update. A batch without a trained token stays as it is.
@@ -67,7 +51,7 @@ def with_fixed_logprobs(batch: Batch, policy: Policy, reference: Scorer | None, 
     return with_proximal_logprobs(batch, policy, config) if config.loss.scores_proximal else batch
 
 
-def with_proximal_logprobs(batch: Batch, policy: Policy, config: Config) -> Batch:
+def with_proximal_logprobs(batch: Batch, policy: Learner, config: Config) -> Batch:
     """Add `proximal_logprobs_T` at the policy's current weights: one scoring pass and one all-reduce.
 
     They are the scores of the step's first mini-batch as well (`known_log_probs`).
