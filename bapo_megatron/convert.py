@@ -87,7 +87,10 @@ def convert(
                 tensor = read(name)
                 counts[str(tensor.dtype).removeprefix("torch.")] += 1
                 num_parameters += tensor.numel()
-                yield name, _cast(tensor, dtype, f"{name} of {found.folder}")
+                if dtype is not None:
+                    tensor = tensor.to(DTYPES[dtype])
+                    check_finite(tensor, f"{name} of {found.folder}, once converted to {dtype},")
+                yield name, tensor
 
         if folder is None:
             for _ in tensors():
@@ -95,7 +98,11 @@ def convert(
         elif to == "hf":
             copy_companions(found.companions, folder, write_safetensors(tensors(), folder, max_file_bytes))
         else:
-            _write_training(tensors(), found.companions, folder, shape, max_file_bytes)
+            # version 0 without moments, as a run's only rank would write it
+            pieces = (Piece.whole(WEIGHT, name, tensor) for name, tensor in tensors())
+            facts = {"version": 0, "skipped_updates": 0, "model": shape.to_json()}
+            snapshot = Snapshot(pieces, facts, hf_path=found.companions)
+            snapshot.complete(folder, [snapshot.write(folder, max_file_bytes)])
     version = found.index.facts["version"] if found.index else None
     return Summary(shape, version, counts.total(), num_parameters, tuple(name for name, _ in counts.most_common()))
 
@@ -124,21 +131,3 @@ def _find(source: Path) -> _Source:
             f"{source} is neither a Hugging Face folder (no config.json) nor a run or training checkpoint"
         )
     return _Source(source, source, None)
-
-
-def _cast(tensor: Tensor, dtype: str | None, what: str) -> Tensor:
-    if dtype is None:
-        return tensor
-    cast = tensor.to(DTYPES[dtype])
-    check_finite(cast, f"{what}, once converted to {dtype},")
-    return cast
-
-
-def _write_training(
-    tensors: Iterator[tuple[str, Tensor]], companions: Path, folder: Path, shape: ModelShape, max_file_bytes: int
-) -> None:
-    """Write whole tensors as version 0 without moments, as a run's only rank would."""
-    pieces = (Piece.whole(WEIGHT, name, tensor) for name, tensor in tensors)
-    facts = {"version": 0, "skipped_updates": 0, "model": shape.to_json()}
-    snapshot = Snapshot(pieces, facts, hf_path=companions)
-    snapshot.complete(folder, [snapshot.write(folder, max_file_bytes)])

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo_megatron.algorithms.diagnostics import entropy_rule_sums
+from bapo_megatron.algorithms.diagnostics import entropy_rule_sums, token_profile_sums
 from bapo_megatron.algorithms.losses import ClippedTokenLoss, TokenLoss
 from bapo_megatron.algorithms.mismatch import Mismatch, no_mismatch
-from bapo_megatron.algorithms.token_profile import token_profile_sums
 from bapo_megatron.learner.parallel import ParallelLayout
 from bapo_megatron.metrics import METRICS, Metric
 

@@ -14,18 +14,28 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
 
-from bapo_megatron.checkpoint.folder import WEIGHT
-from bapo_megatron.checkpoint.shards import Snapshot
+from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT, read_index
+from bapo_megatron.checkpoint.shard_reader import ShardReader
+from bapo_megatron.checkpoint.shards import Piece, Snapshot
 from bapo_megatron.config.precision import tokens_multiple
 from bapo_megatron.config.schema import Config
-from bapo_megatron.hf.shape import ModelShape
-from bapo_megatron.learner import snapshots
+from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.families import OUTPUT
+from bapo_megatron.hf.shape import ModelShape, entries
 from bapo_megatron.learner.adam import AdamState
-from bapo_megatron.learner.hf.convert import gather_weights, load_weights
+from bapo_megatron.learner.hf.convert import (
+    fill_parameters,
+    gather_weights,
+    load_weights,
+    parameters_by_global_name,
+)
+from bapo_megatron.learner.hf.names import place_shard
 from bapo_megatron.learner.model import PolicyModel, transformer_config
-from bapo_megatron.learner.parallel import ParallelLayout, device
+from bapo_megatron.learner.parallel import ParallelLayout, device, raising_together
 from bapo_megatron.learner.precision import logprob_backend
 from bapo_megatron.learner.schedule import Schedule
+
+PARTS = (WEIGHT, *MOMENTS)
 
 
 class SplitModel:
@@ -55,7 +65,11 @@ class SplitModel:
 
 
 class TrainedModel(SplitModel):
-    """A split model with Megatron's gradient buffers and Adam.
+    """A split model with Megatron's gradient buffers and Adam, and its checkpoints.
+
+    Every rank writes its own part at the same time: of a tensor that several ranks hold, one writes it (of copies in a
+    tensor group the first rank, of data replicas each in turn, of the distributed optimizer's ranges the largest
+    owner). Every rank reads only the slices that it needs. The files: `checkpoint/folder.py`.
 
     Args:
         hf_path: folder of the Hugging Face checkpoint to start from.
@@ -132,17 +146,55 @@ class TrainedModel(SplitModel):
         """Return the counters that a snapshot holds: JSON, the same on every rank."""
         return {"version": self.version, "skipped_updates": self.num_skipped_updates}
 
-    def snapshot(self) -> Snapshot:
-        """Snapshot weights, optimizer state and version: see `Learner.snapshot`."""
-        return snapshots.take_snapshot(self.model, self.shape, self.layout, self.adam, self.facts(), self.hf_path)
-
-    def load(self, folder: Path) -> None:
-        """Load a written snapshot: see `Learner.load`."""
-        self.restore(snapshots.load(self.model, self.shape, self.layout, self.adam, folder))
-
     def restore(self, facts: dict[str, Any]) -> None:
         """Set the counters to the `facts` of a snapshot."""
         self.version, self.num_skipped_updates = facts["version"], facts["skipped_updates"]
+
+    def snapshot(self) -> Snapshot:
+        """Return the pieces that this rank writes: see `Learner.snapshot`.
+
+        They are views of the live tensors; only parameters across a border of the distributed optimizer are copied (to
+        the CPU), and all that `Snapshot.detach` copies.
+        """
+        facts = self.facts() | {"model": self.shape.to_json()}
+        return Snapshot(list(self._pieces()), facts, rank=self.layout.rank, hf_path=self.hf_path)
+
+    @torch.no_grad()
+    def _pieces(self) -> Iterator[Piece]:
+        shape, layout = self.shape, self.layout
+        parameters = parameters_by_global_name(self.model)
+        present = [entry for entry in entries(shape) if entry.megatron_name in parameters]
+        mine = [(entry, parameters.pop(entry.megatron_name)) for entry in present]
+        if shape.tied_embeddings:
+            parameters.pop(OUTPUT.name, None)  # the last stage's copy: the first stage has the same
+        assert not parameters, f"the name map does not know {sorted(parameters)}"
+        writers = self.adam.writers([parameter for _, parameter in mine])
+        for (entry, parameter), (writer, is_cut) in zip(mine, writers, strict=True):
+            for part in PARTS:
+                whole = self.adam.gather(parameter, part).cpu() if is_cut else None
+                if writer == layout.data_context_group.rank() and (entry.kind != "copy" or layout.tensor_rank == 0):
+                    tensor = self.adam.local(parameter, part) if whole is None else whole
+                    yield from place_shard(entry, shape, part, tensor, layout.tensor_rank, layout.tensor_size)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Load a snapshot of any layout: see `Learner.load`."""
+        with raising_together():
+            index = read_index(folder)
+            index.check_model(self.shape)
+            facts = index.facts
+            for part in PARTS:
+                if part in index.tensors or part == WEIGHT or facts["version"] > 0:
+                    with ShardReader(index, part) as read:
+                        read.check(self.shape)
+                        fill_parameters(self.model, self.shape, self.layout, read, partial(self.adam.fill, part))
+                else:
+                    for parameter in self.model.parameters():
+                        self.adam.fill(part, parameter, torch.zeros(parameter.shape, device=parameter.device))
+            if unknown := sorted(index.tensors.keys() - set(PARTS)):
+                raise CheckpointError(f"{folder} holds {', '.join(unknown)}, which this model does not have")
+        self.adam.set_steps(facts["version"] - facts["skipped_updates"])
+        self.restore(facts)
 
     def _wrap(self, chunk: Module) -> DistributedDataParallel:
         """Wrap a part of the model for Megatron's schedules; `Schedule` sums gradients after the last backward pass."""
