@@ -58,7 +58,7 @@ def token_log_probs(
         temperature: the one that the tokens were sampled with.
         chunk_tokens: rows whose logits exist at once: chunk_tokens x V values in float32.
         with_entropy: False skips its arithmetic; the entropies returned are then zeros.
-        backend: what works on a chunk of logits; triton needs a GPU and no float64.
+        backend: code for the passes over a chunk of logits; triton needs a GPU and no float64.
 
     Returns log_probs_R and entropy_R, float32 (float64 for float64 inputs), the same on all ranks of the group. Both
     are differentiable: hidden_RH receives its gradient summed over the group (do not sum it again), weight_VH that of

@@ -26,7 +26,7 @@ _BINS_PER_DECADE = 100
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Differences |d| with d = trainer's - engine's log-prob, in nats, of some tokens; `+` adds more tokens."""
+    """Differences |d| of some tokens, in nats: d is the trainer's log-prob minus the engine's. `+` adds more tokens."""
 
     sums: Tensor  # float64 [2 + B]: sum of |d|, sum of the KL estimator, then the histogram of |d|
     largest: Tensor  # float64 scalar: max |d|, 0 without tokens

@@ -19,7 +19,7 @@ from bapo_megatron.learner.parallel import ParallelLayout
 
 
 class AdamState:
-    """Access to Adam's tensors in the shape of the parameter, on whatever rank their parts are.
+    """Access to Adam's tensors in the shape of the parameter, wherever their parts are.
 
     WEIGHT is the float32 weight that Adam updates: the parameter itself, or its master copy when it is bfloat16.
 

@@ -56,7 +56,7 @@ class Learner(Protocol):
     def sum_over_last_stage(self, table: Tensor) -> Tensor:
         """Return the same sum on the ranks of the last stage alone; a `BoundsOf` may call it.
 
-        All of these are at the same micro-batch then, while other stages are at others.
+        They are all at the same micro-batch then; other stages are at other ones.
         """
         ...
 

@@ -37,7 +37,6 @@ from bapo_megatron.learner.precision import check_machine
 from bapo_megatron.learner.reference import ReferencePolicy
 from bapo_megatron.learner.schedule import ForwardPasses, Scores
 from bapo_megatron.learner.split_model import TrainedModel
-from bapo_megatron.learner.whole_batch import known_log_probs
 from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
 
 Outcome = tuple[Tensor, ClipBounds, TokenSums]  # of a micro-batch; first its log_probs_R
@@ -82,7 +81,8 @@ class MegatronLearner(TrainedModel):
         """Compute log-probs before the mini-batch's `step`; free if they are known already, or if the step's forward
         passes can run now: see `Learner.score`."""
         if minibatch.proximal_version == self.version:
-            return known_log_probs(minibatch) if self.layout.is_last_stage else []
+            known = [batch.proximal_logprobs_R for batch in minibatch.micro_batches if self.layout.is_last_stage]
+            return [log_probs_R for log_probs_R in known if log_probs_R is not None]
         if not self._schedule.runs_forwards_first(minibatch):
             return self.log_probs(minibatch)
         self._scored = self._schedule.forward(minibatch)

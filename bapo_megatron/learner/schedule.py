@@ -79,13 +79,13 @@ class Schedule:
     def without_gradient(self, minibatch: MiniBatch, of: Callable[[Any], Tensor]) -> list[Tensor]:
         """Return `of` the model's output for each micro-batch, without gradient; empty off the last stage."""
         with torch.no_grad():
-            return self._forward(minibatch, lambda output, non_loss_data: of(output), with_entropy=False)
+            return self._forward(minibatch, lambda batch: lambda output, non_loss_data: of(output), with_entropy=False)
 
     def forward(self, minibatch: MiniBatch) -> ForwardPasses:
         """Run all forward passes and keep their graphs. Not with pipeline stages."""
         assert self._layout.pipeline_size == 1, "stages pass micro-batches on in Megatron's own order"
         batches = self._on_device(minibatch)
-        scores = self._forward(minibatch, lambda scores, non_loss_data: scores, with_entropy=True)
+        scores = self._forward(minibatch, lambda batch: lambda scores, non_loss_data: scores)
         return ForwardPasses(minibatch, list(zip(batches, scores, strict=True)))
 
     def backward(self, passes: ForwardPasses, loss_of: LossOf[Outcome]) -> list[Outcome]:
@@ -102,27 +102,24 @@ class Schedule:
 
     def forward_backward(self, minibatch: MiniBatch, loss_of: LossOf[Outcome]) -> list[Outcome]:
         """Run forward and backward passes by turns; return the outcomes, empty off the last stage."""
+        return self._forward(minibatch, loss_of, forward_only=False)
+
+    def _forward(
+        self, minibatch: MiniBatch, then: Callable, *, with_entropy: bool = True, forward_only: bool = True
+    ) -> list[Any]:
+        """Run the model on each micro-batch; `then` maps the micro-batch to the function of its output to call."""
 
         def forward_step(iterator: Iterator[MicroBatch], model: Module) -> tuple[Any, Callable]:
             batch = next(iterator)
-            return self._scores(model, batch, with_entropy=True), loss_of(batch)
+            output = model(
+                batch,
+                temperature=self._config.rollout.temperature,
+                chunk_tokens=self._config.train.logprob_chunk_tokens,
+                with_entropy=with_entropy,
+            )
+            return output, then(batch)
 
-        return self._run(forward_step, self._on_device(minibatch), minibatch, forward_only=False)
-
-    def _forward(self, minibatch: MiniBatch, collect: Callable, *, with_entropy: bool) -> list[Any]:
-        def forward_step(iterator: Iterator[MicroBatch], model: Module) -> tuple[Any, Callable]:
-            return self._scores(model, next(iterator), with_entropy=with_entropy), collect
-
-        return self._run(forward_step, self._on_device(minibatch), minibatch, forward_only=True)
-
-    def _scores(self, model: Module, batch: MicroBatch, *, with_entropy: bool) -> Any:
-        """Return (log_probs_R, entropy_R) at the end of the model, hidden states elsewhere."""
-        return model(
-            batch,
-            temperature=self._config.rollout.temperature,
-            chunk_tokens=self._config.train.logprob_chunk_tokens,
-            with_entropy=with_entropy,
-        )
+        return self._run(forward_step, self._on_device(minibatch), minibatch, forward_only=forward_only)
 
     def _run(self, forward_step: Callable, data: list[Any], minibatch: MiniBatch, *, forward_only: bool) -> list[Any]:
         """Pass all micro-batches through Megatron's schedule; return what the loss functions keep, on the last stage.

@@ -41,7 +41,12 @@ class ValueAdvantages:
         if not config.advantage.compares_responses and not config.train.rollout_only:
             path = config.critic.path
             self.critic = Critic(config, resolve_model_path(path, setting="critic.path") if path else policy.hf_path)
-            _check_vocabulary(self.critic, policy)
+            num_critic, num_policy = self.critic.shape.vocab_size, policy.shape.vocab_size
+            if num_critic < num_policy:
+                raise ConfigError(
+                    f"critic.path={str(self.critic.hf_path)!r} has a vocabulary of {num_critic} tokens, the policy one "
+                    f"of {num_policy}: set it to a model of the policy's family, or leave it out"
+                )
 
     @property
     def parts(self) -> dict[str, Critic]:
@@ -96,11 +101,3 @@ def token_advantages(batch: Batch, values_T: Tensor, config: AdvantageConfig) ->
     else:
         advantages_T = n_step(errors_T, num_left_T, gamma=config.gamma, num_steps=config.n_step)
     return advantages_T, torch.where(num_left_T > 0, advantages_T + values_T, 0.0)
-
-
-def _check_vocabulary(critic: Critic, policy: MegatronLearner) -> None:
-    if critic.shape.vocab_size < policy.shape.vocab_size:
-        raise ConfigError(
-            f"critic.path={str(critic.hf_path)!r} has a vocabulary of {critic.shape.vocab_size} tokens, the policy one "
-            f"of {policy.shape.vocab_size}: set it to a model of the policy's family, or leave it out"
-        )

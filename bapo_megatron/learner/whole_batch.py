@@ -54,15 +54,9 @@ def with_fixed_logprobs(batch: Batch, policy: Learner, reference: ReferencePolic
 def with_proximal_logprobs(batch: Batch, policy: Learner, config: Config) -> Batch:
     """Add `proximal_logprobs_T` at the policy's current weights: one scoring pass and one all-reduce.
 
-    They are the scores of the step's first mini-batch as well (`known_log_probs`).
+    They are the scores of the step's first mini-batch as well: see `Learner.score`.
     """
     if not batch.num_trained_tokens:
         return batch
     proximal_T = batch_log_probs(batch, policy, config)
     return replace(batch, proximal_logprobs_T=proximal_T, proximal_version=policy.version)
-
-
-def known_log_probs(minibatch: MiniBatch) -> list[Tensor]:
-    """Return the log-probs at the weights of `proximal_version`: one float32 [R] per micro-batch."""
-    found = [batch.proximal_logprobs_R for batch in minibatch.micro_batches]
-    return [log_probs_R for log_probs_R in found if log_probs_R is not None]

@@ -1,4 +1,4 @@
-"""This process among the trainer's: its rank, its cores, small values shared with the other ranks, stopping together.
+"""The trainer's ranks: this process's rank and cores, small values shared by all ranks, and stopping together.
 
 Values travel as CPU tensors over the default process group. Imports no Megatron.
 """
