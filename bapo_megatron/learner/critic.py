@@ -124,7 +124,9 @@ class Critic(TrainedModel):
                 batch, values_R, old_R, returns_R, minibatch.num_trained_tokens
             )
 
-        rate = self._learning_rate()
+        settings = self.config.critic  # the rate warms up linearly from lr / warmup_updates, then stays
+        warmth = min(1.0, (self.version + 1) / settings.warmup_updates) if settings.warmup_updates else 1.0
+        rate = settings.lr * warmth
         outputs, grad_norm = self.update(partial(self._schedule.forward_backward, minibatch, loss_of), rate)
         self._skips.observe(grad_norm)
         sums = torch.stack(outputs).sum(0) if outputs else torch.zeros(3, dtype=torch.float64)
@@ -156,9 +158,3 @@ class Critic(TrainedModel):
         num_tokens = batch.mask_R.sum(dtype=torch.int32)
         sums = [loss_R.detach().double().sum(), (clipped_R & batch.mask_R).sum().double(), num_tokens.double()]
         return loss_R.sum() / num_trained_tokens, num_tokens, torch.stack(sums)
-
-    def _learning_rate(self) -> float:
-        """Return the rate of the next update: linear warm-up from lr / warmup_updates, then constant."""
-        settings = self.config.critic
-        share = min(1.0, (self.version + 1) / settings.warmup_updates) if settings.warmup_updates else 1.0
-        return settings.lr * share

@@ -46,19 +46,18 @@ def start_processes(config: ParallelConfig) -> None:
     if not dist.is_initialized():
         # Batches are shared as CPU tensors (rollout/shared.py), also where gradients travel over NCCL.
         backend, timeout = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=config.timeout_s)
+        rank, size = 0, 1
+        store: dist.Store = dist.HashStore()
         if "RANK" in os.environ:
-            if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
             rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = (
-                host_store(host, size, config.timeout_s, port)
-                if rank == 0
-                else connect_store(host, port, size, config.timeout_s)
-            )
-            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
-        else:
-            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+            if host in ("127.0.0.1", "localhost"):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+            if rank == 0:
+                store = host_store(host, size, config.timeout_s, port)
+            else:
+                store = connect_store(host, port, size, config.timeout_s)
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     needed = config.tensor * config.pipeline * config.context * config.data
     if dist.get_world_size() != needed:
         raise ConfigError(
