@@ -146,7 +146,7 @@ class Group:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Group:
-        """Return the group that `to_json` wrote; segments in older files say "logprobs"."""
+        """Return the group behind `to_json`, also of older files, whose segments say "logprobs"."""
         prompt = Prompt(**{**value["prompt"], "token_ids": tuple(value["prompt"]["token_ids"])})
 
         def segment(s: dict[str, Any]) -> Segment:
