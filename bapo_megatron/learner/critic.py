@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from bapo_megatron.algorithms.gae import value_loss
-from bapo_megatron.algorithms.logprobs import Backend
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.reader import HFReader
@@ -52,15 +51,8 @@ class ValueHead(Module):
 class CriticModel(PolicyModel):
     """A part of the critic. Its end returns values_R, float32: row t is V of the prompt and the response before t."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        shape: ModelShape,
-        layout: ParallelLayout,
-        chunk: int = 0,
-        logprob_backend: Backend = "torch",
-    ) -> None:
-        super().__init__(config, shape, layout, chunk, logprob_backend)
+    def __init__(self, config: TransformerConfig, shape: ModelShape, layout: ParallelLayout, chunk: int = 0) -> None:
+        super().__init__(config, shape, layout, chunk)
         if self.post_process:
             del self.output_layer  # GPTModel always makes one
             self.score = ValueHead(config)

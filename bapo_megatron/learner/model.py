@@ -199,14 +199,7 @@ class PolicyModel(GPTModel):
     the others return hidden states [T or T / tensor, 1, H].
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        shape: ModelShape,
-        layout: ParallelLayout,
-        chunk: int = 0,
-        logprob_backend: Backend = "torch",
-    ) -> None:
+    def __init__(self, config: TransformerConfig, shape: ModelShape, layout: ParallelLayout, chunk: int = 0) -> None:
         vp_stage = chunk if layout.num_chunks > 1 else None
         super().__init__(
             config=config,
@@ -227,7 +220,6 @@ class PolicyModel(GPTModel):
             vocab_size=shape.vocab_size,
         )
         self.embedding_scale = shape.embedding_scale
-        self.logprob_backend = logprob_backend
         self.context_group = layout.context_group
         is_engine = config.transformer_impl == "transformer_engine"
         self._describe_pack = PackedSequences.for_transformer_engine if is_engine else PackedSequences.of
@@ -236,7 +228,13 @@ class PolicyModel(GPTModel):
         _mark_split_parameters(self)
 
     def forward(
-        self, batch: MicroBatch, *, temperature: float, chunk_tokens: int, with_entropy: bool
+        self,
+        batch: MicroBatch,
+        *,
+        temperature: float,
+        chunk_tokens: int,
+        with_entropy: bool,
+        backend: Backend = "torch",
     ) -> Tensor | tuple[Tensor, Tensor]:
         hidden_T1H = self.hidden_states(batch)
         if not self.post_process:
@@ -256,7 +254,7 @@ class PolicyModel(GPTModel):
             shard=self.shard,
             chunk_tokens=chunk_tokens,
             with_entropy=with_entropy,
-            backend=self.logprob_backend,
+            backend=backend,
         )
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:

@@ -24,6 +24,7 @@ from torch.nn import Module
 from bapo_megatron.config.plan import runs_forwards_first
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.parallel import ParallelLayout, device
+from bapo_megatron.learner.precision import logprob_backend
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.runtime.straggler import LOCAL_TIME
 from bapo_megatron.types import MicroBatch, MiniBatch
@@ -116,6 +117,7 @@ class Schedule:
                 temperature=self._config.rollout.temperature,
                 chunk_tokens=self._config.train.logprob_chunk_tokens,
                 with_entropy=with_entropy,
+                backend=logprob_backend(self._config),
             )
             return output, then(batch)
 

@@ -32,7 +32,6 @@ from bapo_megatron.learner.hf.convert import (
 from bapo_megatron.learner.hf.names import place_shard
 from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device, raising_together
-from bapo_megatron.learner.precision import logprob_backend
 from bapo_megatron.learner.schedule import Schedule
 
 PARTS = (WEIGHT, *MOMENTS)
@@ -56,8 +55,8 @@ class SplitModel:
         self.share = self.layout.share(
             sequence_parallel=self.settings.sequence_parallel, tokens_multiple=tokens_multiple(config)
         )
-        chunks, backend = range(self.layout.num_chunks), logprob_backend(config)
-        self.model = ModuleList(chunk_type(self.settings, shape, self.layout, i, backend) for i in chunks).to(device())
+        chunks = range(self.layout.num_chunks)
+        self.model = ModuleList(chunk_type(self.settings, shape, self.layout, i) for i in chunks).to(device())
 
     def sum_over_data_ranks(self, table: Tensor) -> Tensor:
         """Sum a small fp64 table over data and context ranks: see `Learner.sum_over_data_ranks`."""
