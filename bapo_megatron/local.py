@@ -25,7 +25,7 @@ from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.report.page import write_report
-from bapo_megatron.runtime.ranks import num_cores
+from bapo_megatron.runtime import num_cores
 
 _POLL_S = 0.1
 _END_TIMEOUT_S = 30.0  # from SIGTERM to SIGKILL

@@ -20,7 +20,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import processes
 from bapo_megatron.engines.supervisor import EngineSpec, supervised
 from bapo_megatron.errors import UserError
-from bapo_megatron.runtime.ranks import num_cores
+from bapo_megatron.runtime import num_cores
 
 _CONTEXT_SLACK = 2  # SGLang ends a request two tokens before its context length (srt/managers/scheduler.py:2714)
 _MAX_CPU_KV_TOKENS = 32_768  # size of the key-value cache; requests that do not fit are retracted and wait

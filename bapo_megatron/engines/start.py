@@ -11,7 +11,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import processes
 from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.engines.supervisor import EngineSpec, supervised
-from bapo_megatron.runtime.ranks import num_cores
+from bapo_megatron.runtime import num_cores
 
 
 @contextlib.contextmanager

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from bapo_megatron.config.earlier import RETIRED, updated
 from bapo_megatron.errors import ConfigError, UserError
+from bapo_megatron.runtime import num_cores
 from bapo_megatron.runtime.files import explaining_os_errors, write_atomically
-from bapo_megatron.runtime.ranks import num_cores
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config

@@ -214,7 +214,8 @@ def clock_finding(skews_s: list[float]) -> Finding:
 def started_probes(num_gpus: int, rendezvous: Rendezvous | None, timeout_s: float) -> Iterator[Probes]:
     """Start one process per GPU over NCCL, or two over gloo; they end with the block.
 
-    They are forked, because importing torch takes most of the time; this process must not have used CUDA.
+    They are forked, because importing torch takes most of the time; this process must have no CUDA context, process
+    group or threads of torch yet.
     """
     count = num_gpus or _CPU_PROCESSES
     context = multiprocessing.get_context("fork")

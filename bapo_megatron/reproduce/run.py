@@ -12,7 +12,7 @@ from bapo_megatron.reproduce.checks import problems_of
 from bapo_megatron.reproduce.pool import is_finished, train_all
 from bapo_megatron.reproduce.results import gather
 from bapo_megatron.reproduce.study import Run, Study, load_study, plan_runs, shipped_studies
-from bapo_megatron.runtime.ranks import num_cores
+from bapo_megatron.runtime import num_cores
 
 ALL = "all"
 

@@ -31,7 +31,7 @@ from typing import Any, Literal
 from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.judges import OWN_DEADLINE, JudgeSpec
 from bapo_megatron.rewards.scratch import delete_folder
-from bapo_megatron.runtime.ranks import num_cores
+from bapo_megatron.runtime import num_cores
 
 MAX_STARTS = 3
 MAX_PROCESSES = 8

@@ -165,12 +165,11 @@ class Servers:
 
         return self.loop.submit(call())
 
-    def wait_until_running(self, count: int, timeout_s: float = 20.0) -> None:
-        """Until `count` requests are being decoded or wait."""
+    def wait_until_running(self, count: int, timeout_s: float = 60.0) -> None:
+        """Until `count` requests are being decoded: each has a token at least."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            load = self.get("/v1/loads")["loads"][0]
-            if load["num_running_reqs"] + load["num_waiting_reqs"] >= count and load["num_running_reqs"] > 0:
+            if self.get("/v1/loads")["loads"][0]["num_running_reqs"] >= count:
                 time.sleep(0.05)  # a few tokens
                 return
             time.sleep(0.01)

@@ -90,7 +90,7 @@ def test_a_run_has_a_deadline(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(UserError, match=r"was not done in time; its log: .*trainer-0.log"):
         train_all([r.config for r in runs], num_jobs=1, timeout_s=0.5, tell=lambda *_: None)
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 180
     assert own_children() == set()
     assert not any(is_finished(r.config) for r in runs)
 

@@ -26,6 +26,7 @@ from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.sync.session import Members
 
 TIMEOUT_S = 1.0
+FOR_EVER_S = 60.0
 NAMES = [f"w{i}" for i in range(6)]
 STAGES = ["pause", "begin", "first bucket", "middle bucket", "last bucket", "end", "checksum", "resume"]
 
@@ -94,7 +95,7 @@ class ScriptedEngine:
         if fault == "lose":
             raise BroadcastLostError(f"{self.url}: HTTP 400: Failed to receive weights")
         if fault == "hang":
-            await asyncio.sleep(60)
+            await asyncio.sleep(FOR_EVER_S)
 
     async def pause(self, mode: str) -> None:
         await self._stage("pause")
@@ -239,7 +240,7 @@ def test_an_engine_that_fails_is_fenced_and_the_others_go_on(
     world.engines[1].faults = {stage: fault} if (stage, fault) != ("begin", "refuse") else {"begin": "die"}
     began_s, world.learner.num_read = time.monotonic(), 0
     world.push()
-    assert time.monotonic() - began_s < 5 * TIMEOUT_S
+    assert time.monotonic() - began_s < 30 * TIMEOUT_S < FOR_EVER_S
     world.assert_goes_on(*"ac"[: num_engines - 1])
     assert world.learner.num_read % len(NAMES) == 0, "gathering is collective: every pass is read to its end"
     assert "http://b is fenced" in world.pool.describe()
