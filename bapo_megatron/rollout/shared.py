@@ -47,10 +47,12 @@ class Rollouts(Protocol):
         """Return states that are at most a few seconds old, for `monitor.prometheus_port`."""
         return []
 
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def close(self) -> None:
         """Close connections and judges, if any."""
+        return
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class SharedRollouts:
