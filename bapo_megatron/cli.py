@@ -7,13 +7,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bapo_megatron import __version__
 from bapo_megatron.errors import ConfigError, UserError
 
-if TYPE_CHECKING:
-    from bapo_megatron.config.schema import Config
+_BEGAN_S = time.monotonic()
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -189,9 +187,7 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from bapo_megatron.preflight.check import load_checked
-
-    return _run(load_checked(options.arguments))
+    return _run(options.arguments)
 
 
 def _slurm(options: argparse.Namespace) -> int:
@@ -212,16 +208,14 @@ def _slurm(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from bapo_megatron.preflight.check import load_checked
-
     name = time.strftime("run.name=demo-%Y%m%d-%H%M%S")
-    return _run(load_checked(["demo", name, *options.overrides]))
+    return _run(["demo", name, *options.overrides])
 
 
-def _run(config: Config) -> int:
-    from bapo_megatron.local import run
+def _run(arguments: Sequence[str]) -> int:
+    from bapo_megatron.local import train
 
-    return run(config)
+    return train(arguments, _BEGAN_S)
 
 
 def _check(options: argparse.Namespace) -> int:
