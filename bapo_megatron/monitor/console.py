@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -81,7 +82,8 @@ class Screen:
         if self.is_terminal:
             self._rich.width = self.width  # the window may have been resized
             for line in lines:
-                self._rich.print(Text(line, style), overflow="ignore", crop=False, soft_wrap=not wrap)
+                parts = textwrap.wrap(line, self.width, break_long_words=False, break_on_hyphens=False) if wrap else []
+                self._rich.print(Text("\n".join(parts) or line, style), soft_wrap=True)
         else:
             print("\n".join(lines), file=self._stream, flush=True)
 
