@@ -144,9 +144,9 @@ def test_a_judge_that_fails_is_loud(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise RuntimeError("boom")
 
     def sometimes(response):
-        if len(response) % 3 == 0:
+        if "4" in response:
             return None
-        return 1.0 * (len(response) % 2)
+        return 1.0 * (response.count("2") % 2)
     """
     (tmp_path / "my_judges.py").write_text("\n".join(line[4:] for line in judges.splitlines()) + "\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
