@@ -1,5 +1,6 @@
 """A configuration from the command line, checked for this machine or for the cluster that it names."""
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,8 +17,8 @@ from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.preflight.known import known_config
 from bapo_megatron.preflight.plan import check_cluster
-from bapo_megatron.rewards.scorer import RewardScorer
 
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of the drivers: NVIDIA's, the one of WSL, AMD's
 _ENOUGH_GPUS = 1_000_000  # the number of ranks stays as it is
 
 
@@ -78,6 +79,8 @@ def accepts_layout(config: Config, hf_config: dict[str, Any], *, on_gpus: bool) 
 def _judge(config: Config) -> Iterator[Violation]:
     """Load a judge at a dotted path in its own process, as a run does."""
     if config.reward.kind not in REWARD.names:
+        from bapo_megatron.rewards.scorer import RewardScorer  # imports torch
+
         try:
             RewardScorer(config).close()
         except UserError as error:
@@ -94,6 +97,8 @@ def _hf_config(path: str, setting: str, found: list[Violation]) -> dict[str, Any
 
 
 def _num_gpus() -> int:
-    import torch
+    if not any(os.path.exists(device) for device in _GPU_DEVICES):
+        return 0
+    import torch  # takes seconds
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

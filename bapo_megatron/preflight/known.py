@@ -141,7 +141,7 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "Qwen3-32B": _QWEN3_32B,
-    # The same weights; config.json is edited for long inputs by the model card, see configs/models/qwen3-32b.toml.
+    # The same weights; config.json is edited for long inputs by the model card, see configs/recipes/qwen3-32b.toml.
     "Qwen3-32B-64k": _QWEN3_32B
     | {
         "max_position_embeddings": 65536,

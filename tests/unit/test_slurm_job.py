@@ -229,7 +229,7 @@ def test_the_verb_writes_prints_and_refuses(
 def test_several_nodes_on_one_machine_are_one_error_that_points_to_the_verb(
     verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = ["models/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h200"]
+    recipe = ["recipes/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h200"]
     assert main([verb, "cluster.nodes=16"] if verb == "demo" else [verb, *recipe]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("bapo: cluster.nodes=16, and this would start everything on one machine")
@@ -238,11 +238,11 @@ def test_several_nodes_on_one_machine_are_one_error_that_points_to_the_verb(
 
 def test_check_places_a_run_on_its_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        main(["check", "models/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/4x8-h100", "cluster.nodes=5"]) == 2
+        main(["check", "recipes/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/4x8-h100", "cluster.nodes=5"]) == 2
     )
     assert "16 trainer ranks do not divide evenly over 3 nodes" in capsys.readouterr().err
     assert (
-        main(["check", "models/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/4x8-h100", "cluster.nodes=1"]) == 2
+        main(["check", "recipes/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/4x8-h100", "cluster.nodes=1"]) == 2
     )
     error = capsys.readouterr().err
     assert "need 32 GPUs, and cluster.nodes x gpus_per_node = 1 x 8 = 8; set cluster.nodes=4" in error
