@@ -476,7 +476,7 @@ def _model(options: argparse.Namespace, max_running: int) -> TextModel:
     from bapo_megatron.runtime.ranks import num_cores
 
     torch.set_num_threads(options.threads or num_cores())
-    with hf_folder(options.model) as folder:
+    with hf_folder(options.model) as (folder, _version):
         return TextModel.load(
             folder,
             name=options.model,

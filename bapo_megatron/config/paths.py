@@ -57,7 +57,9 @@ def choices(path: Path) -> list[str]:
     """Return the values that a setting can have if they are few: names, or true and false; else none."""
     field = schema().get(path)
     kinds = options(field.annotation) if field else ()
-    names = [str(value) for kind in kinds if typing.get_origin(kind) is typing.Literal for value in typing.get_args(kind)]
+    names = [
+        str(value) for kind in kinds if typing.get_origin(kind) is typing.Literal for value in typing.get_args(kind)
+    ]
     return names + (["true", "false"] if bool in kinds else [])
 
 

@@ -72,6 +72,7 @@ class Sequence:
     finish_reason: dict[str, Any] | None = None
     failure: FloatingPointError | None = None
     num_retractions: int = 0
+    on_token: Callable[[], None] | None = None  # called by the engine thread after each token
     done: Future[Sequence] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
@@ -97,6 +98,8 @@ class Sequence:
             self.finish_reason = {"type": "stop", "matched": token_id}
         elif len(self.output_ids) == self.params.max_new_tokens:
             self.finish_reason = {"type": "length", "length": self.params.max_new_tokens}
+        if self.on_token is not None:
+            self.on_token()
 
 
 class BatchingEngine:
