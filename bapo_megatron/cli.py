@@ -325,10 +325,13 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _slurm(options: argparse.Namespace) -> int:
+    from bapo_megatron.monitor.rundir import with_pinned_models
     from bapo_megatron.preflight.check import load_checked
     from bapo_megatron.slurm.submit import describe, prepare, submit
 
     config = load_checked(_given(options), elsewhere=True)
+    if not options.dry_run:
+        config = with_pinned_models(config)
     job, warnings = prepare(config)
     for warning in warnings:
         print(f"bapo: warning: {warning.message}", file=sys.stderr)

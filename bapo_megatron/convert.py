@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bapo_megatron.assets import SHIPPED_MODELS, resolve_model_path
+from bapo_megatron.assets import SHIPPED_MODELS, hub, resolve_model_path
 from bapo_megatron.checkpoint.folder import HF_CONFIG, INDEX, WEIGHT, Index, read_index
 from bapo_megatron.checkpoint.saving import remove
 from bapo_megatron.checkpoint.shard_reader import ShardReader
@@ -139,7 +139,9 @@ def _newest_export(run: Path) -> Path | None:
 
 def is_hf(source: str | Path) -> bool:
     """Return whether `source` has, or names, weights in Hugging Face format."""
-    return str(source) in SHIPPED_MODELS or (Path(source) / "config.json").is_file()
+    if str(source) in SHIPPED_MODELS or (Path(source) / "config.json").is_file():
+        return True
+    return not Path(source).exists() and hub.is_hub_name(str(source))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, reserved_ports
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError
-from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.monitor.rundir import RunDir, with_pinned_models
 from bapo_megatron.report.page import write_report
 from bapo_megatron.runtime.ranks import num_cores
 
@@ -37,6 +37,7 @@ def run(config: Config) -> int:
     Returns:
         0, or the exit code of the trainer rank that failed first (2 for an error the user can fix).
     """
+    config = with_pinned_models(config)
     model_path = resolve_model_path(config.model.path)
     with RunDir.open(config) as run_dir:
         with _engines(config, model_path, run_dir.log_dir) as urls:

@@ -90,7 +90,7 @@ def _judge(config: Config) -> Iterator[Violation]:
 def _hf_config(path: str, setting: str, found: list[Violation]) -> dict[str, Any] | None:
     """Return the config.json of a model; add problems with its folder to `found`."""
     try:
-        return load_hf_config(resolve_model_path(path, setting=setting))
+        return load_hf_config(resolve_model_path(path, setting=setting, weights=False))
     except UserError as error:
         found.append(Violation(str(error)))
         return None
