@@ -31,6 +31,8 @@ CORE = [
     "math-verify",
     "reasoning-gym",
     "xxhash>=3",
+    "huggingface_hub>=1.0",
+    "argcomplete>=3.5",
 ]
 PARQUET = ["pyarrow"]  # data.format: files that end in .parquet
 GPU = [

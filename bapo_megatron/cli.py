@@ -140,6 +140,16 @@ def _parser() -> argparse.ArgumentParser:
     _add_config_arguments(check)
     check.set_defaults(verb=_check)
 
+    init = verbs.add_parser(
+        "init",
+        help="write a configuration for a model and a file of prompts, with a layout that fits this machine",
+        description="Asks nothing; the file passes `bapo check`. See docs/start/one-node.md.",
+    )
+    init.add_argument("model", metavar="MODEL", help="Hugging Face folder, or a name on the Hugging Face hub")
+    init.add_argument("data", type=Path, metavar="DATA", help="prompts, JSONL or Parquet; see docs/data.md")
+    init.add_argument("-o", "--output", type=Path, metavar="FILE", help="new file (default: <model>.toml)")
+    init.set_defaults(verb=_init)
+
     plan = verbs.add_parser(
         "plan",
         help="memory, work and time of a run on its [cluster], and layouts that are faster",
@@ -355,6 +365,14 @@ def _run(config: Config) -> int:
     from bapo_megatron.local import run
 
     return run(config)
+
+
+def _init(options: argparse.Namespace) -> int:
+    from bapo_megatron.preflight.starter import this_machine, write_config
+
+    file = write_config(options.model, options.data, options.output, this_machine())
+    print(f"{file} is written; next: bapo train {file}")
+    return 0
 
 
 def _check(options: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -120,6 +121,9 @@ def _exiting_on_signals() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
+    if threading.current_thread() is not threading.main_thread():  # where Python handles no signals
+        yield
+        return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
     for number, handler in before.items():
         if handler != signal.SIG_IGN:  # as under nohup

@@ -53,7 +53,7 @@ def violations_of(config: Config, *, elsewhere: bool, memory: bool = True) -> li
     hf_config = known or _hf_config(config.model.path, "model.path", found)
     reference = config.loss.reference_path if config.loss.kl_coef else None
     reference_config = _hf_config(reference, "loss.reference_path", found) if reference else None
-    num_gpus = config.cluster.nodes * config.cluster.gpus_per_node if elsewhere else _num_gpus()
+    num_gpus = config.cluster.nodes * config.cluster.gpus_per_node if elsewhere else num_visible_gpus()
     found += check(
         config,
         hf_config=hf_config,
@@ -96,7 +96,8 @@ def _hf_config(path: str, setting: str, found: list[Violation]) -> dict[str, Any
         return None
 
 
-def _num_gpus() -> int:
+def num_visible_gpus() -> int:
+    """Count the GPUs of this machine that torch may use; without a driver, torch is not imported."""
     if not any(os.path.exists(device) for device in _GPU_DEVICES):
         return 0
     import torch  # takes seconds
