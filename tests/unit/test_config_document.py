@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+from bapo_megatron.config.coming_from import filled_page, meant_by, their_settings
 from bapo_megatron.config.document import document
+from bapo_megatron.config.paths import schema
 
+COMING_FROM = Path(__file__).parents[2] / "docs" / "coming-from.md"
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
@@ -14,3 +17,16 @@ def test_the_page_is_current() -> None:
 def test_every_setting_says_what_it_is() -> None:
     bare = [line for line in document().splitlines() if line.startswith("| `") and line.endswith("|  |")]
     assert [line.split("`")[1] for line in bare] == []
+
+
+def test_the_tables_of_other_frameworks_are_current() -> None:
+    text = COMING_FROM.read_text(encoding="utf-8")
+    assert text == filled_page(text), "run: python -m bapo_megatron.config.coming_from"
+
+
+def test_names_of_other_frameworks_mean_settings() -> None:
+    settings = {name.split("=")[0] for name in their_settings().values()}
+    assert settings <= {".".join(path) for path in schema()}
+    assert meant_by("actor_rollout_ref.rollout.n") == meant_by("--n-samples-per-prompt") == "rollout.samples_per_prompt"
+    assert meant_by("actor.lr") == meant_by("lr") == "optimizer.lr"
+    assert meant_by("actor.lr", whole=True) is None

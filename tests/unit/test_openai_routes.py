@@ -3,12 +3,13 @@
 import asyncio
 import io
 import json
+import signal
 import socket
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import openai
 import pytest
@@ -224,17 +225,35 @@ def test_chat_in_a_terminal(
     assert third == greedy(model, "1+1=")
 
 
-def test_interrupting_a_reply_keeps_the_conversation(
+def test_ctrl_c_stops_a_reply_and_not_the_chat(
     model: TextModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def interrupted(reply: Reply, said: list[str]) -> None:
-        said.append("3+")
-        raise KeyboardInterrupt
+    whole, other, pieces = greedy(model, PROMPT), greedy(model, "1+1="), Reply.pieces
 
-    monkeypatch.setattr(terminal, "_print", interrupted)
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\n"))
-    asked: list[object] = []
-    monkeypatch.setattr(terminal, "Reply", lambda *arguments: asked.append(arguments))
-    terminal.chat(model, temperature=0.0, system="be brief")
-    assert capsys.readouterr().out == "\n"
-    assert len(asked) == 1
+    async def interrupted(reply: Reply) -> AsyncIterator[str]:
+        async for text in pieces(reply):
+            yield text
+            if reply.sequence.prompt_ids == model.encode(PROMPT):
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Reply, "pieces", interrupted)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\n1+1=\n"))
+    terminal.chat(model, temperature=0.0, system=None)
+    first, second = capsys.readouterr().out.splitlines()
+    assert (first, second) == (whole[: len(first)], other)
+    assert len(first) < len(whole)
+    assert model.engine.failure is None
+
+
+def test_an_engine_outlives_the_loop_of_a_reply(model: TextModel) -> None:
+    async def begin() -> None:
+        prompt_ids = model.encode(PROMPT)
+        params = SamplingParams(temperature=0.0, max_new_tokens=400, ignore_eos=True)
+        pieces = Reply(model, prompt_ids, params).pieces()
+        await anext(pieces)
+        await pieces.aclose()
+
+    for _ in range(5):
+        asyncio.run(begin())
+    assert greedy(model, "1+1=")
+    assert model.engine.failure is None

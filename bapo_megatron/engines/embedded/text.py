@@ -6,6 +6,7 @@ Training sends token ids and needs none of this; `bapo serve` and `bapo chat` do
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -117,7 +118,12 @@ class Reply:
         """Sample, and yield the text as it grows. Leaving the iteration stops the engine's work on it."""
         engine, sequence = self._model.engine, self.sequence
         loop, grown = asyncio.get_running_loop(), asyncio.Event()
-        sequence.on_token = lambda: loop.call_soon_threadsafe(grown.set)
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and the engine has not heard of it yet
+                loop.call_soon_threadsafe(grown.set)
+
+        sequence.on_token = wake
         done = asyncio.wrap_future(sequence.done)
         done.add_done_callback(lambda _: grown.set())
         engine.submit([sequence])
