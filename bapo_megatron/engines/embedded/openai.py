@@ -10,7 +10,7 @@ import functools
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from aiohttp import web
@@ -209,7 +209,7 @@ class OpenAIRoutes:
             raise _UnknownModelError(f"model: there is no {name!r} here; this server has {self._model.name!r}")
 
 
-async def _merged(replies: Sequence[Reply]) -> AsyncIterator[tuple[int, str]]:
+async def _merged(replies: Sequence[Reply]) -> AsyncGenerator[tuple[int, str], None]:
     """Sample all replies at once; yield the number of a reply and its next piece of text."""
     queue: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,7 +114,7 @@ class Reply:
         ended = self.sequence.finish_reason
         return "length" if not self._stopped and ended is not None and ended["type"] == "length" else "stop"
 
-    async def pieces(self) -> AsyncIterator[str]:
+    async def pieces(self) -> AsyncGenerator[str, None]:
         """Sample, and yield the text as it grows. Leaving the iteration stops the engine's work on it."""
         engine, sequence = self._model.engine, self.sequence
         loop, grown = asyncio.get_running_loop(), asyncio.Event()
@@ -136,7 +136,7 @@ class Reply:
             if not done.done():
                 engine.call(lambda: engine.abort({sequence.rid}))
 
-    async def _decoded(self, grown: asyncio.Event, done: asyncio.Future[Any]) -> AsyncIterator[str]:
+    async def _decoded(self, grown: asyncio.Event, done: asyncio.Future[Any]) -> AsyncGenerator[str, None]:
         """Yield the text of new tokens; a character of several tokens comes whole."""
         decoder, num_read = DecodeStream(skip_special_tokens=True), 0
         while True:
@@ -150,7 +150,7 @@ class Reply:
             if is_done:
                 return
 
-    async def _cut(self, texts: AsyncIterator[str]) -> AsyncIterator[str]:
+    async def _cut(self, texts: AsyncIterator[str]) -> AsyncGenerator[str, None]:
         """Pass text on up to the first stop text; hold back what may be the beginning of one."""
         held, longest = "", max((len(stop) for stop in self._stop), default=1)
         async for text in texts:
