@@ -494,7 +494,7 @@ def _model(options: argparse.Namespace, max_running: int) -> TextModel:
 
     from bapo_megatron.convert import hf_folder
     from bapo_megatron.engines.embedded.text import TextModel
-    from bapo_megatron.runtime.__init__ import num_cores
+    from bapo_megatron.runtime import num_cores
 
     torch.set_num_threads(options.threads or num_cores())
     with hf_folder(options.model) as (folder, _version):
