@@ -12,7 +12,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from bapo_megatron.types import Trajectory
+from typing_extensions import TypedDict
+
+from bapo_megatron.types import Count, Trajectory
 
 State = Literal["queued", "running", "partial", "finished"]
 
@@ -26,6 +28,16 @@ _ALLOWED: dict[State, tuple[State, ...]] = {
 
 class LedgerError(RuntimeError):
     """A ledger that does not balance: a bug of this package. The run stops rather than train on a wrong batch."""
+
+
+class LedgerState(TypedDict):
+    """A `Ledger` in a checkpoint."""
+
+    states: dict[str, State]
+    tokens: dict[str, Count]
+    num_samples: dict[str, Count]
+    num_tokens: dict[str, Count]
+    dropped: dict[str, Count]
 
 
 class Ledger:
@@ -108,6 +120,9 @@ class Ledger:
         for t in held:
             if (self._states[t.sample_id] == "finished") != (t.finish_reason is not None):
                 raise LedgerError(f"sample {t.sample_id} is {self._states[t.sample_id]}, but ended: {t.finish_reason}")
+            if not self.is_running(t.sample_id) and self._tokens.get(t.sample_id) != t.num_response_tokens:
+                booked = self._tokens.get(t.sample_id)
+                raise LedgerError(f"sample {t.sample_id} has {t.num_response_tokens} tokens, not {booked}")
         num_buffered = sum(t.num_response_tokens for t in held)
         n = self.num_tokens
         if n["generated"] != n["trained"] + n["dropped"] + num_buffered:
@@ -116,6 +131,8 @@ class Ledger:
                 f"{n['dropped']} dropped"
             )
         s = self.num_samples
+        if s["dropped"] != self.dropped.total():
+            raise LedgerError(f"{s['dropped']} samples dropped, but {self.dropped.total()} by the reasons")
         if s["admitted"] != s["trained"] + s["dropped"] + len(held):
             raise LedgerError(
                 f"{s['admitted']} samples admitted, but {s['trained']} trained + {len(held)} buffered + "

@@ -11,15 +11,20 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.buffer.batch import BatchBuilder
+from pydantic import ValidationError
+from typing_extensions import TypedDict
+
+from bapo_megatron.buffer.batch import BatchBuilder, BuilderState
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.base import EngineState
-from bapo_megatron.errors import CheckpointError, DataError
+from bapo_megatron.errors import CheckpointError, DataError, wrong_fields
 from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.runtime.files import regular_file
 from bapo_megatron.types import Batch, Group
 
 
@@ -42,7 +47,7 @@ def read_groups(folder: Path, step: int) -> list[Group]:
         DataError: the step is missing, or its file is damaged; names the file and the line.
     """
     path = _path(folder, step)
-    if not path.is_file():
+    if not path.exists():
         num_steps = len(list(folder.glob("step-*.jsonl.gz")))
         raise DataError(
             f"{path} is missing: {folder} holds {num_steps} recorded steps; set train.num_steps to that or less, or "
@@ -50,12 +55,22 @@ def read_groups(folder: Path, step: int) -> list[Group]:
         )
     groups = []
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
+        with gzip.open(regular_file(path), "rt", encoding="utf-8") as file:
             for line in file:
                 groups.append(Group.from_json(json.loads(line)))
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as problem:
-        raise DataError(f"{path}, line {len(groups) + 1} cannot be read: {problem}; record it again") from problem
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as problem:
+        why = wrong_fields(problem) if isinstance(problem, ValidationError) else problem
+        raise DataError(f"{path}, line {len(groups) + 1} cannot be read: {why}; record it again") from problem
+    if not groups:
+        raise DataError(f"{path} is empty; record it again")
     return groups
+
+
+class RecordedState(TypedDict):
+    """`RecordedRollouts` in a checkpoint."""
+
+    recorded_from: str
+    batches: BuilderState
 
 
 class RecordedRollouts:
