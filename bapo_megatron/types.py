@@ -15,6 +15,7 @@ sampled it, in nats.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, NotRequired
@@ -158,10 +159,15 @@ class PromptJson(TypedDict):
     source: str
 
 
+def _is_utf8(prompt: PromptJson) -> PromptJson:
+    json.dumps(prompt, ensure_ascii=False, allow_nan=False).encode()
+    return prompt
+
+
 class GroupJson(TypedDict):
     """A `Group` in a file."""
 
-    prompt: PromptJson
+    prompt: Annotated[PromptJson, AfterValidator(_is_utf8)]
     trajectories: list[TrajectoryJson]
 
 

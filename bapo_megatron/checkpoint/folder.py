@@ -19,7 +19,7 @@ asynchronous save runs collectives in the background. The shards are plain safet
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
@@ -132,11 +132,11 @@ class _Contents(TypedDict):
 _CONTENTS = TypeAdapter(_Contents)
 
 
-def write_index(folder: Path, facts: Facts, manifests: Iterable[Manifest]) -> None:
+def write_index(folder: Path, facts: Mapping[str, Any], manifests: Iterable[Manifest]) -> None:
     """Write the index that turns a folder of shards into a saved model.
 
     Args:
-        facts: JSON, stored unchanged.
+        facts: `Facts`, stored unchanged.
         manifests: one per rank, see `shards.Snapshot.write`.
 
     Raises:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import ModuleList, Parameter
 
-from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT, Index, read_index
+from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT, Facts, Index, read_index
 from bapo_megatron.checkpoint.shard_reader import ShardReader
 from bapo_megatron.checkpoint.shards import Piece, Snapshot
 from bapo_megatron.errors import CheckpointError
@@ -72,7 +72,7 @@ def _pieces(model: ModuleList, shape: ModelShape, layout: ParallelLayout, adam: 
 
 
 @torch.no_grad()
-def load(model: ModuleList, shape: ModelShape, layout: ParallelLayout, adam: AdamState, folder: Path) -> dict[str, Any]:
+def load(model: ModuleList, shape: ModelShape, layout: ParallelLayout, adam: AdamState, folder: Path) -> Facts:
     """Load weights and optimizer state saved by any layout; return the checkpoint's facts. Collective.
 
     Raises:

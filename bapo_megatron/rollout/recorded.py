@@ -57,7 +57,10 @@ def read_groups(folder: Path, step: int) -> list[Group]:
     try:
         with gzip.open(regular_file(path), "rt", encoding="utf-8") as file:
             for line in file:
-                groups.append(Group.from_json(json.loads(line)))
+                group = Group.from_json(json.loads(line))
+                if any(t.reward is None for t in group.trajectories):
+                    raise ValueError("a response without a reward")
+                groups.append(group)
     except (OSError, EOFError, zlib.error, ValueError, RecursionError) as problem:
         why = wrong_fields(problem) if isinstance(problem, ValidationError) else problem
         raise DataError(f"{path}, line {len(groups) + 1} cannot be read: {why}; record it again") from problem

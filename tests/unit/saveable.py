@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapo_megatron.checkpoint.folder import WEIGHT, Facts, read_index
+from bapo_megatron.checkpoint.folder import WEIGHT, read_index
 from bapo_megatron.checkpoint.shard_reader import ShardReader
 from bapo_megatron.checkpoint.shards import Piece, Snapshot
 from bapo_megatron.checkpoint.store import CheckpointStore
