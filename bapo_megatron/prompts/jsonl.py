@@ -46,8 +46,8 @@ def _json_rows(file: Path) -> Iterator[Row]:
     except OSError as error:
         raise _unreadable(file, error) from error
     except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{file}:{line}: not UTF-8 (byte {error.start}); convert it") from error
+        number = error.object.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{file}:{number}: not UTF-8 (byte {error.start}); convert it") from error
     # not splitlines: JSON strings may hold other Unicode line separators
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():

@@ -24,19 +24,24 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.errors import CheckpointError, DataError, wrong_fields
 from bapo_megatron.hf.tokenizer import load_tokenizer
-from bapo_megatron.runtime.files import regular_file
+from bapo_megatron.runtime.files import explaining_os_errors, regular_file
 from bapo_megatron.types import Batch, Group
 
 
 def write_groups(folder: Path, step: int, groups: Sequence[Group]) -> Path:
-    """Write the groups that step number `step` (from 1) trains, replacing those of an earlier attempt."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the groups that step number `step` (from 1) trains, replacing those of an earlier attempt.
+
+    Raises:
+        UserError: the disk is full or not writable.
+    """
     path = _path(folder, step)
     partial = path.with_name(f".{path.name}.partial")
-    with gzip.open(partial, "wt", encoding="utf-8", compresslevel=1) as file:
-        for group in groups:
-            file.write(json.dumps(group.to_json()) + "\n")
-    os.replace(partial, path)
+    with explaining_os_errors(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        with gzip.open(partial, "wt", encoding="utf-8", compresslevel=1) as file:
+            for group in groups:
+                file.write(json.dumps(group.to_json()) + "\n")
+        os.replace(partial, path)
     return path
 
 
