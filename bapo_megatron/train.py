@@ -40,7 +40,7 @@ from bapo_megatron.runtime.ranks import StopFile
 from bapo_megatron.runtime.stopwatch import Stopwatch
 from bapo_megatron.runtime.straggler import compare_ranks
 from bapo_megatron.sync import open_channel
-from bapo_megatron.sync.base import Channel, FollowerChannel, push_until_whole
+from bapo_megatron.sync.base import Channel, push_until_whole
 from bapo_megatron.types import Batch, Count, MiniBatch
 
 
@@ -76,8 +76,8 @@ def train(
     channel = _open_channel(config, first, learner, run_dir.path / "weights")
 
     def push() -> dict[str, float]:
-        """Send the weights to every engine as a new version; all ranks help to gather them."""
-        return push_until_whole(channel, learner).metrics() if channel else {}
+        """Send the weights to every engine, if any, as a new version; all ranks help to gather them."""
+        return push_until_whole(channel, learner).metrics() if config.rollout.engine_kind.samples else {}
 
     recorder.begin(first_step, first)
     push()
@@ -117,7 +117,7 @@ def train(
 
 def _connect(config: Config, model_path: Path, urls: list[str]) -> Rollouts:
     if not config.rollout.engine_kind.samples:
-        return RecordedRollouts.connect(config, model_path)
+        return RecordedRollouts(config, model_path)
     return connect_rollouts(config, model_path, urls)
 
 
@@ -135,14 +135,11 @@ def _optimizer_steps(batch: Batch, config: Config, step: int, learner: Learner) 
 
 
 def _open_channel(config: Config, first: Rollouts | None, learner: MegatronLearner, folder: Path) -> Channel | None:
-    """Connect rank 0 to the engines; the other ranks only help to gather the weights. None without engines."""
-    if not config.rollout.engine_kind.samples:
+    """Connect rank 0 to the engines. None on the other ranks, and without engines."""
+    if not isinstance(first, RolloutManager):
         return None
-    channel: Channel = FollowerChannel()
-    if isinstance(first, RolloutManager):
-        channel = open_channel(
-            config.sync, first.engines.pool, first.engines.loop.submit, folder=folder, hf_path=learner.hf_path
-        )
+    engines = first.engines
+    channel = open_channel(config.sync, engines.pool, engines.loop.submit, folder=folder, hf_path=learner.hf_path)
     channel.connect(learner.weight_specs())
     return channel
 

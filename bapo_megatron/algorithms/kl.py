@@ -35,21 +35,13 @@ if TYPE_CHECKING:
 _MAX_ERROR = 0.2  # of the controller: bounds its change per update, as in Ziegler et al.
 
 
-def k1(difference: Tensor) -> Tensor:
-    return difference
-
-
-def k2(difference: Tensor) -> Tensor:
-    return difference.square() / 2
-
-
 def k3(difference: Tensor) -> Tensor:
     """Compute e^-d - 1 + d; a difference beyond +-20 is cut there, without gradient, as in `importance_ratio`."""
     bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(-bounded) + bounded
 
 
-ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": lambda d: d, "k2": lambda d: d.square() / 2, "k3": k3}
 """Estimators by `loss.kl_estimator`; each maps log pi_theta - log pi_ref, in nats, to nats of the same shape."""
 
 

@@ -58,7 +58,7 @@ def load_config(files: Sequence[Path | str], overrides: Sequence[str] = ()) -> C
 
 
 def load_tables(tables: Mapping[str, dict[str, Any]], overrides: Sequence[str] = ()) -> Config:
-    """Like `load_config`, for tables that were read already, in order, each with what to call it in errors."""
+    """Merge tables in order, then overrides, and validate the result; the keys name the tables in errors."""
     return _merged(list(tables.items()), overrides, [])
 
 
@@ -82,17 +82,22 @@ def _merged(tables: Sequence[tuple[str, dict[str, Any]]], overrides: Sequence[st
             problems.append(str(error))
             continue
         origins |= dict.fromkeys(_leaves(value, path_in_schema), f"override {text}")
-    problems += _drop_retired(merged, origins)
+    problems += _drop_earlier(merged, origins)
     return _validated(merged, origins, problems)
 
 
-def _drop_retired(merged: dict[str, Any], origins: Origins) -> Iterator[str]:
-    """Drop retired settings that have their defaults; yield what to write for the others."""
+def _drop_earlier(merged: dict[str, Any], origins: Origins) -> Iterator[str]:
+    """Drop what earlier versions had; yield what to write instead, unless a retired setting has its default."""
+    loss = merged.get("loss")
+    if isinstance(loss, dict) and loss.get("name") == "clip_higher":
+        advice = earlier.MOVED["loss", "clip_higher"](loss.pop("clip_higher", 1.28))
+        yield f'loss.name="clip_higher" is now {advice} ({_source(("loss", "name"), origins)})'
+        loss["name"] = "grpo"
     for name, (default, advice) in earlier.RETIRED.items():
         section, _, key = name.partition(".")
         table = merged.get(section)
         if isinstance(table, dict) and key in table and table.pop(key) != default:
-            yield f"{name} ({_source((section, key), origins)}) is no setting any more; {advice}"
+            yield f"{name} ({_source((section, key), origins)}) is no longer a setting; {advice}"
 
 
 def _validated(merged: dict[str, Any], origins: Origins, problems: list[str]) -> Config:
@@ -151,7 +156,7 @@ def _put_over(merged: dict[str, Any], table: dict[str, Any]) -> None:
 
 
 def _forget_options(merged: dict[str, Any], sources: Sequence[Any]) -> None:
-    """`data.options` are those of a prompt source: another source, named later, starts without."""
+    """Drop `data.options`, which belong to one prompt source, if a later source is another one."""
     data = merged.get("data")
     if isinstance(data, dict) and any(source != data.get("source") for source in sources):
         data.pop("options", None)
@@ -252,7 +257,7 @@ def _explain(error: dict[str, Any], origins: Origins) -> str:
         if path in earlier.MOVED:
             return f"{name} is now {earlier.MOVED[path](error['input'])} ({source})"
         if loss and path in paths.schema():
-            return f"{name} is no setting of {_loss_name(loss)}, but of {_losses_with(path[1])} ({source})"
+            return f"{name} is not a setting of {_loss_name(loss)}, but of {_losses_with(path[1])} ({source})"
         suggestion = paths.suggest(path)
         return f"no such setting: {name} ({source})" + (f"; did you mean {suggestion}?" if suggestion else "")
     got = _shown(error["input"])
@@ -261,8 +266,6 @@ def _explain(error: dict[str, Any], origins: Origins) -> str:
     if kind == "literal_error":
         choices = context["expected"].replace("'", '"')
         return f"{name} must be {choices}, got {got} ({source})"
-    if kind == "moved":
-        return f"{error['msg']} ({source})"
     if kind == "value_error":
         text = str(context["error"])
         return f"{name}{'' if text.startswith('must') else ':'} {text} ({source})"

@@ -44,7 +44,7 @@ def schema() -> dict[Path, FieldInfo]:
 
 
 def accepts(path: Path, kind: type) -> bool:
-    """Tell whether a setting's type allows `kind`, such as str or NoneType; False for a path that does not exist."""
+    """Return whether a setting's type allows `kind`, such as str or NoneType; False for a path that does not exist."""
     field = schema().get(path)
     return field is not None and any(
         (typing.get_origin(t) or t) is kind or (kind is str and typing.get_origin(t) is typing.Literal)

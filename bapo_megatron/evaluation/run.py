@@ -127,8 +127,8 @@ class _Asking:
         stop = (int(self._tokenizer.eos_token_id),)
         problems: list[Problem] = []
         writer = JsonlWriter(responses)
-        connected = ConnectedEngines.connect(config.rollout, urls, self._vocab_size)
-        with contextlib.closing(writer), connected as engines:
+        engines = ConnectedEngines.connect(config.rollout, urls, self._vocab_size)
+        with contextlib.closing(writer), contextlib.closing(engines):
             for start in range(0, len(self._prompts), num_at_once):
                 prompts = self._prompts[start : start + num_at_once]
                 evaluator = Evaluator(config, engines.pool, prompts, stop)

@@ -26,7 +26,7 @@ class StepResult:
     """The outcome of one optimizer update."""
 
     metrics: dict[str, float]  # the same on every rank
-    log_probs: list[Tensor] | None  # before the update; like Learner.log_probs
+    log_probs: list[Tensor]  # before the update; like Learner.log_probs
     mismatch: Mismatch  # of trained tokens of age 0, engine against learner; the same on every rank, on the CPU
     bounds: tuple[ClipBounds, ...]  # used by the losses: one, or one per micro-batch; the same on every rank
 
@@ -44,11 +44,11 @@ class Learner(Protocol):
     version: int  # optimizer updates so far = weight version
     share: Share  # this rank's part of a mini-batch
 
-    def log_probs(self, minibatch: MiniBatch) -> list[Tensor] | None:
-        """Return log-probs without gradient: one float32 [R] per micro-batch; None off the last stage."""
+    def log_probs(self, minibatch: MiniBatch) -> list[Tensor]:
+        """Return log-probs without gradient: one float32 [R] per micro-batch; empty off the last stage."""
         ...
 
-    def score(self, minibatch: MiniBatch) -> list[Tensor] | None:
+    def score(self, minibatch: MiniBatch) -> list[Tensor]:
         """Return the same as `log_probs`, if the mini-batch's `step` comes next.
 
         It may cost nothing: log-probs in the mini-batch (`proximal_version`) are returned, and forward passes that can
@@ -56,17 +56,17 @@ class Learner(Protocol):
         """
         ...
 
-    def sum_over_data_ranks(self, table: Tensor | None) -> Tensor:
+    def sum_over_data_ranks(self, table: Tensor) -> Tensor:
         """Return the sum of a small fp64 table over data x context ranks of the last stage, on every rank.
 
-        `table` is None off the last pipeline stage. Makes one all-reduce.
+        Other stages pass any table of the same shape. Makes one all-reduce.
         """
         ...
 
     def sum_over_last_stage(self, table: Tensor) -> Tensor:
         """Return the same sum on the ranks of the last stage alone; a `BoundsOf` may call it.
 
-        All of these are at the same micro-batch then, while other stages are at others.
+        They are all at the same micro-batch then; other stages are at other ones.
         """
         ...
 

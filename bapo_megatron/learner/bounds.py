@@ -50,7 +50,7 @@ class BoundsFinder:
             return search_bounds(self._lagged, self._config.bapo)
         return search_bounds(self._global_table(minibatch, self._learner.score(minibatch)), self._config.bapo)
 
-    def observe(self, minibatch: MiniBatch, log_probs: list[Tensor] | None) -> None:
+    def observe(self, minibatch: MiniBatch, log_probs: list[Tensor]) -> None:
         """Keep the table of a finished step, from the log-probs of its forward pass, for the next `lagged` search."""
         if self._config.searches_bounds and self._config.bapo.scope == "lagged":
             table = self._global_table(minibatch, log_probs)
@@ -67,11 +67,11 @@ class BoundsFinder:
             raise CheckpointError(f"the checkpoint's table of bounds has {len(lagged)} entries, not {size}")
         self._lagged = None if lagged is None else torch.tensor(lagged, dtype=torch.float64)
 
-    def _global_table(self, minibatch: MiniBatch, log_probs: list[Tensor] | None) -> Tensor:
-        if log_probs is None:
-            return self._learner.sum_over_data_ranks(None)
+    def _global_table(self, minibatch: MiniBatch, log_probs: list[Tensor]) -> Tensor:
         table = empty_table(self._config.bapo)
-        for mb, log_probs_R in zip(minibatch.micro_batches, log_probs, strict=True):
+        for mb, log_probs_R in zip(
+            minibatch.micro_batches, log_probs, strict=bool(log_probs)
+        ):  # none off the last stage
             table += self._table(mb, log_probs_R)
         return self._learner.sum_over_data_ranks(table)
 

@@ -4,6 +4,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.base import Violation
 from bapo_megatron.config.dotted import REWARD
@@ -52,7 +54,7 @@ def violations_of(config: Config, *, elsewhere: bool, memory: bool = True) -> li
     hf_config = known or _hf_config(config.model.path, "model.path", found)
     reference = config.loss.reference_path if config.loss.kl_coef else None
     reference_config = _hf_config(reference, "loss.reference_path", found) if reference else None
-    num_gpus = config.cluster.nodes * config.cluster.gpus_per_node if elsewhere else _num_gpus()
+    num_gpus = config.cluster.nodes * config.cluster.gpus_per_node if elsewhere else torch.cuda.device_count()
     found += check(
         config,
         hf_config=hf_config,
@@ -91,9 +93,3 @@ def _hf_config(path: str, setting: str, found: list[Violation]) -> dict[str, Any
     except UserError as error:
         found.append(Violation(str(error)))
         return None
-
-
-def _num_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0

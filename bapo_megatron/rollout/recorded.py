@@ -6,8 +6,6 @@ A replay with the same settings repeats every loss and bound; with another loss 
 the same data.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -21,9 +19,9 @@ from typing_extensions import TypedDict
 
 from bapo_megatron.buffer.batch import BatchBuilder, BuilderState
 from bapo_megatron.config.schema import Config
-from bapo_megatron.engines.base import EngineState
 from bapo_megatron.errors import CheckpointError, DataError, wrong_fields
 from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.rollout.shared import Rollouts
 from bapo_megatron.runtime.files import explaining_os_errors, regular_file
 from bapo_megatron.types import Batch, Group
 
@@ -81,26 +79,18 @@ class RecordedState(TypedDict):
     batches: BuilderState
 
 
-class RecordedRollouts:
-    """Rollouts from files: implements `rollout.shared.Rollouts`."""
+class RecordedRollouts(Rollouts):
+    """Rollouts from files; there is no engine to evaluate, and no file stays open."""
 
-    def __init__(self, config: Config, tokenizer: Any) -> None:
+    def __init__(self, config: Config, model_path: Path) -> None:
+        """Take the policy's tokenizer from `model_path`, to show samples."""
         assert config.rollout.recorded_from is not None, "config.plan checks this"
         self._folder = Path(config.rollout.recorded_from).expanduser()
-        self._tokenizer = tokenizer
+        self._tokenizer = load_tokenizer(model_path)
         self._builder = BatchBuilder(config)
-
-    @classmethod
-    def connect(cls, config: Config, model_path: Path) -> RecordedRollouts:
-        """Build the rollouts with the policy's tokenizer, to show samples."""
-        return cls(config, load_tokenizer(model_path))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
-
-    def engine_states(self) -> list[EngineState]:
-        """Return no state: there are no engines."""
-        return []
 
     def next_batch(self, step: int, version: int) -> tuple[Batch, list[Group]]:
         """Return the batch recorded for this step.
@@ -117,10 +107,6 @@ class RecordedRollouts:
             )
         return self._builder.build(groups, {}), groups
 
-    def evaluate(self, version: int) -> dict[str, float]:
-        """Return no metrics: there is no engine to evaluate."""
-        return {}
-
     def state_dict(self) -> dict[str, Any]:
         return {"recorded_from": str(self._folder), "batches": self._builder.state_dict()}
 
@@ -128,9 +114,6 @@ class RecordedRollouts:
         if "recorded_from" not in state:
             raise CheckpointError("the checkpoint is of a run with engines; give the replay another run.name")
         self._builder.load_state_dict(state["batches"])
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
 
 
 def _path(folder: Path, step: int) -> Path:

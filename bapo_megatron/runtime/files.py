@@ -75,8 +75,11 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     records = []
     with path.open(encoding="utf-8", errors="replace") as file:
         for line_number, line in enumerate(file, start=1):
-            record = _parse(line)
-            if record is not None:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                record = None
+            if isinstance(record, dict):
                 records.append(record)
             elif line.strip():
                 torn = "" if line.endswith("\n") else ": the last line is unfinished, its step was being written"
@@ -104,14 +107,6 @@ def write_atomically(path: Path, text: str, advice: str = _ADVICE) -> None:
     with explaining_os_errors(path, advice):
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
-
-
-def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _finite(value: Any) -> Any:

@@ -222,7 +222,7 @@ KINDS: dict[Callable[[random.Random], bytes], int] = {
     chunked: 40,
     no_http: 30,
 }
-MAY_BE_SILENT = (wrong_length, cut_short, chunked, no_http, other_headers)  # the client breaks off, or speaks no HTTP
+MAY_BE_SILENT = (wrong_length, cut_short, chunked, no_http)  # the client breaks off, or speaks no HTTP
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,10 @@
 """The page of all settings is the one that the schema describes."""
 
-from pathlib import Path
-
-from bapo_megatron.config.document import document
-
-PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+from write_configuration_page import PAGE, document
 
 
 def test_the_page_is_current() -> None:
-    assert PAGE.read_text() == document(), "run: python -m bapo_megatron.config.document > docs/configuration.md"
+    assert PAGE.read_text() == document(), "run: python scripts/write_configuration_page.py"
 
 
 def test_every_setting_says_what_it_is() -> None:

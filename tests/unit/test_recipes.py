@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
+from write_recipes_page import ALGORITHMS, PAGE, combinations, filled_page, planned
 
 from bapo_megatron import cli
 from bapo_megatron.config.load import load_config, shipped_configs
 from bapo_megatron.config.plan import check, num_ranks
 from bapo_megatron.preflight.known import KNOWN_MODELS
 from bapo_megatron.preflight.plan import check_cluster
-from bapo_megatron.preflight.recipes import ALGORITHMS, PAGE, combinations, filled_page, planned
 
 COMBINATIONS = [(model, algorithm, cluster) for model, cluster in combinations() for algorithm in ALGORITHMS]
 
@@ -57,7 +57,7 @@ def test_32b_on_one_node_is_refused_with_the_numbers(
 
 def test_the_page_holds_the_plan_of_every_combination() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert text == filled_page(text), "python -m bapo_megatron.preflight.recipes writes the table into docs/recipes.md"
+    assert text == filled_page(text), "python scripts/write_recipes_page.py writes the table into docs/recipes.md"
 
 
 def test_octothinker_searches_in_the_papers_ranges() -> None:

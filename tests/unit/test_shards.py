@@ -66,10 +66,10 @@ def write_split(folder: Path, shape: ModelShape, weights: dict[str, Tensor], siz
     manifests = []
     for rank in range(size):
         pieces = [
-            Piece(WEIGHT, *placed)
+            piece
             for entry in entries(shape)
             if entry.kind != "copy" or rank == 0
-            for placed in place_shard(entry, shape, to_shard(entry, shape, read, rank, size), rank, size)
+            for piece in place_shard(entry, shape, WEIGHT, to_shard(entry, shape, read, rank, size), rank, size)
         ]
         manifests.append(Snapshot(pieces, FACTS, rank=rank).write(folder, max_file_bytes=3000))
     write_index(folder, {**FACTS, "model": shape.to_json()}, manifests)

@@ -21,17 +21,15 @@ from bapo_megatron.cli import main
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.plan_slurm import Placement, check_slurm, place
-from bapo_megatron.config.schema import Config
-from bapo_megatron.config.schema_slurm import seconds_of
+from bapo_megatron.config.schema import Config, seconds_of
 from bapo_megatron.engines.processes import own_address
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.monitor.record import Recorder
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.runtime.ranks import StopFile
 from bapo_megatron.slurm import node
-from bapo_megatron.slurm.meeting import END, RUN, Meeting
-from bapo_megatron.slurm.submit import prepare
-from bapo_megatron.slurm.tasks import known_step_s
+from bapo_megatron.slurm.node import END, RUN, Meeting
+from bapo_megatron.slurm.submit import known_step_s, prepare
 from tests.slurm_kinds import KINDS, settings_of
 
 GPUS = ("cluster.gpu=h100", "rollout.engine=sglang")

@@ -2,16 +2,7 @@
 
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    StrictInt,
-    Tag,
-    ValidationError,
-    field_validator,
-)
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictInt, Tag, ValidationError, field_validator
 
 from bapo_megatron.engines.base import PauseMode
 from bapo_megatron.errors import UserError

@@ -1,6 +1,6 @@
-"""The figures of docs/recipes.md: an example plan, and the needs of each model on each cluster that fits it.
+"""Write the figures of docs/recipes.md: an example plan, and the needs of each model on each cluster that fits it.
 
-python -m bapo_megatron.preflight.recipes        plan, and update the page
+python scripts/write_recipes_page.py
 """
 
 from pathlib import Path
@@ -8,7 +8,8 @@ from pathlib import Path
 from bapo_megatron.config.load import load_config, shipped_configs
 from bapo_megatron.config.plan import summarize
 from bapo_megatron.config.schema import Config
-from bapo_megatron.preflight.known import GIB, planned_shape
+from bapo_megatron.hf.shape import model_shape
+from bapo_megatron.preflight.known import GIB, planned_config
 from bapo_megatron.preflight.plan import make_plan
 from bapo_megatron.preflight.report import amount, explain
 
@@ -19,7 +20,7 @@ ALGORITHMS = {
     "BAPO, partial rollout": ("algorithms/bapo", "algorithms/partial-rollout"),
 }
 RESPONSE_SHARE = 4  # average responses are this many times shorter than the maximum
-PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 EXAMPLE = ("models/r1-distill-qwen-7b-32k", "algorithms/bapo", "clusters/4x8-h100")
 EXAMPLE_TOKENS = 8000
 
@@ -55,7 +56,7 @@ def _cells(model: str, cluster: str) -> list[str]:
     plans = []
     for config in configs:
         response_tokens = config.rollout.max_response_tokens // RESPONSE_SHARE
-        plans.append(make_plan(config, planned_shape(config.model.path), response_tokens))
+        plans.append(make_plan(config, model_shape(planned_config(config.model.path)), response_tokens))
     p, plan = configs[0].parallel, plans[0]
     peak = max(each.trainer.total for each in plans)
     assert all(each.server and each.rollout for each in plans)
