@@ -120,9 +120,6 @@ class Ledger:
         for t in held:
             if (self._states[t.sample_id] == "finished") != (t.finish_reason is not None):
                 raise LedgerError(f"sample {t.sample_id} is {self._states[t.sample_id]}, but ended: {t.finish_reason}")
-            if not self.is_running(t.sample_id) and self._tokens.get(t.sample_id) != t.num_response_tokens:
-                booked = self._tokens.get(t.sample_id)
-                raise LedgerError(f"sample {t.sample_id} has {t.num_response_tokens} tokens, not {booked}")
         num_buffered = sum(t.num_response_tokens for t in held)
         n = self.num_tokens
         if n["generated"] != n["trained"] + n["dropped"] + num_buffered:
@@ -138,6 +135,10 @@ class Ledger:
                 f"{s['admitted']} samples admitted, but {s['trained']} trained + {len(held)} buffered + "
                 f"{s['dropped']} dropped"
             )
+        for t in held:
+            if not self.is_running(t.sample_id) and self._tokens.get(t.sample_id) != t.num_response_tokens:
+                booked = self._tokens.get(t.sample_id)
+                raise LedgerError(f"sample {t.sample_id} has {t.num_response_tokens} tokens, not {booked}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return a JSON value. Running samples are saved as before their request, which is sent again."""

@@ -30,7 +30,7 @@ from bapo_megatron.checkpoint.folder import (
     write_index,
 )
 from bapo_megatron.checkpoint.shard_reader import ShardReader
-from bapo_megatron.checkpoint.shards import Piece, Snapshot
+from bapo_megatron.checkpoint.shards import Snapshot
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import CheckpointConfig, Config
@@ -70,13 +70,12 @@ class Model:
         manifests = []
         for rank in range(2):
             pieces = [
-                Piece(part, *placed)
+                piece
                 for part, named in self.tensors.items()
                 for entry in entries(self.shape)
                 if entry.kind != "copy" or rank == 0
-                for placed in place_shard(
-                    entry, self.shape, to_shard(entry, self.shape, lambda n, i, t=named: t[n][i], rank, 2), rank, 2
-                )
+                for shard in [to_shard(entry, self.shape, lambda n, i, t=named: t[n][i], rank, 2)]
+                for piece in place_shard(entry, self.shape, part, shard, rank, 2)
             ]
             manifests.append(Snapshot(pieces, facts, rank=rank).write(folder))
         (folder / "hf_config").mkdir()
