@@ -22,9 +22,9 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor import rundir
-from bapo_megatron.monitor.metrics import read_metrics
 from bapo_megatron.monitor.record import Recorder
-from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.monitor.rundir import RunDir, read_metrics
+from bapo_megatron.report import page
 from bapo_megatron.report.page import write_report
 from bapo_megatron.rollout.recorded import read_groups
 from bapo_megatron.types import Group, Prompt, Segment, Trajectory
@@ -199,7 +199,8 @@ def test_files_that_cannot_grow(tmp_path: Path, outcomes: Outcomes, resumed: boo
         shutil.rmtree(folder)
 
 
-def test_a_report_that_cannot_be_written(tmp_path: Path, outcomes: Outcomes) -> None:
+def test_a_report_that_cannot_be_written(tmp_path: Path, outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "_cards", lambda draw: ([], []))  # figures take longest
     config = settings(tmp_path)
     run(config, [])
     folder = tmp_path / "run"
