@@ -22,6 +22,7 @@ CORE = [
     "safetensors>=0.5",
     "numpy",
     "pydantic>=2.7",
+    "typing-extensions>=4.12",
     "packaging>=24.2",
     "tomli-w>=1.0",
     "aiohttp>=3.9",
