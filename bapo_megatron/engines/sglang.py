@@ -85,6 +85,8 @@ def environment(spec: ServerSpec, *, has_gpu: bool) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the slack: positions past the model's own are not used
     }
+    if spec.host == processes.LOOPBACK:
+        variables |= processes.loopback_variables()
     if not has_gpu:
         variables |= {
             "SGLANG_USE_CPU_ENGINE": "1",

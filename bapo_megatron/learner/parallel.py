@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -47,8 +46,6 @@ def start_processes(config: ParallelConfig) -> None:
         # Batches are shared as CPU tensors (rollout/shared.py), also where gradients travel over NCCL.
         backend, timeout = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=config.timeout_s)
         if "RANK" in os.environ:
-            if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
             rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             store = (
