@@ -8,8 +8,10 @@ that is fitted beside the steps.
 """
 
 import csv
+import io
 import json
 import math
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,7 +39,7 @@ JUDGE_KILLED = "judge killed"
 RANK_KILLED, LAUNCHER_KILLED, TERMINATED = "rank killed", "launcher killed", "launcher terminated (SIGTERM)"
 ENDING_RUN = (RANK_KILLED, LAUNCHER_KILLED, TERMINATED)
 
-WARM_UP_STEPS = 250  # of a process, before it counts
+WARM_UP_STEPS = 500  # of a process, before it counts: the allocators of the ranks grow that long
 MIN_STEPS = 50  # of a process after the warm-up
 MAX_MEMORY_GROWTH = 0.03  # share of a process's memory, per 1,000 steps
 MAX_COUNT_GROWTH = 2.0  # descriptors, or threads, of a process per 1,000 steps
@@ -45,7 +47,7 @@ MAX_SLOWDOWN = 0.15  # share of the CPU time of a step, per 1,000 steps at the s
 MAX_DISK_RATIO = 1.25  # bytes per step in the second half over those in the first
 _MIB = 1 << 20
 _BIN_STEPS = 25
-_POINTS = 160  # of one curve
+_POINTS = 120  # of one curve
 
 Column = NDArray[np.float64]
 
@@ -199,7 +201,7 @@ def disk_floor(samples: Iterable[Sample]) -> tuple[Column, Column]:
     """Return steps and the smallest folder in each bin: without a checkpoint that was being written."""
     bins: dict[int, int] = {}
     for s in samples:
-        if s.role == "run" and s.step > WARM_UP_STEPS // 5:
+        if s.role == "run" and s.step > MIN_STEPS:
             bins[s.step // _BIN_STEPS] = min(bins.get(s.step // _BIN_STEPS, s.run_dir_bytes), s.run_dir_bytes)
     return np.array([b * _BIN_STEPS for b in bins], dtype=float), np.array(list(bins.values()), dtype=float)
 
@@ -207,31 +209,36 @@ def disk_floor(samples: Iterable[Sample]) -> tuple[Column, Column]:
 def rates(by_role: dict[str, list[Life]]) -> Column:
     """Return step, seconds per step, CPU seconds per step of ranks and engines, and load, for each bin [bins, 4].
 
-    A bin is of one attempt, with the same processes from its first sample to its last.
+    A bin is of one attempt after its first MIN_STEPS steps, with the same ranks and engines from beginning to end.
     """
     moments: dict[tuple[int, float], dict[int, Sample]] = defaultdict(dict)
+    firsts: dict[int, int] = {}
     for role, some in by_role.items():
         if role == "engine" or role.startswith("rank"):
             for s in (s for life in some for s in life):
                 moments[s.attempt, s.elapsed_s][s.pid] = s
-    rows, begin = [], None
-    for (attempt, elapsed_s), now in moments.items():
-        step = next(iter(now.values())).step
-        if begin is None or begin[0] != attempt or begin[2].keys() != now.keys():
-            begin, loads = (attempt, elapsed_s, now, step), []
-        loads.append(next(iter(now.values())).load)
-        made = step - begin[3]
+                firsts[s.attempt] = min(firsts.get(s.attempt, s.step), s.step)
+    rows = []
+    begin: dict[int, Sample] = {}
+    loads: list[float] = []
+    for _, now in sorted(moments.items()):
+        last = next(iter(now.values()))
+        if begin.keys() != now.keys():
+            begin, loads = now, []
+            continue
+        first = next(iter(begin.values()))
+        made, loads = last.step - first.step, [*loads, last.load]
         if made >= _BIN_STEPS:
-            cpu_s = sum(now[pid].cpu_s - before.cpu_s for pid, before in begin[2].items())
-            rows.append((step, (elapsed_s - begin[1]) / made, cpu_s / made, fmean(loads)))
-            begin, loads = (attempt, elapsed_s, now, step), []
+            if first.step - firsts[first.attempt] >= MIN_STEPS:
+                cpu_s = sum(now[pid].cpu_s - before.cpu_s for pid, before in begin.items())
+                rows.append((last.step, (last.elapsed_s - first.elapsed_s) / made, cpu_s / made, fmean(loads)))
+            begin, loads = now, []
     return np.array(rows, dtype=float).reshape(-1, 4)
 
 
 def check_speed(by_role: dict[str, list[Life]]) -> Check:
     """Check that a step takes the same CPU time from beginning to end, at the same load."""
-    table = rates(by_role)
-    steps, wall_s, cpu_s, load = table[table[:, 0] >= WARM_UP_STEPS].T
+    steps, wall_s, cpu_s, load = rates(by_role).T
     terms = np.stack([np.ones_like(steps), steps / 1000, load], axis=1)
     (_, slowdown, of_load), *_ = np.linalg.lstsq(terms, np.log(cpu_s), rcond=None)
     return Check(
@@ -274,7 +281,9 @@ def _should_be_finite(metric: str, row: dict[str, Any]) -> bool:
 
 def checks_of(folder: Path) -> list[Check]:
     """Compute all checks of a soak."""
-    outcome, samples = Outcome.read(folder), read_samples(folder)
+    outcome = Outcome.read(folder)
+    # After the last step the launcher writes the report, and the others end.
+    samples = [sample for sample in read_samples(folder) if sample.step < outcome.num_steps]
     by_role = lives(samples)
     found = [*check_run(folder, outcome), *check_processes(by_role)]
     return [*found, check_disk(samples), check_speed(by_role)]
@@ -316,14 +325,14 @@ def draw(folder: Path) -> Figure:
                 _plot(descriptors, life, [s.descriptors for s in life], style)
         disk.plot(*_thinned(*(part / scale for part, scale in zip(disk_floor(samples), (1, _MIB), strict=True))))
         table = rates(by_role)
-        speed.plot(*_thinned(table[:, 0], table[:, 2]), ".", markersize=3, label="CPU seconds, ranks and engines")
-        speed.plot(*_thinned(table[:, 0], table[:, 1]), ".", markersize=3, label="seconds", color=look(1).colour)
+        speed.plot(*_thinned(table[:, 0], table[:, 2]), ".", markersize=3)
+        speed.plot(*_thinned(table[:, 0], table[:, 1]), ".", markersize=3, color=look(1).colour)
         load = speed.twinx()
-        load.plot(*_thinned(table[:, 0], table[:, 3]), color=look(6).colour, linewidth=0.8, label="load of the machine")
+        load.plot(*_thinned(table[:, 0], table[:, 3]), color=look(6).colour, linewidth=0.8)
         load.set_ylabel("load")
         load.set_ylim(bottom=0)
         load.grid(visible=False)
-        speed.legend(loc="upper left")
+        speed.set_title("blue: CPU seconds of ranks and engines; red: seconds; grey: load", fontsize=8)
         labels = ("resident memory [MiB]", "open descriptors", "run's folder [MiB]", "time of a step [s]")
         for axes, label in zip((memory, descriptors, disk, speed), labels, strict=True):
             axes.set_ylabel(label)
@@ -355,8 +364,11 @@ def write_verdict(folder: Path) -> int:
     lines += ["", *fault_table(outcome), "", f"{outcome.num_attempts} attempts in {outcome.elapsed_s / 3600:.2f} h"]
     text = "\n".join([*lines, "", f"VERDICT: {'every check holds' if holds else 'NOT every check holds'}"]) + "\n"
     (folder / "verdict.md").write_text(text)
+    drawn = io.StringIO()
     with rc_context(RC | {"svg.hashsalt": "soak"}):
-        draw(folder).savefig(folder / "soak.svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        draw(folder).savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    svg = re.sub(r"(\d\.\d)\d+", r"\1", drawn.getvalue())  # to a tenth of a point
+    (folder / "soak.svg").write_text(re.sub(r"\s*\n", "\n", svg))
     print(text)
     return 0 if holds else 1
 

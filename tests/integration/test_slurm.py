@@ -62,7 +62,7 @@ def listening_addresses(job: str) -> set[str]:
     """Return the addresses at which the ranks and engines of a job listen, by the kernel's table."""
     addresses = set()
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+        with contextlib.suppress(psutil.Error):  # one that has just ended, or that is not ours
             if process.environ().get("SLURM_JOB_ID") == job and "bapo_megatron" in " ".join(process.cmdline()[1:3]):
                 sockets = process.net_connections(kind="tcp")
                 addresses |= {s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN}
