@@ -8,15 +8,18 @@ No process group and no Megatron: the learner's checkpoints do not depend on the
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from bapo_megatron.assets import SHIPPED_MODELS, hub, resolve_model_path
 from bapo_megatron.checkpoint.folder import HF_CONFIG, INDEX, WEIGHT, Index, read_index
+from bapo_megatron.checkpoint.saving import remove
 from bapo_megatron.checkpoint.shard_reader import ShardReader
 from bapo_megatron.checkpoint.shards import Piece, Snapshot
 from bapo_megatron.checkpoint.store import CheckpointStore
@@ -69,16 +72,18 @@ def convert(
         CheckpointError: the source is torn, unsupported, or exceeds the range of `dtype`; or the target exists or is
             not writable. The target is then unchanged.
     """
-    found = _find(source)
-    shape = model_shape(load_hf_config(found.companions), found.companions)
-    if found.index is not None:
-        found.index.check_model(shape)
-        found.index.verify()
+    source_folder, index = _find(source)
+    companions = source_folder if index is None else source_folder / HF_CONFIG  # config.json and tokenizer
+    shape = model_shape(load_hf_config(companions), companions)
+    if index is not None:
+        index.check_model(shape)
+        index.verify()
         if target is not None and to == "training":
             raise CheckpointError(f"{source} is a training checkpoint already: copy it, or convert it with --to hf")
     counts: Counter[str] = Counter()
     num_parameters = 0
-    with found.reader() as read, atomic_folder(target) if target else nullcontext() as folder:
+    reader = HFReader(source_folder) if index is None else ShardReader(index, WEIGHT)
+    with reader as read, atomic_folder(target) if target else nullcontext() as folder:
         read.check(shape)
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -87,30 +92,69 @@ def convert(
                 tensor = read(name)
                 counts[str(tensor.dtype).removeprefix("torch.")] += 1
                 num_parameters += tensor.numel()
-                yield name, _cast(tensor, dtype, f"{name} of {found.folder}")
+                if dtype is not None:
+                    tensor = tensor.to(DTYPES[dtype])
+                    check_finite(tensor, f"{name} of {source_folder}, once converted to {dtype},")
+                yield name, tensor
 
         if folder is None:
             for _ in tensors():
                 pass
         elif to == "hf":
-            copy_companions(found.companions, folder, write_safetensors(tensors(), folder, max_file_bytes))
+            copy_companions(companions, folder, write_safetensors(tensors(), folder, max_file_bytes))
         else:
-            _write_training(tensors(), found.companions, folder, shape, max_file_bytes)
-    version = found.index.facts["version"] if found.index else None
+            # version 0 without moments, as a run's only rank would write it
+            pieces = (Piece.whole(WEIGHT, name, tensor) for name, tensor in tensors())
+            facts = {"version": 0, "skipped_updates": 0, "model": shape.to_json()}
+            snapshot = Snapshot(pieces, facts, hf_path=companions)
+            snapshot.complete(folder, [snapshot.write(folder, max_file_bytes)])
+    version = index.facts["version"] if index else None
     return Summary(shape, version, counts.total(), num_parameters, tuple(name for name, _ in counts.most_common()))
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    folder: Path  # of the weights
-    companions: Path  # of config.json and tokenizer
-    index: Index | None  # of a training checkpoint
+@contextmanager
+def hf_folder(source: str | Path, scratch: Path | None = None) -> Iterator[tuple[Path, int | None]]:
+    """Yield a checkpoint as a Hugging Face folder, and its weight version if it is a training checkpoint.
 
-    def reader(self) -> HFReader | ShardReader:
-        return HFReader(self.folder) if self.index is None else ShardReader(self.index, WEIGHT)
+    Args:
+        source: as `convert` takes it, the name of a shipped model, or a name on the Hugging Face hub. A run stands for
+            its latest checkpoint, or for a Hugging Face folder inside it that is newer.
+        scratch: new folder for a converted copy, which is deleted afterwards; None: a temporary one.
+
+    Raises:
+        CheckpointError: see `convert` and `resolve_model_path`.
+    """
+    source = _newest_export(Path(source)) or source
+    if is_hf(source):
+        yield resolve_model_path(str(source), setting="the checkpoint"), None
+        return
+    with ExitStack() as stack:
+        if scratch is None:
+            scratch = Path(stack.enter_context(TemporaryDirectory(prefix="bapo-model-"))) / "model"
+        stack.callback(remove, scratch)
+        version = convert(Path(source), scratch).version
+        yield resolve_model_path(str(scratch), setting="the converted checkpoint"), version
 
 
-def _find(source: Path) -> _Source:
+def _newest_export(run: Path) -> Path | None:
+    """Return the newest Hugging Face folder inside a run if no checkpoint is newer."""
+    if not (run / "checkpoints").is_dir():
+        return None
+    written = {folder: (folder / "config.json").stat().st_mtime for folder in run.iterdir() if is_hf(folder)}
+    newest = max(written, key=lambda folder: written[folder], default=None)
+    latest = CheckpointStore(run / "checkpoints", CheckpointConfig()).latest()
+    return newest if newest and (latest is None or latest.stat().st_mtime <= written[newest]) else None
+
+
+def is_hf(source: str | Path) -> bool:
+    """Return whether `source` has, or names, weights in Hugging Face format."""
+    if str(source) in SHIPPED_MODELS or (Path(source) / "config.json").is_file():
+        return True
+    return not Path(source).exists() and hub.is_hub_name(str(source))
+
+
+def _find(source: Path) -> tuple[Path, Index | None]:
+    """Return the folder of the weights, and the index of a training checkpoint."""
     if (source / "checkpoints").is_dir():
         latest = CheckpointStore(source / "checkpoints", CheckpointConfig()).latest()
         if latest is None:
@@ -118,27 +162,9 @@ def _find(source: Path) -> _Source:
         source = latest
     for folder in (source / "learner", source):
         if (folder / INDEX).is_file() or (folder / HF_CONFIG).is_dir() or (folder / "state.json").is_file():
-            return _Source(folder, folder / HF_CONFIG, read_index(folder))
+            return folder, read_index(folder)
     if not (source / "config.json").is_file():
         raise CheckpointError(
             f"{source} is neither a Hugging Face folder (no config.json) nor a run or training checkpoint"
         )
-    return _Source(source, source, None)
-
-
-def _cast(tensor: Tensor, dtype: str | None, what: str) -> Tensor:
-    if dtype is None:
-        return tensor
-    cast = tensor.to(DTYPES[dtype])
-    check_finite(cast, f"{what}, once converted to {dtype},")
-    return cast
-
-
-def _write_training(
-    tensors: Iterator[tuple[str, Tensor]], companions: Path, folder: Path, shape: ModelShape, max_file_bytes: int
-) -> None:
-    """Write whole tensors as version 0 without moments, as a run's only rank would."""
-    pieces = (Piece.whole(WEIGHT, name, tensor) for name, tensor in tensors)
-    facts = {"version": 0, "skipped_updates": 0, "model": shape.to_json()}
-    snapshot = Snapshot(pieces, facts, hf_path=companions)
-    snapshot.complete(folder, [snapshot.write(folder, max_file_bytes)])
+    return source, None

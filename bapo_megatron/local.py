@@ -11,9 +11,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -23,9 +23,10 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables, reserved_ports
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError
-from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.monitor.rundir import RunDir, with_pinned_models
+from bapo_megatron.monitor.stall import hanging_ranks
 from bapo_megatron.report.page import write_report
-from bapo_megatron.runtime.ranks import num_cores
+from bapo_megatron.runtime import num_cores
 
 _POLL_S = 0.1
 _END_TIMEOUT_S = 30.0  # from SIGTERM to SIGKILL
@@ -37,9 +38,11 @@ def run(config: Config) -> int:
     Returns:
         0, or the exit code of the trainer rank that failed first (2 for an error the user can fix).
     """
+    config = with_pinned_models(config)
     model_path = resolve_model_path(config.model.path)
     with RunDir.open(config) as run_dir:
-        with _engines(config, model_path, run_dir.log_dir) as urls:
+        share = EngineShare(count=config.rollout.num_servers, first_gpu=num_ranks(config))
+        with running_engines(config, model_path, run_dir.log_dir, share) as urls:
             code = _train(config, run_dir, urls)
         if code == 0 and config.monitor.report:
             print(f"report     {write_report(run_dir.path)}")
@@ -57,7 +60,9 @@ def _train(config: Config, run_dir: RunDir, urls: Sequence[str]) -> int:
             time.sleep(_POLL_S)
     if not failed:
         return 0
-    _raise_user_errors(run_dir)
+    messages = [text for path in sorted(run_dir.log_dir.glob("error-*.txt")) if (text := path.read_text())]
+    if messages:  # the cause of the lost connections that follow
+        raise UserError("\n".join(dict.fromkeys(messages)))
     if 2 in failed.values():
         return 2  # that rank could not write its error file and has printed the error
     rank, code = min(failed.items(), key=lambda item: item[1] > 0)  # a signal is a cause, an exit often its effect
@@ -65,6 +70,8 @@ def _train(config: Config, run_dir: RunDir, urls: Sequence[str]) -> int:
         f"bapo: trainer rank {rank} ended with exit code {code}; its log: {run_dir.log_path('trainer', rank)}",
         file=sys.stderr,
     )
+    if hanging := hanging_ranks(run_dir.log_dir, len(codes), config.parallel.timeout_s):
+        print(f"bapo: it had waited for {hanging}; see {run_dir.log_dir}/stall-<rank>.txt", file=sys.stderr)
     return max(code, 1)
 
 
@@ -119,6 +126,9 @@ def _exiting_on_signals() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
+    if threading.current_thread() is not threading.main_thread():  # where Python handles no signals
+        yield
+        return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
     for number, handler in before.items():
         if handler != signal.SIG_IGN:  # as under nohup
@@ -128,22 +138,3 @@ def _exiting_on_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _raise_user_errors(run_dir: RunDir) -> None:
-    """Raise the errors that ranks left for the user, rather than the lost connections that follow."""
-    messages = [text for path in sorted(run_dir.log_dir.glob("error-*.txt")) if (text := path.read_text())]
-    if messages:
-        raise UserError("\n".join(dict.fromkeys(messages)))
-
-
-@contextlib.contextmanager
-def _engines(config: Config, model_path: Path, log_dir: Path) -> Iterator[list[str]]:
-    """Yield the engines' URLs. Engines started here are supervised and end with the block or this process."""
-    r = config.rollout
-    if not r.num_started:
-        yield list(r.urls)
-        return
-    share = EngineShare(count=r.num_servers, first_gpu=num_ranks(config))
-    with running_engines(config, model_path, log_dir, share) as urls:
-        yield urls

@@ -32,7 +32,7 @@ from bapo_megatron.hf.writer import write_safetensors
 from bapo_megatron.learner.hf.convert import fill_parameters, gather_weights
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.parallel import stop_processes
-from bapo_megatron.learner.snapshots import PARTS
+from bapo_megatron.learner.split_model import PARTS
 
 MODEL = {
     "model_type": "qwen3",
@@ -84,7 +84,7 @@ def load_from_whole_tensors(learner: MegatronLearner, folder: Path) -> None:
     for part in PARTS:
 
         def fill(parameter: Any, tensor: Any, part: str = part) -> None:
-            learner.adam.fill(parameter, part, tensor)
+            learner.adam.fill(part, parameter, tensor)
 
         with HFReader(folder / part) as read:
             fill_parameters(learner.model, learner.shape, learner.layout, read, fill)

@@ -19,18 +19,21 @@ _EPSILON = 1e-6  # added to the standard deviation, as GRPO implementations do
 
 def grpo(rewards_G: Tensor) -> Tensor:
     """Compute (r - mean) / (std + 1e-6), std with divisor G - 1: GRPO, arXiv 2402.03300, Eq. 3."""
-    return _centred(rewards_G) / (rewards_G.std() + _EPSILON) if _is_informative(rewards_G) else _zeros(rewards_G)
+    advantages_G = dr_grpo(rewards_G)
+    return advantages_G / (rewards_G.std() + _EPSILON) if bool(advantages_G.any()) else advantages_G
 
 
 def dr_grpo(rewards_G: Tensor) -> Tensor:
     """Compute r - mean: Dr. GRPO, arXiv 2503.20783, which leaves out the standard deviation."""
-    return _centred(rewards_G) if _is_informative(rewards_G) else _zeros(rewards_G)
+    assert rewards_G.is_floating_point(), "rewards are floats"
+    is_informative = bool((rewards_G != rewards_G[:1]).any())
+    return rewards_G - rewards_G.mean() if is_informative else torch.zeros_like(rewards_G)
 
 
 def rloo(rewards_G: Tensor) -> Tensor:
     """Compute r - mean of the other responses: leave-one-out, arXiv 2402.14740."""
     num = rewards_G.numel()
-    return _centred(rewards_G) * num / (num - 1) if _is_informative(rewards_G) else _zeros(rewards_G)
+    return dr_grpo(rewards_G) * num / max(num - 1, 1)
 
 
 def whiten(advantages_S: Tensor) -> Tensor:
@@ -45,19 +48,6 @@ def whiten(advantages_S: Tensor) -> Tensor:
     if not bool(advantages_S.any()):
         return advantages_S
     return advantages_S / (advantages_S.std() + _EPSILON)
-
-
-def _centred(rewards_G: Tensor) -> Tensor:
-    return rewards_G - rewards_G.mean()
-
-
-def _zeros(rewards_G: Tensor) -> Tensor:
-    return torch.zeros_like(rewards_G)
-
-
-def _is_informative(rewards_G: Tensor) -> bool:
-    assert rewards_G.is_floating_point(), "rewards are floats"
-    return bool((rewards_G != rewards_G[:1]).any())
 
 
 ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}

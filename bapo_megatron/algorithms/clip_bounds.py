@@ -25,16 +25,16 @@ from bapo_megatron.config.schema_loss import ClipBoundConfig
 from bapo_megatron.types import ClipBounds
 
 
-def empty_table(config: ClipBoundConfig, device: torch.device | str = "cpu") -> Tensor:
+def empty_table(config: ClipBoundConfig) -> Tensor:
     """Return the table of no tokens, float64 [K + 2]; searching it leaves the bounds at their start."""
-    return torch.zeros(len(config.high.points) + len(config.low.points) + 2, dtype=torch.float64, device=device)
+    return torch.zeros(len(config.high.points) + len(config.low.points) + 2, dtype=torch.float64)
 
 
 def contribution_table(
     ratio: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    rollout_logprobs: Tensor | None,
+    behaviour_logprobs: Tensor | None,
     config: ClipBoundConfig,
     weights: Tensor | None = None,
 ) -> Tensor:
@@ -49,7 +49,7 @@ def contribution_table(
         ratio: the ratio that the loss clips, of each token, dimensionless. Compared with the bounds in float64.
         advantages: tokens with advantage 0 count nowhere.
         mask: bool; tokens outside it count nowhere, whatever their values (NaN included).
-        rollout_logprobs: log-prob of each token under the policy that sampled it, in nats; read only by
+        behaviour_logprobs: log-prob of each token under the policy that sampled it, in nats; read only by
             token_weight = "rollout_prob".
         weights: factor of each token's term in the objective, at least 0 (`losses.ratio_and_weight`); None: all 1.
     """
@@ -61,8 +61,8 @@ def contribution_table(
         if weights is not None:
             mass = mass * weights[counted].double()
         if config.token_weight == "rollout_prob":
-            assert rollout_logprobs is not None, "token_weight = 'rollout_prob' needs the rollout's log-probs"
-            mass = mass * rollout_logprobs[counted].double().exp()
+            assert behaviour_logprobs is not None, "token_weight = 'rollout_prob' needs the behaviour log-probs"
+            mass = mass * behaviour_logprobs[counted].double().exp()
         is_broken = is_broken | mass.isnan().any()
         table.append(_side(ratio[counted].double(), mass, points, upper=positive, config=config))
     counts = [(mask & (advantages > 0)).sum(), (mask & (advantages < 0)).sum()]
@@ -97,8 +97,10 @@ def search_bounds(table: Tensor, config: ClipBoundConfig) -> ClipBounds:
 
     If nothing contributes (P + N = 0), or the table is nan, rho is nan, and the search stops.
     """
-    positive, negative = _read(table, config)
     high, low = config.high.points, config.low.points
+    assert table.shape == (len(high) + len(low) + 2,), "the table was made with other bounds"
+    values = table.tolist()
+    positive, negative = values[: len(high)], values[len(high) : -2]
     path = _search_path(len(high) - 1, len(low) - 1, config.order)
     for num_moves, (i, j) in enumerate(path):  # noqa: B007 (read after the loop)
         rho = _rho(positive[i], negative[j], config)
@@ -119,13 +121,6 @@ def _search_path(num_high: int, num_low: int, order: str) -> list[tuple[int, int
     if num_low == 0:
         return [(0, 0)]
     return [(i, 0) for i in range(num_high + 1)] + [(num_high, j) for j in range(1, num_low + 1)]
-
-
-def _read(table: Tensor, config: ClipBoundConfig) -> tuple[list[float], list[float]]:
-    num_high, num_low = len(config.high.points), len(config.low.points)
-    assert table.shape == (num_high + num_low + 2,), "the table was made with other bounds"
-    values = table.tolist()
-    return values[:num_high], values[num_high:-2]
 
 
 def _rho(positive: float, negative: float, config: ClipBoundConfig) -> float:

@@ -1,4 +1,5 @@
-"""The Entropy-Clip Rule: which tokens raise the policy's entropy, which lower it, and which of them are clipped.
+"""Which tokens raise the policy's entropy, which lower it, and which are clipped: by the Entropy-Clip Rule, and by
+their probability (the token profile: the data behind Figures 5 and 10 of BAPO).
 
 For a softmax policy pi over one token, a change dz of its logits changes its entropy, to first order, by
 
@@ -22,8 +23,10 @@ A constant added to all A of a state changes nothing. The sign of (log pi + H) A
 
     raise entropy: positive_low, negative_high        lower entropy: positive_high, negative_low
 
-Shape legend: R response tokens of a micro-batch, V vocabulary, C cells (ages x classes), K classes.
+Shape legend: R response tokens of a micro-batch, V values, C cells (ages x classes, or bins), K classes.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -33,6 +36,10 @@ from bapo_megatron.algorithms.losses import ClippedTokenLoss
 TOKEN_CLASSES = ("positive_high", "positive_low", "negative_high", "negative_low")
 AGES = {"age_0": 0, "age_1_3": 1, "age_4_up": 4}
 """Classes of token ages by their lowest age, in optimizer updates."""
+BINS = tuple(f"profile/p{b}0" for b in range(10))
+"""Bins of the token profile: pNN holds probabilities from 0.NN to 0.NN + 0.1; the last one includes 1."""
+MEANS = ("ratio", "abs_log_ratio", "entropy", "clip_high_share", "clip_low_share")
+"""Values averaged over the tokens of a bin. A bin also has its `share` of the trained tokens."""
 
 
 def covariance_terms(log_probs_R: Tensor, entropy_R: Tensor, weight_R: Tensor, kept_advantages_R: Tensor) -> Tensor:
@@ -67,11 +74,9 @@ def entropy_rule_sums(tokens: ClippedTokenLoss) -> dict[str, Tensor]:
     starts = torch.tensor(list(AGES.values()), device=advantages_R.device)
     age_R = torch.bucketize(tokens.ages_R.clamp(min=0), starts, right=True) - 1
     num_classes = len(TOKEN_CLASSES)
-    cells_RC = torch.nn.functional.one_hot(age_R * num_classes + class_R, len(AGES) * num_classes)
-    cells_RC = cells_RC.double() * counted_R[:, None]
-    values_R3 = torch.stack([torch.ones_like(terms_R), clipped_R.double(), terms_R], dim=1)
-    # A matrix product: on a GPU, the order of scattered additions changes from run to run.
-    table_AK3 = (cells_RC.T @ values_R3).reshape(len(AGES), num_classes, 3).float()
+    values = [counted_R, clipped_R, terms_R]
+    table_C3 = _sum_by_cell(age_R * num_classes + class_R, len(AGES) * num_classes, counted_R, values)
+    table_AK3 = table_C3.reshape(len(AGES), num_classes, 3)
 
     num_K, num_clipped_K, _ = table_AK3.sum(0).unbind(-1)
     sums = {"covariance": table_AK3[..., 2].sum()}
@@ -80,3 +85,27 @@ def entropy_rule_sums(tokens: ClippedTokenLoss) -> dict[str, Tensor]:
         sums |= {name: num_K[k], f"{name}_clipped": num_clipped_K[k]}
         sums |= {f"{name}_{age}": table_AK3[a, k, 0] for a, age in enumerate(AGES)}
     return {f"entropy_rule/{name}": value for name, value in sums.items()}
+
+
+def token_profile_sums(tokens: ClippedTokenLoss) -> dict[str, Tensor]:
+    """Sum over the trained tokens of each bin: float32 scalars that add up over micro-batches and ranks.
+
+    BIN_share is the number of tokens, BIN_NAME the sum of a value in `MEANS`.
+    """
+    mask_R = tokens.mask_R
+    log_probs_R = torch.where(mask_R, tokens.inputs.log_probs_R.detach(), 0.0).double()
+    ratio_R = torch.where(mask_R, tokens.ratio_R, 1.0).double()
+    bin_R = (log_probs_R.exp() * len(BINS)).long().clamp(0, len(BINS) - 1)
+    values = [mask_R, ratio_R, ratio_R.log().abs(), tokens.entropy_R, tokens.clipped_high_R, tokens.clipped_low_R]
+    table_CV = _sum_by_cell(bin_R, len(BINS), mask_R, values)
+    return {
+        f"{name}_{value}": table_CV[b, v] for b, name in enumerate(BINS) for v, value in enumerate(("share", *MEANS))
+    }
+
+
+def _sum_by_cell(cell_R: Tensor, num_cells: int, counted_R: Tensor, values: Sequence[Tensor]) -> Tensor:
+    """Sum each value over the counted tokens of each cell: float32 [C, V]."""
+    cells_RC = torch.nn.functional.one_hot(cell_R, num_cells).double() * counted_R[:, None]
+    values_RV = torch.stack([value_R.double() for value_R in values], dim=1)
+    # A matrix product: on a GPU, the order of scattered additions changes from run to run.
+    return (cells_RC.T @ values_RV).float()

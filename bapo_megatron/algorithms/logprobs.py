@@ -58,7 +58,7 @@ def token_log_probs(
         temperature: the one that the tokens were sampled with.
         chunk_tokens: rows whose logits exist at once: chunk_tokens x V values in float32.
         with_entropy: False skips its arithmetic; the entropies returned are then zeros.
-        backend: what works on a chunk of logits; triton needs a GPU and no float64.
+        backend: code for the passes over a chunk of logits; triton needs a GPU and no float64.
 
     Returns log_probs_R and entropy_R, float32 (float64 for float64 inputs), the same on all ranks of the group. Both
     are differentiable: hidden_RH receives its gradient summed over the group (do not sum it again), weight_VH that of
@@ -174,7 +174,7 @@ def row_statistics(
     max_C, sum_C, weighted_C = logits_CV.new_zeros((3, logits_CV.shape[0]))
     target_C = logits_CV.gather(1, columns_C.clamp(min=0)[:, None])[:, 0].div_(temperature) * (columns_C >= 0)
     for rows in _cached_rows(logits_CV):
-        l_BV = _divided(logits_CV[rows], temperature)
+        l_BV = logits_CV[rows] if temperature == 1 else logits_CV[rows].div_(temperature)
         max_C[rows] = l_BV.amax(dim=1)
         weights_BV = (l_BV - max_C[rows, None]).exp_()
         sum_C[rows] = weights_BV.sum(dim=1)
@@ -201,7 +201,8 @@ def logit_gradients(
         entropy_pull_C: gradients of the entropies, divided by the temperature; None: zero.
     """
     for rows in _cached_rows(logits_CV):
-        log_p_BV = _divided(logits_CV[rows], temperature).sub_(log_z_C[rows, None])
+        l_BV = logits_CV[rows] if temperature == 1 else logits_CV[rows].div_(temperature)
+        log_p_BV = l_BV.sub_(log_z_C[rows, None])
         if entropy_pull_C is None:
             log_p_BV.exp_().mul_(-pull_C[rows, None])
         else:
@@ -215,10 +216,6 @@ def _cached_rows(logits_CV: Tensor) -> Iterator[slice]:
     """Split into blocks of B rows, small enough that a CPU's cache holds one from the first operation to the last."""
     num_rows, num_columns = logits_CV.shape
     return _chunks(num_rows, num_rows if logits_CV.is_cuda else max(1, _CACHED_VALUES // num_columns))
-
-
-def _divided(logits: Tensor, temperature: float) -> Tensor:
-    return logits if temperature == 1 else logits.div_(temperature)
 
 
 def _local_columns(targets_C: Tensor, shard: VocabShard) -> Tensor:

@@ -32,7 +32,7 @@ MAX_LOG_RATIO = 20.0  # exp(20) is far beyond any bound, and far from overflow
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """One micro-batch, and what the current weights make of its response tokens. Masked tokens may hold anything."""
+    """A micro-batch, with log-probs and entropies at the current weights. Masked tokens may hold anything."""
 
     batch: MicroBatch
     log_probs_R: Tensor  # float32, nats, of the current weights, with gradient

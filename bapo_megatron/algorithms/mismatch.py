@@ -26,7 +26,7 @@ _BINS_PER_DECADE = 100
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Differences |d| with d = trainer's - engine's log-prob, in nats, of some tokens; `+` adds more tokens."""
+    """Differences |d| of some tokens, in nats: d is the trainer's log-prob minus the engine's. `+` adds more tokens."""
 
     sums: Tensor  # float64 [2 + B]: sum of |d|, sum of the KL estimator, then the histogram of |d|
     largest: Tensor  # float64 scalar: max |d|, 0 without tokens
@@ -76,9 +76,11 @@ def logprob_mismatch(log_probs_R: Tensor, behaviour_logprobs_R: Tensor, counted_
     difference = log_probs_R.detach()[counted_R].double() - behaviour_logprobs_R[counted_R].double()
     size = difference.abs()
     bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    edges = _edges(size.device)
+    low, high = _DECADES
+    num_edges = (high - low) * _BINS_PER_DECADE + 1
+    edges = torch.logspace(low, high, num_edges, dtype=torch.float64, device=size.device)
     bins = torch.bucketize(size, edges, right=True)  # number of edges <= |d|
-    sums = size.new_zeros(2 + edges.numel() + 1)
+    sums = size.new_zeros(2 + num_edges + 1)
     sums[0], sums[1] = size.sum(), (bounded.expm1() - bounded).sum()
     sums[2:].index_add_(0, bins, torch.ones_like(size))
     return Mismatch(sums, size.amax() if size.numel() else size.new_zeros(()))
@@ -88,9 +90,3 @@ def no_mismatch(device: torch.device | str = "cpu") -> Mismatch:
     """Return the zero element for summation."""
     none = torch.zeros(0, device=device)
     return logprob_mismatch(none, none, none.bool())
-
-
-def _edges(device: torch.device) -> Tensor:
-    low, high = _DECADES
-    num = (high - low) * _BINS_PER_DECADE + 1
-    return torch.logspace(low, high, num, dtype=torch.float64, device=device)

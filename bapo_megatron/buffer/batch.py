@@ -1,17 +1,24 @@
 """Judged groups become one padding-free batch."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from bapo_megatron.algorithms.advantages import advantages_of, whiten
 from bapo_megatron.config.schema import Config
-from bapo_megatron.rewards.shaping import RewardScaler, is_trained, shaped_reward
-from bapo_megatron.types import Batch, Group, Trajectory
+from bapo_megatron.rewards.shaping import MomentsState, RewardScaler, is_trained, shaped_reward
+from bapo_megatron.types import Batch, Group
+
+
+class BuilderState(TypedDict):
+    """A `BatchBuilder` in a checkpoint."""
+
+    rewards: MomentsState
 
 
 class BatchBuilder:
@@ -24,17 +31,49 @@ class BatchBuilder:
         self._scaler = RewardScaler(config.reward)
 
     def build(self, groups: Sequence[Group], metrics: dict[str, float]) -> Batch:
-        """Return the next step's batch, with `batch_metrics`; its rewards enter running statistics: build it once."""
+        """Return the next step's batch, with `batch_metrics`; its rewards enter running statistics: build it once.
+
+        Each response has one advantage, spread over its tokens. A response without a token is left out, and the tokens
+        of one that is not trained (see `is_trained`) are masked; both still count in their group's advantages.
+        """
         config = self._config
         shaped = [[shaped_reward(t, config) for t in group.trajectories] for group in groups]
         rewards, reward_metrics = self._scaler.scaled(shaped)
-        return build_batch(
-            groups,
-            self._advantages,
-            batch_metrics(groups) | metrics | reward_metrics,
-            rewards=rewards,
-            whiten_batch=config.advantage.whiten_batch,
-            is_trained=lambda trajectory: is_trained(trajectory, config),
+        rewards_of = [torch.tensor(values, dtype=torch.float64) for values in rewards]
+        rewards_S = torch.cat(rewards_of)
+        advantages_S = torch.cat([self._advantages(rewards_G) for rewards_G in rewards_of])
+        if config.advantage.whiten_batch:
+            advantages_S = whiten(advantages_S)
+        trajectories = [t for group in groups for t in group.trajectories]
+        has_tokens_S = torch.tensor([t.num_response_tokens > 0 for t in trajectories], dtype=torch.bool)
+        advantages_S = advantages_S[has_tokens_S].float()
+        trajectories = [t for t in trajectories if t.num_response_tokens]
+        prompt_lens = torch.tensor([len(t.prompt.token_ids) for t in trajectories], dtype=torch.int64)
+        response_lens = torch.tensor([t.num_response_tokens for t in trajectories], dtype=torch.int64)
+        part_lens = torch.stack([prompt_lens, response_lens], 1).flatten()
+        is_response_T = torch.tensor([False, True]).repeat(len(trajectories)).repeat_interleave(part_lens)
+        num_tokens = is_response_T.numel()
+
+        def on_responses(values: Sequence[float] | Sequence[int] | Tensor, dtype: torch.dtype, prompt: float) -> Tensor:
+            out_T = torch.full((num_tokens,), prompt, dtype=dtype)
+            out_T[is_response_T] = torch.as_tensor(values, dtype=dtype)
+            return out_T
+
+        is_trained_S = torch.tensor([is_trained(t, config) for t in trajectories], dtype=torch.bool)
+        return Batch(
+            token_ids_T=torch.tensor(
+                [i for t in trajectories for i in (*t.prompt.token_ids, *t.response_ids)], dtype=torch.int64
+            ),
+            seq_lens_S=prompt_lens + response_lens,
+            prompt_lens_S=prompt_lens,
+            advantages_T=on_responses(advantages_S.repeat_interleave(response_lens), torch.float32, 0.0),
+            behaviour_logprobs_T=on_responses(
+                list(chain.from_iterable(t.behaviour_logprobs for t in trajectories)), torch.float32, 0.0
+            ),
+            versions_T=on_responses(list(chain.from_iterable(t.versions for t in trajectories)), torch.int64, -1),
+            mask_T=on_responses(is_trained_S.repeat_interleave(response_lens), torch.bool, 0.0),
+            rewards_S=rewards_S[has_tokens_S].float(),
+            metrics=batch_metrics(groups) | metrics | reward_metrics,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -43,65 +82,6 @@ class BatchBuilder:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._scaler.load_state_dict(state["rewards"])
-
-
-def build_batch(
-    groups: Sequence[Group],
-    advantages: Callable[[Tensor], Tensor],
-    metrics: dict[str, float] | None = None,
-    *,
-    rewards: Sequence[Sequence[float]] | None = None,
-    whiten_batch: bool = False,
-    is_trained: Callable[[Trajectory], bool] = lambda trajectory: True,
-) -> Batch:
-    """Pack the responses of all groups, each with one advantage spread over its tokens.
-
-    A response without a token is left out.
-
-    Args:
-        advantages: maps the rewards of one group, float64 [G], to advantages [G] (see algorithms.advantages).
-        rewards: the rewards of each group (see `rewards.shaping`); None takes the verdicts.
-        whiten_batch: whether to apply `algorithms.advantages.whiten` to all responses of the batch afterwards.
-        is_trained: returns False for a response whose tokens are masked; it still counts in its group's advantages.
-    """
-    rewards_of = [torch.tensor(values, dtype=torch.float64) for values in rewards or [g.rewards for g in groups]]
-    of_groups = [advantages(rewards_G) for rewards_G in rewards_of]
-    rewards_S = torch.cat(rewards_of) if rewards_of else torch.zeros(0, dtype=torch.float64)
-    advantages_S = torch.cat(of_groups) if of_groups else torch.zeros(0, dtype=torch.float64)
-    if whiten_batch:
-        advantages_S = whiten(advantages_S)
-    trajectories = [t for group in groups for t in group.trajectories]
-    has_tokens_S = torch.tensor([t.num_response_tokens > 0 for t in trajectories], dtype=torch.bool)
-    advantages_S = advantages_S[has_tokens_S].float()
-    trajectories = [t for t in trajectories if t.num_response_tokens]
-    prompt_lens = torch.tensor([len(t.prompt.token_ids) for t in trajectories], dtype=torch.int64)
-    response_lens = torch.tensor([t.num_response_tokens for t in trajectories], dtype=torch.int64)
-    is_response_T = torch.repeat_interleave(
-        torch.tensor([False, True]).repeat(len(trajectories)), torch.stack([prompt_lens, response_lens], 1).flatten()
-    )
-    num_tokens = is_response_T.numel()
-
-    def on_responses(values: Sequence[float] | Sequence[int] | Tensor, dtype: torch.dtype, prompt: float) -> Tensor:
-        out_T = torch.full((num_tokens,), prompt, dtype=dtype)
-        out_T[is_response_T] = torch.as_tensor(values, dtype=dtype)
-        return out_T
-
-    is_trained_S = torch.tensor([is_trained(t) for t in trajectories], dtype=torch.bool)
-    return Batch(
-        token_ids_T=torch.tensor(
-            [i for t in trajectories for i in (*t.prompt.token_ids, *t.response_ids)], dtype=torch.int64
-        ),
-        seq_lens_S=prompt_lens + response_lens,
-        prompt_lens_S=prompt_lens,
-        advantages_T=on_responses(advantages_S.repeat_interleave(response_lens), torch.float32, 0.0),
-        behaviour_logprobs_T=on_responses(
-            list(chain.from_iterable(t.behaviour_logprobs for t in trajectories)), torch.float32, 0.0
-        ),
-        versions_T=on_responses(list(chain.from_iterable(t.versions for t in trajectories)), torch.int64, -1),
-        mask_T=on_responses(is_trained_S.repeat_interleave(response_lens), torch.bool, 0.0),
-        rewards_S=rewards_S[has_tokens_S].float(),
-        metrics=metrics or {},
-    )
 
 
 def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:

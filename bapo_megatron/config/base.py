@@ -21,3 +21,8 @@ class Violation:
 
     message: str
     severity: Literal["error", "warning"] = "error"
+
+
+def warning(message: str) -> Violation:
+    """Return a violation that does not stop the run."""
+    return Violation(message, "warning")

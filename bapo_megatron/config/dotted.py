@@ -1,6 +1,6 @@
-"""Parts of a run that a setting names by a dotted path, "package.module:name", with a signature of their own.
+"""Dotted paths, "package.module:name", by which settings name functions and objects of the user's own.
 
-This file is read by judge processes too, and imports neither torch nor the configuration.
+Judge processes read this file too, so it imports neither torch nor the configuration.
 """
 
 import importlib
@@ -24,7 +24,7 @@ class Seam:
     setting: str
     names: tuple[str, ...]
     expected: str  # as an error message shows it
-    num_arguments: int | None = None  # of a call by position; None: the object is checked elsewhere
+    parameters: tuple[str, ...] | None = None  # passed by position; None: the object is checked elsewhere
 
     def known(self, value: str) -> str:
         """Return `value`, a built-in name or a dotted path. Raises ValueError, for a pydantic validator."""
@@ -52,18 +52,21 @@ class Seam:
             found = operator.attrgetter(name)(loaded)
         except AttributeError:
             raise self.error(path, f"{loaded.__file__ or module} has no {name}") from None
-        if self.num_arguments is not None:
+        if self.parameters is not None:
             signature = self.signature(path, found)
             try:
-                signature.bind(*range(self.num_arguments))
-            except TypeError as error:
-                raise self.error(path, f"its signature is {signature}, which does not fit ({error})") from None
+                is_fit = tuple(signature.bind(*self.parameters).arguments) == self.parameters
+            except TypeError:
+                is_fit = False
+            if not is_fit:
+                asked = ", ".join(self.parameters)
+                raise self.error(path, f"its signature is {signature}, which does not fit: the parameters are {asked}")
         return found
 
     def signature(self, path: str, found: Any) -> inspect.Signature:
         """Return the signature of the object found at `path`. Raises UserError if it has none."""
         if not callable(found):
-            raise self.error(path, f"it is not callable but {type(found).__name__}")
+            raise self.error(path, f"it is of type {type(found).__name__}, which is not callable")
         try:
             return inspect.signature(found)
         except (TypeError, ValueError):
@@ -74,12 +77,14 @@ class Seam:
         return UserError(f'{self.setting}="{path}": {problem}. Expected: {self.expected}')
 
 
-LOSS = Seam("loss.name", ("bapo", "grpo", "sft"), "def loss(inputs: LossInputs, options) -> TokenLoss", 2)
+LOSS = Seam(
+    "loss.name", ("bapo", "grpo", "sft"), "def loss(inputs: LossInputs, options) -> TokenLoss", ("inputs", "options")
+)
 ADVANTAGE = Seam(
     "advantage.kind",
     ("grpo", "dr_grpo", "rloo", "gae", "n_step"),
     "def advantage(rewards_G: Tensor) -> Tensor, of the same shape and type",
-    1,
+    ("rewards_G",),
 )
 REWARD = Seam(
     "reward.kind",
@@ -88,5 +93,8 @@ REWARD = Seam(
     "(they are passed by name)",
 )
 KEEP_GROUP = Seam(
-    "rollout.keep_group", ("all", "informative"), "def keep_group(group: Group, config: Config) -> bool", 2
+    "rollout.keep_group",
+    ("all", "informative"),
+    "def keep_group(group: Group, config: Config) -> bool",
+    ("group", "config"),
 )

@@ -11,7 +11,7 @@ MOVED: dict[Path, Callable[[Any], str]] = {
     ("loss", "clip_higher"): lambda value: f'loss.name="grpo" with loss.clip_high={value}',
     ("rollout", "zero_variance"): lambda value: f'rollout.keep_group="{_KEEP_GROUP.get(value, "informative")}"',
 }
-"""By setting that is gone: what to write in its place, given its value."""
+"""Replacements of the moved settings, given their values."""
 
 _OPTION = "write it into slurm.options, such as slurm.options=%s"
 RETIRED: dict[str, tuple[Any, str]] = {
@@ -24,7 +24,7 @@ RETIRED: dict[str, tuple[Any, str]] = {
     "monitor.wandb_entity": ("none", "set WANDB_ENTITY in the environment"),
     "monitor.wandb_mode": ("online", "set WANDB_MODE in the environment"),
 }
-"""By setting that went without a successor: its default, which an old file may still name, and what to do otherwise."""
+"""Settings without a successor: the default, which an old file may still contain, and the advice for other values."""
 
 
 def updated(table: dict[str, Any]) -> dict[str, Any]:

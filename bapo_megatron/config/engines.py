@@ -1,4 +1,4 @@
-"""Rollout engines by name, each with the capabilities that checks, placement, start and evaluation go by.
+"""Rollout engines by name, and the capabilities on which checks, placement, start and evaluation depend.
 
 The table is data that the configuration can read; the code of an engine is in engines/, or in a package of its own:
 
@@ -49,9 +49,9 @@ ENGINE_SPECS = Seam(
     "rollout.engine",
     (),
     "def engine_specs(config, model_path, logs, ports, share: EngineShare) -> list[EngineSpec]",
-    5,
+    ("config", "model_path", "logs", "ports", "share"),
 )
-ENGINE_CHECK = Seam("rollout.engine", (), "def check_installed(has_gpu: bool), which raises UserError", 1)
+ENGINE_CHECK = Seam("rollout.engine", (), "def check_installed(has_gpu: bool), which raises UserError", ("has_gpu",))
 
 
 def engine_kind(name: str) -> EngineKind:
@@ -64,12 +64,12 @@ def engine_kind(name: str) -> EngineKind:
         return ENGINES[name]
     kind = ENGINE.load(name)
     if not isinstance(kind, EngineKind):
-        raise ENGINE.error(name, f"it is no EngineKind but {type(kind).__name__}")
+        raise ENGINE.error(name, f"it is of type {type(kind).__name__}, not EngineKind")
     return kind
 
 
 def check_engine(name: str) -> None:
-    """Import the functions that an engine of one's own names.
+    """Import the functions that a user-defined engine names.
 
     Raises:
         UserError: the engine or a function is missing, or has the wrong signature.

@@ -9,6 +9,7 @@ error that names the file or the override it came from.
 - TOML has no null: the string "none" unsets a setting that can be unset.
 """
 
+import difflib
 import json
 import os
 import tomllib
@@ -22,6 +23,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from bapo_megatron.config import earlier, paths
+from bapo_megatron.config.coming_from import meant_by
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_loss import LOSS_SECTIONS
 from bapo_megatron.errors import ConfigError
@@ -31,7 +33,16 @@ Origins = dict[paths.Path, str]
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into configurations and overrides: an override has a "=" and is no file."""
+    """Split a command line into configurations and overrides: an override has a "=" and is no file.
+
+    Raises:
+        ConfigError: a setting is written without a "=", such as `optimizer.lr 3e-4`.
+    """
+    known = {".".join(path) for path in paths.schema() if len(path) > 1}
+    bare = [i for i, text in enumerate(arguments) if text in known and not os.path.exists(text)]
+    if bare:
+        values = {i: next((text for text in arguments[i + 1 : i + 2] if "=" not in text), "VALUE") for i in bare}
+        raise ConfigError("\n".join(f"{arguments[i]} needs a =: write {arguments[i]}={values[i]}" for i in bare))
     overrides = [a for a in arguments if "=" in a and not os.path.isfile(a)]  # Path.is_file raises where it is long
     return [a for a in arguments if a not in overrides], overrides
 
@@ -58,7 +69,7 @@ def load_config(files: Sequence[Path | str], overrides: Sequence[str] = ()) -> C
 
 
 def load_tables(tables: Mapping[str, dict[str, Any]], overrides: Sequence[str] = ()) -> Config:
-    """Like `load_config`, for tables that were read already, in order, each with what to call it in errors."""
+    """Merge tables in order, then overrides, and validate the result; the keys name the tables in errors."""
     return _merged(list(tables.items()), overrides, [])
 
 
@@ -82,17 +93,22 @@ def _merged(tables: Sequence[tuple[str, dict[str, Any]]], overrides: Sequence[st
             problems.append(str(error))
             continue
         origins |= dict.fromkeys(_leaves(value, path_in_schema), f"override {text}")
-    problems += _drop_retired(merged, origins)
+    problems += _drop_earlier(merged, origins)
     return _validated(merged, origins, problems)
 
 
-def _drop_retired(merged: dict[str, Any], origins: Origins) -> Iterator[str]:
-    """Drop retired settings that have their defaults; yield what to write for the others."""
+def _drop_earlier(merged: dict[str, Any], origins: Origins) -> Iterator[str]:
+    """Drop what earlier versions had; yield what to write instead, unless a retired setting has its default."""
+    loss = merged.get("loss")
+    if isinstance(loss, dict) and loss.get("name") == "clip_higher":
+        advice = earlier.MOVED["loss", "clip_higher"](loss.pop("clip_higher", 1.28))
+        yield f'loss.name="clip_higher" is now {advice} ({_source(("loss", "name"), origins)})'
+        loss["name"] = "grpo"
     for name, (default, advice) in earlier.RETIRED.items():
         section, _, key = name.partition(".")
         table = merged.get(section)
         if isinstance(table, dict) and key in table and table.pop(key) != default:
-            yield f"{name} ({_source((section, key), origins)}) is no setting any more; {advice}"
+            yield f"{name} ({_source((section, key), origins)}) is no longer a setting; {advice}"
 
 
 def _validated(merged: dict[str, Any], origins: Origins, problems: list[str]) -> Config:
@@ -121,14 +137,22 @@ def find_config(file: Path | str) -> Path:
     shipped = shipped_configs()
     if str(file) in shipped:
         return shipped[str(file)]
+    renamed = f"recipes/{Path(file).name}"
+    if str(file) == f"models/{Path(file).name}" and renamed in shipped:
+        raise ConfigError(f"the shipped configuration {file} is now {renamed}")
+    if os.path.isfile(os.path.join(file, "config.json")):
+        raise ConfigError(
+            f"{file} is a model, not a configuration: `bapo init {file} DATA` writes one, or set model.path={file}"
+        )
     what = "is a folder" if os.path.isdir(file) else "does not exist"
-    raise ConfigError(
-        f"configuration {file} {what}; give a TOML file or a shipped configuration ({', '.join(sorted(shipped))})"
-    )
+    close = difflib.get_close_matches(str(file), shipped, n=1)
+    every = f"give a TOML file or a shipped configuration ({', '.join(sorted(shipped))})"
+    advice = f"did you mean {close[0]}?" if close else every
+    raise ConfigError(f"configuration {file} {what}; {advice}")
 
 
 def shipped_configs() -> dict[str, Path]:
-    """Name ("demo", "models/qwen3-32b-64k") -> file of the configurations that come with the package."""
+    """Name ("demo", "recipes/qwen3-32b-64k") -> file of the configurations that come with the package."""
     with resources.as_file(resources.files("bapo_megatron_configs")) as folder:
         return {file.relative_to(folder).with_suffix("").as_posix(): file for file in folder.rglob("*.toml")}
 
@@ -151,7 +175,7 @@ def _put_over(merged: dict[str, Any], table: dict[str, Any]) -> None:
 
 
 def _forget_options(merged: dict[str, Any], sources: Sequence[Any]) -> None:
-    """`data.options` are those of a prompt source: another source, named later, starts without."""
+    """Drop `data.options`, which belong to one prompt source, if a later source is another one."""
     data = merged.get("data")
     if isinstance(data, dict) and any(source != data.get("source") for source in sources):
         data.pop("options", None)
@@ -252,17 +276,16 @@ def _explain(error: dict[str, Any], origins: Origins) -> str:
         if path in earlier.MOVED:
             return f"{name} is now {earlier.MOVED[path](error['input'])} ({source})"
         if loss and path in paths.schema():
-            return f"{name} is no setting of {_loss_name(loss)}, but of {_losses_with(path[1])} ({source})"
-        suggestion = paths.suggest(path)
-        return f"no such setting: {name} ({source})" + (f"; did you mean {suggestion}?" if suggestion else "")
+            return f"{name} is not a setting of {_loss_name(loss)}, but of {_losses_with(path[1])} ({source})"
+        return "\n".join(_unknown(wrong, origins) for wrong in _most_telling(path, error["input"]))
     got = _shown(error["input"])
+    if kind == "model_type" and (suggestion := meant_by(name)):
+        return f"{name} is a table of settings, got {got} ({source}); did you mean {suggestion}?"
     if kind in _EXPECTED:
         return f"{name} must be {_EXPECTED[kind]}, got {got} ({source})"
     if kind == "literal_error":
         choices = context["expected"].replace("'", '"')
         return f"{name} must be {choices}, got {got} ({source})"
-    if kind == "moved":
-        return f"{error['msg']} ({source})"
     if kind == "value_error":
         text = str(context["error"])
         return f"{name}{'' if text.startswith('must') else ':'} {text} ({source})"
@@ -273,6 +296,22 @@ def _explain(error: dict[str, Any], origins: Origins) -> str:
         (limit_kind, limit), *_ = context.items()
         return f"{name} must be {relation[limit_kind]} {limit:g}, got {got} ({source})"
     return f"{name}: {error['msg']}, got {got} ({source})"
+
+
+def _most_telling(path: paths.Path, value: Any) -> list[paths.Path]:
+    """Return the path itself if it is a misspelt section, or a value; else the settings below it, such as actor.lr."""
+    if not isinstance(value, dict) or not value:
+        return [path]
+    section = paths.suggest(path)
+    if section and all((section, key) in paths.schema() for key in value):
+        return [path]
+    return [leaf for key in value for leaf in _most_telling((*path, key), value[key])]
+
+
+def _unknown(path: paths.Path, origins: Origins) -> str:
+    suggestion = paths.suggest(path)
+    advice = f"; did you mean {suggestion}?" if suggestion else ""
+    return f"no such setting: {'.'.join(path)} ({_source(path, origins)}){advice}"
 
 
 def _losses_with(setting: str) -> str:

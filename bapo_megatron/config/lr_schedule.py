@@ -11,7 +11,7 @@ from bapo_megatron.config.schema import Config, OptimizerConfig
 
 
 def planned_updates(config: Config) -> int:
-    """`optimizer.total_updates`, or the updates of the whole run: steps x mini-batches x epochs."""
+    """Return `optimizer.total_updates`, or the updates of the whole run: steps x mini-batches x epochs."""
     train = config.train
     return config.optimizer.total_updates or train.num_steps * train.minibatches_per_step * train.epochs_per_step
 

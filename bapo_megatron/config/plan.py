@@ -5,18 +5,15 @@ from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
-from bapo_megatron.config.base import Violation
+from bapo_megatron.config import precision
+from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.config.dotted import ADVANTAGE, KEEP_GROUP
 from bapo_megatron.config.engines import check_engine
 from bapo_megatron.config.lr_schedule import planned_updates
-from bapo_megatron.config.precision import Machine, check_precision
-from bapo_megatron.config.schema import FORWARDS_FIRST_MEMORY_SHARE, Config, RolloutConfig
-from bapo_megatron.config.schema_advantage import CriticConfig
+from bapo_megatron.config.schema import FORWARDS_FIRST_MEMORY_SHARE, Config, CriticConfig, RolloutConfig
 from bapo_megatron.config.schema_loss import CustomLoss
 from bapo_megatron.errors import UserError
-from bapo_megatron.hf.shape import validate_layout
-
-__all__ = ["Violation", "check", "max_microbatches", "num_ranks", "summarize"]
+from bapo_megatron.hf.shape import model_shape, unsupported, validate_layout
 
 # Arguments of SGLang that the launcher sets, and where to set them instead.
 OWN_SGLANG_ARGUMENTS = {
@@ -37,7 +34,7 @@ def check(
     hf_config: dict[str, Any] | None,
     reference_config: dict[str, Any] | None = None,
     num_gpus: int = 0,
-    machine: Machine | None = None,
+    machine: precision.Machine | None = None,
 ) -> list[Violation]:
     """Find all violations across sections, layout first.
 
@@ -50,6 +47,7 @@ def check(
     found = list(_functions(config))
     if any(v.message.startswith("rollout.engine=") for v in found):
         return found  # the other checks ask what the engine can do
+    shape = None if hf_config is None or unsupported(hf_config) else model_shape(hf_config)
     found += [
         *_layout(config),
         *_gpus(config, num_gpus),
@@ -65,15 +63,17 @@ def check(
         *_critic(config),
         *_sync(config),
         *check_monitor(config),
-        *check_precision(config, hf_config, num_gpus, machine),
+        *(Violation(message) for message in precision.problems(config, shape=shape, machine=machine)),
+        *(warning(message) for message in precision.warnings(config, num_gpus=num_gpus)),
     ]
     if hf_config is not None:
         found += _model(config, hf_config)
         if reference_config is not None:
             found += check_reference(config, reference_config, hf_config)
     if config.model.dtype == "bfloat16" and not num_gpus:
-        message = 'model.dtype="bfloat16" is several times slower than float32 on a CPU; set model.dtype="float32"'
-        found.append(Violation(message, "warning"))
+        found.append(
+            warning('model.dtype="bfloat16" is several times slower than float32 on a CPU; set model.dtype="float32"')
+        )
     return found
 
 
@@ -110,8 +110,10 @@ def summarize(config: Config) -> str:
 
 def max_microbatches(config: Config) -> int:
     """Count the micro-batches of one update on one data rank if every prompt and response is as long as allowed."""
-    per_rank = -(-_sequences_per_minibatch(config) // config.parallel.data)
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    r = config.rollout
+    per_minibatch = r.prompts_per_step * r.samples_per_prompt // config.train.minibatches_per_step
+    per_rank = -(-per_minibatch // config.parallel.data)
+    longest = config.data.max_prompt_tokens + r.max_response_tokens
     budget = config.train.max_tokens_per_microbatch * config.parallel.context
     per_microbatch = max(1, budget // longest)
     return -(-per_rank // per_microbatch)
@@ -139,11 +141,6 @@ def runs_forwards_first(
     return layer_input_bytes <= FORWARDS_FIRST_MEMORY_SHARE * memory_bytes
 
 
-def _sequences_per_minibatch(config: Config) -> int:
-    r = config.rollout
-    return r.prompts_per_step * r.samples_per_prompt // config.train.minibatches_per_step
-
-
 def _functions(config: Config) -> Iterator[Violation]:
     """Load the functions at dotted paths. A judge is loaded in a process of its own, by preflight/check.py."""
     advantage, rollout, loss = config.advantage.kind, config.rollout, config.loss
@@ -164,9 +161,11 @@ def _functions(config: Config) -> Iterator[Violation]:
 def _layout(config: Config) -> Iterator[Violation]:
     p, product = config.parallel, num_ranks(config)
     if p.num_ranks is not None and p.num_ranks != product:
+        data, rest = divmod(p.num_ranks, product // p.data)
+        advice = ", or leave it out" if rest else f" or parallel.data={data}"
         yield Violation(
-            f"parallel.num_ranks={p.num_ranks}, but tensor x pipeline x context x data = "
-            f"{p.tensor} x {p.pipeline} x {p.context} x {p.data} = {product}; {_rank_advice(config)}"
+            f"parallel.num_ranks={p.num_ranks}, but tensor x pipeline x context x data = {p.tensor} x {p.pipeline} x "
+            f"{p.context} x {p.data} = {product}; set parallel.num_ranks={product}{advice}"
         )
     if p.virtual_pipeline > 1 and p.pipeline == 1:
         yield Violation(
@@ -179,25 +178,15 @@ def _layout(config: Config) -> Iterator[Violation]:
             'micro-batches on in an order of their own; set train.schedule="auto"'
         )
     if config.optimizer.distributed and p.data * p.context == 1 and config.cluster.gpu is None:
-        yield Violation(
+        yield warning(
             "optimizer.distributed=true splits Adam's state over parallel.data x context ranks, and there is one; "
-            "set optimizer.distributed=false",
-            "warning",
+            "set optimizer.distributed=false"
         )
     if p.sequence and p.tensor == 1:
         yield Violation(
             "parallel.sequence=true splits within the tensor-parallel group and needs parallel.tensor above 1; "
             "set parallel.sequence=false"
         )
-
-
-def _rank_advice(config: Config) -> str:
-    p = config.parallel
-    assert p.num_ranks is not None
-    model_ranks = p.tensor * p.pipeline * p.context
-    if p.num_ranks % model_ranks == 0:
-        return f"set parallel.data={p.num_ranks // model_ranks} or parallel.num_ranks={num_ranks(config)}"
-    return f"set parallel.num_ranks={num_ranks(config)}, or leave it out"
 
 
 def _gpus(config: Config, num_gpus: int) -> Iterator[Violation]:
@@ -227,8 +216,7 @@ def _batch(config: Config) -> Iterator[Violation]:
             f"samples_per_prompt = {r.prompts_per_step} x {r.samples_per_prompt} = {num_sequences} sequences; "
             f"set train.minibatches_per_step={nearest}"
         )
-    elif num_sequences // t.minibatches_per_step < data:
-        each = num_sequences // t.minibatches_per_step
+    elif (each := num_sequences // t.minibatches_per_step) < data:
         at_most = num_sequences // data
         advice = (
             f"set train.minibatches_per_step={_nearest_divisor(num_sequences, at_most, at_most)}"
@@ -277,10 +265,9 @@ def _rollout(config: Config) -> Iterator[Violation]:
             f"{r.prompts_per_step} groups that a step needs; set rollout.groups_in_flight={r.prompts_per_step} or more"
         )
     if r.abort_tail and not r.overlap and (r.groups_in_flight or r.prompts_per_step) == r.prompts_per_step:
-        yield Violation(
+        yield warning(
             f"rollout.abort_tail=true has no tail to abort: rollout.groups_in_flight is the "
-            f"{r.prompts_per_step} groups that a step needs; set rollout.groups_in_flight={2 * r.prompts_per_step}",
-            "warning",
+            f"{r.prompts_per_step} groups that a step needs; set rollout.groups_in_flight={2 * r.prompts_per_step}"
         )
     longest = config.data.max_prompt_tokens + r.max_response_tokens
     if r.engine_max_context is not None and r.engine_max_context < longest:
@@ -311,21 +298,20 @@ def _engines(config: Config) -> Iterator[Violation]:
     for name in sorted(config.sglang.extra.keys() & OWN_SGLANG_ARGUMENTS.keys()):
         yield Violation(f"sglang.extra.{name} is set by the launcher; use {OWN_SGLANG_ARGUMENTS[name]}")
     if not r.engine_kind.answers_when_busy and r.hang_timeout_s < config.sync.timeout_s:
-        message = (
+        yield warning(
             f"rollout.hang_timeout_s={r.hang_timeout_s:g} is below sync.timeout_s={config.sync.timeout_s:g}: a server "
             f"may be killed in the middle of a weight update; set rollout.hang_timeout_s={config.sync.timeout_s:g}"
         )
-        yield Violation(message, "warning")
-    if r.router_url is not None:
-        yield from _router(r.router_url, r)
+    if url := r.router_url:
+        yield from _router(url, r)
     for url in r.urls if r.engine == "attach" else ():
         if server_address(url) is None:
-            yield Violation(f'rollout.urls: "{url}" is no URL of a server; write it like "http://127.0.0.1:30000"')
+            yield Violation(f'rollout.urls: "{url}" is not the URL of a server; write it like "http://127.0.0.1:30000"')
     share = config.sglang.extra.get("mem_fraction_static")
     if share is not None and not (type(share) in (int, float) and 0 < share < 1):
         yield Violation(
-            f"sglang.extra.mem_fraction_static={share!r} is no share of a GPU's memory, for weights and KV cache; set "
-            "it between 0 and 1, such as 0.85, or leave it out"
+            f"sglang.extra.mem_fraction_static={share!r} is not a share of a GPU's memory, for weights and KV cache; "
+            "set it between 0 and 1, such as 0.85, or leave it out"
         )
 
 
@@ -336,7 +322,7 @@ def _router(url: str, r: RolloutConfig) -> Iterator[Violation]:
             "and their rollout.urls, or leave router_url out"
         )
     if server_address(url) is None:
-        yield Violation(f'rollout.router_url="{url}" is no URL; set it to something like "http://127.0.0.1:30001"')
+        yield Violation(f'rollout.router_url="{url}" is not a URL; set it to something like "http://127.0.0.1:30001"')
     if url.rstrip("/") in {worker.rstrip("/") for worker in r.urls}:
         yield Violation(f'rollout.router_url="{url}" is also one of rollout.urls, which are the servers behind it')
 
@@ -390,28 +376,24 @@ def _reward(config: Config) -> Iterator[Violation]:
             f"reward.overlong_buffer_tokens={max(1, r.max_response_tokens // 5)}"
         )
     if reward.overlong_buffer_tokens and not reward.overlong_penalty:
-        yield Violation(
+        yield warning(
             f"reward.overlong_buffer_tokens={reward.overlong_buffer_tokens} does nothing without a penalty; "
-            "set reward.overlong_penalty=1, or leave it out",
-            "warning",
+            "set reward.overlong_penalty=1, or leave it out"
         )
     if r.truncated == "mask" and reward.overlong_penalty:
-        yield Violation(
+        yield warning(
             'rollout.truncated="mask" keeps truncated responses out of the loss, so that reward.overlong_penalty='
-            f'{reward.overlong_penalty:g} teaches little; set rollout.truncated="keep" or reward.overlong_penalty=0',
-            "warning",
+            f'{reward.overlong_penalty:g} teaches little; set rollout.truncated="keep" or reward.overlong_penalty=0'
         )
     if r.keep_group == "informative" and r.samples_per_prompt == 2:
-        yield Violation(
+        yield warning(
             'rollout.keep_group="informative" with rollout.samples_per_prompt=2 drops most groups: two responses often '
-            'get the same reward; set rollout.samples_per_prompt=8, or rollout.keep_group="all"',
-            "warning",
+            'get the same reward; set rollout.samples_per_prompt=8, or rollout.keep_group="all"'
         )
     if r.keep_group == "informative" and config.train.entropy_coef:
-        yield Violation(
+        yield warning(
             f"train.entropy_coef={config.train.entropy_coef:g} rewards entropy on groups of equal rewards too, and "
-            'rollout.keep_group="informative" leaves these out of the batch; set rollout.keep_group="all"',
-            "warning",
+            'rollout.keep_group="informative" leaves these out of the batch; set rollout.keep_group="all"'
         )
     if reward.kind == "code" and config.data.source != "jsonl":
         yield Violation(
@@ -421,39 +403,34 @@ def _reward(config: Config) -> Iterator[Violation]:
     is_scaled = reward.scale != 1 or reward.running_std
     if config.advantage.kind == "grpo" and is_scaled and reward.clip is None:
         name = "reward.running_std" if reward.running_std else f"reward.scale={reward.scale:g}"
-        yield Violation(
+        yield warning(
             f'{name} does nothing with advantage.kind="grpo", which divides by the standard deviation of each group; '
-            'set advantage.kind="dr_grpo" or "rloo"',
-            "warning",
+            'set advantage.kind="dr_grpo" or "rloo"'
         )
     if config.advantage.whiten_batch and is_scaled and reward.clip is None and config.advantage.kind != "grpo":
-        yield Violation(
+        yield warning(
             "advantage.whiten_batch=true divides by the standard deviation of the batch, so that reward.scale and "
-            "reward.running_std do nothing; leave one of them out",
-            "warning",
+            "reward.running_std do nothing; leave one of them out"
         )
 
 
 def _loss(config: Config) -> Iterator[Violation]:
     loss, train = config.loss, config.train
     if loss.scores_proximal and train.minibatches_per_step * train.epochs_per_step == 1:
-        yield Violation(
+        yield warning(
             'loss.proximal="learner" clips the ratio to the weights that the step began with, which is 1 in its only '
-            "update: nothing is ever clipped; set train.minibatches_per_step=2 or more to let the bounds act",
-            "warning",
+            "update: nothing is ever clipped; set train.minibatches_per_step=2 or more to let the bounds act"
         )
     if config.loss.bounds == "bapo" and config.bapo.scope == "microbatch":
-        yield Violation(
+        yield warning(
             'bapo.scope="microbatch" gives every micro-batch bounds of its own, as the authors\' recipe does: results '
             f"depend on train.max_tokens_per_microbatch={config.train.max_tokens_per_microbatch} and on the number of "
-            'data and context ranks; set bapo.scope="exact" for results that do not',
-            "warning",
+            'data and context ranks; set bapo.scope="exact" for results that do not'
         )
     if config.monitor.token_profile and config.loss.name == "sft":
-        yield Violation(
+        yield warning(
             'monitor.token_profile=true does nothing with loss.name="sft", which has neither ratios nor bounds; '
-            "leave it out",
-            "warning",
+            "leave it out"
         )
 
 
@@ -466,17 +443,15 @@ def _kl(config: Config) -> Iterator[Violation]:
                 "loss.kl_coef=0.1, or leave loss.kl_target out"
             )
         if loss.reference_path is not None:
-            yield Violation(
+            yield warning(
                 f"loss.reference_path={loss.reference_path!r} is not used without a KL term; set loss.kl_coef=0.001, "
-                "or leave it out",
-                "warning",
+                "or leave it out"
             )
         return
     if loss.kl_estimator == "k1":
-        yield Violation(
+        yield warning(
             'loss.kl_estimator="k1" has a gradient of 0 on average, on samples of the policy itself: as a term of the '
-            'loss it adds noise and holds nothing back; set loss.kl_estimator="k2" or "k3"',
-            "warning",
+            'loss it adds noise and holds nothing back; set loss.kl_estimator="k2" or "k3"'
         )
 
 
@@ -501,10 +476,9 @@ def _schedule(config: Config) -> Iterator[Violation]:
     if optimizer.schedule == "constant":
         for name in ("min_lr_ratio", "total_updates"):
             if value := getattr(optimizer, name):
-                yield Violation(
+                yield warning(
                     f'optimizer.{name}={value:g} does nothing with optimizer.schedule="constant"; set '
-                    'optimizer.schedule="cosine", or leave it out',
-                    "warning",
+                    'optimizer.schedule="cosine", or leave it out'
                 )
     elif optimizer.warmup_updates >= num_updates:
         yield Violation(
@@ -529,10 +503,9 @@ def _critic(config: Config) -> Iterator[Violation]:
             "one per token; set advantage.whiten_tokens instead"
         )
     if critic.warmup_steps >= config.train.num_steps and not config.train.rollout_only:
-        yield Violation(
+        yield warning(
             f"critic.warmup_steps={critic.warmup_steps} of train.num_steps={config.train.num_steps} steps train the "
-            "critic only: the policy would never change; set train.num_steps above it",
-            "warning",
+            "critic only: the policy would never change; set train.num_steps above it"
         )
     if r.keep_group == "informative":
         cost = "are all there are" if r.samples_per_prompt == 1 else "teach a critic as much as others"
@@ -543,48 +516,39 @@ def _critic(config: Config) -> Iterator[Violation]:
             "error" if r.samples_per_prompt == 1 else "warning",
         )
     if r.truncated == "mask":
-        yield Violation(
-            'rollout.truncated="mask": the critic does not learn from truncated responses either, so that its values '
-            "are those of responses that come to an end",
-            "warning",
+        yield warning(
+            'rollout.truncated="mask": the critic does not learn from truncated responses either, and so predicts the '
+            "rewards of complete responses only"
         )
 
 
 def _sync(config: Config) -> Iterator[Violation]:
     wait_s, patience_s = config.sync.timeout_s, config.parallel.timeout_s
     if num_ranks(config) > 1 and 4 * wait_s > patience_s:
-        yield Violation(
+        yield warning(
             f"sync.timeout_s={wait_s:g}: the other trainer ranks wait at most parallel.timeout_s={patience_s:g} s for "
             "the first one, which may have to wait for a hung engine in several stages of a weight update; set "
-            f"sync.timeout_s={patience_s / 4:g} or less, or parallel.timeout_s={4 * wait_s:g}",
-            "warning",
+            f"sync.timeout_s={patience_s / 4:g} or less, or parallel.timeout_s={4 * wait_s:g}"
         )
 
 
-# By sink: the module, and the extra of this package that installs it. "prometheus" stands for the endpoint.
-PACKAGES = {
-    "tensorboard": ("tensorboard", "tensorboard"),
-    "wandb": ("wandb", "wandb"),
-    "prometheus": ("prometheus_client", "prometheus"),
-}
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "prometheus": "prometheus_client"}
+"""Modules by the extra that installs them: a sink, or the endpoint of monitor.prometheus_port."""
 
 
 def check_monitor(config: Config) -> Iterator[Violation]:
     """Find missing packages before anything starts."""
-    for name in dict.fromkeys(config.monitor.sinks):
-        yield from _package(name, f'monitor.sinks has "{name}"', f'take "{name}" out of monitor.sinks')
-    if config.monitor.prometheus_port is not None:
-        setting = f"monitor.prometheus_port={config.monitor.prometheus_port}"
-        yield from _package("prometheus", setting, "leave monitor.prometheus_port out")
-
-
-def _package(name: str, setting: str, instead: str) -> Iterator[Violation]:
-    module, extra = PACKAGES[name]
-    if find_spec(module) is None:
-        yield Violation(
-            f"{setting}, and the package {module.replace('_', '-')} is not installed; "
-            f"run `pip install 'bapo-megatron[{extra}]'`, or {instead}"
-        )
+    users: dict[str, tuple[str, str]] = {
+        name: (f'monitor.sinks has "{name}"', f'take "{name}" out of it') for name in config.monitor.sinks
+    }
+    if (port := config.monitor.prometheus_port) is not None:
+        users["prometheus"] = (f"monitor.prometheus_port={port}", "leave it out")
+    for extra, (setting, instead) in users.items():
+        if find_spec(PACKAGES[extra]) is None:
+            yield Violation(
+                f"{setting}, and the package {PACKAGES[extra].replace('_', '-')} is not installed; "
+                f"run `pip install 'bapo-megatron[{extra}]'`, or {instead}"
+            )
 
 
 def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bapo_megatron.config.base import Violation
+from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.config.plan import num_ranks
-from bapo_megatron.config.schema import Config
-from bapo_megatron.config.schema_slurm import seconds_of
+from bapo_megatron.config.schema import Config, seconds_of
 from bapo_megatron.errors import ConfigError
 
 
@@ -48,15 +47,14 @@ def place(config: Config) -> Placement:
 
 
 def check_slurm(config: Config, *, step_s: float | None = None) -> list[Violation]:
-    """Find all that is wrong with the job.
+    """Find all problems of the job.
 
     Args:
-        step_s: how long a step takes, where that is known.
+        step_s: seconds of a step; None if not known yet.
     """
     return [
         *_image(config),
-        *_sweep(config),
-        *_checkpoints(config),
+        *_jobs(config),
         *check_time(config, step_s),
         *check_placement(config),
     ]
@@ -118,31 +116,29 @@ def _nodes(config: Config) -> Iterator[Violation]:
 
 
 def _gpus(config: Config) -> Iterator[Violation]:
-    placement, tensor, gpus = place(config), config.rollout.server_tensor_parallel, config.cluster.gpus_per_node
-    is_split = not _rollout_nodes(config)
-    if placement.ranks_per_node % config.parallel.tensor:
+    placement, r, gpus = place(config), config.rollout, config.cluster.gpus_per_node
+    ranks, servers = placement.ranks_per_node, placement.servers_per_node
+    if ranks % config.parallel.tensor:
         yield Violation(
-            f"parallel.tensor={config.parallel.tensor} does not divide the {placement.ranks_per_node} trainer ranks of "
-            "each node: ranks that share layers would be on two machines; set slurm.rollout_nodes, or change parallel.*"
+            f"parallel.tensor={config.parallel.tensor} does not divide the {ranks} trainer ranks of each node: "
+            "ranks that share layers would be on two machines; set slurm.rollout_nodes, or change parallel.*"
         )
-    on_servers = placement.servers_per_node * tensor if config.rollout.engine_kind.on_gpus else 0
-    needs = {"trainer": placement.ranks_per_node + (on_servers if is_split else 0)}
-    if not is_split:
-        needs["rollout"] = on_servers
-    for name, needed in needs.items():
-        what = f"{placement.servers_per_node} {config.rollout.engine_kind.title}s x {tensor} GPUs"
-        if name == "trainer":
-            servers = f" and {what}" if is_split and on_servers else ""
-            what = f"{placement.ranks_per_node} trainer ranks{servers}"
+    on_servers = servers * r.server_tensor_parallel if r.engine_kind.on_gpus else 0
+    all_servers = f"{servers} {r.engine_kind.title}s x {r.server_tensor_parallel} GPUs"
+    nodes = [("trainer", f"{ranks} trainer ranks", ranks)]
+    if _rollout_nodes(config):
+        nodes.append(("rollout", all_servers, on_servers))
+    elif on_servers:
+        nodes = [("trainer", f"{ranks} trainer ranks and {all_servers}", ranks + on_servers)]
+    for name, what, needed in nodes:
         if needed > gpus:
             yield Violation(
                 f"each {name} node has {what}, {needed} GPUs in all, and cluster.gpus_per_node={gpus}; raise "
                 "cluster.nodes, or lower parallel.* or rollout.num_servers"
             )
         elif needed < gpus:
-            yield Violation(
-                f"each {name} node has {what}: {gpus - needed} of its cluster.gpus_per_node={gpus} GPUs are idle",
-                "warning",
+            yield warning(
+                f"each {name} node has {what}: {gpus - needed} of its cluster.gpus_per_node={gpus} GPUs are idle"
             )
 
 
@@ -163,20 +159,17 @@ def _image(config: Config) -> Iterator[Violation]:
         )
 
 
-def _sweep(config: Config) -> Iterator[Violation]:
+def _jobs(config: Config) -> Iterator[Violation]:
     if config.slurm.sweep and config.slurm.chain > 1:
         yield Violation(
             f"slurm.sweep cannot be combined with slurm.chain={config.slurm.chain}; set slurm.chain=1: "
             "with slurm.requeue each task goes on by itself"
         )
 
-
-def _checkpoints(config: Config) -> Iterator[Violation]:
     if config.checkpoint.interval_steps is None and (config.slurm.requeue or config.slurm.chain > 1):
-        yield Violation(
+        yield warning(
             "checkpoint.interval_steps is unset: a job that is preempted or fails starts over; "
-            "set checkpoint.interval_steps=20",
-            "warning",
+            "set checkpoint.interval_steps=20"
         )
 
 
@@ -200,8 +193,7 @@ def check_time(config: Config, step_s: float | None) -> Iterator[Violation]:
                 f"{max(1, int(usable_s / step_s))}, or a longer limit"
             )
         elif step_s > s.stop_before_end_s:
-            yield Violation(
+            yield warning(
                 f"slurm.stop_before_end_s={s.stop_before_end_s} is shorter than a step of {step_s:.0f} s, at the end "
-                f"of which the run saves and stops; set slurm.stop_before_end_s={int(1.5 * step_s)}",
-                "warning",
+                f"of which the run saves and stops; set slurm.stop_before_end_s={int(1.5 * step_s)}"
             )

@@ -1,8 +1,7 @@
-"""FP8: its settings, and why a combination of settings, model and machine is refused. Pure facts, no GPU is asked.
+"""Checks of FP8 settings against the model and the machine, before a process starts. docs/precision.md has the table.
 
-What is checked here is what Megatron-Core 0.16.1 (`transformer_config.py`, `fp8_utils.py`) and Transformer Engine 2.9
-to 2.11 (`quantization.py`: check_*_support; `utils.py`: assert_dim_for_fp8_exec, assert_dim_for_all_gather) ask for,
-said before a process is started. docs/precision.md has the table.
+The conditions are those of Megatron-Core 0.16.1 (`transformer_config.py`, `fp8_utils.py`) and Transformer Engine 2.9 to
+2.11 (`quantization.py`: check_*_support; `utils.py`: assert_dim_for_fp8_exec, assert_dim_for_all_gather).
 """
 
 import importlib.metadata
@@ -10,13 +9,11 @@ import importlib.util
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import packaging.version
 
-from bapo_megatron.config.base import Violation
 from bapo_megatron.config.schema import Config
-from bapo_megatron.hf.shape import ModelShape, model_shape, unsupported
+from bapo_megatron.hf.shape import ModelShape
 
 Version = tuple[int, ...]
 
@@ -35,7 +32,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One way to choose scales, and what it asks for."""
+    """One way to choose scales, and its requirements."""
 
     transformer_engine: Version  # Megatron's get_fp8_recipe refuses it with an older one
     dims_multiple: int  # rows and columns of every matrix
@@ -53,21 +50,12 @@ RECIPES = {
 
 
 def tokens_multiple(config: Config) -> int:
-    """Tokens of a pack on one rank (of one tensor rank, with sequence parallelism) must be a multiple of this."""
+    """Return the number that must divide a pack's tokens on a rank (a tensor rank, with sequence parallelism)."""
     return RECIPES[config.precision.recipe].tokens_multiple if config.precision.uses_fp8 else 1
 
 
-def check_precision(
-    config: Config, hf_config: dict[str, Any] | None, num_gpus: int, machine: Machine | None
-) -> Iterator[Violation]:
-    """Find all violations: see `problems` and `warnings`."""
-    shape = None if hf_config is None or unsupported(hf_config) else model_shape(hf_config)
-    yield from (Violation(message) for message in problems(config, shape=shape, machine=machine))
-    yield from (Violation(message, "warning") for message in warnings(config, num_gpus=num_gpus))
-
-
 def problems(config: Config, *, shape: ModelShape | None, machine: Machine | None) -> list[str]:
-    """Why these settings cannot be used; each message says what to set instead.
+    """List the reasons why these settings cannot be used; each says what to set instead.
 
     Args:
         shape: the model; None leaves its sizes unchecked.
@@ -86,7 +74,7 @@ def problems(config: Config, *, shape: ModelShape | None, machine: Machine | Non
 
 
 def warnings(config: Config, *, num_gpus: int) -> list[str]:
-    """Find settings that work, but are probably not meant."""
+    """Find settings that work, but are probably not intended."""
     p, found = config.precision, []
     if not num_gpus and p.uses_fp8:
         found.append(
@@ -175,7 +163,7 @@ def _layers(config: Config, shape: ModelShape) -> Iterator[str]:
 
 
 def _dimensions(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Sizes of the layers' matrices on one rank, as cuBLAS and the quantisers take them."""
+    """Check the sizes of the layers' matrices on one rank, as cuBLAS and the quantisers take them."""
     name, tensor = config.precision.recipe, config.parallel.tensor
     recipe = RECIPES[name]
     query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -190,7 +178,7 @@ def _dimensions(config: Config, shape: ModelShape) -> Iterator[str]:
             per_rank = f" / parallel.tensor={ranks} = {size / ranks:g}" if ranks > 1 else ""
             yield (
                 f'precision.recipe="{name}" needs multiples of {recipe.dims_multiple}, but {what} = {size}{per_rank}; '
-                + _smaller(name, size, tensor if ranks > 1 else 1)
+                + _smaller(name, size, ranks)
             )
     sequence = config.parallel.sequence and tensor > 1
     if sequence and not shape.hidden_size % recipe.dims_multiple and shape.hidden_size % recipe.gathered_multiple:
@@ -201,13 +189,13 @@ def _dimensions(config: Config, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def _smaller(recipe: str, size: int, tensor: int) -> str:
+def _smaller(recipe: str, size: int, ranks: int) -> str:
     """Suggest an alternative: a smaller tensor-parallel size, another recipe, or no FP8."""
     multiple = RECIPES[recipe].dims_multiple
-    works = [n for n in range(1, tensor) if tensor % n == 0 and size % (n * multiple) == 0]
+    works = [n for n in range(1, ranks) if ranks % n == 0 and size % (n * multiple) == 0]
     if works:
         return f"set parallel.tensor={max(works)}"
-    if size % (16 * tensor) == 0:
+    if size % (16 * ranks) == 0:
         return 'set precision.recipe="tensorwise"'
     return 'set precision.fp8="off"'
 
@@ -217,8 +205,10 @@ def _machine(config: Config, machine: Machine) -> Iterator[str]:
     if capability is None:
         yield f'precision.fp8="{p.fp8}" needs a GPU; set precision.fp8="off" on this machine'
         return
-    if reason := _hardware(p.recipe, capability, machine.cuda or (), engine or (math.inf,)):
-        yield f'precision.recipe="{p.recipe}" {reason}; {_instead(p.recipe, machine)}'
+    facts = (capability, machine.cuda or (), engine or (math.inf,))
+    if reason := _hardware(p.recipe, *facts):
+        instead = 'precision.fp8="off"' if _hardware("tensorwise", *facts) else 'precision.recipe="tensorwise"'
+        yield f'precision.recipe="{p.recipe}" {reason}; set {instead}'
     oldest = RECIPES[p.recipe].transformer_engine
     if engine is None:
         yield (
@@ -232,7 +222,7 @@ def _machine(config: Config, machine: Machine) -> Iterator[str]:
 
 
 def _hardware(recipe: str, capability: tuple[int, int], cuda: Version, engine: tuple[float, ...]) -> str | None:
-    """Why a GPU or its CUDA cannot run a recipe, None if they can: Transformer Engine's check_*_support."""
+    """Return why a GPU or its CUDA cannot run a recipe (Transformer Engine's check_*_support), or None if they can."""
     this = f"this GPU has {_dotted(capability)}, with CUDA {_dotted(cuda) or 'unknown'}"
     if recipe in ("delayed", "tensorwise"):
         if capability < (8, 9):
@@ -247,14 +237,6 @@ def _hardware(recipe: str, capability: tuple[int, int], cuda: Version, engine: t
     if recipe == "mxfp8" and not (10, 0) <= capability < (12, 0):
         return f"needs compute capability 10.x (data-centre Blackwell); {this}"
     return None
-
-
-def _instead(recipe: str, machine: Machine) -> str:
-    assert machine.compute_capability is not None
-    engine = machine.transformer_engine or (math.inf,)
-    if _hardware("tensorwise", machine.compute_capability, machine.cuda or (), engine) is None:
-        return 'set precision.recipe="tensorwise"'
-    return 'set precision.fp8="off"'
 
 
 def _dotted(version: tuple[int, ...]) -> str:

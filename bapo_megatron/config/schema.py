@@ -3,18 +3,16 @@
 Checks of one field live here; checks across sections (layout, batch arithmetic, model shapes) live in `plan.py`.
 """
 
-from typing import Any, Literal
+import math
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from bapo_megatron.config.base import Section
-from bapo_megatron.config.dotted import KEEP_GROUP, REWARD
+from bapo_megatron.config.dotted import ADVANTAGE, KEEP_GROUP, REWARD
 from bapo_megatron.config.engines import ENGINE, EngineKind, engine_kind
-from bapo_megatron.config.layout import ClusterConfig, ParallelConfig
-from bapo_megatron.config.schema_advantage import AdvantageConfig, CriticConfig
 from bapo_megatron.config.schema_loss import AnyLoss, BapoLoss, ClipBoundConfig
-from bapo_megatron.config.schema_monitor import MonitorConfig
-from bapo_megatron.config.schema_slurm import SlurmConfig
 
 
 class RunConfig(Section):
@@ -34,7 +32,9 @@ class ModelConfig(Section):
     """The policy: a Hugging Face checkpoint folder (Qwen2, Qwen3 or Llama, dense)."""
 
     path: str = "demo"
-    """Folder with config.json, safetensors and tokenizer; "demo" is the small model that ships with the package."""
+    """Folder with config.json, safetensors and tokenizer; or a name on the Hugging Face hub, such as "Qwen/Qwen3-0.6B",
+    which is downloaded, and pinned as "Qwen/Qwen3-0.6B@COMMIT" in the run's config.toml; "demo" is the small model that
+    ships with the package."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations. Keep float32 on a CPU: bfloat16 is several times slower there."""
     implementation: Literal["auto", "local", "transformer_engine"] = "auto"
@@ -97,7 +97,7 @@ class DataConfig(Section):
 class RewardConfig(Section):
     """The judge of responses, and the shaping of its rewards."""
 
-    kind: str = "auto"
+    kind: Annotated[str, AfterValidator(REWARD.known)] = "auto"
     """auto: the verifier of the prompt source (math-verify for jsonl); or "chains", "reasoning_gym", "math"; code: runs
     the response's program against tests; or a function of your own, "my_package.my_module:my_function"."""
     timeout_s: PositiveFloat = 10.0
@@ -122,16 +122,11 @@ class RewardConfig(Section):
     clip: PositiveFloat | None = None
     """Bound the scaled reward to [-clip, clip], after scale and running_std. Unset: no bound."""
 
-    @field_validator("kind")
-    @classmethod
-    def _is_known(cls, kind: str) -> str:
-        return REWARD.known(kind)
-
 
 class RolloutConfig(Section):
     """Sampling responses, in budgeted pieces (partial rollout)."""
 
-    engine: str = "embedded"
+    engine: Annotated[str, AfterValidator(ENGINE.known)] = "embedded"
     """embedded: our small torch engine in a process of its own; sglang: SGLang servers started on this machine, with or
     without GPUs; attach: running SGLang-compatible servers (urls); recorded: none, batches come from a recorded run; or
     an engine of your own, "my_package.my_module:my_engine" (an EngineKind)."""
@@ -155,7 +150,7 @@ class RolloutConfig(Section):
     """A response that reaches this length is finished (reason "length")."""
     truncated: Literal["keep", "mask"] = "keep"
     """keep: train on responses cut at max_response_tokens; mask: they count in the group's statistics only."""
-    keep_group: str = "all"
+    keep_group: Annotated[str, AfterValidator(KEEP_GROUP.known)] = "all"
     """Judged groups that take a place in the batch; the others are replaced. all; informative: those whose responses
     got different rewards, as the others teach nothing (DAPO's dynamic sampling); or a function of your own,
     "my_package.my_module:keep_group"."""
@@ -195,11 +190,6 @@ class RolloutConfig(Section):
     engine_max_context: PositiveInt | None = None
     """embedded, sglang: longest prompt + response. Unset: max_prompt_tokens + max_response_tokens."""
 
-    @field_validator("engine")
-    @classmethod
-    def _is_known_engine(cls, engine: str) -> str:
-        return ENGINE.known(engine)
-
     @property
     def engine_kind(self) -> EngineKind:
         """The capabilities of `engine`. Raises UserError for a bad dotted path."""
@@ -215,10 +205,50 @@ class RolloutConfig(Section):
         """GPUs that these servers take."""
         return self.num_started * self.server_tensor_parallel if self.engine_kind.on_gpus else 0
 
-    @field_validator("keep_group")
-    @classmethod
-    def _is_known_filter(cls, keep_group: str) -> str:
-        return KEEP_GROUP.known(keep_group)
+
+class AdvantageConfig(Section):
+    """From the rewards of a group to advantages."""
+
+    kind: Annotated[str, AfterValidator(ADVANTAGE.known)] = "grpo"
+    """One for each response, from its group: grpo: (r - mean) / std; dr_grpo: r - mean; rloo: r - mean of the others;
+    or a function of your own, "my_package.my_module:my_advantage". One for each token, from a critic (see [critic]):
+    gae: generalized advantage estimation; n_step: n-step returns."""
+    whiten_batch: bool = False
+    """Whiten the advantages over the responses of the batch: with dr_grpo, REINFORCE++ with a group baseline."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """gae, n_step: discount of rewards per token; 1 is none, as usual where the reward comes at the end."""
+    lam: float = Field(1.0, ge=0, le=1)
+    """gae: 1 is the whole return less the value, without bias; smaller trusts the critic more: the reward fades by this
+    factor per token, and values take its place."""
+    n_step: PositiveInt = 128
+    """n_step: tokens until the critic's value stands in for the rest of the response."""
+    whiten_tokens: bool = True
+    """gae, n_step: give the advantages of a batch's trained tokens mean 0 and standard deviation 1, as PPO does."""
+
+    @property
+    def compares_responses(self) -> bool:
+        """Whether advantages come from the rewards of a group; else from a critic's values."""
+        return self.kind not in ("gae", "n_step")
+
+
+class CriticConfig(Section):
+    """The critic of advantage.kind = "gae" and "n_step": a second model of the trainer, split like the policy, which
+    predicts rewards. Its Adam is that of [optimizer], but for the settings here."""
+
+    path: str | None = None
+    """Folder with its start weights: a language model, or one with a score.weight of one row in place of the output
+    layer (a reward model, or the critic of a checkpoint). Unset: model.path. A new head starts at zero."""
+    lr: PositiveFloat = 1e-5
+    """Learning rate after warm-up."""
+    warmup_updates: int = Field(0, ge=0)
+    """Linear warm-up over this many updates of the critic; constant afterwards."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps at the start of the run that train the critic only, on responses of the policy as it is."""
+    epochs_per_step: PositiveInt = 1
+    """The critic's passes over each rollout batch, of train.minibatches_per_step updates each."""
+    clip: PositiveFloat | None = None
+    """Value clipping: a token has no gradient once its value has moved towards its return by more than this within a
+    step. Unset: none."""
 
 
 class OptimizerConfig(Section):
@@ -285,6 +315,140 @@ class TrainConfig(Section):
     its own. auto: the first with one micro-batch, or with recompute while layer inputs take under a tenth of memory."""
 
 
+class ParallelConfig(Section):
+    """The split of the trainer over processes. ranks = tensor x pipeline x context x data."""
+
+    tensor: PositiveInt = 1
+    """Ranks that share each layer; must divide attention heads and key-value heads."""
+    pipeline: PositiveInt = 1
+    """Stages that the layers are cut into; must divide the number of layers."""
+    virtual_pipeline: PositiveInt = 1
+    """Chunks of layers on each stage, visited in turn: smaller bubbles, more messages. Above 1 it needs pipeline
+    stages, and pipeline x virtual_pipeline must divide the number of layers."""
+    context: PositiveInt = 1
+    """Ranks that share each sequence, for long ones: attention gathers keys and values, all else stays split."""
+    data: PositiveInt = 1
+    """Copies of the model, each with a share of every mini-batch. Where it is left out and num_ranks is given:
+    num_ranks / (tensor x pipeline x context)."""
+    sequence: bool = False
+    """Sequence parallelism inside the tensor-parallel group."""
+    num_ranks: PositiveInt | None = None
+    """Number of ranks that you mean to start; checked against the product."""
+    threads_per_rank: PositiveInt | None = None
+    """CPU threads of one trainer process. Unset: cores / ranks, at least 1."""
+    timeout_s: PositiveFloat = 600.0
+    """Deadline of one collective between trainer ranks."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_data(cls, value: Any) -> Any:
+        """Derive `data` from num_ranks, so that a cluster's file need not know the split; plan.py checks the rest."""
+        if not isinstance(value, dict) or "data" in value or not isinstance(value.get("num_ranks"), int):
+            return value
+        sizes = [value.get(name, 1) for name in ("tensor", "pipeline", "context")]
+        if not all(type(size) is int and size > 0 for size in sizes):
+            return value  # each of these has a check of its own
+        data, rest = divmod(value["num_ranks"], math.prod(sizes))
+        return value if rest or data < 1 else {**value, "data": data}
+
+
+class ClusterConfig(Section):
+    """The machines that a run is meant for. With a kind of GPU, `bapo check` plans for them instead of this machine:
+    trainer ranks take the first GPUs, SGLang servers the next ones."""
+
+    gpu: Literal["a100", "h100", "h200", "b200"] | None = None
+    """Kind of GPU: A100 or H100 with 80 GB, H200 with 141 GB, B200 with 180 GB. Unset: this machine."""
+    nodes: PositiveInt = 1
+    """Machines."""
+    gpus_per_node: PositiveInt = 8
+    """GPUs of each machine, connected by NVLink."""
+    gpu_memory_gib: PositiveFloat | None = None
+    """Memory of a GPU that a process can use. Unset: that of its kind."""
+    network_gbit_per_s: PositiveFloat = 400.0
+    """Network bandwidth of one GPU, between machines, in one direction."""
+
+
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>[0-5]\d):(?P<seconds>[0-5]\d)")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class SlurmConfig(Section):
+    """The job that `bapo slurm` writes. Its nodes and GPUs are those of [cluster]."""
+
+    runtime: Literal["venv", "pyxis", "apptainer"] = "venv"
+    """The runtime of a node. venv: an interpreter on a shared file system; pyxis: `srun --container-image`
+    (enroot); apptainer: `apptainer exec`."""
+    python: str | None = None
+    """The interpreter. Unset: the one that runs `bapo slurm`; in a container: python."""
+    container_image: str | None = None
+    """pyxis, apptainer: file of the image, or its address in a registry, such as "docker://registry/image:tag"."""
+    container_mounts: tuple[str, ...] = ()
+    """Folders, or "folder:inside", to mount besides the working folder, run.dir, and the paths of models and data."""
+    rollout_nodes: int | None = Field(None, ge=0)
+    """The last nodes, for engines alone. 0: each node has trainer ranks on its first GPUs and engines on the next.
+    Unset: as many as SGLang's servers fill, else 0."""
+    time_limit: str | None = None
+    """Longest time of one job, as D-HH:MM:SS or HH:MM:SS. Unset: the partition's default."""
+    cpus_per_rank: PositiveInt | None = None
+    """CPUs asked for each trainer rank of a node. Unset: the cluster's default."""
+    options: tuple[str, ...] = ()
+    """More options of sbatch, such as "--partition=gpu", "--account=team", "--exclusive"."""
+    setup: tuple[str, ...] = ()
+    """Lines of bash that the job runs first on its first node, such as "module load cuda"."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Variables of all processes, such as { NCCL_IB_HCA = "mlx5" }. No place for keys such as WANDB_API_KEY: settings
+    are kept in the job's script, config.toml and report.html, and sent to W&B. sbatch hands on your own environment."""
+    interface: str | None = None
+    """Network interface over which the nodes talk, such as "ib0". Unset: what the host name of a node resolves to, and
+    NCCL's own choice."""
+    stop_before_end_s: PositiveInt = 300
+    """Seconds before the time limit at which the run is asked to save after its step and stop. Make it longer than a
+    step and a checkpoint."""
+    requeue: bool = True
+    """Queue the job again after such a stop; SLURM also does so after preemption and node failure."""
+    chain: PositiveInt = 1
+    """Jobs to submit instead of requeueing at the limit; each continues from the one before."""
+    sweep: tuple[str, ...] = ()
+    """One task of a job array for each: settings, separated by blanks, such as "optimizer.lr=1e-6 bapo.rho0=0.4".
+    Task i is the run `<run.name>-<i>`. Ranks, engines and nodes are the same in all tasks."""
+    startup_timeout_s: PositiveFloat = 900.0
+    """Deadline for the processes of a job to find each other: nodes may load an image at different speeds."""
+
+    @field_validator("time_limit")
+    @classmethod
+    def _is_a_time(cls, text: str | None) -> str | None:
+        if text is not None and seconds_of(text) == 0:
+            raise ValueError(f'should be a time above 0, as HH:MM:SS or D-HH:MM:SS, such as "08:00:00"; got "{text}"')
+        return text
+
+    @field_validator("environment")
+    @classmethod
+    def _has_names(cls, environment: dict[str, str]) -> dict[str, str]:
+        for name in environment:
+            if not _VARIABLE.fullmatch(name):
+                raise ValueError(f'"{name}" is not a valid variable name')
+        return environment
+
+    @field_validator("options", "setup", "sweep", "container_mounts")
+    @classmethod
+    def _are_lines(cls, lines: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        for line in lines:
+            if "\n" in line or not line.strip():
+                raise ValueError("each should be one line of text")
+            if info.field_name == "options" and not line.startswith("-"):
+                raise ValueError(f'"{line}" is not an option of sbatch, such as "--constraint=nvlink"')
+        return lines
+
+
+def seconds_of(time_limit: str) -> int:
+    """Return the seconds of D-HH:MM:SS or HH:MM:SS; 0 for anything else."""
+    match = _TIME.fullmatch(time_limit)
+    if match is None:
+        return 0
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
 class SyncConfig(Section):
     """Weight sync from trainer to engines."""
 
@@ -326,6 +490,57 @@ class CheckpointConfig(Section):
     have written."""
     timeout_s: PositiveFloat = 1800.0
     """Deadline of one rank to write one checkpoint; past it, the run ends with an error."""
+
+
+SinkName = Literal["tensorboard", "wandb"]
+
+
+class MonitorConfig(Section):
+    """Progress, alarms, reports and metric sinks."""
+
+    progress: Literal["auto", "bar", "lines"] = "auto"
+    """auto: a progress bar in a terminal, plain lines elsewhere."""
+    samples_per_step: int = Field(2, ge=0)
+    """Trajectories written to samples.jsonl each step."""
+    report: bool = True
+    """Write report.html at the end of the run."""
+    mismatch_alarm: PositiveFloat | None = None
+    """Warn where engine and trainer differ by more than this in the log-probs of the same weights (mean |difference| of
+    an update, nats); the run goes on. Unset: 0.001 with float32, 0.05 with bfloat16; 1e9 is never."""
+
+    token_profile: bool = False
+    """Write, for ten bins of a token's probability, ratios, entropy and clipping (profile/*): sixty numbers a step."""
+
+    grad_norm_alarm: PositiveFloat | None = None
+    """Warn of an update whose gradient norm, before clipping, is over this. Unset: only grad_spike."""
+    grad_spike: float = Field(10.0, gt=1)
+    """Warn of an update whose gradient norm is over this multiple of the median of the (up to 101) norms before it,
+    once there are 11; 1e9 is never."""
+
+    sinks: tuple[SinkName, ...] = ()
+    """Destinations of metrics besides metrics.jsonl, which is always written first. tensorboard: the run's folder
+    `tensorboard`; wandb: Weights & Biases. A failing sink is reported once, counted, and never stops the run."""
+    wandb_project: str = "bapo-megatron"
+    """wandb: project of the run. Its own environment variables set the rest: WANDB_ENTITY, WANDB_MODE (offline writes
+    to the run's folder `wandb` only), and WANDB_API_KEY, unless `wandb login` keeps the key."""
+    prometheus_port: int | None = Field(None, ge=0, le=65535)
+    """Serve the latest metrics, engines and GPUs to Prometheus on this port of trainer rank 0's machine. 0: any free
+    one, which the log names. Unset: no endpoint."""
+    prometheus_host: str = "127.0.0.1"
+    """Address that the endpoint listens on; "0.0.0.0" is all interfaces. It has no password."""
+    stall_timeout_s: PositiveFloat | None = None
+    """Report where each trainer rank stands when it has done nothing for this long, or this and
+    rollout.request_timeout_s while it waits for engines; the run goes on. Unset: half of parallel.timeout_s, so that
+    the report comes before a collective gives up. 1e9 is never."""
+    straggler_ratio: float = Field(1.5, gt=1)
+    """Warn of a trainer rank whose own passes take over this multiple of the median rank's in 3 of 5 steps; 1e9 is
+    never."""
+
+    def mismatch_limit(self, dtype: str) -> float:
+        """Return `mismatch_alarm`, or a limit that float32 and bfloat16 never reach while engine and trainer agree."""
+        if self.mismatch_alarm is not None:
+            return self.mismatch_alarm
+        return 1e-3 if dtype == "float32" else 0.05
 
 
 class MegatronConfig(Section):

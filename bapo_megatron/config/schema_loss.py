@@ -8,16 +8,15 @@ from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     Discriminator,
     Field,
     PositiveFloat,
     Tag,
     ValidationError,
-    field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from bapo_megatron.config.base import Section
 from bapo_megatron.config.dotted import LOSS
@@ -56,23 +55,17 @@ class BoundRange(Section):
         return [round(self.start + k * self.step, _DIGITS) for k in range(num_steps + 1)]
 
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "default": {
-        "rho0": 0.5,
-        "low": {"start": 0.6, "stop": 0.9, "step": 0.02},
-        "high": {"start": 1.2, "stop": 3.0, "step": 0.05},
-        "contribution": "gradient",
-        "token_weight": "uniform",
-        "order": "high_first",
-    },
-    "paper": {
-        "rho0": 0.4,
-        "low": {"start": 0.6, "stop": 0.9, "step": 0.02},
-        "high": {"start": 1.2, "stop": 3.0, "step": 0.05},
-        "contribution": "surrogate",
-        "token_weight": "rollout_prob",
-        "order": "high_first",
-    },
+_DEFAULT: dict[str, Any] = {
+    "rho0": 0.5,
+    "low": {"start": 0.6, "stop": 0.9, "step": 0.02},
+    "high": {"start": 1.2, "stop": 3.0, "step": 0.05},
+    "contribution": "gradient",
+    "token_weight": "uniform",
+    "order": "high_first",
+}
+PRESETS = {
+    "default": _DEFAULT,
+    "paper": _DEFAULT | {"rho0": 0.4, "contribution": "surrogate", "token_weight": "rollout_prob"},
     "official": {
         "rho0": 1.0,
         "low": {"start": 0.6, "stop": 0.8, "step": 0.05},
@@ -83,8 +76,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 """Base values of [bapo], which explicitly set keys override. docs/bapo.md says what speaks for each."""
-
-_DEFAULT = PRESETS["default"]
 
 
 class ClipBoundConfig(Section):
@@ -116,7 +107,7 @@ class ClipBoundConfig(Section):
     def _apply_preset(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        base = PRESETS.get(str(value.get("preset", "default")), PRESETS["default"])
+        base = PRESETS.get(str(value.get("preset")), _DEFAULT)
         merged = {**base, **value}
         for name in ("low", "high"):  # a range may be overridden key by key
             if isinstance(merged[name], dict):
@@ -177,7 +168,7 @@ class RatioLoss(LossConfig):
     """Denominator of the clipped ratio. behaviour: the policy that sampled the token (the paper's r_t); learner: the
     learner at the start of the step (one more scoring pass), with truncated importance weights."""
     importance_cap: float = Field(2.0, ge=1)
-    """proximal = "learner": largest weight pi_prox / pi_behaviour of a token's term; 1e9 is no bound."""
+    """proximal = "learner": largest weight pi_prox / pi_behaviour of a token's term; 1e9 sets no bound."""
 
     @property
     def scores_proximal(self) -> bool:
@@ -212,14 +203,6 @@ class GrpoLoss(ClippedLoss):
     clip_high: float = Field(1.2, ge=1)
     """Upper ratio bound; above 2 - clip_low it is DAPO's clip-higher, such as 1.28."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _was_clip_higher(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("name") == "clip_higher":
-            advice = f'loss.name="grpo" with loss.clip_high={value.get("clip_higher", 1.28)}'
-            raise PydanticCustomError("moved", f'loss.name="clip_higher" is now {advice}')
-        return value
-
     @property
     def bounds(self) -> Literal["fixed"]:
         """Always `clip_low` and `clip_high`."""
@@ -236,16 +219,11 @@ class CustomLoss(RatioLoss):
     """A function of your own, `loss(inputs: LossInputs, options: MyOptions) -> TokenLoss`. Where `MyOptions` is a
     Section or another pydantic model, it checks [loss.options]; else the function gets them as a dict."""
 
-    name: str
+    name: Annotated[str, AfterValidator(LOSS.known)]
     options: dict[str, Any] = Field(default_factory=dict)
     """Settings of the function itself."""
     search_bounds: bool = False
     """Give the function the bounds of [bapo], as inputs.bounds; else those are nan."""
-
-    @field_validator("name")
-    @classmethod
-    def _is_known(cls, name: str) -> str:
-        return LOSS.known(name)
 
     @property
     def bounds(self) -> Literal["bapo", "none"]:
@@ -268,8 +246,9 @@ class CustomLoss(RatioLoss):
             if isinstance(hint, type) and issubclass(hint, BaseModel):
                 options = hint.model_validate(options)
         except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-            raise UserError(f'loss.options do not fit loss.name="{self.name}": {wrong}') from error
+            problems = [(".".join(map(str, ("loss.options", *e["loc"]))), e["msg"], e["input"]) for e in error.errors()]
+            wrong = "; ".join(f"{name}: {problem}, got {value!r}" for name, problem, value in problems)
+            raise UserError(f'{wrong} (options of loss.name="{self.name}")') from error
         except Exception as error:  # the annotation is the user's
             raise LOSS.error(self.name, f"the annotation {hint} of its options cannot be read: {error!r}") from error
         return lambda inputs: function(inputs, options)
@@ -282,7 +261,7 @@ LOSS_SECTIONS: dict[str, type[LossConfig]] = {"bapo": BapoLoss, "grpo": GrpoLoss
 def _section_of(value: Any) -> str:
     """Return the tag of the section that reads a [loss] table, or a section itself."""
     name = value.get("name", "bapo") if isinstance(value, dict) else getattr(value, "name", "bapo")
-    return "grpo" if name == "clip_higher" else name if name in LOSS.names else "custom"
+    return name if name in LOSS.names else "custom"
 
 
 AnyLoss = Annotated[

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import EngineError
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -83,7 +84,6 @@ class Engine(Protocol):
 
     async def pause(self, mode: PauseMode) -> None: ...
     async def resume(self) -> None: ...
-    async def flush_cache(self) -> None: ...
     async def health(self) -> bool: ...
     async def server_info(self) -> dict[str, Any]: ...
     async def init_update_group(
@@ -91,14 +91,7 @@ class Engine(Protocol):
     ) -> None: ...
     async def begin_weight_update(self) -> None: ...
     async def update_weights(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        group_name: str,
-        *,
-        flat: bool,
-        version: int | None,
+        self, specs: Sequence[TensorSpec], group_name: str, *, flat: bool, version: int | None
     ) -> None:
         """Announce weights; the trainer broadcasts them on the group while this call is under way.
 
@@ -114,6 +107,6 @@ class Engine(Protocol):
         ...
 
     async def weights_checksum(self) -> dict[str, Any]: ...
-    async def weights_manifest(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, type and shape of every weight, in Hugging Face names; needs capability "weight_manifest"."""
+    async def weights_manifest(self) -> list[TensorSpec]:
+        """Describe every weight, in Hugging Face names; needs capability "weight_manifest"."""
         ...

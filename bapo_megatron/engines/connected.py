@@ -71,12 +71,12 @@ class LoopThread:
 
 
 class ConnectedEngines:
-    """Clients of all engines on one event loop, with their pool. Close it, or use it in a `with` statement."""
+    """Clients of all engines on one event loop, with their pool. Close it."""
 
     def __init__(self, clients: Sequence[HttpEngine], loop: LoopThread) -> None:
         self.pool = EnginePool(clients)
         self.loop = loop
-        self.states: list[EngineState] = []  # the latest of `watch_states`; any thread may read them
+        self.states: list[EngineState] = []  # the latest of `watch`; any thread may read them
         self._clients = clients
         self._watches: list[concurrent.futures.Future[None]] = []
 
@@ -90,10 +90,7 @@ class ConnectedEngines:
         timeout_s = config.startup_timeout_s
         clients = [
             HttpEngine(
-                url,
-                request_timeout_s=config.request_timeout_s,
-                vocab_size=vocab_size,
-                generate_url=config.router_url,
+                url, request_timeout_s=config.request_timeout_s, vocab_size=vocab_size, generate_url=config.router_url
             )
             for url in urls
         ]
@@ -106,19 +103,11 @@ class ConnectedEngines:
             raise
         return engines
 
-    def __enter__(self) -> ConnectedEngines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def watch_fenced(self) -> None:
-        """Start to notice fenced engines that are healthy again."""
-        self._watches.append(self.loop.submit(self.pool.watch()))
-
-    def watch_states(self) -> None:
-        """Start to ask all engines for their states, every few seconds."""
-        self._watches.append(self.loop.submit(self._ask_states()))
+    def watch(self, *, with_states: bool) -> None:
+        """Start to notice fenced engines that are healthy again, and to ask all for their states every few seconds."""
+        self._watches = [self.loop.submit(self.pool.watch())]
+        if with_states:
+            self._watches.append(self.loop.submit(self._ask_states()))
 
     def close(self) -> None:
         for watch in self._watches:

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult, PauseMode, VersionSpan
+from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import BroadcastLostError, EngineError, RequestRefusedError, UnreachableEngineError
 
 _HEALTH_TIMEOUT_S = 5.0
@@ -50,8 +51,10 @@ class HttpEngine:
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         self._check_vocabulary(request)
         what = f"request {request.rid}"
-        reply = await self._call("POST", "/generate", _generate_body(request), what=what)
-        return self._result(reply, request)
+        result = self._result(await self._call("POST", "/generate", _generate_body(request), what=what), request)
+        if isinstance(result, EngineError):
+            raise result
+        return result
 
     async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
         if self._router_url is not None:  # sglang-router 0.3.2 answers 422 to lists of rids and of sampling_params
@@ -68,19 +71,13 @@ class HttpEngine:
         replies = await self._call("POST", "/generate", body | {"return_logprob": True}, what=what)
         if not isinstance(replies, list) or len(replies) != len(requests):
             raise EngineError(f"{self.url}, {what}: the reply is not a list of {len(requests)} results")
-        return [self._result_or_error(reply, request) for reply, request in zip(replies, requests, strict=True)]
+        return [self._result(reply, request) for reply, request in zip(replies, requests, strict=True)]
 
-    def _result(self, reply: Any, request: GenerateRequest) -> GenerateResult:
+    def _result(self, reply: Any, request: GenerateRequest) -> GenerateResult | EngineError:
         try:
             return parse_reply(reply, request, self._vocab_size)
         except _BadReplyError as problem:
-            raise EngineError(f"{self.url}, request {request.rid}: {problem}") from None
-
-    def _result_or_error(self, reply: Any, request: GenerateRequest) -> GenerateResult | EngineError:
-        try:
-            return self._result(reply, request)
-        except EngineError as problem:
-            return problem
+            return EngineError(f"{self.url}, request {request.rid}: {problem}")
 
     async def abort(self, rid: str | None = None) -> None:
         body = {"abort_all": True} if rid is None else {"rid": rid}
@@ -91,9 +88,6 @@ class HttpEngine:
 
     async def resume(self) -> None:
         await self._call("POST", "/continue_generation", {})
-
-    async def flush_cache(self) -> None:
-        await self._call("POST", "/flush_cache")
 
     async def health(self) -> bool:
         """Return whether the server and its engine answer; never raises.
@@ -145,26 +139,19 @@ class HttpEngine:
         await self._call("POST", "/begin_weight_update", {})
 
     async def update_weights(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        group_name: str,
-        *,
-        flat: bool,
-        version: int | None,
+        self, specs: Sequence[TensorSpec], group_name: str, *, flat: bool, version: int | None
     ) -> None:
         body: dict[str, Any] = {
-            "names": list(names),
-            "dtypes": list(dtypes),
-            "shapes": [list(shape) for shape in shapes],
+            "names": [spec.name for spec in specs],
+            "dtypes": [spec.dtype for spec in specs],
+            "shapes": [spec.shape for spec in specs],
             "group_name": group_name,
             "load_format": "flattened_bucket" if flat else None,
             "flush_cache": version is not None,
         }
         if version is not None:
             body["weight_version"] = str(version)
-        what = f"{len(names)} weights from {names[0]} to {names[-1]}"  # SGLang's refusal of a shape has no name
+        what = f"{len(specs)} weights from {specs[0].name} to {specs[-1].name}"  # SGLang's refusal has no name
         await self._call("POST", "/update_weights_from_distributed", body, what=what)
 
     async def end_weight_update(self) -> None:
@@ -180,10 +167,12 @@ class HttpEngine:
     async def weights_checksum(self) -> dict[str, Any]:
         return _as_dict(await self._call("POST", "/weights_checker", {"action": "checksum"}))
 
-    async def weights_manifest(self) -> list[tuple[str, str, tuple[int, ...]]]:
+    async def weights_manifest(self) -> list[TensorSpec]:
         reply = _as_dict(await self._call("POST", "/weights_checker", {"action": "manifest"}))
         try:
-            return [(str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in reply["weights"]]
+            return [
+                TensorSpec(str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in reply["weights"]
+            ]
         except (KeyError, TypeError, ValueError):
             raise EngineError(f"{self.url}/weights_checker: the reply is no list of weights") from None
 
@@ -221,7 +210,9 @@ class HttpEngine:
             ) from None
         if response.status != 200:
             message = raw[:1000].decode(errors="replace")
-            raise _failure(response.status, message)(f"{where}: HTTP {response.status}: {message}")
+            kind = RequestRefusedError if response.status in _REFUSALS else EngineError
+            kind = BroadcastLostError if _LOST_BROADCAST in message else kind
+            raise kind(f"{where}: HTTP {response.status}: {message}")
         try:
             return json.loads(raw) if raw else None
         except (ValueError, RecursionError):
@@ -240,12 +231,6 @@ def _generate_body(request: GenerateRequest) -> dict[str, Any]:
         },
         "return_logprob": True,
     }
-
-
-def _failure(status: int, message: str) -> type[EngineError]:
-    if _LOST_BROADCAST in message:
-        return BroadcastLostError
-    return RequestRefusedError if status in _REFUSALS else EngineError
 
 
 class _BadReplyError(ValueError):
@@ -317,17 +302,18 @@ def _spans(meta: dict[str, Any], num_tokens: int) -> tuple[VersionSpan, ...]:
     raw = meta.get("weight_versions")
     if not isinstance(raw, list):
         raise _BadReplyError("the reply has no weight_versions; the server is older than SGLang 0.5.23")
+    uncovered = f"weight_versions {raw!r} do not cover the {num_tokens} output tokens in order"
     spans: list[VersionSpan] = []
     covered = 0
     for entry in raw:
         start, end = _as_dict(entry).get("start"), _as_dict(entry).get("end")
         if start != covered or type(end) is not int or end < covered:
-            raise _BadReplyError(f"weight_versions {raw!r} do not cover the {num_tokens} output tokens in order")
+            raise _BadReplyError(uncovered)
         if end > covered:
             spans.append(VersionSpan(parse_version(entry.get("version")), covered, end))
         covered = end
     if covered != num_tokens:
-        raise _BadReplyError(f"weight_versions {raw!r} do not cover the {num_tokens} output tokens")
+        raise _BadReplyError(uncovered)
     return tuple(spans)
 
 

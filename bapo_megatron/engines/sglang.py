@@ -1,108 +1,28 @@
-"""SGLang servers on this machine, with GPUs or without.
-
-    with started([ServerSpec(...)], logs, timeout_s) as urls: ...          # as they are
-    engine_specs(config, model_path, logs, ports, share) -> engines/start.py  # for a run, which restarts them
+"""A run's SGLang servers on this machine, with GPUs or without.
 
 Every server is `python -m bapo_megatron.engines.sglang_server` on a port of its own, with a log of its own.
 """
 
-import contextlib
 import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config.schema import Config
-from bapo_megatron.engines import processes
-from bapo_megatron.engines.supervisor import EngineSpec, supervised
+from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables
+from bapo_megatron.engines.supervisor import EngineSpec
 from bapo_megatron.errors import UserError
-from bapo_megatron.runtime.ranks import num_cores
+from bapo_megatron.runtime import num_cores
 
 _CONTEXT_SLACK = 2  # SGLang ends a request two tokens before its context length (srt/managers/scheduler.py:2714)
 _MAX_CPU_KV_TOKENS = 32_768  # size of the key-value cache; requests that do not fit are retracted and wait
 
 
-@dataclass(frozen=True, slots=True)
-class ServerSpec:
-    """One SGLang server.
-
-    `cpus`: one group of CPU numbers per tensor-parallel rank; `gpus`: one GPU, as CUDA_VISIBLE_DEVICES names it, per
-    tensor-parallel rank. Where empty, SGLang places its ranks itself.
-
-    Example: ServerSpec(Path("model"), max_context=512, max_running=64, tensor_parallel=2, cpus=("0", "1"))
-    """
-
-    model_path: Path
-    max_context: int
-    max_running: int
-    tensor_parallel: int = 1
-    dtype: str = "float32"
-    threads: int = 1
-    cpus: tuple[str, ...] = ()
-    gpus: tuple[str, ...] = ()
-    seed: int = 0
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    host: str = processes.LOOPBACK
-
-
-def command(spec: ServerSpec, port: int, *, has_gpu: bool) -> list[str]:
-    """Build the command line of one server; `extra` wins."""
-    arguments: dict[str, Any] = {
-        "model_path": str(spec.model_path),
-        "host": spec.host,
-        "port": port,
-        "tensor_parallel_size": spec.tensor_parallel,
-        "dtype": spec.dtype,
-        "context_length": spec.max_context + _CONTEXT_SLACK,
-        "max_running_requests": spec.max_running,
-        "random_seed": spec.seed,
-        "skip_tokenizer_init": True,  # we speak token ids
-        "skip_server_warmup": True,
-        "sleep_on_idle": True,  # an idle scheduler would burn a core
-    }
-    if not has_gpu:
-        kv_tokens = min(spec.max_running * arguments["context_length"], _MAX_CPU_KV_TOKENS)
-        arguments |= {
-            "device": "cpu",
-            "attention_backend": "torch_native",
-            "sampling_backend": "pytorch",
-            "disable_overlap_schedule": True,
-            "mem_fraction_static": 0.1,
-            "max_total_tokens": max(kv_tokens, arguments["context_length"] + _CONTEXT_SLACK),
-            "enable_deterministic_inference": True,  # else seeds have no effect
-        }
-    rendered = [part for name, value in (arguments | dict(spec.extra)).items() for part in _render(name, value)]
-    return [sys.executable, "-m", "bapo_megatron.engines.sglang_server", *rendered]
-
-
-def environment(spec: ServerSpec, *, has_gpu: bool) -> dict[str, str]:
-    """Return the variables that one server needs beside this process's environment."""
-    variables = {
-        "HF_HUB_OFFLINE": "1",
-        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the slack: positions past the model's own are not used
-    }
-    if spec.host == processes.LOOPBACK:
-        variables |= processes.loopback_variables()
-    if not has_gpu:
-        variables |= {
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "OMP_NUM_THREADS": str(spec.threads),
-            "TORCHDYNAMO_DISABLE": "1",
-            "TORCH_COMPILE_DISABLE": "1",
-        }
-        if spec.cpus:
-            variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(spec.cpus)
-    elif spec.gpus:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
-    return variables
-
-
 def engine_specs(
-    config: Config, model_path: Path, logs: Sequence[Path], ports: Sequence[int], share: processes.EngineShare
+    config: Config, model_path: Path, logs: Sequence[Path], ports: Sequence[int], share: EngineShare
 ) -> list[EngineSpec]:
     """Describe this machine's share of the servers of `config.rollout`, one for each log and port.
 
@@ -111,54 +31,79 @@ def engine_specs(
     """
     import torch
 
-    r = config.rollout
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     check_installed(has_gpu=num_gpus > 0)
-    threads = r.engine_threads or max(1, num_cores() // (share.count * r.server_tensor_parallel))
-    specs = [
-        ServerSpec(
-            model_path,
-            max_context=r.engine_max_context or config.data.max_prompt_tokens + r.max_response_tokens,
-            max_running=r.max_concurrent_requests,
-            tensor_parallel=r.server_tensor_parallel,
-            dtype=config.model.dtype,
-            threads=threads,
-            cpus=cpu_groups(i, r.server_tensor_parallel, threads, sorted(os.sched_getaffinity(0))),
-            gpus=gpus(i, r.server_tensor_parallel, share.first_gpu, visible_gpus(num_gpus)),
-            seed=config.run.seed + share.first + i,
-            extra=config.sglang.extra,
-            host=share.host,
+    visible = visible_gpus(num_gpus)
+    return [
+        EngineSpec(
+            f"http://{share.host}:{port}",
+            command(config, model_path, share, i, port, has_gpu=num_gpus > 0),
+            log,
+            environment(config, share, i, visible),
         )
-        for i in range(share.count)
+        for i, (log, port) in enumerate(zip(logs, ports, strict=True))
     ]
-    return [_engine_spec(*parts, has_gpu=num_gpus > 0) for parts in zip(specs, logs, ports, strict=True)]
 
 
-@contextlib.contextmanager
-def started(specs: Sequence[ServerSpec], logs: Sequence[Path], timeout_s: float) -> Iterator[list[str]]:
-    """Start servers, and yield their URLs once all are healthy; they end with the block, without restarts.
+def command(
+    config: Config, model_path: Path, share: EngineShare, server: int, port: int, *, has_gpu: bool
+) -> list[str]:
+    """Build the command line of one server of a share; `sglang.extra` wins."""
+    r = config.rollout
+    context = _CONTEXT_SLACK + (r.engine_max_context or config.data.max_prompt_tokens + r.max_response_tokens)
+    arguments: dict[str, Any] = {
+        "model_path": str(model_path),
+        "host": share.host,
+        "port": port,
+        "tensor_parallel_size": r.server_tensor_parallel,
+        "dtype": config.model.dtype,
+        "context_length": context,
+        "max_running_requests": r.max_concurrent_requests,
+        "random_seed": config.run.seed + share.first + server,
+        "skip_tokenizer_init": True,  # we speak token ids
+        "skip_server_warmup": True,
+        "sleep_on_idle": True,  # an idle scheduler would burn a core
+    }
+    if not has_gpu:
+        kv_tokens = min(r.max_concurrent_requests * context, _MAX_CPU_KV_TOKENS)
+        arguments |= {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "disable_overlap_schedule": True,
+            "mem_fraction_static": 0.1,
+            "max_total_tokens": max(kv_tokens, context + _CONTEXT_SLACK),
+            "enable_deterministic_inference": True,  # else seeds have no effect
+        }
+    rendered = [part for name, value in (arguments | config.sglang.extra).items() for part in _render(name, value)]
+    return [sys.executable, "-m", "bapo_megatron.engines.sglang_server", *rendered]
 
-    Raises:
-        UserError: SGLang is not installed, or refuses its arguments.
-        EngineError: a server ended or was not healthy in time.
+
+def environment(config: Config, share: EngineShare, server: int, visible: Sequence[str]) -> dict[str, str]:
+    """Return the variables that one server of a share needs beside this process's environment.
+
+    Args:
+        visible: this machine's GPUs, as CUDA_VISIBLE_DEVICES names them; empty: CPUs are used.
     """
-    import torch
-
-    has_gpu = torch.cuda.is_available()
-    check_installed(has_gpu=has_gpu)
-    with processes.reserved_ports(len(specs)) as ports:
-        engines = [_engine_spec(*parts, has_gpu=has_gpu) for parts in zip(specs, logs, ports, strict=True)]
-        with supervised(engines, startup_timeout_s=timeout_s) as urls:
-            yield urls
-
-
-def _engine_spec(spec: ServerSpec, log: Path, port: int, *, has_gpu: bool) -> EngineSpec:
-    return EngineSpec(
-        url=f"http://{spec.host}:{port}",
-        command=command(spec, port, has_gpu=has_gpu),
-        environment=environment(spec, has_gpu=has_gpu),
-        log=log,
-    )
+    r = config.rollout
+    variables = {
+        "HF_HUB_OFFLINE": "1",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the slack: positions past the model's own are not used
+    }
+    if share.host == LOOPBACK:
+        variables |= loopback_variables()
+    if visible:
+        mine = gpus(server, r.server_tensor_parallel, share.first_gpu, visible)
+        return variables | {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+    threads = r.engine_threads or max(1, num_cores() // (share.count * r.server_tensor_parallel))
+    cpus = cpu_groups(server, r.server_tensor_parallel, threads, sorted(os.sched_getaffinity(0)))
+    variables |= {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "TORCHDYNAMO_DISABLE": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+    }
+    return variables | ({"SGLANG_CPU_OMP_THREADS_BIND": "|".join(cpus)} if cpus else {})
 
 
 def check_installed(has_gpu: bool) -> None:

@@ -11,18 +11,22 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import processes
 from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.engines.supervisor import EngineSpec, supervised
-from bapo_megatron.runtime.ranks import num_cores
+from bapo_megatron.runtime import num_cores
 
 
 @contextlib.contextmanager
 def running_engines(config: Config, model_path: Path, log_dir: Path, share: EngineShare) -> Iterator[list[str]]:
-    """URLs of healthy engines. They are looked after until the block ends, and end with this process.
+    """Yield the URLs of a run's engines: those of rollout.urls, or of this machine's share, started and healthy.
+
+    Started engines are looked after until the block ends, and end with this process.
 
     Raises:
         UserError, EngineError: see `supervised`.
     """
     r = config.rollout
-    assert r.engine_kind.specs is not None, "config/plan.py has checked that this engine is started"
+    if r.engine_kind.specs is None:
+        yield list(r.urls)
+        return
     make_specs = ENGINE_SPECS.load(r.engine_kind.specs)
     logs = [log_dir / f"engine-{share.first + i}.log" for i in range(share.count)]
     with (

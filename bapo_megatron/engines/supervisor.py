@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from bapo_megatron.engines import processes
@@ -73,7 +74,8 @@ def supervised(
             engine.start()
             running.append(engine)
         for engine in engines:
-            engine.wait_until_healthy()
+            url = f"{engine.spec.url}/health"
+            processes.wait_until(partial(processes.answers, url), engine.process, engine.log, startup_timeout_s)
         for thread in threads:
             thread.start()
         with _naming_the_dead(engines):
@@ -86,71 +88,59 @@ def supervised(
         processes.end([engine.process for engine in running])
 
 
+@dataclass
 class _Engine:
     """One engine and its restarts. `look_after` runs in a thread of its own."""
 
-    process: subprocess.Popen[bytes]
+    spec: EngineSpec
+    startup_timeout_s: float
+    max_restarts: int
+    hang_timeout_s: float
+    tell: Tell
+    run_ended: threading.Event
+    process: subprocess.Popen[bytes] = field(init=False)
+    problem: str | None = field(default=None, init=False)  # noticed, and not over until it answers again
 
-    def __init__(
-        self,
-        spec: EngineSpec,
-        startup_timeout_s: float,
-        max_restarts: int,
-        hang_timeout_s: float,
-        tell: Tell,
-        ended: threading.Event,
-    ) -> None:
-        self.name = spec.log.stem
-        self.log = spec.log
-        self.problem: str | None = None  # what is wrong with it, from when that is noticed until it answers again
-        self._spec = spec
-        self._startup_timeout_s = startup_timeout_s
-        self._max_restarts = max_restarts
-        self._hang_timeout_s = hang_timeout_s
-        self._tell = tell
-        self._ended = ended
+    def __post_init__(self) -> None:
+        self.name = self.spec.log.stem
+        self.log = self.spec.log
 
     def start(self) -> None:
-        self.process = processes.start(self._spec.command, self.log, self._spec.environment)
-
-    def wait_until_healthy(self) -> None:
-        """Wait for the first start. Raises as `processes.wait_until` does."""
-        url = f"{self._spec.url}/health"
-        processes.wait_until(lambda: processes.answers(url), self.process, self.log, self._startup_timeout_s)
+        self.process = processes.start(self.spec.command, self.log, self.spec.environment)
 
     def look_after(self) -> None:
         """Restart it when needed, until the run ends or no restart is left."""
-        for attempt in range(1, self._max_restarts + 1):
+        for attempt in range(1, self.max_restarts + 1):
             if not self._wait_for_a_problem():
                 return
-            old_log, self.log = self.log, self._spec.log.with_name(f"{self.name}.restart-{attempt}.log")
-            restart = f"restart {attempt} of {self._max_restarts}, log: {self.log}"
-            self._tell(f"{self} {self.problem} (its log: {old_log}); {restart}")
-            if self._ended.wait(min(_FIRST_DELAY_S * 2 ** (attempt - 1), _MAX_DELAY_S)):
+            old_log, self.log = self.log, self.spec.log.with_name(f"{self.name}.restart-{attempt}.log")
+            restart = f"restart {attempt} of {self.max_restarts}, log: {self.log}"
+            self.tell(f"{self} {self.problem} (its log: {old_log}); {restart}")
+            if self.run_ended.wait(min(_FIRST_DELAY_S * 2 ** (attempt - 1), _MAX_DELAY_S)):
                 return
             try:
                 self.start()
             except OSError as problem:  # no memory or no process left: the next attempt may find some
-                self._tell(f"{self} could not be started: {problem}")
+                self.tell(f"{self} could not be started: {problem}")
         if self._wait_for_a_problem():
-            self._tell(f"{self} {self.problem} (its log: {self.log}); no restart is left, the run goes on without it")
+            self.tell(f"{self} {self.problem} (its log: {self.log}); no restart is left, the run goes on without it")
 
     def _wait_for_a_problem(self) -> bool:
         """Return True with `problem` set and the process gone; False at the end of the run."""
         # Asks the scheduler, and is answered while generation is paused, as SGLang's /health is not.
-        probe = f"{self._spec.url}/server_info"
-        limit_s, name = self._startup_timeout_s, "rollout.startup_timeout_s"
+        probe = f"{self.spec.url}/server_info"
+        limit_s, name = self.startup_timeout_s, "rollout.startup_timeout_s"
         answered_at = time.monotonic()
         probe_at = answered_at
-        while not self._ended.wait(_POLL_S):
+        while not self.run_ended.wait(_POLL_S):
             if processes.has_ended(self.process):
                 processes.kill(self.process)  # what it may have left behind
                 self.problem = f"ended with exit code {self.process.returncode}"
                 return True
             if time.monotonic() < probe_at:
                 continue
-            if processes.answers(probe, min(_PROBE_TIMEOUT_S, self._hang_timeout_s)):
-                limit_s, name = self._hang_timeout_s, "rollout.hang_timeout_s"
+            if processes.answers(probe, min(_PROBE_TIMEOUT_S, self.hang_timeout_s)):
+                limit_s, name = self.hang_timeout_s, "rollout.hang_timeout_s"
                 answered_at = time.monotonic()
                 self.problem = None
             elif time.monotonic() - answered_at > limit_s:
@@ -168,7 +158,7 @@ class _Engine:
         return f"{self} {self.problem or 'has ended'}; its log: {self.log}"
 
     def __str__(self) -> str:
-        return f"rollout {self.name} ({self._spec.url})"
+        return f"rollout {self.name} ({self.spec.url})"
 
 
 @contextlib.contextmanager

@@ -70,20 +70,18 @@ def plan_buckets(manifest: Sequence[TensorSpec], max_bytes: int) -> list[Bucket]
     Raises:
         ValueError: a tensor is empty, or has a type that is not sent.
     """
-    buckets: list[Bucket] = []
-    held: list[TensorSpec] = []
-    num_bytes = 0
+    groups: list[list[TensorSpec]] = []
+    room = 0
     for spec in manifest:
         if spec.num_bytes == 0:
             raise ValueError(f"{spec.name}: an empty tensor cannot be sent")
-        if held and num_bytes + spec.num_bytes > max_bytes:
-            buckets.append(_aligned(held))
-            held, num_bytes = [], 0
-        held.append(spec)
-        num_bytes += spec.num_bytes
-    if held:
-        buckets.append(_aligned(held))
-    return buckets
+        if not groups or spec.num_bytes > room:
+            groups.append([])
+            room = max_bytes
+        groups[-1].append(spec)
+        room -= spec.num_bytes
+    # larger items first: see above
+    return [Bucket(tuple(sorted(group, key=lambda spec: -spec.torch_dtype.itemsize))) for group in groups]
 
 
 def pack(bucket: Bucket, tensors: Sequence[Tensor], data: Tensor) -> None:
@@ -132,7 +130,3 @@ def in_order(named: Iterator[tuple[str, Tensor]], manifest: Sequence[TensorSpec]
                 "nothing is sampled from what was sent so far"
             )
         yield pair
-
-
-def _aligned(specs: list[TensorSpec]) -> Bucket:
-    return Bucket(tuple(sorted(specs, key=lambda spec: -spec.torch_dtype.itemsize)))

@@ -2,9 +2,10 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -59,15 +60,15 @@ class Problem:
     def estimates(self, *, has_answers: bool) -> dict[str, float]:
         """Compute this problem's share of each estimate, a mean over problems."""
         num = len(self.responses)
-        values = {f"avg@{num}": _mean([r.reward for r in self.responses])}
+        values = {f"avg@{num}": fmean([r.reward for r in self.responses])}
         values |= {f"pass@{k}": pass_at_k(num, self.num_passed, k) for k in powers_up_to(num)}
         if has_answers:
             ks = powers_up_to(num)
             majority = majority_at_k(self.num_passed, self.wrong_counts, self.num_abstained, ks)
             values |= {f"maj@{k}": value for k, value in zip(ks, majority, strict=True)}
         return values | {
-            "response_tokens": _mean([r.num_tokens for r in self.responses]),
-            "truncated_share": _mean([r.is_truncated for r in self.responses]),
+            "response_tokens": fmean([r.num_tokens for r in self.responses]),
+            "truncated_share": fmean([r.is_truncated for r in self.responses]),
         }
 
     def to_json(self, estimates: Mapping[str, float]) -> dict[str, Any]:
@@ -151,16 +152,12 @@ class Evaluation:
         hardest = sorted(self.problems, key=lambda p: (p.num_passed, p.index))
         lines = [f"{'problem':>7} {'passed':>8} {'tokens':>8} {'cut':>5}  prompt"]
         for p in hardest[:_MAX_TABLE_ROWS]:
-            tokens, cut = _mean([r.num_tokens for r in p.responses]), sum(r.is_truncated for r in p.responses)
+            tokens, cut = fmean([r.num_tokens for r in p.responses]), sum(r.is_truncated for r in p.responses)
             passed = f"{p.num_passed}/{len(p.responses)}"
             lines.append(f"{p.index:>7} {passed:>8} {tokens:>8.1f} {cut:>5}  {_shortened(p.prompt)}")
         if len(hardest) > _MAX_TABLE_ROWS:
             lines.append(f"... and {len(hardest) - _MAX_TABLE_ROWS} more in result.json")
         return lines
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def _or_none(value: float) -> float | None:

@@ -302,26 +302,24 @@ def validate_layout(hf_config: dict[str, Any], tensor: int, pipeline: int, virtu
         "key-value heads": shape.num_kv_heads,
         "feed-forward rows": shape.ffn_size,
     }
+    heads, layers, stage = shape.num_heads, shape.num_layers, shape.num_layers // pipeline
     if bad := [f"{count} {what}" for what, count in split.items() if count % tensor]:
-        works = [n for n in range(1, shape.num_heads + 1) if all(count % n == 0 for count in split.values())]
+        works = _choices(n for n in range(1, heads + 1) if all(count % n == 0 for count in split.values()))
+        problems.append(f"parallel.tensor={tensor} does not divide {', '.join(bad)}; parallel.tensor can be {works}")
+    if layers % pipeline:
+        works = _choices(n for n in range(1, layers + 1) if layers % n == 0)
         problems.append(
-            f"parallel.tensor={tensor} does not divide {', '.join(bad)}; parallel.tensor can be {_choices(works)}"
+            f"parallel.pipeline={pipeline} does not divide {layers} layers; parallel.pipeline can be {works}"
         )
-    if shape.num_layers % pipeline:
-        works = [n for n in range(1, shape.num_layers + 1) if shape.num_layers % n == 0]
+    elif stage % virtual_pipeline:
+        works = _choices(n for n in range(1, stage + 1) if stage % n == 0)
         problems.append(
-            f"parallel.pipeline={pipeline} does not divide {shape.num_layers} layers; "
-            f"parallel.pipeline can be {_choices(works)}"
-        )
-    elif shape.num_layers // pipeline % virtual_pipeline:
-        per_stage = shape.num_layers // pipeline
-        works = [n for n in range(1, per_stage + 1) if per_stage % n == 0]
-        problems.append(
-            f"parallel.virtual_pipeline={virtual_pipeline} does not divide the {per_stage} layers of a stage; "
-            f"it can be {_choices(works)}"
+            f"parallel.virtual_pipeline={virtual_pipeline} does not divide the {stage} layers of a stage; "
+            f"it can be {works}"
         )
     return problems
 
 
-def _choices(values: list[int]) -> str:
-    return ", ".join(map(str, values[:-1])) + " or " + str(values[-1]) if len(values) > 1 else str(values[0])
+def _choices(numbers: Iterable[int]) -> str:
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last

@@ -2,7 +2,7 @@
 
 import warnings
 
-# Megatron-Core says these several times per process; there is nothing the user could do about them.
+# Megatron-Core repeats these in every process, and the user can do nothing about them.
 for _message in (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",

@@ -4,7 +4,6 @@ Megatron's DistributedOptimizer lays all gradients of a rank in one buffer and g
 regardless of the borders of parameters: a rank owns a range of some parameters, and nothing of others.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -16,36 +15,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT
-from bapo_megatron.learner.parallel import ParallelLayout, device
-
-
-def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
-    """Set learning rate and weight decay for the next update.
-
-    Megatron marks the groups of norms and biases (wd_mult) but leaves the mark to its caller: without this every
-    parameter decays.
-    """
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-        group["weight_decay"] = weight_decay * group["wd_mult"]
-
-
-def clip_and_step(optimizer: MegatronOptimizer, clip_grad: float) -> float:
-    """Make one update with gradients clipped by their global norm; return the norm before, the same on every rank.
-
-    A norm that is not finite leaves weights and moments as they are.
-    """
-    optimizer.prepare_grads()
-    grad_norm = float(optimizer.get_grad_norm())
-    if math.isfinite(grad_norm):
-        norm = torch.tensor(grad_norm, device=device())
-        torch.nn.utils.clip_grads_with_norm_(optimizer.get_parameters(), clip_grad, norm)
-        optimizer.step_with_ready_grads()
-    return grad_norm
+from bapo_megatron.learner.parallel import ParallelLayout
 
 
 class AdamState:
-    """Access to Adam's tensors in the shape of the parameter, on whatever rank their parts are.
+    """Access to Adam's tensors in the shape of the parameter, wherever their parts are.
 
     WEIGHT is the float32 weight that Adam updates: the parameter itself, or its master copy when it is bfloat16.
 
@@ -102,7 +76,7 @@ class AdamState:
             return gradient
         return self._whole(parameter, gradient.view(-1)[self._range(parameter)] if self._owns(parameter) else None)
 
-    def fill(self, parameter: Parameter, name: str, tensor: Tensor) -> None:
+    def fill(self, name: str, parameter: Parameter, tensor: Tensor) -> None:
         """Overwrite this rank's part of a tensor that `gather` reads; for WEIGHT also the whole parameter."""
         if name == WEIGHT:
             parameter.copy_(tensor.to(parameter.dtype))  # FP8 ones, too, are made of bfloat16 after an update

@@ -210,13 +210,11 @@ class PackedAttention(_CoreAttention):
         q_T1ND: Tensor,
         k_T1KD: Tensor,
         v_T1KD: Tensor,
-        attention_mask: None,
-        attn_mask_type: Any = None,
-        attention_bias: None = None,
-        packed_seq_params: PackedSequences | None = None,
+        *_: Any,
+        packed_seq_params: PackedSequences,
+        **__: Any,
     ) -> Tensor:
         """Return [T, 1, N * D]."""
-        assert packed_seq_params is not None, "this attention is for packed sequences only"
         assert packed_seq_params.blocks is not None, "use PackedSequences.of"
         num_tokens = q_T1ND.shape[0]
         k_UKD, v_UKD = packed_seq_params.gather(k_T1KD, v_T1KD)
@@ -252,20 +250,11 @@ class TransformerEngineAttention(_CoreAttention):
         q_T1ND: Tensor,
         k_T1KD: Tensor,
         v_T1KD: Tensor,
-        attention_mask: None,
-        attn_mask_type: Any = None,
-        attention_bias: None = None,
-        packed_seq_params: PackedSequences | None = None,
+        *args: Any,
+        packed_seq_params: PackedSequences,
+        **kwargs: Any,
     ) -> Tensor:
         """Return [T, 1, N * D]."""
-        assert packed_seq_params is not None, "this attention is for packed sequences only"
-        out = self.core(
-            q_T1ND[:, 0],
-            k_T1KD[:, 0],
-            v_T1KD[:, 0],
-            attention_mask,
-            attn_mask_type,
-            attention_bias=attention_bias,
-            packed_seq_params=packed_seq_params.thd(),
-        )
+        packed = (x[:, 0] for x in (q_T1ND, k_T1KD, v_T1KD))
+        out = self.core(*packed, *args, packed_seq_params=packed_seq_params.thd(), **kwargs)
         return out.reshape(q_T1ND.shape[0], 1, -1)

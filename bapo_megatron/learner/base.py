@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
+from typing_extensions import TypedDict
 
+from bapo_megatron.algorithms.kl import KLState
 from bapo_megatron.algorithms.mismatch import Mismatch
 from bapo_megatron.buffer.packing import Share
 from bapo_megatron.checkpoint.shards import Snapshot
 from bapo_megatron.engines.wire import TensorSpec
+from bapo_megatron.learner.gradient_guard import GuardState
 from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
 
 BoundsOf = Callable[[MicroBatch, Tensor], ClipBounds]
@@ -23,9 +26,16 @@ class StepResult:
     """The outcome of one optimizer update."""
 
     metrics: dict[str, float]  # the same on every rank
-    log_probs: list[Tensor] | None  # before the update; like Learner.log_probs
+    log_probs: list[Tensor]  # before the update; like Learner.log_probs
     mismatch: Mismatch  # of trained tokens of age 0, engine against learner; the same on every rank, on the CPU
     bounds: tuple[ClipBounds, ...]  # used by the losses: one, or one per micro-batch; the same on every rank
+
+
+class UpdatesState(TypedDict):
+    """The state of a learner's updates in a checkpoint, apart from its snapshot."""
+
+    kl: KLState
+    gradients: GuardState
 
 
 class Learner(Protocol):
@@ -34,11 +44,11 @@ class Learner(Protocol):
     version: int  # optimizer updates so far = weight version
     share: Share  # this rank's part of a mini-batch
 
-    def log_probs(self, minibatch: MiniBatch) -> list[Tensor] | None:
-        """Return log-probs without gradient: one float32 [R] per micro-batch; None off the last stage."""
+    def log_probs(self, minibatch: MiniBatch) -> list[Tensor]:
+        """Return log-probs without gradient: one float32 [R] per micro-batch; empty off the last stage."""
         ...
 
-    def score(self, minibatch: MiniBatch) -> list[Tensor] | None:
+    def score(self, minibatch: MiniBatch) -> list[Tensor]:
         """Return the same as `log_probs`, if the mini-batch's `step` comes next.
 
         It may cost nothing: log-probs in the mini-batch (`proximal_version`) are returned, and forward passes that can
@@ -46,17 +56,17 @@ class Learner(Protocol):
         """
         ...
 
-    def sum_over_data_ranks(self, table: Tensor | None) -> Tensor:
+    def sum_over_data_ranks(self, table: Tensor) -> Tensor:
         """Return the sum of a small fp64 table over data x context ranks of the last stage, on every rank.
 
-        `table` is None off the last pipeline stage. Makes one all-reduce.
+        Other stages pass any table of the same shape. Makes one all-reduce.
         """
         ...
 
     def sum_over_last_stage(self, table: Tensor) -> Tensor:
         """Return the same sum on the ranks of the last stage alone; a `BoundsOf` may call it.
 
-        All of these are at the same micro-batch then, while other stages are at others.
+        They are all at the same micro-batch then; other stages are at other ones.
         """
         ...
 

@@ -5,14 +5,22 @@ from dataclasses import astuple
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from bapo_megatron.algorithms.clip_bounds import contribution_table, empty_table, search_bounds
 from bapo_megatron.algorithms.losses import fixed_bounds, ratio_and_weight
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_loss import RatioLoss
+from bapo_megatron.errors import CheckpointError
 from bapo_megatron.learner.base import BoundsOf, Learner
 from bapo_megatron.learner.parallel import ParallelLayout, device
-from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
+from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch, Number
+
+
+class BoundsState(TypedDict):
+    """A `BoundsFinder` in a checkpoint."""
+
+    lagged: list[Number] | None
 
 
 class BoundsFinder:
@@ -42,7 +50,7 @@ class BoundsFinder:
             return search_bounds(self._lagged, self._config.bapo)
         return search_bounds(self._global_table(minibatch, self._learner.score(minibatch)), self._config.bapo)
 
-    def observe(self, minibatch: MiniBatch, log_probs: list[Tensor] | None) -> None:
+    def observe(self, minibatch: MiniBatch, log_probs: list[Tensor]) -> None:
         """Keep the table of a finished step, from the log-probs of its forward pass, for the next `lagged` search."""
         if self._config.searches_bounds and self._config.bapo.scope == "lagged":
             table = self._global_table(minibatch, log_probs)
@@ -53,14 +61,17 @@ class BoundsFinder:
         return {"lagged": None if self._lagged is None else self._lagged.flatten().tolist()}
 
     def load_state_dict(self, state: dict[str, list[float] | None]) -> None:
+        """Restore a `BoundsState`. Raises CheckpointError for the table of another grid."""
         lagged = state["lagged"]
+        if lagged is not None and len(lagged) != (size := empty_table(self._config.bapo).numel()):
+            raise CheckpointError(f"the checkpoint's table of bounds has {len(lagged)} entries, not {size}")
         self._lagged = None if lagged is None else torch.tensor(lagged, dtype=torch.float64)
 
-    def _global_table(self, minibatch: MiniBatch, log_probs: list[Tensor] | None) -> Tensor:
-        if log_probs is None:
-            return self._learner.sum_over_data_ranks(None)
+    def _global_table(self, minibatch: MiniBatch, log_probs: list[Tensor]) -> Tensor:
         table = empty_table(self._config.bapo)
-        for mb, log_probs_R in zip(minibatch.micro_batches, log_probs, strict=True):
+        for mb, log_probs_R in zip(
+            minibatch.micro_batches, log_probs, strict=bool(log_probs)
+        ):  # none off the last stage
             table += self._table(mb, log_probs_R)
         return self._learner.sum_over_data_ranks(table)
 

@@ -6,8 +6,8 @@
 The head starts at zero: the values of a new critic are 0 at any layout, and the first update moves the head alone.
 """
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +18,18 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
-from torch.nn import Module, ModuleList
+from torch.nn import Module
 
 from bapo_megatron.algorithms.gae import value_loss
-from bapo_megatron.checkpoint.shards import Snapshot
-from bapo_megatron.config.precision import tokens_multiple
+from bapo_megatron.checkpoint.folder import Facts
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.families import VALUE_HEAD
 from bapo_megatron.hf.reader import HFReader
 from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape, validate_layout
-from bapo_megatron.learner import snapshots as checkpoint
-from bapo_megatron.learner.adam import AdamState, clip_and_step, set_rates
-from bapo_megatron.learner.build import for_training
 from bapo_megatron.learner.gradient_guard import SkipLimit
-from bapo_megatron.learner.hf.convert import gather_weights, load_weights
-from bapo_megatron.learner.model import PolicyModel, transformer_config
+from bapo_megatron.learner.model import PolicyModel
 from bapo_megatron.learner.parallel import ParallelLayout, device
-from bapo_megatron.learner.schedule import Schedule
+from bapo_megatron.learner.split_model import TrainedModel
 from bapo_megatron.types import MicroBatch, MiniBatch
 
 Outcome = Tensor  # float64 [3] of a micro-batch: value loss, clipped tokens, trained tokens
@@ -77,7 +71,7 @@ class CriticModel(PolicyModel):
         return values_T11[:, 0, 0].index_select(0, batch.rows_R)
 
 
-class Critic:
+class Critic(TrainedModel):
     """Values of states, learned from returns. Construct it on every rank, after the policy; methods are collective.
 
     Args:
@@ -93,35 +87,16 @@ class Critic:
         hf_config, p = load_hf_config(hf_path), config.parallel
         if problems := validate_layout(hf_config, p.tensor, p.pipeline, p.virtual_pipeline):
             raise ConfigError(f"critic.path={str(hf_path)!r} does not fit the layout: {'; '.join(problems)}")
-        self.config = config
-        self.hf_path = hf_path
         language_model = model_shape(hf_config)
-        self.shape = language_model.with_value_head()
-        self.layout = ParallelLayout.current()
-        self.version = 0
-        self.num_skipped_updates = 0
-        self._skips = SkipLimit(config.optimizer.max_skipped_in_a_row, "critic")
-        settings = transformer_config(self.shape, config)
-        self.share = self.layout.share(
-            sequence_parallel=settings.sequence_parallel, tokens_multiple=tokens_multiple(config)
-        )
-        chunks = range(self.layout.num_chunks)
-        self.model = ModuleList(CriticModel(settings, self.shape, self.layout, i) for i in chunks).to(device())
+        shape = language_model.with_value_head()
         with HFReader(hf_path) as read:
-            has_head = "score.weight" in read
-        if has_head:
-            load_weights(self.model, self.shape, self.layout, hf_path)
-        else:
-            load_weights(self.model, language_model, self.layout, hf_path, keep=frozenset({VALUE_HEAD.name}))
-        self._wrapped, self.optimizer = for_training(self.model, settings, config.optimizer)
-        self.adam = AdamState(self.optimizer, self.layout)
-        self._schedule = Schedule(self._wrapped, settings, self.layout, config)
+            stored = shape if "score.weight" in read else language_model
+        super().__init__(config, shape, CriticModel, hf_path, stored=stored)
+        self._skips = SkipLimit(config.optimizer.max_skipped_in_a_row, "critic")
 
-    def values(self, minibatch: MiniBatch) -> list[Tensor] | None:
-        """Compute V of each response token's state: float32 [R] per micro-batch; None off the last stage."""
-
-        values = self._schedule.without_gradient(minibatch, lambda values_R: values_R)
-        return values if self.layout.is_last_stage else None
+    def values(self, minibatch: MiniBatch) -> list[Tensor]:
+        """Compute V of each response token's state: float32 [R] per micro-batch; empty off the last stage."""
+        return self._schedule.without_gradient(minibatch, lambda values_R: values_R)
 
     def fit(self, minibatch: MiniBatch, old_values_T: Tensor, returns_T: Tensor) -> dict[str, float]:
         """Make one Adam update towards the returns, and return its metrics, the same on every rank. A gradient that is
@@ -142,51 +117,29 @@ class Critic:
                 batch, values_R, old_R, returns_R, minibatch.num_trained_tokens
             )
 
-        for chunk in self._wrapped:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        outputs = self._schedule.forward_backward(minibatch, loss_of)
-        learning_rate = self._set_learning_rate()
-        grad_norm = clip_and_step(self.optimizer, self.config.optimizer.clip_grad)
-        self.num_skipped_updates += not math.isfinite(grad_norm)
+        settings = self.config.critic  # the rate warms up linearly from lr / warmup_updates, then stays
+        warmth = min(1.0, (self.version + 1) / settings.warmup_updates) if settings.warmup_updates else 1.0
+        rate = settings.lr * warmth
+        outputs, grad_norm = self.update(partial(self._schedule.forward_backward, minibatch, loss_of), rate)
         self._skips.observe(grad_norm)
-        self.version += 1
-        sums = self.layout.reduce_over_data(torch.stack(outputs).sum(0) if self.layout.is_last_stage else None)
-        loss, num_clipped, num_tokens = sums.tolist()
+        sums = torch.stack(outputs).sum(0) if outputs else torch.zeros(3, dtype=torch.float64)
+        loss, num_clipped, num_tokens = self.layout.reduce_over_data(sums).tolist()
         assert num_tokens == minibatch.num_trained_tokens, "the ranks trained other tokens than the plan said"
         return {
             "critic/loss": loss / num_tokens,
             "critic/clip_share": num_clipped / num_tokens,
             "critic/grad_norm": grad_norm,
-            "critic/lr": learning_rate,
+            "critic/lr": rate,
             "critic/skipped": float(self.num_skipped_updates),
         }
 
-    def sum_over_data_ranks(self, table: Tensor | None) -> Tensor:
-        """Sum over data ranks: see `Learner.sum_over_data_ranks`."""
-        return self.layout.reduce_over_data(table)
+    def facts(self) -> dict[str, Any]:
+        """Return the counters that a snapshot holds."""
+        return {**super().facts(), "skipped_in_a_row": self._skips.num_in_a_row}
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield weights under Hugging Face names, like `Learner.named_weights`; the head is score.weight."""
-        return gather_weights(self.model, self.shape, self.layout)
-
-    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the last update's clipped gradient, like `named_weights`: for tests and diagnostics."""
-        return gather_weights(self.model, self.shape, self.layout, self.adam.gather_gradient)
-
-    def snapshot(self) -> Snapshot:
-        """Snapshot weights, optimizer state and version: see `Learner.snapshot`."""
-        facts = {
-            "version": self.version,
-            "skipped_updates": self.num_skipped_updates,
-            "skipped_in_a_row": self._skips.num_in_a_row,
-        }
-        return checkpoint.take_snapshot(self.model, self.shape, self.layout, self.adam, facts, self.hf_path)
-
-    def load(self, folder: Path) -> None:
-        """Load a written snapshot: see `Learner.load`."""
-        facts = checkpoint.load(self.model, self.shape, self.layout, self.adam, folder)
-        self.version, self.num_skipped_updates = facts["version"], facts["skipped_updates"]
+    def restore(self, facts: Facts) -> None:
+        """Set the counters to the `facts` of a snapshot."""
+        super().restore(facts)
         self._skips.num_in_a_row = facts.get("skipped_in_a_row", 0)
 
     def _micro_batch_loss(
@@ -198,10 +151,3 @@ class Critic:
         num_tokens = batch.mask_R.sum(dtype=torch.int32)
         sums = [loss_R.detach().double().sum(), (clipped_R & batch.mask_R).sum().double(), num_tokens.double()]
         return loss_R.sum() / num_trained_tokens, num_tokens, torch.stack(sums)
-
-    def _set_learning_rate(self) -> float:
-        """Set the rate of the next update: linear warm-up from lr / warmup_updates, then constant."""
-        settings = self.config.critic
-        share = min(1.0, (self.version + 1) / settings.warmup_updates) if settings.warmup_updates else 1.0
-        set_rates(self.optimizer, settings.lr * share, self.config.optimizer.weight_decay)
-        return settings.lr * share

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo_megatron.algorithms.diagnostics import entropy_rule_sums
+from bapo_megatron.algorithms.diagnostics import entropy_rule_sums, token_profile_sums
 from bapo_megatron.algorithms.losses import ClippedTokenLoss, TokenLoss
-from bapo_megatron.algorithms.mismatch import Mismatch
-from bapo_megatron.algorithms.token_profile import token_profile_sums
+from bapo_megatron.algorithms.mismatch import Mismatch, no_mismatch
 from bapo_megatron.learner.parallel import ParallelLayout
 from bapo_megatron.metrics import METRICS, Metric
 
@@ -72,12 +71,12 @@ def reduce_tokens(
     Args:
         rows: of this rank's micro-batches; empty unless it is on the last pipeline stage.
     """
-    is_last = layout.is_last_stage
-    sums = layout.reduce_over_data(torch.stack([r.sums for r in rows]).sum(0) if is_last else None).cpu()
-    largest = layout.reduce_over_data(
-        torch.stack([r.maxima for r in rows]).amax(0) if is_last else None, dist.ReduceOp.MAX
-    ).cpu()
     num_means, num_maxima = len(_MEANS), len(_MAXIMA)
+    sums = torch.zeros(1 + num_means + no_mismatch().sums.numel(), dtype=torch.float64)
+    largest = torch.zeros(num_maxima + 1 + num_means + num_maxima, dtype=torch.float64)
+    if rows:
+        sums, largest = torch.stack([r.sums for r in rows]).sum(0), torch.stack([r.maxima for r in rows]).amax(0)
+    sums, largest = layout.reduce_over_data(sums).cpu(), layout.reduce_over_data(largest, dist.ReduceOp.MAX).cpu()
     assert sums[0] == num_trained_tokens, "the ranks trained other tokens than the plan said"
     values = [x / num_trained_tokens for x in sums[1 : 1 + num_means].tolist()] + largest[:num_maxima].tolist()
     present = largest[num_maxima + 1 :].tolist()

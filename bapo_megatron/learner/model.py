@@ -77,7 +77,8 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
         "add_bias_linear": False,  # applies to all linears: _block_spec chooses for each
         "add_qkv_bias": shape.qkv_bias,
         "qk_layernorm": shape.qk_norm,
-        "softmax_scale": _softmax_scale(shape),
+        # yarn scales cosine and sine of both queries and keys
+        "softmax_scale": rotary_frequencies(shape)[1] ** 2 / math.sqrt(shape.head_dim),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": config.parallel.tensor,
@@ -113,12 +114,6 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
             "over gloo, and train on wrong ones without an error: leave it out"
         )
     return settings
-
-
-def _softmax_scale(shape: ModelShape) -> float:
-    """Return 1 / sqrt(D), times the factor by which yarn scales cosine and sine of both queries and keys."""
-    _, factor = rotary_frequencies(shape)
-    return factor**2 / math.sqrt(shape.head_dim)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -204,14 +199,7 @@ class PolicyModel(GPTModel):
     the others return hidden states [T or T / tensor, 1, H].
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        shape: ModelShape,
-        layout: ParallelLayout,
-        chunk: int = 0,
-        logprob_backend: Backend = "torch",
-    ) -> None:
+    def __init__(self, config: TransformerConfig, shape: ModelShape, layout: ParallelLayout, chunk: int = 0) -> None:
         vp_stage = chunk if layout.num_chunks > 1 else None
         super().__init__(
             config=config,
@@ -232,7 +220,6 @@ class PolicyModel(GPTModel):
             vocab_size=shape.vocab_size,
         )
         self.embedding_scale = shape.embedding_scale
-        self.logprob_backend = logprob_backend
         self.context_group = layout.context_group
         is_engine = config.transformer_impl == "transformer_engine"
         self._describe_pack = PackedSequences.for_transformer_engine if is_engine else PackedSequences.of
@@ -241,7 +228,13 @@ class PolicyModel(GPTModel):
         _mark_split_parameters(self)
 
     def forward(
-        self, batch: MicroBatch, *, temperature: float, chunk_tokens: int, with_entropy: bool
+        self,
+        batch: MicroBatch,
+        *,
+        temperature: float,
+        chunk_tokens: int,
+        with_entropy: bool,
+        backend: Backend = "torch",
     ) -> Tensor | tuple[Tensor, Tensor]:
         hidden_T1H = self.hidden_states(batch)
         if not self.post_process:
@@ -261,7 +254,7 @@ class PolicyModel(GPTModel):
             shard=self.shard,
             chunk_tokens=chunk_tokens,
             with_entropy=with_entropy,
-            backend=self.logprob_backend,
+            backend=backend,
         )
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
@@ -271,14 +264,12 @@ class PolicyModel(GPTModel):
             hidden_states = self.embedding(batch.token_ids_T[None], None)
             if self.embedding_scale != 1:  # rounded to the weights' type, as in transformers
                 hidden_states = hidden_states * hidden_states.new_tensor(self.embedding_scale)
+        angles_TD = torch.outer(
+            batch.position_ids_T.float(), self.inverse_frequencies
+        )  # float32; two dimensions share one
         return self.decoder(
             hidden_states=hidden_states,
             attention_mask=None,
-            rotary_pos_emb=self._rotary(batch.position_ids_T),
+            rotary_pos_emb=torch.cat((angles_TD, angles_TD), dim=-1)[:, None, None],
             packed_seq_params=self._describe_pack(batch.cu_seqlens_S1, self.context_group),
         )
-
-    def _rotary(self, position_ids_T: Tensor) -> Tensor:
-        """Compute the angles of each token, float32 [T, 1, 1, D]."""
-        angles_TD = torch.outer(position_ids_T.float(), self.inverse_frequencies)
-        return torch.cat((angles_TD, angles_TD), dim=-1)[:, None, None]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -22,8 +24,6 @@ from bapo_megatron.config.schema import ParallelConfig
 from bapo_megatron.engines.group import connect_store, host_store
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.runtime.ranks import gather_json
-
-_MAX_DIMS = 8
 
 
 def device() -> torch.device:
@@ -45,17 +45,16 @@ def start_processes(config: ParallelConfig) -> None:
     if not dist.is_initialized():
         # Batches are shared as CPU tensors (rollout/shared.py), also where gradients travel over NCCL.
         backend, timeout = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=config.timeout_s)
+        rank, size = 0, 1
+        store: dist.Store = dist.HashStore()
         if "RANK" in os.environ:
             rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = (
-                host_store(host, size, config.timeout_s, port)
-                if rank == 0
-                else connect_store(host, port, size, config.timeout_s)
-            )
-            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
-        else:
-            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+            if rank == 0:
+                store = host_store(host, size, config.timeout_s, port)
+            else:
+                store = connect_store(host, port, size, config.timeout_s)
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     needed = config.tensor * config.pipeline * config.context * config.data
     if dist.get_world_size() != needed:
         raise ConfigError(
@@ -81,11 +80,17 @@ def stop_processes() -> None:
     dist.destroy_process_group()
 
 
-def raise_together(error: CheckpointError | None) -> None:
-    """Raise the first rank's error on every rank, so that none waits for a rank that is gone.
+@contextmanager
+def raising_together() -> Iterator[None]:
+    """Raise the first rank's CheckpointError of the block on every rank, so that none waits for a rank that is gone.
 
-    Collective over all ranks; returns when no rank has an error.
+    Collective over all ranks at the end of the block.
     """
+    error = None
+    try:
+        yield
+    except CheckpointError as caught:
+        error = caught
     complaints = [text for text in gather_json(str(error) if error else None) if text is not None]
     if error and complaints[0] == str(error):
         raise error
@@ -186,18 +191,13 @@ class ParallelLayout:
         """Return the global rank of the process that holds `stage` in this rank's pipeline."""
         return dist.get_global_rank(self.pipeline_group, stage)
 
-    def reduce_over_data(self, table: Tensor | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    def reduce_over_data(self, table: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Combine over data x context ranks of the last stage, with one all-reduce; the result is on every rank.
 
         Args:
-            table: float64, up to 8 dimensions: this replica's part; None off the last stage.
+            table: float64, this replica's part; off the last stage any values of the same shape.
         """
-        assert (table is not None) == self.is_last_stage, "the table lives on the last pipeline stage, and only there"
-        if table is not None:
-            table = self._all_reduce(table, op)
-        if self.pipeline_size > 1:
-            table = self._like_last_stage(table)
-        assert table is not None
+        table = self._all_reduce(table, op) if self.is_last_stage else table.to(device(), copy=True)
         self.from_last_stage(table)
         return table
 
@@ -213,13 +213,3 @@ class ParallelLayout:
         table = table.detach().clone().to(device())
         dist.all_reduce(table, op, group=self.data_context_group)
         return table
-
-    def _like_last_stage(self, tensor: Tensor | None) -> Tensor:
-        """Return the last stage's table, or an empty one of its shape elsewhere: a broadcast must know the shape."""
-        header = torch.zeros(_MAX_DIMS + 1, dtype=torch.int64, device=device())
-        if tensor is not None:
-            assert tensor.dim() <= _MAX_DIMS
-            header[: tensor.dim() + 1] = torch.tensor([tensor.dim(), *tensor.shape], device=device())
-        self.from_last_stage(header)
-        num_dims, *sizes = header.tolist()
-        return torch.empty(sizes[:num_dims], dtype=torch.float64, device=device()) if tensor is None else tensor

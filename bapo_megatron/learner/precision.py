@@ -1,14 +1,10 @@
-"""FP8 and Transformer Engine: which layers are built, Megatron's options, which weights are quantised.
+"""FP8 and Transformer Engine: the layers to build, and Megatron's options.
 
 Pure functions in `config/precision.py` decide what is refused, and why. Written against Megatron-Core 0.16.1 and
 Transformer Engine 2.9 to 2.11.
 """
 
-from collections.abc import Iterable
 from typing import Any
-
-from megatron.core.fp8_utils import is_float8tensor
-from torch.nn import Module, Parameter
 
 from bapo_megatron.algorithms.logprobs import Backend
 from bapo_megatron.config.precision import Machine, problems
@@ -61,13 +57,3 @@ def fp8_fields(config: Config, fp8_params: bool = False) -> dict[str, Any]:
             "num_layers_at_end_in_bf16": p.bf16_layers_at_end,
         }
     return fields
-
-
-def has_quantised(modules: Iterable[Module]) -> bool:
-    """Return whether any parameter is kept in FP8."""
-    return any(is_quantised(parameter) for module in modules for parameter in module.parameters())
-
-
-def is_quantised(parameter: Parameter) -> bool:
-    """Return whether a parameter is one of Transformer Engine's FP8 tensors, whose `dtype` reads bfloat16."""
-    return is_float8tensor(parameter)

@@ -24,6 +24,7 @@ from torch.nn import Module
 from bapo_megatron.config.plan import runs_forwards_first
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.parallel import ParallelLayout, device
+from bapo_megatron.learner.precision import logprob_backend
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.runtime.straggler import LOCAL_TIME
 from bapo_megatron.types import MicroBatch, MiniBatch
@@ -79,13 +80,13 @@ class Schedule:
     def without_gradient(self, minibatch: MiniBatch, of: Callable[[Any], Tensor]) -> list[Tensor]:
         """Return `of` the model's output for each micro-batch, without gradient; empty off the last stage."""
         with torch.no_grad():
-            return self._forward(minibatch, lambda output, non_loss_data: of(output), with_entropy=False)
+            return self._forward(minibatch, lambda batch: lambda output, non_loss_data: of(output), with_entropy=False)
 
     def forward(self, minibatch: MiniBatch) -> ForwardPasses:
         """Run all forward passes and keep their graphs. Not with pipeline stages."""
         assert self._layout.pipeline_size == 1, "stages pass micro-batches on in Megatron's own order"
         batches = self._on_device(minibatch)
-        scores = self._forward(minibatch, lambda scores, non_loss_data: scores, with_entropy=True)
+        scores = self._forward(minibatch, lambda batch: lambda scores, non_loss_data: scores)
         return ForwardPasses(minibatch, list(zip(batches, scores, strict=True)))
 
     def backward(self, passes: ForwardPasses, loss_of: LossOf[Outcome]) -> list[Outcome]:
@@ -102,27 +103,25 @@ class Schedule:
 
     def forward_backward(self, minibatch: MiniBatch, loss_of: LossOf[Outcome]) -> list[Outcome]:
         """Run forward and backward passes by turns; return the outcomes, empty off the last stage."""
+        return self._forward(minibatch, loss_of, forward_only=False)
+
+    def _forward(
+        self, minibatch: MiniBatch, then: Callable, *, with_entropy: bool = True, forward_only: bool = True
+    ) -> list[Any]:
+        """Run the model on each micro-batch; `then` maps the micro-batch to the function of its output to call."""
 
         def forward_step(iterator: Iterator[MicroBatch], model: Module) -> tuple[Any, Callable]:
             batch = next(iterator)
-            return self._scores(model, batch, with_entropy=True), loss_of(batch)
+            output = model(
+                batch,
+                temperature=self._config.rollout.temperature,
+                chunk_tokens=self._config.train.logprob_chunk_tokens,
+                with_entropy=with_entropy,
+                backend=logprob_backend(self._config),
+            )
+            return output, then(batch)
 
-        return self._run(forward_step, self._on_device(minibatch), minibatch, forward_only=False)
-
-    def _forward(self, minibatch: MiniBatch, collect: Callable, *, with_entropy: bool) -> list[Any]:
-        def forward_step(iterator: Iterator[MicroBatch], model: Module) -> tuple[Any, Callable]:
-            return self._scores(model, next(iterator), with_entropy=with_entropy), collect
-
-        return self._run(forward_step, self._on_device(minibatch), minibatch, forward_only=True)
-
-    def _scores(self, model: Module, batch: MicroBatch, *, with_entropy: bool) -> Any:
-        """Return (log_probs_R, entropy_R) at the end of the model, hidden states elsewhere."""
-        return model(
-            batch,
-            temperature=self._config.rollout.temperature,
-            chunk_tokens=self._config.train.logprob_chunk_tokens,
-            with_entropy=with_entropy,
-        )
+        return self._run(forward_step, self._on_device(minibatch), minibatch, forward_only=forward_only)
 
     def _run(self, forward_step: Callable, data: list[Any], minibatch: MiniBatch, *, forward_only: bool) -> list[Any]:
         """Pass all micro-batches through Megatron's schedule; return what the loss functions keep, on the last stage.
@@ -136,18 +135,17 @@ class Schedule:
             HEARTBEAT.beat(TRAINER, f"forward step {next(count)} of {len(data) * len(self._chunks)}")
             return forward_step(*arguments)
 
-        LOCAL_TIME.start()
-        outputs = self._run_megatron(
-            forward_step_func=beating_step,
-            data_iterator=[iter(data) for _ in self._chunks],
-            model=self._chunks,
-            num_microbatches=len(data),
-            seq_length=minibatch.micro_batches[0].num_tokens * self._layout.context_size,
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
-        LOCAL_TIME.stop()  # before the first collective over data ranks
+        with LOCAL_TIME.running():  # it ends before the first collective over data ranks
+            outputs = self._run_megatron(
+                forward_step_func=beating_step,
+                data_iterator=[iter(data) for _ in self._chunks],
+                model=self._chunks,
+                num_microbatches=len(data),
+                seq_length=minibatch.micro_batches[0].num_tokens * self._layout.context_size,
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
         if not forward_only:
             finalize_model_grads(self._chunks)
         return outputs
@@ -178,4 +176,4 @@ def _smallest_memory(layout: ParallelLayout) -> float:
     else:
         own = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     table = torch.tensor(float(own), dtype=torch.float64)
-    return float(layout.reduce_over_data(table if layout.is_last_stage else None, torch.distributed.ReduceOp.MIN))
+    return float(layout.reduce_over_data(table, torch.distributed.ReduceOp.MIN))

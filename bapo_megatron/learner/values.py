@@ -41,7 +41,12 @@ class ValueAdvantages:
         if not config.advantage.compares_responses and not config.train.rollout_only:
             path = config.critic.path
             self.critic = Critic(config, resolve_model_path(path, setting="critic.path") if path else policy.hf_path)
-            _check_vocabulary(self.critic, policy)
+            num_critic, num_policy = self.critic.shape.vocab_size, policy.shape.vocab_size
+            if num_critic < num_policy:
+                raise ConfigError(
+                    f"critic.path={str(self.critic.hf_path)!r} has a vocabulary of {num_critic} tokens, the policy one "
+                    f"of {num_policy}: set it to a model of the policy's family, or leave it out"
+                )
 
     @property
     def parts(self) -> dict[str, Critic]:
@@ -57,7 +62,13 @@ class ValueAdvantages:
             return batch
         values_T = of_batch(batch, self.critic.values, self.critic, self._config).cpu()
         advantages_T, returns_T = token_advantages(batch, values_T, self._config.advantage)
-        metrics = _describe(values_T[batch.mask_T], returns_T[batch.mask_T], advantages_T[batch.mask_T])
+        values, returns, advantages = (x_T[batch.mask_T] for x_T in (values_T, returns_T, advantages_T))
+        metrics = {  # of the trained tokens, before the critic learns from them
+            "critic/explained_variance": explained_variance(values, returns),
+            "critic/value_mean": float(values.mean()),
+            "critic/return_mean": float(returns.mean()),
+            "critic/advantage_std": float(advantages.std(correction=0)),
+        }
         metrics |= self._fit(self.critic, batch, step, values_T, returns_T)
         if self._config.advantage.whiten_tokens:
             advantages_T = whitened(advantages_T, batch.mask_T)
@@ -90,21 +101,3 @@ def token_advantages(batch: Batch, values_T: Tensor, config: AdvantageConfig) ->
     else:
         advantages_T = n_step(errors_T, num_left_T, gamma=config.gamma, num_steps=config.n_step)
     return advantages_T, torch.where(num_left_T > 0, advantages_T + values_T, 0.0)
-
-
-def _describe(values: Tensor, returns: Tensor, advantages: Tensor) -> dict[str, float]:
-    """Return metrics of the trained tokens, before the critic learns from them."""
-    return {
-        "critic/explained_variance": explained_variance(values, returns),
-        "critic/value_mean": float(values.mean()),
-        "critic/return_mean": float(returns.mean()),
-        "critic/advantage_std": float(advantages.std(correction=0)),
-    }
-
-
-def _check_vocabulary(critic: Critic, policy: MegatronLearner) -> None:
-    if critic.shape.vocab_size < policy.shape.vocab_size:
-        raise ConfigError(
-            f"critic.path={str(critic.hf_path)!r} has a vocabulary of {critic.shape.vocab_size} tokens, the policy one "
-            f"of {policy.shape.vocab_size}: set it to a model of the policy's family, or leave it out"
-        )

@@ -2,37 +2,25 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from bapo_megatron.buffer.packing import Share, one_minibatch
+from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.config.schema import Config
+from bapo_megatron.learner.base import Learner
+from bapo_megatron.learner.reference import ReferencePolicy
+from bapo_megatron.learner.split_model import SplitModel
 from bapo_megatron.types import Batch, MiniBatch
 
 
-class SplitModel(Protocol):
-    """A model split over processes; see `learner.base.Learner`."""
-
-    share: Share
-
-    def sum_over_data_ranks(self, table: Tensor | None) -> Tensor: ...
-
-
-class Scorer(SplitModel, Protocol):
-    """A policy that computes log-probs."""
-
-    def log_probs(self, minibatch: MiniBatch) -> list[Tensor] | None: ...
-
-
-def batch_log_probs(batch: Batch, scorer: Scorer, config: Config) -> Tensor:
+def batch_log_probs(batch: Batch, scorer: Learner | ReferencePolicy, config: Config) -> Tensor:
     """Return the log-prob of every response token, float32 [T], 0 on prompts: see `of_batch`."""
     return of_batch(batch, scorer.log_probs, scorer, config).to(batch.behaviour_logprobs_T)
 
 
 def of_batch(
-    batch: Batch, score: Callable[[MiniBatch], list[Tensor] | None], model: SplitModel, config: Config
+    batch: Batch, score: Callable[[MiniBatch], list[Tensor]], model: Learner | SplitModel, config: Config
 ) -> Tensor:
     """Return the score of every response token, float64 [T], 0 on prompts: one pass and one all-reduce. Collective.
 
@@ -40,25 +28,17 @@ def of_batch(
     trained token.
 
     Args:
-        score: a method of the model that returns one [R] per micro-batch, None off the last stage.
+        score: a method of the model that returns one [R] per micro-batch, none off the last stage.
     """
     whole = one_minibatch(batch, max_tokens=config.train.max_tokens_per_microbatch, share=model.share)
     scores = score(whole)
-    mine_T = None
-    if scores is not None:
-        mine_T = torch.zeros(batch.token_ids_T.shape, dtype=torch.float64)
-        for micro_batch, scores_R in zip(whole.micro_batches, scores, strict=True):
-            mine_T[micro_batch.batch_rows_R] = scores_R.to(mine_T)
+    mine_T = torch.zeros(batch.token_ids_T.shape, dtype=torch.float64)
+    for micro_batch, scores_R in zip(whole.micro_batches, scores, strict=bool(scores)):
+        mine_T[micro_batch.batch_rows_R] = scores_R.to(mine_T)
     return model.sum_over_data_ranks(mine_T)
 
 
-class Policy(Scorer, Protocol):
-    """The policy that is trained."""
-
-    version: int
-
-
-def with_fixed_logprobs(batch: Batch, policy: Policy, reference: Scorer | None, config: Config) -> Batch:
+def with_fixed_logprobs(batch: Batch, policy: Learner, reference: ReferencePolicy | None, config: Config) -> Batch:
     """Add the log-probs that all updates of a step share: the reference's and the proximal policy's, if used.
 
     Call it on every rank, before the step's first update. A batch without a trained token stays as it is.
@@ -71,18 +51,12 @@ def with_fixed_logprobs(batch: Batch, policy: Policy, reference: Scorer | None, 
     return with_proximal_logprobs(batch, policy, config) if config.loss.scores_proximal else batch
 
 
-def with_proximal_logprobs(batch: Batch, policy: Policy, config: Config) -> Batch:
+def with_proximal_logprobs(batch: Batch, policy: Learner, config: Config) -> Batch:
     """Add `proximal_logprobs_T` at the policy's current weights: one scoring pass and one all-reduce.
 
-    They are the scores of the step's first mini-batch as well (`known_log_probs`).
+    They are the scores of the step's first mini-batch as well: see `Learner.score`.
     """
     if not batch.num_trained_tokens:
         return batch
     proximal_T = batch_log_probs(batch, policy, config)
     return replace(batch, proximal_logprobs_T=proximal_T, proximal_version=policy.version)
-
-
-def known_log_probs(minibatch: MiniBatch) -> list[Tensor]:
-    """Return the log-probs at the weights of `proximal_version`: one float32 [R] per micro-batch."""
-    found = [batch.proximal_logprobs_R for batch in minibatch.micro_batches]
-    return [log_probs_R for log_probs_R in found if log_probs_R is not None]

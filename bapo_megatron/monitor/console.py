@@ -44,7 +44,7 @@ class Console:
         """Show one finished step, and each problem of the latest steps the first time it appears."""
         self._rows.append(dict(metrics))
         width = _width(self._stream)
-        self._print(wrap_fields(step_fields(metrics, self._num_steps), width))
+        self.note(wrap_fields(step_fields(metrics, self._num_steps), width))
         if self._bar is not None:
             self._bar.ncols = width or _DEFAULT_COLUMNS  # the window may have been resized
             self._bar.update(1)
@@ -52,19 +52,22 @@ class Console:
             self.warn(problem)
 
     def note(self, text: str) -> None:
-        """Show one line."""
-        self._print(text)
+        """Show a text, above the bar if there is one."""
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            print(text, file=self._stream, flush=True)
 
     def warn(self, text: str) -> None:
         """Show a warning, once."""
         if text not in self._shown:
             self._shown.add(text)
-            self._print(f"warning: {text}")
+            self.note(f"warning: {text}")
 
     def summary(self) -> None:
         """Show the summary of the run: pass rate, resumed tokens, staleness, wall time."""
         self.close()
-        self._print(summarize(self._rows).text() if self._rows else "no step was trained")
+        self.note(summarize(self._rows).text() if self._rows else "no step was trained")
 
     def close(self) -> None:
         """Remove the bar. Safe to call twice."""
@@ -88,12 +91,6 @@ class Console:
             leave=False,
             bar_format="{n_fmt}/{total_fmt} |{bar}| {elapsed} done, {remaining} to go",
         )
-
-    def _print(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.write(text, file=self._stream)
-        else:
-            print(text, file=self._stream, flush=True)
 
 
 def _width(stream: TextIO) -> int | None:

@@ -4,9 +4,12 @@
 for which it queries NVML in milliseconds.
 """
 
+import contextlib
+import importlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -17,10 +20,9 @@ from bapo_megatron import __version__
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.metrics import METRICS
-from bapo_megatron.monitor.gpu_facts import GPU_METRICS, GPUFacts
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, Heartbeat
 
-PREFIX = "bapo_"
+_PREFIX = "bapo_"
 COUNTERS = {
     "steps": "steps since the attempt began",
     "trained_tokens": "response tokens trained since the attempt began, each counted once per pass",
@@ -33,8 +35,19 @@ ENGINE_METRICS: dict[str, tuple[str, Callable[[EngineState], float]]] = {
     "engine_running_requests": ("requests being sampled by the engine", lambda e: e.num_running),
     "engine_waiting_requests": ("requests waiting in the engine", lambda e: e.num_waiting),
 }
-ACTION_AGE = "seconds_since_last_action"
-LAST_STEP = "last_step_timestamp_seconds"
+GPU_METRICS: dict[str, tuple[str, Callable[[Any, Any], float]]] = {  # read from pynvml and a device's handle
+    "gpu_memory_used_bytes": ("memory in use", lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used),
+    "gpu_memory_total_bytes": ("memory", lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total),
+    "gpu_utilization_ratio": (
+        "share of the last second, or less, in which a kernel ran",
+        lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
+    ),
+    "gpu_power_watts": ("power draw", lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
+    "gpu_temperature_celsius": (
+        "temperature",
+        lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+    ),
+}
 
 
 def prometheus_name(metric: str) -> str:
@@ -48,7 +61,33 @@ def prometheus_name(metric: str) -> str:
     elif name.endswith("_s"):
         name = name.removesuffix("_s") + "_seconds"
     safe = "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
-    return PREFIX + safe
+    return _PREFIX + safe
+
+
+class GPUFacts:
+    """All GPUs of this machine; none without a driver, a GPU, or nvidia-ml-py.
+
+    Args:
+        nvml: the module pynvml; None: the installed one, if any.
+    """
+
+    def __init__(self, nvml: Any = None) -> None:
+        if nvml is None:
+            with contextlib.suppress(ImportError):
+                nvml = importlib.import_module("pynvml")
+        self._nvml = nvml
+        self._gpus: list[Any] = []
+        if nvml is not None:
+            with contextlib.suppress(nvml.NVMLError):  # no driver
+                nvml.nvmlInit()
+                self._gpus = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+
+    def read(self) -> Iterator[tuple[str, int, float]]:
+        """Yield (metric, index of the GPU, value), leaving out values that a GPU does not report."""
+        for name, (_, read) in GPU_METRICS.items():
+            for index, gpu in enumerate(self._gpus):
+                with contextlib.suppress(self._nvml.NVMLError):
+                    yield name, index, float(read(self._nvml, gpu))
 
 
 class RunCollector(Collector):
@@ -76,20 +115,24 @@ class RunCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         with self._lock:
             latest, counts, last_step_s = dict(self._latest), dict(self._counts), self._last_step_s
-        yield InfoMetricFamily(f"{PREFIX}run", "the run", {"run": self._run, "version": __version__})
+        yield InfoMetricFamily(f"{_PREFIX}run", "the run", {"run": self._run, "version": __version__})
         for name, value in latest.items():
             known = METRICS.get(name)
             text = f"{known.meaning} ({known.unit}; {name})" if known else name
-            yield self._gauge(prometheus_name(name).removeprefix(PREFIX), text, [((), value)])
+            yield self._gauge(prometheus_name(name).removeprefix(_PREFIX), text, [((), value)])
         for name, description in COUNTERS.items():
-            counter = CounterMetricFamily(PREFIX + name, description, labels=["run"])
+            counter = CounterMetricFamily(_PREFIX + name, description, labels=["run"])
             counter.add_metric([self._run], counts[name])
             yield counter
-        yield self._gauge(LAST_STEP, "Unix time of the last step's end, or of the start", [((), last_step_s)])
+        yield self._gauge(
+            "last_step_timestamp_seconds", "Unix time of the last step's end, or of the start", [((), last_step_s)]
+        )
         yield from self._engines()
         now_s, beats = self._heartbeat.clock(), self._heartbeat.beats()
         ages = [((role,), now_s - beat.at_s) for role, beat in beats.items()]
-        yield self._gauge(ACTION_AGE, "time since the last action of a role of trainer rank 0", ages, "role")
+        yield self._gauge(
+            "seconds_since_last_action", "time since the last action of a role of trainer rank 0", ages, "role"
+        )
         yield from self._gpu()
 
     def _engines(self) -> Iterator[Metric]:
@@ -99,15 +142,15 @@ class RunCollector(Collector):
 
     def _gpu(self) -> Iterator[Metric]:
         readings = list(self._gpus.read())
-        for name, metric in GPU_METRICS.items():
+        for name, (description, _) in GPU_METRICS.items():
             values = [((str(index),), value) for found, index, value in readings if found == name]
             if values:
-                yield self._gauge(name, f"{metric.description}, of a GPU of trainer rank 0's machine", values, "gpu")
+                yield self._gauge(name, f"{description}, of a GPU of trainer rank 0's machine", values, "gpu")
 
     def _gauge(
         self, name: str, description: str, values: Sequence[tuple[tuple[str, ...], float]], *labels: str
     ) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, description, labels=["run", *labels])
+        family = GaugeMetricFamily(_PREFIX + name, description, labels=["run", *labels])
         for own, value in values:
             family.add_metric([self._run, *own], value)
         return family

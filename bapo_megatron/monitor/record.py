@@ -14,8 +14,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.metrics import reduce_updates
 from bapo_megatron.monitor.console import Console
-from bapo_megatron.monitor.metrics import MetricsWriter, read_metrics
-from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.monitor.rundir import RunDir, read_metrics
 from bapo_megatron.monitor.sinks import BackgroundSink, open_sinks
 from bapo_megatron.rollout.recorded import write_groups
 from bapo_megatron.rollout.shared import Rollouts
@@ -93,7 +92,7 @@ class Recorder:
         for path in (self._run_dir.metrics_path, self._run_dir.samples_path):
             truncate_after(path, first_step)
         history = read_metrics(self._run_dir.metrics_path)
-        self._metrics = MetricsWriter(self._run_dir.metrics_path)
+        self._metrics = JsonlWriter(self._run_dir.metrics_path)
         self._samples = JsonlWriter(self._run_dir.samples_path)
         self._sinks = open_sinks(self._config, self._run_dir, first_step, self.warn)
         self._decode = rollouts.decode
@@ -123,7 +122,7 @@ class Recorder:
             metrics["train/tokens_per_s"] = metrics["train/tokens"] / busy_s if busy_s > 0 else math.nan
         if self._sinks:
             metrics["monitor/sink_errors"] = sum(sink.num_errors for sink in self._sinks)
-        self._metrics.write(metrics)
+        self._metrics.write({name: float(value) for name, value in metrics.items()} | {"step": step})
         for sink in self._sinks:
             sink.write(step, metrics)
         if self._endpoint is not None:

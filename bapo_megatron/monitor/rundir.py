@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import math
 import os
 import platform
 import shlex
@@ -28,10 +29,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from bapo_megatron.assets import hub
 from bapo_megatron.config.earlier import RETIRED, updated
 from bapo_megatron.errors import ConfigError, UserError
-from bapo_megatron.runtime.files import explaining_os_errors, write_atomically
-from bapo_megatron.runtime.ranks import num_cores
+from bapo_megatron.runtime import num_cores
+from bapo_megatron.runtime.files import explaining_os_errors, read_jsonl, write_atomically
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config
@@ -83,10 +85,8 @@ _PACKAGES = (
     "numpy",
     "pydantic",
 )
-_FACT_FILES = ("config.toml", "command.txt", "environment.json", "git.diff")
 _MAX_DIFF_BYTES = 1 << 20
 _GIT_TIMEOUT_S = 10.0
-_LOCK_NAME = ".lock"
 
 
 class RunDir:
@@ -110,8 +110,8 @@ class RunDir:
         return cls.open_path(Path(config.run.dir) / config.run.name, dump_config(config))
 
     @classmethod
-    def open_path(cls, path: Path, config_text: str, *, resume: bool = True) -> RunDir:
-        """Like `open`, for a folder and a configuration as TOML text; raise UserError for results if not `resume`."""
+    def open_path(cls, path: Path, config_text: str) -> RunDir:
+        """Open a folder as `open` does, for a configuration as TOML text."""
         path = path.absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ class RunDir:
         with explaining_os_errors(path):
             lock = _take_lock(path)
         try:
-            _check_resumable(path, config_text, resume)
+            _check_resumable(path, config_text)
             run = cls(path, _last_attempt(path) + 1, lock)
             with explaining_os_errors(path):
                 run.log_dir.mkdir(parents=True)
@@ -186,9 +186,20 @@ class RunDir:
             "environment.json": json.dumps(describe_environment() | {"git_commit": commit}, indent=2) + "\n",
             "git.diff": diff,
         }
-        for name in _FACT_FILES:
-            write_atomically(self.log_dir / name, texts[name])
-            write_atomically(self.path / name, texts[name])
+        for name, text in texts.items():
+            write_atomically(self.log_dir / name, text)
+            write_atomically(self.path / name, text)
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """Read the steps in a metrics.jsonl in ascending order, null as NaN. The later line of a repeated step counts."""
+    rows = {row["step"]: row for row in map(_as_floats, read_jsonl(path)) if "step" in row}
+    return [rows[step] for step in sorted(rows)]
+
+
+def _as_floats(record: Mapping[str, Any]) -> dict[str, float]:
+    row = {name: math.nan if value is None else value for name, value in record.items()}
+    return {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
 
 
 def describe_environment() -> dict[str, Any]:
@@ -211,13 +222,11 @@ def different_settings(old_text: str, new_text: str) -> dict[str, tuple[Any, Any
     return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
 
 
-def _check_resumable(path: Path, config_text: str, resume: bool) -> None:
+def _check_resumable(path: Path, config_text: str) -> None:
     """Refuse to mix two experiments in one folder. A run that has not finished a step may start over freely."""
     config_path = path / "config.toml"
     if not config_path.exists() or not _has_results(path):
         return
-    if not resume:
-        raise UserError(f"the run {path} exists; choose another run.name, or delete the folder to start over")
     different = {
         key: values
         for key, values in different_settings(config_path.read_text(encoding="utf-8"), config_text).items()
@@ -241,9 +250,32 @@ def _has_results(path: Path) -> bool:
     return has_metrics or (checkpoints.is_dir() and any(checkpoints.iterdir()))
 
 
+def with_pinned_models(config: Config) -> Config:
+    """Download the models that have names on the Hugging Face hub, and pin their commits.
+
+    A run that is resumed keeps the commits of its config.toml.
+
+    Raises:
+        CheckpointError: see `hub.snapshot`.
+    """
+    try:
+        earlier = tomllib.loads((Path(config.run.dir) / config.run.name / "config.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # a new run; RunDir.open says what is wrong with the folder of another
+        earlier = {}
+    changed = {}
+    for section, key in (("model", "path"), ("loss", "reference_path"), ("critic", "path")):
+        value = getattr(getattr(config, section), key, None)
+        if value is None or not hub.is_hub_name(value) or hub.is_pinned(value):
+            continue
+        before = earlier.get(section, {}).get(key, "")
+        pinned = hub.pin(before if before.startswith(f"{value}@") else value, setting=f"{section}.{key}")
+        changed[section] = getattr(config, section).model_copy(update={key: pinned})
+    return config.model_copy(update=changed)
+
+
 def _take_lock(path: Path) -> TextIO:
     """Take an exclusive lock, which the system releases when this process ends for any reason."""
-    lock = (path / _LOCK_NAME).open("a+", encoding="utf-8")
+    lock = (path / ".lock").open("a+", encoding="utf-8")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

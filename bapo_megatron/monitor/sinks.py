@@ -5,6 +5,7 @@ values, as metrics.jsonl is truncated; W&B, which only appends, keeps the first 
 """
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -15,8 +16,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from bapo_megatron.config.schema import Config
-from bapo_megatron.config.schema_monitor import SinkName
+from bapo_megatron.config.schema import Config, SinkName
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.runtime.files import write_atomically
 
@@ -163,11 +163,10 @@ class BackgroundSink:
 
 def open_sinks(config: Config, run_dir: RunDir, first_step: int, warn: Callable[[str], None]) -> list[BackgroundSink]:
     """Open the sinks of `monitor.sinks` for an attempt that continues after `first_step` finished steps."""
-
-    def opener(name: SinkName) -> Callable[[], Sink]:
-        return lambda: SINKS[name](config, run_dir, first_step)
-
-    return [BackgroundSink(name, opener(name), warn) for name in dict.fromkeys(config.monitor.sinks)]
+    return [
+        BackgroundSink(name, functools.partial(SINKS[name], config, run_dir, first_step), warn)
+        for name in dict.fromkeys(config.monitor.sinks)
+    ]
 
 
 def _one_line(error: Exception) -> str:

@@ -36,7 +36,7 @@ def examine(config: Config | None, ports: Sequence[int], rendezvous: Rendezvous 
     """Yield findings as they become known; raise UserError for an invalid port."""
     for port in ports:
         if not 0 < port < 65536:
-            raise UserError(f"--port {port} is no port; name one from 1 to 65535")
+            raise UserError(f"--port {port} is not a port; name one from 1 to 65535")
     driver = software.read_driver()
     has_gpu = bool(driver.visible)
     timeout_s = NODES_TIMEOUT_S if rendezvous and rendezvous.num_nodes > 1 else PROBE_TIMEOUT_S
@@ -64,7 +64,7 @@ def examine(config: Config | None, ports: Sequence[int], rendezvous: Rendezvous 
             yield from examine_needs(config)
         probes.wait()
         yield from software.check_torch(probes.facts, driver)
-        yield software.check_transformer_engine(probes.facts, needed=False)
+        yield software.check_transformer_engine(probes.facts, needed=config is not None and config.precision.uses_fp8)
         yield from probes.findings(is_across_nodes=rendezvous is not None and rendezvous.num_nodes > 1)
 
 
@@ -141,6 +141,6 @@ def examine_needs(config: Config) -> Iterator[Finding]:
             address = server_address(url)
             if address is None:
                 advice = 'rollout.urls has addresses such as "http://127.0.0.1:30000"'
-                yield Finding("engine", "error", f"{url} is no URL of a server", advice)
+                yield Finding("engine", "error", f"{url} is not the URL of a server", advice)
             else:
                 yield machine.check_reachable("engine", *address)

@@ -28,7 +28,7 @@ _BYTES = {"gloo": 4 * 2**20, "nccl": 256 * 2**20}
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Task of one process."""
+    """Parameters of one probe process."""
 
     rank: int
     local_rank: int
@@ -84,18 +84,18 @@ def _measure(task: Task) -> dict[str, Any]:
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(task.backend, store=store, rank=task.rank, world_size=size, timeout=timeout)
     device = torch.device("cuda" if use_nccl else "cpu")
-    num_bytes, world = _BYTES[task.backend], task.world_size
+    num_bytes = _BYTES[task.backend]
     data = torch.full((num_bytes // 4,), float(task.rank), device=device)
     broadcast_s = _seconds(lambda: dist.broadcast(data, src=0), use_nccl)
     is_right = bool((data == 0).all())
     reduce_s = _seconds(lambda: dist.all_reduce(data.fill_(task.rank)), use_nccl)
-    is_right = is_right and bool((data == world * (world - 1) / 2).all())
+    is_right = is_right and bool((data == size * (size - 1) / 2).all())
     skews_s = _clock_skews(device)
     dist.destroy_process_group()
     return {
         "is_right": is_right,
         "broadcast_bytes_per_s": num_bytes / broadcast_s,
-        "all_reduce_bytes_per_s": 2 * (world - 1) / world * num_bytes / reduce_s,  # what each process sends
+        "all_reduce_bytes_per_s": 2 * (size - 1) / size * num_bytes / reduce_s,  # what each process sends
         "skews_s": skews_s,
     }
 
@@ -213,7 +213,8 @@ def clock_finding(skews_s: list[float]) -> Finding:
 def started_probes(num_gpus: int, rendezvous: Rendezvous | None, timeout_s: float) -> Iterator[Probes]:
     """Start one process per GPU over NCCL, or two over gloo; they end with the block.
 
-    They are forked, because importing torch takes most of the time; this process must not have used CUDA.
+    They are forked, because importing torch takes most of the time; this process must have no CUDA context, process
+    group or threads of torch yet.
     """
     count = num_gpus or _CPU_PROCESSES
     context = multiprocessing.get_context("fork")

@@ -264,9 +264,7 @@ class _Activations:
         if self._shape.qk_norm:
             copies = self._Q + self._Q + 2 * self._K + (0 if self._on_gpu else self._Q + self._K)
             per_token += self._item * copies + 4 * (num_heads + self._K // D)
-        mlp = (
-            5 * self._F * self._T * self._item
-        )  # fc1's output (2), silu of the gate, the other half + 0, their product
+        mlp = 5 * self._F * self._T * self._item  # fc1's output (2), silu of the gate, other half + 0, their product
         mask = self._mask() * self._item if context > 1 else 0
         return int(2 * (norm + hidden) + attention + per_token * self._T + mlp + mask)
 

@@ -4,14 +4,13 @@ Times are rooflines: "at least" divides by the data sheets' peak rates, "expecte
 usually reach (COMPUTE_SHARE, LINK_SHARE), which is assumed, not measured.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from bapo_megatron.config.plan import Violation, max_microbatches, num_ranks
+from bapo_megatron.config.base import Violation
+from bapo_megatron.config.plan import max_microbatches, num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.preflight import work
@@ -30,9 +29,6 @@ class Seconds:
 
     least: float
     expected: float
-
-    def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(self.least + other.least, self.expected + other.expected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +145,11 @@ def _train_seconds(
 
 def _link(config: Config, gpu: GPU, num_consecutive: int) -> float:
     """Return the bytes per second between ranks of a group that spans `num_consecutive` ranks."""
-    network = config.cluster.network_gbit_per_s * 1e9 / 8
-    return network if work.spans_nodes(config, num_consecutive) else gpu.nvlink_bytes_per_s
+    return _network(config) if work.spans_nodes(config, num_consecutive) else gpu.nvlink_bytes_per_s
+
+
+def _network(config: Config) -> float:
+    return config.cluster.network_gbit_per_s * 1e9 / 8
 
 
 def _num_microbatches(config: Config, tokens: work.StepTokens) -> int:
@@ -162,12 +161,9 @@ def _num_microbatches(config: Config, tokens: work.StepTokens) -> int:
 
 def _sync_seconds(config: Config, shape: ModelShape, gpu: GPU) -> Seconds:
     """Estimate gathering from tensor ranks and later stages to rank 0, then the broadcast from there."""
-    c, p = config.cluster, config.parallel
-    num_bytes = work.sync_bytes(config, shape)
-    network = c.network_gbit_per_s * 1e9 / 8
-    ends_elsewhere = c.nodes > 1
+    p, num_bytes = config.parallel, work.sync_bytes(config, shape)
     gathering = num_bytes * (p.tensor - 1) / p.tensor / gpu.nvlink_bytes_per_s
     if p.pipeline > 1:
         gathering += num_bytes * (p.pipeline - 1) / p.pipeline / _link(config, gpu, num_ranks(config))
-    sending = num_bytes / (network if ends_elsewhere else gpu.nvlink_bytes_per_s)
+    sending = num_bytes / (_network(config) if config.cluster.nodes > 1 else gpu.nvlink_bytes_per_s)
     return Seconds(gathering + sending, (gathering + sending) / LINK_SHARE)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import model_shape
-from bapo_megatron.preflight.known import GIB, planned_config, planned_shape
+from bapo_megatron.preflight.known import GIB, planned_config
 from bapo_megatron.preflight.memory import TrainerMemory, fullest_rank
 from bapo_megatron.preflight.plan import COMPUTE_SHARE, LINK_SHARE, Plan, Seconds, make_plan, memory_problems
 from bapo_megatron.preflight.suggest import Suggestion, suggest
@@ -14,7 +14,7 @@ from bapo_megatron.preflight.suggest import Suggestion, suggest
 
 def describe(config: Config) -> str:
     """Return the plan of a checked configuration, without suggestions."""
-    return "\n".join(_lines(config, make_plan(config, planned_shape(config.model.path))))
+    return "\n".join(_lines(config, make_plan(config, model_shape(planned_config(config.model.path)))))
 
 
 def explain(config: Config, response_tokens: int | None = None) -> tuple[str, list[str]]:

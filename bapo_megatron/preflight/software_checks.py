@@ -4,7 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from bapo_megatron_patches.sglang import SUPPORTED as SGLANG_SUPPORTED
 
 from bapo_megatron.engines.sglang import check_installed
 from bapo_megatron.errors import UserError
-from bapo_megatron.preflight.known import GIB, visible_indexes
+from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.machine_checks import Finding, Verdict
 from bapo_megatron.preflight.packages import installed_version
 
@@ -64,6 +64,36 @@ def read_driver() -> Driver:
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
+
+
+def visible_indexes(setting: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
+    """Return the GPUs that CUDA shows to a process: those before the first invalid entry, or none if one is repeated
+    (CUDA C++ Programming Guide, "CUDA Environment Variables"). A MIG instance counts as invalid.
+
+    Args:
+        setting: CUDA_VISIBLE_DEVICES: indexes, or beginnings of UUIDs. None: unset, which shows all.
+        uuids: of all GPUs, in the driver's order, which is also CUDA's if all GPUs are of one model.
+
+    Example: visible_indexes("1,0", ["GPU-a", "GPU-b", "GPU-c"]) == (1, 0)
+    """
+    if setting is None:
+        return tuple(range(len(uuids)))
+    found: list[int] = []
+    for entry in setting.split(","):
+        index = _index(entry.strip(), uuids)
+        if index is None:
+            break
+        if index in found:
+            return ()
+        found.append(index)
+    return tuple(found)
+
+
+def _index(entry: str, uuids: Sequence[str]) -> int | None:
+    if entry.isdecimal():
+        return int(entry) if int(entry) < len(uuids) else None
+    named = [i for i, uuid in enumerate(uuids) if entry.startswith("GPU-") and uuid.startswith(entry)]
+    return named[0] if len(named) == 1 else None
 
 
 def check_gpus(driver: Driver, needed: int) -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """Other settings for the same trainer ranks: faster layouts, and changes that need less memory."""
 
 import itertools
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,20 +35,18 @@ def suggest(config: Config, hf_config: dict[str, Any], present: Plan, count: int
         present: the plan to improve on; if it does not fit, any fitting layout counts.
     """
     shape, found = model_shape(hf_config), []
-    for sections in _candidates(config, shape):
-        candidate = _with(config, sections)
-        overrides = _overrides(config, sections)
-        if overrides:
-            plan = make_plan(candidate, shape, present.tokens.response)
-            limit = _WORTH * present.train.expected if present.fits else float("inf")
-            if plan.fits and plan.train.expected < limit and accepts_layout(candidate, hf_config, on_gpus=True):
+    limit_s = _WORTH * present.train.expected if present.fits else float("inf")
+    for change in _layouts(config, shape):
+        if overrides := _overrides(config, change):
+            changed = _with(config, change)
+            plan = make_plan(changed, shape, present.tokens.response)
+            if plan.fits and plan.train.expected < limit_s and accepts_layout(changed, hf_config, on_gpus=True):
                 found.append(Suggestion(overrides, plan))
-    return sorted(found, key=lambda s: (round(s.plan.train.expected, 1), len(s.overrides), s.plan.trainer.total))[
-        :count
-    ]
+    found.sort(key=lambda s: (round(s.plan.train.expected, 1), len(s.overrides), s.plan.trainer.total))
+    return found[:count]
 
 
-def _candidates(config: Config, shape: ModelShape) -> Iterator[Change]:
+def _layouts(config: Config, shape: ModelShape) -> Iterator[Change]:
     ranks, c = num_ranks(config), config.cluster
     split = (shape.num_heads, shape.num_kv_heads, shape.ffn_size)
     tensors = [t for t in range(1, c.gpus_per_node + 1) if not any(n % t for n in split)]
@@ -69,15 +68,15 @@ def _candidates(config: Config, shape: ModelShape) -> Iterator[Change]:
         }
 
 
-def _with(config: Config, sections: Change) -> Config:
-    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+def _with(config: Config, change: Change) -> Config:
+    changed = {name: getattr(config, name).model_copy(update=values) for name, values in change.items()}
     return config.model_copy(update=changed)
 
 
-def _overrides(config: Config, sections: Change) -> tuple[str, ...]:
+def _overrides(config: Config, change: Change) -> tuple[str, ...]:
     return tuple(
-        f"{section}.{key}={str(value).lower()}"
-        for section, values in sections.items()
+        f"{section}.{key}={json.dumps(value)}"
+        for section, values in change.items()
         for key, value in values.items()
         if getattr(getattr(config, section), key) != value
     )
@@ -91,9 +90,7 @@ class Lighter:
     total: int
 
 
-def lighter(
-    config: Config, shape: ModelShape, hf_config: dict[str, Any], gpu_bytes: int | None, count: int = 4
-) -> list[Lighter]:
+def lighter(config: Config, shape: ModelShape, hf_config: dict[str, Any], gpu_bytes: int | None) -> list[Lighter]:
     """Find changes that save memory on the fullest rank with the same number of ranks, largest savings first."""
     present, found = fullest_rank(config, shape, gpu_bytes).total, []
     for change in _changes(config, shape, gpu_bytes):
@@ -102,9 +99,8 @@ def lighter(
             continue
         total = fullest_rank(changed, shape, gpu_bytes).total
         if total < _WORTH * present:
-            overrides = tuple(f"{s}.{k}={_toml(v)}" for s, values in change.items() for k, v in values.items())
-            found.append(Lighter(overrides, total))
-    return sorted(found, key=lambda one: one.total)[:count]
+            found.append(Lighter(_overrides(config, change), total))
+    return sorted(found, key=lambda one: one.total)[:4]
 
 
 def _changes(config: Config, shape: ModelShape, gpu_bytes: int | None) -> Iterator[Change]:
@@ -123,9 +119,3 @@ def _changes(config: Config, shape: ModelShape, gpu_bytes: int | None) -> Iterat
             yield {"parallel": {"tensor": 2 * p.tensor, "sequence": True, "data": p.data // 2}}
         yield {"parallel": {"pipeline": 2 * p.pipeline, "data": p.data // 2}}
         yield {"parallel": {"context": 2 * p.context, "data": p.data // 2}}
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else str(value)

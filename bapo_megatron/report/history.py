@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.monitor.metrics import read_metrics
-from bapo_megatron.monitor.rundir import different_settings
+from bapo_megatron.monitor.rundir import different_settings, read_metrics
 from bapo_megatron.monitor.summary import Row
 
 

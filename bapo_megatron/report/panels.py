@@ -1,4 +1,4 @@
-"""Descriptions of the report's figures, drawn for one run or several. The figures: `gallery.py`."""
+"""Descriptions of the report's figures, drawn for one run or several. The figures: `gallery.toml`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

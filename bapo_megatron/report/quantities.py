@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from bapo_megatron.algorithms.token_profile import BINS
+from bapo_megatron.algorithms.diagnostics import BINS
 from bapo_megatron.report.figures import Column, Level, moving_average
 from bapo_megatron.report.history import History
 from bapo_megatron.report.panels import Values
@@ -34,7 +34,7 @@ def stage_time(stage: str) -> Values:
 
 
 def by_probability(name: str) -> Values:
-    """Average one of `token_profile.MEANS` over the run's trained tokens in each bin of probability, [num_bins]."""
+    """Average one of `diagnostics.MEANS` over the run's trained tokens in each bin of probability, [num_bins]."""
 
     def values(run: History) -> Column:
         tokens, means = (

@@ -11,7 +11,7 @@ from bapo_megatron.reproduce.identity import inputs
 from bapo_megatron.reproduce.results import DERIVED, HEADLINE, PROFILE
 from bapo_megatron.reproduce.study import Run, Study
 
-# What a study's runs all have (pool.py): one engine of ours and one trainer rank each.
+# Each run of a study (pool.py) has one embedded engine and one trainer rank.
 _ONLY: dict[str, dict[str, Any]] = {
     "rollout": {"engine": "embedded", "num_servers": 1},
     "parallel": {"tensor": 1, "pipeline": 1, "context": 1, "data": 1},
@@ -19,7 +19,7 @@ _ONLY: dict[str, dict[str, Any]] = {
 
 
 def problems_of(name: str, study: Study, runs: Sequence[Run]) -> list[str]:
-    """Every reason why these runs could not be trained, or the study's page not be written; each says where."""
+    """List every problem that would keep runs from being trained or the page from being written, with its place."""
     found = [f"study {name}: {problem}" for problem in _plots(study)]
     for run in runs:
         where = f"study {name}, variant {run.variant!r}"

@@ -1,4 +1,4 @@
-"""Which training run a configuration is: the same settings, files and package are the same run, in whichever study."""
+"""The identity of a training run: equal settings, files and package make it the same run in every study."""
 
 import hashlib
 import json
@@ -16,18 +16,18 @@ _MODEL_FILES = ("*.json", "*.safetensors", "tokenizer.model")  # settings, weigh
 
 
 def run_name(config: Config) -> str:
-    """16 hex digits that change with any setting, defaults included, but run.name and run.dir; with the version of this
-    package; and with the content of the models and data files that the settings name. Not with a judge's own code.
+    """Return 16 hex digits that depend on all settings, defaults included, but run.name and run.dir; on the version of
+    this package; and on the content of the models and data files that the settings name, but not on a judge's code.
 
     Raises:
-        ConfigError: such a file cannot be read. One that is missing counts as empty; others tell of it.
+        ConfigError: such a file cannot be read. A missing file counts as empty; checks.py reports it.
     """
-    says = {
+    identity = {
         "bapo-megatron": __version__,
         "settings": config.model_dump(mode="json", exclude={"run": {"name", "dir"}}),
         "files": {setting: _digests(path) for setting, path in inputs(config)},
     }
-    return hashlib.sha256(json.dumps(says, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def inputs(config: Config) -> Iterator[tuple[str, Path]]:
@@ -55,5 +55,5 @@ def _digests(path: Path) -> dict[str, str]:
 
 @cache
 def _digest(file: Path, _size: int, _mtime_ns: int) -> str:
-    """Read once, as long as the file stays what it was."""
+    """Compute a digest once for each size and modification time of a file."""
     return digest_of(file)

@@ -1,7 +1,7 @@
 """Runs of `bapo train` side by side, one core each, without its start-up, which would take longer than a small run.
 
-A fork server imports torch, Megatron and this package once. Each run is two forks of it: an embedded engine and a
-trainer of one rank. They do what they do under `bapo train`: the same loop, HTTP API and weight sync.
+A fork server imports torch, Megatron and this package once. Each run is two forks of it, an embedded engine and a
+trainer of one rank, with the loop, HTTP API and weight sync of `bapo train`.
 """
 
 import multiprocessing
@@ -20,8 +20,7 @@ from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import processes
 from bapo_megatron.errors import UserError
-from bapo_megatron.monitor.metrics import read_metrics
-from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.monitor.rundir import RunDir, read_metrics
 
 _WORKERS = "bapo_megatron.reproduce.workers"
 _POLL_S = 0.05
@@ -33,12 +32,12 @@ def run_path(config: Config) -> Path:
 
 
 def environment_path(config: Config) -> Path:
-    """JSON: when, where and with which packages the run was trained."""
+    """Return the path of the JSON file with the time, machine and packages of the run's training."""
     return run_path(config) / "environment.json"
 
 
 def is_finished(config: Config) -> bool:
-    """Whether the run has come to its last step, and says where."""
+    """Return whether the run has reached its last step and recorded its environment."""
     metrics = read_metrics(run_path(config) / "metrics.jsonl")
     is_at_end = bool(metrics) and metrics[-1]["step"] == config.train.num_steps
     return is_at_end and environment_path(config).is_file()
@@ -47,7 +46,7 @@ def is_finished(config: Config) -> bool:
 def train_all(
     configs: Sequence[Config], *, num_jobs: int, timeout_s: float, tell: Callable[[Config, float], None]
 ) -> None:
-    """Train every configuration to its last step; `tell` hears of each one that is done, with its seconds.
+    """Train every configuration to its last step; call `tell` with each finished one and its seconds.
 
     Args:
         configs: checked, with the embedded engine and one trainer rank.
@@ -55,8 +54,8 @@ def train_all(
         timeout_s: of one run.
 
     Raises:
-        UserError: a run failed, took longer (says which, and names its logs), or its folder cannot be used. The
-            others are ended.
+        UserError: a run failed or took longer, or its folder cannot be used; names the run and its log. All other runs
+            are ended.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_WORKERS])
@@ -86,7 +85,7 @@ def train_all(
 
 
 class _StoppedError(Exception):
-    """Another run failed, or the user has had enough."""
+    """The end of this run because another one failed or the user interrupted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +155,7 @@ def _in_worker(work: str, *arguments: object) -> None:
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """For the fork server's torch, which reads this when it is imported."""
+    """Set one thread for the fork server's torch, which reads the variable when it is imported."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:

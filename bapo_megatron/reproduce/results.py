@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bapo_megatron.algorithms.token_profile import BINS, MEANS
-from bapo_megatron.monitor.metrics import read_metrics
+from bapo_megatron.algorithms.diagnostics import BINS, MEANS
+from bapo_megatron.monitor.rundir import read_metrics
 from bapo_megatron.reproduce.pool import run_path
 from bapo_megatron.reproduce.study import Run, Study
 

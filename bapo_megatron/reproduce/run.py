@@ -1,4 +1,4 @@
-"""`bapo reproduce`: train what is not trained yet, then write the studies' results."""
+"""`bapo reproduce`: train the runs that are missing, then write the studies' results."""
 
 import shlex
 import time
@@ -12,7 +12,7 @@ from bapo_megatron.reproduce.checks import problems_of
 from bapo_megatron.reproduce.pool import is_finished, train_all
 from bapo_megatron.reproduce.results import gather
 from bapo_megatron.reproduce.study import Run, Study, load_study, plan_runs, shipped_studies
-from bapo_megatron.runtime.ranks import num_cores
+from bapo_megatron.runtime import num_cores
 
 ALL = "all"
 
@@ -32,11 +32,10 @@ class Options:
 def reproduce(options: Options) -> None:
     """Train the runs of the studies, each once, and write each study's page as soon as its runs are done.
 
-    Without names, say which studies there are. Runs that are finished are not repeated; one that was interrupted
-    starts over.
+    Without names, list the studies. Finished runs are not repeated; an interrupted one starts over.
 
     Raises:
-        ConfigError: a study does not exist or is not right, before anything starts.
+        ConfigError: a study does not exist or has problems; raised before anything starts.
         UserError: a run failed.
     """
     if not options.names:

@@ -99,7 +99,7 @@ class Run:
 
 
 def shipped_studies() -> dict[str, Path]:
-    """Name ("staleness") -> file, in the order in which `all` runs them."""
+    """Return the file of each shipped study by name, such as "staleness", in the order in which `all` runs them."""
     with resources.as_file(resources.files("bapo_megatron.reproduce") / "studies") as folder:
         return {file.stem: file for file in sorted(folder.glob("*.toml")) if file.stem != _BASE}
 
@@ -108,7 +108,7 @@ def load_study(name: str) -> Study:
     """Load a shipped study by its name, or one from a TOML file.
 
     Raises:
-        ConfigError: there is none, or its file is not right; says where and why.
+        ConfigError: no such study exists, or its file is wrong; names the place and the reason.
     """
     shipped = shipped_studies()
     path = shipped.get(name, Path(name))
@@ -124,11 +124,10 @@ def load_study(name: str) -> Study:
 
 
 def plan_runs(study: Study, *, quick: bool, runs_dir: Path) -> list[Run]:
-    """Every run of a study, seed by seed. Runs of equal settings have the same name, in whichever study they occur;
-    identity.py says what else a name stands for.
+    """Return every run of a study, seed by seed. Runs of the same identity (identity.py) share a name across studies.
 
     Raises:
-        ConfigError: a variant's settings are not those of a configuration.
+        ConfigError: a variant's settings are no valid configuration.
     """
     variants = [v for v in study.variants if not (quick and study.quick.variants) or v.name in study.quick.variants]
     return [

@@ -7,8 +7,6 @@ The judge remembers verdicts, because small policies repeat themselves.
 An answer is {"tests": "assert f(1) == 2"} and/or {"cases": [{"stdin": "1 2", "stdout": "3"}, ...]}.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -22,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -95,16 +92,15 @@ class CodeJudge:
 
     def _passes_tests(self, program: str, tests: str, deadline_s: float) -> bool:
         token = secrets.token_hex(16)  # read after the tests, so that leaving early with exit code 0 is no pass
-        with self._run({"program": program, "tests": tests, "stdin": ""}, token, deadline_s) as run:
-            return run.code == 0 and run.result.read() == token.encode()
+        code, _, result = self._run({"program": program, "tests": tests, "stdin": ""}, token, deadline_s)
+        return code == 0 and result == token.encode()
 
     def _passes_case(self, program: str, case: dict[str, str], deadline_s: float) -> bool:
-        with self._run({"program": program, "stdin": case["stdin"]}, "", deadline_s) as run:
-            return run.code == 0 and same_output(run.stdout.read().decode(errors="replace"), case["stdout"])
+        code, stdout, _ = self._run({"program": program, "stdin": case["stdin"]}, "", deadline_s)
+        return code == 0 and same_output(stdout.decode(errors="replace"), case["stdout"])
 
-    @contextlib.contextmanager
-    def _run(self, job: dict[str, Any], token: str, deadline_s: float) -> Iterator[_Run]:
-        """Run one sandboxed interpreter in a folder of its own; it is dead before the body runs."""
+    def _run(self, job: dict[str, Any], token: str, deadline_s: float) -> tuple[int, bytes, bytes]:
+        """Run one sandboxed interpreter in a folder of its own; return its exit code, output and result."""
         limits = {"memory_bytes": self.memory_bytes, "cpu_s": int(self.timeout_s) + 1, "file_bytes": MAX_FILE_BYTES}
         with (
             scratch_folder("bapo-program-") as folder,
@@ -135,7 +131,7 @@ class CodeJudge:
             self._report_protection(stderr)
             for file in (stdout, result):
                 file.seek(0)
-            yield _Run(code, stdout, result)
+            return code, stdout.read(), result.read()
 
     def _wait(self, process: subprocess.Popen[bytes], folder: str, deadline_s: float) -> int:
         """Return the exit code, -SIGKILL for a program over its limits. Raises TimeoutError."""
@@ -155,13 +151,6 @@ class CodeJudge:
         if missing:
             log.warning("reward.kind = 'code': this system protects from programs only in part: %s", missing)
         self._has_warned = True
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    code: int
-    stdout: IO[bytes]
-    result: IO[bytes]
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ def fields_of(prompt: Prompt, response: str) -> dict[str, Any]:
 class JudgeSpec:
     """Description of a judge in JSON values, sent to judge processes."""
 
-    kind: str  # a key of BUILT_IN, or "package.module:function"
+    kind: str  # a name in config.dotted.REWARD, but not "auto", or "package.module:function"
     dataset: str | None
     size: int
     seed: int
@@ -102,8 +102,7 @@ class Judge:
 
 def build_judge(spec: JudgeSpec) -> Judge:
     """Build the judge. Raises UserError if it cannot be built or has the wrong signature."""
-    build = BUILT_IN.get(spec.kind)
-    return Judge.of(build(spec) if build else REWARD.load(spec.kind), spec.kind)
+    return Judge.of(_built_in(spec) or REWARD.load(spec.kind), spec.kind)
 
 
 def as_reward(value: Any) -> float:
@@ -116,36 +115,28 @@ def as_reward(value: Any) -> float:
     return reward
 
 
-def _chains(spec: JudgeSpec) -> Callable[..., float]:
-    from bapo_megatron.rewards.answers import judge_chain
+def _built_in(spec: JudgeSpec) -> Callable[..., float] | None:
+    """Return the function of a judge of this package, importing what this judge needs only; None for another kind."""
+    match spec.kind:
+        case "chains":
+            from bapo_megatron.rewards.answers import judge_chain
 
-    return judge_chain
+            return judge_chain
+        case "math":
+            from bapo_megatron.rewards.math import judge_math
 
+            return judge_math
+        case "reasoning_gym":
+            from bapo_megatron.rewards.reasoning_gym import build_judge
 
-def _math(spec: JudgeSpec) -> Callable[..., float]:
-    from bapo_megatron.rewards.math import judge_math
+            return build_judge(spec.dataset, spec.size, spec.seed, spec.options)
+        case "code":
+            from bapo_megatron.rewards.code import CodeJudge
 
-    return judge_math
-
-
-def _reasoning_gym(spec: JudgeSpec) -> Callable[..., float]:
-    from bapo_megatron.rewards.reasoning_gym import build_judge
-
-    return build_judge(spec.dataset, spec.size, spec.seed, spec.options)
-
-
-def _code(spec: JudgeSpec) -> Callable[..., float]:
-    from bapo_megatron.rewards.code import CodeJudge
-
-    return CodeJudge(spec.timeout_s, spec.code_memory_bytes).judge
+            return CodeJudge(spec.timeout_s, spec.code_memory_bytes).judge
+    return None
 
 
-BUILT_IN: dict[str, Callable[[JudgeSpec], Callable[..., float]]] = {
-    "chains": _chains,
-    "math": _math,
-    "reasoning_gym": _reasoning_gym,
-    "code": _code,
-}
 EXACT = frozenset({"chains"})
 """Judges that end at once and never raise: they need no process of their own."""
 OWN_DEADLINE = frozenset({"code"})

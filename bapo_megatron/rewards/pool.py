@@ -31,7 +31,7 @@ from typing import Any, Literal
 from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.judges import OWN_DEADLINE, JudgeSpec
 from bapo_megatron.rewards.scratch import delete_folder
-from bapo_megatron.runtime.ranks import num_cores
+from bapo_megatron.runtime import num_cores
 
 MAX_STARTS = 3
 MAX_PROCESSES = 8
@@ -251,7 +251,7 @@ class WorkerPool:
         return Verdict(reply.get("reward", 0.0), reply.get("problem"), reply.get("message", ""), waited_s)
 
     async def _ask_shared(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Ask the process that many responses share. Raises WorkerLost, whichever response is to blame."""
+        """Ask the process that many responses share. Raises WorkerLost for all of them, though one is to blame."""
         async with self._shared_start:
             if self._shared is None or not self._shared.is_alive:
                 self._shared = await self._start()

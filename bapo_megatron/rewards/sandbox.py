@@ -27,78 +27,8 @@ _SECCOMP_MODE_FILTER = 2
 
 MAX_LANDLOCK_ABI = 6  # the newest one that this program uses
 
-# Refused system calls by machine: (x86_64, aarch64), None where a machine lacks the call. Numbers: asm/unistd.h.
-_REFUSED = {
-    # other processes and programs
-    "fork": (57, None),
-    "vfork": (58, None),
-    "execve": (59, 221),
-    "execveat": (322, 281),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440),
-    "process_mrelease": (448, 448),
-    "pidfd_getfd": (438, 438),
-    "move_pages": (279, 239),
-    "migrate_pages": (256, 238),
-    # signals
-    "tkill": (200, 130),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_send_signal": (424, 424),
-    # scheduling
-    "setpriority": (141, 140),
-    "sched_setaffinity": (203, 122),
-    "sched_setscheduler": (144, 119),
-    "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274),
-    "ioprio_set": (251, 30),
-    # network; sendmsg could hide open files in a socket
-    "socket": (41, 198),
-    "sendmsg": (46, 211),
-    "sendmmsg": (307, 269),
-    "io_uring_setup": (425, 425),  # opens sockets without the system call
-    # the kernel
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    # objects that outlive the process, or that no limit counts
-    "keyctl": (250, 219),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "shmget": (29, 194),
-    "msgget": (68, 186),
-    "semget": (64, 190),
-    "mq_open": (240, 180),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "flock": (73, 32),
-    # metadata of files, which Landlock does not guard
-    "chmod": (90, None),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "fchmodat2": (452, 452),
-    "chown": (92, None),
-    "fchown": (93, 55),
-    "lchown": (94, None),
-    "fchownat": (260, 54),
-    "utime": (132, None),
-    "utimes": (235, None),
-    "futimesat": (261, None),
-    "utimensat": (280, 88),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "setxattrat": (463, 463),
-    "removexattr": (197, 14),
-    "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16),
-    "removexattrat": (466, 466),
-}
+_TABLE = os.path.join(os.path.dirname(__file__), "system_calls.txt")
+# Numbers of system calls by machine: (x86_64, aarch64).
 _OWN_PID_ONLY = {"kill": (62, 129), "tgkill": (234, 131), "prlimit64": (302, 261)}  # prlimit64 also for 0, itself
 _FCNTL, _IOCTL = (72, 25), (16, 29)
 _REFUSED_FCNTL = (8, 10, 15, 1024)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals to others; F_SETLEASE: blocks others
@@ -225,6 +155,13 @@ def _confine_files(folder: str) -> bool:
     return is_confined
 
 
+def _refused_calls(column: int) -> list[int]:
+    """Read the numbers of refused system calls from the column of a machine."""
+    with open(_TABLE, encoding="utf-8") as table:
+        rows = [line.split() for line in table if line.strip() and not line.startswith("#")]
+    return [int(number) for _, *numbers in rows if (number := numbers[column]) != "-"]
+
+
 def _confine_calls() -> bool:
     """Refuse system calls (seccomp). Threads are allowed, processes are not. False where seccomp is missing."""
     column, architecture = _ARCHITECTURES.get(platform.machine(), (None, 0))
@@ -242,10 +179,8 @@ def _confine_calls() -> bool:
         rule = [(load, 0, 0, argument), *tests, (answer, 0, 0, otherwise), (answer, 0, 0, if_listed)]
         code += [(equal, 0, len(rule), number), *rule]
 
-    for numbers in _REFUSED.values():
-        number = numbers[column]
-        if number is not None:
-            code += [(equal, 0, 1, number), (answer, 0, 0, refuse)]
+    for number in _refused_calls(column):
+        code += [(equal, 0, 1, number), (answer, 0, 0, refuse)]
     code += [(equal, 0, 1, _CLONE3[column]), (answer, 0, 0, missing)]  # its flags are out of sight: use clone
     code += [(equal, 0, 4, _CLONE[column]), (load, 0, 0, argument0), (any_bit, 1, 0, 0x10000)]  # CLONE_THREAD
     code += [(answer, 0, 0, refuse), (answer, 0, 0, allow)]

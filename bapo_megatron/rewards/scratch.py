@@ -16,7 +16,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @contextlib.contextmanager
 def scratch_folder(prefix: str) -> Iterator[str]:
-    """Make a temporary folder, and delete it at the end, whatever is in it by then."""
+    """Make a temporary folder, and delete it with all contents at the end."""
     folder = tempfile.mkdtemp(prefix=prefix)
     try:
         yield folder
@@ -72,7 +72,7 @@ def _is_deleted(entry: str, fd: int) -> bool:
 
 
 def exceeds(folder: str, pid: int, *, max_entries: int, max_bytes: int, max_threads: int) -> bool:
-    """Whether a process and its folder hold more entries, disk blocks or threads than allowed.
+    """Return whether a process and its folder hold more entries, disk blocks or threads than allowed.
 
     Counts deleted files that the process still holds open. A path too long to list counts as too many entries.
     """

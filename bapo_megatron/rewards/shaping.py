@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from bapo_megatron.config import dotted
+from bapo_megatron.types import Count, Number
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config, RewardConfig
@@ -59,12 +63,10 @@ def is_informative(group: Group, config: Config) -> bool:
     return len(set(rewards)) > 1
 
 
-def keep_all(group: Group, config: Config) -> bool:
-    """Keep every group."""
-    return True
-
-
-KEEP_GROUP: dict[str, Callable[[Group, Config], bool]] = {"all": keep_all, "informative": is_informative}
+KEEP_GROUP: dict[str, Callable[[Group, Config], bool]] = {
+    "all": lambda group, config: True,
+    "informative": is_informative,
+}
 """Built-in filters of scored groups by `rollout.keep_group`."""
 
 
@@ -102,6 +104,14 @@ class Moments:
         return math.sqrt(self.squares / self.count) if self.count else math.nan
 
 
+class MomentsState(TypedDict):
+    """The `Moments` of a `RewardScaler` in a checkpoint."""
+
+    count: Count
+    mean: Number
+    squares: Annotated[Number, Field(ge=0)]
+
+
 class RewardScaler:
     """Scales the rewards of successive batches; its statistics are saved with the run."""
 
@@ -129,8 +139,7 @@ class RewardScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a JSON value; floats survive JSON bit for bit."""
-        moments = self._moments
-        return {"count": moments.count, "mean": moments.mean, "squares": moments.squares}
+        return asdict(self._moments)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""

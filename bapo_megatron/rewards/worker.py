@@ -19,8 +19,9 @@ import socket
 import sys
 from typing import Any
 
+from bapo_megatron.config.dotted import REWARD
 from bapo_megatron.errors import UserError
-from bapo_megatron.rewards.judges import BUILT_IN, Judge, JudgeSpec, as_reward, build_judge
+from bapo_megatron.rewards.judges import Judge, JudgeSpec, as_reward, build_judge
 
 MAX_LINE_BYTES = 256 << 20  # of a request: room for a long response and a large answer
 _MAX_MESSAGE_CHARS = 500
@@ -50,7 +51,7 @@ def main() -> None:
         return
     for line in requests:
         request = json.loads(line)
-        verdict = _verdict(judge, request["fields"], is_built_in=spec.kind in BUILT_IN)
+        verdict = _verdict(judge, request["fields"], is_built_in=spec.kind in REWARD.names)
         send({"id": request["id"], **verdict})
 
 

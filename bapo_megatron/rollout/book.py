@@ -8,12 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from bapo_megatron.config.schema import RolloutConfig
-from bapo_megatron.rollout.ledger import Ledger
-from bapo_megatron.rollout.staleness import StalenessBound
-from bapo_megatron.types import Group, Prompt, Trajectory
+from typing_extensions import TypedDict
 
-DropReason = Callable[[Group], str | None]
+from bapo_megatron.config.schema import RolloutConfig
+from bapo_megatron.errors import CheckpointError
+from bapo_megatron.prompts.stream import StreamState
+from bapo_megatron.rollout.ledger import Ledger, LedgerError, LedgerState
+from bapo_megatron.rollout.staleness import StalenessBound
+from bapo_megatron.types import Group, GroupJson, Prompt, Trajectory
+
+Keep = Callable[[Group], bool]
+"""Tells whether a judged group is worth training."""
 
 
 class Prompts(Protocol):
@@ -24,6 +29,15 @@ class Prompts(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class BookState(TypedDict):
+    """A `RolloutBook` in a checkpoint."""
+
+    prompts: StreamState
+    ledger: LedgerState
+    active: list[GroupJson]
+    finished: list[GroupJson]
+
+
 class RolloutBook:
     """Owner of the groups that are not trained yet, and of the ledger that proves it. Not thread-safe."""
 
@@ -32,14 +46,13 @@ class RolloutBook:
         config: RolloutConfig,
         prompts: Prompts,
         bound: StalenessBound,
-        drop_reason: DropReason = lambda judged: None,
+        keep: Keep = lambda judged: True,
     ) -> None:
-        """`drop_reason` says why a judged group is not worth training, None if it is."""
         self.ledger = Ledger()
         self.bound = bound
         self.num_dropped: Counter[str] = Counter()  # groups by reason, since this attempt began
         self._prompts = prompts
-        self._drop_reason = drop_reason
+        self._keep = keep
         self._samples_per_prompt = config.samples_per_prompt
         self._samples_in_flight = (config.groups_in_flight or config.prompts_per_step) * config.samples_per_prompt
         self._active: dict[int, Group] = {}  # by prompt id, oldest first
@@ -74,7 +87,8 @@ class RolloutBook:
     def grow(self, trajectory: Trajectory) -> None:
         """Record the response that a request returned."""
         group = self._active[trajectory.prompt.prompt_id]
-        self._active[trajectory.prompt.prompt_id] = _with(group, {trajectory.sample_id: trajectory})
+        trajectories = tuple(trajectory if t.sample_id == trajectory.sample_id else t for t in group.trajectories)
+        self._active[trajectory.prompt.prompt_id] = replace(group, trajectories=trajectories)
         self._num_unfinished -= trajectory.finish_reason is not None
         self.ledger.stop(trajectory)
 
@@ -96,22 +110,22 @@ class RolloutBook:
         """Return groups whose responses have all ended, and that wait to be judged."""
         return [group for group in self._active.values() if group.is_complete]
 
-    def settle(self, group: Group, rewards: Sequence[float], version: int) -> str | None:
+    def settle(self, group: Group, rewards: Sequence[float], version: int) -> bool:
         """Give a complete group one reward per response; it then waits to be trained, or is dropped.
 
-        Returns why `drop_reason` drops it, None if it does not. A group too old at `version` is dropped as "stale".
+        Returns whether it is worth training. A group too old at `version` is dropped all the same, as "stale".
         """
         trajectories = zip(group.trajectories, rewards, strict=True)
         judged = replace(group, trajectories=tuple(replace(t, reward=float(r)) for t, r in trajectories))
         del self._active[group.prompt.prompt_id]
-        reason = self._drop_reason(judged)
+        is_kept = self._keep(judged)
         if self.bound.is_stale(judged, version):
             self._drop(judged, "stale")
-        elif reason:
-            self._drop(judged, reason)
+        elif not is_kept:
+            self._drop(judged, "keep_group")
         else:
             self._finished.append(judged)
-        return reason
+        return is_kept
 
     def choose(self, version: int) -> list[Group] | None:
         """Return one step's groups and book them as trained; None if the step has to wait for others to finish."""
@@ -158,19 +172,21 @@ class RolloutBook:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the state was taken. Raises CheckpointError if it contradicts itself, or the configuration."""
         self._prompts.load_state_dict(state["prompts"])
         self.ledger.load_state_dict(state["ledger"])
         active = [Group.from_json(g) for g in state["active"]]
         self._active = {group.prompt.prompt_id: group for group in active}
         self._finished = [Group.from_json(g) for g in state["finished"]]
         self._num_unfinished = len(self.unfinished())
-        self.ledger.check(self.buffered())
+        try:
+            self.ledger.check(self.buffered())
+        except LedgerError as error:
+            raise CheckpointError(f"the checkpoint's samples contradict its ledger: {error}") from error
+        if any(t.reward is None for group in self._finished for t in group.trajectories):
+            raise CheckpointError("the checkpoint holds a finished group without rewards")
 
     def _drop(self, group: Group, reason: str) -> None:
         self.num_dropped[reason] += 1
         for trajectory in group.trajectories:
             self.ledger.drop(trajectory.sample_id, reason)
-
-
-def _with(group: Group, changed: dict[str, Trajectory]) -> Group:
-    return replace(group, trajectories=tuple(changed.get(t.sample_id, t) for t in group.trajectories))

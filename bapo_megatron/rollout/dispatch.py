@@ -26,11 +26,15 @@ Accept = Callable[[Trajectory], None]
 
 
 @dataclass(slots=True)
-class DispatchStats:
-    """Counts since the last `Dispatcher.take_stats`."""
+class RolloutStats:
+    """Costs of one step's groups: all work since `Scheduler.take` returned those of the step before."""
 
+    num_rounds: int = 0
     num_tokens: int = 0  # sampled and accepted
     num_retries: int = 0  # requests that were repeated
+    num_stale_groups: int = 0
+    num_dropped_groups: int = 0  # judged, not worth training
+    num_fenced: int = 0  # engines fenced off since this attempt began
     errors: list[str] = field(default_factory=list)  # reasons for the repetitions
     told: set[tuple[str, str]] = field(default_factory=set)  # url and complaint of logged repetitions
 
@@ -48,12 +52,7 @@ class Dispatcher:
         self._run_seed = run_seed
         self._call_numbers = itertools.count()
         self._open: dict[str, Engine] = {}  # by rid: requests without an answer
-        self._stats = DispatchStats()
-
-    def take_stats(self) -> DispatchStats:
-        """Return the counts since the last call."""
-        stats, self._stats = self._stats, DispatchStats()
-        return stats
+        self.stats = RolloutStats()
 
     def fence(self, engine: Engine, reason: str) -> None:
         """Fence a failing engine; a late failure of one that is fenced already, or back, says nothing new."""
@@ -138,26 +137,28 @@ class Dispatcher:
             if isinstance(result, EngineError):
                 failed.append(trajectory)
                 problem = str(result)
-            elif (outdated := self._outdated(result, oldest_version)) is not None:
+                continue
+            versions = [span.version for span in result.spans]
+            found = f"{engine.url}, request {result.rid}: tokens of weight version"
+            if min(versions, default=oldest_version) < oldest_version:
                 failed.append(trajectory)
-                problem = (
-                    f"{engine.url}, request {result.rid}: tokens of weight version {outdated}, but version "
-                    f"{oldest_version} was sent there; was it restarted?"
-                )
+                problem = f"{found} {min(versions)}, but version {oldest_version} was sent there; was it restarted?"
                 self.fence(engine, problem)
+            elif max(versions, default=0) > (newest := self.pool.newest_version):
+                another = "another trainer is updating this server"
+                raise EngineError(f"{found} {max(versions)}, but the trainer is at {newest}; {another}")
             else:
-                self._check_newest(engine, result)
-                self._stats.num_tokens += len(result.token_ids)
+                self.stats.num_tokens += len(result.token_ids)
                 accept(self._grown(trajectory, result, step))
         return failed, problem
 
     def _count_retries(self, num: int, engine: Engine, problem: str) -> None:
         """Count repeated requests; log each reason once until the stats are taken."""
-        self._stats.num_retries += num
-        self._stats.errors.append(problem)
+        self.stats.num_retries += num
+        self.stats.errors.append(problem)
         complaint = (engine.url, problem.partition(": ")[2] or problem)  # without the request's name
-        if complaint not in self._stats.told:
-            self._stats.told.add(complaint)
+        if complaint not in self.stats.told:
+            self.stats.told.add(complaint)
             log.warning("a request is repeated: %s", problem)
 
     def _request(self, trajectory: Trajectory, rid: str) -> GenerateRequest:
@@ -174,31 +175,14 @@ class Dispatcher:
     def _grown(self, trajectory: Trajectory, result: GenerateResult, step: int) -> Trajectory:
         """Return the trajectory with the reply's tokens, cut into segments at the server's version spans."""
         segments = [
-            Segment(
-                span.version,
-                step,
-                result.token_ids[span.start : span.end],
-                result.behaviour_logprobs[span.start : span.end],
-            )
-            for span in result.spans
+            Segment(s.version, step, result.token_ids[s.start : s.end], result.behaviour_logprobs[s.start : s.end])
+            for s in result.spans
         ]
         num_tokens = trajectory.num_response_tokens + len(result.token_ids)
         is_full = num_tokens >= self._config.max_response_tokens
         return trajectory.extended(
             segments, "stop" if result.finish_reason == "stop" else "length" if is_full else None
         )
-
-    @staticmethod
-    def _outdated(result: GenerateResult, oldest_version: int) -> int | None:
-        return next((span.version for span in result.spans if span.version < oldest_version), None)
-
-    def _check_newest(self, engine: Engine, result: GenerateResult) -> None:
-        for span in result.spans:
-            if span.version > self.pool.newest_version:
-                raise EngineError(
-                    f"{engine.url}, request {result.rid}: tokens of weight version {span.version}, but the trainer is "
-                    f"at {self.pool.newest_version}; another trainer is updating this server"
-                )
 
 
 def sample_seed(run_seed: int, sample_id: str) -> int:

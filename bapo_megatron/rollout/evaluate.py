@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, NoEngineLeftError
-from bapo_megatron.rollout.dispatch import Dispatcher
+from bapo_megatron.rollout.dispatch import Dispatcher, RolloutStats
 from bapo_megatron.types import Prompt, Trajectory
 
 _MAX_ROUNDS = 8
@@ -58,7 +58,7 @@ class Evaluator:
         """
         self._dispatcher.version = version
         self._pool.expect(version)
-        self._dispatcher.take_stats()
+        self._dispatcher.stats = RolloutStats()
         if version != self._unfinished_version:
             self._responses = {t.sample_id: t for t in self._empty}
         self._unfinished_version, responses = version, self._responses

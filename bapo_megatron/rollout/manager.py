@@ -1,23 +1,25 @@
 """Rollouts for the training loop: a blocking `next_batch` on trainer rank 0, with the engines' event loop behind it."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.buffer.batch import BatchBuilder
+from bapo_megatron.buffer.batch import BatchBuilder, BuilderState
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.engines.connected import ConnectedEngines
-from bapo_megatron.errors import NoEngineLeftError
+from bapo_megatron.errors import CheckpointError, NoEngineLeftError
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards import RewardScorer
 from bapo_megatron.rewards.shaping import group_filter
+from bapo_megatron.rollout.book import BookState
+from bapo_megatron.rollout.dispatch import RolloutStats
 from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
-from bapo_megatron.rollout.scheduler import RolloutStats, Scheduler
+from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.types import Batch, Group, Trajectory
 
 EVAL_SEED = 1_000_003  # added to run.seed, so that evaluation draws other prompts than training
@@ -42,6 +44,12 @@ class Evaluation:
 
     evaluator: Evaluator
     judge: Judge
+
+
+class ManagerState(BookState):
+    """A `RolloutManager` in a checkpoint."""
+
+    batches: BuilderState
 
 
 @dataclass(slots=True)
@@ -113,6 +121,8 @@ class RolloutManager:
         return {**sampling, "batches": self.builder.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "recorded_from" in state:
+            raise CheckpointError("the checkpoint is of a replay of recorded rollouts; give this run another run.name")
         self.scheduler.load_state_dict(state)
         self.builder.load_state_dict(state["batches"])
 
@@ -175,15 +185,13 @@ def connect_rollouts(config: Config, model_path: Path, urls: Sequence[str]) -> R
         score=judge,
         stop_token_ids=stop_token_ids,
         seed=config.run.seed,
-        drop_reason=_drop_reason_of(config),
+        keep=group_filter(config),
         updates_per_step=config.train.minibatches_per_step * config.train.epochs_per_step,
     )
     evaluation = None
     if config.eval.interval_steps is not None:
         evaluation = _evaluation(config, engines, tokenizer, stop_token_ids)
-    engines.watch_fenced()
-    if config.monitor.prometheus_port is not None:
-        engines.watch_states()
+    engines.watch(with_states=config.monitor.prometheus_port is not None)
     return RolloutManager(config, engines, prompts, judge, scheduler, BatchBuilder(config), evaluation)
 
 
@@ -199,9 +207,3 @@ def _evaluation(
     prompts = [stream.next() for _ in range(num_prompts)]
     judge = Judge(RewardScorer(config), tokenizer)
     return Evaluation(Evaluator(config, engines.pool, prompts, stop_token_ids), judge)
-
-
-def _drop_reason_of(config: Config) -> Callable[[Group], str | None]:
-    """Return the reason to replace a judged group, as `rollout.keep_group` says; None to keep it."""
-    keeps = group_filter(config)
-    return lambda judged: None if keeps(judged) else "keep_group"

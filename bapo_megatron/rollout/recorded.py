@@ -6,32 +6,40 @@ A replay with the same settings repeats every loss and bound; with another loss 
 the same data.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.buffer.batch import BatchBuilder
+from pydantic import ValidationError
+from typing_extensions import TypedDict
+
+from bapo_megatron.buffer.batch import BatchBuilder, BuilderState
 from bapo_megatron.config.schema import Config
-from bapo_megatron.engines.base import EngineState
-from bapo_megatron.errors import CheckpointError, DataError
+from bapo_megatron.errors import CheckpointError, DataError, wrong_fields
 from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.rollout.shared import Rollouts
+from bapo_megatron.runtime.files import explaining_os_errors, regular_file
 from bapo_megatron.types import Batch, Group
 
 
 def write_groups(folder: Path, step: int, groups: Sequence[Group]) -> Path:
-    """Write the groups that step number `step` (from 1) trains, replacing those of an earlier attempt."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the groups that step number `step` (from 1) trains, replacing those of an earlier attempt.
+
+    Raises:
+        UserError: the disk is full or not writable.
+    """
     path = _path(folder, step)
     partial = path.with_name(f".{path.name}.partial")
-    with gzip.open(partial, "wt", encoding="utf-8", compresslevel=1) as file:
-        for group in groups:
-            file.write(json.dumps(group.to_json()) + "\n")
-    os.replace(partial, path)
+    with explaining_os_errors(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        with gzip.open(partial, "wt", encoding="utf-8", compresslevel=1) as file:
+            for group in groups:
+                file.write(json.dumps(group.to_json()) + "\n")
+        os.replace(partial, path)
     return path
 
 
@@ -42,7 +50,7 @@ def read_groups(folder: Path, step: int) -> list[Group]:
         DataError: the step is missing, or its file is damaged; names the file and the line.
     """
     path = _path(folder, step)
-    if not path.is_file():
+    if not path.exists():
         num_steps = len(list(folder.glob("step-*.jsonl.gz")))
         raise DataError(
             f"{path} is missing: {folder} holds {num_steps} recorded steps; set train.num_steps to that or less, or "
@@ -50,34 +58,39 @@ def read_groups(folder: Path, step: int) -> list[Group]:
         )
     groups = []
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
+        with gzip.open(regular_file(path), "rt", encoding="utf-8") as file:
             for line in file:
-                groups.append(Group.from_json(json.loads(line)))
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as problem:
-        raise DataError(f"{path}, line {len(groups) + 1} cannot be read: {problem}; record it again") from problem
+                group = Group.from_json(json.loads(line))
+                if any(t.reward is None for t in group.trajectories):
+                    raise ValueError("a response without a reward")
+                groups.append(group)
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as problem:
+        why = wrong_fields(problem) if isinstance(problem, ValidationError) else problem
+        raise DataError(f"{path}, line {len(groups) + 1} cannot be read: {why}; record it again") from problem
+    if not groups:
+        raise DataError(f"{path} is empty; record it again")
     return groups
 
 
-class RecordedRollouts:
-    """Rollouts from files: implements `rollout.shared.Rollouts`."""
+class RecordedState(TypedDict):
+    """`RecordedRollouts` in a checkpoint."""
 
-    def __init__(self, config: Config, tokenizer: Any) -> None:
+    recorded_from: str
+    batches: BuilderState
+
+
+class RecordedRollouts(Rollouts):
+    """Rollouts from files; there is no engine to evaluate, and no file stays open."""
+
+    def __init__(self, config: Config, model_path: Path) -> None:
+        """Take the policy's tokenizer from `model_path`, to show samples."""
         assert config.rollout.recorded_from is not None, "config.plan checks this"
         self._folder = Path(config.rollout.recorded_from).expanduser()
-        self._tokenizer = tokenizer
+        self._tokenizer = load_tokenizer(model_path)
         self._builder = BatchBuilder(config)
-
-    @classmethod
-    def connect(cls, config: Config, model_path: Path) -> RecordedRollouts:
-        """Build the rollouts with the policy's tokenizer, to show samples."""
-        return cls(config, load_tokenizer(model_path))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
-
-    def engine_states(self) -> list[EngineState]:
-        """Return no state: there are no engines."""
-        return []
 
     def next_batch(self, step: int, version: int) -> tuple[Batch, list[Group]]:
         """Return the batch recorded for this step.
@@ -94,10 +107,6 @@ class RecordedRollouts:
             )
         return self._builder.build(groups, {}), groups
 
-    def evaluate(self, version: int) -> dict[str, float]:
-        """Return no metrics: there is no engine to evaluate."""
-        return {}
-
     def state_dict(self) -> dict[str, Any]:
         return {"recorded_from": str(self._folder), "batches": self._builder.state_dict()}
 
@@ -105,9 +114,6 @@ class RecordedRollouts:
         if "recorded_from" not in state:
             raise CheckpointError("the checkpoint is of a run with engines; give the replay another run.name")
         self._builder.load_state_dict(state["batches"])
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
 
 
 def _path(folder: Path, step: int) -> Path:

@@ -11,15 +11,14 @@ them a `Stream` keeps every slot busy. Both keep untaken responses for the next 
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, UserError
-from bapo_megatron.rollout.book import DropReason, Prompts, RolloutBook
-from bapo_megatron.rollout.dispatch import Dispatcher
+from bapo_megatron.rollout.book import Keep, Prompts, RolloutBook
+from bapo_megatron.rollout.dispatch import Dispatcher, RolloutStats
 from bapo_megatron.rollout.ledger import Ledger
 from bapo_megatron.rollout.staleness import StalenessBound
 from bapo_megatron.rollout.stream import Stream
@@ -30,19 +29,6 @@ _MAX_DROPPED_STEPS = 20  # as many groups as this many steps train may be droppe
 _POLL_S = 0.2
 
 Score = Callable[[Sequence[Trajectory]], Sequence[float]]
-
-
-@dataclass(slots=True)
-class RolloutStats:
-    """Costs of one step's groups: all work since `take` returned those of the step before."""
-
-    num_rounds: int = 0
-    num_tokens: int = 0  # sampled
-    num_retries: int = 0
-    num_stale_groups: int = 0
-    num_dropped_groups: int = 0  # judged, not worth training
-    num_fenced: int = 0  # engines fenced off since this attempt began
-    errors: list[str] = field(default_factory=list)  # of repeated requests
 
 
 class Scheduler:
@@ -58,31 +44,23 @@ class Scheduler:
         stop_token_ids: tuple[int, ...],
         seed: int,
         updates_per_step: int = 1,
-        drop_reason: DropReason = lambda group: None,
+        keep: Keep = lambda group: True,
     ) -> None:
-        """`score` may block (it is called in threads) and returns one reward per finished trajectory.
-
-        `drop_reason` returns why a judged group is not worth training, None if it is; others replace it.
-        """
+        """`score` may block (it is called in threads) and returns one reward per finished trajectory."""
         self.config = config
         self.pool = pool
         bound = StalenessBound(config.max_staleness, updates_per_step, config.prompts_per_step)
-        self.book = RolloutBook(config, prompts, bound, drop_reason)
+        self.book = RolloutBook(config, prompts, bound, keep)
         self._score = score
         self._dispatcher = Dispatcher(config, pool, stop_token_ids=stop_token_ids, run_seed=seed)
         self._stream = Stream(config, self.book, self._dispatcher, self._judge)
         self._updates_per_step = updates_per_step
-        self._num_rounds = 0  # since the last stats
         self._num_dropped_before: Counter[str] = Counter()  # groups by reason, until the last stats
         self._num_dropped_in_a_row = 0
 
     @property
     def ledger(self) -> Ledger:
         return self.book.ledger
-
-    def buffered(self) -> Iterator[Trajectory]:
-        """Yield every trajectory here: partial, waiting, or finished and not yet taken."""
-        return self.book.buffered()
 
     async def take(self, step: int, version: int) -> tuple[list[Group] | None, RolloutStats]:
         """Return the judged groups of one step; every live engine holds weights of `version`.
@@ -141,7 +119,7 @@ class Scheduler:
         finally:
             for trajectory in unfinished:
                 self.book.release(trajectory.sample_id)
-        self._num_rounds += 1
+        self._dispatcher.stats.num_rounds += 1
         return self.ledger.num_tokens["generated"] > num_before or not all(map(self.pool.is_live, engines))
 
     async def _judge_complete(self) -> None:
@@ -172,27 +150,21 @@ class Scheduler:
     # both
 
     def _take_stats(self) -> RolloutStats:
-        done, num_rounds, self._num_rounds = self._dispatcher.take_stats(), self._num_rounds, 0
+        stats, self._dispatcher.stats = self._dispatcher.stats, RolloutStats()
         dropped = self.book.num_dropped - self._num_dropped_before
         self._num_dropped_before = self.book.num_dropped.copy()
-        return RolloutStats(
-            num_rounds=num_rounds,
-            num_tokens=done.num_tokens,
-            num_retries=done.num_retries,
-            num_stale_groups=dropped["stale"],
-            num_dropped_groups=dropped.total() - dropped["stale"],
-            num_fenced=self.pool.num_fenced,
-            errors=done.errors,
-        )
+        stats.num_stale_groups, stats.num_dropped_groups = dropped["stale"], dropped["keep_group"]
+        stats.num_fenced = self.pool.num_fenced
+        return stats
 
     async def _rewards(self, group: Group) -> Sequence[float]:
         return await asyncio.to_thread(self._score, group.trajectories)
 
     def _settle(self, group: Group, rewards: Sequence[float]) -> None:
-        reason = self.book.settle(group, rewards, self._dispatcher.version)
-        self._num_dropped_in_a_row = self._num_dropped_in_a_row + 1 if reason else 0
+        is_kept = self.book.settle(group, rewards, self._dispatcher.version)
+        self._num_dropped_in_a_row = 0 if is_kept else self._num_dropped_in_a_row + 1
         if self._num_dropped_in_a_row >= _MAX_DROPPED_STEPS * self.config.prompts_per_step:
             raise UserError(
-                f"{self._num_dropped_in_a_row} groups in a row were dropped ({reason}): the prompts are far too easy "
+                f"{self._num_dropped_in_a_row} groups in a row were dropped (keep_group): the prompts are far too easy "
                 'or too hard for this policy; choose others, or set rollout.keep_group="all"'
             )

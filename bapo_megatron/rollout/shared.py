@@ -29,7 +29,7 @@ _TENSORS = tuple(f.name for f in fields(Batch) if f.name not in ("metrics", *_LA
 
 
 class Rollouts(Protocol):
-    """The maker of batches, on trainer rank 0."""
+    """The maker of batches, on trainer rank 0. The methods with a body here are right without engines."""
 
     def next_batch(self, step: int, version: int) -> tuple[Batch, list[Group]] | None:
         """Return one step's batch, blocking; None asks for a push of the current weights and for another call."""
@@ -37,7 +37,7 @@ class Rollouts(Protocol):
 
     def evaluate(self, version: int) -> dict[str, float] | None:
         """Return metrics of the weights that were just pushed, on evaluation prompts; None as in `next_batch`."""
-        ...
+        return {}
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of some tokens, special ones included."""
@@ -45,11 +45,14 @@ class Rollouts(Protocol):
 
     def engine_states(self) -> list[EngineState]:
         """Return states that are at most a few seconds old, for `monitor.prometheus_port`."""
-        ...
+        return []
+
+    def close(self) -> None:
+        """Close connections and judges, if any."""
+        return
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
-    def close(self) -> None: ...
 
 
 class SharedRollouts:
@@ -78,7 +81,7 @@ class SharedRollouts:
         if interval is None or (num_done % interval and num_done != self._config.train.num_steps):
             return {}
         ask = partial(self._first.evaluate, version) if self._first else None
-        while (metrics := share_metrics(ask, sign_of_life_s=self._sign_of_life_s)) is None:
+        while (metrics := share_json(ask, sign_of_life_s=self._sign_of_life_s)) is None:
             push()
         return metrics
 
@@ -103,62 +106,57 @@ class SharedRollouts:
 
 
 def share_batch(make_batch: Callable[[], Batch | None] | None, *, sign_of_life_s: float) -> Batch | None:
-    """Return rank 0's batch, or its None, on every rank of the default process group.
+    """Return rank 0's batch, or its None, on every rank, as `share_json` does a JSON value."""
+    batch: Batch | None = None
+
+    def make_header() -> dict[str, Any] | None:
+        nonlocal batch
+        assert make_batch is not None
+        if (batch := make_batch()) is None:
+            return None
+        tensors = {name: tensor for name in _TENSORS if (tensor := getattr(batch, name)) is not None}
+        described = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+        return {"metrics": batch.metrics, "tensors": described}
+
+    header = share_json(make_header if make_batch else None, sign_of_life_s=sign_of_life_s)
+    if header is None or dist.get_world_size() == 1:
+        return batch
+    tensors: dict[str, Any] = {
+        name: _broadcast(getattr(batch, name) if batch else torch.empty(shape, dtype=getattr(torch, dtype)))
+        for name, (dtype, shape) in header["tensors"].items()
+    }
+    return batch or Batch(**tensors, metrics=header["metrics"])
+
+
+def share_json(make: Callable[[], T] | None, *, sign_of_life_s: float) -> T:
+    """Return rank 0's JSON value on every rank of the default process group.
 
     Args:
-        make_batch: on rank 0, makes the batch in a thread, however long it takes; None elsewhere.
+        make: on rank 0, makes the value in a thread, however long it takes; None elsewhere.
         sign_of_life_s: interval at which rank 0 tells the waiting ranks that it goes on, so that sampling may outlast
             the deadline of a collective.
 
     Raises:
-        UserError: `make_batch` raised one; on every rank, with the same message.
+        UserError: `make` raised one; on every rank, with the same message.
     """
-    if dist.get_world_size() == 1:
-        assert make_batch is not None
-        return make_batch()
-    if make_batch is None:
-        wait_together(None)
-        return _receive(_receive_header())
-    batch = _make(make_batch, sign_of_life_s)
-    if batch is None:
-        _broadcast_json({"none": True})
-    else:
-        _send(batch)
-    return batch
-
-
-def share_metrics(
-    make: Callable[[], dict[str, float] | None] | None, *, sign_of_life_s: float
-) -> dict[str, float] | None:
-    """Return rank 0's metrics on every rank, as `share_batch` does its batch."""
-    if dist.get_world_size() == 1:
-        assert make is not None
-        return make()
     if make is None:
         wait_together(None)
-        return _receive_header()["metrics"]
-    metrics = _make(make, sign_of_life_s)
-    _broadcast_json({"metrics": metrics})
-    return metrics
-
-
-def _make(make: Callable[[], T], sign_of_life_s: float) -> T:
-    """Return what rank 0 makes while the others wait; send a UserError to all."""
+        reply = _broadcast_json({})
+        if "error" in reply:
+            raise UserError(reply["error"])
+        return reply["value"]
+    if dist.get_world_size() == 1:
+        return make()
     with ThreadPoolExecutor(1, "first-rank") as pool:
         making = pool.submit(make)
         wait_together(making, sign_of_life_s)
     try:
-        return making.result()
+        value = making.result()
     except UserError as error:
         _broadcast_json({"error": str(error)})
         raise
-
-
-def _receive_header() -> dict[str, Any]:
-    header = _broadcast_json({})
-    if "error" in header:
-        raise UserError(header["error"])
-    return header
+    _broadcast_json({"value": value})
+    return value
 
 
 def wait_together(making: Future[Any] | None, sign_of_life_s: float = 0.0) -> None:
@@ -170,24 +168,6 @@ def wait_together(making: Future[Any] | None, sign_of_life_s: float = 0.0) -> No
         dist.broadcast(is_done, src=0)
         if making is None:  # rank 0 beats with the engines' answers
             HEARTBEAT.beat(TRAINER, "sign of life of rank 0")
-
-
-def _send(batch: Batch) -> None:
-    tensors = {name: tensor for name in _TENSORS if (tensor := getattr(batch, name)) is not None}
-    described = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
-    _broadcast_json({"metrics": batch.metrics, "tensors": described})
-    for tensor in tensors.values():
-        _broadcast(tensor)
-
-
-def _receive(header: dict[str, Any]) -> Batch | None:
-    if "none" in header:
-        return None
-    tensors: dict[str, Any] = {
-        name: _broadcast(torch.empty(shape, dtype=getattr(torch, dtype)))
-        for name, (dtype, shape) in header["tensors"].items()
-    }
-    return Batch(**tensors, metrics=header["metrics"])
 
 
 def _broadcast(tensor: Tensor) -> Tensor:

@@ -1,23 +1,15 @@
-"""This process among the trainer's: its rank, its cores, small values shared with the other ranks, stopping together.
+"""This process among the trainer's: its rank, small values shared with the other ranks, stopping together.
 
 Values travel as CPU tensors over the default process group. Imports no Megatron.
 """
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-
-def num_cores() -> int:
-    """Count the cores this process may use: taskset, cpusets and SLURM may allow fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def rank_and_size() -> tuple[int, int]:

@@ -9,7 +9,9 @@ replica there is nothing to compare.
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -22,17 +24,14 @@ class LocalTime:
     """Seconds of this rank before the first collective over data ranks; on a GPU by events of the current stream."""
 
     def __init__(self) -> None:
-        self._started: float | torch.cuda.Event | None = None
-        self._measured: list[tuple[float | torch.cuda.Event, float | torch.cuda.Event]] = []
+        self._measured: list[tuple[Any, Any]] = []  # begin and end, as `_now` gives them
 
-    def start(self) -> None:
-        self._started = _now()
-
-    def stop(self) -> None:
-        """End the measurement that `start` began, if it is still running."""
-        if self._started is not None:
-            self._measured.append((self._started, _now()))
-            self._started = None
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Measure the body."""
+        begin = _now()
+        yield
+        self._measured.append((begin, _now()))
 
     def take(self) -> float:
         """Return the seconds measured since the last call, waiting for the GPU."""
@@ -96,10 +95,8 @@ def _now() -> float | torch.cuda.Event:
     return event
 
 
-def _seconds(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-    if isinstance(begin, float) or isinstance(end, float):
-        assert isinstance(begin, float)
-        assert isinstance(end, float)
-        return end - begin
+def _seconds(begin: Any, end: Any) -> float:
+    if isinstance(begin, float):
+        return float(end - begin)
     end.synchronize()
-    return begin.elapsed_time(end) / 1000
+    return float(begin.elapsed_time(end)) / 1000

@@ -3,18 +3,22 @@
     srun ... python -m bapo_megatron.slurm.node trainer --config config.toml --meeting FOLDER [KEY=VALUE ...]
     srun ... python -m bapo_megatron.slurm.node engines --config config.toml --meeting FOLDER [KEY=VALUE ...]
 
-srun numbers the processes (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS); they share the rest through files (meeting.py):
+srun numbers the processes (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS); they share the rest through small files in a
+folder that all nodes share:
 
-    trainer rank 0   opens the run directory ---- run.json ---> all others
-    engine node i    starts its engines --------- engines-i.json ---> all trainer ranks, which then begin
-    trainer rank 0   has ended ------------------ end.json ---> engine nodes, which end theirs
+    run.json          by trainer rank 0: the run directory and the ranks' rendezvous
+    engines-<i>.json  by engine node i: the URLs of its healthy engines; when all are there, training begins
+    end.json          by trainer rank 0: the run has ended or stopped, and engine nodes end their engines
+    stop              by the batch script or the user: save and stop at the end of the current step (runtime/ranks.py)
+    stopped           by trainer rank 0: the run was saved and stopped
 
-If the file `stop` appears, the ranks save and exit at the end of a step, and rank 0 writes `stopped`.
+Each file appears whole or not at all. A key `error` in it says why its writer failed.
 """
 
 import argparse
 import contextlib
 import fcntl
+import json
 import os
 import signal
 import socket
@@ -23,6 +27,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.load import load_config
@@ -33,12 +38,63 @@ from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.report.page import write_report
-from bapo_megatron.slurm.meeting import END, RUN, Meeting
+from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.worker import STOPPED, run_rank
 
+RUN, END = "run", "end"
 _SETTING = "slurm.startup_timeout_s"
+_POLL_S = 0.2
 _END_POLL_S = 1.0
 _SIOCGIFADDR = 0x8915  # Linux: address of an interface
+
+
+class Meeting:
+    """The folder of one attempt, on a shared file system."""
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise UserError(f"no folder {folder} on this node; run.dir must be on a file system that all nodes share")
+        self.folder = folder
+
+    @property
+    def stop_file(self) -> Path:
+        return self.folder / "stop"
+
+    @property
+    def stopped_file(self) -> Path:
+        return self.folder / "stopped"
+
+    def tell(self, name: str, facts: dict[str, Any]) -> None:
+        write_atomically(self._path(name), json.dumps(facts) + "\n")
+
+    def has(self, name: str) -> bool:
+        return self._path(name).exists()
+
+    def wait(self, name: str, who: str, timeout_s: float, setting: str) -> dict[str, Any]:
+        """Wait for the file `name` and return its contents.
+
+        Args:
+            who: the writer, named in errors.
+            setting: the setting to raise after a timeout.
+
+        Raises:
+            UserError: nothing came in time, or the writer reported an error.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self.has(name):
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"waited {timeout_s:g} s for {who}: no {self._path(name)}; read its output in the job's log, or "
+                    f"raise {setting}"
+                )
+            time.sleep(_POLL_S)
+        facts = json.loads(self._path(name).read_text(encoding="utf-8"))
+        if "error" in facts:
+            raise UserError(f"{who}: {facts['error']}")
+        return facts
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,34 +2,40 @@
 
 bapo slurm -> prepare() -> <run>/slurm/{job.sbatch, config-<digest>.toml} -> submit() -> sbatch
 job.sbatch -> srun: slurm/node.py, as trainer ranks and as engine nodes
+
+The tasks of a job array are separate runs that share one script. A task's configuration is the job's, overridden by its
+line of `slurm.sweep`, and is checked as its processes will load it.
 """
 
+import dataclasses
 import functools
 import hashlib
+import os
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from bapo_megatron.config.base import Violation
-from bapo_megatron.config.load import dump_config
+from bapo_megatron.config.load import dump_config, load_tables
 from bapo_megatron.config.plan_slurm import check_slurm, place
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError, UserError
-from bapo_megatron.runtime.files import write_atomically
-from bapo_megatron.slurm.container import container_arguments
-from bapo_megatron.slurm.tasks import known_step_s, tasks_of
+from bapo_megatron.preflight.check import violations_of
+from bapo_megatron.runtime.files import read_jsonl, write_atomically
 
 _SBATCH_TIMEOUT_S = 60.0
+_RECENT_STEPS = 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Job:
     """The files of a job. `folder` also gets the job's log and one folder for each attempt."""
 
@@ -102,6 +108,7 @@ def _template() -> jinja2.Template:
 
 def _render(config: Config, folder: Path, config_path: Path, tasks: Sequence[Sequence[str]]) -> str:
     slurm, placement = config.slurm, place(config)
+    interface = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), slurm.interface) if slurm.interface else {}
     return _template().render(
         name=config.run.name,
         slurm=slurm,
@@ -115,14 +122,10 @@ def _render(config: Config, folder: Path, config_path: Path, tasks: Sequence[Seq
         log=folder / ("job-%A_%a.log" if tasks else "job-%j.log"),
         run_dir=folder.parent,
         threads=config.parallel.threads_per_rank,
-        environment=_interface_variables(slurm.interface) | slurm.environment,
+        environment=interface | slurm.environment,
         runtime=container_arguments(config),
         python=slurm.python or (sys.executable if slurm.runtime == "venv" else "python"),
     )
-
-
-def _interface_variables(interface: str | None) -> dict[str, str]:
-    return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
 
 
 def _sbatch(arguments: Sequence[str]) -> str:
@@ -149,3 +152,141 @@ def describe(job: Job, ids: Sequence[str]) -> dict[str, Any]:
     else:
         told["submit"] = f"sbatch {shlex.quote(str(job.script_path))}, or --submit"
     return told
+
+
+def container_arguments(config: Config) -> list[str]:
+    """Return the arguments between srun's options and the interpreter; empty without a container."""
+    slurm = config.slurm
+    if slurm.runtime == "venv":
+        return []
+    needed = mounts(config)
+    if slurm.runtime == "pyxis":
+        return [
+            f"--container-image={slurm.container_image}",
+            f"--container-mounts={','.join(m if ':' in m else f'{m}:{m}' for m in needed)}",
+            f"--container-workdir={Path.cwd()}",
+        ]
+    nv = ["--nv"] if config.cluster.gpu is not None else []
+    bind, workdir = f"--bind={','.join(needed)}", f"--pwd={Path.cwd()}"
+    return ["apptainer", "exec", *nv, bind, workdir, str(slurm.container_image)]
+
+
+def mounts(config: Config) -> list[str]:
+    """List the outermost folders that a container needs, then each "folder:inside"."""
+    read = [
+        config.model.path,
+        config.critic.path,
+        config.loss.reference_path,
+        config.data.path,
+        config.eval.path,
+        config.rollout.recorded_from,
+    ]
+    extra = config.slurm.container_mounts
+    folders = {Path.cwd(), Path(config.run.dir).absolute(), *(_absolute(mount) for mount in extra if ":" not in mount)}
+    for path in read:
+        if path is not None:
+            folders |= _folders_of(_absolute(path))
+    folders |= {folder.resolve() for folder in folders}
+    outermost = sorted(str(f) for f in folders if not any(other in f.parents for other in folders))
+    return [*outermost, *(mount for mount in extra if ":" in mount)]
+
+
+def _absolute(path: str) -> Path:
+    """Resolve "~" and "..". A shipped model's name becomes a path in the working folder, which is mounted anyway."""
+    return Path(os.path.abspath(os.path.expanduser(path)))
+
+
+def _folders_of(path: Path) -> set[Path]:
+    """Return the folder of `path` and the folders its links lead to: models in a Hugging Face cache are links."""
+    files = path.glob("*") if path.is_dir() else [path]
+    folder = path if path.is_dir() else path.parent
+    return {folder, *(file.resolve().parent for file in files if file.is_symlink())}
+
+
+def tasks_of(config: Config) -> tuple[list[list[str]], list[Violation]]:
+    """Return each task's settings over `config`, and the violations that `config` itself does not have."""
+    tasks: list[list[str]] = []
+    found: list[Violation] = []
+    tables = {"the job's settings": tomllib.loads(dump_config(config))}
+    known = _check(config) if config.slurm.sweep else []
+    for index, line in enumerate(config.slurm.sweep):
+        name = f"{config.run.name}-{index}"
+        try:
+            settings = [f"run.name={name}", *_split(line)]
+            task = load_tables(tables, settings)
+            wrong = _check(task)
+        except UserError as error:
+            wrong = [Violation(message) for message in str(error).splitlines()]
+        else:
+            tasks.append(settings)
+            if task.run.name != name:
+                wrong.append(Violation(f"the run of this task is {name}; leave run.name out"))
+            if not any(v.severity == "error" for v in wrong):  # else it may have no placement
+                wrong += _not_of_this_job(config, task)
+        told = (v for v in wrong if v not in known)
+        found += [dataclasses.replace(v, message=f"slurm.sweep[{index}] = {line!r}: {v.message}") for v in told]
+    return tasks, found
+
+
+def known_step_s(config: Config) -> float | None:
+    """Return the median duration of this run's recent steps; None before the first one.
+
+    The plan's times are no substitute: they depend on response lengths, which are unknown in advance.
+    """
+    metrics = Path(config.run.dir) / config.run.name / "metrics.jsonl"
+    if not metrics.exists():
+        return None
+    measured = [row["time/step_s"] for row in read_jsonl(metrics)[-_RECENT_STEPS:] if "time/step_s" in row]
+    return statistics.median(measured) if measured else None
+
+
+def _split(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError as error:  # such as "No closing quotation"
+        raise ConfigError(str(error)) from error
+
+
+def _check(config: Config) -> list[Violation]:
+    """List the violations of a run and of its job, without duplicates."""
+    found = [*violations_of(config, elsewhere=True), *check_slurm(config, step_s=known_step_s(config))]
+    return list(dict.fromkeys(found))
+
+
+def _not_of_this_job(job: Config, task: Config) -> Iterator[Violation]:
+    """Find needs of a task that the job's script or container does not meet."""
+    ours, theirs = _script_facts(job), _script_facts(task)
+    differ = [
+        f"{name} {_shown(theirs[name])} instead of {_shown(ours[name])}" for name in ours if ours[name] != theirs[name]
+    ]
+    if differ:
+        yield Violation(
+            f"the tasks of a job share one script, and this one needs {', '.join(differ)}; submit it on its own"
+        )
+    there = mounts(job)
+    missing = [mount for mount in mounts(task) if not any(Path(mount).is_relative_to(other) for other in there)]
+    if job.slurm.runtime != "venv" and missing:
+        yield Violation(
+            f"the tasks of a job share one list of mounts, and this one reads files in {', '.join(missing)}; add that "
+            "to slurm.container_mounts, or submit it on its own"
+        )
+
+
+def _script_facts(config: Config) -> dict[str, Any]:
+    """Return everything the script depends on, except names, keyed by its name in messages."""
+    placement, cluster = place(config), config.cluster
+    return {
+        "run.dir": config.run.dir,
+        "parallel.threads_per_rank": config.parallel.threads_per_rank,
+        **{f"slurm.{name}": value for name, value in config.slurm},
+        "nodes:": placement.num_nodes,
+        "GPUs per node:": cluster.gpus_per_node if cluster.gpu is not None else 0,
+        "trainer nodes:": placement.trainer_nodes,
+        "trainer ranks per node:": placement.ranks_per_node,
+        "engine nodes:": placement.server_nodes,
+        "engines per node:": placement.servers_per_node,
+    }
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else str(value)

@@ -67,7 +67,7 @@ class WeightSource(Protocol):
 
 
 class Channel(Protocol):
-    """A way to the engines. All ranks call `push` together, since gathering the weights is collective."""
+    """A way to the engines, for the trainer's first process and its main thread."""
 
     def connect(self, manifest: Sequence[TensorSpec]) -> None:
         """Check that the engines can take these weights. Raises EngineError naming the URL and first difference."""
@@ -77,7 +77,7 @@ class Channel(Protocol):
         """Send the whole policy once; `push_until_whole` repeats it if an engine fails on the way.
 
         Args:
-            named_weights: Hugging Face names and whole tensors, in the order of the manifest; always exhausted.
+            named_weights: Hugging Face names and whole tensors, in the order of the manifest.
             version: the weight version that the engines report from now on.
 
         Raises:
@@ -88,32 +88,25 @@ class Channel(Protocol):
     def close(self) -> None: ...
 
 
-class FollowerChannel:
-    """The channel of every rank but the first: it helps to gather the weights and sends nothing."""
-
-    def connect(self, manifest: Sequence[TensorSpec]) -> None:
-        pass
-
-    def push(self, named_weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
-        for _ in named_weights:
-            pass
-        return SyncStats()
-
-    def close(self) -> None:
-        pass
-
-
-def push_until_whole(channel: Channel, source: WeightSource) -> SyncStats:
-    """Push the source's weights until every live engine holds them. Every rank calls it.
+def push_until_whole(channel: Channel | None, source: WeightSource) -> SyncStats:
+    """Push the source's weights until every live engine holds them. Every rank calls it, since gathering is collective.
 
     An incomplete push fences at least one engine, and a repeated push admits none, so this ends.
+
+    Args:
+        channel: None on every rank but the first, which only helps to gather the weights.
 
     Raises:
         EngineError: on the first rank; see `Channel.push`.
     """
-    earlier = SyncStats()
+    stats = SyncStats()
     while True:
-        stats = channel.push(source.named_weights(), source.version).after(earlier)
-        if share_flag(None if isinstance(channel, FollowerChannel) else stats.is_whole):
+        weights = source.named_weights()
+        try:
+            if channel is not None:
+                stats = channel.push(weights, source.version).after(stats)
+        finally:
+            for _ in weights:  # no other rank may wait for this one
+                pass
+        if share_flag(None if channel is None else stats.is_whole):
             return stats
-        earlier = stats

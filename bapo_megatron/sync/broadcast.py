@@ -30,12 +30,11 @@ from bapo_megatron.sync.session import Infos, Members, Replies, Session
 Weights = Iterator[tuple[str, Tensor]]
 
 _POLL_S = 0.0005  # a broadcast has no event to wait for
-_FORM_POLL_S = 0.002
 _RELEASE_S = 5.0  # time for engines to say that a rendezvous was called off
 
 
 class BroadcastChannel:
-    """Implements `Channel`, for the trainer's first process and its main thread."""
+    """Implements `Channel`."""
 
     def __init__(self, pool: EnginePool, config: SyncConfig, submit: Submit, *, host: str = "127.0.0.1") -> None:
         """`host` is this process's address for the engines. An engine is one rank, or `tp_size` if it reports that."""
@@ -59,14 +58,11 @@ class BroadcastChannel:
         except NoEngineLeftError:
             self._abandon_group()
             return self._session.abandon()
-        finally:
-            for _ in named_weights:  # gathering is collective: no other rank may wait for this one
-                pass
 
     def close(self) -> None:
         """Dissolve the group."""
         if live := self._session.pool.live():
-            self._leave_group(self._session.members(live))
+            self._leave_group(Members(live, self._session))
         self._group = None
 
     def _push(self, weights: Weights, version: int) -> SyncStats:
@@ -194,18 +190,17 @@ class _Sender:
 
     def _start(self, bucket: Bucket, tensors: list[Tensor], *, is_last: bool) -> None:
         """Announce a bucket and start its broadcast. The last one carries the version."""
-        names, dtypes, shapes = zip(*((spec.name, spec.dtype, spec.shape) for spec in bucket.specs), strict=True)
         version = self.version if is_last else None
         if flat := self.group.backend == "nccl":
             data = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._device)
             pack(bucket, tensors, data)
             tensors = [data]
         replies = self.members.start(
-            f"take the bucket with {names[0]}",
-            lambda e: e.update_weights(names, dtypes, shapes, self.group.name, flat=flat, version=version),
+            f"take the bucket with {bucket.specs[0].name}",
+            lambda e: e.update_weights(bucket.specs, self.group.name, flat=flat, version=version),
         )
         # Over gloo sooner than the replies' deadline: a hung engine ends the broadcast, the others are free to say so.
-        timeout_s = self.members.timeout_s / 2
+        timeout_s = self.members.session.timeout_s / 2
         self.flights.append(_Flight(replies, [self.group.broadcast(tensor, timeout_s) for tensor in tensors]))
         self.stats.num_bytes += bucket.num_bytes
         self.stats.num_buckets += 1
@@ -218,7 +213,7 @@ class _Sender:
         """Wait until the condition holds; the first failure or the deadline ends the push."""
         problem: Exception | None = None
         try:
-            while not any(flight.replies.has_failed for flight in self.flights):
+            while not any(flight.replies.failed() for flight in self.flights):
                 if condition():
                     return
                 if time.monotonic() > self.flights[0].replies.deadline:
@@ -267,7 +262,7 @@ def _try_to_form(
     members: Members, num_ranks: dict[str, int], host: str, backend: GroupBackend
 ) -> UpdateGroup | dict[str, EngineError]:
     """Hold one rendezvous; return the group, or the failures of the engines to blame if one does not come."""
-    name, timeout_s = f"weights-{secrets.token_hex(8)}", members.timeout_s
+    name, timeout_s = f"weights-{secrets.token_hex(8)}", members.session.timeout_s
     first_ranks = dict(zip(num_ranks, itertools.accumulate(num_ranks.values(), initial=1), strict=False))
     world_size = 1 + sum(num_ranks.values())
     server: dist.TCPStore | None = host_store(host, world_size, timeout_s)
@@ -284,11 +279,8 @@ def _try_to_form(
         return UpdateGroup(name, store=store, rank=0, world_size=world_size, backend=backend, timeout_s=timeout_s)
 
     joined = in_thread("join-weight-group", join)  # joining blocks until everybody is there
-    while not (replies.is_done and joined.done()):
-        if replies.has_failed or time.monotonic() > replies.deadline:
-            break
-        time.sleep(_FORM_POLL_S)
-    if replies.is_done and not replies.has_failed:
+    replies.wait_until(replies.deadline, first_failure=True)
+    if replies.is_done and not replies.failed():
         try:
             group = joined.result(timeout_s)
         except Exception as problem:
@@ -298,9 +290,7 @@ def _try_to_form(
     refused = replies.failed()
     server = None  # closes the rendezvous: engines that wait in it are let go, and are not to blame
     joined.add_done_callback(lambda late: None if late.exception() else late.result().close())
-    answers_until = time.monotonic() + _RELEASE_S
-    while not replies.is_done and time.monotonic() < answers_until:
-        time.sleep(_FORM_POLL_S)
+    replies.wait_until(time.monotonic() + _RELEASE_S)
     late = replies.unanswered()
     replies.deadline = time.monotonic()
     _, failures = replies.collect()

@@ -22,7 +22,7 @@ from bapo_megatron.sync.session import Session
 
 
 class DiskChannel:
-    """Implements `Channel`, for the trainer's first process and its main thread."""
+    """Implements `Channel`."""
 
     def __init__(self, pool: EnginePool, config: SyncConfig, submit: Submit, *, folder: Path, hf_path: Path) -> None:
         """Write versions below `folder`; copy config and tokenizer, which SGLang reads too, from `hf_path`."""
@@ -42,9 +42,6 @@ class DiskChannel:
             return self._push(in_order(named_weights, self._session.manifest), version)
         except NoEngineLeftError:
             return self._session.abandon()
-        finally:
-            for _ in named_weights:  # gathering is collective: no other rank may wait for this one
-                pass
 
     def close(self) -> None:
         """Keep the last version: an engine may be loading it."""

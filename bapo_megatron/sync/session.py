@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, wait
 from typing import Any, Generic, TypeVar
 
 from bapo_megatron.engines.base import Engine
@@ -18,7 +18,7 @@ from bapo_megatron.errors import (
     UnreachableEngineError,
 )
 from bapo_megatron.sync.base import Submit, SyncStats
-from bapo_megatron.sync.verify import check_model, check_version, check_weights, minority
+from bapo_megatron.sync.verify import check_model, check_weights, minority
 
 T = TypeVar("T")
 Call = Callable[[Engine], Coroutine[Any, Any, T]]
@@ -35,14 +35,10 @@ class Session:
         self.pool = pool
         self.manifest: tuple[TensorSpec, ...] = ()
         self.is_torn = False  # the last push broke off and has to be repeated
-        self._submit = submit
-        self._timeout_s = timeout_s
+        self.submit = submit
+        self.timeout_s = timeout_s
         self._version: int | None = None  # last pushed
         self._paused_at: float | None = None
-
-    def members(self, engines: Sequence[Engine]) -> Members:
-        """Return the callers of these engines. Raises EngineError if there are none."""
-        return Members(engines, self.pool, self._submit, self._timeout_s)
 
     def connect(self, manifest: Sequence[TensorSpec]) -> Infos:
         """Check every engine before anything is sent.
@@ -51,7 +47,7 @@ class Session:
             EngineError: an engine is not reachable or serves another model; one line for each.
         """
         self.manifest = tuple(manifest)
-        replies = self.members(self.pool.live()).start("say what it serves", self._check)
+        replies = Members(self.pool.live(), self).start("say what it serves", self._check)
         infos, failures = replies.collect()
         if failures:
             raise EngineError("\n".join(str(failure) for failure in failures.values()))
@@ -65,7 +61,7 @@ class Session:
         """
         self.pool.expect(version)
         back = [] if self.is_torn else self.pool.back()
-        members = self.members([*self.pool.live(), *back])
+        members = Members([*self.pool.live(), *back], self)
         infos = members.all("pause", _pause)
         self._paused_at = self._paused_at or time.monotonic()
         new = {engine.url for engine in back}
@@ -78,9 +74,8 @@ class Session:
         """Let engines that hold the weights sent go on, and fence the others."""
 
         async def verify(engine: Engine) -> dict[str, Any]:
-            check_version(engine.url, await engine.server_info(), version)
-            checksum = await engine.weights_checksum()
-            check_weights(engine.url, digests, checksum)
+            info, checksum = await engine.server_info(), await engine.weights_checksum()
+            check_weights(engine.url, version, digests, info, checksum)
             return checksum
 
         members.drop(minority(members.all("confirm its weights", verify)))
@@ -118,18 +113,21 @@ class Replies(Generic[T]):
 
     def __init__(self, what: str, futures: dict[str, Future[T]], timeout_s: float) -> None:
         self.deadline = time.monotonic() + timeout_s
-        self.done_at: float | None = None  # time of the last reply
-        self.has_failed = False  # a reply is an error
         self._what = what  # completes "waited for <url> to ..."
         self._timeout_s = timeout_s
         self._futures = futures
-        self._num_open = len(futures)
+        self._replied_at: list[float] = []
         for future in futures.values():
-            future.add_done_callback(self._count)
+            future.add_done_callback(lambda _: self._replied_at.append(time.monotonic()))
 
     @property
     def is_done(self) -> bool:
-        return self._num_open == 0
+        return not self.unanswered()
+
+    @property
+    def done_at(self) -> float | None:
+        """Time of the last reply, None before it."""
+        return self._replied_at[-1] if len(self._replied_at) == len(self._futures) else None
 
     def failed(self) -> set[str]:
         """Return the urls whose reply is an error so far."""
@@ -139,9 +137,14 @@ class Replies(Generic[T]):
         """Return the urls that have not replied so far."""
         return {url for url, future in self._futures.items() if not future.done()}
 
+    def wait_until(self, deadline: float, *, first_failure: bool = False) -> None:
+        """Wait for all replies, or the deadline; with `first_failure`, an error ends the wait as well."""
+        timeout_s = max(0.0, deadline - time.monotonic())
+        wait(self._futures.values(), timeout_s, FIRST_EXCEPTION if first_failure else ALL_COMPLETED)
+
     def collect(self) -> tuple[dict[str, T], dict[str, EngineError]]:
         """Wait for all replies or the deadline; return results and failures by url. A late engine has failed."""
-        wait(self._futures.values(), timeout=max(0.0, self.deadline - time.monotonic()))
+        self.wait_until(self.deadline)
         results: dict[str, T] = {}
         failures: dict[str, EngineError] = {}
         for url, future in self._futures.items():
@@ -156,30 +159,21 @@ class Replies(Generic[T]):
                 raise problem
         return results, failures
 
-    def _count(self, future: Future[T]) -> None:
-        """Count a reply; runs on the engines' event loop, or in `collect` for a cancelled future."""
-        if future.cancelled() or future.exception() is not None:
-            self.has_failed = True
-        self._num_open -= 1
-        if self._num_open == 0:
-            self.done_at = time.monotonic()
-
 
 class Members:
     """Engines that are called together; those that fail are fenced and leave `engines`."""
 
-    def __init__(self, engines: Sequence[Engine], pool: EnginePool, submit: Submit, timeout_s: float) -> None:
+    def __init__(self, engines: Sequence[Engine], session: Session) -> None:
+        """Raise NoEngineLeftError if there are none."""
         self.engines = list(engines)
-        self.timeout_s = timeout_s
-        self._pool = pool
-        self._submit = submit
-        if not self.engines:
-            raise NoEngineLeftError(f"no rollout engine is left: {pool.describe()}")
+        self.session = session
+        self.drop({})
 
     def start(self, what: str, call: Call[T], only: Collection[str] | None = None) -> Replies[T]:
         """Start the same call to every engine, or to those at the urls `only`."""
         asked = [engine for engine in self.engines if only is None or engine.url in only]
-        return Replies(what, {engine.url: self._submit(call(engine)) for engine in asked}, self.timeout_s)
+        futures = {engine.url: self.session.submit(call(engine)) for engine in asked}
+        return Replies(what, futures, self.session.timeout_s)
 
     def all(self, what: str, call: Call[T], only: Collection[str] | None = None) -> dict[str, T]:
         """Return results by url and fence the engines that fail. Raises as `drop` does."""
@@ -199,7 +193,7 @@ class Members:
             raise complaints[0]
         for engine in self.engines:
             if engine.url in failures:
-                self._pool.fence(engine, str(failures[engine.url]))
+                self.session.pool.fence(engine, str(failures[engine.url]))
         self.engines = [engine for engine in self.engines if engine.url not in failures]
         if not self.engines:
-            raise NoEngineLeftError(f"no rollout engine is left: {self._pool.describe()}")
+            raise NoEngineLeftError(f"no rollout engine is left: {self.session.pool.describe()}")

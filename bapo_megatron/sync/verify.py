@@ -15,10 +15,7 @@ from bapo_megatron.engines.wire import DIGEST, TensorSpec
 from bapo_megatron.errors import CheckpointError, EngineError
 from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape
 
-_STACKED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
+_STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -35,22 +32,20 @@ async def check_model(engine: Engine, manifest: Sequence[TensorSpec]) -> dict[st
             "is the URL right?"
         )
     if can(info, "weight_manifest"):
-        held = {n: TensorSpec(n, dtype, shape) for n, dtype, shape in await engine.weights_manifest()}
-        _check_specs(engine.url, manifest, held)
+        _check_specs(engine.url, manifest, await engine.weights_manifest())
     else:
         _check_started_with(engine.url, manifest, info)
         _check_names(engine.url, [spec.name for spec in manifest], await engine.weights_checksum())
     return info
 
 
-def check_version(url: str, info: Mapping[str, Any], version: int) -> None:
-    """Check that the engine reports this version. Raises EngineError."""
+def check_weights(
+    url: str, version: int, digests: Mapping[str, str], info: Mapping[str, Any], checksum: Mapping[str, Any]
+) -> None:
+    """Compare one engine's version and checksum with those sent. Raises EngineError naming a difference."""
     if str(info.get("weight_version")) != str(version):
         raise EngineError(f"{url} reports weight version {info.get('weight_version')!r} after {version} was sent")
 
-
-def check_weights(url: str, digests: Mapping[str, str], checksum: Mapping[str, Any]) -> None:
-    """Compare one engine's checksum with the digests sent. Raises EngineError naming a difference."""
     if checksum.get("algorithm") != DIGEST:
         _check_names(url, list(digests), checksum)
         return
@@ -79,23 +74,17 @@ def minority(checksums: Mapping[str, Mapping[str, Any]]) -> dict[str, EngineErro
     return wrong
 
 
-def _check_specs(url: str, manifest: Sequence[TensorSpec], held: Mapping[str, TensorSpec]) -> None:
+def _check_specs(url: str, manifest: Sequence[TensorSpec], weights: Sequence[TensorSpec]) -> None:
     """Raise an EngineError with the first difference between the weights sent and held."""
-    sent = {spec.name: spec for spec in manifest}
-    vocabulary = sent.get(_EMBEDDING), held.get(_EMBEDDING)
-    if vocabulary[0] and vocabulary[1] and vocabulary[0].shape[0] != vocabulary[1].shape[0]:
-        raise EngineError(
-            f"{url} serves another model: its vocabulary has {vocabulary[1].shape[0]} tokens, the policy's "
-            f"{vocabulary[0].shape[0]}"
-        )
-    for name, spec in sent.items():
-        if name not in held:
-            raise EngineError(f"{url} serves another model: it has no weight {name!r}")
-        if held[name] != spec:
-            raise EngineError(f"{url} serves another model: it has {held[name]}, the policy {spec}")
-    extra = next((name for name in held if name not in sent), None)
-    if extra is not None:
-        raise EngineError(f"{url} serves another model: the policy has no weight {extra!r}")
+    sent, held = ({spec.name: spec for spec in specs} for specs in (manifest, weights))
+    if _EMBEDDING in sent and _EMBEDDING in held:
+        size, expected = held[_EMBEDDING].shape[0], sent[_EMBEDDING].shape[0]
+        if size != expected:
+            raise EngineError(f"{url} serves another model: its vocabulary has {size} tokens, the policy's {expected}")
+    for name in (*sent, *held):
+        found, wanted = (specs.get(name, f"no weight {name!r}") for specs in (held, sent))
+        if found != wanted:
+            raise EngineError(f"{url} serves another model: it has {found}, the policy has {wanted}")
 
 
 def _check_started_with(url: str, manifest: Sequence[TensorSpec], info: Mapping[str, Any]) -> None:
@@ -107,8 +96,7 @@ def _check_started_with(url: str, manifest: Sequence[TensorSpec], info: Mapping[
         shapes = hf_tensors(model_shape(load_hf_config(Path(str(info.get("model_path"))))))
     except CheckpointError:
         return  # on another machine, or of a family that only SGLang knows: only names are compared
-    specs = {name: TensorSpec(name, sent, shape) for name, shape in shapes.items()}
-    _check_specs(url, manifest, specs)
+    _check_specs(url, manifest, [TensorSpec(name, sent, shape) for name, shape in shapes.items()])
 
 
 def _check_names(url: str, sent: Sequence[str], checksum: Mapping[str, Any]) -> None:
@@ -123,22 +111,15 @@ def _check_names(url: str, sent: Sequence[str], checksum: Mapping[str, Any]) -> 
     }
     if "lm_head.weight" not in fused:
         held.discard("lm_head.weight")  # tied to the embedding
-    unknown = sorted(fused[name] for name in fused.keys() - held)
-    missing = sorted(held - fused.keys())
-    if unknown:
-        raise EngineError(
-            f"{url} serves another model: it has no place for {len(unknown)} of the policy's weights, such as "
-            f"{unknown[0]!r}"
-        )
-    if missing:
-        raise EngineError(
-            f"{url} serves another model: it holds {len(missing)} weights that the policy does not have, such as "
-            f"{missing[0]!r}"
-        )
+    lacking, extra = (fused[name] for name in fused.keys() - held), held - fused.keys()
+    for names, fault in ((sorted(lacking), "lacks"), (sorted(extra), "has, unlike the policy,")):
+        if names:
+            raise EngineError(f"{url} serves another model: it {fault} {len(names)} weights, such as {names[0]!r}")
 
 
 def _fused(name: str) -> str:
     """Return SGLang's name of a weight: q, k, v and gate, up are stacked (srt/models/qwen3.py)."""
-    for part, whole in _STACKED.items():
-        name = name.replace(f".{part}.", f".{whole}.")
+    for whole, parts in _STACKED.items():
+        for part in parts:
+            name = name.replace(f".{part}.", f".{whole}.")
     return name

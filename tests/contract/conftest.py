@@ -25,11 +25,13 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from bapo_megatron.config.schema import SyncConfig
-from bapo_megatron.engines import processes, sglang
+from bapo_megatron.config.schema import Config, SyncConfig
+from bapo_megatron.engines import processes
 from bapo_megatron.engines.group import UpdateGroup, host_store
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
+from bapo_megatron.engines.processes import EngineShare
+from bapo_megatron.engines.start import running_engines
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.sync.broadcast import BroadcastChannel
 
@@ -165,12 +167,11 @@ class Servers:
 
         return self.loop.submit(call())
 
-    def wait_until_running(self, count: int, timeout_s: float = 20.0) -> None:
-        """Until `count` requests are being decoded or wait."""
+    def wait_until_running(self, count: int, timeout_s: float = 60.0) -> None:
+        """Until `count` requests are being decoded: each has a token at least."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            load = self.get("/v1/loads")["loads"][0]
-            if load["num_running_reqs"] + load["num_waiting_reqs"] >= count and load["num_running_reqs"] > 0:
+            if self.get("/v1/loads")["loads"][0]["num_running_reqs"] >= count:
                 time.sleep(0.05)  # a few tokens
                 return
             time.sleep(0.01)
@@ -224,18 +225,17 @@ def sglang_servers(num_servers: int, tensor_parallel: int) -> Launcher:
     def launch(checkpoint: Path, folder: Path) -> Iterator[list[str]]:
         if importlib.util.find_spec("sglang") is None:
             pytest.skip("SGLang is not installed; scripts/install_sglang_cpu.sh does that")
-        specs = [
-            sglang.ServerSpec(
-                checkpoint,
-                max_context=MAX_CONTEXT["sglang"],
-                max_running=MAX_RUNNING,
-                tensor_parallel=tensor_parallel,
-                cpus=sglang.cpu_groups(i, tensor_parallel, 1, sorted(os.sched_getaffinity(0))),
-            )
-            for i in range(num_servers)
-        ]
-        logs = [folder / f"server-{i}.log" for i in range(num_servers)]
-        with sglang.started(specs, logs, STARTUP_TIMEOUT_S) as urls:
+        rollout = {
+            "engine": "sglang",
+            "engine_max_context": MAX_CONTEXT["sglang"],
+            "max_concurrent_requests": MAX_RUNNING,
+            "server_tensor_parallel": tensor_parallel,
+            "engine_threads": 1,
+            "startup_timeout_s": STARTUP_TIMEOUT_S,
+            "max_restarts": 0,
+        }
+        config = Config.model_validate({"rollout": rollout})
+        with running_engines(config, checkpoint, folder, EngineShare(count=num_servers, first_gpu=0)) as urls:
             yield urls
 
     return launch

@@ -414,7 +414,7 @@ def test_weights_that_all_servers_refuse_end_a_push_at_once(servers: Servers) ->
     try:
         with pytest.raises(EngineError, match=r"model\.norm\.weight"):
             channel.push(iter([(wrong.name, torch.zeros(wrong.shape))]), servers.version + 1)
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < 60, "the deadline of the push"
         assert servers.pool.live() == servers.engines, "nobody is fenced for what is the trainer's fault"
     finally:
         for engine in servers.engines:
@@ -463,9 +463,7 @@ def test_connecting_to_nobody_names_who_is_missing(servers: Servers) -> None:
 def test_a_paused_server_is_healthy(servers: Servers) -> None:
     """Else one that a failed push has left paused would never take part again."""
     servers.loop.run(servers.engine.pause("retract"))
-    started = time.monotonic()
     assert servers.loop.run(servers.engine.health())
-    assert time.monotonic() - started < 5
     servers.loop.run(servers.engine.resume())
     assert servers.loop.run(servers.engine.health())
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.monitor.metrics import read_metrics
+from bapo_megatron.monitor.rundir import read_metrics
 
 SMALL = (
     "train.num_steps=2",

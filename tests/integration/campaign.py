@@ -235,7 +235,7 @@ class Campaign:
             self._push(channel, scheduler)
         self._run(scheduler.close())
         self._audit(scheduler, [])
-        self.left += scheduler.buffered()
+        self.left += scheduler.book.buffered()
         self.num_fenced += pool.num_fenced
         channel.close()
         watch.cancel()
@@ -357,7 +357,7 @@ class Campaign:
             assert all(0 <= last_update - v <= MAX_STALENESS for v in t.versions), f"{self.leg}: {t.sample_id} is stale"
 
         async def check_books() -> None:
-            buffered = list(scheduler.buffered())
+            buffered = list(scheduler.book.buffered())
             scheduler.ledger.check(buffered)
             num_tokens = sum(t.num_response_tokens for t in (*in_leg, *buffered))
             assert scheduler.ledger.num_tokens["generated"] == num_tokens

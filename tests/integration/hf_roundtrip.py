@@ -87,7 +87,7 @@ def scores(learner: MegatronLearner, minibatch: MiniBatch) -> tuple[Tensor, Tens
         log_probs = learner.log_probs(minibatch)
     finally:
         learner_model.token_log_probs = original
-    if log_probs is None:
+    if not log_probs:
         return None
     (part_RV,) = seen
     parts = [torch.empty_like(part_RV) for _ in range(learner.layout.tensor_size)]

@@ -20,7 +20,7 @@ from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.learner.hf.convert import gather_weights
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.learner.snapshots import PARTS
+from bapo_megatron.learner.split_model import PARTS
 from tests.distributed import run_distributed
 from tests.integration.layouts import Layout
 from tests.integration.learner_reference import BOUNDS, random_batch, save_random_model

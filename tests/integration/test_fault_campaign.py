@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import processes, sglang
+from bapo_megatron.engines.processes import EngineShare
 from tests.integration.campaign import ROLLOUT, Campaign, Fault, Timeouts
 from tests.integration.campaign_faults import JUDGE, PUSHES, REPLIES, SAMPLING, spoilt
 from tests.integration.nursery import Nursery, kill_session
@@ -58,10 +60,12 @@ class SGLang:
 
     def start(self, port: int, checkpoint: Path, version: str) -> int:
         extra = {} if version == "default" else {"weight_version": version}
-        spec = sglang.ServerSpec(checkpoint, max_context=64, max_running=32, extra=extra)
+        limits = {"engine_max_context": 64, "max_concurrent_requests": 32, "engine_threads": 1}
+        config = Config.model_validate({"rollout": limits, "sglang": {"extra": extra}})
+        share = EngineShare(count=1, first_gpu=0)
         log = self._folder / f"server-{len(self._started)}.log"
-        command = sglang.command(spec, port, has_gpu=False)
-        server = processes.start(command, log, sglang.environment(spec, has_gpu=False))
+        command = sglang.command(config, checkpoint, share, 0, port, has_gpu=False)
+        server = processes.start(command, log, sglang.environment(config, share, 0, []))
         threading.Thread(target=server.wait, daemon=True).start()  # no zombies
         self._started.append(server)
         return server.pid

@@ -90,11 +90,10 @@ def assert_close(actual: Tensor, expected: Tensor, what: str, tolerance: float =
     )
 
 
-def check_log_probs(learner: MegatronLearner, log_probs: list[Tensor] | None, minibatch: MiniBatch, want: Any) -> None:
+def check_log_probs(learner: MegatronLearner, log_probs: list[Tensor], minibatch: MiniBatch, want: Any) -> None:
     if not learner.layout.is_last_stage:
-        assert log_probs is None
+        assert log_probs == []
         return
-    assert log_probs is not None
     for log_probs_R, micro in zip(log_probs, minibatch.micro_batches, strict=True):
         assert_close(log_probs_R, want["log_probs_T"][-micro.versions_R], "log-probs")
 
@@ -290,7 +289,7 @@ def check_broken_gradient(rank: int, world_size: int, root: Path, distributed: b
 def check_sums_reach_all_ranks(rank: int, world_size: int, root: Path) -> None:
     """A table lives on the last stage of each data rank; its sum arrives on both stages."""
     learner = MegatronLearner(make_config({"pipeline": 2}), root / "qwen2")
-    table = torch.full((2, 3), 1.5, dtype=torch.float64) if learner.layout.is_last_stage else None
+    table = torch.full((2, 3), 1.5 if learner.layout.is_last_stage else 7.0, dtype=torch.float64)
     assert torch.equal(learner.sum_over_data_ranks(table), torch.full((2, 3), 1.5, dtype=torch.float64))
     parallel_state.destroy_model_parallel()
     learner = MegatronLearner(make_config({"data": 2}), root / "qwen2")

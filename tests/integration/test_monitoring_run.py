@@ -19,11 +19,9 @@ import pytest
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.metrics import METRICS
-from bapo_megatron.monitor.gpu_facts import GPU_METRICS
 from bapo_megatron.monitor.grafana import dashboard
-from bapo_megatron.monitor.metrics import read_metrics
-from bapo_megatron.monitor.prometheus import prometheus_name
-from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.monitor.prometheus import GPU_METRICS, prometheus_name
+from bapo_megatron.monitor.rundir import RunDir, read_metrics
 from tests.distributed import forkserver
 from tests.integration.killable import Engine, small_run
 from tests.unit.test_monitoring import scrape
@@ -186,7 +184,7 @@ def _check_stall(run: Run) -> None:
     assert "trainer: forward step 1 of" in hung
     assert "of the rollout loop" in waiting
     told = [line for line in run.shown().splitlines() if "rank 1 in step" in line][-1]
-    assert told.startswith("warning: no progress: ")
+    assert told.startswith("warning: no progress: rank 1 in step ")
     assert told.endswith(f"see {run.log_dir}/stall-<rank>.txt")
 
 

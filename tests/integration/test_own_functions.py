@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.monitor.metrics import read_metrics
+from bapo_megatron.monitor.rundir import read_metrics
 from tests.integration.forked import SMALL
 from tests.integration.test_train import bapo
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.monitor.metrics import read_metrics
+from bapo_megatron.monitor.rundir import read_metrics
 from bapo_megatron.rollout.recorded import read_groups
 from tests.integration.forked import SMALL, refusal, train
 from tests.integration.killable import Engine

@@ -14,7 +14,7 @@ import pytest
 
 from bapo_megatron.cli import main
 from bapo_megatron.errors import UserError
-from bapo_megatron.monitor.metrics import read_metrics
+from bapo_megatron.monitor.rundir import read_metrics
 from bapo_megatron.reproduce.pool import is_finished, run_path, train_all
 from bapo_megatron.reproduce.study import Run, load_study, plan_runs
 
@@ -90,7 +90,7 @@ def test_a_run_has_a_deadline(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(UserError, match=r"was not done in time; its log: .*trainer-0.log"):
         train_all([r.config for r in runs], num_jobs=1, timeout_s=0.5, tell=lambda *_: None)
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 180
     assert own_children() == set()
     assert not any(is_finished(r.config) for r in runs)
 

@@ -204,7 +204,7 @@ def check_supervised(root: Path) -> None:
     (minibatch,) = pack(learner)
     losses = []
     for _ in range(NUM_UPDATES):
-        log_probs = learner.log_probs(minibatch) or []
+        log_probs = learner.log_probs(minibatch)
         trained = [x[batch.mask_R] for x, batch in zip(log_probs, minibatch.micro_batches, strict=True)]
         losses.append(learner.step(minibatch, finder.find(minibatch)).metrics["loss/policy"])
         assert losses[-1] == pytest.approx(-float(torch.cat(trained).mean()), rel=1e-5)
@@ -222,8 +222,8 @@ def check_first_minibatch_is_scored_once(root: Path, schedule: str, **layout: An
     learner.num_forwards = 0
     bounds = finder.find(first)
     assert learner.num_forwards == 0
-    assert (own is None) == (learner.score(first) is None) == (not learner.layout.is_last_stage)
-    for known_R, own_R in zip(learner.score(first) or [], own or [], strict=True):
+    assert (own == []) == (learner.score(first) == []) == (not learner.layout.is_last_stage)
+    for known_R, own_R in zip(learner.score(first), own, strict=True):
         torch.testing.assert_close(known_R, own_R, rtol=1e-5, atol=1e-5)
     scored = finder.find(dataclasses.replace(first, proximal_version=None))
     assert (bounds.low, bounds.high) == (scored.low, scored.high)

@@ -20,8 +20,10 @@ import psutil
 import pytest
 
 from bapo_megatron.assets import demo_model_path
+from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import processes, sglang, supervisor
 from bapo_megatron.engines import start as launch_engines
+from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.engines.supervisor import EngineSpec, supervised
 from bapo_megatron.errors import EngineError, UserError
 
@@ -259,11 +261,12 @@ def test_nothing_is_left_behind_by_a_supervisor_that_is_killed(tmp_path: Path) -
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
 def test_a_killed_sglang_server_comes_back(tmp_path: Path) -> None:
     told: list[str] = []
-    server = sglang.ServerSpec(demo_model_path(), max_context=64, max_running=8)
+    config = Config.model_validate({"rollout": {"engine_max_context": 64, "max_concurrent_requests": 8}})
     with processes.reserved_ports(1) as ports:
-        engine = sglang._engine_spec(server, tmp_path / "engine-0.log", ports[0], has_gpu=False)
+        logs = [tmp_path / "engine-0.log"]
+        engines = sglang.engine_specs(config, demo_model_path(), logs, ports, EngineShare(count=1, first_gpu=0))
         with supervised(
-            [engine], startup_timeout_s=240, max_restarts=1, hang_timeout_s=math.inf, tell=told.append
+            engines, startup_timeout_s=240, max_restarts=1, hang_timeout_s=math.inf, tell=told.append
         ) as urls:
             first = pid_of(urls[0])
             below = [child.pid for child in psutil.Process(first).children(recursive=True)]

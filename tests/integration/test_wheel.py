@@ -19,6 +19,9 @@ print(*(str(f) for f in resources.files("bapo_megatron_configs").iterdir() if f.
 print(*(str(f) for f in resources.files("bapo_megatron.report").iterdir() if f.name.endswith(".jinja")))
 print(*(str(f) for f in resources.files("bapo_megatron_requirements").iterdir() if f.name == "cpu.txt"))
 print(*(str(f) for f in resources.files("bapo_megatron").iterdir() if f.name == "metrics.toml"))
+print(*(str(f) for f in resources.files("bapo_megatron.rewards").iterdir() if f.name == "system_calls.txt"))
+print(*(str(f) for f in resources.files("bapo_megatron.monitor").iterdir() if f.name == "grafana.toml"))
+print(*(str(f) for f in resources.files("bapo_megatron.report").iterdir() if f.name == "gallery.toml"))
 """
 
 
@@ -40,11 +43,11 @@ def test_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     run(*pip, "install", "--no-deps", "--no-index", "--target", str(target), str(wheel), cwd=tmp_path)
 
     lines = run(sys.executable, "-c", PROBE, cwd=elsewhere, PYTHONPATH=str(target)).splitlines()
-    assert len(lines) == 7
+    assert len(lines) == 10
     assert all(line.startswith(str(target)) for line in lines), lines
     summary = run(sys.executable, "-m", "bapo_megatron", "check", "demo", cwd=elsewhere, PYTHONPATH=str(target))
     assert "tensor 2" in summary
-    recipe = ("models/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h200")
+    recipe = ("recipes/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h200")
     plan = run(sys.executable, "-m", "bapo_megatron", "check", *recipe, cwd=elsewhere, PYTHONPATH=str(target))
     assert "64 GPUs for the trainer" in plan
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bapo_megatron.algorithms.clip_bounds import _read, _rho
+from bapo_megatron.algorithms.clip_bounds import _rho
 from bapo_megatron.algorithms.losses import LossInputs, TokenLoss
 from bapo_megatron.config.schema_loss import ClipBoundConfig
 from bapo_megatron.learner.metrics import token_maxima, token_sums
@@ -54,5 +54,6 @@ def maxima_of(tokens: TokenLoss) -> dict[str, float]:
 
 def positive_share(table: Tensor, config: ClipBoundConfig, low: float, high: float) -> float:
     """rho of the table's tokens at two grid points; raises ValueError where a bound is not on its grid."""
-    positive, negative = _read(table, config)
-    return _rho(positive[config.high.points.index(high)], negative[config.low.points.index(low)], config)
+    values, num_high = table.tolist(), len(config.high.points)
+    i, j = config.high.points.index(high), config.low.points.index(low)
+    return _rho(values[i], values[num_high + j], config)

@@ -3,12 +3,14 @@
 import asyncio
 import ctypes
 import os
+import sys
 import time
 from functools import partial
 
 from bapo_megatron.errors import UserError
 
 NOT_CALLABLE = 3
+_judging: list[str] = []
 
 
 def plain(answer, response):
@@ -16,8 +18,20 @@ def plain(answer, response):
     return act(response, answer)
 
 
+def with_torch(response):
+    return float("torch" in sys.modules)
+
+
 async def in_time(response):
     await asyncio.sleep(0.3)
+    return act(response)
+
+
+async def together(response):
+    """Return once 60 responses are being judged at the same time."""
+    _judging.append(response)
+    while len(_judging) < 60:
+        await asyncio.sleep(0.01)
     return act(response)
 
 

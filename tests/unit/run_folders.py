@@ -1,11 +1,12 @@
 """Folders of runs that never ran, with every metric that the report draws."""
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bapo_megatron.metrics import METRICS
-from bapo_megatron.monitor.metrics import MetricsWriter
+from bapo_megatron.runtime.files import JsonlWriter
 
 CONFIG = """
 [run]
@@ -75,7 +76,7 @@ def steps(num_steps: int) -> list[dict[str, float]]:
 def make_run(folder: Path, rows: Sequence[Mapping[str, float]], config: str = CONFIG) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(config)
-    with MetricsWriter(folder / "metrics.jsonl") as writer:
+    with contextlib.closing(JsonlWriter(folder / "metrics.jsonl")) as writer:
         for row in rows:
             writer.write(row)
     return folder

@@ -51,8 +51,9 @@ def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path: Path, asynchronous: b
     rng = random.Random(0)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["bapo_megatron.checkpoint.store"])
-    last = num_torn = 0
-    for _ in range(6):
+    last = num_torn = num_kills = 0
+    while num_kills < 6 or (not num_torn and num_kills < 60):
+        num_kills += 1
         reader, writer = context.Pipe(duplex=False)
         process = context.Process(target=save_for_ever, args=(tmp_path, asynchronous, writer), daemon=True)
         process.start()
@@ -152,9 +153,12 @@ def assert_passed_over(folder: Path, file: Path) -> None:
 
 def test_a_pointer_that_is_cut_or_names_nothing(two_steps: Path) -> None:
     pointer = two_steps / "latest"
+    note = "going on from the newest whole checkpoint"
     for length in range(len("step-000002")):
         pointer.write_text("step-000002"[:length])
-        assert both(two_steps) == (2, "")
+        assert both(two_steps) == (2, f"warning: {pointer} names no checkpoint: {note}")
+    pointer.write_bytes(b"step-" + b"9" * 5000)
+    assert both(two_steps) == (2, f"warning: {pointer} names no checkpoint: {note}")
     pointer.write_text("step-000009")
     missing = two_steps / "step-000009" / "state.json"
     assert both(two_steps) == (2, f"warning: passing over step-000009: {missing} is missing")
@@ -163,7 +167,15 @@ def test_a_pointer_that_is_cut_or_names_nothing(two_steps: Path) -> None:
     pointer.write_text("step-000001")
     assert both(two_steps) == (1, "")
     pointer.unlink()
-    assert both(two_steps) == (None, "")
+    missing = f"warning: {pointer} cannot be read (No such file or directory): {note}"
+    assert both(two_steps) == (2, missing), "nothing starts over silently"
+    assert CheckpointStore(two_steps, settings(), [].append).latest() == two_steps / "step-000002"
+    pointer.mkdir()
+    assert both(two_steps) == (2, f"warning: {pointer} cannot be read (Is a directory): {note}")
+    pointer.rmdir()
+    os.mkfifo(pointer)
+    assert both(two_steps) == (2, f"warning: {pointer} cannot be read (not a regular file): {note}")
+    pointer.unlink()
     pointer.write_text("step-000002")
 
 

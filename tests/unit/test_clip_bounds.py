@@ -203,7 +203,7 @@ def test_masked_values_and_unused_logprobs_do_no_harm():
 @pytest.mark.parametrize(
     ("where", "advantage"),
     [
-        *itertools.product(("ratio", "advantages", "rollout_logprobs", "weights"), (1.0, -1.0)),
+        *itertools.product(("ratio", "advantages", "behaviour_logprobs", "weights"), (1.0, -1.0)),
         *itertools.product(("ratio", "advantages"), (0.0,)),  # the others are not read of a token that counts nowhere
     ],
 )
@@ -212,7 +212,7 @@ def test_one_nan_of_a_trained_token_leaves_the_bounds_of_all_ranks_at_their_star
     values = {
         "ratio": torch.ones(3),
         "advantages": torch.tensor([advantage, 1.0, -1.0]),
-        "rollout_logprobs": torch.full((3,), -0.5),
+        "behaviour_logprobs": torch.full((3,), -0.5),
         "weights": torch.ones(3),
     }
     mask = torch.ones(3, dtype=torch.bool)

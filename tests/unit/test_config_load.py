@@ -1,6 +1,7 @@
 """Merging, overriding and explaining configurations."""
 
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,10 @@ def write(folder: Path, text: str, name: str = "run.toml") -> Path:
     return file
 
 
-def message(files: list[Path], *overrides: str) -> str:
+def message(files: Sequence[Path | str], *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load_config(files, overrides)
-    return str(caught.value).replace(f"{files[0].parent}/" if files else "\0", "")
+    return str(caught.value).replace(f"{Path(files[0]).parent}/" if files else "\0", "")
 
 
 @pytest.mark.parametrize(
@@ -54,11 +55,12 @@ def message(files: list[Path], *overrides: str) -> str:
         ),
         (
             "[loss]\nclip_high = 1.3",
-            'loss.clip_high is no setting of loss.name="bapo", but of loss.name="grpo" (run.toml)',
+            'loss.clip_high is not a setting of loss.name="bapo", but of loss.name="grpo" (run.toml)',
         ),
         (
             "[loss]\nname = 'sft'\ndual_clip = 3",
-            'loss.dual_clip is no setting of loss.name="sft", but of loss.name="bapo" and loss.name="grpo" (run.toml)',
+            'loss.dual_clip is not a setting of loss.name="sft", but of loss.name="bapo" and loss.name="grpo" '
+            "(run.toml)",
         ),
         (
             "[loss]\nname = 'clip_higher'\nclip_higher = 1.4\nclip_low = 0.7",
@@ -88,6 +90,13 @@ def message(files: list[Path], *overrides: str) -> str:
 )
 def test_each_mistake_is_explained(tmp_path: Path, toml: str, expected: str) -> None:
     assert message([write(tmp_path, toml)]) == expected
+
+
+def test_the_loss_of_an_earlier_version_is_blamed_on_its_own_source() -> None:
+    assert message(["demo"], "loss.name=clip_higher", "loss.kl_coef=-1").splitlines() == [
+        'loss.name="clip_higher" is now loss.name="grpo" with loss.clip_high=1.28 (override loss.name=clip_higher)',
+        "loss.kl_coef must be at least 0, got -1 (override loss.kl_coef=-1)",
+    ]
 
 
 def test_all_mistakes_come_at_once_with_their_sources(tmp_path: Path) -> None:
@@ -224,7 +233,7 @@ def test_a_retired_setting_is_dropped_at_its_default_and_explained_otherwise(tmp
         value = 7 if default != UNSET else "other"
         with pytest.raises(ConfigError) as raised:
             load_config(["demo"], [f"{name}={value}"])
-        assert str(raised.value) == f"{name} (override {name}={value}) is no setting any more; {advice}"
+        assert str(raised.value) == f"{name} (override {name}={value}) is no longer a setting; {advice}"
 
 
 tables = st.recursive(

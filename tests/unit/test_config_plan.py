@@ -135,7 +135,7 @@ def test_a_router_stands_before_servers_of_the_user() -> None:
     for settings, part in (
         (["rollout.router_url=http://127.0.0.1:2"], 'rollout.engine="attach"'),
         ([*attach, "rollout.router_url=http://127.0.0.1:1/"], "one of rollout.urls"),
-        ([*attach, "rollout.router_url=localhost"], "no URL"),
+        ([*attach, "rollout.router_url=localhost"], "not a URL"),
     ):
         (violation,) = check(load_config([], settings), hf_config=None)
         assert part in violation.message
@@ -147,14 +147,14 @@ def test_a_router_stands_before_servers_of_the_user() -> None:
 def test_urls_that_cannot_be(url: str) -> None:
     attach = ["rollout.engine=attach", f'rollout.urls=["http://[::1]:30000", "https://node3", "{url}"]']
     assert messages(*attach) == [
-        f'rollout.urls: "{url}" is no URL of a server; write it like "http://127.0.0.1:30000"',
+        f'rollout.urls: "{url}" is not the URL of a server; write it like "http://127.0.0.1:30000"',
     ]
 
 
 @pytest.mark.parametrize("value", ["high", "0", "1.5", "true", "false", '"0.8"'])
 def test_a_share_of_memory_is_between_0_and_1(value: str) -> None:
     (message,) = messages(f"sglang.extra.mem_fraction_static={value}")
-    assert "is no share of a GPU's memory" in message
+    assert "is not a share of a GPU's memory" in message
     assert messages("sglang.extra.mem_fraction_static=0.8") == []
 
 

@@ -1,6 +1,8 @@
 """`bapo doctor`: what it says of a fit machine, and of machines that lack something."""
 
 import contextlib
+import functools
+import io
 import itertools
 import resource
 import socket
@@ -9,7 +11,8 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +24,15 @@ from bapo_megatron import cli
 from bapo_megatron.config.load import load_config
 from bapo_megatron.errors import UserError
 from bapo_megatron.preflight import doctor as doctor_room
-from bapo_megatron.preflight import group, packages
 from bapo_megatron.preflight import machine_checks as machine
+from bapo_megatron.preflight import packages
 from bapo_megatron.preflight import software_checks as software
 from bapo_megatron.preflight.doctor import examine_needs, parse_rendezvous, verdict
-from bapo_megatron.preflight.group import Rendezvous, clock_finding, started_probes
-from bapo_megatron.preflight.known import GIB, visible_indexes
+from bapo_megatron.preflight.group import Probes, Rendezvous, clock_finding, started_probes
+from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.machine_checks import Finding
-from bapo_megatron.preflight.software_checks import Driver
+from bapo_megatron.preflight.software_checks import Driver, visible_indexes
+from tests.distributed import forkserver
 
 DRIVER = Driver("570.1", (12, 8), (("NVIDIA H100", 80 * GIB, 0), ("NVIDIA H100", 80 * GIB, 3 * GIB)), (0, 1))
 FACTS: dict[str, Any] = {
@@ -38,6 +42,7 @@ FACTS: dict[str, Any] = {
     "nccl": "2.27.5",
     "capability": [9, 0],
 }
+CORE = [*packages.requirements("core"), Requirement("no-such-package>=1,<2")]
 
 
 @pytest.fixture
@@ -57,6 +62,42 @@ def doctor(*arguments: str, file_bytes: int | None = None) -> subprocess.Complet
 
     command = [sys.executable, "-m", "bapo_megatron", "doctor", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, preexec_fn=limit, check=False)
+
+
+def in_new_process(replaced: dict[str, Any], function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a module-level function returns in a process that ran nothing else; attributes of `preflight` are replaced.
+
+    The doctor forks its probes: they would hang where a test before had torch start threads or a process group.
+    """
+    with ProcessPoolExecutor(1, mp_context=forkserver()) as pool:
+        return pool.submit(_replace_and_call, replaced, function, *arguments).result()
+
+
+def _replace_and_call(replaced: dict[str, Any], function: Callable[..., Any], *arguments: Any) -> Any:
+    for name, value in replaced.items():
+        pytest.MonkeyPatch().setattr(f"bapo_megatron.preflight.{name}", value)
+    return function(*arguments)
+
+
+def outputs(*commands: list[str]) -> list[tuple[int, str]]:
+    """Exit code and output of each command."""
+    done = []
+    for command in commands:
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            code = cli.main(command)
+        done.append((code, output.getvalue()))
+    return done
+
+
+def findings() -> list[Finding]:
+    return list(doctor_room.examine(None, [], None))
+
+
+def waited_for(num_gpus: int, timeout_s: float) -> Probes:
+    with started_probes(num_gpus, None, timeout_s) as probes:
+        probes.wait()
+    probes.processes.clear()  # handles of this process's children
+    return probes
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without GPUs")
@@ -83,14 +124,22 @@ def test_a_full_disk_and_a_taken_port_in_one_answer(taken_port: int) -> None:
     assert f"not fit: port {taken_port}, disk" in done.stdout.splitlines()[-1]
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    core = [*packages.requirements("core"), Requirement("no-such-package>=1,<2")]
-    monkeypatch.setattr(packages, "requirements", lambda group: core if group == "core" else [])
-    assert cli.main(["doctor"]) == 1
-    assert "no-such-package is not installed; pip install 'no-such-package>=1,<2'" in capsys.readouterr().out
-    assert cli.main(["doctor", "--versions"]) == 1
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+def core_with_one_more(group: str) -> list[Requirement]:
+    return CORE if group == "core" else []
+
+
+def test_a_missing_package_is_named() -> None:
+    replaced = {"packages.requirements": core_with_one_more}
+    (code, text), (versions_code, versions) = in_new_process(replaced, outputs, ["doctor"], ["doctor", "--versions"])
+    assert code == 1
+    assert "no-such-package is not installed; pip install 'no-such-package>=1,<2'" in text
+    assert versions_code == 1
+    rows = [line.split() for line in versions.splitlines()]
     assert ["no-such-package", "-", "-", ">=1,<2", "missing"] in rows
+
+
+def fail(error: BaseException) -> dict[str, Any]:
+    raise error
 
 
 @pytest.mark.parametrize(
@@ -101,15 +150,11 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         (SystemExit(3), "ended with exit code 3"),  # stands for one that a signal ends
     ],
 )
-def test_a_torch_that_cannot_answer_fails_without_a_traceback(
-    error: BaseException, problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken() -> dict[str, Any]:
-        raise error
-
-    monkeypatch.setattr(group, "_facts", broken)
-    assert cli.main(["doctor"]) == 1
-    lines = capsys.readouterr().out.splitlines()
+def test_a_torch_that_cannot_answer_fails_without_a_traceback(error: BaseException, problem: str) -> None:
+    replaced = {"group._facts": functools.partial(fail, error)}
+    ((code, text),) = in_new_process(replaced, outputs, ["doctor"])
+    assert code == 1
+    lines = text.splitlines()
     assert any(line.startswith("FAIL torch ") and problem in line for line in lines), lines
     assert any(line.startswith("FAIL group (gloo) ") and problem in line for line in lines), lines
     assert lines[-1] == "not fit: torch, group (gloo)"
@@ -117,9 +162,7 @@ def test_a_torch_that_cannot_answer_fails_without_a_traceback(
 
 def test_a_probe_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed at its deadline, before it has written anything."""
-    monkeypatch.setattr(group, "_facts", lambda: time.sleep(60))
-    with started_probes(0, None, timeout_s=0.2) as probes:
-        probes.wait()
+    probes = in_new_process({"group._facts": functools.partial(time.sleep, 60)}, waited_for, 0, 0.2)
     (torch_finding,) = software.check_torch(probes.facts, Driver(problem="none"))
     assert (torch_finding.verdict, torch_finding.what) == ("error", "not done after 0 s")
     monkeypatch.setattr(software, "installed_version", lambda name: "2.9.0")
@@ -128,38 +171,35 @@ def test_a_probe_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a torch that sees no GPU")
 def test_a_torch_without_cuda_on_a_machine_with_gpus() -> None:
-    with started_probes(1, None, timeout_s=30.0) as probes:
-        probes.wait()
+    probes = in_new_process({}, waited_for, 1, 30.0)
     found = [*software.check_torch(probes.facts, DRIVER), *probes.findings(is_across_nodes=False)]
     assert [f.verdict for f in found] == ["error"] * 3
     assert "torch sees no GPU" in found[-1].what
 
 
-def test_one_process_for_each_visible_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_over_gloo(num_gpus: int, *rest: Any) -> contextlib.AbstractContextManager[Probes]:
+    assert num_gpus == 2
+    return started_probes(0, *rest)
+
+
+def test_one_process_for_each_visible_gpu() -> None:
     """Of eight, two: NCCL's ranks 2 to 7 would have no device."""
-    started = []
-
-    def start(num_gpus: int, *rest: Any) -> contextlib.AbstractContextManager[Any]:
-        started.append(num_gpus)
-        return started_probes(0, *rest)
-
-    monkeypatch.setattr(doctor_room, "started_probes", start)
-    monkeypatch.setattr(software, "read_driver", lambda: Driver("570.1", (12, 8), 8 * DRIVER.gpus[:1], (0, 1)))
-    findings = {f.name: f for f in doctor_room.examine(None, [], None)}
-    assert started == [2]
-    assert (findings["GPUs"].verdict, findings["GPUs"].what) == (
+    eight = functools.partial(Driver, "570.1", (12, 8), 8 * DRIVER.gpus[:1], (0, 1))
+    replaced = {"software_checks.read_driver": eight, "doctor.started_probes": two_over_gloo}
+    found = {f.name: f for f in in_new_process(replaced, findings)}
+    assert (found["GPUs"].verdict, found["GPUs"].what) == (
         "ok",
         "8 x NVIDIA H100 (80 GiB), 2 visible (CUDA_VISIBLE_DEVICES)",
     )
 
 
-def test_hidden_gpus_are_for_cpu_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software, "read_driver", lambda: Driver("570.1", (12, 8), DRIVER.gpus))
-    findings = list(doctor_room.examine(None, [], None))
-    by_name = {f.name: f for f in findings}
+def test_hidden_gpus_are_for_cpu_use() -> None:
+    replaced = {"software_checks.read_driver": functools.partial(Driver, "570.1", (12, 8), DRIVER.gpus)}
+    found = in_new_process(replaced, findings)
+    by_name = {f.name: f for f in found}
     assert (by_name["torch"].verdict, by_name["NCCL"].verdict) == ("ok", "absent")
     assert by_name["GPUs"].what == "2 x NVIDIA H100 (80 GiB), none visible (CUDA_VISIBLE_DEVICES): CPU use only"
-    text, code = verdict([f for f in findings if f.name != "versions"])  # a GPU stack's, against which this one is held
+    text, code = verdict([f for f in found if f.name != "versions"])  # a GPU stack's, against which this one is held
     assert code == 0
     assert text.startswith("fit for CPU use")
 
@@ -222,7 +262,7 @@ def test_the_driver_is_asked_what_is_visible(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_port_that_cannot_be_is_a_wrong_argument(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--port", "70000"]) == 2
-    assert "--port 70000 is no port; name one from 1 to 65535" in capsys.readouterr().err
+    assert "--port 70000 is not a port; name one from 1 to 65535" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -299,13 +339,13 @@ def test_a_url_that_cannot_be_is_a_finding(url: str) -> None:
 
 
 def test_gpus() -> None:
-    def findings(driver: Driver, needed: int) -> list[tuple[str, str]]:
+    def verdicts(driver: Driver, needed: int) -> list[tuple[str, str]]:
         return [(f.name, f.verdict) for f in software.check_gpus(driver, needed)]
 
-    assert findings(DRIVER, 2) == [("driver", "ok"), ("GPUs", "warning")], "one of them is in use"
-    assert findings(DRIVER, 8) == [("driver", "ok"), ("GPUs", "error")]
-    assert findings(Driver(problem="no driver"), 0) == [("driver", "absent"), ("GPUs", "absent")]
-    assert findings(Driver(problem="no driver"), 1) == [("driver", "error"), ("GPUs", "error")]
+    assert verdicts(DRIVER, 2) == [("driver", "ok"), ("GPUs", "warning")], "one of them is in use"
+    assert verdicts(DRIVER, 8) == [("driver", "ok"), ("GPUs", "error")]
+    assert verdicts(Driver(problem="no driver"), 0) == [("driver", "absent"), ("GPUs", "absent")]
+    assert verdicts(Driver(problem="no driver"), 1) == [("driver", "error"), ("GPUs", "error")]
 
 
 @pytest.mark.parametrize(

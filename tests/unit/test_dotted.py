@@ -34,6 +34,7 @@ def judge(response): return 1.0
 def specs(config, model_path, logs, ports, share): return []
 def no_parameters(): return None
 def four(a, b, c, d): return None
+def others(answer, other): return None
 """
 
 
@@ -73,7 +74,14 @@ def test_what_is_wrong_is_one_message(capsys: pytest.CaptureFixture[str], seam: 
     (line,) = check(capsys, f"{seam.setting}={path}")
     assert line.startswith(f'bapo: {seam.setting}="{path}": ')
     assert line.endswith(f"Expected: {seam.expected}")
-    assert (reason if seam is not ENGINE or reason != "def " else "no EngineKind but function") in line
+    assert (reason if seam is not ENGINE or reason != "def " else "of type function, not EngineKind") in line
+
+
+@pytest.mark.parametrize("path", ["math:sqrt", "own_parts:others"])
+@pytest.mark.parametrize("seam", [LOSS, ADVANTAGE, KEEP_GROUP, ENGINE_SPECS], ids=lambda seam: seam.expected)
+def test_the_names_of_the_parameters_tell_a_function_of_another_kind(seam: Seam, path: str) -> None:
+    with pytest.raises(UserError, match=f"which does not fit: the parameters are {seam.parameters[0]}"):
+        seam.load(path)
 
 
 @pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.setting)
@@ -102,7 +110,8 @@ def test_the_functions_of_an_engine_are_checked_too(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("name", ["loss", "late_loss"])
 def test_options_are_checked_by_the_type_that_the_loss_names(capsys: pytest.CaptureFixture[str], name: str) -> None:
     (line,) = check(capsys, f"loss.name=own_parts:{name}", "loss.options.beta=big")
-    assert line.startswith(f'bapo: loss.options do not fit loss.name="own_parts:{name}": beta: ')
+    assert line.startswith("bapo: loss.options.beta: ")
+    assert line.endswith(f"""got 'big' (options of loss.name="own_parts:{name}")""")
     _, options = CustomLoss(name=f"own_parts:{name}", options={"beta": 2}).function("inputs")
     assert options.beta == 2.0
     assert type(options).__name__ == "Options"

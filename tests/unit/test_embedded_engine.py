@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,12 @@ def serve(engine: BatchingEngine, asked: list[tuple[list[int], SamplingParams]])
     return [(s.output_ids, s.logprobs) for s in sequences]
 
 
+def stop(engine: BatchingEngine) -> None:
+    """End the engine thread, as an error in it does."""
+    engine.call(sys.exit)
+    engine.ended.result(30)
+
+
 def test_log_probs_do_not_depend_on_what_was_served_before(model: Model) -> None:
     """To the bit: a resumed run meets a new engine, or one that a killed trainer has left."""
     fresh = BatchingEngine(model, max_running=MAX_RUNNING, max_context=64)
@@ -68,8 +75,8 @@ def test_log_probs_do_not_depend_on_what_was_served_before(model: Model) -> None
         assert serve(used, requests(0)) == expected
         assert serve(fresh, requests(0)) == expected
     finally:
-        fresh.stop()
-        used.stop()
+        stop(fresh)
+        stop(used)
 
 
 def test_a_server_whose_engine_fails_answers_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +151,7 @@ def test_a_body_with_too_many_samples_is_refused(model: Model) -> None:
         with pytest.raises(BadRequestError, match="307200 samples in a request, more than 4096"):
             server._sequences(protocol.parse(protocol.GenerateBody, json.dumps(body).encode()))
     finally:
-        engine.stop()
+        stop(engine)
 
 
 @pytest.mark.parametrize("temperature", [1e-7, 1e-40, 5e-324])
@@ -155,7 +162,7 @@ def test_a_tiny_temperature_is_greedy(model: Model, temperature: float) -> None:
         greedy, tiny = serve(engine, asked)
         assert tiny == greedy
     finally:
-        engine.stop()
+        stop(engine)
 
 
 def test_a_row_that_is_not_finite_fails_its_own_request(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +184,7 @@ def test_a_row_that_is_not_finite_fails_its_own_request(model: Model, monkeypatc
         assert first.output_ids == last.output_ids
         assert engine.failure is None
     finally:
-        engine.stop()
+        stop(engine)
 
 
 def test_many_requests_are_aborted_at_once(model: Model) -> None:
@@ -192,7 +199,7 @@ def test_many_requests_are_aborted_at_once(model: Model) -> None:
         assert all(s.done.result(5).finish_reason["type"] == "abort" for s in sequences)
         assert not kept.done.done()
     finally:
-        engine.stop()
+        stop(engine)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
@@ -211,4 +218,4 @@ def test_broken_weights_on_disk_are_refused(tmp_path: Path, value: float) -> Non
             WeightUpdater(engine, timeout_s=5).update_from_disk(protocol.UpdateFromDiskBody(model_path=str(tmp_path)))
         assert torch.equal(model.named_weights[name], before)
     finally:
-        engine.stop()
+        stop(engine)

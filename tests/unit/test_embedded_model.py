@@ -22,6 +22,7 @@ from bapo_megatron.engines.base import GenerateRequest, VersionSpan
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.sampler import uniform
 from bapo_megatron.engines.http import parse_reply
+from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import CheckpointError
 
 SIZES = {
@@ -136,7 +137,7 @@ def test_named_weights_are_the_weights(tmp_path: Path) -> None:
         for parameter in other.parameters():
             parameter.mul_(1.5)
         for name, weight in other.state_dict().items():
-            model.check_weight(name, "float32", weight.shape)
+            model.check_weight(TensorSpec(name, "float32", tuple(weight.shape)))
             model.named_weights[name].copy_(weight)
         ids = torch.tensor([[3, 4, 5]])
         logits = model.prefill(ids, torch.tensor([3]), model.new_cache(num_rows=1, max_len=8), 0)

@@ -6,13 +6,25 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import processes, sglang
+from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.errors import EngineError, UserError
 
-SPEC = sglang.ServerSpec(Path("model"), max_context=64, max_running=8)
+SHARE = EngineShare(count=1, first_gpu=0)
+
+
+def command(extra: dict[str, Any] | None = None, *, has_gpu: bool = False, **rollout: Any) -> list[str]:
+    return sglang.command(settings(extra, **rollout), Path("model"), SHARE, 0, 1234, has_gpu=has_gpu)
+
+
+def settings(extra: dict[str, Any] | None = None, **rollout: Any) -> Config:
+    limits = {"engine_max_context": 64, "max_concurrent_requests": 8}
+    return Config.model_validate({"rollout": limits | rollout, "sglang": {"extra": extra or {}}})
 
 
 def option(arguments: list[str], name: str) -> str:
@@ -20,7 +32,7 @@ def option(arguments: list[str], name: str) -> str:
 
 
 def test_a_response_may_fill_the_context() -> None:
-    arguments = sglang.command(SPEC, 1234, has_gpu=False)
+    arguments = command()
     assert option(arguments, "--context-length") == "66"
     assert option(arguments, "--port") == "1234"
     assert int(option(arguments, "--max-total-tokens")) >= 8 * 66
@@ -34,8 +46,7 @@ def test_extra_arguments_have_the_last_word() -> None:
         "cuda_graph_bs": [1, 2],
         "m": {"a": 1},
     }
-    spec = sglang.ServerSpec(Path("model"), max_context=64, max_running=8, extra=extra)
-    arguments = sglang.command(spec, 1, has_gpu=False)
+    arguments = command(extra)
     assert option(arguments, "--max-total-tokens") == "100"
     assert "--sleep-on-idle" not in arguments
     assert "--log-requests" in arguments
@@ -45,11 +56,10 @@ def test_extra_arguments_have_the_last_word() -> None:
 
 
 def test_nothing_of_the_cpu_is_set_where_there_is_a_gpu() -> None:
-    spec = sglang.ServerSpec(Path("model"), max_context=64, max_running=8, tensor_parallel=2, gpus=("4", "5"))
-    arguments = sglang.command(spec, 1, has_gpu=True)
+    arguments = command(has_gpu=True, server_tensor_parallel=2)
     assert option(arguments, "--tensor-parallel-size") == "2"
     assert "--device" not in arguments
-    variables = sglang.environment(spec, has_gpu=True)
+    variables = sglang.environment(settings(server_tensor_parallel=2), SHARE, 0, ["4", "5"])
     assert "SGLANG_USE_CPU_ENGINE" not in variables
     assert variables["CUDA_VISIBLE_DEVICES"] == "4,5"
 

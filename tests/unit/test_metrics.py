@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.metrics import METRICS, page, reduce_updates
-from bapo_megatron.monitor.metrics import MetricsWriter, read_metrics
 from bapo_megatron.monitor.record import sample_record
+from bapo_megatron.monitor.rundir import read_metrics
 from bapo_megatron.monitor.summary import count, duration, find_problems, summarize
 from bapo_megatron.runtime.files import JsonlWriter, read_jsonl, truncate_after
 from bapo_megatron.runtime.stopwatch import Stopwatch
@@ -21,7 +21,7 @@ DOCS_PATH = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def write_steps(path: Path, *steps: int, reward: float = 0.5) -> None:
-    with MetricsWriter(path) as writer:
+    with contextlib.closing(JsonlWriter(path)) as writer:
         for step in steps:
             writer.write({"step": step, "reward/mean": reward})
 
@@ -45,7 +45,7 @@ def test_a_metric_that_is_not_declared_is_averaged_over_the_updates() -> None:
 
 def test_written_steps_come_back_with_nan_for_what_json_cannot_hold(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as writer:
+    with contextlib.closing(JsonlWriter(path)) as writer:
         writer.write({"step": 1, "bapo/positive_share": math.nan, "loss/ratio_max": math.inf, "reward/mean": 0.25})
         assert read_metrics(path)[0]["reward/mean"] == 0.25, "a step must be readable before the file is closed"
     assert '"bapo/positive_share": null' in path.read_text()

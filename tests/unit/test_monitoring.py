@@ -19,11 +19,10 @@ import torch
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.metrics import METRICS
-from bapo_megatron.monitor.gpu_facts import GPU_METRICS, GPUFacts
 from bapo_megatron.monitor.grafana import dashboard
 from bapo_megatron.monitor.oom import is_out_of_memory
-from bapo_megatron.monitor.prometheus import PrometheusEndpoint, RunCollector, prometheus_name
-from bapo_megatron.monitor.stall import StallWatchdog, _by_place
+from bapo_megatron.monitor.prometheus import GPU_METRICS, GPUFacts, PrometheusEndpoint, RunCollector, prometheus_name
+from bapo_megatron.monitor.stall import StallWatchdog, _by_place, hanging_ranks
 from bapo_megatron.runtime import straggler
 from bapo_megatron.runtime.heartbeat import TRAINER, Heartbeat
 from bapo_megatron.runtime.stopwatch import Stopwatch
@@ -207,6 +206,45 @@ def test_ranks_at_the_same_place_share_a_line_and_the_odd_one_comes_first() -> N
     assert list(_by_place(heads)) == ["rank 1 in step 1, train: Y", "ranks 0, 2 in step 1, train: X"]
 
 
+WAITING = "when\nstep 1, train: in all_reduce, called by learner/parallel.py:1 (sum)\n"
+HANGING = "when\nstep 1, train: at learner/model.py:2 (forward)\n"
+
+
+def test_a_rank_that_hangs_is_named_before_those_that_wait_for_it() -> None:
+    waiting, hanging = WAITING.strip(), HANGING.strip()
+    assert [line[:6] for line in _by_place({0: waiting, 1: hanging})] == ["rank 1", "rank 0"]
+
+
+@pytest.mark.parametrize(
+    ("reports", "named"),
+    [
+        ({0: WAITING, 1: HANGING, 2: WAITING}, "rank 1 in step 1, train: at learner/model.py:2 (forward)"),
+        ({0: WAITING, 2: WAITING}, "rank 1 without a report: busy, stopped, or blocked outside of Python"),
+        ({0: WAITING, 1: WAITING, 2: WAITING}, None),
+        ({0: HANGING}, None),
+        ({}, None),
+    ],
+)
+def test_after_a_collective_gave_up_the_rank_at_fault_is_named(
+    tmp_path: Path, reports: dict[int, str], named: str | None
+) -> None:
+    for rank, text in reports.items():
+        (tmp_path / f"stall-{rank}.txt").write_text(text)
+    assert hanging_ranks(tmp_path, 3, max_age_s=60) == named
+    for rank in reports:
+        os.utime(tmp_path / f"stall-{rank}.txt", (0, 0))  # of a stall that is over
+    assert hanging_ranks(tmp_path, 3, max_age_s=60) is None
+
+
+def test_rank_0_names_a_rank_that_cannot_report(tmp_path: Path) -> None:
+    """Stopped by a signal, for example: rank 0 alone sees that nothing moves."""
+    heartbeat, told = Heartbeat(), []
+    options: Any = {"engine_timeout_s": 600, "num_ranks": 2, "tell": told.append, "heartbeat": heartbeat}
+    with StallWatchdog(0, tmp_path, timeout_s=0.3, **options):
+        wait_for(lambda: told)
+    assert "; rank 1 without a report: busy, stopped, or blocked outside of Python; see " in told[0]
+
+
 # slow ranks
 
 
@@ -235,14 +273,13 @@ def test_only_a_rank_that_stays_slow_is_told_and_once() -> None:
     assert "trainer rank 2 is slow: its own passes take 2.00 s, 2.0 times the median rank's (1.00 s)" in warning
 
 
-def test_local_time_ends_at_the_first_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_time_leaves_out_what_comes_between(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([10.0, 13.0, 20.0, 21.5])
     monkeypatch.setattr(straggler, "_now", lambda: next(moments))
     clock = LocalTime()
     for _ in range(2):
-        clock.start()
-        clock.stop()
-        clock.stop()  # the collectives are behind it: not counted
+        with clock.running():
+            pass
     assert clock.take() == 3.0 + 1.5
     assert clock.take() == 0
 

@@ -1,5 +1,6 @@
 """Batches and micro-batches: every response token exactly once, aligned, whatever the split."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -7,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.buffer.batch import BatchBuilder, build_batch
+from bapo_megatron.buffer.batch import BatchBuilder, batch_metrics
 from bapo_megatron.buffer.packing import Share, balanced_bins, context_tokens, longest_first, minibatches, one_minibatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.whole_batch import with_proximal_logprobs
-from bapo_megatron.types import Batch, Group, MicroBatch, Prompt, Segment, Trajectory
+from bapo_megatron.types import Batch, FinishReason, Group, MicroBatch, Prompt, Segment, Trajectory
 
 
 def group(prompt_id: int, prompt_len: int, lengths: list[int]) -> Group:
@@ -30,8 +31,18 @@ def group(prompt_id: int, prompt_len: int, lengths: list[int]) -> Group:
     return Group(prompt, tuple(trajectories))
 
 
-def centred(rewards: torch.Tensor) -> torch.Tensor:
-    return rewards - rewards.mean()
+def build_batch(groups: list[Group], **settings_: object) -> Batch:
+    """Advantages are the rewards less their group's mean."""
+    config = Config.model_validate({"advantage": {"kind": "dr_grpo"}} | settings_)
+    return BatchBuilder(config).build(groups, {})
+
+
+def truncated(group: Group, *lengths: int) -> Group:
+    """Return the group with its responses of these lengths cut off, as `rollout.truncated` = "mask" leaves out."""
+    trajectories = group.trajectories
+    reasons: list[FinishReason] = ["length" if t.num_response_tokens in lengths else "stop" for t in trajectories]
+    cut = (replace(t, finish_reason=reason) for t, reason in zip(trajectories, reasons, strict=True))
+    return replace(group, trajectories=tuple(cut))
 
 
 GROUPS = st.lists(
@@ -40,7 +51,7 @@ GROUPS = st.lists(
 
 
 def test_build_batch_lays_out_prompt_and_response() -> None:
-    batch = build_batch([group(1, 2, [3, 1])], centred)
+    batch = build_batch([group(1, 2, [3, 1])])
     assert batch.token_ids_T.tolist() == [1000, 1001, 1100, 1101, 1102, 1000, 1001, 1200]
     assert batch.seq_lens_S.tolist() == [5, 3]
     assert batch.prompt_lens_S.tolist() == [2, 2]
@@ -51,7 +62,7 @@ def test_build_batch_lays_out_prompt_and_response() -> None:
 
 
 def test_an_empty_response_counts_in_the_advantages_but_is_not_trained() -> None:
-    batch = build_batch([group(1, 2, [0, 4])], centred)
+    batch = build_batch([group(1, 2, [0, 4])])
     assert batch.num_sequences == 1
     assert batch.rewards_S is not None
     assert batch.rewards_S.tolist() == [1], "of the responses that are there"
@@ -60,16 +71,15 @@ def test_an_empty_response_counts_in_the_advantages_but_is_not_trained() -> None
 
 def test_advantages_are_of_shaped_rewards_and_masked_responses_still_count_in_them() -> None:
     batch = build_batch(
-        [group(1, 2, [1, 2, 3])],  # rewards 0, 1, 2
-        centred,
-        rewards=[[-1.0, 8.0, 17.0]],
-        is_trained=lambda t: t.num_response_tokens != 2,
+        [truncated(group(1, 2, [1, 2, 3]), 2)],  # rewards 0, 1, 2
+        reward={"scale": 9.0},
+        rollout={"truncated": "mask"},
     )
     assert batch.advantages_T.tolist() == [0, 0, -9, 0, 0, 0, 0, 0, 0, 9, 9, 9]
     assert batch.mask_T.tolist() == [False, False, True, *[False] * 6, True, True, True]
     assert batch.num_trained_tokens == 4
     assert batch.rewards_S is not None
-    assert batch.rewards_S.tolist() == [-1, 8, 17]
+    assert batch.rewards_S.tolist() == [0, 9, 18]
     assert batch.versions_T.tolist().count(-1) == 6, "masked tokens keep what is known about them"
 
 
@@ -82,7 +92,7 @@ def test_a_critic_finds_rewards_instead_of_advantages() -> None:
 
 
 def test_masked_responses_are_forwarded_but_divide_nothing() -> None:
-    batch = build_batch([group(1, 2, [3, 5])], centred, is_trained=lambda t: t.num_response_tokens == 3)
+    batch = build_batch([truncated(group(1, 2, [3, 5]), 5)], rollout={"truncated": "mask"})
     update = one_minibatch(batch, max_tokens=100, share=Share())
     assert update.num_trained_tokens == 3
     assert sum(mb.rows_R.numel() for mb in update.micro_batches) == 8
@@ -90,7 +100,7 @@ def test_masked_responses_are_forwarded_but_divide_nothing() -> None:
 
 
 def test_a_batch_can_be_masked_as_a_whole() -> None:
-    batch = build_batch([group(1, 2, [3, 5])], centred, is_trained=lambda t: False)
+    batch = build_batch([truncated(group(1, 2, [3, 5]), 3, 5)], rollout={"truncated": "mask"})
     assert (batch.num_sequences, batch.num_trained_tokens) == (2, 0)
     assert with_proximal_logprobs(batch, None, Config()) is batch, "there is nothing to score"
 
@@ -141,7 +151,7 @@ def test_every_response_token_is_trained_exactly_once_per_epoch(
     shapes: list, num_minibatches: int, num_epochs: int, max_tokens: int, layout: dict
 ) -> None:
     groups = [group(i + 1, p, lengths) for i, (p, lengths) in enumerate(shapes)]
-    batch = build_batch(groups, centred)
+    batch = build_batch(groups)
     if batch.num_sequences < num_minibatches:
         return
     shares = [
@@ -205,7 +215,7 @@ def test_context_ranks_share_every_sequence_evenly_by_tokens_and_by_cost(chunks:
 
 
 def test_only_padding_that_the_layout_needs() -> None:
-    batch = build_batch([group(1, 2, [3, 8])], centred)  # sequences of 5 and 10 tokens
+    batch = build_batch([group(1, 2, [3, 8])])  # sequences of 5 and 10 tokens
 
     def lengths(**share: object) -> list[int]:
         step = one_minibatch(batch, max_tokens=12, share=Share(**share))  # type: ignore[arg-type]
@@ -244,7 +254,7 @@ def test_equal_sequences_are_balanced_without_waste() -> None:
 
 
 def test_minibatches_are_shuffled_anew_each_epoch_and_reproducibly() -> None:
-    batch = build_batch([group(i, 2, [4, 5, 6]) for i in range(1, 5)], centred)
+    batch = build_batch([group(i, 2, [4, 5, 6]) for i in range(1, 5)])
     options = {"num_minibatches": 2, "num_epochs": 2, "max_tokens": 999, "share": Share()}
 
     def order(seed: int) -> list[list[int]]:
@@ -261,6 +271,6 @@ def test_a_batch_without_sequences_is_refused_early() -> None:
 
 
 def test_batch_type_is_what_the_broadcast_expects() -> None:
-    batch = build_batch([group(1, 1, [1, 2])], centred, {"reward/mean": 0.5})
+    batch = BatchBuilder(Config()).build([group(1, 1, [1, 2])], {"rollout/num_rounds": 0.5})
     assert isinstance(batch, Batch)
-    assert batch.metrics == {"reward/mean": 0.5}
+    assert batch.metrics == batch_metrics([group(1, 1, [1, 2])]) | {"rollout/num_rounds": 0.5}

@@ -11,8 +11,8 @@ import pytest
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.errors import EngineError, NoEngineLeftError
+from bapo_megatron.rollout.dispatch import RolloutStats
 from bapo_megatron.rollout.manager import Evaluation, RolloutManager
-from bapo_megatron.rollout.scheduler import RolloutStats
 from tests.unit.test_evaluate import evaluator
 from tests.unit.test_scheduler import ScriptedEngine
 

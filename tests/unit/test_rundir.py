@@ -98,15 +98,8 @@ def test_a_checkpoint_alone_is_enough_to_refuse(tmp_path: Path) -> None:
 
 def test_a_run_that_never_finished_a_step_may_start_over_with_other_settings(tmp_path: Path) -> None:
     RunDir.open_path(tmp_path / "demo", CONFIG).close()
-    with RunDir.open_path(tmp_path / "demo", CONFIG.replace("0.4", "0.5"), resume=False) as run:
+    with RunDir.open_path(tmp_path / "demo", CONFIG.replace("0.4", "0.5")) as run:
         assert run.attempt == 2
-
-
-def test_without_resume_an_existing_run_is_refused(tmp_path: Path) -> None:
-    with RunDir.open_path(tmp_path / "demo", CONFIG) as run:
-        finish_a_step(run)
-    with pytest.raises(UserError, match=r"choose another run\.name"):
-        RunDir.open_path(tmp_path / "demo", CONFIG, resume=False)
 
 
 def test_a_second_process_is_told_who_holds_the_run_until_that_one_ends(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -432,6 +433,7 @@ def main(abi: int) -> None:
         tempfile.tempdir = folder
         precious, sandbox = Path(folder) / "precious", Path(folder) / "sandbox.py"
         precious.write_text("data")
+        shutil.copy(Path(code_module._SANDBOX).with_name("system_calls.txt"), folder)
         source = Path(code_module._SANDBOX).read_text()
         sandbox.write_text(source.replace(f"MAX_LANDLOCK_ABI = {NEWEST_ABI}", f"MAX_LANDLOCK_ABI = {abi}"))
         code_module._SANDBOX = str(sandbox)

@@ -16,8 +16,8 @@ from bapo_megatron.engines.base import GenerateRequest, GenerateResult, VersionS
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, RequestRefusedError, UserError
 from bapo_megatron.rollout.book import RolloutBook
-from bapo_megatron.rollout.dispatch import sample_seed
-from bapo_megatron.rollout.scheduler import RolloutStats, Scheduler
+from bapo_megatron.rollout.dispatch import RolloutStats, sample_seed
+from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.rollout.staleness import StalenessBound
 from bapo_megatron.types import Group, Prompt, Segment, Trajectory
 
@@ -82,7 +82,7 @@ class ScriptedEngine:
 
 
 def make(
-    *engines: ScriptedEngine, seed: int = 0, updates_per_step: int = 1, drop_reason: Any = None, **settings_: Any
+    *engines: ScriptedEngine, seed: int = 0, updates_per_step: int = 1, keep: Any = None, **settings_: Any
 ) -> Scheduler:
     defaults = {"prompts_per_step": 2, "samples_per_prompt": 3, "max_response_tokens": 16, "max_retries": 1}
     config = RolloutConfig(**{**defaults, "startup_timeout_s": 0.5, **settings_})
@@ -98,7 +98,7 @@ def make(
         stop_token_ids=(STOP,),
         seed=seed,
         updates_per_step=updates_per_step,
-        drop_reason=drop_reason or (lambda group: None),
+        keep=keep or (lambda group: True),
     )
 
 
@@ -155,7 +155,7 @@ def test_a_failed_request_is_repeated_then_loud_and_nothing_is_lost() -> None:
     engine.failures = 100
     with pytest.raises(EngineError, match=r"HTTP 500 .* \(gave up after 2 attempts\)"):
         asyncio.run(scheduler.take(1, 0))
-    scheduler.ledger.check(scheduler.buffered())
+    scheduler.ledger.check(scheduler.book.buffered())
     assert scheduler.ledger.counts()["queued"] == 6
     engine.failures = 0
     scheduler.pool.admit(engine)  # type: ignore[arg-type]
@@ -242,7 +242,7 @@ def test_a_refused_request_ends_the_run_at_once() -> None:
     scheduler = make(Refusing())
     with pytest.raises(RequestRefusedError, match="too long"):
         asyncio.run(scheduler.take(0, 0))
-    scheduler.ledger.check(scheduler.buffered())
+    scheduler.ledger.check(scheduler.book.buffered())
 
 
 def test_an_engine_restarted_with_old_weights_is_fenced_and_its_tokens_are_not_believed() -> None:
@@ -256,18 +256,18 @@ def test_an_engine_restarted_with_old_weights_is_fenced_and_its_tokens_are_not_b
 
 def test_groups_that_are_not_worth_training_are_replaced_and_counted() -> None:
     engine = ScriptedEngine()
-    scheduler = make(engine, drop_reason=lambda group: "zero_variance" if len(set(group.rewards)) == 1 else None)
+    scheduler = make(engine, keep=lambda group: len(set(group.rewards)) > 1)
     groups, stats = asyncio.run(scheduler.take(0, 0))
     assert groups is not None
     assert all(len(set(g.rewards)) == 2 for g in groups)
     assert stats.num_dropped_groups > 0
-    assert scheduler.ledger.dropped == {"zero_variance": 3 * stats.num_dropped_groups}
-    scheduler.ledger.check(scheduler.buffered())
+    assert scheduler.ledger.dropped == {"keep_group": 3 * stats.num_dropped_groups}
+    scheduler.ledger.check(scheduler.book.buffered())
 
 
 def test_prompts_that_never_teach_anything_end_the_run_with_advice() -> None:
-    scheduler = make(ScriptedEngine(), drop_reason=lambda group: "zero_variance")
-    with pytest.raises(UserError, match=r"40 groups in a row were dropped \(zero_variance\).*keep_group=\"all\""):
+    scheduler = make(ScriptedEngine(), keep=lambda group: False)
+    with pytest.raises(UserError, match=r"40 groups in a row were dropped \(keep_group\).*keep_group=\"all\""):
         asyncio.run(scheduler.take(0, 0))
 
 
@@ -358,7 +358,7 @@ def test_conservation_under_random_aborts(chaos: int, budget: int, in_flight: in
         for t in (t for g in groups for t in g.trajectories):
             assert t.response_ids == expected(engine, t)
             assert all(math.isfinite(x) for x in t.behaviour_logprobs)
-        num_buffered = sum(t.num_response_tokens for t in scheduler.buffered())
+        num_buffered = sum(t.num_response_tokens for t in scheduler.book.buffered())
         assert scheduler.ledger.num_tokens["generated"] == num_trained_tokens + num_buffered
         assert scheduler.ledger.num_tokens["trained"] == num_trained_tokens
-        scheduler.ledger.check(scheduler.buffered())
+        scheduler.ledger.check(scheduler.book.buffered())

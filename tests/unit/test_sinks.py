@@ -15,9 +15,8 @@ from bapo_megatron.config import plan
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.monitor import sinks
-from bapo_megatron.monitor.metrics import read_metrics
 from bapo_megatron.monitor.record import Recorder
-from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.monitor.rundir import RunDir, read_metrics
 from bapo_megatron.monitor.sinks import SINKS, BackgroundSink, TensorBoardSink
 
 

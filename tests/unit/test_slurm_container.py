@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.config.load import load_config
-from bapo_megatron.slurm.container import container_arguments, mounts
+from bapo_megatron.slurm.submit import container_arguments, mounts
 
 READ = {
     "model.path": "model",

@@ -21,8 +21,7 @@ from bapo_megatron.cli import main
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.plan_slurm import Placement, check_slurm, place
-from bapo_megatron.config.schema import Config
-from bapo_megatron.config.schema_slurm import seconds_of
+from bapo_megatron.config.schema import Config, seconds_of
 from bapo_megatron.engines import processes, sglang
 from bapo_megatron.engines.processes import EngineShare, loopback_variables, own_address
 from bapo_megatron.engines.start import embedded_specs
@@ -31,9 +30,8 @@ from bapo_megatron.monitor.record import Recorder
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.runtime.ranks import StopFile
 from bapo_megatron.slurm import node
-from bapo_megatron.slurm.meeting import END, RUN, Meeting
-from bapo_megatron.slurm.submit import prepare
-from bapo_megatron.slurm.tasks import known_step_s
+from bapo_megatron.slurm.node import END, RUN, Meeting
+from bapo_megatron.slurm.submit import known_step_s, prepare
 from tests.slurm_kinds import KINDS, settings_of
 
 GPUS = ("cluster.gpu=h100", "rollout.engine=sglang")
@@ -231,7 +229,7 @@ def test_the_verb_writes_prints_and_refuses(
 def test_several_nodes_on_one_machine_are_one_error_that_points_to_the_verb(
     verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = ["models/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h200"]
+    recipe = ["recipes/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h200"]
     assert main([verb, "cluster.nodes=16"] if verb == "demo" else [verb, *recipe]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("bapo: cluster.nodes=16, and this would start everything on one machine")
@@ -240,11 +238,11 @@ def test_several_nodes_on_one_machine_are_one_error_that_points_to_the_verb(
 
 def test_check_places_a_run_on_its_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        main(["check", "models/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/4x8-h100", "cluster.nodes=5"]) == 2
+        main(["check", "recipes/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/4x8-h100", "cluster.nodes=5"]) == 2
     )
     assert "16 trainer ranks do not divide evenly over 3 nodes" in capsys.readouterr().err
     assert (
-        main(["check", "models/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/4x8-h100", "cluster.nodes=1"]) == 2
+        main(["check", "recipes/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/4x8-h100", "cluster.nodes=1"]) == 2
     )
     error = capsys.readouterr().err
     assert "need 32 GPUs, and cluster.nodes x gpus_per_node = 1 x 8 = 8; set cluster.nodes=4" in error

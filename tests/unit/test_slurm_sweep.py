@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from bapo_megatron.config.load import dump_config, load_config, load_tables
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.slurm import submit, tasks
+from bapo_megatron.slurm import submit
 from bapo_megatron.slurm.submit import prepare
 
 TWO_NODES = ("cluster.nodes=2", "parallel.data=2", "rollout.num_servers=2")
@@ -40,7 +40,7 @@ def loaded_by_the_job(job: submit.Job, folder: Path, index: int) -> Config:
     [
         ("train.minibatches_per_step=7", "train.minibatches_per_step=7 does not divide"),
         ("rollout.tokens_per_round=100000", "rollout.tokens_per_round=100000 is more than rollout.max_response_tokens"),
-        ("loss.name=bapo loss.clip_high=1.1", 'loss.clip_high is no setting of loss.name="bapo"'),
+        ("loss.name=bapo loss.clip_high=1.1", 'loss.clip_high is not a setting of loss.name="bapo"'),
         ("bapo.low.start=0.8", r"bapo.low: start \(0.8\) must not be above stop \(0.7\)"),
         ("model.path=/nowhere", "there is no folder /nowhere"),
         ("optimizer.rl=1", "no such setting: optimizer.rl"),
@@ -78,7 +78,7 @@ def test_a_task_is_valid_with_the_settings_of_its_job(tmp_path: Path) -> None:
 
 def test_memory_is_checked_for_each_task() -> None:
     recipe = load_config(
-        ["models/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h200"],
+        ["recipes/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h200"],
         [sweep("optimizer.lr=1e-6", "train.max_tokens_per_microbatch=900000")],
     )
     with pytest.raises(ConfigError) as caught:
@@ -155,7 +155,7 @@ def test_the_script_does_not_depend_on_what_a_task_may_change() -> None:
         for value in values:
             try:
                 task = load_tables(tables, [f"{name}={value}"])
-                differs = any(tasks._not_of_this_job(job, task))
+                differs = any(submit._not_of_this_job(job, task))
             except (ConfigError, ZeroDivisionError):  # invalid, or without a placement
                 continue
             assert task != job

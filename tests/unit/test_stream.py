@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -82,10 +83,10 @@ def check(scheduler: Scheduler, trained: Sequence[Group]) -> None:
         assert t.response_ids == expected(t)
         assert t.behaviour_logprobs == tuple(-0.01 * (i + 1) for i in range(t.num_response_tokens))
         assert list(t.versions) == sorted(t.versions)
-    scheduler.ledger.check(scheduler.buffered())
-    for t in scheduler.buffered():
+    scheduler.ledger.check(scheduler.book.buffered())
+    for t in scheduler.book.buffered():
         assert t.response_ids == expected(t)[: t.num_response_tokens]
-    num_buffered = sum(t.num_response_tokens for t in scheduler.buffered())
+    num_buffered = sum(t.num_response_tokens for t in scheduler.book.buffered())
     num_trained = sum(t.num_response_tokens for t in samples)
     assert scheduler.ledger.num_tokens["generated"] == num_trained + num_buffered
 
@@ -144,12 +145,11 @@ def test_a_step_does_not_wait_for_the_tail() -> None:
     engine = TimedEngine(token_s=0.002)
     scheduler = make(engine, abort_tail=True, samples_per_prompt=1, groups_in_flight=16, max_response_tokens=48)
 
-    async def first() -> float:
-        began = asyncio.get_running_loop().time()
-        await scheduler.take(0, 0)
-        return asyncio.get_running_loop().time() - began
-
-    assert asyncio.run(first()) < 40 * 0.002
+    groups, _ = asyncio.run(scheduler.take(0, 0))
+    assert groups is not None
+    begun = [*(t for g in groups for t in g.trajectories), *scheduler.book.buffered()]
+    assert all(t.num_response_tokens < 40 for t in begun)
+    assert any(len(expected(t)) > 40 for t in begun), "or none was slow"
 
 
 @pytest.mark.parametrize("abort_tail", [False, True])
@@ -227,14 +227,16 @@ def test_a_failing_judge_is_loud() -> None:
 def test_a_failure_between_two_batches_is_told_once_by_the_next() -> None:
     scheduler = make(TimedEngine(), overlap=True, max_staleness=9, **OPTIONS)
     judge = scheduler._score
+    has_failed = threading.Event()
 
     def broken(_: Any) -> list[float]:
+        has_failed.set()
         raise RuntimeError("no verdict")
 
     async def run() -> None:
         await scheduler.take(0, 0)
         scheduler._score = broken
-        await asyncio.sleep(0.1)
+        assert await asyncio.to_thread(has_failed.wait, 60)
         scheduler._score = judge
         with pytest.raises(RuntimeError, match="no verdict"):
             await scheduler.take(1, 1)
@@ -319,7 +321,7 @@ def test_a_bound_that_is_lowered_between_runs_holds_from_then_on(judge_s: float)
     samples = [t for groups in (*head, *tail) for g in groups for t in g.trajectories]
     assert len({t.sample_id for t in samples}) == len(samples)
     assert all(t.response_ids == expected(t) for t in samples)
-    second.ledger.check(second.buffered())
+    second.ledger.check(second.book.buffered())
     assert 0 < num_stale == second.book.num_dropped["stale"]
 
 
@@ -327,7 +329,7 @@ def test_groups_dropped_while_the_trainer_trains_are_counted_in_the_next_batch()
     engine = TimedEngine()
     scheduler = make(
         engine,
-        drop_reason=lambda group: "zero_variance" if group.prompt.prompt_id % 2 else None,
+        keep=lambda group: group.prompt.prompt_id % 2 == 0,
         **{**OPTIONS, "overlap": True, "max_staleness": 12, "groups_in_flight": 16},
     )
 
@@ -337,7 +339,7 @@ def test_groups_dropped_while_the_trainer_trains_are_counted_in_the_next_batch()
             groups, stats = await scheduler.take(step, 0)
             assert groups is not None
             counts.append(stats.num_dropped_groups)
-            assert sum(counts) == scheduler.book.num_dropped["zero_variance"]
+            assert sum(counts) == scheduler.book.num_dropped["keep_group"]
             await asyncio.sleep(0.1)
         await scheduler.close()
         return counts

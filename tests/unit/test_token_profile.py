@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bapo_megatron.algorithms.diagnostics import BINS, MEANS
 from bapo_megatron.algorithms.losses import LOSSES, LossInputs, clipped_policy_loss
 from bapo_megatron.algorithms.mismatch import no_mismatch
-from bapo_megatron.algorithms.token_profile import BINS, MEANS
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_loss import LOSS_SECTIONS, BapoLoss
 from bapo_megatron.learner.base import StepResult

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,27 +34,24 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-class _Job(Generic[Result]):
-    """A command for the engine thread, with its outcome as a future."""
+class _Job(Future[Result]):
+    """A command for the engine thread, and the future of its outcome."""
 
     def __init__(self, command: Callable[[], Result], *, when_still: bool) -> None:
+        super().__init__()
         self._command = command
         self.when_still = when_still  # not while sequences are being decoded, unless paused
-        self.done: Future[Result] = Future()
 
     def run(self) -> None:
-        if not self.done.set_running_or_notify_cancel():
-            return
-        try:
-            result = self._command()
-        except Exception as problem:
-            self.done.set_exception(problem)
-        else:
-            self.done.set_result(result)
+        if self.set_running_or_notify_cancel():
+            try:
+                self.set_result(self._command())
+            except Exception as problem:
+                self.set_exception(problem)
 
     def fail(self, problem: BaseException) -> None:
-        if self.done.set_running_or_notify_cancel():
-            self.done.set_exception(problem)
+        if self.set_running_or_notify_cancel():
+            self.set_exception(problem)
 
 
 @dataclass(slots=True, eq=False)
@@ -70,8 +67,8 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     version_starts: list[tuple[str, int]] = field(default_factory=list)  # weight version, first output token of it
     finish_reason: dict[str, Any] | None = None
-    failure: FloatingPointError | None = None
     num_retractions: int = 0
+    on_token: Callable[[], None] | None = None  # called by the engine thread after each token
     done: Future[Sequence] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
@@ -97,6 +94,8 @@ class Sequence:
             self.finish_reason = {"type": "stop", "matched": token_id}
         elif len(self.output_ids) == self.params.max_new_tokens:
             self.finish_reason = {"type": "length", "length": self.params.max_new_tokens}
+        if self.on_token is not None:
+            self.on_token()
 
 
 class BatchingEngine:
@@ -108,8 +107,9 @@ class BatchingEngine:
         self.max_running = max_running
         self.version = version
         self.paused: PauseMode | None = None
-        self.failure: BaseException | None = None  # what ended the engine thread, where something did
-        self.ended: Future[None] = Future()  # resolves when the engine thread has ended, for whatever reason
+        self.is_torn = False  # an update is in place in part only: nothing is sampled until it is whole
+        self.failure: BaseException | None = None  # the error that ended the engine thread
+        self.ended: Future[None] = Future()  # resolves when the engine thread has ended
         self.num_generated_tokens = 0
         self._cache = model.new_cache(num_rows=max_running, max_len=max_context)
         self._rows: list[Sequence] = []  # being decoded; index = cache row
@@ -117,11 +117,7 @@ class BatchingEngine:
         self._inbox: queue.SimpleQueue[_Job[Any]] = queue.SimpleQueue()
         self._deferred: deque[_Job[Any]] = deque()  # wait until the engine is still
         self._gate = threading.Lock()  # between a command that arrives and a thread that ends
-        self._ended: BaseException | None = None
-        self._torn = False  # some weights of an update are in place, and not yet all
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="engine", daemon=True).start()
 
     # Called from other threads ---------------------------------------------------------------------
 
@@ -161,23 +157,19 @@ class BatchingEngine:
 
         self.call(enqueue).add_done_callback(fail_all)
 
-    @property
-    def is_torn(self) -> bool:
-        """Whether an update is in place in part only: nothing is sampled until it is whole."""
-        return self._torn
+    def call(self, command: Callable[[], Result], *, when_still: bool = False) -> Future[Result]:
+        """Run a function on the engine thread, between two steps; fail at once if the thread has ended.
 
-    def call(self, command: Callable[[], Result]) -> Future[Result]:
-        """Run a function on the engine thread, between two steps."""
-        return self._post(_Job(command, when_still=False))
-
-    def call_when_still(self, command: Callable[[], Result]) -> Future[Result]:
-        """Run a function on the engine thread once nothing is being decoded, or the engine is paused."""
-        return self._post(_Job(command, when_still=True))
-
-    def stop(self, timeout_s: float = 30.0) -> None:
-        """End the engine thread; open requests end with an error."""
-        self.call(self._request_stop)
-        self._thread.join(timeout_s)
+        Args:
+            when_still: run it once nothing is being decoded, or the engine is paused.
+        """
+        job = _Job(command, when_still=when_still)
+        with self._gate:
+            if self.failure is None:
+                self._inbox.put(job)
+                return job
+        job.fail(self.failure)
+        return job
 
     # Commands: run on the engine thread, through `call` --------------------------------------------
 
@@ -215,18 +207,16 @@ class BatchingEngine:
                 f"{len(self._rows)} running"
             )
 
-    def set_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: str | None) -> None:
-        """Copy checked weights into place; `version` publishes them. Runs through `call_when_still`."""
-        self._torn = True
+    def set_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy checked weights into place, when still; nothing is sampled until `publish`."""
+        self.is_torn = True
         with torch.inference_mode():
             for name, tensor in tensors:
                 self.model.named_weights[name].copy_(tensor)
-        if version is not None:
-            self.publish(version)
 
     def publish(self, version: str | None) -> None:
         """Mark the weights as whole; later tokens carry this version (None: the same as before)."""
-        self._torn = False
+        self.is_torn = False
         self.version = self.version if version is None else version
 
     def load(self) -> dict[str, int]:
@@ -236,27 +226,26 @@ class BatchingEngine:
 
     def _run(self) -> None:
         try:
-            while not self._stopping:
+            while True:
                 self._obey()
-                if self.paused is None and not self._torn:
+                if self.paused is None and not self.is_torn:
                     self._step()
         except BaseException as problem:
             log.exception("the engine stopped")
-            self.failure = problem
-        finally:
             with self._gate:
-                self._ended = self.failure or RuntimeError("the engine was stopped")
+                self.failure = problem
             for sequence in self._all():
-                sequence.done.set_exception(self._ended)
+                if not sequence.done.done():
+                    sequence.done.set_exception(problem)
             while not self._inbox.empty():
                 self._deferred.append(self._inbox.get())
             for job in self._deferred:
-                job.fail(self._ended)
+                job.fail(problem)
             self.ended.set_result(None)
 
     def _obey(self) -> None:
         """Run the commands of other threads; wait for one if there is nothing else to do."""
-        if not self._busy() and not self._stopping:
+        if self.paused is not None or self.is_torn or not (self._rows or self._waiting):
             self._take(self._inbox.get())
         while not self._inbox.empty():
             self._take(self._inbox.get())
@@ -268,11 +257,6 @@ class BatchingEngine:
             self._deferred.append(job)
         else:
             job.run()
-
-    def _busy(self) -> bool:
-        if self.paused is not None or self._torn:
-            return False
-        return bool(self._rows or self._waiting)
 
     @torch.inference_mode()
     def _step(self) -> None:
@@ -313,7 +297,8 @@ class BatchingEngine:
         version, num_finished = self.version, 0
         for sequence, token_id, logprob in zip(sequences, token_ids, logprobs, strict=True):
             if math.isnan(logprob):
-                sequence.failure = FloatingPointError("the model's logits are not finite; the weights are broken")
+                problem = FloatingPointError("the model's logits are not finite; the weights are broken")
+                sequence.done.set_exception(problem)
                 sequence.finish_reason = {"type": "abort", "message": "not finite"}
             else:
                 sequence.append(token_id, logprob, version)
@@ -335,27 +320,12 @@ class BatchingEngine:
             self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
-        if sequence.failure is None:
+        if not sequence.done.done():  # else it has failed
             sequence.done.set_result(sequence)
-        else:
-            sequence.done.set_exception(sequence.failure)
 
     def _all(self) -> Iterator[Sequence]:
         yield from self._rows
         yield from self._waiting
-
-    def _request_stop(self) -> None:
-        self._stopping = True
-
-    def _post(self, job: _Job[Result]) -> Future[Result]:
-        """Queue a command; once the engine thread has ended, fail it at once."""
-        with self._gate:
-            ended = self._ended
-            if ended is None:
-                self._inbox.put(job)
-        if ended is not None:
-            job.fail(ended)
-        return job.done
 
 
 def _similar_lengths(sequences: list[Sequence]) -> Iterator[list[Sequence]]:

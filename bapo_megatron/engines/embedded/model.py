@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.families import EMBEDDING, FINAL_NORM, OUTPUT
 from bapo_megatron.hf.reader import HFReader
@@ -101,19 +102,12 @@ class Model:
         assert max_len <= self._cos_LD.shape[0], "the cache is longer than the rotary tables"
         return KVCache(self.spec, num_rows=num_rows, max_len=max_len, dtype=self.dtype)
 
-    def check_weight(self, name: str, dtype: str, shape: Iterable[int]) -> None:
-        """Check that the model has a weight of this name, type and shape.
-
-        Raises:
-            CheckpointError: it has none.
-        """
-        have = self.named_weights.get(name)
-        if have is None:
-            raise CheckpointError(f"the model has no weight {name!r}")
-        if tuple(shape) != tuple(have.shape):
-            raise CheckpointError(f"{name}: shape {tuple(shape)} was sent, the model has {tuple(have.shape)}")
-        if dtype != _dtype_name(have.dtype):
-            raise CheckpointError(f"{name}: dtype {dtype} was sent, the model has {_dtype_name(have.dtype)}")
+    def check_weight(self, spec: TensorSpec) -> None:
+        """Check that the model has a weight of this name, type and shape. Raises CheckpointError if it has none."""
+        weight = self.named_weights.get(spec.name)
+        held = "no weight of this name" if weight is None else TensorSpec.of(spec.name, weight)
+        if held != spec:
+            raise CheckpointError(f"{spec} was sent, and the model has {held}")
 
     @torch.inference_mode()
     def prefill(self, token_ids_BT: Tensor, lengths_B: Tensor, cache: KVCache, first_row: int) -> Tensor:
@@ -217,10 +211,6 @@ class Model:
 
 def _linear(x: Tensor, layer: dict[str, Tensor], name: str) -> Tensor:
     return F.linear(x, layer[f"{name}.weight"], layer.get(f"{name}.bias"))
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

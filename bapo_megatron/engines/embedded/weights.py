@@ -25,7 +25,6 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.reader import weight_files
 
 _MAX_WEIGHT = 1e15  # sums of products of two stay within float32
-_SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class WeightUpdater:
@@ -108,7 +107,7 @@ class WeightUpdater:
                     )
                 if body.abort_all_requests:
                     self._abort_all()
-                self._run_when_still(lambda: self._engine.set_weights([], version=None))  # torn: it samples no more
+                self._run_when_still(lambda: self._engine.set_weights([]))  # torn: it samples no more
                 self._receive(group, specs, flat=body.load_format == "flattened_bucket")
                 if body.flush_cache or body.weight_version is not None:
                     self._run_when_still(lambda: self._finish(body))
@@ -162,7 +161,7 @@ class WeightUpdater:
 
     def _run_when_still(self, command: Callable[[], None]) -> None:
         """Run a command on the engine thread once nothing is being decoded, or the engine is paused."""
-        done = self._engine.call_when_still(command)
+        done = self._engine.call(command, when_still=True)
         try:
             done.result(self._timeout_s)
         except TimeoutError:
@@ -177,10 +176,9 @@ class WeightUpdater:
         missing = set(self._engine.model.named_weights)
         for file in files:
             for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
-                part = file.get_slice(name)
-                dtype = _SAFETENSORS_DTYPES.get(part.get_dtype(), part.get_dtype())
-                self._engine.model.check_weight(name, dtype, part.get_shape())
-                if not bool((file.get_tensor(name).abs() <= _MAX_WEIGHT).all()):  # nan is not
+                tensor = file.get_tensor(name)
+                self._engine.model.check_weight(TensorSpec.of(name, tensor))
+                if not bool((tensor.abs() <= _MAX_WEIGHT).all()):  # nan is not
                     raise CheckpointError(f"{name} holds nan, or a value beyond {_MAX_WEIGHT:g}: it is broken")
                 missing.discard(name)
         if missing:
@@ -197,13 +195,12 @@ class WeightUpdater:
             raise BadRequestError(
                 f"names, dtypes, shapes: {len(body.names)}, {len(body.dtypes)} and {len(body.shapes)} entries"
             )
-        specs = []
-        for name, dtype, shape in zip(body.names, body.dtypes, body.shapes, strict=True):
-            try:
-                self._engine.model.check_weight(name, dtype, shape)
-            except CheckpointError as problem:
-                raise BadRequestError(f"names, dtypes, shapes: {problem}") from None
-            specs.append(TensorSpec(name, dtype, tuple(shape)))
+        specs = [TensorSpec(n, d, tuple(s)) for n, d, s in zip(body.names, body.dtypes, body.shapes, strict=True)]
+        try:
+            for spec in specs:
+                self._engine.model.check_weight(spec)
+        except CheckpointError as problem:
+            raise BadRequestError(f"names, dtypes, shapes: {problem}") from None
         return specs
 
     def _receive(self, group: UpdateGroup, specs: list[TensorSpec], *, flat: bool) -> None:
@@ -243,7 +240,7 @@ class WeightUpdater:
         """Install weights from files, on the engine thread; if one fails half-way, nothing is sampled."""
         if body.flush_cache:
             self._engine.flush_cache()
-        self._engine.set_weights(tensors, version=None)
+        self._engine.set_weights(tensors)
         self._engine.publish(body.weight_version)
 
 

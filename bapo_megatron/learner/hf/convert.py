@@ -1,7 +1,6 @@
 """Weights between a Hugging Face folder and the tensor- and pipeline-parallel parts of a Megatron model."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -9,12 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
 
-from bapo_megatron.errors import CheckpointError
-from bapo_megatron.hf.families import EMBEDDING, OUTPUT
+from bapo_megatron.hf.families import EMBEDDING, OUTPUT, VALUE_HEAD
 from bapo_megatron.hf.reader import HFReader
 from bapo_megatron.hf.shape import Entry, ModelShape, entries
 from bapo_megatron.learner.hf.names import Slicer, canonical, from_shards, to_shard
-from bapo_megatron.learner.parallel import ParallelLayout, device, raise_together
+from bapo_megatron.learner.parallel import ParallelLayout, device, raising_together
 
 
 def parameters_by_global_name(chunks: Iterable[Module]) -> dict[str, Parameter]:
@@ -39,15 +37,14 @@ def load_weights(
     model: ModuleList,
     shape: ModelShape,
     layout: ParallelLayout,
-    path: str | Path,
-    keep: frozenset[str] = frozenset(),
+    path: Path,
     fill: Callable[[Parameter, Tensor], object] = Parameter.copy_,
 ) -> None:
     """Fill this rank's parameters from a Hugging Face folder, reading only the slices they need. Collective.
 
     Args:
         model: this rank's chunks of the model.
-        keep: names of parameters that a model of this shape does not have; they stay as they are.
+        shape: of the model in the folder; the value head of a critic that it lacks stays as it is.
         fill: puts a tensor into a parameter.
 
     Raises:
@@ -56,7 +53,7 @@ def load_weights(
     """
     with raising_together(), HFReader(path) as read:
         read.check(shape)
-        fill_parameters(model, shape, layout, read, fill, keep)
+        fill_parameters(model, shape, layout, read, fill)
 
 
 @torch.no_grad()
@@ -66,7 +63,6 @@ def fill_parameters(
     layout: ParallelLayout,
     read: Slicer,
     fill: Callable[[Parameter, Tensor], object],
-    keep: frozenset[str] = frozenset(),
 ) -> None:
     """Hand to `fill` each of this rank's parameters and its shard, read slice by slice. Not collective."""
     parameters = parameters_by_global_name(model)
@@ -79,18 +75,8 @@ def fill_parameters(
             for target in present:
                 assert target.shape == shard.shape, f"{entry.megatron_name}: {target.shape} != {shard.shape}"
                 fill(target, shard)
-    assert parameters.keys() <= keep, f"the name map does not know {sorted(parameters.keys() - keep)}"
-
-
-@contextmanager
-def raising_together() -> Iterator[None]:
-    """Raise a CheckpointError of the block on every rank. Collective at the end of the block."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise_together(error)
-    else:
-        raise_together(None)
+    unknown = sorted(parameters.keys() - {VALUE_HEAD.name})
+    assert not unknown, f"the name map does not know {unknown}"
 
 
 @torch.no_grad()

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from bapo_megatron.checkpoint.shards import Piece
 from bapo_megatron.hf.shape import Entry, ModelShape
 
 # Transformer Engine's linears hold the weight of the norm before them: its name there -> its name in Megatron's layers.
@@ -48,24 +49,18 @@ def to_shard(entry: Entry, shape: ModelShape, read: Slicer, rank: int, size: int
     return torch.cat(parts)
 
 
-class Placed(NamedTuple):
-    """A tensor-parallel rank's part of one HF tensor: a contiguous range along each dimension."""
+def place_shard(entry: Entry, shape: ModelShape, part: str, shard: Tensor, rank: int, size: int) -> Iterator[Piece]:
+    """Place the shard of tensor-parallel rank `rank` of `size` in its HF tensors, without padding; undo `to_shard`.
 
-    hf_name: str
-    shape: tuple[int, ...]  # of the whole HF tensor
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-    values: Tensor  # a view of the shard with as many values; may be strided and have one dimension more
+    Args:
+        part: of the checkpoint: the weight, or one of Adam's moments.
+    """
 
-
-def place_shard(entry: Entry, shape: ModelShape, shard: Tensor, rank: int, size: int) -> Iterator[Placed]:
-    """Place the part of tensor-parallel rank `rank` of `size` in its HF tensors, without padding; undo `to_shard`."""
-
-    def placed(i: int, first: int, values: Tensor, dim: int = 0) -> Placed:
+    def placed(i: int, first: int, values: Tensor, dim: int = 0) -> Piece:
         whole = entry.hf_shapes[i]
         length = values.numel() * whole[dim] // prod(whole)
         start = tuple(first if d == dim else 0 for d in range(len(whole)))
-        return Placed(entry.hf_names[i], whole, start, (*whole[:dim], length, *whole[dim + 1 :]), values)
+        return Piece(part, entry.hf_names[i], whole, start, (*whole[:dim], length, *whole[dim + 1 :]), values)
 
     if entry.kind == "copy":
         yield placed(0, 0, shard)
@@ -79,8 +74,8 @@ def place_shard(entry: Entry, shape: ModelShape, shard: Tensor, rank: int, size:
         for i, half in enumerate(shard.chunk(2)):
             yield placed(i, rank * half.shape[0], half)
     else:
-        for i, part in enumerate(_split_qkv(shape, shard)):
-            yield placed(i, rank * entry.hf_shapes[i][0] // size, part)
+        for i, rows in enumerate(_split_qkv(shape, shard)):
+            yield placed(i, rank * entry.hf_shapes[i][0] // size, rows)
 
 
 def _split_qkv(shape: ModelShape, shard: Tensor) -> Sequence[Tensor]:

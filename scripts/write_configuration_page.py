@@ -1,7 +1,8 @@
-"""Write docs/configuration.md from the schema: `python -m bapo_megatron.config.document > docs/configuration.md`."""
+"""Write docs/configuration.md from the schema: python scripts/write_configuration_page.py."""
 
 import types
 import typing
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -13,6 +14,7 @@ from bapo_megatron.config.paths import subsections
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_loss import LOSS_SECTIONS, LossConfig
 
+PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 _HEAD = """# Configuration
 
 A run is described by one or more TOML files, merged in order, and `key.path=value` overrides, merged last and validated
@@ -84,4 +86,4 @@ def _default(field: FieldInfo) -> str:
 
 
 if __name__ == "__main__":
-    print(document(), end="")
+    PAGE.write_text(document(), encoding="utf-8")

@@ -1,6 +1,6 @@
-"""The figures of docs/recipes.md: an example plan, and the needs of each model on each cluster that fits it.
+"""Write the figures of docs/recipes.md: an example plan, and the needs of each model on each cluster that fits it.
 
-python -m bapo_megatron.preflight.recipes        plan, and update the page
+python scripts/write_recipes_page.py
 """
 
 from pathlib import Path
@@ -8,7 +8,8 @@ from pathlib import Path
 from bapo_megatron.config.load import load_config, shipped_configs
 from bapo_megatron.config.plan import summarize
 from bapo_megatron.config.schema import Config
-from bapo_megatron.preflight.known import GIB, planned_shape
+from bapo_megatron.hf.shape import model_shape
+from bapo_megatron.preflight.known import GIB, planned_config
 from bapo_megatron.preflight.plan import make_plan
 from bapo_megatron.preflight.report import amount, explain
 
@@ -19,15 +20,15 @@ ALGORITHMS = {
     "BAPO, partial rollout": ("algorithms/bapo", "algorithms/partial-rollout"),
 }
 RESPONSE_SHARE = 4  # average responses are this many times shorter than the maximum
-PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
-EXAMPLE = ("models/r1-distill-qwen-7b-32k", "algorithms/bapo", "clusters/4x8-h100")
+PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
+EXAMPLE = ("recipes/r1-distill-qwen-7b-32k", "algorithms/bapo", "clusters/4x8-h100")
 EXAMPLE_TOKENS = 8000
 
 
 def combinations() -> list[tuple[str, str]]:
     """List the (model, cluster) names. A 32B model and its servers need more than one node."""
     shipped = sorted(shipped_configs())
-    models = [name for name in shipped if name.startswith("models/")]
+    models = [name for name in shipped if name.startswith("recipes/")]
     clusters = [name for name in shipped if name.startswith("clusters/")]
     clusters.sort(key=lambda name: int(name.removeprefix("clusters/").split("x")[0]))
     return [(m, c) for m in models for c in clusters if not ("32b" in m and c.startswith("clusters/1x"))]
@@ -55,12 +56,12 @@ def _cells(model: str, cluster: str) -> list[str]:
     plans = []
     for config in configs:
         response_tokens = config.rollout.max_response_tokens // RESPONSE_SHARE
-        plans.append(make_plan(config, planned_shape(config.model.path), response_tokens))
+        plans.append(make_plan(config, model_shape(planned_config(config.model.path)), response_tokens))
     p, plan = configs[0].parallel, plans[0]
     peak = max(each.trainer.total for each in plans)
     assert all(each.server and each.rollout for each in plans)
     return [
-        model.removeprefix("models/"),
+        model.removeprefix("recipes/"),
         cluster.removeprefix("clusters/"),
         f"{p.tensor} x {p.pipeline} x {p.data}",
         f"{peak / GIB:.1f} of {plan.gpu_memory_gib:.1f}",

@@ -1,0 +1,224 @@
+"""A model split over processes, and one that is trained: the base of the policy, the critic and the reference."""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.fp8_utils import is_float8tensor
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+from torch.nn import Module, ModuleList, Parameter
+
+from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT, Facts, read_index
+from bapo_megatron.checkpoint.shard_reader import ShardReader
+from bapo_megatron.checkpoint.shards import Piece, Snapshot
+from bapo_megatron.config.precision import tokens_multiple
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.families import OUTPUT
+from bapo_megatron.hf.shape import ModelShape, entries
+from bapo_megatron.learner.adam import AdamState
+from bapo_megatron.learner.hf.convert import (
+    fill_parameters,
+    gather_weights,
+    load_weights,
+    parameters_by_global_name,
+)
+from bapo_megatron.learner.hf.names import place_shard
+from bapo_megatron.learner.model import PolicyModel, transformer_config
+from bapo_megatron.learner.parallel import ParallelLayout, device, raising_together
+from bapo_megatron.learner.schedule import Schedule
+
+PARTS = (WEIGHT, *MOMENTS)
+
+
+class SplitModel:
+    """A model in the layout of `start_processes`. Construct it on every rank; all methods are collective.
+
+    Args:
+        chunk_type: the class of the model's parts.
+        fp8_params: see `transformer_config`.
+    """
+
+    def __init__(
+        self, config: Config, shape: ModelShape, chunk_type: type[PolicyModel], *, fp8_params: bool = False
+    ) -> None:
+        self.config = config
+        self.shape = shape
+        self.layout = ParallelLayout.current()
+        self.settings = transformer_config(shape, config, fp8_params=fp8_params)
+        self.share = self.layout.share(
+            sequence_parallel=self.settings.sequence_parallel, tokens_multiple=tokens_multiple(config)
+        )
+        chunks = range(self.layout.num_chunks)
+        self.model = ModuleList(chunk_type(self.settings, shape, self.layout, i) for i in chunks).to(device())
+
+    def sum_over_data_ranks(self, table: Tensor) -> Tensor:
+        """Sum a small fp64 table over data and context ranks: see `Learner.sum_over_data_ranks`."""
+        return self.layout.reduce_over_data(table)
+
+
+class TrainedModel(SplitModel):
+    """A split model with Megatron's gradient buffers and Adam, and its checkpoints.
+
+    Every rank writes its own part at the same time: of a tensor that several ranks hold, one writes it (of copies in a
+    tensor group the first rank, of data replicas each in turn, of the distributed optimizer's ranges the largest
+    owner). Every rank reads only the slices that it needs. The files: `checkpoint/folder.py`.
+
+    Args:
+        hf_path: folder of the Hugging Face checkpoint to start from.
+        stored: shape of the model in that folder; None: `shape`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        shape: ModelShape,
+        chunk_type: type[PolicyModel],
+        hf_path: Path,
+        *,
+        stored: ModelShape | None = None,
+        fp8_params: bool = False,
+    ) -> None:
+        super().__init__(config, shape, chunk_type, fp8_params=fp8_params)
+        self.hf_path = hf_path
+        self.version = 0
+        self.num_skipped_updates = 0
+        load = partial(load_weights, self.model, stored or shape, self.layout, hf_path)
+        load()
+        self._wrapped = [self._wrap(chunk) for chunk in self.model]
+        self.optimizer = get_megatron_optimizer(
+            self._optimizer_config(), self._wrapped, use_gloo_process_groups=torch.cuda.is_available()
+        )
+        self.adam = AdamState(self.optimizer, self.layout)
+        if any(map(is_float8tensor, self.model.parameters())):
+            # Megatron made float32 weights of what the parameters held before they were read
+            load(fill=partial(self.adam.fill, WEIGHT))
+        self._schedule = Schedule(self._wrapped, self.settings, self.layout, config)
+
+    def update(self, run: Callable[[], list[Any]], learning_rate: float) -> tuple[list[Any], float]:
+        """Make one Adam update with the gradients that `run` leaves, clipped by their global norm.
+
+        A gradient that is not finite is counted, and leaves weights and moments as they are.
+
+        Returns the outcomes of `run`, and the norm before clipping, the same on every rank.
+        """
+        for chunk in self._wrapped:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        outcomes = run()
+        adam = self.config.optimizer
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+            # Megatron marks norms and biases (wd_mult), but leaves the mark to its caller: else every parameter decays
+            group["weight_decay"] = adam.weight_decay * group["wd_mult"]
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        if math.isfinite(grad_norm):
+            norm = torch.tensor(grad_norm, device=device())
+            torch.nn.utils.clip_grads_with_norm_(self.optimizer.get_parameters(), adam.clip_grad, norm)
+            self.optimizer.step_with_ready_grads()
+        self.num_skipped_updates += not math.isfinite(grad_norm)
+        self.version += 1
+        return outcomes, grad_norm
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield weights under Hugging Face names: see `Learner.named_weights` and `hf.convert.gather_weights`."""
+        return gather_weights(self.model, self.shape, self.layout, self._unquantised)
+
+    def _unquantised(self, parameter: Parameter) -> Tensor:
+        """Return a parameter as engines and checkpoints hold it: with FP8, Adam's float32 weight, rounded."""
+        if is_float8tensor(parameter):  # its `dtype` reads bfloat16
+            return self.adam.gather(parameter, WEIGHT).to(parameter.dtype)
+        return parameter.detach()
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the last update's clipped gradient, like `named_weights`: for tests and diagnostics."""
+        return gather_weights(self.model, self.shape, self.layout, self.adam.gather_gradient)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the counters that a snapshot holds: JSON, the same on every rank."""
+        return {"version": self.version, "skipped_updates": self.num_skipped_updates}
+
+    def restore(self, facts: Facts) -> None:
+        """Set the counters to the `facts` of a snapshot."""
+        self.version, self.num_skipped_updates = facts["version"], facts["skipped_updates"]
+
+    def snapshot(self) -> Snapshot:
+        """Return the pieces that this rank writes: see `Learner.snapshot`.
+
+        They are views of the live tensors; only parameters across a border of the distributed optimizer are copied (to
+        the CPU), and all that `Snapshot.detach` copies.
+        """
+        facts = self.facts() | {"model": self.shape.to_json()}
+        return Snapshot(list(self._pieces()), facts, rank=self.layout.rank, hf_path=self.hf_path)
+
+    @torch.no_grad()
+    def _pieces(self) -> Iterator[Piece]:
+        shape, layout = self.shape, self.layout
+        parameters = parameters_by_global_name(self.model)
+        present = [entry for entry in entries(shape) if entry.megatron_name in parameters]
+        mine = [(entry, parameters.pop(entry.megatron_name)) for entry in present]
+        if shape.tied_embeddings:
+            parameters.pop(OUTPUT.name, None)  # the last stage's copy: the first stage has the same
+        assert not parameters, f"the name map does not know {sorted(parameters)}"
+        writers = self.adam.writers([parameter for _, parameter in mine])
+        for (entry, parameter), (writer, is_cut) in zip(mine, writers, strict=True):
+            for part in PARTS:
+                whole = self.adam.gather(parameter, part).cpu() if is_cut else None
+                if writer == layout.data_context_group.rank() and (entry.kind != "copy" or layout.tensor_rank == 0):
+                    tensor = self.adam.local(parameter, part) if whole is None else whole
+                    yield from place_shard(entry, shape, part, tensor, layout.tensor_rank, layout.tensor_size)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Load a snapshot of any layout: see `Learner.load`."""
+        with raising_together():
+            index = read_index(folder)
+            index.check_model(self.shape)
+            facts = index.facts
+            for part in PARTS:
+                if part in index.tensors or part == WEIGHT or facts["version"] > 0:
+                    with ShardReader(index, part) as read:
+                        read.check(self.shape)
+                        fill_parameters(self.model, self.shape, self.layout, read, partial(self.adam.fill, part))
+                else:
+                    for parameter in self.model.parameters():
+                        self.adam.fill(part, parameter, torch.zeros(parameter.shape, device=parameter.device))
+            if unknown := sorted(index.tensors.keys() - set(PARTS)):
+                raise CheckpointError(f"{folder} holds {', '.join(unknown)}, which this model does not have")
+        self.adam.set_steps(facts["version"] - facts["skipped_updates"])
+        self.restore(facts)
+
+    def _wrap(self, chunk: Module) -> DistributedDataParallel:
+        """Wrap a part of the model for Megatron's schedules; `Schedule` sums gradients after the last backward pass."""
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            check_for_nan_in_grad=False,
+            use_distributed_optimizer=self.config.optimizer.distributed,
+            fp8_param_gather=self.settings.fp8_param,
+        )
+        return DistributedDataParallel(
+            self.settings, ddp, Float16Module(self.settings, chunk) if self.settings.bf16 else chunk
+        )
+
+    def _optimizer_config(self) -> OptimizerConfig:
+        adam, settings = self.config.optimizer, self.settings
+        return OptimizerConfig(
+            optimizer="adam",
+            lr=adam.lr,
+            weight_decay=adam.weight_decay,
+            adam_beta1=adam.beta1,
+            adam_beta2=adam.beta2,
+            adam_eps=adam.eps,
+            clip_grad=adam.clip_grad,
+            bf16=settings.bf16,
+            params_dtype=settings.params_dtype,
+            use_distributed_optimizer=adam.distributed,
+            fp8_recipe=settings.fp8_recipe if settings.fp8 else None,
+        )
