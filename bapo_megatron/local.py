@@ -20,7 +20,7 @@ from typing import NoReturn
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
-from bapo_megatron.engines.processes import LOOPBACK, EngineShare, reserved_ports
+from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables, reserved_ports
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.rundir import RunDir, with_pinned_models
@@ -88,7 +88,7 @@ def _ranks(config: Config, run_dir: RunDir, urls: Sequence[str]) -> Iterator[lis
         command += ["--engine-url", url]
     ranks: list[subprocess.Popen[bytes]] = []
     with _exiting_on_signals(), reserved_ports(1) as ports:  # rank 0's store can still listen on it
-        common = {
+        common = loopback_variables(urls) | {
             "OMP_NUM_THREADS": str(threads),
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(ports[0]),
