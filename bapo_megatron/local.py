@@ -23,11 +23,12 @@ from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.load import load_config, split_arguments
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
-from bapo_megatron.engines.processes import LOOPBACK, EngineShare, reserved_ports
+from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables, reserved_ports
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.console import Screen, header, shown_path
-from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.monitor.rundir import RunDir, with_pinned_models
+from bapo_megatron.monitor.stall import hanging_ranks
 from bapo_megatron.monitor.summary import duration
 from bapo_megatron.runtime import num_cores
 from bapo_megatron.worker import STOPPED
@@ -81,6 +82,7 @@ def _announce(config: Config) -> bool:
 
 
 def _run(config: Config, began_s: float) -> int:
+    config = with_pinned_models(config)
     model_path = resolve_model_path(config.model.path)
     screen = Screen(sys.stdout, config.monitor.progress)
     with RunDir.open(config) as run_dir:
@@ -171,6 +173,8 @@ def _train(config: Config, run_dir: RunDir, urls: Sequence[str], screen: Screen)
         f"bapo: trainer rank {rank} ended with exit code {code}; its log: {run_dir.log_path('trainer', rank)}",
         file=sys.stderr,
     )
+    if hanging := hanging_ranks(run_dir.log_dir, len(codes), config.parallel.timeout_s):
+        print(f"bapo: it had waited for {hanging}; see {run_dir.log_dir}/stall-<rank>.txt", file=sys.stderr)
     return max(code, 1)
 
 
@@ -187,7 +191,7 @@ def _ranks(config: Config, run_dir: RunDir, urls: Sequence[str]) -> Iterator[lis
         command += ["--engine-url", url]
     ranks: list[subprocess.Popen[bytes]] = []
     with _exiting_on_signals(), reserved_ports(1) as ports:  # rank 0's store can still listen on it
-        common = {
+        common = loopback_variables(urls) | {
             "OMP_NUM_THREADS": str(threads),
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(ports[0]),
@@ -225,6 +229,9 @@ def _exiting_on_signals() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
+    if threading.current_thread() is not threading.main_thread():  # where Python handles no signals
+        yield
+        return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
     for number, handler in before.items():
         if handler != signal.SIG_IGN:  # as under nohup
