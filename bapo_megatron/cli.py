@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from bapo_megatron import __version__
-from bapo_megatron.errors import ConfigError, UserError
+from bapo_megatron.errors import ConfigError, UserError, escaped
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config
@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(_explain_option(arguments, unknown[0], _verbs(parser)[arguments[0]]))
         return options.verb(options)
     except UserError as error:
-        for line in str(error).splitlines():
-            print(f"bapo: {line}", file=sys.stderr)
+        for line in str(error).split("\n"):
+            print(f"bapo: {escaped(line)}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("bapo: interrupted", file=sys.stderr)
@@ -339,10 +339,11 @@ def _slurm(options: argparse.Namespace) -> int:
     from bapo_megatron.preflight.check import load_checked
     from bapo_megatron.slurm.submit import describe, prepare, submit
 
-    config = load_checked(_given(options), elsewhere=True)
+    here = not options.dry_run
+    config = load_checked(_given(options), elsewhere=True, here=here)
     if not options.dry_run:
         config = with_pinned_models(config)
-    job, warnings = prepare(config)
+    job, warnings = prepare(config, here=here)
     for warning in warnings:
         print(f"bapo: warning: {warning.message}", file=sys.stderr)
     if options.dry_run:
@@ -494,7 +495,7 @@ def _model(options: argparse.Namespace, max_running: int) -> TextModel:
 
     from bapo_megatron.convert import hf_folder
     from bapo_megatron.engines.embedded.text import TextModel
-    from bapo_megatron.runtime.ranks import num_cores
+    from bapo_megatron.runtime import num_cores
 
     torch.set_num_threads(options.threads or num_cores())
     with hf_folder(options.model) as (folder, _version):

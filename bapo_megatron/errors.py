@@ -5,6 +5,14 @@ Anything else that escapes is a bug of ours and keeps its traceback.
 """
 
 
+def escaped(text: str) -> str:
+    """Return one line that a terminal shows as it is: control characters as Python writes them, such as "\\n"."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape", "surrogatepass").decode()
+        for character in text
+    )
+
+
 class UserError(ValueError):
     """Bad input or a bad environment, described so that the user can mend it."""
 

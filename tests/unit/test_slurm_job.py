@@ -201,7 +201,14 @@ def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
         job, _ = prepare(load_config(["demo"], settings_of(kind, tmp_path)))
         job.write()
         scripts.append(job.script_path)
-    command = [shellcheck, "--external-sources", f"--source-path={root / 'scripts'}", *map(str, scripts)]
+    # SC2016: values are meant as they are written
+    command = [
+        shellcheck,
+        "--exclude=SC2016",
+        "--external-sources",
+        f"--source-path={root / 'scripts'}",
+        *map(str, scripts),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout + done.stderr == ""
     assert done.returncode == 0
