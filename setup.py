@@ -22,6 +22,7 @@ CORE = [
     "safetensors>=0.5",
     "numpy",
     "pydantic>=2.7",
+    "typing-extensions>=4.12",
     "packaging>=24.2",
     "tomli-w>=1.0",
     "aiohttp>=3.9",
@@ -135,7 +136,7 @@ setup(
     packages=[*find_packages(include=["bapo_megatron", "bapo_megatron.*"]), *mapped_packages()],
     package_dir=MAPPED_FOLDERS,
     package_data={
-        "bapo_megatron": ["py.typed", "assets/**/*", "**/*.jinja", "**/*.toml", "**/*.txt"],
+        "bapo_megatron": ["py.typed", "*.pyi", "assets/**/*", "**/*.jinja", "**/*.toml", "**/*.txt"],
         "bapo_megatron_configs": ["**/*.toml", "**/*.jsonl"],
         "bapo_megatron_requirements": ["*.txt"],
     },

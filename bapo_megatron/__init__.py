@@ -6,13 +6,10 @@
     run = bapo_megatron.run(config)
     result = bapo_megatron.evaluate(run.path, samples=4, limit=16)
 
-These three are the public interface; `bapo_megatron.api` documents them.
+These three are the public interface; `bapo_megatron.api` documents them, and `__init__.pyi` tells type checkers.
 """
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from bapo_megatron.api import Run, evaluate, load_config, run
+from typing import Any
 
 __version__ = "0.1.0"
 __all__ = ["Run", "__version__", "evaluate", "load_config", "run"]

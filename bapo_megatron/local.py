@@ -20,10 +20,11 @@ from typing import NoReturn
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
-from bapo_megatron.engines.processes import LOOPBACK, EngineShare, reserved_ports
+from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables, reserved_ports
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.rundir import RunDir, with_pinned_models
+from bapo_megatron.monitor.stall import hanging_ranks
 from bapo_megatron.report.page import write_report
 from bapo_megatron.runtime import num_cores
 
@@ -69,6 +70,8 @@ def _train(config: Config, run_dir: RunDir, urls: Sequence[str]) -> int:
         f"bapo: trainer rank {rank} ended with exit code {code}; its log: {run_dir.log_path('trainer', rank)}",
         file=sys.stderr,
     )
+    if hanging := hanging_ranks(run_dir.log_dir, len(codes), config.parallel.timeout_s):
+        print(f"bapo: it had waited for {hanging}; see {run_dir.log_dir}/stall-<rank>.txt", file=sys.stderr)
     return max(code, 1)
 
 
@@ -85,7 +88,7 @@ def _ranks(config: Config, run_dir: RunDir, urls: Sequence[str]) -> Iterator[lis
         command += ["--engine-url", url]
     ranks: list[subprocess.Popen[bytes]] = []
     with _exiting_on_signals(), reserved_ports(1) as ports:  # rank 0's store can still listen on it
-        common = {
+        common = loopback_variables(urls) | {
             "OMP_NUM_THREADS": str(threads),
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(ports[0]),

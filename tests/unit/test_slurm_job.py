@@ -22,7 +22,9 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.plan_slurm import Placement, check_slurm, place
 from bapo_megatron.config.schema import Config, seconds_of
-from bapo_megatron.engines.processes import own_address
+from bapo_megatron.engines import processes, sglang
+from bapo_megatron.engines.processes import EngineShare, loopback_variables, own_address
+from bapo_megatron.engines.start import embedded_specs
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.monitor.record import Recorder
 from bapo_megatron.monitor.rundir import RunDir
@@ -341,6 +343,29 @@ def test_a_host_name_that_stands_for_loopback_is_refused(monkeypatch: pytest.Mon
 def test_the_weight_group_meets_where_remote_engines_reach_it() -> None:
     assert own_address([]) == "127.0.0.1"
     assert own_address(["http://127.0.0.1:1", "http://localhost:2", "http://nowhere.invalid:3"]) == "127.0.0.1"
+
+
+def test_a_run_on_one_machine_stays_on_loopback_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    both = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    assert loopback_variables() == loopback_variables(["http://127.0.0.1:1"]) == both
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert loopback_variables() == both | {"GLOO_SOCKET_IFNAME": "eth7"}
+    monkeypatch.setattr(processes, "own_address", lambda urls: "192.0.2.2")
+    assert loopback_variables(["http://192.0.2.1:1"]) == {}
+
+
+@pytest.mark.parametrize("engine", ["embedded", "sglang"])
+@pytest.mark.parametrize(("host", "interface"), [("127.0.0.1", "lo"), ("192.0.2.1", None)])
+def test_engines_of_one_machine_stay_on_loopback(
+    engine: str, host: str, interface: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang, "check_installed", lambda has_gpu: None)
+    make_specs = {"embedded": embedded_specs, "sglang": sglang.engine_specs}[engine]
+    config = load_config(["demo"], [])
+    (spec,) = make_specs(config, tmp_path, [tmp_path / "log"], [1], EngineShare(count=1, first_gpu=0, host=host))
+    assert spec.environment.get("GLOO_SOCKET_IFNAME") == spec.environment.get("NCCL_SOCKET_IFNAME") == interface
 
 
 def test_a_stop_file_ends_a_run_early_and_only_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

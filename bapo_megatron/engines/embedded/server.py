@@ -247,6 +247,9 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return await handler(request)
     except BadRequestError as problem:
         return web.json_response({"success": False, "message": str(problem)}, status=400)
+    except web.RequestPayloadError as problem:  # cut off, or not in the encoding that its header names
+        message = f"body: {' '.join(str(problem).split())}"
+        return web.json_response({"success": False, "message": message}, status=400)
     except web.HTTPException:
         raise
     except Exception as problem:
