@@ -38,6 +38,7 @@ def read_options(section: type[Options], source: str, options: dict[str, Any]) -
         return section(**options)
     except ValidationError as error:
         reasons = "; ".join(
-            f"{'.'.join(map(str, e['loc']))} {e['msg'].removeprefix('Value error, ')}".strip() for e in error.errors()
+            ": ".join(filter(None, (".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, "))))
+            for e in error.errors()
         )
         raise DataError(f"data.options of the source {source}: {reasons}") from error
