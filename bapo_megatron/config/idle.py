@@ -96,9 +96,9 @@ def idle_settings(config: Config, given: Collection[str] | None = None) -> Itera
         }
         told |= changed.keys()
         if changed:
-            given = ", ".join(f"{name}={_shown(value)}" for name, value in changed.items())
+            settings = ", ".join(f"{name}={_shown(value)}" for name, value in changed.items())
             has, them = ("has", "it") if len(changed) == 1 else ("have", "them")
-            yield warning(f"{given} {has} no effect without {row.needed}; set that, or leave {them} out")
+            yield warning(f"{settings} {has} no effect without {row.needed}; set that, or leave {them} out")
 
 
 def _changed(config: Config, settings: str) -> Iterator[tuple[str, Any]]:

@@ -169,6 +169,13 @@ def test_only_the_users_own_settings_are_told_to_have_no_effect(capsys: pytest.C
     )
 
 
+def test_each_setting_without_effect_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = answer(capsys, "loss.name=grpo", "bapo.rho0=0.3", "loss.reference_path=x", "eval.path=nope.jsonl")
+    assert [line.split("=")[0] for line in lines] == [
+        "warning: bapo.rho0", "warning: loss.reference_path", "warning: eval.path",
+    ]  # fmt: skip
+
+
 def test_wandb_needs_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = load_config(["demo"], ['monitor.sinks=["wandb"]'])
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"):
