@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from bapo_megatron import __version__
-from bapo_megatron.errors import ConfigError, UserError
+from bapo_megatron.errors import ConfigError, UserError, escaped
 
 if TYPE_CHECKING:
     from bapo_megatron.engines.embedded.text import TextModel
@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(_explain_option(arguments, unknown[0], _verbs(parser)[arguments[0]]))
         return options.verb(options)
     except UserError as error:
-        for line in str(error).splitlines():
-            print(f"bapo: {line}", file=sys.stderr)
+        for line in str(error).split("\n"):
+            print(f"bapo: {escaped(line)}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("bapo: interrupted", file=sys.stderr)
@@ -338,10 +338,11 @@ def _slurm(options: argparse.Namespace) -> int:
     from bapo_megatron.preflight.check import load_checked
     from bapo_megatron.slurm.submit import describe, prepare, submit
 
-    config = load_checked(_given(options), elsewhere=True)
+    here = not options.dry_run
+    config = load_checked(_given(options), elsewhere=True, here=here)
     if not options.dry_run:
         config = with_pinned_models(config)
-    job, warnings = prepare(config)
+    job, warnings = prepare(config, here=here)
     for warning in warnings:
         print(f"bapo: warning: {warning.message}", file=sys.stderr)
     if options.dry_run:

@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 _MAX_FIELDS = 4  # in one message
 
 
+def escaped(text: str) -> str:
+    """Return one line that a terminal shows as it is: control characters as Python writes them, such as "\\n"."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape", "surrogatepass").decode()
+        for character in text
+    )
+
+
 class UserError(ValueError):
     """Bad input or a bad environment, described so that the user can mend it."""
 

@@ -1,7 +1,8 @@
 """From TOML files and `key.path=value` overrides to one checked `Config`, and back to TOML.
 
-All sources are merged first, later ones win; the result is validated once, strictly, and every violation appears in one
-error that names the file or the override it came from.
+All sources are merged first, later ones win; the result is validated strictly, and every violation appears in one error
+that names the file or the override it came from. An invalid setting then has its default, so that later checks can tell
+the rest of what is wrong.
 
 - A path that does not exist but is the name of a shipped configuration ("demo") means that one.
 - Relative paths inside a configuration (model.path, data.path, run.dir) are relative to the working directory.
@@ -14,6 +15,8 @@ import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from types import NoneType
@@ -23,10 +26,11 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from bapo_megatron.config import earlier, paths
+from bapo_megatron.config.base import ContradictionError
 from bapo_megatron.config.coming_from import meant_by
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_loss import LOSS_SECTIONS
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, escaped
 
 UNSET = "none"
 Origins = dict[paths.Path, str]
@@ -47,6 +51,22 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return [a for a in arguments if a not in overrides], overrides
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A configuration without its invalid settings, and what is wrong with them."""
+
+    config: Config
+    problems: tuple[str, ...]
+    dropped: frozenset[str]  # settings that have their defaults, as their values are invalid
+    given: frozenset[str]  # settings and tables from overrides and files of the user's own
+
+    def valid(self) -> Config:
+        """Return the configuration. Raises ConfigError with all problems, one a line."""
+        if self.problems:
+            raise ConfigError("\n".join(self.problems))
+        return self.config
+
+
 def load_config(files: Sequence[Path | str], overrides: Sequence[str] = ()) -> Config:
     """Merge TOML files in order, then overrides, and validate the result.
 
@@ -57,25 +77,38 @@ def load_config(files: Sequence[Path | str], overrides: Sequence[str] = ()) -> C
     Raises:
         ConfigError: a missing or malformed file, a malformed override, or all violations of the schema, one a line.
     """
+    return read_config(files, overrides).valid()
+
+
+def read_config(files: Sequence[Path | str], overrides: Sequence[str] = ()) -> Reading:
+    """Read what `load_config` reads, and leave invalid settings out.
+
+    Raises:
+        ConfigError: a missing or malformed file, without which the rest means something else; names all problems.
+    """
     tables: list[tuple[str, dict[str, Any]]] = []
-    problems: list[str] = []
+    unreadable: list[str] = []
     for file in files:
         try:
             path = find_config(file)
-            tables.append((str(path), _read_toml(path)))
+            tables.append((escaped(str(path)), _read_toml(path)))
         except ConfigError as error:
-            problems.append(str(error))
-    return _merged(tables, overrides, problems)
+            unreadable.append(str(error))
+    reading = _merged(tables, overrides)
+    if unreadable:
+        raise ConfigError("\n".join((*unreadable, *reading.problems)))
+    return reading
 
 
 def load_tables(tables: Mapping[str, dict[str, Any]], overrides: Sequence[str] = ()) -> Config:
     """Merge tables in order, then overrides, and validate the result; the keys name the tables in errors."""
-    return _merged(list(tables.items()), overrides, [])
+    return _merged(list(tables.items()), overrides).valid()
 
 
-def _merged(tables: Sequence[tuple[str, dict[str, Any]]], overrides: Sequence[str], problems: list[str]) -> Config:
+def _merged(tables: Sequence[tuple[str, dict[str, Any]]], overrides: Sequence[str]) -> Reading:
     merged: dict[str, Any] = {}
     origins: Origins = {}
+    problems: list[str] = []
     for source, table in tables:
         _put_over(merged, table)
         origins |= dict.fromkeys(_leaves(table), source)
@@ -92,7 +125,7 @@ def _merged(tables: Sequence[tuple[str, dict[str, Any]]], overrides: Sequence[st
         except ConfigError as error:
             problems.append(str(error))
             continue
-        origins |= dict.fromkeys(_leaves(value, path_in_schema), f"override {text}")
+        origins |= dict.fromkeys(_leaves(value, path_in_schema), f"override {escaped(text)}")
     problems += _drop_earlier(merged, origins)
     return _validated(merged, origins, problems)
 
@@ -111,14 +144,67 @@ def _drop_earlier(merged: dict[str, Any], origins: Origins) -> Iterator[str]:
             yield f"{name} ({_source((section, key), origins)}) is no longer a setting; {advice}"
 
 
-def _validated(merged: dict[str, Any], origins: Origins, problems: list[str]) -> Config:
-    try:
-        config = Config.model_validate_json(json.dumps(_without_unset(merged), default=str), strict=True)
-    except ValidationError as error:
-        problems += [_explain(dict(details), origins) for details in error.errors()]
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return config
+def _validated(merged: dict[str, Any], origins: Origins, problems: list[str]) -> Reading:
+    """Validate, drop what is invalid, and validate again: pydantic compares settings once each of them is valid."""
+    dropped: set[paths.Path] = set()
+    while True:
+        try:
+            config = Config.model_validate_json(json.dumps(_without_unset(merged), default=str), strict=True)
+            shipped = set(map(str, shipped_configs().values()))
+            given = (".".join(path) for path, source in origins.items() if source not in shipped)
+            return Reading(config, tuple(problems), frozenset(".".join(path) for path in dropped), frozenset(given))
+        except ValidationError as error:
+            mistakes = _mistakes([dict(details) for details in error.errors()], origins)
+        problems += [text for at, text in mistakes if text and not any(_overlap(p, d) for p in at for d in dropped)]
+        before = len(dropped)
+        for path in (path for at, _ in mistakes for path in at):
+            if (gone := _remove(merged, path)) is not None:
+                dropped |= {gone, path}
+        if len(dropped) == before:
+            raise ConfigError("\n".join(problems))
+
+
+Mistake = tuple[tuple[paths.Path, ...], str]
+"""Settings to drop, and what is wrong with them; no text for what only follows from another mistake."""
+
+
+def _mistakes(errors: Sequence[dict[str, Any]], origins: Origins) -> list[Mistake]:
+    found: list[Mistake] = []
+    has_loss = not any(error["loc"] == ("loss", "custom", "name") for error in errors)
+    for error in errors:
+        path = tuple(str(part) for part in error["loc"])
+        loss = path[1] if path[:1] == ("loss",) and len(path) > 1 else ""  # pydantic names the section of [loss]
+        path = (path[0], *path[2:]) if loss else path
+        contradiction = error.get("ctx", {}).get("error")
+        if isinstance(contradiction, ContradictionError):
+            found += _contradictions(path, contradiction, origins)
+        elif not has_loss and error["type"] == "extra_forbidden" and path in paths.schema():
+            found.append(((path,), ""))  # a setting of the loss that was meant
+        else:
+            found.append(((path,), _explain(error, path, loss, origins)))
+    return found if has_loss else [*found, ((("loss",),), "")]
+
+
+def _contradictions(section: paths.Path, error: ContradictionError, origins: Origins) -> Iterator[Mistake]:
+    """Blame the first of the settings that was set, and name where."""
+    for settings, text in error.problems.items():
+        at = tuple((*section, *setting.split(".")) for setting in settings)
+        source = _source(next((path for path in at if path in origins), section), origins)
+        yield at, f"{'.'.join(at[0])} {text} ({source})"
+
+
+def _overlap(one: paths.Path, other: paths.Path) -> bool:
+    shared = min(len(one), len(other))
+    return one[:shared] == other[:shared]
+
+
+def _remove(table: dict[str, Any], path: paths.Path) -> paths.Path | None:
+    """Remove the setting at `path`, or the nearest one around it, and return its path; None if there is none."""
+    key, *rest = path
+    below = table.get(key)
+    if rest and isinstance(below, dict) and (gone := _remove(below, tuple(rest))) is not None:
+        return (key, *gone)
+    return None if table.pop(key, None) is None else (key,)
 
 
 def dump_config(config: Config) -> str:
@@ -151,6 +237,7 @@ def find_config(file: Path | str) -> Path:
     raise ConfigError(f"configuration {file} {what}; {advice}")
 
 
+@cache
 def shipped_configs() -> dict[str, Path]:
     """Name ("demo", "recipes/qwen3-32b-64k") -> file of the configurations that come with the package."""
     with resources.as_file(resources.files("bapo_megatron_configs")) as folder:
@@ -187,6 +274,8 @@ def parse_override(text: str) -> tuple[paths.Path, Any]:
     Raises:
         ConfigError: no "=", an empty key, or a value that starts like TOML but is none.
     """
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ConfigError(f"override {text!r} is not UTF-8")
     key, equals, value = (part.strip() for part in text.partition("="))
     path = tuple(key.split("."))
     if not equals or not all(path):
@@ -196,9 +285,9 @@ def parse_override(text: str) -> tuple[paths.Path, Any]:
         return path, value
     try:
         return path, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError as error:
-        if quoted or value[:1] in ("[", "{"):
-            raise ConfigError(f"override {text!r}: the value is not TOML: {error}") from error
+    except (ValueError, RecursionError) as error:  # tomllib.TOMLDecodeError, or an integer of thousands of digits
+        if quoted or value[:1] in ("[", "{") or not isinstance(error, tomllib.TOMLDecodeError):
+            raise ConfigError(f"override {_shown(text)}: the value is not TOML: {escaped(str(error))}") from error
         return path, value
 
 
@@ -214,8 +303,8 @@ def _set(table: dict[str, Any], path: paths.Path, value: Any) -> None:
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return earlier.updated(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    except (ValueError, RecursionError) as error:  # also for an integer of thousands of digits
+        raise ConfigError(f"{path} is not valid TOML: {escaped(str(error))}") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -265,12 +354,14 @@ _EXPECTED = {
 }
 
 
-def _explain(error: dict[str, Any], origins: Origins) -> str:
-    """Describe one pydantic error in one line: what, where, what to do."""
-    path = tuple(str(part) for part in error["loc"])
-    loss = path[1] if path[0] == "loss" and len(path) > 1 else ""  # pydantic names the section that reads [loss]
-    path = (path[0], *path[2:]) if loss else path
-    name, source = ".".join(path), _source(path, origins)
+def _explain(error: dict[str, Any], path: paths.Path, loss: str, origins: Origins) -> str:
+    """Describe one pydantic error in one line: what, where, what to do.
+
+    Args:
+        path: of the setting.
+        loss: tag of the section that reads [loss], for a setting there.
+    """
+    name, source = escaped(".".join(path)), _source(path, origins)
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
         if path in earlier.MOVED:
@@ -294,7 +385,8 @@ def _explain(error: dict[str, Any], origins: Origins) -> str:
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
         relation = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
         (limit_kind, limit), *_ = context.items()
-        return f"{name} must be {relation[limit_kind]} {limit:g}, got {got} ({source})"
+        limit = f"{limit:g}" if isinstance(limit, float) else str(limit)
+        return f"{name} must be {relation[limit_kind]} {limit}, got {got} ({source})"
     return f"{name}: {error['msg']}, got {got} ({source})"
 
 
@@ -311,7 +403,7 @@ def _most_telling(path: paths.Path, value: Any) -> list[paths.Path]:
 def _unknown(path: paths.Path, origins: Origins) -> str:
     suggestion = paths.suggest(path)
     advice = f"; did you mean {suggestion}?" if suggestion else ""
-    return f"no such setting: {'.'.join(path)} ({_source(path, origins)}){advice}"
+    return f"no such setting: {escaped('.'.join(path))} ({_source(path, origins)}){advice}"
 
 
 def _losses_with(setting: str) -> str:

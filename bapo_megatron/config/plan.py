@@ -1,6 +1,9 @@
 """Checks across sections: layout, batch arithmetic, model limits. Numbers and a working alternative in each message."""
 
-from collections.abc import Callable, Iterator
+import math
+import netrc
+import os
+from collections.abc import Callable, Collection, Iterator
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
@@ -9,8 +12,9 @@ from bapo_megatron.config import precision
 from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.config.dotted import ADVANTAGE, KEEP_GROUP
 from bapo_megatron.config.engines import check_engine
+from bapo_megatron.config.idle import idle_settings
 from bapo_megatron.config.lr_schedule import planned_updates
-from bapo_megatron.config.schema import FORWARDS_FIRST_MEMORY_SHARE, Config, CriticConfig, RolloutConfig
+from bapo_megatron.config.schema import FORWARDS_FIRST_MEMORY_SHARE, Config, RolloutConfig
 from bapo_megatron.config.schema_loss import CustomLoss
 from bapo_megatron.errors import UserError
 from bapo_megatron.hf.shape import model_shape, unsupported, validate_layout
@@ -35,6 +39,7 @@ def check(
     reference_config: dict[str, Any] | None = None,
     num_gpus: int = 0,
     machine: precision.Machine | None = None,
+    given: Collection[str] | None = None,
 ) -> list[Violation]:
     """Find all violations across sections, layout first.
 
@@ -43,6 +48,7 @@ def check(
         reference_config: the config.json of `loss.reference_path`, if a KL term has one.
         num_gpus: GPUs of this machine that a run may use; 0 is a run on CPUs.
         machine: its facts for FP8; None leaves them unchecked.
+        given: settings to warn of if they have no effect; None: all.
     """
     found = list(_functions(config))
     if any(v.message.startswith("rollout.engine=") for v in found):
@@ -59,10 +65,11 @@ def check(
         *_eval(config),
         *_loss(config),
         *_kl(config),
-        *_schedule(config),
+        *_schedule(config, given),
         *_critic(config),
         *_sync(config),
         *check_monitor(config),
+        *idle_settings(config, given),
         *(Violation(message) for message in precision.problems(config, shape=shape, machine=machine)),
         *(warning(message) for message in precision.warnings(config, num_gpus=num_gpus)),
     ]
@@ -248,7 +255,8 @@ def _batch(config: Config) -> Iterator[Violation]:
 
 
 def _nearest_divisor(number: int, wanted: int, at_most: int | None = None) -> int:
-    divisors = [n for n in range(1, (at_most or number) + 1) if number % n == 0]
+    smaller = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    divisors = [n for small in smaller for n in (small, number // small) if n <= (at_most or number)]
     return min(divisors, key=lambda n: (abs(n - wanted), n))
 
 
@@ -375,11 +383,6 @@ def _reward(config: Config) -> Iterator[Violation]:
             f"{r.max_response_tokens}: even an empty response would be punished; set "
             f"reward.overlong_buffer_tokens={max(1, r.max_response_tokens // 5)}"
         )
-    if reward.overlong_buffer_tokens and not reward.overlong_penalty:
-        yield warning(
-            f"reward.overlong_buffer_tokens={reward.overlong_buffer_tokens} does nothing without a penalty; "
-            "set reward.overlong_penalty=1, or leave it out"
-        )
     if r.truncated == "mask" and reward.overlong_penalty:
         yield warning(
             'rollout.truncated="mask" keeps truncated responses out of the loss, so that reward.overlong_penalty='
@@ -427,11 +430,6 @@ def _loss(config: Config) -> Iterator[Violation]:
             f"depend on train.max_tokens_per_microbatch={config.train.max_tokens_per_microbatch} and on the number of "
             'data and context ranks; set bapo.scope="exact" for results that do not'
         )
-    if config.monitor.token_profile and config.loss.name == "sft":
-        yield warning(
-            'monitor.token_profile=true does nothing with loss.name="sft", which has neither ratios nor bounds; '
-            "leave it out"
-        )
 
 
 def _kl(config: Config) -> Iterator[Violation]:
@@ -441,11 +439,6 @@ def _kl(config: Config) -> Iterator[Violation]:
             yield Violation(
                 f"loss.kl_target={loss.kl_target:g} multiplies loss.kl_coef, which is 0 and would stay so; set "
                 "loss.kl_coef=0.1, or leave loss.kl_target out"
-            )
-        if loss.reference_path is not None:
-            yield warning(
-                f"loss.reference_path={loss.reference_path!r} is not used without a KL term; set loss.kl_coef=0.001, "
-                "or leave it out"
             )
         return
     if loss.kl_estimator == "k1":
@@ -471,16 +464,19 @@ def check_reference(config: Config, reference: dict[str, Any], policy: dict[str,
         yield Violation(f"{name}: {problem}")
 
 
-def _schedule(config: Config) -> Iterator[Violation]:
+def _schedule(config: Config, given: Collection[str] | None) -> Iterator[Violation]:
     optimizer, num_updates = config.optimizer, planned_updates(config)
+    if optimizer.warmup_updates < num_updates:
+        return
     if optimizer.schedule == "constant":
-        for name in ("min_lr_ratio", "total_updates"):
-            if value := getattr(optimizer, name):
-                yield warning(
-                    f'optimizer.{name}={value:g} does nothing with optimizer.schedule="constant"; set '
-                    'optimizer.schedule="cosine", or leave it out'
-                )
-    elif optimizer.warmup_updates >= num_updates:
+        is_given = given is None or "optimizer.warmup_updates" in given  # else this is a short trial of a recipe
+        if is_given and optimizer.warmup_updates > num_updates and not config.train.rollout_only:
+            yield warning(
+                f"optimizer.warmup_updates={optimizer.warmup_updates} is longer than the run of {num_updates} updates, "
+                f"which ends at {num_updates / optimizer.warmup_updates:.2g} of optimizer.lr; set "
+                f"optimizer.warmup_updates={num_updates // 10} or so"
+            )
+    else:
         yield Violation(
             f"optimizer.warmup_updates={optimizer.warmup_updates} leaves nothing of the {num_updates} updates for "
             f'optimizer.schedule="{optimizer.schedule}"; set optimizer.warmup_updates={num_updates // 10} or so'
@@ -488,14 +484,9 @@ def _schedule(config: Config) -> Iterator[Violation]:
 
 
 def _critic(config: Config) -> Iterator[Violation]:
-    """Find settings of a critic that the advantage does not use, and settings of groups that a critic does not need."""
+    """Find settings of groups that a critic does not need, and a critic that trains for the whole run."""
     advantage, critic, r = config.advantage, config.critic, config.rollout
     if advantage.compares_responses:
-        if changed := [name for name, default in CriticConfig() if getattr(critic, name) != default]:
-            yield Violation(
-                f'critic.{changed[0]} is set, but advantage.kind="{advantage.kind}" has no critic; set '
-                f'advantage.kind="gae" or "n_step", or leave [critic] out'
-            )
         return
     if advantage.whiten_batch:
         yield Violation(
@@ -549,6 +540,28 @@ def check_monitor(config: Config) -> Iterator[Violation]:
                 f"{setting}, and the package {PACKAGES[extra].replace('_', '-')} is not installed; "
                 f"run `pip install 'bapo-megatron[{extra}]'`, or {instead}"
             )
+        elif extra == "wandb" and not _has_wandb_key():
+            yield Violation(
+                f"{setting}, and there is no key for Weights & Biases; run `wandb login`, set WANDB_API_KEY, set "
+                f"WANDB_MODE=offline to send the metrics later, or {instead}"
+            )
+
+
+def _has_wandb_key() -> bool:
+    """Return whether W&B finds a key where it looks for one, or needs none."""
+    if os.environ.get("WANDB_MODE", "online") not in ("online", "shared"):
+        return True
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    files = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
+    for file in map(os.path.expanduser, files):
+        try:
+            if host and host in netrc.netrc(file).hosts:
+                return True
+        except (OSError, netrc.NetrcParseError):  # W&B asks for a key there, too
+            continue
+    return False
 
 
 def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:

@@ -7,7 +7,8 @@ from pathlib import Path
 from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config, seconds_of
-from bapo_megatron.errors import ConfigError
+
+WHOLE_NODES = '"--exclusive", "--mem=0"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ def check_slurm(config: Config, *, step_s: float | None = None) -> list[Violatio
     return [
         *_image(config),
         *_jobs(config),
+        *_shares(config),
         *check_time(config, step_s),
         *check_placement(config),
     ]
@@ -68,13 +70,12 @@ def check_placement(config: Config) -> list[Violation]:
     return found
 
 
-def refuse_several_nodes(config: Config) -> None:
-    """Raise ConfigError for a run on several nodes; for commands that start everything on this machine."""
-    if config.cluster.nodes > 1:
-        raise ConfigError(
-            f"cluster.nodes={config.cluster.nodes}, and this would start everything on one machine; submit it with "
-            "`bapo slurm` and the same arguments (docs/slurm.md), or set cluster.nodes=1"
-        )
+def several_nodes(config: Config) -> Violation:
+    """Refuse a run on several nodes, for commands that start everything on this machine."""
+    return Violation(
+        f"cluster.nodes={config.cluster.nodes}, and this would start everything on one machine; submit it with "
+        "`bapo slurm` and the same arguments (docs/slurm.md), or set cluster.nodes=1"
+    )
 
 
 def _rollout_nodes(config: Config) -> int:
@@ -170,6 +171,19 @@ def _jobs(config: Config) -> Iterator[Violation]:
         yield warning(
             "checkpoint.interval_steps is unset: a job that is preempted or fails starts over; "
             "set checkpoint.interval_steps=20"
+        )
+
+
+def _shares(config: Config) -> Iterator[Violation]:
+    """Warn of a job with GPUs whose share of CPUs and memory is the cluster's default: often one CPU a rank."""
+    options = [option.partition("=")[0].split()[0] for option in config.slurm.options]
+    cpus = config.slurm.cpus_per_rank or {"--exclusive", "--cpus-per-task", "-c", "--cpus-per-gpu"} & {*options}
+    memory = {"--exclusive", "--mem", "--mem-per-cpu", "--mem-per-gpu"} & {*options}
+    missing = [name for name, given in (("CPUs", cpus), ("memory", memory)) if not given]
+    if config.cluster.gpu is not None and missing:
+        yield warning(
+            f"the job asks for GPUs, and leaves {' and '.join(missing)} to the cluster's default, which is often one "
+            f"CPU a rank; add {WHOLE_NODES} to slurm.options for whole nodes, or set slurm.cpus_per_rank and --mem"
         )
 
 

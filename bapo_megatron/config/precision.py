@@ -192,9 +192,9 @@ def _dimensions(config: Config, shape: ModelShape) -> Iterator[str]:
 def _smaller(recipe: str, size: int, ranks: int) -> str:
     """Suggest an alternative: a smaller tensor-parallel size, another recipe, or no FP8."""
     multiple = RECIPES[recipe].dims_multiple
-    works = [n for n in range(1, ranks) if ranks % n == 0 and size % (n * multiple) == 0]
-    if works:
-        return f"set parallel.tensor={max(works)}"
+    fitting = math.gcd(ranks, size // multiple) if size % multiple == 0 else 0
+    if 0 < fitting < ranks:
+        return f"set parallel.tensor={fitting}"
     if size % (16 * ranks) == 0:
         return 'set precision.recipe="tensorwise"'
     return 'set precision.fp8="off"'

@@ -5,11 +5,21 @@ Checks of one field live here; checks across sections (layout, batch arithmetic,
 
 import math
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from bapo_megatron.config.base import Section
+from bapo_megatron.config.base import (
+    LARGEST,
+    ContradictionError,
+    Count,
+    NonNegative,
+    PathText,
+    Positive,
+    Processes,
+    Section,
+    Whole,
+)
 from bapo_megatron.config.dotted import ADVANTAGE, KEEP_GROUP, REWARD
 from bapo_megatron.config.engines import ENGINE, EngineKind, engine_kind
 from bapo_megatron.config.schema_loss import AnyLoss, BapoLoss, ClipBoundConfig
@@ -18,11 +28,11 @@ from bapo_megatron.config.schema_loss import AnyLoss, BapoLoss, ClipBoundConfig
 class RunConfig(Section):
     """Name, folder and seed of the run."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)
     """Name of the run directory; running the same name again resumes it."""
-    dir: str = "runs"
+    dir: PathText = "runs"
     """Folder that holds all run directories."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**53)
     """Seeds prompt order, sampling, mini-batch order. On a CPU, with embedded engines and neither overlap nor
     abort_tail, the same seed, layout and threads give the same run bit for bit, interrupted or not; else see
     docs/architecture.md, Resuming."""
@@ -31,7 +41,7 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """The policy: a Hugging Face checkpoint folder (Qwen2, Qwen3 or Llama, dense)."""
 
-    path: str = "demo"
+    path: PathText = "demo"
     """Folder with config.json, safetensors and tokenizer; or a name on the Hugging Face hub, such as "Qwen/Qwen3-0.6B",
     which is downloaded, and pinned as "Qwen/Qwen3-0.6B@COMMIT" in the run's config.toml; "demo" is the small model that
     ships with the package."""
@@ -55,9 +65,9 @@ class PrecisionConfig(Section):
     fp8_params: bool = False
     """Keep the layers' matrices in FP8 instead of quantising bfloat16 ones each update; the optimizer's float32 weights
     stay. Needs optimizer.distributed."""
-    bf16_layers_at_start: int = Field(0, ge=0)
+    bf16_layers_at_start: Whole = 0
     """Layers at the start of the model that stay bfloat16 (not with delayed)."""
-    bf16_layers_at_end: int = Field(0, ge=0)
+    bf16_layers_at_end: Whole = 0
     """Layers at the end of the model that stay bfloat16 (not with delayed)."""
 
     @property
@@ -72,7 +82,7 @@ class DataConfig(Section):
     source: Literal["chains", "programs", "reasoning_gym", "jsonl"] = "chains"
     """chains: the demo's modular arithmetic; programs: small functions to be found from examples; reasoning_gym: a
     procedural data set; jsonl: your own file."""
-    path: str | None = None
+    path: PathText | None = None
     """jsonl: the file, one object a line with the fields `prompt` and `answer`; or a Parquet file (.parquet)."""
     format: Literal["plain", "math", "gsm8k", "humaneval"] = "plain"
     """jsonl: fields of the file. plain: `prompt` and `answer`; math: MATH-500 and AIME; gsm8k; humaneval: programs,
@@ -82,13 +92,13 @@ class DataConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the source: chains {min_terms, max_terms}, programs {num_examples}, reasoning_gym: the data set's own
     settings."""
-    size: PositiveInt = 10_000
+    size: Count = 10_000
     """Number of prompts that a procedural source makes before it starts over in a new order."""
     chat_template: bool = False
     """Wrap each prompt in the tokenizer's chat template."""
     system_prompt: str | None = None
     """System message for the chat template."""
-    max_prompt_tokens: PositiveInt = 512
+    max_prompt_tokens: Count = 512
     """A longer prompt is an error, or skipped (see on_bad_prompt)."""
     on_bad_prompt: Literal["error", "skip"] = "error"
     """Treatment of an empty or over-long prompt. Skipped prompts are counted in the metrics."""
@@ -100,26 +110,26 @@ class RewardConfig(Section):
     kind: Annotated[str, AfterValidator(REWARD.known)] = "auto"
     """auto: the verifier of the prompt source (math-verify for jsonl); or "chains", "reasoning_gym", "math"; code: runs
     the response's program against tests; or a function of your own, "my_package.my_module:my_function"."""
-    timeout_s: PositiveFloat = 10.0
+    timeout_s: Positive = 10.0
     """Deadline of one verification; a response that exceeds it is judged wrong and counted."""
-    concurrency: PositiveInt | None = None
+    concurrency: Count | None = None
     """Verifications at once: processes of a plain function, calls of an async one.
     Unset: as many processes as cores, at most 8, or 64 calls."""
-    process_memory_mib: PositiveInt = 4096
+    process_memory_mib: Count = 4096
     """Data memory of one process that judges, in MiB; raise it for a judge that loads a model."""
-    code_memory_mib: PositiveInt = 1024
+    code_memory_mib: Count = 1024
     """code: address space of a program, in MiB."""
-    overlong_penalty: float = Field(0.0, ge=0)
+    overlong_penalty: NonNegative = 0.0
     """Subtracted from the reward of a truncated response, and linearly less of it over the last overlong_buffer_tokens
     before rollout.max_response_tokens (DAPO). Shapes advantages; the reward metrics show the verdict."""
-    overlong_buffer_tokens: int = Field(0, ge=0)
+    overlong_buffer_tokens: Whole = 0
     """Tokens before rollout.max_response_tokens over which overlong_penalty grows. 0: truncated responses only."""
-    scale: PositiveFloat = 1.0
+    scale: Positive = 1.0
     """Factor of the shaped reward on its way to the advantages."""
     running_std: bool = False
     """Divide the shaped rewards by the standard deviation of all rewards so far, this batch included (the reward
     scaling of PPO implementations, without a mean)."""
-    clip: PositiveFloat | None = None
+    clip: Positive | None = None
     """Bound the scaled reward to [-clip, clip], after scale and running_std. Unset: no bound."""
 
 
@@ -132,21 +142,21 @@ class RolloutConfig(Section):
     an engine of your own, "my_package.my_module:my_engine" (an EngineKind)."""
     record: bool = False
     """Keep every step's judged groups in the run's `rollouts` folder, for `recorded` and for study."""
-    recorded_from: str | None = None
+    recorded_from: PathText | None = None
     """recorded: the `rollouts` folder of a run with record = true."""
     urls: tuple[str, ...] = ()
     """attach: base URLs of the servers, such as "http://127.0.0.1:30000"."""
-    num_servers: PositiveInt = 1
+    num_servers: Processes = 1
     """embedded, sglang: how many servers to start."""
-    server_tensor_parallel: PositiveInt = 1
+    server_tensor_parallel: Processes = 1
     """sglang: ranks that each server splits the model over."""
-    prompts_per_step: PositiveInt = 16
+    prompts_per_step: int = Field(16, gt=0, le=1_000_000)
     """Groups trained in one step."""
-    samples_per_prompt: PositiveInt = 8
+    samples_per_prompt: int = Field(8, gt=0, le=65_536)
     """Responses in a group."""
-    temperature: PositiveFloat = 1.0
+    temperature: Positive = 1.0
     """Sampling temperature; behaviour and current log-probs are both of the tempered distribution."""
-    max_response_tokens: PositiveInt = 512
+    max_response_tokens: Count = 512
     """A response that reaches this length is finished (reason "length")."""
     truncated: Literal["keep", "mask"] = "keep"
     """keep: train on responses cut at max_response_tokens; mask: they count in the group's statistics only."""
@@ -154,10 +164,10 @@ class RolloutConfig(Section):
     """Judged groups that take a place in the batch; the others are replaced. all; informative: those whose responses
     got different rewards, as the others teach nothing (DAPO's dynamic sampling); or a function of your own,
     "my_package.my_module:keep_group"."""
-    tokens_per_round: PositiveInt | None = None
+    tokens_per_round: Count | None = None
     """Partial rollout: tokens a response may grow per round before it is set aside and resumed with later weights.
     Unset: every response is sampled to its end at once."""
-    groups_in_flight: PositiveInt | None = None
+    groups_in_flight: Count | None = None
     """Groups being sampled at once; more than prompts_per_step lets slow ones wait for a later step.
     Unset: prompts_per_step."""
     abort_tail: bool = False
@@ -165,29 +175,29 @@ class RolloutConfig(Section):
     resume in the next step. Useful with groups_in_flight above prompts_per_step."""
     overlap: bool = False
     """Sample while the trainer trains; running responses continue with new weights after each push."""
-    max_staleness: int | None = Field(None, ge=0)
+    max_staleness: Whole | None = None
     """Largest age of a token, in optimizer updates, in any update that trains it. Kept by admission: no response
     starts that might not be trained in time. Unset: no bound; overlap needs one."""
-    max_concurrent_requests: PositiveInt = 256
+    max_concurrent_requests: Count = 256
     """Responses that a server samples at once; without overlap and abort_tail the others wait inside the server."""
-    request_timeout_s: PositiveFloat = 300.0
+    request_timeout_s: Positive = 300.0
     """Deadline of one generate request: of one round, without overlap and abort_tail."""
-    max_retries: int = Field(2, ge=0)
+    max_retries: Whole = 2
     """Repetitions of a request after a failed or malformed reply, before its server is fenced off."""
-    startup_timeout_s: PositiveFloat = 180.0
+    startup_timeout_s: Positive = 180.0
     """Deadline for a server to become healthy."""
-    max_restarts: int = Field(3, ge=0)
+    max_restarts: Whole = 3
     """embedded, sglang: restarts of each server that has ended or hangs, after growing delays. A server without
     restarts left stays away; the run goes on with the others."""
-    hang_timeout_s: PositiveFloat = 600.0
+    hang_timeout_s: Positive = 600.0
     """embedded, sglang: a server that has not answered for this long is killed and started again. An SGLang server does
     not answer within a forward pass, or while it takes in a bucket of weights: keep this above sync.timeout_s."""
     router_url: str | None = None
     """attach: an sglang-router of yours in front of the servers in `urls`, such as "http://127.0.0.1:30001". Requests
     for tokens go through it, one by one; everything else goes to the servers themselves."""
-    engine_threads: PositiveInt | None = None
+    engine_threads: Count | None = None
     """embedded, sglang: CPU threads of one engine process. Unset: cores / processes (trainer and engine take turns)."""
-    engine_max_context: PositiveInt | None = None
+    engine_max_context: Count | None = None
     """embedded, sglang: longest prompt + response. Unset: max_prompt_tokens + max_response_tokens."""
 
     @property
@@ -220,7 +230,7 @@ class AdvantageConfig(Section):
     lam: float = Field(1.0, ge=0, le=1)
     """gae: 1 is the whole return less the value, without bias; smaller trusts the critic more: the reward fades by this
     factor per token, and values take its place."""
-    n_step: PositiveInt = 128
+    n_step: Count = 128
     """n_step: tokens until the critic's value stands in for the rest of the response."""
     whiten_tokens: bool = True
     """gae, n_step: give the advantages of a batch's trained tokens mean 0 and standard deviation 1, as PPO does."""
@@ -235,18 +245,18 @@ class CriticConfig(Section):
     """The critic of advantage.kind = "gae" and "n_step": a second model of the trainer, split like the policy, which
     predicts rewards. Its Adam is that of [optimizer], but for the settings here."""
 
-    path: str | None = None
+    path: PathText | None = None
     """Folder with its start weights: a language model, or one with a score.weight of one row in place of the output
     layer (a reward model, or the critic of a checkpoint). Unset: model.path. A new head starts at zero."""
-    lr: PositiveFloat = 1e-5
+    lr: Positive = 1e-5
     """Learning rate after warm-up."""
-    warmup_updates: int = Field(0, ge=0)
+    warmup_updates: Whole = 0
     """Linear warm-up over this many updates of the critic; constant afterwards."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: Whole = 0
     """Steps at the start of the run that train the critic only, on responses of the policy as it is."""
-    epochs_per_step: PositiveInt = 1
+    epochs_per_step: Count = 1
     """The critic's passes over each rollout batch, of train.minibatches_per_step updates each."""
-    clip: PositiveFloat | None = None
+    clip: Positive | None = None
     """Value clipping: a token has no gradient once its value has moved towards its return by more than this within a
     step. Unset: none."""
 
@@ -254,28 +264,28 @@ class CriticConfig(Section):
 class OptimizerConfig(Section):
     """Adam, through Megatron-Core."""
 
-    lr: PositiveFloat = 1e-6
+    lr: Positive = 1e-6
     """Learning rate after warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After warm-up: constant, or down to lr x min_lr_ratio at the last of total_updates."""
-    warmup_updates: int = Field(0, ge=0)
+    warmup_updates: Whole = 0
     """Linear warm-up over this many optimizer updates."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """linear, cosine: where the learning rate ends, as a share of lr."""
-    total_updates: PositiveInt | None = None
+    total_updates: Count | None = None
     """linear, cosine: the update at which the floor is reached; it stays there. Unset: train.num_steps x
     minibatches_per_step x epochs_per_step; set it where the run may be prolonged later."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: NonNegative = 0.0
     """Decoupled weight decay (AdamW), of matrices; norms and biases are left alone, as Megatron does it."""
     beta1: float = Field(0.9, gt=0, lt=1)
     """Decay of Adam's first moment."""
     beta2: float = Field(0.95, gt=0, lt=1)
     """Decay of Adam's second moment."""
-    eps: PositiveFloat = 1e-8
+    eps: Positive = 1e-8
     """Added to the root of Adam's second moment."""
-    clip_grad: PositiveFloat = 1.0
+    clip_grad: Positive = 1.0
     """Largest global gradient norm."""
-    max_skipped_in_a_row: PositiveInt = 20
+    max_skipped_in_a_row: Count = 20
     """An update whose gradient is not finite is skipped and counted; this many in a row end the run with an error. The
     same holds for the critic's updates."""
     distributed: bool = False
@@ -289,23 +299,23 @@ FORWARDS_FIRST_MEMORY_SHARE = 0.1  # of a device: what train.schedule = "auto" l
 class TrainConfig(Section):
     """The length of the run, and the use of each rollout batch."""
 
-    num_steps: PositiveInt = 100
+    num_steps: Count = 100
     """Rollout batches to train on."""
     rollout_only: bool = False
     """Sample, judge and record without any update: to measure engines and rewards, or to make recordings."""
-    minibatches_per_step: PositiveInt = 1
+    minibatches_per_step: Count = 1
     """Optimizer updates per pass over a rollout batch: samples of later ones are older (staleness)."""
-    epochs_per_step: PositiveInt = 1
+    epochs_per_step: Count = 1
     """Passes over each rollout batch (sample replay)."""
-    max_tokens_per_microbatch: PositiveInt = 8192
+    max_tokens_per_microbatch: Count = 8192
     """Packed tokens in one forward pass of one rank; a longer single sequence gets a micro-batch of its own. With
     context parallelism a pack is shared by parallel.context ranks and holds that many times more."""
-    logprob_chunk_tokens: PositiveInt = 256
+    logprob_chunk_tokens: Count = 256
     """Rows whose logits exist at once when log-probs are computed."""
     logprob_backend: Literal["auto", "torch", "triton"] = "auto"
     """Implementation of log-probs. triton: one kernel reads a chunk of logits once instead of several times, and
     needs a GPU; auto: torch, until triton has been measured to be faster (benchmarks/logprobs.py)."""
-    entropy_coef: float = Field(0.0, ge=0)
+    entropy_coef: NonNegative = 0.0
     """Weight of an entropy bonus in the loss."""
     recompute: bool = False
     """Recompute all activations in the backward pass."""
@@ -315,28 +325,31 @@ class TrainConfig(Section):
     its own. auto: the first with one micro-batch, or with recompute while layer inputs take under a tenth of memory."""
 
 
+MAX_RANKS = 1_048_576
+
+
 class ParallelConfig(Section):
     """The split of the trainer over processes. ranks = tensor x pipeline x context x data."""
 
-    tensor: PositiveInt = 1
+    tensor: Processes = 1
     """Ranks that share each layer; must divide attention heads and key-value heads."""
-    pipeline: PositiveInt = 1
+    pipeline: Processes = 1
     """Stages that the layers are cut into; must divide the number of layers."""
-    virtual_pipeline: PositiveInt = 1
+    virtual_pipeline: Processes = 1
     """Chunks of layers on each stage, visited in turn: smaller bubbles, more messages. Above 1 it needs pipeline
     stages, and pipeline x virtual_pipeline must divide the number of layers."""
-    context: PositiveInt = 1
+    context: Processes = 1
     """Ranks that share each sequence, for long ones: attention gathers keys and values, all else stays split."""
-    data: PositiveInt = 1
+    data: Processes = 1
     """Copies of the model, each with a share of every mini-batch. Where it is left out and num_ranks is given:
     num_ranks / (tensor x pipeline x context)."""
     sequence: bool = False
     """Sequence parallelism inside the tensor-parallel group."""
-    num_ranks: PositiveInt | None = None
+    num_ranks: Processes | None = None
     """Number of ranks that you mean to start; checked against the product."""
-    threads_per_rank: PositiveInt | None = None
+    threads_per_rank: Processes | None = None
     """CPU threads of one trainer process. Unset: cores / ranks, at least 1."""
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: Positive = 600.0
     """Deadline of one collective between trainer ranks."""
 
     @model_validator(mode="before")
@@ -351,6 +364,15 @@ class ParallelConfig(Section):
         data, rest = divmod(value["num_ranks"], math.prod(sizes))
         return value if rest or data < 1 else {**value, "data": data}
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        sizes = {name: getattr(self, name) for name in ("tensor", "pipeline", "context", "data")}
+        if (ranks := math.prod(sizes.values())) > MAX_RANKS:
+            product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+            text = f"is one factor of {product} = {ranks} ranks, and there may be {MAX_RANKS} at most"
+            raise ContradictionError({tuple(sorted(sizes, key=lambda name: -sizes[name])): text})
+        return self
+
 
 class ClusterConfig(Section):
     """The machines that a run is meant for. With a kind of GPU, `bapo check` plans for them instead of this machine:
@@ -358,13 +380,13 @@ class ClusterConfig(Section):
 
     gpu: Literal["a100", "h100", "h200", "b200"] | None = None
     """Kind of GPU: A100 or H100 with 80 GB, H200 with 141 GB, B200 with 180 GB. Unset: this machine."""
-    nodes: PositiveInt = 1
+    nodes: Processes = 1
     """Machines."""
-    gpus_per_node: PositiveInt = 8
+    gpus_per_node: int = Field(8, gt=0, le=256)
     """GPUs of each machine, connected by NVLink."""
-    gpu_memory_gib: PositiveFloat | None = None
+    gpu_memory_gib: float | None = Field(None, gt=0, le=100_000)
     """Memory of a GPU that a process can use. Unset: that of its kind."""
-    network_gbit_per_s: PositiveFloat = 400.0
+    network_gbit_per_s: Positive = 400.0
     """Network bandwidth of one GPU, between machines, in one direction."""
 
 
@@ -378,18 +400,18 @@ class SlurmConfig(Section):
     runtime: Literal["venv", "pyxis", "apptainer"] = "venv"
     """The runtime of a node. venv: an interpreter on a shared file system; pyxis: `srun --container-image`
     (enroot); apptainer: `apptainer exec`."""
-    python: str | None = None
+    python: PathText | None = None
     """The interpreter. Unset: the one that runs `bapo slurm`; in a container: python."""
-    container_image: str | None = None
+    container_image: PathText | None = None
     """pyxis, apptainer: file of the image, or its address in a registry, such as "docker://registry/image:tag"."""
     container_mounts: tuple[str, ...] = ()
     """Folders, or "folder:inside", to mount besides the working folder, run.dir, and the paths of models and data."""
-    rollout_nodes: int | None = Field(None, ge=0)
+    rollout_nodes: Whole | None = None
     """The last nodes, for engines alone. 0: each node has trainer ranks on its first GPUs and engines on the next.
     Unset: as many as SGLang's servers fill, else 0."""
     time_limit: str | None = None
     """Longest time of one job, as D-HH:MM:SS or HH:MM:SS. Unset: the partition's default."""
-    cpus_per_rank: PositiveInt | None = None
+    cpus_per_rank: Count | None = None
     """CPUs asked for each trainer rank of a node. Unset: the cluster's default."""
     options: tuple[str, ...] = ()
     """More options of sbatch, such as "--partition=gpu", "--account=team", "--exclusive"."""
@@ -401,17 +423,17 @@ class SlurmConfig(Section):
     interface: str | None = None
     """Network interface over which the nodes talk, such as "ib0". Unset: what the host name of a node resolves to, and
     NCCL's own choice."""
-    stop_before_end_s: PositiveInt = 300
+    stop_before_end_s: Count = 300
     """Seconds before the time limit at which the run is asked to save after its step and stop. Make it longer than a
     step and a checkpoint."""
     requeue: bool = True
     """Queue the job again after such a stop; SLURM also does so after preemption and node failure."""
-    chain: PositiveInt = 1
+    chain: int = Field(1, gt=0, le=1000)
     """Jobs to submit instead of requeueing at the limit; each continues from the one before."""
     sweep: tuple[str, ...] = ()
     """One task of a job array for each: settings, separated by blanks, such as "optimizer.lr=1e-6 bapo.rho0=0.4".
     Task i is the run `<run.name>-<i>`. Ranks, engines and nodes are the same in all tasks."""
-    startup_timeout_s: PositiveFloat = 900.0
+    startup_timeout_s: Positive = 900.0
     """Deadline for the processes of a job to find each other: nodes may load an image at different speeds."""
 
     @field_validator("time_limit")
@@ -456,39 +478,39 @@ class SyncConfig(Section):
     """broadcast: over one process group with all engines; disk: through files that every engine can read."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """broadcast: auto is NCCL where the trainer has a GPU and the engines are SGLang's, gloo otherwise."""
-    bucket_mib: PositiveFloat = 64.0
+    bucket_mib: float = Field(64.0, gt=0, le=1_000_000)
     """broadcast: weights gathered and sent at once. Two buckets are held: one on its way, one being gathered."""
-    timeout_s: PositiveFloat = 120.0
+    timeout_s: Positive = 120.0
     """Deadline of each stage of a weight update; an engine that misses it is fenced off."""
 
 
 class EvalConfig(Section):
     """Evaluation of the current weights inside the run, on prompts of its own."""
 
-    interval_steps: PositiveInt | None = None
+    interval_steps: Count | None = None
     """Evaluate before the first step, after every so many, and after the last. Unset: never."""
-    path: str | None = None
+    path: PathText | None = None
     """jsonl: the file with the prompts to evaluate. Other sources draw them with a seed of their own."""
-    num_prompts: PositiveInt = 64
+    num_prompts: Count = 64
     """Prompts, the same in each evaluation."""
-    samples_per_prompt: PositiveInt = 1
+    samples_per_prompt: Count = 1
     """Responses to each prompt."""
-    temperature: PositiveFloat = 1.0
+    temperature: Positive = 1.0
     """Sampling temperature of the evaluation."""
 
 
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
-    interval_steps: PositiveInt | None = 20
+    interval_steps: Count | None = 20
     """Save after every so many steps, and after the last. Unset: never."""
-    keep_last: PositiveInt = 2
+    keep_last: Count = 2
     """Checkpoints kept; older ones are deleted after a newer one is complete."""
     asynchronous: bool = False
     """Copy weights and optimizer state to CPU memory (12 bytes a parameter, divided among the ranks; kept for the next
     save) and write them while training goes on; the checkpoint counts from the next step boundary at which all ranks
     have written."""
-    timeout_s: PositiveFloat = 1800.0
+    timeout_s: Positive = 1800.0
     """Deadline of one rank to write one checkpoint; past it, the run ends with an error."""
 
 
@@ -500,11 +522,11 @@ class MonitorConfig(Section):
 
     progress: Literal["auto", "bar", "lines"] = "auto"
     """auto: a progress bar in a terminal, plain lines elsewhere."""
-    samples_per_step: int = Field(2, ge=0)
+    samples_per_step: Whole = 2
     """Trajectories written to samples.jsonl each step."""
     report: bool = True
     """Write report.html at the end of the run."""
-    mismatch_alarm: PositiveFloat | None = None
+    mismatch_alarm: Positive | None = None
     """Warn where engine and trainer differ by more than this in the log-probs of the same weights (mean |difference| of
     an update, nats); the run goes on. Unset: 0.001 with float32, 0.05 with bfloat16; 1e9 is never."""
     judge_alarm: float = Field(0.05, ge=0)
@@ -514,9 +536,9 @@ class MonitorConfig(Section):
     token_profile: bool = False
     """Write, for ten bins of a token's probability, ratios, entropy and clipping (profile/*): sixty numbers a step."""
 
-    grad_norm_alarm: PositiveFloat | None = None
+    grad_norm_alarm: Positive | None = None
     """Warn of an update whose gradient norm, before clipping, is over this. Unset: only grad_spike."""
-    grad_spike: float = Field(10.0, gt=1)
+    grad_spike: float = Field(10.0, gt=1, le=LARGEST)
     """Warn of an update whose gradient norm is over this multiple of the median of the (up to 101) norms before it,
     once there are 11; 1e9 is never."""
 
@@ -531,11 +553,11 @@ class MonitorConfig(Section):
     one, which the log names. Unset: no endpoint."""
     prometheus_host: str = "127.0.0.1"
     """Address that the endpoint listens on; "0.0.0.0" is all interfaces. It has no password."""
-    stall_timeout_s: PositiveFloat | None = None
+    stall_timeout_s: Positive | None = None
     """Report where each trainer rank stands when it has done nothing for this long, or this and
     rollout.request_timeout_s while it waits for engines; the run goes on. Unset: half of parallel.timeout_s, so that
     the report comes before a collective gives up. 1e9 is never."""
-    straggler_ratio: float = Field(1.5, gt=1)
+    straggler_ratio: float = Field(1.5, gt=1, le=LARGEST)
     """Warn of a trainer rank whose own passes take over this multiple of the median rank's in 3 of 5 steps; 1e9 is
     never."""
 

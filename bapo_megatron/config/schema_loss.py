@@ -12,27 +12,27 @@ from pydantic import (
     BaseModel,
     Discriminator,
     Field,
-    PositiveFloat,
     Tag,
     ValidationError,
     model_validator,
 )
 
-from bapo_megatron.config.base import Section
+from bapo_megatron.config.base import LARGEST, ContradictionError, NonNegative, PathText, Positive, Section
 from bapo_megatron.config.dotted import LOSS
 from bapo_megatron.errors import UserError
 
+MAX_STEPS = 1000  # of the search for one bound: the learner sums over tokens for each of them
 _DIGITS = 10  # grid points are rounded to this many decimals, so that 0.6 + 15 * 0.02 is the 0.9 that the user wrote
 
 
 class BoundRange(Section):
     """Start, stop and step of a bound; also accepted as a list [start, stop, step]."""
 
-    start: PositiveFloat
+    start: Positive
     """Bound before the search."""
-    stop: PositiveFloat
+    stop: Positive
     """Largest value; a last step that would pass it is not taken."""
-    step: PositiveFloat
+    step: Positive
     """Distance between two candidates."""
 
     @model_validator(mode="before")
@@ -45,7 +45,11 @@ class BoundRange(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.start > self.stop:
-            raise ValueError(f"start ({self.start:g}) must not be above stop ({self.stop:g})")
+            raise ContradictionError({("start", "stop"): f"must not be above stop ({self.stop:g}), got {self.start:g}"})
+        if (self.stop - self.start) / self.step > MAX_STEPS:
+            raise ContradictionError(
+                {("step", "start", "stop"): f"must cut the range into at most {MAX_STEPS} steps, got {self.step:g}"}
+            )
         return self
 
     @property
@@ -83,7 +87,7 @@ class ClipBoundConfig(Section):
 
     preset: Literal["default", "paper", "official"] = "default"
     """default: gradient share, target 0.5; paper: the paper's values; official: the authors' recipe on verl."""
-    rho0: PositiveFloat = _DEFAULT["rho0"]
+    rho0: Positive = _DEFAULT["rho0"]
     """Target of rho. A share in (0, 1) for gradient and surrogate; net and official are ratios that may exceed 1
     (a share s is the ratio s / (1 - s) of official)."""
     low: BoundRange = BoundRange(**_DEFAULT["low"])
@@ -116,17 +120,17 @@ class ClipBoundConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        problems = []
+        problems: dict[tuple[str, ...], str] = {}
         if self.low.stop > 1:
-            problems.append(f"low.stop ({self.low.stop:g}) must be at most 1: it bounds the ratio from below")
+            problems["low.stop",] = f"must be at most 1, as it bounds the ratio from below, got {self.low.stop:g}"
         if self.high.start < 1:
-            problems.append(f"high.start ({self.high.start:g}) must be at least 1: it bounds the ratio from above")
+            problems["high.start",] = f"must be at least 1, as it bounds the ratio from above, got {self.high.start:g}"
         if self.contribution in ("gradient", "surrogate") and self.rho0 >= 1:
-            problems.append(
-                f"rho0 ({self.rho0:g}) must be below 1: contribution = {self.contribution!r} compares it with a share"
+            problems["rho0", "contribution"] = (
+                f'must be below 1, as contribution="{self.contribution}" compares it with a share, got {self.rho0:g}'
             )
         if problems:
-            raise ValueError("; ".join(problems))
+            raise ContradictionError(problems)
         return self
 
 
@@ -137,17 +141,17 @@ class LossConfig(Section):
     """bapo: bounds found by the search of [bapo]; grpo: fixed bounds; sft: maximum likelihood of all trained tokens,
     without advantages, such as a warm start from recorded responses; or a function of your own,
     "my_package.my_module:my_loss"."""
-    kl_coef: float = Field(0.0, ge=0)
+    kl_coef: NonNegative = 0.0
     """Weight of KL(policy || reference) per trained token in the loss; with kl_target, its initial value. Above 0, the
     learner also holds the reference's weights, and scores each rollout batch with them once. 0: no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """With d = log policy - log reference. k1: d (its gradient is 0 on average); k2: d^2 / 2; k3: e^-d - 1 + d, as in
     GRPO."""
-    kl_target: PositiveFloat | None = None
+    kl_target: Positive | None = None
     """Steer kl_coef so that the KL per token stays near this, in nats (Ziegler et al.). Unset: kl_coef is constant."""
-    kl_horizon: float = Field(10.0, ge=1)
+    kl_horizon: float = Field(10.0, ge=1, le=LARGEST)
     """kl_target: an update changes the coefficient by at most a share of 0.2 / kl_horizon."""
-    reference_path: str | None = None
+    reference_path: PathText | None = None
     """Hugging Face folder of the reference policy, with the policy's vocabulary. Unset: model.path."""
 
     @property
@@ -167,7 +171,7 @@ class RatioLoss(LossConfig):
     proximal: Literal["behaviour", "learner"] = "behaviour"
     """Denominator of the clipped ratio. behaviour: the policy that sampled the token (the paper's r_t); learner: the
     learner at the start of the step (one more scoring pass), with truncated importance weights."""
-    importance_cap: float = Field(2.0, ge=1)
+    importance_cap: float = Field(2.0, ge=1, le=LARGEST)
     """proximal = "learner": largest weight pi_prox / pi_behaviour of a token's term; 1e9 sets no bound."""
 
     @property
@@ -179,7 +183,7 @@ class RatioLoss(LossConfig):
 class ClippedLoss(RatioLoss):
     """A ratio loss between two clip bounds."""
 
-    dual_clip: float | None = Field(None, gt=1)
+    dual_clip: float | None = Field(None, gt=1, le=LARGEST)
     """Bound the loss of a negative token at this multiple of its advantage. Unset: no dual clip."""
 
 
@@ -200,7 +204,7 @@ class GrpoLoss(ClippedLoss):
     name: Literal["grpo"] = "grpo"
     clip_low: float = Field(0.8, gt=0, le=1)
     """Lower ratio bound (0.8 is 1 - epsilon for epsilon = 0.2)."""
-    clip_high: float = Field(1.2, ge=1)
+    clip_high: float = Field(1.2, ge=1, le=LARGEST)
     """Upper ratio bound; above 2 - clip_low it is DAPO's clip-higher, such as 1.28."""
 
     @property

@@ -7,13 +7,15 @@ Shape legend: T packed tokens of this rank, U of the whole pack (T x context), H
     V vocabulary rows of this rank, Q and K query and key-value heads of this rank x head dimension D, C rows of a chunk
 """
 
+import bisect
+import dataclasses
 import math
 from dataclasses import dataclass
 
 from bapo_megatron.config import plan
 from bapo_megatron.config.plan import max_microbatches
 from bapo_megatron.config.schema import Config
-from bapo_megatron.hf.shape import Entry, ModelShape, hf_tensors, layer_entries
+from bapo_megatron.hf.shape import Entry, ModelShape, entries, hf_tensors, layer_entries
 from bapo_megatron.preflight.known import GIB
 
 
@@ -63,12 +65,13 @@ def largest_parameter(shape: ModelShape, tensor: int) -> int:
 
 def model_parameters(shape: ModelShape) -> int:
     """Count the parameters in the model's checkpoint, which a weight sync sends."""
-    return sum(math.prod(size) for size in hf_tensors(shape).values())
+    outside_layers = entries(dataclasses.replace(shape, num_layers=0))
+    return shape.num_layers * layer_parameters(shape, 1) + sum(map(_values, outside_layers))
 
 
 def largest_tensor(shape: ModelShape) -> int:
     """Count the values in the largest tensor of the checkpoint."""
-    return max(math.prod(size) for size in hf_tensors(shape).values())
+    return max(math.prod(size) for size in hf_tensors(dataclasses.replace(shape, num_layers=1)).values())
 
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -174,14 +177,11 @@ def forwards_under_way(config: Config, shape: ModelShape, gpu_bytes: int | None)
     if config.parallel.sequence:
         hidden //= config.parallel.tensor
     each = shape.num_layers * hidden
-    return max(
-        (
-            count
-            for count in range(1, max_microbatches(config) + 1)
-            if plan.runs_forwards_first(config, count, layer_input_bytes=count * each, memory_bytes=gpu_bytes)
-        ),
-        default=0,
-    )
+
+    def is_too_many(count: int) -> bool:
+        return not plan.runs_forwards_first(config, count, layer_input_bytes=count * each, memory_bytes=gpu_bytes)
+
+    return bisect.bisect_left(range(1, max_microbatches(config) + 1), True, key=is_too_many)
 
 
 def searches_exactly(config: Config) -> bool:

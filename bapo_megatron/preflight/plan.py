@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from bapo_megatron.config.base import Violation
+from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.config.plan import max_microbatches, num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape, model_shape
@@ -90,8 +90,26 @@ def check_cluster(config: Config, hf_config: dict[str, Any] | None, *, memory: b
         return []
     found = list(_placement(config))
     if not found and memory and hf_config is not None:
-        found = memory_problems(config, make_plan(config, model_shape(hf_config)))
-    return [Violation(message) for message in found]
+        plan = make_plan(config, model_shape(hf_config))
+        found = [f"{problem}; `bapo plan` shows what it is made of" for problem in memory_problems(config, plan)]
+    return [*map(Violation, found), *_unused(config)]
+
+
+def _unused(config: Config) -> Iterator[Violation]:
+    """Warn of GPUs of one machine that neither trainer nor servers use; `check_placement` counts those of several."""
+    c, r = config.cluster, config.rollout
+    idle = c.gpus_per_node - num_ranks(config) - r.num_server_gpus
+    if r.num_started and not r.engine_kind.on_gpus:
+        yield warning(
+            f'rollout.engine="{r.engine}" samples on CPUs, beside {c.gpu.upper() if c.gpu else ""} GPUs; set '
+            'rollout.engine="sglang"'
+        )
+    if c.nodes == 1 and idle > 0:
+        yield warning(
+            f"{idle} of cluster.gpus_per_node={c.gpus_per_node} GPUs are idle; raise parallel.data"
+            f"{' or rollout.num_servers' if r.engine_kind.on_gpus else ''}, or set cluster.gpus_per_node="
+            f"{c.gpus_per_node - idle}"
+        )
 
 
 def _placement(config: Config) -> Iterator[str]:
@@ -114,8 +132,8 @@ def memory_problems(config: Config, plan: Plan) -> list[str]:
     need, have = plan.trainer.total / GIB, FULL * plan.gpu_memory_gib
     if need > have:
         found.append(
-            f"a trainer rank needs {need:.1f} GiB, and {FULL:.0%} of a {plan.gpu.name} are {have:.1f} GiB; "
-            "`bapo plan` shows its parts, and settings that fit"
+            f"a trainer rank needs {need:.1f} GiB, and {FULL:.0%} of one {plan.gpu.name} are {have:.1f} GiB; split the "
+            "model over more ranks, or set train.recompute=true or a smaller train.max_tokens_per_microbatch"
         )
     if plan.server is not None and plan.server.concurrency == 0:
         longest = config.data.max_prompt_tokens + r.max_response_tokens

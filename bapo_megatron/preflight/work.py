@@ -133,14 +133,14 @@ def spans_nodes(config: Config, num_consecutive: int) -> bool:
     """Return whether a group's ranks span machines, in a placement that `bapo check` accepts.
 
     Args:
-        num_consecutive: consecutive ranks that contain the group. The order is tensor, context, data, pipeline
-            (learner/parallel.py): tensor x context share sequences, tensor x context x data sum gradients.
+        num_consecutive: consecutive ranks that contain the group, a divisor of the number of all ranks. The order is
+            tensor, context, data, pipeline (learner/parallel.py): tensor x context share sequences, tensor x context x
+            data sum gradients.
 
     Example: 16 ranks on two nodes, data=8 pipeline=2: False for 8, as each stage is on one node; True for 16.
     """
     on_node = num_ranks(config) if config.cluster.nodes == 1 else place(config).ranks_per_node
-    firsts = range(0, num_ranks(config), num_consecutive)
-    return any(first // on_node != (first + num_consecutive - 1) // on_node for first in firsts)
+    return on_node < num_ranks(config) and on_node % num_consecutive != 0
 
 
 DEFAULT_MEM_FRACTION = 0.85  # of [sglang.extra] mem_fraction_static; SGLang chooses 0.8 to 0.9 by GPU where it is unset

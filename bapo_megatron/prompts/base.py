@@ -37,5 +37,8 @@ def read_options(section: type[Options], source: str, options: dict[str, Any]) -
     try:
         return section(**options)
     except ValidationError as error:
-        reasons = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'options'}: {e['msg']}" for e in error.errors())
+        reasons = "; ".join(
+            ": ".join(filter(None, (".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, "))))
+            for e in error.errors()
+        )
         raise DataError(f"data.options of the source {source}: {reasons}") from error

@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
 from bapo_megatron.config.base import Section
 from bapo_megatron.prompts.base import Question, read_options
@@ -34,8 +34,8 @@ def apply_operator(operator: str, left: int, right: int) -> int:
 class ChainOptions(Section):
     """`[data.options]` of the source "chains"."""
 
-    min_terms: PositiveInt = Field(default=3, ge=2)
-    max_terms: PositiveInt = 6
+    min_terms: int = Field(default=3, ge=2)
+    max_terms: int = Field(default=6, le=10_000)
 
     @model_validator(mode="after")
     def _ordered(self) -> ChainOptions:

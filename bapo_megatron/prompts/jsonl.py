@@ -28,17 +28,18 @@ class JsonlSource:
 
     Args:
         format: a key of `FORMATS`.
+        setting: what errors call the path.
 
     Raises DataError naming file and row for a malformed row, and for a missing, unreadable or empty file.
     """
 
     name = "jsonl"
 
-    def __init__(self, path: str | None, format: str = "plain") -> None:
+    def __init__(self, path: str | None, format: str = "plain", setting: str = "data.path") -> None:
         if not path:
             raise DataError("data.source = 'jsonl' needs data.path: the file with your prompts")
         file = Path(path).expanduser()
-        rows = _parquet_rows(file) if file.suffix == ".parquet" else _json_rows(file)
+        rows = _parquet_rows(file, setting) if file.suffix == ".parquet" else _json_rows(file, setting)
         self.questions = [FORMATS[format](row, where) for row, where in rows]
         if not self.questions:
             raise DataError(f"{file}: the file has no prompts")
@@ -50,11 +51,11 @@ class JsonlSource:
         return self.questions[index]
 
 
-def _json_rows(file: Path) -> Iterator[Row]:
+def _json_rows(file: Path, setting: str) -> Iterator[Row]:
     try:
         text = regular_file(file).read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise _unreadable(file, error) from error
+        raise _unreadable(file, setting, error) from error
     except UnicodeDecodeError as error:
         number = error.object.count(b"\n", 0, error.start) + 1
         raise DataError(f"{file}:{number}: not UTF-8 (byte {error.start}); convert it") from error
@@ -64,7 +65,7 @@ def _json_rows(file: Path) -> Iterator[Row]:
             yield _parse(line, f"{file}:{number}"), f"{file}:{number}"
 
 
-def _parquet_rows(file: Path) -> Iterator[Row]:
+def _parquet_rows(file: Path, setting: str) -> Iterator[Row]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -73,17 +74,17 @@ def _parquet_rows(file: Path) -> Iterator[Row]:
     try:
         rows = pyarrow.parquet.read_table(regular_file(file), memory_map=False).to_pylist()
     except OSError as error:
-        raise _unreadable(file, error) from error
+        raise _unreadable(file, setting, error) from error
     except (pyarrow.ArrowException, ValueError) as error:
         raise DataError(f"{file}: not a whole Parquet file: {str(error).splitlines()[0]}") from error
     for number, row in enumerate(rows, start=1):
         yield row, f"{file}, row {number}"
 
 
-def _unreadable(file: Path, error: OSError) -> DataError:
+def _unreadable(file: Path, setting: str, error: OSError) -> DataError:
     if isinstance(error, FileNotFoundError):
-        return DataError(f"data.path: there is no file {file.absolute()}")
-    return DataError(f"data.path: cannot read {file}: {error.strerror or error}")
+        return DataError(f"{setting}: there is no file {file.absolute()}")
+    return DataError(f"{setting}: cannot read {file}: {error.strerror or error}")
 
 
 def _parse(line: str, where: str) -> dict[str, Any]:

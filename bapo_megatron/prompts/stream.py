@@ -9,30 +9,13 @@ from typing_extensions import TypedDict
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, DataError
+from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.base import PromptSource, Question
-from bapo_megatron.prompts.chains import ChainSource
-from bapo_megatron.prompts.jsonl import JsonlSource
-from bapo_megatron.prompts.programs import ProgramSource
-from bapo_megatron.prompts.reasoning_gym import ReasoningGymSource
 from bapo_megatron.types import Count, Prompt
 
 NUM_CHECKED = 256
 """Prompts of a procedural source that `PromptStream.check` makes."""
 _ADVICE = 'correct it, or set data.on_bad_prompt = "skip"'
-
-
-def build_source(config: Config) -> PromptSource:
-    """Build the source that `[data]` describes. Raises DataError."""
-    data, seed = config.data, config.run.seed
-    match data.source:
-        case "chains":
-            return ChainSource(data.size, seed, data.options)
-        case "programs":
-            return ProgramSource(data.size, seed, data.options)
-        case "reasoning_gym":
-            return ReasoningGymSource(data.dataset, data.size, seed, data.options)
-        case "jsonl":
-            return JsonlSource(data.path, data.format)
 
 
 class StreamState(TypedDict):
@@ -55,10 +38,11 @@ class PromptStream:
     `skipped_too_long`.
     """
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, source: PromptSource | None = None) -> None:
+        """Take `source` if it has been built."""
         self.data, self.seed = config.data, config.run.seed
         self.tokenizer = tokenizer
-        self.source = build_source(config)
+        self.source = build_source(config) if source is None else source
         self.skipped_empty = 0
         self.skipped_too_long = 0
         self._epoch = 0
@@ -81,14 +65,17 @@ class PromptStream:
             f"{self.skipped_empty} empty, {self.skipped_too_long} over data.max_prompt_tokens)"
         )
 
-    def check(self) -> None:
+    def check(self, num_rows: int | None = None) -> None:
         """Find bad prompts before a run starts: in a file all of them, in an endless source some.
+
+        Args:
+            num_rows: look at this many at the start of the source only.
 
         Raises DataError naming the first one and the number of all, with data.on_bad_prompt = "error".
         """
         if self.data.on_bad_prompt == "skip":
             return
-        size = len(self.source)
+        size = min(len(self.source), num_rows or len(self.source))
         step = 1 if self.source.name == "jsonl" else math.ceil(size / NUM_CHECKED)
         problems = [p for i in range(0, size, step) if (p := self._tokenise(self.source[i])[1]) is not None]
         if problems:

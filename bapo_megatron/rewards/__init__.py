@@ -1,6 +1,6 @@
 """Judges of responses, the scorer that runs them under a deadline, and the shaping of rewards."""
 
+# Not shaping.py: it imports torch, which `bapo check` and judge processes do without.
 from bapo_megatron.rewards.scorer import RewardScorer
-from bapo_megatron.rewards.shaping import is_informative, shaped_reward
 
-__all__ = ["RewardScorer", "is_informative", "shaped_reward"]
+__all__ = ["RewardScorer"]

@@ -29,6 +29,7 @@ from bapo_megatron.config.plan_slurm import check_slurm, place
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.preflight.check import violations_of
+from bapo_megatron.preflight.inputs import Memory
 from bapo_megatron.runtime.files import read_jsonl, write_atomically
 
 _SBATCH_TIMEOUT_S = 60.0
@@ -59,13 +60,16 @@ class Job:
         write_atomically(self.script_path, self.script)
 
 
-def prepare(config: Config) -> tuple[Job, list[Violation]]:
+def prepare(config: Config, *, here: bool | None = None) -> tuple[Job, list[Violation]]:
     """Make the job of a configuration that passed preflight/check.py; return it with warnings.
+
+    Args:
+        here: whether the models and data of the tasks must be on this machine, see preflight/check.py.
 
     Raises:
         ConfigError: lists every problem of the job and of each task of its array.
     """
-    tasks, of_tasks = tasks_of(config)
+    tasks, of_tasks = tasks_of(config, here=here)
     found = [*check_slurm(config, step_s=known_step_s(config)), *of_tasks]
     errors = [v.message for v in found if v.severity == "error"]
     if errors:
@@ -130,7 +134,7 @@ def _render(config: Config, folder: Path, config_path: Path, tasks: Sequence[Seq
 
 def _sbatch(arguments: Sequence[str]) -> str:
     if shutil.which("sbatch") is None:
-        raise UserError("sbatch is not on PATH: run this on a login node of the cluster, or start with `bapo train`")
+        raise UserError("sbatch is not on PATH: run this on a login node of the cluster")
     try:
         done = subprocess.run(
             ["sbatch", *arguments], capture_output=True, text=True, timeout=_SBATCH_TIMEOUT_S, check=False
@@ -203,18 +207,19 @@ def _folders_of(path: Path) -> set[Path]:
     return {folder, *(file.resolve().parent for file in files if file.is_symlink())}
 
 
-def tasks_of(config: Config) -> tuple[list[list[str]], list[Violation]]:
+def tasks_of(config: Config, *, here: bool | None = None) -> tuple[list[list[str]], list[Violation]]:
     """Return each task's settings over `config`, and the violations that `config` itself does not have."""
     tasks: list[list[str]] = []
     found: list[Violation] = []
     tables = {"the job's settings": tomllib.loads(dump_config(config))}
-    known = _check(config) if config.slurm.sweep else []
+    read: Memory = {}
+    known = _check(config, here, read) if config.slurm.sweep else []
     for index, line in enumerate(config.slurm.sweep):
         name = f"{config.run.name}-{index}"
         try:
             settings = [f"run.name={name}", *_split(line)]
             task = load_tables(tables, settings)
-            wrong = _check(task)
+            wrong = _check(task, here, read)
         except UserError as error:
             wrong = [Violation(message) for message in str(error).splitlines()]
         else:
@@ -247,9 +252,12 @@ def _split(line: str) -> list[str]:
         raise ConfigError(str(error)) from error
 
 
-def _check(config: Config) -> list[Violation]:
+def _check(config: Config, here: bool | None, read: Memory) -> list[Violation]:
     """List the violations of a run and of its job, without duplicates."""
-    found = [*violations_of(config, elsewhere=True), *check_slurm(config, step_s=known_step_s(config))]
+    found = [
+        *violations_of(config, elsewhere=True, here=here, read=read),
+        *check_slurm(config, step_s=known_step_s(config)),
+    ]
     return list(dict.fromkeys(found))
 
 

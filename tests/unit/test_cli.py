@@ -19,6 +19,10 @@ rho_0 = 0.4
 num_steps = "many"
 [loss]
 name = "ppo"
+[rollout]
+max_response_tokens = 64
+[data]
+max_prompt_tokens = 64
 """
 
 

@@ -80,7 +80,7 @@ def message(files: Sequence[Path | str], *overrides: str) -> str:
         ("[rollout]\nurls = 'http://x'", 'rollout.urls must be a list, got "http://x" (run.toml)'),
         (
             "[bapo]\nlow = {stop = 1.2}",
-            "bapo: low.stop (1.2) must be at most 1: it bounds the ratio from below (run.toml)",
+            "bapo.low.stop must be at most 1, as it bounds the ratio from below, got 1.2 (run.toml)",
         ),
         (
             "[run]\nname = 'a b'",

@@ -29,7 +29,7 @@ def test_it_passes_the_check_on_its_cluster_without_a_warning(model: str, cluste
     for config in (*bf16, *fp8, blockwise):
         hf_config = KNOWN_MODELS[Path(config.model.path).name]
         gpus = config.cluster.nodes * config.cluster.gpus_per_node
-        assert check(config, hf_config=hf_config, num_gpus=gpus) == []
+        assert check(config, hf_config=hf_config, num_gpus=gpus, given=()) == []
         assert check_cluster(config, hf_config) == []
         servers = config.rollout.num_servers * config.rollout.server_tensor_parallel
         assert num_ranks(config) + servers == gpus, "no GPU is idle"

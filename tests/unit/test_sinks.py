@@ -215,6 +215,7 @@ def test_a_broken_sink_is_in_the_metrics_and_not_in_the_way(tmp_path: Path, monk
 def test_a_missing_package_is_told_before_anything_starts(
     settings: str, package: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
     config = config_with(tmp_path, settings)
     assert list(plan.check_monitor(config)) == []
     monkeypatch.setattr(plan, "find_spec", lambda module: None)

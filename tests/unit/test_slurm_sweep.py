@@ -41,7 +41,7 @@ def loaded_by_the_job(job: submit.Job, folder: Path, index: int) -> Config:
         ("train.minibatches_per_step=7", "train.minibatches_per_step=7 does not divide"),
         ("rollout.tokens_per_round=100000", "rollout.tokens_per_round=100000 is more than rollout.max_response_tokens"),
         ("loss.name=bapo loss.clip_high=1.1", 'loss.clip_high is not a setting of loss.name="bapo"'),
-        ("bapo.low.start=0.8", r"bapo.low: start \(0.8\) must not be above stop \(0.7\)"),
+        ("bapo.low.start=0.8", r"bapo.low.start must not be above stop \(0.7\), got 0.8"),
         ("model.path=/nowhere", "there is no folder /nowhere"),
         ("optimizer.rl=1", "no such setting: optimizer.rl"),
         ("optimizer.lr='1", "No closing quotation"),
@@ -70,7 +70,9 @@ def test_all_tasks_are_told_at_once() -> None:
 
 def test_a_task_is_valid_with_the_settings_of_its_job(tmp_path: Path) -> None:
     """bapo.low.start=0.95 is above the default of bapo.low.stop, and below the job's."""
-    job, _ = prepare(configured("bapo.low.stop=0.97", sweep("bapo.low.start=0.95", "data.source=programs")))
+    job, _ = prepare(
+        configured("bapo.low.stop=0.97", sweep("bapo.low.start=0.95", "data.source=programs data.max_prompt_tokens=32"))
+    )
     first, second = (loaded_by_the_job(job, tmp_path, i) for i in (0, 1))
     assert (first.bapo.low.start, first.bapo.low.stop, first.run.name) == (0.95, 0.97, "job-0")
     assert second.data.options == {}, "they are of the job's prompt source"
@@ -126,7 +128,7 @@ def test_a_warning_is_told_of_the_task_that_brings_it() -> None:
 )
 def test_a_task_that_needs_another_script_is_to_be_submitted_on_its_own(line: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        prepare(configured(*TWO_NODES, sweep(line)))
+        prepare(configured(*TWO_NODES, sweep(line)), here=False)
     (message,) = str(caught.value).splitlines()
     assert message.startswith(f"slurm.sweep[0] = {line!r}: the tasks of a job share one script, and this one needs ")
     assert said in message
@@ -136,6 +138,7 @@ def test_a_task_that_needs_another_script_is_to_be_submitted_on_its_own(line: st
 def test_a_task_that_reads_what_is_not_mounted_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     file = tmp_path / "data" / "prompts.jsonl"
+    file.write_text('{"prompt": "1+1=", "answer": "2"}')
     container = ("slurm.runtime=apptainer", "slurm.container_image=docker://a/b:1")
     lines = sweep("optimizer.lr=1e-4", f"data.source=jsonl data.path={file}")
     with pytest.raises(

@@ -1,0 +1,126 @@
+"""Settings that have no effect beside others: a table, and the warnings made from it."""
+
+import json
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from bapo_megatron.config.base import Violation, warning
+from bapo_megatron.config.schema import ClipBoundConfig, Config
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Settings that only act under a condition.
+
+    Example: Idle("sglang.extra", lambda c: c.rollout.engine == "sglang", 'rollout.engine="sglang"')
+    """
+
+    settings: str  # names, separated by blanks; "bapo.*" is a whole section
+    act: Callable[[Config], bool]
+    needed: str  # for them to act, as a user sets it
+
+
+IDLE = (
+    Idle("bapo.*", lambda c: c.loss.bounds == "bapo", 'loss.name="bapo"'),
+    Idle(
+        "bapo.rho0 bapo.contribution bapo.token_weight bapo.order",
+        lambda c: c.loss.bounds != "bapo" or c.bapo.scope != "fixed",
+        'bapo.scope="exact"',
+    ),
+    Idle("loss.reference_path loss.kl_estimator", lambda c: c.loss.kl_coef > 0, "loss.kl_coef=0.001"),
+    Idle("loss.kl_horizon", lambda c: c.loss.kl_target is not None, "loss.kl_target"),
+    Idle("loss.importance_cap", lambda c: c.loss.scores_proximal, 'loss.proximal="learner"'),
+    Idle(
+        "optimizer.min_lr_ratio optimizer.total_updates",
+        lambda c: c.optimizer.schedule != "constant",
+        'optimizer.schedule="cosine"',
+    ),
+    Idle("critic.*", lambda c: not c.advantage.compares_responses, 'advantage.kind="gae" or "n_step"'),
+    Idle(
+        "advantage.gamma advantage.whiten_tokens",
+        lambda c: not c.advantage.compares_responses,
+        'advantage.kind="gae" or "n_step"',
+    ),
+    Idle("advantage.lam", lambda c: c.advantage.kind == "gae", 'advantage.kind="gae"'),
+    Idle("advantage.n_step", lambda c: c.advantage.kind == "n_step", 'advantage.kind="n_step"'),
+    Idle("data.path data.format", lambda c: c.data.source == "jsonl", 'data.source="jsonl"'),
+    Idle("data.dataset", lambda c: c.data.source == "reasoning_gym", 'data.source="reasoning_gym"'),
+    Idle("data.options data.size", lambda c: c.data.source != "jsonl", "a procedural data.source"),
+    Idle("reward.overlong_buffer_tokens", lambda c: c.reward.overlong_penalty > 0, "reward.overlong_penalty=1"),
+    Idle("eval.*", lambda c: c.eval.interval_steps is not None, "eval.interval_steps=10"),
+    Idle("eval.path", lambda c: c.eval.interval_steps is None or c.data.source == "jsonl", 'data.source="jsonl"'),
+    Idle("rollout.urls", lambda c: c.rollout.engine == "attach", 'rollout.engine="attach"'),
+    Idle("rollout.recorded_from", lambda c: c.rollout.engine == "recorded", 'rollout.engine="recorded"'),
+    Idle(
+        "rollout.num_servers rollout.max_restarts rollout.engine_threads rollout.engine_max_context",
+        lambda c: c.rollout.engine_kind.specs is not None,
+        'an engine that the run starts, such as rollout.engine="embedded"',
+    ),
+    Idle("sglang.extra", lambda c: c.rollout.engine == "sglang", 'rollout.engine="sglang"'),
+    Idle("sync.bucket_mib sync.backend", lambda c: c.sync.channel == "broadcast", 'sync.channel="broadcast"'),
+    Idle(
+        "checkpoint.keep_last checkpoint.asynchronous checkpoint.timeout_s",
+        lambda c: c.checkpoint.interval_steps is not None,
+        "checkpoint.interval_steps=20",
+    ),
+    Idle("monitor.wandb_project", lambda c: "wandb" in c.monitor.sinks, 'monitor.sinks=["wandb"]'),
+    Idle("monitor.prometheus_host", lambda c: c.monitor.prometheus_port is not None, "monitor.prometheus_port"),
+    Idle("monitor.token_profile", lambda c: c.loss.name != "sft", 'a loss with ratios, such as loss.name="bapo"'),
+    Idle(
+        "cluster.gpus_per_node cluster.gpu_memory_gib cluster.network_gbit_per_s",
+        lambda c: c.cluster.gpu is not None,
+        'cluster.gpu="h100" or another kind',
+    ),
+)
+"""Each setting is judged by its first row here that does not act."""
+
+
+def idle_settings(config: Config, given: Collection[str] | None = None) -> Iterator[Violation]:
+    """Warn of settings that differ from their defaults and have no effect.
+
+    Args:
+        given: settings to consider, tables included; None: all. Shipped configurations are made to be combined, so
+            that parts of one may have no effect beside another.
+    """
+    told: set[str] = set()
+    for row in IDLE:
+        if row.act(config):
+            continue
+        changed = {
+            name: value
+            for name, value in _changed(config, row.settings)
+            if name not in told and (given is None or name in given)
+        }
+        told |= changed.keys()
+        if changed:
+            settings = ", ".join(f"{name}={_shown(value)}" for name, value in changed.items())
+            has, them = ("has", "it") if len(changed) == 1 else ("have", "them")
+            yield warning(f"{settings} {has} no effect without {row.needed}; set that, or leave {them} out")
+
+
+def _changed(config: Config, settings: str) -> Iterator[tuple[str, Any]]:
+    for name in settings.split():
+        section_name, key = name.split(".")
+        section = getattr(config, section_name)
+        default = _default(section)
+        keys = type(section).model_fields if key == "*" else [key]
+        for each in keys:
+            if each == "preset" or not hasattr(section, each):  # a loss without this setting
+                continue
+            if (value := getattr(section, each)) != getattr(default, each):
+                yield f"{section_name}.{each}", value
+
+
+def _default(section: BaseModel) -> BaseModel:
+    """Return the section as it is where nothing is set, but for a preset, which chooses the defaults."""
+    if isinstance(section, ClipBoundConfig):
+        return ClipBoundConfig.model_validate({"preset": section.preset})
+    return type(section).model_construct()
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value.model_dump() if isinstance(value, BaseModel) else value, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."

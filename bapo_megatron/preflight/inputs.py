@@ -1,0 +1,209 @@
+"""Reading what a run will read, before it starts: prompts, judge, recorded rollouts, names that are passed on upstream.
+
+Each check calls the code that the run calls, on the first rows only.
+"""
+
+import ast
+import difflib
+import functools
+import importlib.util
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bapo_megatron.assets import SHIPPED_MODELS
+from bapo_megatron.config.base import Violation, warning
+from bapo_megatron.config.dotted import REWARD
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import UserError
+from bapo_megatron.prompts import build_source
+from bapo_megatron.prompts.base import PromptSource, Question
+from bapo_megatron.rewards.judges import EXACT, JudgeSpec
+
+if TYPE_CHECKING:
+    from bapo_megatron.rewards.pool import Verdict
+
+NUM_ROWS = 256
+"""Prompts of each source that are tokenised."""
+
+Memory = dict[str, list[Violation]]
+"""Findings by what was read, so that the tasks of a sweep read each thing once."""
+
+
+def read_inputs(config: Config, model: Path | None, memory: Memory, *, here: bool) -> list[Violation]:
+    """Find what is wrong with what the run will read.
+
+    Args:
+        model: folder with the policy's tokenizer; None: it is not on this machine, and nothing is tokenised.
+        memory: of earlier calls.
+        here: whether files must be on this machine; else a missing one is a warning.
+    """
+    found: list[Violation] = []
+    if config.rollout.engine_kind.samples:
+        sections = (config.data, config.reward, config.eval)
+        values = [section.model_dump_json() for section in sections]
+        key = json.dumps([config.run.seed, config.model.path, *values, here])
+        if key not in memory:
+            memory[key] = list(_prompts_and_judge(config, model, here))
+        found += memory[key]
+    else:
+        found += _recording(config, here)
+    return [*found, *_passed_on(config)]
+
+
+def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterator[Violation]:
+    """Read the prompts of training and evaluation, and have the judge score one of each, answered correctly."""
+    evaluated = config.model_copy(update={"data": config.data.model_copy(update={"path": config.eval.path})})
+    sources = {"data.path": config}
+    if config.data.source == "jsonl" and config.eval.interval_steps is not None:
+        sources["eval.path"] = evaluated
+    questions: list[tuple[str, Question]] = []
+    for setting, one in sources.items():
+        path = one.data.path
+        if one.data.source == "jsonl" and path is None:
+            continue  # config/plan.py reports it
+        if one.data.source == "jsonl" and not here and not os.path.exists(os.path.expanduser(path or "")):
+            if model is not None:  # else this machine has neither, and is none of the cluster's
+                yield warning(f"{setting}={path} is not on this machine, and was not read; the run needs it")
+            continue
+        try:
+            source = _read_source(one, model, setting)
+            questions.append((source.name, source[0]))
+        except UserError as error:
+            yield Violation(str(error))
+    if len(questions) == len(sources) or config.reward.kind not in REWARD.names:
+        yield from _judge(config, questions)  # a judge of ours may need what could not be read
+
+
+def _read_source(config: Config, model: Path | None, setting: str) -> PromptSource:
+    """Return a source whose first prompts have the right lengths. Raises UserError."""
+    source = build_source(config, setting)
+    questions = [source[i] for i in range(min(NUM_ROWS, len(source)))]
+    # No token of a shipped model is shorter than a byte; loading a tokenizer takes seconds.
+    is_short = all(0 < len(question.text.encode()) <= config.data.max_prompt_tokens for question in questions)
+    is_plain = not config.data.chat_template and config.data.system_prompt is None
+    if model is None or (config.model.path in SHIPPED_MODELS and is_short and is_plain):
+        return source
+    from bapo_megatron.hf.tokenizer import load_tokenizer
+    from bapo_megatron.prompts.stream import PromptStream
+
+    try:
+        tokenizer = load_tokenizer(model)
+    except UserError:
+        raise
+    except Exception as error:  # transformers raises many kinds for a damaged file
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UserError(f"model.path={config.model.path}: its tokenizer cannot be loaded: {reason[:300]}") from error
+    PromptStream(config, tokenizer, source).check(NUM_ROWS)
+    return source
+
+
+def _judge(config: Config, questions: list[tuple[str, Question]]) -> Iterator[Violation]:
+    """Build the judge, and let it score each question with its own answer as the response."""
+    try:
+        spec = JudgeSpec.of(config)
+        if spec.kind in EXACT:
+            return
+        verdicts = _verdicts(spec, questions)
+    except (UserError, RuntimeError) as error:  # RuntimeError: no judge process stays alive
+        yield Violation(str(error))
+        return
+    for (_, question), verdict in zip(questions, verdicts, strict=True):
+        if verdict.problem is not None:
+            yield Violation(
+                f'reward.kind="{spec.kind}" cannot judge a first sample, {question.where} with its own answer as the '
+                f"response: {verdict.message}; correct the judge, or the answer"
+            )
+
+
+def _verdicts(spec: JudgeSpec, questions: list[tuple[str, Question]]) -> "list[Verdict]":
+    from bapo_megatron.rewards.judges import fields_of
+    from bapo_megatron.rewards.pool import WorkerPool
+    from bapo_megatron.types import Prompt
+
+    pool = WorkerPool(spec, 1)
+    try:
+        return pool.judge(
+            [
+                fields_of(Prompt(i, (0,), question.text, question.answer, name), _as_response(question.answer))
+                for i, (name, question) in enumerate(questions)
+            ]
+        )
+    finally:
+        pool.close()
+
+
+def _as_response(answer: Any) -> str:
+    return answer if isinstance(answer, str) else json.dumps(answer)
+
+
+def _recording(config: Config, here: bool) -> Iterator[Violation]:
+    """Read the first recorded step, and see that the last one is there."""
+    if config.rollout.recorded_from is None:
+        return  # config/plan.py reports it
+    folder = Path(config.rollout.recorded_from).expanduser()
+    if not here and not folder.exists():
+        yield warning(f"rollout.recorded_from={folder} is not on this machine, and was not read")
+        return
+    from bapo_megatron.rollout.recorded import read_groups
+
+    try:
+        read_groups(folder, 1)
+        read_groups(folder, config.train.num_steps)
+    except UserError as error:
+        yield Violation(str(error))
+
+
+def _passed_on(config: Config) -> Iterator[Violation]:
+    """Compare the names of [megatron.extra] and [sglang.extra] with those that the installed packages declare."""
+    if config.megatron.extra:
+        yield from _unknown("megatron.extra", config.megatron.extra, "TransformerConfig", transformer_settings())
+    if config.sglang.extra and config.rollout.engine == "sglang":
+        yield from _unknown("sglang.extra", config.sglang.extra, "ServerArgs", server_arguments())
+
+
+def _unknown(setting: str, given: dict[str, Any], owner: str, known: frozenset[str]) -> Iterator[Violation]:
+    for name in given.keys() - known if known else ():
+        close = difflib.get_close_matches(name, known, n=1)
+        advice = f"; did you mean {setting}.{close[0]}?" if close else ""
+        yield Violation(f"{setting}.{name} is not a setting of the installed {owner}{advice}")
+
+
+@functools.cache
+def transformer_settings() -> frozenset[str]:
+    """Return the fields of Megatron-Core's TransformerConfig, read from its source; empty if it is not installed."""
+    classes = ("ModelParallelConfig", "TransformerConfig")
+    files = _sources("megatron", "core/model_parallel_config.py", "core/transformer/transformer_config.py")
+    return frozenset(
+        name for tree in files for node in tree.body if getattr(node, "name", "") in classes for name in _fields(node)
+    )
+
+
+@functools.cache
+def server_arguments() -> frozenset[str]:
+    """Return the arguments of SGLang's server, read from its source; empty if it is not installed."""
+    names: set[str] = set()
+    for tree in _sources("sglang", "srt/server_args.py", "srt/arg_groups/fields/*.py"):
+        for node in ast.walk(tree):
+            names |= set(_fields(node))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("--"):
+                names.add(node.value[2:].replace("-", "_"))
+    return frozenset(names)
+
+
+def _sources(package: str, *patterns: str) -> Iterator[ast.Module]:
+    """Parse files of an installed package, which takes milliseconds where importing it takes seconds."""
+    spec = importlib.util.find_spec(package)
+    folders = spec.submodule_search_locations if spec is not None else None
+    for folder in map(Path, folders or ()):
+        for file in (file for pattern in patterns for file in sorted(folder.glob(pattern))):
+            yield ast.parse(file.read_text(encoding="utf-8"))
+
+
+def _fields(node: ast.AST) -> Iterator[str]:
+    """Yield the annotated names in the body of a class."""
+    for statement in node.body if isinstance(node, ast.ClassDef) else ():
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            yield statement.target.id

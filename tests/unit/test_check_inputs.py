@@ -1,0 +1,197 @@
+"""`bapo check` reads what a run will read, and answers all at once."""
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron import cli
+from bapo_megatron.config.load import load_config, read_config
+from bapo_megatron.config.plan import check_monitor
+from bapo_megatron.errors import escaped
+from bapo_megatron.preflight import inputs
+
+ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
+
+
+def write_rows(file: Path, rows: Sequence[object] = ROWS) -> str:
+    file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return str(file)
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    """Return the errors and warnings of `bapo check demo`."""
+    code = cli.main(["check", "demo", *arguments])
+    lines = [line.removeprefix("bapo: ") for line in capsys.readouterr().err.splitlines()]
+    assert code == (2 if any(not line.startswith("warning: ") for line in lines) else 0)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts"),
+    [
+        (None, ["data.path: there is no file", "prompts.jsonl"]),
+        ([], ["prompts.jsonl: the file has no prompts"]),
+        (["{"], ["prompts.jsonl:1: not JSON"]),
+        ([{"prompt": "1+1="}], ["prompts.jsonl:1: field 'answer' is missing"]),
+        (
+            [*ROWS, {"prompt": "1" * 60, "answer": "1"}],
+            ["prompts.jsonl:3: the prompt has 60 tokens, more than", "= 16"],
+        ),
+    ],
+)
+def test_the_file_of_prompts_is_read(
+    rows: list[object] | None, parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    if rows is not None:
+        write_rows(file, rows)
+    (line,) = answer(capsys, "data.source=jsonl", f"data.path={file}")
+    for part in parts:
+        assert part in line
+
+
+def test_a_folder_is_no_file_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = answer(capsys, "data.source=jsonl", f"data.path={tmp_path}")
+    assert line.startswith(f"data.path: cannot read {tmp_path}: ")
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        (["data.source=reasoning_gym", "data.dataset=nope"], "data.dataset = 'nope' is not one of"),
+        (["data.options={min_terms=9,max_terms=2}"], "max_terms (2) is smaller than min_terms (9)"),
+        (["data.max_prompt_tokens=4"], "tokens, more than data.max_prompt_tokens = 4"),
+        (["data.system_prompt=Hi"], "set data.chat_template = true"),
+        (["eval.interval_steps=5", "data.source=jsonl", "data.path=ROWS", "eval.path=/nope"], "eval.path: there is no"),
+        (["rollout.engine=recorded", "rollout.recorded_from=/nope"], "/nope holds 0 recorded steps"),
+        (["advantage.kind=gae", "critic.path=/nope"], "critic.path = '/nope': there is no folder /nope"),
+        (["loss.kl_coef=0.1", "loss.reference_path=/nope"], "loss.reference_path = '/nope': there is no folder"),
+        (["megatron.extra={bogus=1}"], "megatron.extra.bogus is not a setting of the installed TransformerConfig"),
+        (["megatron.extra={num_layer=1}"], "did you mean megatron.extra.num_layers?"),
+        (["rollout.engine=sglang", "sglang.extra={mem_fraction=0.5}"], "did you mean sglang.extra.mem_fraction_stati"),
+        (["bapo.low={start=0.6,stop=0.9,step=0.0000000001}"], "bapo.low.step must cut the range into at most 1000"),
+        (["parallel.tensor=99999999999999999999"], "parallel.tensor must be at most 65536, got 99999999999999999999"),
+        (["parallel.tensor=65536", "parallel.data=65536"], "ranks, and there may be 1048576 at most"),
+        (["cluster.gpu_memory_gib=1e300"], "cluster.gpu_memory_gib must be at most 100000, got 1e+300"),
+        (["cluster.gpus_per_node=1000000000"], "cluster.gpus_per_node must be at most 256, got 1000000000"),
+        (["sync.bucket_mib=1e308"], "sync.bucket_mib must be at most 1e+06, got 1e+308"),
+        ([f"model.path={'x' * 300}"], "model.path must be a path of at most 4095 bytes, and 255 between two slashes"),
+        (["model.path=~nobody-here/x"], "model.path must be a path: Could not determine home directory"),
+    ],
+)  # fmt: skip
+def test_one_line_for(settings: list[str], part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = write_rows(tmp_path / "prompts.jsonl")
+    (line,) = answer(capsys, *(text.replace("ROWS", rows) for text in settings))
+    assert part in line
+
+
+def test_a_recording_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with gzip.open(tmp_path / "step-000001.jsonl.gz", "wt") as file:
+        file.write("not JSON\n")
+    (line,) = answer(capsys, "rollout.engine=recorded", f"rollout.recorded_from={tmp_path}", "train.num_steps=1")
+    assert "step-000001.jsonl.gz, line 1 cannot be read" in line
+
+
+JUDGES = {
+    "raises": ("def judge(response):\n    raise RuntimeError('boom')", "RuntimeError('boom')"),
+    "nothing": ("def judge(response):\n    pass", "TypeError"),
+    "text": ("def judge(response):\n    return 'good'", "a judge returns a number"),
+    "table": ("def judge(response):\n    return {'score': 1.0}", "TypeError"),
+    "sleeps": ("import time\ndef judge(response):\n    time.sleep(60)", "no verdict in 1 s"),
+    "signature": ("def judge(reply):\n    return 1.0", "it asks for reply"),
+}
+
+
+@pytest.mark.parametrize("name", JUDGES)
+def test_the_judge_is_called_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, part = JUDGES[name]
+    (tmp_path / f"judge_{name}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (line,) = answer(capsys, f"reward.kind=judge_{name}:judge", "reward.timeout_s=1")
+    assert f'reward.kind="judge_{name}:judge"' in line
+    assert part in line
+
+
+def test_a_judge_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = answer(capsys, "reward.kind=nomod:f")
+    assert "importing nomod failed: ModuleNotFoundError" in line
+
+
+def test_the_tasks_of_a_sweep_read_each_thing_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(inputs, "_prompts_and_judge", lambda config, *_: read.append(config.data.source) or [])
+    memory: inputs.Memory = {}
+    for settings in (["optimizer.lr=1"], ["optimizer.lr=2"], ["data.size=5"]):
+        inputs.read_inputs(load_config(["demo"], settings), None, memory, here=True)
+    assert read == ["chains", "chains"]
+
+
+def test_all_stages_answer_at_once_and_blame_the_right_source(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["parallel.tensor=3", "train.minibatches_per_step=7", "bapo.rho0=1.4", "bapo.rho_0=2", "optimizer.lr=fast"]
+    lines = answer(capsys, *wrong, "data.options={min_terms=9,max_terms=2}", "nonsense=")
+    assert [line.split(" ")[0] for line in lines] == [
+        "no", "optimizer.lr", "no", "bapo.rho0", "train.minibatches_per_step=7", "parallel.tensor=3", "data.options",
+    ]  # fmt: skip
+    assert lines[3].endswith("got 1.4 (override bapo.rho0=1.4)")
+
+
+def test_what_only_follows_from_another_mistake_is_not_told() -> None:
+    reading = read_config([], ["loss.name=ppo", "loss.clip_high=1.3", "bapo.contribution=x", "bapo.rho0=1.4"])
+    assert len(reading.problems) == 2
+    assert {"loss", "bapo.contribution"} <= reading.dropped
+    assert reading.config.loss.name == "bapo"
+
+
+def test_the_first_given_of_two_settings_that_contradict_each_other_is_blamed() -> None:
+    (problem,) = read_config([], ["bapo.preset=official", "bapo.contribution=gradient"]).problems
+    assert problem.startswith("bapo.rho0 must be below 1")
+    assert problem.endswith("(override bapo.contribution=gradient)")
+
+
+def test_control_characters_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = answer(capsys, "run.x\x1b[31m\ny=1", "model.path=a\0b", "rollout.engine=\u202e")
+    assert len(lines) == 3
+    assert all(line.isprintable() for line in lines)
+    assert escaped("a\n\x1b\ud800 é 😀") == "a\\n\\x1b\\ud800 é 😀"
+
+
+def test_only_the_users_own_settings_are_told_to_have_no_effect(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = ["check", "recipes/octothinker-3b-8k", "algorithms/grpo", "clusters/1x8-h100"]
+    assert (cli.main(recipe), capsys.readouterr().err) == (0, ""), "its [bapo] is for algorithms/bapo"
+    assert cli.main([*recipe, "bapo.order=low_first"]) == 0
+    assert capsys.readouterr().err == (
+        'bapo: warning: bapo.order="low_first" has no effect without loss.name="bapo"; set that, or leave it out\n'
+    )
+
+
+def test_each_setting_without_effect_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = answer(capsys, "loss.name=grpo", "bapo.rho0=0.3", "loss.reference_path=x", "eval.path=nope.jsonl")
+    assert [line.split("=")[0] for line in lines] == [
+        "warning: bapo.rho0", "warning: loss.reference_path", "warning: eval.path",
+    ]  # fmt: skip
+
+
+def test_wandb_needs_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = load_config(["demo"], ['monitor.sinks=["wandb"]'])
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setattr("bapo_megatron.config.plan.find_spec", lambda name: name)
+    (violation,) = check_monitor(config)
+    assert "there is no key for Weights & Biases; run `wandb login`" in violation.message
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret")
+    assert list(check_monitor(config)) == []
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example")
+    assert len(list(check_monitor(config))) == 1
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert list(check_monitor(config)) == []
+
+
+def test_upstream_names_are_read_from_their_sources() -> None:
+    assert {"num_layers", "moe_router_topk", "tensor_model_parallel_size"} <= inputs.transformer_settings()
+    assert {"mem_fraction_static", "attention_backend", "tp_size"} <= inputs.server_arguments()
