@@ -25,7 +25,7 @@ from tests.hf_models import save_model
 
 COMPANIONS = {"tokenizer.json": '{"version": "1.0"}', "merges.txt": "a b", "chat_template.jinja": "{{ x }}"}
 UP = "model.layers.1.mlp.up_proj.weight"
-CHILD_TIMEOUT_S = 60
+CHILD_TIMEOUT_S = 300
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingPar
 from bapo_megatron.engines.embedded.server import Server
 from bapo_megatron.engines.embedded.text import Reply, TextModel
 from bapo_megatron.errors import UserError
+from tests.unit.test_embedded_engine import stop
 
 PROMPT = "3+5*2="
 TEMPLATE = (
@@ -34,7 +35,7 @@ TEMPLATE = (
 def model() -> Iterator[TextModel]:
     model = TextModel.load(demo_model_path(), name="demo", max_context=None, max_running=4, dtype=torch.float32)
     yield model
-    model.engine.stop()
+    stop(model.engine)
 
 
 @pytest.fixture(scope="module")
