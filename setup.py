@@ -132,7 +132,7 @@ setup(
     packages=[*find_packages(include=["bapo_megatron", "bapo_megatron.*"]), *mapped_packages()],
     package_dir=MAPPED_FOLDERS,
     package_data={
-        "bapo_megatron": ["py.typed", "assets/**/*", "**/*.jinja", "**/*.toml", "**/*.txt"],
+        "bapo_megatron": ["py.typed", "assets/**/*", "**/*.jinja", "report/*.js", "report/uplot/*", "**/*.toml", "**/*.txt"],
         "bapo_megatron_configs": ["**/*.toml", "**/*.jsonl"],
         "bapo_megatron_requirements": ["*.txt"],
     },
