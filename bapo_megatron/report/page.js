@@ -12,7 +12,7 @@ function shortNumber(value, digits) {
   if (!isNumber(value)) return "–";
   const size = Math.abs(value);
   if (size && size < 1e-3) return value.toExponential(Math.max(0, digits - 2)).replace(/\.?0+e/, "e");
-  if (size >= 1e5) return new Intl.NumberFormat("en", {notation: "compact", maximumSignificantDigits: digits}).format(value);
+  if (size >= 1e4) return new Intl.NumberFormat("en", {notation: "compact", maximumSignificantDigits: digits}).format(value);
   return String(Number(value.toPrecision(digits)));
 }
 
@@ -80,7 +80,7 @@ class Chart {
         continue;
       }
       if (s.low) {
-        bands.push({series: [series.length + 1, series.length], fill: faded(colour)});
+        if (!s.bars) bands.push({series: [series.length + 1, series.length], fill: faded(colour)});
         series.push({...common, width: 0}, {...common, width: 0});
       }
       const points = plot.x.length <= 40 && !s.faint && s.colour !== "--ink" ? {show: true, size: 6, fill: colour} : common.points;
@@ -97,7 +97,7 @@ class Chart {
       scale: "y",
       label: plot.yLabel,
       values: (u, splits) => splits.map(value => value === null ? "" : shortNumber(value, 4)),
-      size: (u, texts) => 14 + 7 * Math.max(2, ...(texts || []).map(text => text.length)),
+      size: (u, texts) => 12 + 7.5 * Math.max(2, ...(texts || []).map(text => text.length)),
     };
     const axes = [{...axis, label: plot.xLabel, size: 30, gap: 4, ...(plot.wholeX ? {incrs: WHOLE} : {})}, yAxis];
     if (plot.series.some(s => s.right)) axes.push({...yAxis, scale: "right", side: 1, label: plot.rightLabel, grid: {show: false}});
@@ -107,8 +107,25 @@ class Chart {
       legend: {show: false},
       scales: {x: {time: false, range: (u, low, high) => low === null || (low === plot.x[0] && high === this.plot.x.at(-1)) ? this.ends : [low, high]}, y: yScale, right: yScale},
       cursor: {y: false, sync: {key: plot.xLabel, scales: ["x", null]}, points: {show: !plot.stacked, size: 7}},
-      hooks: {setCursor: [() => this.tell()]},
+      hooks: {setCursor: [() => this.tell()], draw: [u => this.drawBars(u)]},
     };
+  }
+
+  // Draws the interval of each single value.
+  drawBars(u) {
+    const place = (value, s) => u.valToPos(value, s.right ? "right" : "y", true);
+    for (const s of this.plot.series.filter(s => s.bars)) {
+      u.ctx.strokeStyle = colourOf(s.colour);
+      u.ctx.lineWidth = devicePixelRatio;
+      u.ctx.beginPath();
+      this.plot.x.forEach((x, i) => {
+        if (s.y[i] === null || x < u.scales.x.min || x > u.scales.x.max) return;
+        const across = u.valToPos(x, "x", true);
+        u.ctx.moveTo(across, place(s.low[i], s));
+        u.ctx.lineTo(across, place(s.high[i], s));
+      });
+      u.ctx.stroke();
+    }
   }
 
   // Writes the values at the pointer into the legend; away from the figures, the latest ones.

@@ -67,7 +67,8 @@ class Curve:
         if not np.isfinite(y).any():
             return []
         if self.standard_error:
-            return [Series(self.label, look(index), y, *self._interval(run, y), self.on_right, joined=True)]
+            low, high = self._interval(run, y)
+            return [Series(self.label, look(index), y, low, high, self.on_right, has_bars=True, joined=True)]
         if not self.smooth or len(y) <= SMOOTH_STEPS:
             return [Series(self.label, look(index), y, on_right=self.on_right)]
         average = Series(f"mean of {SMOOTH_STEPS} steps", look(index), moving_average(y), on_right=self.on_right)

@@ -29,7 +29,9 @@ def serve(run_dir: Path, port: int, tell: Callable[[str], None]) -> None:
     try:
         server = ThreadingHTTPServer((LOOPBACK, port), partial(_Handler, page))
     except OSError as error:
-        raise UserError(f"cannot listen on port {port} of {LOOPBACK}: {error.strerror}; choose another --port") from error
+        raise UserError(
+            f"cannot listen on port {port} of {LOOPBACK}: {error.strerror}; choose another --port"
+        ) from error
     with server, contextlib.suppress(KeyboardInterrupt):
         tell(f"http://{LOOPBACK}:{server.server_port}/ follows {run_dir}; Ctrl-C ends it")
         server.serve_forever()

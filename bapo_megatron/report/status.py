@@ -116,6 +116,5 @@ def _count(run: History, watched: _Watched) -> Alarm:
 
 def _advice(key: str) -> str:
     """Return what to do about a count above 0."""
-    metric = METRICS[key]
-    advice = re.sub(r"^Should be 0\.\s*(Otherwise )?", "", metric.advice) or metric.meaning
+    advice = re.sub(r"^Should be 0\.\s*(Otherwise )?", "", METRICS[key].advice)
     return (advice[:1].upper() + advice[1:]).replace("`", "")

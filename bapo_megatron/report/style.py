@@ -98,8 +98,9 @@ def to_svg(figure: Figure, name: str) -> str:
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    for bulk in (r'(?<=<g) id="[^"]*"', r" font-family: [^;]*;", r' transform="rotate\(-0 [^"]*"', r"(?<=\.\d)\d+"):
+    for bulk in (r'(?<=<g) id="[^"]*"', r" font-family: [^;]*;", r' transform="rotate\(-0 [^"]*"'):
         svg = re.sub(bulk, "", svg)
+    svg = re.sub(r'"[^"<>]*"', lambda quoted: re.sub(r"(?<=\.\d)\d+", "", quoted.group()), svg)  # tenths of a pixel
     svg = re.sub(r"\s+", " ", svg)
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r'href="#', f'href="#{name}-', svg)

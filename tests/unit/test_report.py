@@ -5,13 +5,14 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bapo_megatron.errors import UserError
 from bapo_megatron.report.gallery import FIGURES, PANELS
 from bapo_megatron.report.page import write_report
 from bapo_megatron.runtime.files import JsonlWriter
-from tests.unit.page import Page, check_self_contained
+from tests.unit.page import NUM_SCRIPTS, Page, check_self_contained
 from tests.unit.run_folders import CONFIG, make_run, plain, step, steps
 
 
@@ -25,7 +26,7 @@ def read_page(run: Path) -> tuple[str, Page]:
 @pytest.mark.parametrize("num_steps", [5, 60])
 def test_every_figure_is_drawn_and_nothing_is_loaded_from_elsewhere(tmp_path: Path, num_steps: int) -> None:
     html, page = read_page(make_run(tmp_path / "run", steps(num_steps)))
-    assert page.tags.count("svg") == len(PANELS)
+    assert num_drawings(html) == len(PANELS)
     assert "Not recorded" not in page.text
     check_self_contained(html, page)
     for panel in PANELS:
@@ -36,10 +37,14 @@ def test_every_figure_is_drawn_and_nothing_is_loaded_from_elsewhere(tmp_path: Pa
         assert label in page.text
 
 
+def num_drawings(html: str) -> int:
+    return html.count('role="img"')
+
+
 def test_a_single_step_is_drawn(tmp_path: Path) -> None:
-    _, page = read_page(make_run(tmp_path / "run", steps(1)))
+    html, _ = read_page(make_run(tmp_path / "run", steps(1)))
     without = {"Evaluation", "Entropy-Clip Rule"}  # not due yet; the measured change needs a next step
-    assert page.tags.count("svg") >= len(PANELS) - len(without)
+    assert num_drawings(html) >= len(PANELS) - len(without)
 
 
 def test_key_facts_and_all_data_are_in_the_page(tmp_path: Path) -> None:
@@ -57,16 +62,16 @@ def test_key_facts_and_all_data_are_in_the_page(tmp_path: Path) -> None:
 
 def test_missing_metrics_leave_a_note_instead_of_a_figure(tmp_path: Path) -> None:
     rows = [{"step": i, "reward/mean": 0.5, "loss/entropy": math.nan} for i in (1, 2, 5)]
-    _, page = read_page(make_run(tmp_path / "run", rows, config=""))
-    assert page.tags.count("svg") == 1
+    html, page = read_page(make_run(tmp_path / "run", rows, config=""))
+    assert num_drawings(html) == 1
     assert "Not recorded: Evaluation (eval.interval_steps), Entropy, Response length" in page.text
 
 
 def test_gaps_and_repeated_steps_of_a_resumed_run_are_drawn(tmp_path: Path) -> None:
     rows = [step(i) for i in (1, 2, 3, 4, 3, 4, 7)]
     rows[1]["bapo/high"] = math.nan
-    html, page = read_page(make_run(tmp_path / "run", rows))
-    assert page.tags.count("svg") == len(PANELS) - 1  # no evaluation
+    html, _ = read_page(make_run(tmp_path / "run", rows))
+    assert num_drawings(html) == len(PANELS) - 1  # no evaluation
 
     assert '"step": [1.0, 2.0, 3.0, 4.0, 7.0]' in html
 
@@ -80,7 +85,7 @@ def test_text_of_prompts_and_responses_cannot_become_markup(tmp_path: Path) -> N
     writer.write({"step": 1, "response": "no segments here"})
     writer.close()
     html, page = read_page(run)
-    assert page.tags.count("script") == 1
+    assert page.tags.count("script") == NUM_SCRIPTS
     assert "b" not in page.open
     assert "i" not in page.tags
     assert "<script>alert" not in html
@@ -89,16 +94,21 @@ def test_text_of_prompts_and_responses_cannot_become_markup(tmp_path: Path) -> N
     assert "no segments here" in page.text
 
 
-def test_long_responses_are_shortened_and_only_the_first_and_latest_are_shown(tmp_path: Path) -> None:
+def test_long_responses_are_shortened_and_samples_of_the_whole_run_fit_the_page(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [plain(1)])
     writer = JsonlWriter(run / "samples.jsonl")
-    for i in range(50):
+    for i in range(500):
         writer.write({"step": i, "response": f"<{i}>" + "x" * 100_000})
     writer.close()
     html, page = read_page(run)
     assert "<0>" in page.text
-    assert "<49>" in page.text
+    assert "<499>" in page.text
     assert "<20>" not in page.text
+    shown = [int(number) for number in re.findall(r"<(\d+)>x", page.text)]
+    assert 40 < len(shown) <= 200
+    gaps = np.diff(shown)
+    assert gaps.max() - gaps.min() <= 1, "spread evenly"
+    assert f"{len(shown)} samples, spread evenly over the 500 in samples.jsonl" in page.text
     assert "more characters in samples.jsonl" in page.text
     assert len(html) < 400_000
 
