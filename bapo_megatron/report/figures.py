@@ -154,9 +154,10 @@ def compared(seeds_by_label: Mapping[str, Sequence[Points]], *, window: int = 1)
         if not len(x):
             continue
         mean, low, high = (_placed(x_N, x, column) for column in columns)
-        band = (low, high) if num_seeds > 1 else (None, None)
-        series = Series(label, look(index), mean, *band, joined=True)
-        found.append(series)
+        has_band = num_seeds > 1
+        found.append(
+            Series(label, look(index), mean, low if has_band else None, high if has_band else None, joined=True)
+        )
     return x_N, [_rimmed(series, found[i + 1 :]) for i, series in enumerate(found)]
 
 

@@ -133,9 +133,8 @@ def test_the_state_of_a_run_is_on_top(browser: Browser, tmp_path: Path, state: s
         with opened(browser, path.as_uri(), width_px) as page:
             expect(page.locator(".badge")).to_have_text(state)
             assert page.locator(".badge").bounding_box()["y"] < 200  # type: ignore[index]
-            assert (page.locator("header pre").all_inner_texts() == ["RuntimeError: device lost"]) == (
-                state == "failed"
-            )
+            error = ["RuntimeError: device lost"] if state == "failed" else []
+            assert page.locator("header pre").all_inner_texts() == error
             assert page.evaluate(FAULTS) == []
             page.screenshot(path=tmp_path / f"{state}-{width_px}.png", full_page=True)
             page.get_by_role("link", name="trainer-0").click()
@@ -215,14 +214,10 @@ def test_a_live_page_follows_its_run(browser: Browser, tmp_path: Path) -> None:
             assert page.locator(".sample").nth(3).get_attribute("open") is not None
         with urllib.request.urlopen(match.group(1) + "logs/attempt-1/trainer-0.log", timeout=60) as answer:
             assert b"started" in answer.read()
-        for path, host in (
-            ("config.toml", None),
-            ("logs/../config.toml", None),
-            ("logs%2f..%2f.lock", None),
-            ("", "evil.example"),
-        ):
-            request = urllib.request.Request(match.group(1) + path, headers={"Host": host} if host else {})
-            with pytest.raises(urllib.error.HTTPError, match="403" if host else "404"):
-                urllib.request.urlopen(request, timeout=60)
+        for path in ("config.toml", "logs/../config.toml", "logs%2f..%2f.lock"):
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                urllib.request.urlopen(match.group(1) + path, timeout=60)
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(urllib.request.Request(match.group(1), headers={"Host": "evil.example"}), timeout=60)
         server.send_signal(signal.SIGINT)
         assert server.wait(timeout=60) == 0
