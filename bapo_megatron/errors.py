@@ -4,6 +4,15 @@ The command line prints the message of a `UserError` and exits with code 2, with
 Anything else that escapes is a bug of ours and keeps its traceback.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+_MAX_FIELDS = 4  # in one message
+
 
 class UserError(ValueError):
     """Bad input or a bad environment, described so that the user can mend it."""
@@ -51,3 +60,10 @@ class UnreachableEngineError(EngineError):
 
 class BroadcastLostError(EngineError):
     """A rollout engine did not receive what it was about to: the sender or another receiver may be at fault."""
+
+
+def wrong_fields(error: ValidationError) -> str:
+    """Name the wrong fields of some parsed data, with the reasons: "files.a.0: Input should be a valid integer"."""
+    found = error.errors(include_url=False, include_input=False)
+    fields = [f"{'.'.join(map(str, e['loc'])) or 'the whole'}: {e['msg']}" for e in found[:_MAX_FIELDS]]
+    return "; ".join(fields) + (f"; and {len(found) - len(fields)} more" if len(found) > len(fields) else "")

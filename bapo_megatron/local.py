@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
@@ -19,10 +20,11 @@ from typing import NoReturn
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
-from bapo_megatron.engines.processes import LOOPBACK, EngineShare, reserved_ports
+from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables, reserved_ports
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError
-from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.monitor.rundir import RunDir, with_pinned_models
+from bapo_megatron.monitor.stall import hanging_ranks
 from bapo_megatron.report.page import write_report
 from bapo_megatron.runtime import num_cores
 
@@ -36,6 +38,7 @@ def run(config: Config) -> int:
     Returns:
         0, or the exit code of the trainer rank that failed first (2 for an error the user can fix).
     """
+    config = with_pinned_models(config)
     model_path = resolve_model_path(config.model.path)
     with RunDir.open(config) as run_dir:
         share = EngineShare(count=config.rollout.num_servers, first_gpu=num_ranks(config))
@@ -67,6 +70,8 @@ def _train(config: Config, run_dir: RunDir, urls: Sequence[str]) -> int:
         f"bapo: trainer rank {rank} ended with exit code {code}; its log: {run_dir.log_path('trainer', rank)}",
         file=sys.stderr,
     )
+    if hanging := hanging_ranks(run_dir.log_dir, len(codes), config.parallel.timeout_s):
+        print(f"bapo: it had waited for {hanging}; see {run_dir.log_dir}/stall-<rank>.txt", file=sys.stderr)
     return max(code, 1)
 
 
@@ -83,7 +88,7 @@ def _ranks(config: Config, run_dir: RunDir, urls: Sequence[str]) -> Iterator[lis
         command += ["--engine-url", url]
     ranks: list[subprocess.Popen[bytes]] = []
     with _exiting_on_signals(), reserved_ports(1) as ports:  # rank 0's store can still listen on it
-        common = {
+        common = loopback_variables(urls) | {
             "OMP_NUM_THREADS": str(threads),
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(ports[0]),
@@ -121,6 +126,9 @@ def _exiting_on_signals() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
+    if threading.current_thread() is not threading.main_thread():  # where Python handles no signals
+        yield
+        return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
     for number, handler in before.items():
         if handler != signal.SIG_IGN:  # as under nohup

@@ -17,28 +17,47 @@ With rollout.overlap, the engines go on sampling during everything below the fir
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Discriminator, Tag
+from typing_extensions import TypedDict
 
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.buffer.packing import minibatches
 from bapo_megatron.checkpoint.store import CheckpointStore, Saveable
 from bapo_megatron.config.schema import Config
-from bapo_megatron.learner.base import Learner
-from bapo_megatron.learner.bounds import BoundsFinder
+from bapo_megatron.learner.base import Learner, UpdatesState
+from bapo_megatron.learner.bounds import BoundsFinder, BoundsState
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.values import ValueAdvantages
 from bapo_megatron.learner.whole_batch import with_fixed_logprobs
 from bapo_megatron.monitor.record import Recorder, SilentRecorder, UpdateMetrics
 from bapo_megatron.monitor.rundir import RunDir
-from bapo_megatron.rollout.manager import RolloutManager, connect_rollouts
-from bapo_megatron.rollout.recorded import RecordedRollouts
+from bapo_megatron.rollout.manager import ManagerState, RolloutManager, connect_rollouts
+from bapo_megatron.rollout.recorded import RecordedRollouts, RecordedState
 from bapo_megatron.rollout.shared import Rollouts, SharedRollouts
 from bapo_megatron.runtime.ranks import StopFile
 from bapo_megatron.runtime.stopwatch import Stopwatch
 from bapo_megatron.runtime.straggler import compare_ranks
 from bapo_megatron.sync import open_channel
 from bapo_megatron.sync.base import Channel, push_until_whole
-from bapo_megatron.types import Batch, MiniBatch
+from bapo_megatron.types import Batch, Count, MiniBatch
+
+
+def _kind_of_rollouts(state: Any) -> str:
+    return "recorded" if isinstance(state, dict) and "recorded_from" in state else "sampled"
+
+
+class RunState(TypedDict):
+    """Contents of a checkpoint's state.json."""
+
+    step: Count
+    rollout: Annotated[
+        Annotated[ManagerState, Tag("sampled")] | Annotated[RecordedState, Tag("recorded")],
+        Discriminator(_kind_of_rollouts),
+    ]
+    bounds: BoundsState
+    updates: UpdatesState
 
 
 def train(
@@ -51,7 +70,7 @@ def train(
     first = _connect(config, model_path, urls) if learner.layout.rank == 0 else None
     rollouts = SharedRollouts(config, first, recorder.keep_samples)
     finder = BoundsFinder(config, learner)
-    store = CheckpointStore(run_dir.checkpoints_dir, config.checkpoint, warn=recorder.note)
+    store = CheckpointStore(run_dir.checkpoints_dir, config.checkpoint, warn=recorder.note, state_type=RunState)
     models: dict[str, Saveable] = {"learner": learner, **advantages.parts}
     first_step = _restore(store.resume(models), learner, rollouts, finder)
     channel = _open_channel(config, first, learner, run_dir.path / "weights")

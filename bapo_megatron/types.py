@@ -15,14 +15,21 @@ sampled it, in nats.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 import torch
+from pydantic import AfterValidator, Field, TypeAdapter
 from torch import Tensor
+from typing_extensions import TypedDict
 
 FinishReason = Literal["stop", "length"]
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+"""A count, version or id in JSON."""
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+"""A finite number in JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +120,60 @@ class Trajectory:
         return replace(self, segments=tuple(merged), finish_reason=finish_reason)
 
 
+class SegmentJson(TypedDict):
+    """A `Segment` in a file."""
+
+    version: Count
+    step: Count
+    token_ids: list[Count]
+    behaviour_logprobs: NotRequired[list[Number]]
+    logprobs: NotRequired[list[Number]]  # the name in older files
+
+
+def _logprobs(segment: SegmentJson) -> list[float]:
+    return segment["behaviour_logprobs"] if "behaviour_logprobs" in segment else segment.get("logprobs", [])
+
+
+def _has_logprobs(segment: SegmentJson) -> SegmentJson:
+    if len(_logprobs(segment)) != (num_tokens := len(segment["token_ids"])):
+        raise ValueError(f"{num_tokens} tokens with {len(_logprobs(segment))} behaviour_logprobs")
+    return segment
+
+
+class TrajectoryJson(TypedDict):
+    """A `Trajectory` in a file, without its prompt."""
+
+    sample_id: str
+    segments: list[Annotated[SegmentJson, AfterValidator(_has_logprobs)]]
+    finish_reason: FinishReason | None
+    reward: Number | None
+
+
+class PromptJson(TypedDict):
+    """A `Prompt` in a file."""
+
+    prompt_id: Count
+    token_ids: list[Count]
+    text: str
+    answer: Any
+    source: str
+
+
+def _is_utf8(prompt: PromptJson) -> PromptJson:
+    json.dumps(prompt, ensure_ascii=False, allow_nan=False).encode()
+    return prompt
+
+
+class GroupJson(TypedDict):
+    """A `Group` in a file."""
+
+    prompt: Annotated[PromptJson, AfterValidator(_is_utf8)]
+    trajectories: list[TrajectoryJson]
+
+
+_GROUP = TypeAdapter(GroupJson)
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """All responses to one prompt: the unit in which advantages are computed."""
@@ -145,19 +206,24 @@ class Group:
         return {"prompt": asdict(self.prompt), "trajectories": trajectories}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Group:
-        """Return the group behind `to_json`, also of older files, whose segments say "logprobs"."""
-        prompt = Prompt(**{**value["prompt"], "token_ids": tuple(value["prompt"]["token_ids"])})
+    def from_json(cls, value: Any) -> Group:
+        """Return the group behind `to_json`, also of older files, whose segments say "logprobs".
 
-        def segment(s: dict[str, Any]) -> Segment:
-            logprobs = s["behaviour_logprobs"] if "behaviour_logprobs" in s else s["logprobs"]
-            return Segment(s["version"], s["step"], tuple(s["token_ids"]), tuple(logprobs))
+        Raises:
+            ValidationError: a field is missing or wrong.
+        """
+        group = _GROUP.validate_python(value)
+        p = group["prompt"]
+        prompt = Prompt(p["prompt_id"], tuple(p["token_ids"]), p["text"], p["answer"], p["source"])
+
+        def segment(s: SegmentJson) -> Segment:
+            return Segment(s["version"], s["step"], tuple(s["token_ids"]), tuple(_logprobs(s)))
 
         return cls(
             prompt,
             tuple(
                 Trajectory(t["sample_id"], prompt, tuple(map(segment, t["segments"])), t["finish_reason"], t["reward"])
-                for t in value["trajectories"]
+                for t in group["trajectories"]
             ),
         )
 

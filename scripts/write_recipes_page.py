@@ -21,14 +21,14 @@ ALGORITHMS = {
 }
 RESPONSE_SHARE = 4  # average responses are this many times shorter than the maximum
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
-EXAMPLE = ("models/r1-distill-qwen-7b-32k", "algorithms/bapo", "clusters/4x8-h100")
+EXAMPLE = ("recipes/r1-distill-qwen-7b-32k", "algorithms/bapo", "clusters/4x8-h100")
 EXAMPLE_TOKENS = 8000
 
 
 def combinations() -> list[tuple[str, str]]:
     """List the (model, cluster) names. A 32B model and its servers need more than one node."""
     shipped = sorted(shipped_configs())
-    models = [name for name in shipped if name.startswith("models/")]
+    models = [name for name in shipped if name.startswith("recipes/")]
     clusters = [name for name in shipped if name.startswith("clusters/")]
     clusters.sort(key=lambda name: int(name.removeprefix("clusters/").split("x")[0]))
     return [(m, c) for m in models for c in clusters if not ("32b" in m and c.startswith("clusters/1x"))]
@@ -61,7 +61,7 @@ def _cells(model: str, cluster: str) -> list[str]:
     peak = max(each.trainer.total for each in plans)
     assert all(each.server and each.rollout for each in plans)
     return [
-        model.removeprefix("models/"),
+        model.removeprefix("recipes/"),
         cluster.removeprefix("clusters/"),
         f"{p.tensor} x {p.pipeline} x {p.data}",
         f"{peak / GIB:.1f} of {plan.gpu_memory_gib:.1f}",

@@ -19,12 +19,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from bapo_megatron.algorithms.losses import MAX_LOG_RATIO
+from bapo_megatron.types import Number
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema_loss import LossConfig
@@ -46,6 +49,12 @@ def reference_kl(log_probs_R: Tensor, reference_logprobs_R: Tensor, mask_R: Tens
     """Compute the KL per token in nats, with the gradient of `log_probs_R`. 0 where masked, whatever the values."""
     # The inputs are selected, not the result: a nan that is merely multiplied by 0 still spoils the gradient.
     return ESTIMATORS[estimator](torch.where(mask_R, log_probs_R - reference_logprobs_R, 0.0))
+
+
+class KLState(TypedDict):
+    """The controller of the coefficient in a checkpoint; None for a fixed one."""
+
+    coefficient: Annotated[Number, Field(ge=0)] | None
 
 
 class KLCoefficient:

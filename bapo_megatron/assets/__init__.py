@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from bapo_megatron.assets import hub
 from bapo_megatron.errors import CheckpointError
 
 # value of model.path -> folder here
@@ -18,15 +19,22 @@ def shipped_model_path(name: str) -> Path:
     return Path(__file__).parent / SHIPPED_MODELS[name]
 
 
-def resolve_model_path(path: str, *, setting: str = "model.path") -> Path:
-    """Return the Hugging Face folder for `path`, the value of `setting`: the name of a shipped model, or a folder.
+def resolve_model_path(path: str, *, setting: str = "model.path", weights: bool = True) -> Path:
+    """Return the Hugging Face folder for `path`, the value of `setting`.
+
+    Args:
+        path: a folder, the name of a shipped model, or a name on the Hugging Face hub, which is downloaded.
+        weights: whether to download the weights of a model on the hub, beside config.json and the tokenizer.
 
     Raises:
-        CheckpointError: the folder or one of its parts is missing.
+        CheckpointError: the folder or one of its parts is missing, or the hub does not give the model.
     """
-    folder = shipped_model_path(path) if path in SHIPPED_MODELS else Path(path).expanduser()
+    if is_on_hub := path not in SHIPPED_MODELS and hub.is_hub_name(path):
+        folder = hub.snapshot(path, setting=setting, weights=weights)
+    else:
+        folder = shipped_model_path(path) if path in SHIPPED_MODELS else Path(path).expanduser()
     missing = _missing_part(folder)
-    if missing is None:
+    if missing is None or (is_on_hub and not weights):
         return folder
     if "smollm2" in path.lower():
         advice = f"make it with `python scripts/prepare_smollm2.py {path}`"
@@ -34,7 +42,8 @@ def resolve_model_path(path: str, *, setting: str = "model.path") -> Path:
         advice = "this installation is incomplete: install the package again"
     else:
         advice = (
-            "give a local folder with config.json, *.safetensors and tokenizer files (hub names are not downloaded)"
+            "give a local folder with config.json, *.safetensors and tokenizer files, or a name on the Hugging Face "
+            "hub, such as Qwen/Qwen3-0.6B"
         )
     raise CheckpointError(f"{setting} = {path!r}: {missing}; {advice}")
 

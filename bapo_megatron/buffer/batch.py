@@ -7,11 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from bapo_megatron.algorithms.advantages import advantages_of, whiten
 from bapo_megatron.config.schema import Config
-from bapo_megatron.rewards.shaping import RewardScaler, is_trained, shaped_reward
+from bapo_megatron.rewards.shaping import MomentsState, RewardScaler, is_trained, shaped_reward
 from bapo_megatron.types import Batch, Group
+
+
+class BuilderState(TypedDict):
+    """A `BatchBuilder` in a checkpoint."""
+
+    rewards: MomentsState
 
 
 class BatchBuilder:

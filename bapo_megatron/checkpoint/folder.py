@@ -19,18 +19,22 @@ asynchronous save runs collectives in the background. The shards are plain safet
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypeVar
 
 import xxhash
+from pydantic import AfterValidator, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
-from bapo_megatron.errors import CheckpointError, TornCheckpointError
+from bapo_megatron.errors import CheckpointError, TornCheckpointError, wrong_fields
 from bapo_megatron.hf.shape import ModelShape
 from bapo_megatron.hf.writer import write_durably
+from bapo_megatron.runtime.files import regular_file
+from bapo_megatron.types import Count
 
 FORMAT = 2
 INDEX = "index.json"
@@ -41,16 +45,32 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 DIGEST = "xxh3_128"
 _CHUNK_BYTES = 8 << 20
 
+T = TypeVar("T")
 Manifest = dict[str, Any]  # JSON: {"files": {file: [bytes, digest]}, "tensors": {part: {name: Saved}}} of one rank
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Facts(TypedDict):
+    """The facts about a saved model."""
+
+    version: Count  # optimizer updates
+    skipped_updates: Count  # those that the moments have not seen
+    model: dict[str, Any]  # ModelShape.to_json
+    skipped_in_a_row: NotRequired[Count]  # a critic's
+
+
+def _stays_inside(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not name.isprintable():
+        raise ValueError("is not the name of a file in this folder")
+    return name
+
+
+class Box(NamedTuple):
     """A part of a tensor, and the file that holds it."""
 
     file: str
-    start: tuple[int, ...]
-    size: tuple[int, ...]
+    start: tuple[Count, ...]
+    size: tuple[Count, ...]
 
     def overlaps(self, other: Box) -> bool:
         sides = zip(self.start, self.size, other.start, other.size, strict=True)
@@ -61,8 +81,8 @@ class Box:
 class Saved:
     """One whole tensor."""
 
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: Literal["float64", "float32", "float16", "bfloat16"]
+    shape: tuple[Count, ...]
     boxes: tuple[Box, ...]
 
 
@@ -71,7 +91,7 @@ class Index:
     """Contents of index.json."""
 
     folder: Path
-    facts: dict[str, Any]
+    facts: Facts
     files: dict[str, tuple[int, str]]  # bytes, digest
     tensors: dict[str, dict[str, Saved]]  # part -> Hugging Face name
 
@@ -84,7 +104,7 @@ class Index:
         for number, (name, (num_bytes, digest)) in enumerate(self.files.items()):
             file = self.folder / name
             try:
-                found_bytes = file.stat().st_size
+                found_bytes = regular_file(file).stat().st_size
                 if found_bytes != num_bytes:
                     raise TornCheckpointError(f"{file} is torn: it has {found_bytes} of {num_bytes} bytes")
                 if number % num_shares == share and digest_of(file) != digest:
@@ -101,11 +121,22 @@ class Index:
             raise CheckpointError(f"{self.folder} holds another model than model.path: {', '.join(other)}")
 
 
-def write_index(folder: Path, facts: dict[str, Any], manifests: Iterable[Manifest]) -> None:
+class _Contents(TypedDict):
+    """Contents of index.json, apart from its format and digest."""
+
+    facts: Facts
+    files: dict[Annotated[str, AfterValidator(_stays_inside)], tuple[Count, str]]
+    tensors: dict[str, dict[str, Saved]]
+
+
+_CONTENTS = TypeAdapter(_Contents)
+
+
+def write_index(folder: Path, facts: Mapping[str, Any], manifests: Iterable[Manifest]) -> None:
     """Write the index that turns a folder of shards into a saved model.
 
     Args:
-        facts: JSON, stored unchanged.
+        facts: `Facts`, stored unchanged.
         manifests: one per rank, see `shards.Snapshot.write`.
 
     Raises:
@@ -130,7 +161,7 @@ def read_index(folder: Path) -> Index:
     """Read the index that `write_index` wrote, without looking at the files it names.
 
     Raises:
-        TornCheckpointError: index.json is missing or torn.
+        TornCheckpointError: index.json is missing or torn, or a field of it is wrong.
         CheckpointError: it has another format.
     """
     if not (folder / INDEX).exists() and (folder / STATE).exists():
@@ -153,23 +184,36 @@ def read_sealed(file: Path) -> dict[str, Any]:
         CheckpointError: it has another format.
     """
     try:
-        body = json.loads(file.read_bytes())
+        body = json.loads(regular_file(file).read_bytes())
+        named = body.pop(DIGEST, None) if isinstance(body, dict) else None
+        digest = _digest(body)
     except FileNotFoundError:
         raise TornCheckpointError(f"{file} is missing") from None
     except OSError as error:
         raise TornCheckpointError(f"cannot read {file}: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TornCheckpointError(f"{file} is torn: {error}") from error
     if not isinstance(body, dict):
         raise TornCheckpointError(f"{file} is torn: it does not hold a JSON object")
-    digest = body.pop(DIGEST, None)
-    if body.get("format") == 1 and digest is None:
+    if body.get("format") == 1 and named is None:
         raise _other_format(file.parent, 1)
-    if digest != _digest(body):
+    if named != digest:
         raise TornCheckpointError(f"{file} is torn: its {DIGEST} is not the one it names")
-    if body["format"] != FORMAT:
-        raise _other_format(file.parent, body["format"])
+    if body.get("format") != FORMAT:
+        raise _other_format(file.parent, body.get("format"))
     return body
+
+
+def checked(adapter: TypeAdapter[T], body: dict[str, Any], file: Path) -> T:
+    """Return what a sealed file holds, with its types.
+
+    Raises:
+        TornCheckpointError: names the file and each wrong field.
+    """
+    try:
+        return adapter.validate_python(body)
+    except ValidationError as error:
+        raise TornCheckpointError(f"{file} is damaged: {wrong_fields(error)}") from error
 
 
 def digest_of(file: Path) -> str:
@@ -182,7 +226,7 @@ def digest_of(file: Path) -> str:
     return state.hexdigest()
 
 
-def _digest(body: dict[str, Any]) -> str:
+def _digest(body: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(body).encode())
 
 
@@ -192,18 +236,8 @@ def _other_format(folder: Path, found: Any) -> CheckpointError:
 
 
 def _parse(folder: Path, body: dict[str, Any]) -> Index:
-    tensors = {
-        part: {
-            name: Saved(
-                saved["dtype"],
-                tuple(saved["shape"]),
-                tuple(Box(file, tuple(start), tuple(size)) for file, start, size in saved["boxes"]),
-            )
-            for name, saved in named.items()
-        }
-        for part, named in body["tensors"].items()
-    }
-    return Index(folder, body["facts"], {name: tuple(entry) for name, entry in body["files"].items()}, tensors)
+    contents = checked(_CONTENTS, body, folder / INDEX)
+    return Index(folder, contents["facts"], contents["files"], contents["tensors"])
 
 
 def _check_covered(index: Index) -> None:
@@ -213,6 +247,8 @@ def _check_covered(index: Index) -> None:
             what = f"{part} of {name} in {index.folder / INDEX}"
             if any(box.file not in index.files or Path(box.file).name != box.file for box in saved.boxes):
                 raise CheckpointError(f"{what} lies in a file that is not listed")
+            if any(not len(box.start) == len(box.size) == len(saved.shape) for box in saved.boxes):
+                raise CheckpointError(f"{what} has a box of another number of dimensions")
             inside = all(a >= 0 and a + n <= m for box in saved.boxes for a, n, m in _sides(box, saved.shape))
             apart = not any(one.overlaps(other) for one, other in combinations(saved.boxes, 2))
             if not (inside and apart and sum(prod(box.size) for box in saved.boxes) == prod(saved.shape)):

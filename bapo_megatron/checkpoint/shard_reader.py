@@ -53,7 +53,7 @@ class ShardReader:
             common = _common(wanted, box)
             if any(a >= b for a, b in common):
                 continue
-            values = self._read(name, box, _within(common, box.start))
+            values = self._read(name, saved.dtype, box, _within(common, box.start))
             if list(values.shape) == shape:
                 tensor = values
                 break
@@ -84,17 +84,19 @@ class ShardReader:
         if found := [f"{len(names)} {what}: {list_some(names)}" for what, names in complaints.items() if names]:
             raise CheckpointError(f"{self._part} in {self._index.folder} does not fit its model; " + "; ".join(found))
 
-    def _read(self, name: str, box: Box, index: tuple[slice, ...]) -> Tensor:
+    def _read(self, name: str, dtype: str, box: Box, index: tuple[slice, ...]) -> Tensor:
         file, key = self._index.folder / box.file, f"{self._part}/{name}"
         try:
             if box.file not in self._handles:
                 self._handles[box.file] = safe_open(file, framework="pt")
             stored = self._handles[box.file].get_slice(key)
-            if tuple(stored.get_shape()) == box.size:
-                return stored[index]
+            if tuple(stored.get_shape()) == box.size and (values := stored[index]).dtype == getattr(torch, dtype):
+                return values
         except (OSError, SafetensorError) as error:
             raise TornCheckpointError(f"cannot read {key} of {file}: {error}") from error
-        raise TornCheckpointError(f"{key} of {file} is {stored.get_shape()}, the index says {list(box.size)}")
+        raise TornCheckpointError(
+            f"{key} of {file} is {stored.get_shape()}, the index says {list(box.size)}, of type {dtype}"
+        )
 
 
 Ranges = list[tuple[int, int]]  # first and one past the last, along each dimension

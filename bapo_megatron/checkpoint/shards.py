@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,12 @@ class Snapshot:
 
     Args:
         pieces: each tensor once; consumed once, by `write`.
-        facts: JSON for the index, the same on every rank.
+        facts: `folder.Facts`, the same on every rank.
         hf_path: Hugging Face folder whose config.json and tokenizer are saved too.
     """
 
     def __init__(
-        self, pieces: Iterable[Piece], facts: dict[str, Any], *, rank: int = 0, hf_path: Path | None = None
+        self, pieces: Iterable[Piece], facts: Mapping[str, Any], *, rank: int = 0, hf_path: Path | None = None
     ) -> None:
         self.facts = facts
         self._pieces = pieces

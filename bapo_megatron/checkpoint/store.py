@@ -13,18 +13,38 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NotRequired, Protocol
 
-from bapo_megatron.checkpoint.folder import FORMAT, INDEX, STATE, digest_of, read_index, read_sealed
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
+
+from bapo_megatron.checkpoint.folder import FORMAT, INDEX, STATE, checked, digest_of, read_index, read_sealed
 from bapo_megatron.checkpoint.host_buffer import HostBuffer
 from bapo_megatron.checkpoint.saving import Saving, flush, remove, replace_durably
 from bapo_megatron.checkpoint.shards import Snapshot
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.errors import CheckpointError, TornCheckpointError
+from bapo_megatron.runtime.files import regular_file
 from bapo_megatron.runtime.ranks import first_complaint, gather_json, rank_and_size
+from bapo_megatron.types import Count
 
-_NAME = re.compile(r"^step-(\d{6,})$")
+_NAME = re.compile(r"step-([0-9]{6}|[1-9][0-9]{6,17})")
 _PARTIAL = ".writing-"
+
+
+class _Part(TypedDict):
+    version: Count
+    index: str  # the digest of its index.json
+
+
+class _Head(TypedDict):
+    """Fields that every state.json has."""
+
+    step: Count
+    parts: NotRequired[dict[str, _Part]]  # none in a checkpoint of an earlier version
+
+
+_HEAD = TypeAdapter(_Head)
 
 
 class Saveable(Protocol):
@@ -39,17 +59,25 @@ class CheckpointStore:
 
     Args:
         warn: receives a message for each torn checkpoint that is skipped.
+        state_type: a TypedDict that describes the whole state.json.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig, warn: Callable[[str], None] = print) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        warn: Callable[[str], None] = print,
+        state_type: Any = dict[str, Any],
+    ) -> None:
         self.folder = folder
+        self._state = TypeAdapter(state_type)
         self._config = config
         self._warn = warn
         self._saving: Saving | None = None
         self._buffers: dict[str, HostBuffer] = {}  # by part; free while no save is under way
 
     def latest(self) -> Path | None:
-        """Return the checkpoint that `latest` names, without reading its files. Not collective.
+        """Return the checkpoint that `latest` names, or the newest without it; reads no other file. Not collective.
 
         Raises:
             CheckpointError: `latest` names a missing folder.
@@ -60,7 +88,7 @@ class CheckpointStore:
         if not candidates or not (candidates[0] / STATE).is_file():
             raise CheckpointError(
                 f"{self.folder / 'latest'} does not name a complete checkpoint; write the name of a complete folder in "
-                f"{self.folder} into it, or delete it to start over"
+                f"{self.folder} into it, or remove {self.folder} to start over"
             )
         return candidates[0]
 
@@ -170,7 +198,7 @@ class CheckpointStore:
     # resuming
 
     def resume(self, parts: Mapping[str, Saveable]) -> dict[str, Any] | None:
-        """Restore the newest whole checkpoint; return the state saved with it, or None without `latest`.
+        """Restore the newest whole checkpoint; return the state saved with it, or None without a checkpoint.
 
         Torn checkpoints are skipped with a warning. Each file's digest is checked by one rank.
 
@@ -207,14 +235,18 @@ class CheckpointStore:
         """Return why a checkpoint is torn, or None; raise CheckpointError if it is whole but unusable. Collective."""
         torn = unusable = None
         try:
-            saved = _read_state(path).get("parts", {})  # none in a checkpoint of an earlier version
+            body = _read_state(path)
+            checked(self._state, body, path / STATE)
             for name in parts:
-                index = read_index(path / name)
-                if name in saved and digest_of(path / name / INDEX) != saved[name]["index"]:
+                index, saved = read_index(path / name), body.get("parts", {}).get(name)
+                tied = (index.facts["version"], digest_of(path / name / INDEX))
+                if saved and (saved["version"], saved["index"]) != tied:
                     raise TornCheckpointError(
-                        f"{path / name / INDEX} is of another checkpoint, after {index.facts['version']} updates; "
-                        f"{STATE} was saved with the one after {saved[name]['version']}"
+                        f"{path / name / INDEX} is of another checkpoint, after {tied[0]} updates; "
+                        f"{STATE} was saved with the one after {saved['version']}"
                     )
+                if saved is None and "parts" in body:
+                    raise TornCheckpointError(f"{path / STATE} was saved without {name}")
                 index.verify(*rank_and_size())
         except TornCheckpointError as error:
             torn = str(error)
@@ -225,22 +257,32 @@ class CheckpointStore:
         return first_complaint(torn)
 
     def _candidates(self) -> list[Path] | None:
-        """List the checkpoint named by `latest` and older ones, newest first; all if the name is invalid.
+        """List the checkpoint named by `latest` and older ones, newest first; all if it names none.
 
-        None without `latest`.
+        None without a trace of a checkpoint.
         """
-        pointer = self.folder / "latest"
-        if not pointer.exists():
-            return None
-        named = _NAME.match(pointer.read_text(errors="replace").strip())
+        pointer, named, why = self.folder / "latest", None, "names no checkpoint"
+        try:
+            named = _NAME.fullmatch(regular_file(pointer).read_text(errors="replace").strip())
+        except OSError as error:
+            why = f"cannot be read ({error.strerror or error})"
         if named is None:
-            return self._steps()
+            steps = self._steps()
+            if not steps and not os.path.lexists(pointer):
+                return None
+            self._warn(f"warning: {pointer} {why}: going on from the newest whole checkpoint")
+            return steps
         first = self.folder / named[0]
         return [first, *(path for path in self._steps(int(named[1])) if path != first)]
 
     def _steps(self, newest: int | None = None) -> list[Path]:
         """List checkpoint folders up to step `newest`, newest first."""
-        steps = [int(m[1]) for p in self.folder.iterdir() if (m := _NAME.match(p.name))]
+        try:
+            steps = [int(m[1]) for p in self.folder.iterdir() if (m := _NAME.fullmatch(p.name))]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.folder}: {error.strerror or error}") from error
         return [self.folder / f"step-{n:06d}" for n in sorted(steps, reverse=True) if newest is None or n <= newest]
 
 
@@ -252,7 +294,8 @@ def _read_state(path: Path) -> dict[str, Any]:
         CheckpointError: it has another format.
     """
     state = read_sealed(path / STATE)
-    named = _NAME.match(path.name)
+    checked(_HEAD, state, path / STATE)
+    named = _NAME.fullmatch(path.name)
     if named and int(named[1]) != state["step"]:
         raise TornCheckpointError(
             f"{path / STATE} is of step {state['step']}: another checkpoint's, or a renamed folder"

@@ -9,6 +9,7 @@ error that names the file or the override it came from.
 - TOML has no null: the string "none" unsets a setting that can be unset.
 """
 
+import difflib
 import json
 import os
 import tomllib
@@ -22,6 +23,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from bapo_megatron.config import earlier, paths
+from bapo_megatron.config.coming_from import meant_by
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_loss import LOSS_SECTIONS
 from bapo_megatron.errors import ConfigError
@@ -31,7 +33,16 @@ Origins = dict[paths.Path, str]
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into configurations and overrides: an override has a "=" and is no file."""
+    """Split a command line into configurations and overrides: an override has a "=" and is no file.
+
+    Raises:
+        ConfigError: a setting is written without a "=", such as `optimizer.lr 3e-4`.
+    """
+    known = {".".join(path) for path in paths.schema() if len(path) > 1}
+    bare = [i for i, text in enumerate(arguments) if text in known and not os.path.exists(text)]
+    if bare:
+        values = {i: next((text for text in arguments[i + 1 : i + 2] if "=" not in text), "VALUE") for i in bare}
+        raise ConfigError("\n".join(f"{arguments[i]} needs a =: write {arguments[i]}={values[i]}" for i in bare))
     overrides = [a for a in arguments if "=" in a and not os.path.isfile(a)]  # Path.is_file raises where it is long
     return [a for a in arguments if a not in overrides], overrides
 
@@ -126,14 +137,22 @@ def find_config(file: Path | str) -> Path:
     shipped = shipped_configs()
     if str(file) in shipped:
         return shipped[str(file)]
+    renamed = f"recipes/{Path(file).name}"
+    if str(file) == f"models/{Path(file).name}" and renamed in shipped:
+        raise ConfigError(f"the shipped configuration {file} is now {renamed}")
+    if os.path.isfile(os.path.join(file, "config.json")):
+        raise ConfigError(
+            f"{file} is a model, not a configuration: `bapo init {file} DATA` writes one, or set model.path={file}"
+        )
     what = "is a folder" if os.path.isdir(file) else "does not exist"
-    raise ConfigError(
-        f"configuration {file} {what}; give a TOML file or a shipped configuration ({', '.join(sorted(shipped))})"
-    )
+    close = difflib.get_close_matches(str(file), shipped, n=1)
+    every = f"give a TOML file or a shipped configuration ({', '.join(sorted(shipped))})"
+    advice = f"did you mean {close[0]}?" if close else every
+    raise ConfigError(f"configuration {file} {what}; {advice}")
 
 
 def shipped_configs() -> dict[str, Path]:
-    """Name ("demo", "models/qwen3-32b-64k") -> file of the configurations that come with the package."""
+    """Name ("demo", "recipes/qwen3-32b-64k") -> file of the configurations that come with the package."""
     with resources.as_file(resources.files("bapo_megatron_configs")) as folder:
         return {file.relative_to(folder).with_suffix("").as_posix(): file for file in folder.rglob("*.toml")}
 
@@ -258,9 +277,10 @@ def _explain(error: dict[str, Any], origins: Origins) -> str:
             return f"{name} is now {earlier.MOVED[path](error['input'])} ({source})"
         if loss and path in paths.schema():
             return f"{name} is not a setting of {_loss_name(loss)}, but of {_losses_with(path[1])} ({source})"
-        suggestion = paths.suggest(path)
-        return f"no such setting: {name} ({source})" + (f"; did you mean {suggestion}?" if suggestion else "")
+        return "\n".join(_unknown(wrong, origins) for wrong in _most_telling(path, error["input"]))
     got = _shown(error["input"])
+    if kind == "model_type" and (suggestion := meant_by(name)):
+        return f"{name} is a table of settings, got {got} ({source}); did you mean {suggestion}?"
     if kind in _EXPECTED:
         return f"{name} must be {_EXPECTED[kind]}, got {got} ({source})"
     if kind == "literal_error":
@@ -276,6 +296,22 @@ def _explain(error: dict[str, Any], origins: Origins) -> str:
         (limit_kind, limit), *_ = context.items()
         return f"{name} must be {relation[limit_kind]} {limit:g}, got {got} ({source})"
     return f"{name}: {error['msg']}, got {got} ({source})"
+
+
+def _most_telling(path: paths.Path, value: Any) -> list[paths.Path]:
+    """Return the path itself if it is a misspelt section, or a value; else the settings below it, such as actor.lr."""
+    if not isinstance(value, dict) or not value:
+        return [path]
+    section = paths.suggest(path)
+    if section and all((section, key) in paths.schema() for key in value):
+        return [path]
+    return [leaf for key in value for leaf in _most_telling((*path, key), value[key])]
+
+
+def _unknown(path: paths.Path, origins: Origins) -> str:
+    suggestion = paths.suggest(path)
+    advice = f"; did you mean {suggestion}?" if suggestion else ""
+    return f"no such setting: {'.'.join(path)} ({_source(path, origins)}){advice}"
 
 
 def _losses_with(setting: str) -> str:

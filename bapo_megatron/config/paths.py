@@ -3,13 +3,14 @@
 import difflib
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from bapo_megatron.config.coming_from import meant_by
 from bapo_megatron.config.schema import Config
 
 Path = tuple[str, ...]
@@ -52,16 +53,41 @@ def accepts(path: Path, kind: type) -> bool:
     )
 
 
+def choices(path: Path) -> list[str]:
+    """Return the values that a setting can have if they are few: names, or true and false; else none."""
+    field = schema().get(path)
+    kinds = options(field.annotation) if field else ()
+    names = [
+        str(value) for kind in kinds if typing.get_origin(kind) is typing.Literal for value in typing.get_args(kind)
+    ]
+    return names + (["true", "false"] if bool in kinds else [])
+
+
 def suggest(path: Path) -> str | None:
-    """Return the setting that a wrong path most likely meant: a typo, or a right name in a wrong section."""
-    known = schema()
-    dotted = {".".join(p): p for p in known}
-    same_name = [name for name, p in dotted.items() if len(p) > 1 and p[-1] == path[-1]]
-    if len(same_name) == 1:
-        return same_name[0]
-    close = difflib.get_close_matches(".".join(path), dotted, n=1, cutoff=0.75)
-    if close:
-        return close[0]
-    last_names = {p[-1]: name for name, p in dotted.items() if len(p) > 1}
-    close = difflib.get_close_matches(path[-1], last_names, n=1, cutoff=0.8)
-    return last_names[close[0]] if close else None
+    """Return the setting that a wrong path most likely meant.
+
+    In order: the same name in lower case; the name of another framework (coming_from.toml); the same name in another
+    section; a typo within the section; the end of another framework's name; a typo anywhere.
+    """
+    name, last = ".".join(path), path[-1]
+    dotted = {".".join(p): p for p in schema()}
+    if name.lower() in dotted:
+        return name.lower()
+    settings = {known: p for known, p in dotted.items() if len(p) > 1}
+    same_name = [known for known, p in settings.items() if p[-1] == last]
+    in_section = {p[-1]: known for known, p in settings.items() if p[:-1] == path[:-1]}
+    last_names = {p[-1]: known for known, p in settings.items()}
+    return (
+        meant_by(name, whole=True)
+        or (same_name[0] if len(same_name) == 1 else None)
+        or in_section.get(_closest(last, in_section, 0.65))
+        or meant_by(name)
+        or _closest(name, dotted, 0.75)
+        or last_names.get(_closest(last, last_names, 0.8))
+        or None
+    )
+
+
+def _closest(name: str, choices: Iterable[str], cutoff: float) -> str:
+    """Return the most similar of `choices`; empty if none is similar enough."""
+    return next(iter(difflib.get_close_matches(name, choices, n=1, cutoff=cutoff)), "")

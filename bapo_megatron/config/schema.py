@@ -32,7 +32,9 @@ class ModelConfig(Section):
     """The policy: a Hugging Face checkpoint folder (Qwen2, Qwen3 or Llama, dense)."""
 
     path: str = "demo"
-    """Folder with config.json, safetensors and tokenizer; "demo" is the small model that ships with the package."""
+    """Folder with config.json, safetensors and tokenizer; or a name on the Hugging Face hub, such as "Qwen/Qwen3-0.6B",
+    which is downloaded, and pinned as "Qwen/Qwen3-0.6B@COMMIT" in the run's config.toml; "demo" is the small model that
+    ships with the package."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations. Keep float32 on a CPU: bfloat16 is several times slower there."""
     implementation: Literal["auto", "local", "transformer_engine"] = "auto"

@@ -140,6 +140,17 @@ def own_address(urls: Sequence[str]) -> str:
     return LOOPBACK
 
 
+def loopback_variables(urls: Sequence[str] = ()) -> dict[str, str]:
+    """Return the variables that keep gloo and NCCL on loopback; none if one of these servers is on another machine.
+
+    Without them gloo listens at the address of the host name, and NCCL on any other interface. The user's values win.
+    """
+    if own_address(urls) != LOOPBACK:
+        return {}
+    interface = "lo0" if sys.platform == "darwin" else "lo"
+    return {name: os.environ.get(name, interface) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+
+
 def answers(url: str, timeout_s: float = 5.0) -> bool:
     """Tell whether GET answers 200 in time."""
     try:

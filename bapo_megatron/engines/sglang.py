@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config.schema import Config
-from bapo_megatron.engines.processes import EngineShare
+from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables
 from bapo_megatron.engines.supervisor import EngineSpec
 from bapo_megatron.errors import UserError
 from bapo_megatron.runtime import num_cores
@@ -90,6 +90,8 @@ def environment(config: Config, share: EngineShare, server: int, visible: Sequen
         "HF_HUB_OFFLINE": "1",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the slack: positions past the model's own are not used
     }
+    if share.host == LOOPBACK:
+        variables |= loopback_variables()
     if visible:
         mine = gpus(server, r.server_tensor_parallel, share.first_gpu, visible)
         return variables | {"CUDA_VISIBLE_DEVICES": ",".join(mine)}

@@ -1,17 +1,25 @@
 """One SGLang server: `python -m bapo_megatron.engines.sglang_server [arguments of sglang.launch_server]`.
 
 SGLang's own entry point, and around it: the CPU compatibility and stacks on SIGUSR1, in this process and in the
-schedulers that SGLang spawns (multiprocessing imports the main module of a parent again in its children), and an end
-when standard input closes.
+schedulers that SGLang spawns (multiprocessing imports the main module of a parent again in its children), a store on
+loopback where the schedulers meet, and an end when standard input closes.
 """
 
+import contextlib
 import faulthandler
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 from bapo_megatron_patches.sglang import apply_cpu_compat
+
+from bapo_megatron.engines.group import host_store
+from bapo_megatron.engines.processes import LOOPBACK
+
+_STORE_TIMEOUT_S = 300.0  # of the store's own requests; torch's default
 
 apply_cpu_compat()
 faulthandler.register(signal.SIGUSR1)  # a supervisor asks for the stacks of a hung server and of its schedulers
@@ -26,10 +34,35 @@ def main() -> None:
 
     threading.Thread(target=_end_when_stdin_closes, name="parent-watch", daemon=True).start()
     load_plugins()
+    arguments = prepare_server_args(sys.argv[1:])
     try:
-        run_server(prepare_server_args(sys.argv[1:]))
+        with _store_on_loopback(arguments):
+            run_server(arguments)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+@contextlib.contextmanager
+def _store_on_loopback(arguments: Any) -> Iterator[None]:
+    """Host the store in which the schedulers meet, and point them to it.
+
+    Left to itself, SGLang's first scheduler hosts one that listens on every interface, and a store obeys every client.
+    A server with replicas, or on several machines, still does that.
+
+    Args:
+        arguments: sglang.srt.server_args.ServerArgs.
+    """
+    if arguments.dp_size > 1 or arguments.nnodes > 1 or arguments.dist_init_addr:
+        yield
+        return
+    store = host_store(LOOPBACK, arguments.tp_size * arguments.pp_size, _STORE_TIMEOUT_S)
+    os.environ |= {
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's name for a store that no rank hosts
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(store.port),
+    }
+    yield
 
 
 def _end_when_stdin_closes() -> None:

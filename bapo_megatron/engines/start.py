@@ -60,8 +60,9 @@ def embedded_specs(
         *("--update-timeout-s", str(config.sync.timeout_s)),
         "--exit-with-parent",
     ]
+    variables = processes.loopback_variables() if share.host == processes.LOOPBACK else {}
     return [
-        EngineSpec(f"http://{share.host}:{port}", [*command, "--port", str(port)], log)
+        EngineSpec(f"http://{share.host}:{port}", [*command, "--port", str(port)], log, variables)
         for log, port in zip(logs, ports, strict=True)
     ]
 

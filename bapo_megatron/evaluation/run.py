@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.assets import SHIPPED_MODELS, resolve_model_path
-from bapo_megatron.checkpoint.saving import remove
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
-from bapo_megatron.convert import convert
+from bapo_megatron.convert import hf_folder, is_hf
 from bapo_megatron.engines.connected import ConnectedEngines
 from bapo_megatron.engines.start import EngineShare, running_engines
 from bapo_megatron.errors import UserError
@@ -46,7 +44,7 @@ def eval_config(checkpoint: Path, files: Sequence[str], overrides: Sequence[str]
     Raises:
         ConfigError: see `load_config`.
     """
-    run_config = None if _is_hf(checkpoint) else _run_config(checkpoint)
+    run_config = None if is_hf(checkpoint) else _run_config(checkpoint)
     derived = [f"model.path={json.dumps(str(checkpoint))}", f"eval.samples_per_prompt={n}"]
     if data is not None:
         derived += ['data.source="jsonl"', f"data.path={json.dumps(str(data))}"]
@@ -77,7 +75,7 @@ def evaluate(
     if config.data.source != "jsonl":  # not the problems of training, as in a run's own evaluation
         config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed + EVAL_SEED})})
     output.mkdir(parents=True, exist_ok=True)
-    with _hf_folder(checkpoint, output) as (model_path, version), RewardScorer(config) as scorer:
+    with hf_folder(checkpoint, output / "model") as (model_path, version), RewardScorer(config) as scorer:
         asked = _Asking(config, model_path, scorer, limit)
         (output / "logs").mkdir()
         share = EngineShare(count=config.rollout.num_servers, first_gpu=0)  # there is no trainer
@@ -183,24 +181,6 @@ class _Judged:
             "num_tokens": self.trajectory.num_response_tokens,
             "finish_reason": self.trajectory.finish_reason,
         }
-
-
-@contextlib.contextmanager
-def _hf_folder(checkpoint: Path, output: Path) -> Iterator[tuple[Path, int | None]]:
-    """Yield the checkpoint as a Hugging Face folder, and its weight version; delete a converted copy afterwards."""
-    if _is_hf(checkpoint):
-        yield resolve_model_path(str(checkpoint), setting="the checkpoint"), None
-        return
-    folder = output / "model"
-    try:
-        version = convert(checkpoint, folder).version
-        yield resolve_model_path(str(folder), setting="the converted checkpoint"), version
-    finally:
-        remove(folder)
-
-
-def _is_hf(checkpoint: Path) -> bool:
-    return str(checkpoint) in SHIPPED_MODELS or (checkpoint / "config.json").is_file()
 
 
 def _run_config(checkpoint: Path) -> Path | None:

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
+from typing_extensions import TypedDict
 
+from bapo_megatron.algorithms.kl import KLState
 from bapo_megatron.algorithms.mismatch import Mismatch
 from bapo_megatron.buffer.packing import Share
 from bapo_megatron.checkpoint.shards import Snapshot
 from bapo_megatron.engines.wire import TensorSpec
+from bapo_megatron.learner.gradient_guard import GuardState
 from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
 
 BoundsOf = Callable[[MicroBatch, Tensor], ClipBounds]
@@ -26,6 +29,13 @@ class StepResult:
     log_probs: list[Tensor]  # before the update; like Learner.log_probs
     mismatch: Mismatch  # of trained tokens of age 0, engine against learner; the same on every rank, on the CPU
     bounds: tuple[ClipBounds, ...]  # used by the losses: one, or one per micro-batch; the same on every rank
+
+
+class UpdatesState(TypedDict):
+    """The state of a learner's updates in a checkpoint, apart from its snapshot."""
+
+    kl: KLState
+    gradients: GuardState
 
 
 class Learner(Protocol):

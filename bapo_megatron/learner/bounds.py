@@ -5,14 +5,22 @@ from dataclasses import astuple
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from bapo_megatron.algorithms.clip_bounds import contribution_table, empty_table, search_bounds
 from bapo_megatron.algorithms.losses import fixed_bounds, ratio_and_weight
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_loss import RatioLoss
+from bapo_megatron.errors import CheckpointError
 from bapo_megatron.learner.base import BoundsOf, Learner
 from bapo_megatron.learner.parallel import ParallelLayout, device
-from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
+from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch, Number
+
+
+class BoundsState(TypedDict):
+    """A `BoundsFinder` in a checkpoint."""
+
+    lagged: list[Number] | None
 
 
 class BoundsFinder:
@@ -53,7 +61,10 @@ class BoundsFinder:
         return {"lagged": None if self._lagged is None else self._lagged.flatten().tolist()}
 
     def load_state_dict(self, state: dict[str, list[float] | None]) -> None:
+        """Restore a `BoundsState`. Raises CheckpointError for the table of another grid."""
         lagged = state["lagged"]
+        if lagged is not None and len(lagged) != (size := empty_table(self._config.bapo).numel()):
+            raise CheckpointError(f"the checkpoint's table of bounds has {len(lagged)} entries, not {size}")
         self._lagged = None if lagged is None else torch.tensor(lagged, dtype=torch.float64)
 
     def _global_table(self, minibatch: MiniBatch, log_probs: list[Tensor]) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from bapo_megatron.algorithms.gae import value_loss
+from bapo_megatron.checkpoint.folder import Facts
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.reader import HFReader
@@ -136,7 +137,7 @@ class Critic(TrainedModel):
         """Return the counters that a snapshot holds."""
         return {**super().facts(), "skipped_in_a_row": self._skips.num_in_a_row}
 
-    def restore(self, facts: dict[str, Any]) -> None:
+    def restore(self, facts: Facts) -> None:
         """Set the counters to the `facts` of a snapshot."""
         super().restore(facts)
         self._skips.num_in_a_row = facts.get("skipped_in_a_row", 0)

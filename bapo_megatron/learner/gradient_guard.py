@@ -3,10 +3,14 @@
 import math
 from collections import deque
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import DivergedError
+from bapo_megatron.types import Count, Number
 
 _WINDOW = 101  # norms behind the median: long enough to outlast a spike, short enough to follow the run
 _MIN_NORMS = 11  # before that the median says little, and the norms of a warm-up move by themselves
@@ -40,6 +44,13 @@ class SkipLimit:
                 "metrics.jsonl, then start a new run from a checkpoint before the first skip with a lower "
                 f"{self._part}.lr; optimizer.max_skipped_in_a_row is the limit"
             )
+
+
+class GuardState(TypedDict):
+    """A `GradientGuard` in a checkpoint."""
+
+    norms: list[Annotated[Number, Field(ge=0)]]
+    skipped_in_a_row: Count
 
 
 class GradientGuard:

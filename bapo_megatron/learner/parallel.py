@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,8 +50,6 @@ def start_processes(config: ParallelConfig) -> None:
         if "RANK" in os.environ:
             rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            if host in ("127.0.0.1", "localhost"):
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
             if rank == 0:
                 store = host_store(host, size, config.timeout_s, port)
             else:

@@ -14,7 +14,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
 
-from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT, read_index
+from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT, Facts, read_index
 from bapo_megatron.checkpoint.shard_reader import ShardReader
 from bapo_megatron.checkpoint.shards import Piece, Snapshot
 from bapo_megatron.config.precision import tokens_multiple
@@ -145,7 +145,7 @@ class TrainedModel(SplitModel):
         """Return the counters that a snapshot holds: JSON, the same on every rank."""
         return {"version": self.version, "skipped_updates": self.num_skipped_updates}
 
-    def restore(self, facts: dict[str, Any]) -> None:
+    def restore(self, facts: Facts) -> None:
         """Set the counters to the `facts` of a snapshot."""
         self.version, self.num_skipped_updates = facts["version"], facts["skipped_updates"]
 

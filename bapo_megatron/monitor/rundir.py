@@ -29,6 +29,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from bapo_megatron.assets import hub
 from bapo_megatron.config.earlier import RETIRED, updated
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.runtime import num_cores
@@ -247,6 +248,29 @@ def _has_results(path: Path) -> bool:
     metrics, checkpoints = path / "metrics.jsonl", path / "checkpoints"
     has_metrics = metrics.exists() and metrics.stat().st_size > 0
     return has_metrics or (checkpoints.is_dir() and any(checkpoints.iterdir()))
+
+
+def with_pinned_models(config: Config) -> Config:
+    """Download the models that have names on the Hugging Face hub, and pin their commits.
+
+    A run that is resumed keeps the commits of its config.toml.
+
+    Raises:
+        CheckpointError: see `hub.snapshot`.
+    """
+    try:
+        earlier = tomllib.loads((Path(config.run.dir) / config.run.name / "config.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # a new run; RunDir.open says what is wrong with the folder of another
+        earlier = {}
+    changed = {}
+    for section, key in (("model", "path"), ("loss", "reference_path"), ("critic", "path")):
+        value = getattr(getattr(config, section), key, None)
+        if value is None or not hub.is_hub_name(value) or hub.is_pinned(value):
+            continue
+        before = earlier.get(section, {}).get(key, "")
+        pinned = hub.pin(before if before.startswith(f"{value}@") else value, setting=f"{section}.{key}")
+        changed[section] = getattr(config, section).model_copy(update={key: pinned})
+    return config.model_copy(update=changed)
 
 
 def _take_lock(path: Path) -> TextIO:

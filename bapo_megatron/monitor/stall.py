@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
+from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER, Beat, Heartbeat
@@ -40,6 +41,7 @@ class StallWatchdog:
         folder: for the reports of all ranks.
         timeout_s: longest time without a beat of this rank.
         engine_timeout_s: the same, in spans that wait for engines.
+        num_ranks: trainer ranks, for lines about all of them.
         tell: receives lines for the user on rank 0; None on other ranks.
     """
 
@@ -50,6 +52,7 @@ class StallWatchdog:
         *,
         timeout_s: float,
         engine_timeout_s: float,
+        num_ranks: int = 1,
         tell: Callable[[str], None] | None = None,
         heartbeat: Heartbeat = HEARTBEAT,
     ) -> None:
@@ -57,6 +60,7 @@ class StallWatchdog:
         self._folder = folder
         self._timeout_s = timeout_s
         self._engine_timeout_s = engine_timeout_s
+        self._num_ranks = num_ranks
         self._tell = tell
         self._heartbeat = heartbeat
         self._poll_s = min(timeout_s / 8, _MAX_POLL_S)
@@ -72,7 +76,14 @@ class StallWatchdog:
         """Create the watchdog from the settings; by default it reports before the deadline of collectives."""
         timeout_s = config.monitor.stall_timeout_s or config.parallel.timeout_s / 2
         patience_s = timeout_s + config.rollout.request_timeout_s
-        return cls(rank, folder, timeout_s=timeout_s, engine_timeout_s=patience_s, tell=tell)
+        return cls(
+            rank,
+            folder,
+            timeout_s=timeout_s,
+            engine_timeout_s=patience_s,
+            num_ranks=num_ranks(config),
+            tell=tell,
+        )
 
     def __enter__(self) -> StallWatchdog:
         self._heartbeat.beat(TRAINER, "start")
@@ -130,11 +141,12 @@ class StallWatchdog:
 
     def _tell_of_ranks(self, tell: Callable[[str], None]) -> None:
         """Report all newly stalled ranks in one line, once no more of them turn up."""
-        found = {int(p.stem.removeprefix("stall-")): _head(p) for p in self._folder.glob("stall-*.txt")}
+        found = _heads(self._folder)
         new = {rank: head for rank, head in found.items() if self._told.get(rank) != head}
         if new and found == self._found:
             self._told = found
-            tell(f"no progress: {'; '.join(_by_place(new))}; see {self._folder}/stall-<rank>.txt")
+            lines = [*_by_place(new), *_without_report(found, self._num_ranks)]
+            tell(f"no progress: {'; '.join(lines)}; see {self._folder}/stall-<rank>.txt")
         self._found = found
 
 
@@ -154,17 +166,49 @@ def whereabouts(frame: FrameType | None) -> str:
     return f"in {collective}, called by {line}" if collective else f"at {line or 'a place outside of this package'}"
 
 
-def _head(report: Path) -> str:
-    return "\n".join(report.read_text().splitlines()[:2])
+def hanging_ranks(folder: Path, num_ranks: int, max_age_s: float) -> str | None:
+    """Describe the ranks that others waited for in a collective until it gave up; None if no report tells.
+
+    Args:
+        folder: of the reports.
+        max_age_s: older reports are of stalls that are over.
+    """
+    heads = _heads(folder, since=time.time() - max_age_s)
+    waiting = {rank for rank, head in heads.items() if _is_waiting(head.splitlines()[1])}
+    if not waiting or len(waiting) == num_ranks:
+        return None
+    busy = {rank: head for rank, head in heads.items() if rank not in waiting}
+    return "; ".join([*_by_place(busy), *_without_report(heads, num_ranks)])
+
+
+def _heads(folder: Path, since: float = 0.0) -> dict[int, str]:
+    """Return the first two lines of each rank's report that was written after `since`, a Unix time."""
+    reports = [path for path in folder.glob("stall-*.txt") if path.stat().st_mtime >= since]
+    return {int(p.stem.removeprefix("stall-")): "\n".join(p.read_text().splitlines()[:2]) for p in reports}
+
+
+def _is_waiting(place: str) -> bool:
+    """Return whether a place is a collective: another rank may be at fault."""
+    return ": in " in place
 
 
 def _by_place(heads: dict[int, str]) -> Iterator[str]:
-    """Group ranks by place, smallest group first.
+    """Group ranks by place: those that wait in a collective last, otherwise the smallest group first.
 
     Example: ["rank 1 in step 3, train: at ...", "ranks 0, 2, 3 in step 3, train: in all_reduce, ..."].
     """
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, head in sorted(heads.items()):
         ranks[head.splitlines()[1]].append(rank)
-    for place, members in sorted(ranks.items(), key=lambda item: len(item[1])):
-        yield f"rank{'s' if len(members) > 1 else ''} {', '.join(map(str, members))} in {place}"
+    for place, members in sorted(ranks.items(), key=lambda item: (_is_waiting(item[0]), len(item[1]))):
+        yield f"{_named(members)} in {place}"
+
+
+def _without_report(heads: dict[int, str], num_ranks: int) -> Iterator[str]:
+    """Yield a line about the ranks that have not reported, if others have."""
+    if silent := [rank for rank in range(num_ranks) if rank not in heads]:
+        yield f"{_named(silent)} without a report: busy, stopped, or blocked outside of Python"
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

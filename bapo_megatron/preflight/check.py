@@ -1,10 +1,9 @@
 """A configuration from the command line, checked for this machine or for the cluster that it names."""
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
-
-import torch
 
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.base import Violation
@@ -18,8 +17,8 @@ from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.preflight.known import known_config
 from bapo_megatron.preflight.plan import check_cluster
-from bapo_megatron.rewards.scorer import RewardScorer
 
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of the drivers: NVIDIA's, the one of WSL, AMD's
 _ENOUGH_GPUS = 1_000_000  # the number of ranks stays as it is
 
 
@@ -54,7 +53,7 @@ def violations_of(config: Config, *, elsewhere: bool, memory: bool = True) -> li
     hf_config = known or _hf_config(config.model.path, "model.path", found)
     reference = config.loss.reference_path if config.loss.kl_coef else None
     reference_config = _hf_config(reference, "loss.reference_path", found) if reference else None
-    num_gpus = config.cluster.nodes * config.cluster.gpus_per_node if elsewhere else torch.cuda.device_count()
+    num_gpus = config.cluster.nodes * config.cluster.gpus_per_node if elsewhere else num_visible_gpus()
     found += check(
         config,
         hf_config=hf_config,
@@ -80,6 +79,8 @@ def accepts_layout(config: Config, hf_config: dict[str, Any], *, on_gpus: bool) 
 def _judge(config: Config) -> Iterator[Violation]:
     """Load a judge at a dotted path in its own process, as a run does."""
     if config.reward.kind not in REWARD.names:
+        from bapo_megatron.rewards.scorer import RewardScorer  # imports torch
+
         try:
             RewardScorer(config).close()
         except UserError as error:
@@ -89,7 +90,16 @@ def _judge(config: Config) -> Iterator[Violation]:
 def _hf_config(path: str, setting: str, found: list[Violation]) -> dict[str, Any] | None:
     """Return the config.json of a model; add problems with its folder to `found`."""
     try:
-        return load_hf_config(resolve_model_path(path, setting=setting))
+        return load_hf_config(resolve_model_path(path, setting=setting, weights=False))
     except UserError as error:
         found.append(Violation(str(error)))
         return None
+
+
+def num_visible_gpus() -> int:
+    """Count the GPUs of this machine that torch may use; without a driver, torch is not imported."""
+    if not any(os.path.exists(device) for device in _GPU_DEVICES):
+        return 0
+    import torch  # takes seconds
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.engines.group import connect_store, host_store
-from bapo_megatron.engines.processes import LOOPBACK, reserved_ports
+from bapo_megatron.engines.processes import LOOPBACK, loopback_variables, reserved_ports
 from bapo_megatron.preflight.machine_checks import Finding
 
 _REPEATS = 4
@@ -74,8 +73,8 @@ def _measure(task: Task) -> dict[str, Any]:
         if not torch.cuda.is_available():
             raise RuntimeError("torch sees no GPU")
         torch.cuda.set_device(task.local_rank)
-    elif task.host == LOOPBACK:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    if task.host == LOOPBACK:
+        os.environ |= loopback_variables()
     size, timeout_s = task.world_size, task.timeout_s
     store = (
         host_store(task.host, size, timeout_s, task.port)

@@ -11,6 +11,7 @@ from typing import Any
 
 from bapo_megatron.errors import DataError
 from bapo_megatron.prompts.base import Question
+from bapo_megatron.runtime.files import regular_file
 
 Row = tuple[dict[str, Any], str]  # with its place in the file
 
@@ -51,11 +52,12 @@ class JsonlSource:
 
 def _json_rows(file: Path) -> Iterator[Row]:
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        text = regular_file(file).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise _unreadable(file, error) from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{file}: not UTF-8 (byte {error.start}); convert it") from error
+        number = error.object.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{file}:{number}: not UTF-8 (byte {error.start}); convert it") from error
     # not splitlines: JSON strings may hold other Unicode line separators
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
@@ -69,7 +71,7 @@ def _parquet_rows(file: Path) -> Iterator[Row]:
     except ImportError:
         raise DataError(f"{file}: reading Parquet needs pyarrow: pip install pyarrow, or convert the file") from None
     try:
-        rows = pyarrow.parquet.read_table(file, memory_map=False).to_pylist()
+        rows = pyarrow.parquet.read_table(regular_file(file), memory_map=False).to_pylist()
     except OSError as error:
         raise _unreadable(file, error) from error
     except (pyarrow.ArrowException, ValueError) as error:

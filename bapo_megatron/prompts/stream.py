@@ -5,6 +5,7 @@ import random
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import TypedDict
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, DataError
@@ -13,7 +14,7 @@ from bapo_megatron.prompts.chains import ChainSource
 from bapo_megatron.prompts.jsonl import JsonlSource
 from bapo_megatron.prompts.programs import ProgramSource
 from bapo_megatron.prompts.reasoning_gym import ReasoningGymSource
-from bapo_megatron.types import Prompt
+from bapo_megatron.types import Count, Prompt
 
 NUM_CHECKED = 256
 """Prompts of a procedural source that `PromptStream.check` makes."""
@@ -32,6 +33,19 @@ def build_source(config: Config) -> PromptSource:
             return ReasoningGymSource(data.dataset, data.size, seed, data.options)
         case "jsonl":
             return JsonlSource(data.path, data.format)
+
+
+class StreamState(TypedDict):
+    """A `PromptStream` in a checkpoint."""
+
+    source: str
+    size: Count
+    seed: int
+    epoch: Count
+    position: Count
+    next_id: Count
+    skipped_empty: Count
+    skipped_too_long: Count
 
 
 class PromptStream:
@@ -104,13 +118,15 @@ class PromptStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. Raises CheckpointError for another source, size or seed."""
+        """Go on where the `StreamState` was taken. Raises CheckpointError for another source, size or seed."""
         for key, here in self._identity().items():
             if state[key] != here:
                 raise CheckpointError(
                     f"the checkpoint's prompts had {key} = {state[key]!r}, this run has {here!r}: "
                     "keep the setting, or start a run with a new name"
                 )
+        if state["position"] > len(self.source):
+            raise CheckpointError(f"the checkpoint's prompts are at {state['position']} of {len(self.source)}")
         self._epoch, self._position = state["epoch"], state["position"]
         self._next_id = state["next_id"]
         self.skipped_empty, self.skipped_too_long = state["skipped_empty"], state["skipped_too_long"]

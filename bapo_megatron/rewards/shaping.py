@@ -12,9 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from bapo_megatron.config import dotted
+from bapo_megatron.types import Count, Number
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config, RewardConfig
@@ -98,6 +102,14 @@ class Moments:
     def std(self) -> float:
         """Standard deviation with divisor `count`; nan without numbers."""
         return math.sqrt(self.squares / self.count) if self.count else math.nan
+
+
+class MomentsState(TypedDict):
+    """The `Moments` of a `RewardScaler` in a checkpoint."""
+
+    count: Count
+    mean: Number
+    squares: Annotated[Number, Field(ge=0)]
 
 
 class RewardScaler:

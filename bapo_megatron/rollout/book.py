@@ -8,10 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from typing_extensions import TypedDict
+
 from bapo_megatron.config.schema import RolloutConfig
-from bapo_megatron.rollout.ledger import Ledger
+from bapo_megatron.errors import CheckpointError
+from bapo_megatron.prompts.stream import StreamState
+from bapo_megatron.rollout.ledger import Ledger, LedgerError, LedgerState
 from bapo_megatron.rollout.staleness import StalenessBound
-from bapo_megatron.types import Group, Prompt, Trajectory
+from bapo_megatron.types import Group, GroupJson, Prompt, Trajectory
 
 Keep = Callable[[Group], bool]
 """Tells whether a judged group is worth training."""
@@ -23,6 +27,15 @@ class Prompts(Protocol):
     def next(self) -> Prompt: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class BookState(TypedDict):
+    """A `RolloutBook` in a checkpoint."""
+
+    prompts: StreamState
+    ledger: LedgerState
+    active: list[GroupJson]
+    finished: list[GroupJson]
 
 
 class RolloutBook:
@@ -159,13 +172,19 @@ class RolloutBook:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the state was taken. Raises CheckpointError if it contradicts itself, or the configuration."""
         self._prompts.load_state_dict(state["prompts"])
         self.ledger.load_state_dict(state["ledger"])
         active = [Group.from_json(g) for g in state["active"]]
         self._active = {group.prompt.prompt_id: group for group in active}
         self._finished = [Group.from_json(g) for g in state["finished"]]
         self._num_unfinished = len(self.unfinished())
-        self.ledger.check(self.buffered())
+        try:
+            self.ledger.check(self.buffered())
+        except LedgerError as error:
+            raise CheckpointError(f"the checkpoint's samples contradict its ledger: {error}") from error
+        if any(t.reward is None for group in self._finished for t in group.trajectories):
+            raise CheckpointError("the checkpoint holds a finished group without rewards")
 
     def _drop(self, group: Group, reason: str) -> None:
         self.num_dropped[reason] += 1

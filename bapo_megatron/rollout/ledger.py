@@ -12,7 +12,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from bapo_megatron.types import Trajectory
+from typing_extensions import TypedDict
+
+from bapo_megatron.types import Count, Trajectory
 
 State = Literal["queued", "running", "partial", "finished"]
 
@@ -26,6 +28,16 @@ _ALLOWED: dict[State, tuple[State, ...]] = {
 
 class LedgerError(RuntimeError):
     """A ledger that does not balance: a bug of this package. The run stops rather than train on a wrong batch."""
+
+
+class LedgerState(TypedDict):
+    """A `Ledger` in a checkpoint."""
+
+    states: dict[str, State]
+    tokens: dict[str, Count]
+    num_samples: dict[str, Count]
+    num_tokens: dict[str, Count]
+    dropped: dict[str, Count]
 
 
 class Ledger:
@@ -116,11 +128,17 @@ class Ledger:
                 f"{n['dropped']} dropped"
             )
         s = self.num_samples
+        if s["dropped"] != self.dropped.total():
+            raise LedgerError(f"{s['dropped']} samples dropped, but {self.dropped.total()} by the reasons")
         if s["admitted"] != s["trained"] + s["dropped"] + len(held):
             raise LedgerError(
                 f"{s['admitted']} samples admitted, but {s['trained']} trained + {len(held)} buffered + "
                 f"{s['dropped']} dropped"
             )
+        for t in held:
+            if not self.is_running(t.sample_id) and self._tokens.get(t.sample_id) != t.num_response_tokens:
+                booked = self._tokens.get(t.sample_id)
+                raise LedgerError(f"sample {t.sample_id} has {t.num_response_tokens} tokens, not {booked}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return a JSON value. Running samples are saved as before their request, which is sent again."""

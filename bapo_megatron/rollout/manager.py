@@ -6,16 +6,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.buffer.batch import BatchBuilder
+from bapo_megatron.buffer.batch import BatchBuilder, BuilderState
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.engines.connected import ConnectedEngines
-from bapo_megatron.errors import NoEngineLeftError
+from bapo_megatron.errors import CheckpointError, NoEngineLeftError
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards import RewardScorer
 from bapo_megatron.rewards.shaping import group_filter
+from bapo_megatron.rollout.book import BookState
 from bapo_megatron.rollout.dispatch import RolloutStats
 from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
 from bapo_megatron.rollout.scheduler import Scheduler
@@ -43,6 +44,12 @@ class Evaluation:
 
     evaluator: Evaluator
     judge: Judge
+
+
+class ManagerState(BookState):
+    """A `RolloutManager` in a checkpoint."""
+
+    batches: BuilderState
 
 
 @dataclass(slots=True)
@@ -114,6 +121,8 @@ class RolloutManager:
         return {**sampling, "batches": self.builder.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "recorded_from" in state:
+            raise CheckpointError("the checkpoint is of a replay of recorded rollouts; give this run another run.name")
         self.scheduler.load_state_dict(state)
         self.builder.load_state_dict(state["batches"])
 

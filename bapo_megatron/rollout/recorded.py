@@ -9,27 +9,37 @@ the same data.
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.buffer.batch import BatchBuilder
+from pydantic import ValidationError
+from typing_extensions import TypedDict
+
+from bapo_megatron.buffer.batch import BatchBuilder, BuilderState
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import CheckpointError, DataError
+from bapo_megatron.errors import CheckpointError, DataError, wrong_fields
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.rollout.shared import Rollouts
+from bapo_megatron.runtime.files import explaining_os_errors, regular_file
 from bapo_megatron.types import Batch, Group
 
 
 def write_groups(folder: Path, step: int, groups: Sequence[Group]) -> Path:
-    """Write the groups that step number `step` (from 1) trains, replacing those of an earlier attempt."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the groups that step number `step` (from 1) trains, replacing those of an earlier attempt.
+
+    Raises:
+        UserError: the disk is full or not writable.
+    """
     path = _path(folder, step)
     partial = path.with_name(f".{path.name}.partial")
-    with gzip.open(partial, "wt", encoding="utf-8", compresslevel=1) as file:
-        for group in groups:
-            file.write(json.dumps(group.to_json()) + "\n")
-    os.replace(partial, path)
+    with explaining_os_errors(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        with gzip.open(partial, "wt", encoding="utf-8", compresslevel=1) as file:
+            for group in groups:
+                file.write(json.dumps(group.to_json()) + "\n")
+        os.replace(partial, path)
     return path
 
 
@@ -40,7 +50,7 @@ def read_groups(folder: Path, step: int) -> list[Group]:
         DataError: the step is missing, or its file is damaged; names the file and the line.
     """
     path = _path(folder, step)
-    if not path.is_file():
+    if not path.exists():
         num_steps = len(list(folder.glob("step-*.jsonl.gz")))
         raise DataError(
             f"{path} is missing: {folder} holds {num_steps} recorded steps; set train.num_steps to that or less, or "
@@ -48,12 +58,25 @@ def read_groups(folder: Path, step: int) -> list[Group]:
         )
     groups = []
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
+        with gzip.open(regular_file(path), "rt", encoding="utf-8") as file:
             for line in file:
-                groups.append(Group.from_json(json.loads(line)))
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as problem:
-        raise DataError(f"{path}, line {len(groups) + 1} cannot be read: {problem}; record it again") from problem
+                group = Group.from_json(json.loads(line))
+                if any(t.reward is None for t in group.trajectories):
+                    raise ValueError("a response without a reward")
+                groups.append(group)
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as problem:
+        why = wrong_fields(problem) if isinstance(problem, ValidationError) else problem
+        raise DataError(f"{path}, line {len(groups) + 1} cannot be read: {why}; record it again") from problem
+    if not groups:
+        raise DataError(f"{path} is empty; record it again")
     return groups
+
+
+class RecordedState(TypedDict):
+    """`RecordedRollouts` in a checkpoint."""
+
+    recorded_from: str
+    batches: BuilderState
 
 
 class RecordedRollouts(Rollouts):

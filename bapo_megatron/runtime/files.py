@@ -1,10 +1,12 @@
 """Small files that survive a crash: JSON Lines, and texts that are replaced atomically."""
 
 import contextlib
+import errno
 import json
 import logging
 import math
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,20 @@ def explaining_os_errors(path: Path, advice: str = _ADVICE) -> Iterator[None]:
     except OSError as error:
         why = error.strerror or str(error)
         raise UserError(f"cannot write {path}: {why}; {advice}") from error
+
+
+def regular_file(path: Path) -> Path:
+    """Return the path of a regular file, or of a link to one.
+
+    Raises:
+        OSError: it is missing, or something else: reading a pipe or a device may never end.
+    """
+    mode = path.stat().st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return path
 
 
 class JsonlWriter:

@@ -33,7 +33,7 @@ from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.plan_slurm import place
 from bapo_megatron.config.schema import Config
-from bapo_megatron.engines.processes import LOOPBACK, EngineShare, reserved_ports
+from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables, reserved_ports
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.rundir import RunDir
@@ -147,6 +147,8 @@ def _run_rank(config: Config, meeting: Meeting, rank: int) -> int:
         "MASTER_ADDR": run["host"],
         "MASTER_PORT": str(run["port"]),
     }
+    if run["host"] == LOOPBACK:  # a job on one node
+        os.environ |= loopback_variables(urls)
     run_dir = RunDir.attach(Path(run["run_dir"]))
     code = run_rank(run_dir, urls, meeting.stop_file)
     if code == 2:

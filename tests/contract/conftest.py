@@ -37,6 +37,7 @@ from bapo_megatron.sync.broadcast import BroadcastChannel
 
 ROOT = Path(__file__).parents[2]
 STARTUP_TIMEOUT_S = 900.0  # on a busy machine an SGLang server takes minutes
+HANG_S = 300.0  # later than any answer of a busy machine
 MAX_CONTEXT = {"embedded": 2048, "sglang": 512, "sglang-tp2": 512}
 MAX_RUNNING = 8
 VOCAB_SIZE = 96
@@ -56,7 +57,7 @@ class EventLoop:
     def submit(self, coro: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(coro, self._loop)
 
-    def run(self, coro: Coroutine[Any, Any, Any], timeout_s: float = 60.0) -> Any:
+    def run(self, coro: Coroutine[Any, Any, Any], timeout_s: float = HANG_S) -> Any:
         return self.submit(coro).result(timeout_s)
 
     def stop(self) -> None:
@@ -94,7 +95,7 @@ class Servers:
     def engine(self) -> HttpEngine:
         return self.engines[0]
 
-    def connect(self, timeout_s: float = 60.0) -> None:
+    def connect(self, timeout_s: float = HANG_S) -> None:
         config = SyncConfig(bucket_mib=0.2, timeout_s=timeout_s)  # several buckets
         self.pool = EnginePool(self.engines)
         self.channel = BroadcastChannel(self.pool, config, self.loop.submit)
@@ -124,7 +125,7 @@ class Servers:
             "/init_weights_update_group", address | {"rank_offset": 1, "world_size": world_size, "backend": "gloo"}
         )
         group = UpdateGroup(group_name, store=store, rank=0, world_size=world_size, backend="gloo", timeout_s=60)
-        assert joining.result(60)[0] == 200
+        assert joining.result(HANG_S)[0] == 200
         assert self.post("/pause_generation", {"mode": "in_place"})[0] == 200
         assert self.post("/begin_weight_update")[0] == 200
         body = {"names": names, "dtypes": ["float32"] * len(names), "shapes": [list(t.shape) for t in tensors]}
@@ -132,7 +133,7 @@ class Servers:
         updating = self.post_later("/update_weights_from_distributed", body)
         for work in [group.broadcast(tensor) for tensor in tensors]:
             work.wait()
-        assert updating.result(60)[0] == 200, updating.result()
+        assert updating.result(HANG_S)[0] == 200, updating.result()
         for path, body in (
             ("/end_weight_update", {}),
             ("/destroy_weights_update_group", {"group_name": group_name}),
@@ -142,12 +143,12 @@ class Servers:
         group.close()
         return self.version
 
-    def get(self, path: str, timeout_s: float = 60.0) -> Any:
+    def get(self, path: str, timeout_s: float = HANG_S) -> Any:
         """JSON of the first server's answer."""
         with urllib.request.urlopen(self.url + path, timeout=timeout_s) as response:
             return json.loads(response.read())
 
-    def post(self, path: str, body: Any = None, timeout_s: float = 60.0) -> tuple[int, Any]:
+    def post(self, path: str, body: Any = None, timeout_s: float = HANG_S) -> tuple[int, Any]:
         """Status and JSON (or text) of a raw request to the first server."""
         data = json.dumps(body if body is not None else {}).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
@@ -167,7 +168,7 @@ class Servers:
 
         return self.loop.submit(call())
 
-    def wait_until_running(self, count: int, timeout_s: float = 60.0) -> None:
+    def wait_until_running(self, count: int, timeout_s: float = HANG_S) -> None:
         """Until `count` requests are being decoded: each has a token at least."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -274,7 +275,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         stack.callback(loop.stop)
         urls = stack.enter_context(LAUNCHERS[request.param](folder / "a", folder))
         servers = Servers(request.param, loop, urls, models)
-        servers.engines = [HttpEngine(url, request_timeout_s=60, vocab_size=VOCAB_SIZE) for url in urls]
+        servers.engines = [HttpEngine(url, request_timeout_s=HANG_S, vocab_size=VOCAB_SIZE) for url in urls]
         for engine in servers.engines:
             stack.callback(lambda engine=engine: loop.run(engine.close()))
         servers.connect()

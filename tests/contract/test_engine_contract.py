@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EOS, VOCAB_SIZE, Servers
+from conftest import EOS, HANG_S, VOCAB_SIZE, Servers
 from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
@@ -116,7 +116,7 @@ def test_retracted_requests_go_on_with_the_new_weights(servers: Servers) -> None
     servers.wait_until_running(3)
     after = servers.push("b")
     for future in pending:
-        status, reply = future.result(60)
+        status, reply = future.result(HANG_S)
         assert status == 200
         spans = reply["meta_info"]["weight_versions"]
         assert [s["version"] for s in spans] == [str(before), str(after)]
@@ -136,7 +136,7 @@ def test_in_place_pause_keeps_the_cache(servers: Servers) -> None:
     assert servers.post("/pause_generation", {"mode": "in_place"})[0] == 200
     assert servers.post("/flush_cache")[0] == 400
     assert servers.post("/continue_generation", {})[0] == 200
-    status, reply = pending.result(60)
+    status, reply = pending.result(HANG_S)
     assert status == 200
     assert reply["meta_info"]["num_retractions"] == 0
     assert_matches(servers, "a", reply)
@@ -148,7 +148,7 @@ def test_retract_pause_frees_the_cache_and_changes_nothing(servers: Servers) -> 
     assert servers.post("/pause_generation", {"mode": "retract"})[0] == 200
     assert servers.post("/flush_cache")[0] == 200
     assert servers.post("/continue_generation", {})[0] == 200
-    reply = pending.result(60)[1]
+    reply = pending.result(HANG_S)[1]
     assert len(reply["output_ids"]) == servers.num_long
     assert_matches(servers, "a", reply)
     assert reply["output_ids"] == ask(servers, n=servers.num_long, sampling_seed=3)["output_ids"]
@@ -235,7 +235,7 @@ def test_more_requests_than_rows_all_finish(servers: Servers) -> None:
     lengths = [3 + 7 * i % 40 for i in range(30)]
     pending = [ask_later(servers, f"crowd-{i}", n=n) for i, n in enumerate(lengths)]
     for length, future in zip(lengths, pending, strict=True):
-        reply = future.result(60)[1]
+        reply = future.result(HANG_S)[1]
         assert len(reply["output_ids"]) == length
         assert_matches(servers, "a", reply)
 
@@ -245,7 +245,7 @@ def test_a_seed_gives_the_same_tokens_alone_in_a_crowd_and_in_pieces(servers: Se
     alone = run(engine.generate(request("alone", seed=7, n=40))).token_ids
     others = [servers.loop.submit(engine.generate(request(f"other-{i}", seed=100 + i, n=60))) for i in range(6)]
     crowded = run(engine.generate(request("crowded", seed=7, n=40))).token_ids
-    results = [future.result(60).token_ids for future in others]
+    results = [future.result(HANG_S).token_ids for future in others]
     assert crowded == alone
     assert len(set(results)) == len(results), "different seeds must differ"
     begun = alone[:15]
@@ -307,7 +307,7 @@ def test_weights_updated_in_place_take_over_at_the_next_token(servers: Servers) 
     pending = ask_later(servers, "in-place-update")
     servers.wait_until_running(1)
     before, version = servers.version, servers.push_in_place("b")
-    status, reply = pending.result(60)
+    status, reply = pending.result(HANG_S)
     assert status == 200
     spans = reply["meta_info"]["weight_versions"]
     assert [s["version"] for s in spans] == [str(before), str(version)]

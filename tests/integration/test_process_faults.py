@@ -1,6 +1,7 @@
 """However a run is ended, no process of it stays behind, and its engines' owner keeps what is theirs."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -84,34 +86,70 @@ def test_a_run_that_is_ended_leaves_no_process_behind(
         run.wait(10)
 
 
-def listening(pid: int) -> set[str]:
-    """Return the addresses at which a process and all below it listen, TCP and IPv6 included."""
-    addresses = set()
+@dataclass
+class Watched:
+    """A process of a run: its command line, its environment when it started, the addresses at which it listens."""
+
+    command: str
+    environment: dict[str, str]
+    addresses: set[str] = field(default_factory=set)
+
+
+def watch_sockets(pid: int, seen: dict[int, Watched]) -> None:
+    """Add what the kernel's table says now of a process and all below it: TCP over IPv4 and IPv6."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                found = process.net_connections(kind="tcp")
-                addresses |= {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN}
-    return addresses
+                known = seen.setdefault(process.pid, Watched("", {}))
+                known.command = " ".join(process.cmdline())  # becomes another by exec, or by SGLang's title
+                known.environment = known.environment or process.environ()
+                sockets = process.net_connections(kind="tcp")
+                known.addresses |= {s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN}
 
 
-def test_a_local_run_listens_on_loopback_only(tmp_path: Path) -> None:
-    """Whoever reaches one of torch's stores can change what it holds."""
+@pytest.mark.parametrize(
+    ("settings", "parts", "limit_s"),
+    [
+        pytest.param(["rollout.engine=embedded"], ["engines.embedded"], 600, id="embedded"),
+        pytest.param(
+            ["rollout.engine=sglang", "rollout.server_tensor_parallel=2", "rollout.startup_timeout_s=900"],
+            ["engines.sglang_server", "sglang::scheduler_TP0", "sglang::scheduler_TP1"],
+            1200,
+            id="sglang",
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang"),
+            ],
+        ),
+    ],
+)
+def test_a_local_run_listens_on_loopback_only(
+    tmp_path: Path, settings: list[str], parts: list[str], limit_s: float
+) -> None:
+    """Whoever reaches one of torch's stores can change what it holds.
+
+    The variables are looked at too: where the host's name means loopback, gloo listens there without them.
+    """
     command = [sys.executable, "-m", "bapo_megatron", "train", "demo", f"run.dir={tmp_path}", "run.name=quiet"]
     command += ["monitor.progress=lines", "parallel.tensor=2", "train.num_steps=1", "rollout.prompts_per_step=4"]
+    command += ["reward.kind=bapo_megatron.rewards.answers:judge_chain", *settings]  # in judge processes
     with (tmp_path / "output").open("wb") as output:
         run = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-    addresses: set[str] = set()
+    seen: dict[int, Watched] = {}
     try:
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + limit_s
         while run.poll() is None and time.monotonic() < deadline:
-            addresses |= listening(run.pid)
-            time.sleep(0.1)
+            watch_sockets(run.pid, seen)
+            time.sleep(0.2)
         assert run.poll() == 0, (tmp_path / "output").read_text()
     finally:
         run.send_signal(signal.SIGTERM)
         run.wait(30)
-    assert addresses == {"127.0.0.1"}
+    for part in ("bapo_megatron.worker", "rewards.worker", *parts):
+        assert any(part in each.command for each in seen.values()), f"no {part} in {seen}"
+    assert {address for each in seen.values() for address in each.addresses} == {"127.0.0.1"}, seen
+    in_groups = [each for each in seen.values() if "bapo_megatron.worker" in each.command or parts[0] in each.command]
+    assert [each.environment.get("GLOO_SOCKET_IFNAME") for each in in_groups] == ["lo"] * len(in_groups), in_groups
 
 
 def is_sampling(engine: str) -> bool:

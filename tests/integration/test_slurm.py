@@ -1,5 +1,6 @@
 """A real SLURM with two nodes on this machine: the demo is submitted, requeued twice, and ends as if left alone."""
 
+import contextlib
 import json
 import os
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from bapo_megatron.config.load import load_config
@@ -56,6 +58,17 @@ def num_saved(run: Path) -> int:
     return int(latest.read_text().removeprefix("step-")) if latest.exists() else 0
 
 
+def listening_addresses(job: str) -> set[str]:
+    """Return the addresses at which the ranks and engines of a job listen, by the kernel's table."""
+    addresses = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # one that has just ended, or that is not ours
+            if process.environ().get("SLURM_JOB_ID") == job and "bapo_megatron" in " ".join(process.cmdline()[1:3]):
+                sockets = process.net_connections(kind="tcp")
+                addresses |= {s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN}
+    return addresses
+
+
 def wait_for(condition: Callable[[], bool], what: str, cluster: Cluster, run: Path) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
@@ -84,6 +97,7 @@ def test_a_run_over_two_nodes_is_requeued_and_loses_nothing(cluster: Cluster, tm
 
     # Told to stop, as before its time limit: it saves, and queues itself again.
     wait_for(lambda: num_saved(run) > saved, "the second attempt's first checkpoint", cluster, run)
+    assert listening_addresses(job) == {"127.0.0.1"}, "slurm.interface is lo"
     cluster.run("scancel", "--batch", "--signal=TERM", job)
     wait_for(lambda: cluster.job(job)["Restarts"] == "2", "the job has requeued itself", cluster, run)
     assert num_saved(run) < NUM_STEPS, "stopped too late"

@@ -49,7 +49,7 @@ def test_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     assert all(line.startswith(str(target)) for line in lines), lines
     summary = run(sys.executable, "-m", "bapo_megatron", "check", "demo", cwd=elsewhere, PYTHONPATH=str(target))
     assert "tensor 2" in summary
-    recipe = ("models/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h200")
+    recipe = ("recipes/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h200")
     plan = run(sys.executable, "-m", "bapo_megatron", "check", *recipe, cwd=elsewhere, PYTHONPATH=str(target))
     assert "64 GPUs for the trainer" in plan
 

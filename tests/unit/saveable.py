@@ -20,13 +20,15 @@ class TinyModel:
     def __init__(self, value: float, rows: int = 100, columns: int = 10, hf_path: Path | None = None) -> None:
         self.rank, size = rank_and_size()
         self.shape = (rows * size, columns)
-        self.weight = torch.full((rows, columns), value)
+        self.weight = torch.full((rows, columns), float(value))
         self.hf_path = hf_path
 
     def snapshot(self) -> Snapshot:
         start = (self.rank * self.weight.shape[0], 0)
         piece = Piece(WEIGHT, "w", self.shape, start, tuple(self.weight.shape), self.weight)
-        return Snapshot([piece], {"version": 0}, rank=self.rank, hf_path=self.hf_path)
+        return Snapshot(
+            [piece], {"version": 0, "skipped_updates": 0, "model": {}}, rank=self.rank, hf_path=self.hf_path
+        )
 
     def load(self, folder: Path) -> None:
         """Every rank reads the whole tensor."""

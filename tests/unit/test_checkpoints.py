@@ -153,9 +153,12 @@ def assert_passed_over(folder: Path, file: Path) -> None:
 
 def test_a_pointer_that_is_cut_or_names_nothing(two_steps: Path) -> None:
     pointer = two_steps / "latest"
+    note = "going on from the newest whole checkpoint"
     for length in range(len("step-000002")):
         pointer.write_text("step-000002"[:length])
-        assert both(two_steps) == (2, "")
+        assert both(two_steps) == (2, f"warning: {pointer} names no checkpoint: {note}")
+    pointer.write_bytes(b"step-" + b"9" * 5000)
+    assert both(two_steps) == (2, f"warning: {pointer} names no checkpoint: {note}")
     pointer.write_text("step-000009")
     missing = two_steps / "step-000009" / "state.json"
     assert both(two_steps) == (2, f"warning: passing over step-000009: {missing} is missing")
@@ -164,7 +167,15 @@ def test_a_pointer_that_is_cut_or_names_nothing(two_steps: Path) -> None:
     pointer.write_text("step-000001")
     assert both(two_steps) == (1, "")
     pointer.unlink()
-    assert both(two_steps) == (None, "")
+    missing = f"warning: {pointer} cannot be read (No such file or directory): {note}"
+    assert both(two_steps) == (2, missing), "nothing starts over silently"
+    assert CheckpointStore(two_steps, settings(), [].append).latest() == two_steps / "step-000002"
+    pointer.mkdir()
+    assert both(two_steps) == (2, f"warning: {pointer} cannot be read (Is a directory): {note}")
+    pointer.rmdir()
+    os.mkfifo(pointer)
+    assert both(two_steps) == (2, f"warning: {pointer} cannot be read (not a regular file): {note}")
+    pointer.unlink()
     pointer.write_text("step-000002")
 
 

@@ -1,13 +1,16 @@
 """The command line as a user meets it: a process, its output and its exit code."""
 
+import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from bapo_megatron import __version__, cli
+from bapo_megatron.assets import demo_model_path
 
 CONFIG = """
 [bapo]
@@ -88,3 +91,125 @@ def test_help_and_version_do_not_import_torch(command: str, said: str) -> None:
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.startswith(said)
     assert done.stdout.endswith("\nFalse\n")
+
+
+HEAVY = ("torch", "transformers", "megatron", "sglang", "numpy", "aiohttp", "tokenizers")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--version"], 0),
+        (["--help"], 0),
+        (["help", "train"], 0),
+        (["trian"], 2),
+        (["train", "--lr", "3"], 2),
+        (["check", "demo", "optimizer.l=1"], 2),
+        (["check", "demo", "parallel.tensor=3"], 2),
+        pytest.param(["check", "demo"], 0, marks=pytest.mark.skipif(torch.cuda.is_available(), reason="counts GPUs")),
+    ],
+)
+def test_quick_answers_import_nothing_heavy(arguments: list[str], code: int) -> None:
+    script = f"""
+import sys
+from bapo_megatron.cli import main
+try:
+    code = main({arguments!r})
+except SystemExit as end:
+    code = end.code or 0
+print(code, [name for name in {HEAVY!r} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == f"{code} []"
+
+
+@pytest.mark.parametrize(
+    ("command", "answer"),
+    [
+        ("", "give a verb, such as `bapo demo`; `bapo help` lists them"),
+        ("trian demo", "there is no verb 'trian'; did you mean train?"),
+        ("xyzzy", "there is no verb 'xyzzy'; `bapo help` lists them"),
+        ("help chekc", "there is no verb 'chekc'; did you mean check?"),
+        ("check", "give a configuration: a TOML file, or a shipped one such as demo"),
+        ("eval", "the following arguments are required: CKPT; see `bapo eval --help`"),
+        ("train --lr 3", "there is no option --lr; write the setting without dashes: optimizer.lr=3"),
+        ("train demo --lr=3", "there is no option --lr; write the setting without dashes: optimizer.lr=3"),
+        ("demo --train.num-steps 3", "there is no option --train.num-steps; write the setting without dashes: "
+         "train.num_steps=3"),
+        ("check demo --n-samples 4", "there is no option --n-samples; write the setting without dashes: "
+         "rollout.samples_per_prompt=4"),
+        ("check demo --use-tis", 'there is no option --use-tis; write the setting without dashes: '
+         'loss.proximal="learner"'),
+        ("check demo --xyzzy", "there is no option --xyzzy; see `bapo check --help`"),
+        ("slurm demo --dryrun", "there is no option --dryrun; did you mean --dry-run?"),
+        ("completion bsh", "argument shell: invalid choice: 'bsh' (choose from 'bash', 'zsh', 'fish'); "
+         "see `bapo completion --help`"),
+        ("check demo optimizer.lr 3e-4", "optimizer.lr needs a =: write optimizer.lr=3e-4"),
+        ("check demo optimizer.lr", "optimizer.lr needs a =: write optimizer.lr=VALUE"),
+        ("check demmo", "configuration demmo does not exist; did you mean demo?"),
+        ("plan models/qwen3-32b-64k", "the shipped configuration models/qwen3-32b-64k is now recipes/qwen3-32b-64k"),
+        ("check demo model=Qwen/Qwen3", 'model is a table of settings, got "Qwen/Qwen3" (override model=Qwen/Qwen3); '
+         "did you mean model.path?"),
+        ("serve demo --port x", "argument --port: invalid int value: 'x'; see `bapo serve --help`"),
+        ("chat nowhere", "nowhere is neither a Hugging Face folder (no config.json) nor a run or training checkpoint"),
+    ],
+)  # fmt: skip
+def test_each_slip_gets_one_line(capsys: pytest.CaptureFixture[str], command: str, answer: str) -> None:
+    assert cli.main(command.split()) == 2
+    assert capsys.readouterr().err == f"bapo: {answer}\n"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("rollout.n", "rollout.samples_per_prompt"),
+        ("model.name", "model.path"),
+        ("bapo.target", "bapo.rho0"),
+        ("lr", "optimizer.lr"),
+        ("batch_size", "rollout.prompts_per_step"),
+        ("n_samples", "rollout.samples_per_prompt"),
+        ("learning_rate", "optimizer.lr"),
+        ("actor.lr", "optimizer.lr"),
+        ("OPTIMIZER.LR", "optimizer.lr"),
+        ("actor_rollout_ref.rollout.n", "rollout.samples_per_prompt"),
+    ],
+)
+def test_names_of_other_frameworks(capsys: pytest.CaptureFixture[str], theirs: str, ours: str) -> None:
+    assert cli.main(["check", "demo", f"{theirs}=1"]) == 2
+    assert capsys.readouterr().err == (f"bapo: no such setting: {theirs} (override {theirs}=1); did you mean {ours}?\n")
+
+
+def test_a_model_is_no_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(demo_model_path())
+    assert cli.main(["plan", folder]) == 2
+    assert f"`bapo init {folder} DATA` writes one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "completions"),
+    [
+        ("bapo rep", {"report ", "reproduce "}),
+        ("bapo slurm demo --d", {"--dry-run "}),
+        ("bapo train optimizer.l", {"optimizer.lr="}),
+        ("bapo train rollout.overlap=", {"rollout.overlap=true ", "rollout.overlap=false "}),
+        ("bapo check clusters/1x", {"clusters/1x8-h100 ", "clusters/1x8-h200 "}),
+    ],
+)
+def test_completion(tmp_path: Path, line: str, completions: set[str]) -> None:
+    output = tmp_path / "completions"
+    environment = os.environ | {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_IFS": "\n",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(output),
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "COMP_TYPE": "9",
+    }
+    subprocess.run([sys.executable, "-m", "bapo_megatron"], env=environment, timeout=60, check=False)
+    assert {found.strip() for found in output.read_text().split("\n")} == {wanted.strip() for wanted in completions}
+
+
+def test_completion_of_each_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    for shell in ("bash", "zsh", "fish"):
+        assert cli.main(["completion", shell]) == 0
+        assert "bapo" in capsys.readouterr().out

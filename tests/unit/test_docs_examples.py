@@ -195,7 +195,7 @@ def test_every_setting_named_exists() -> None:
     assert len(rows) >= 40
     for row in rows:
         assert len(row) == 3, row
-        named = {found for found in re.findall(r"`([a-z_.]+)", row[2]) if "." in found}
+        named = {found for found in re.findall(r"`([a-z0-9_.]+)", row[2]) if "." in found}
         assert named, row
         assert named <= known, f"{named - known} in {row}"
     sections = {path[0] for path in schema()}

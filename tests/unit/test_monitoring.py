@@ -22,7 +22,7 @@ from bapo_megatron.metrics import METRICS
 from bapo_megatron.monitor.grafana import dashboard
 from bapo_megatron.monitor.oom import is_out_of_memory
 from bapo_megatron.monitor.prometheus import GPU_METRICS, GPUFacts, PrometheusEndpoint, RunCollector, prometheus_name
-from bapo_megatron.monitor.stall import StallWatchdog, _by_place
+from bapo_megatron.monitor.stall import StallWatchdog, _by_place, hanging_ranks
 from bapo_megatron.runtime import straggler
 from bapo_megatron.runtime.heartbeat import TRAINER, Heartbeat
 from bapo_megatron.runtime.stopwatch import Stopwatch
@@ -204,6 +204,45 @@ def test_answers_of_engines_are_progress_only_while_they_are_waited_for(tmp_path
 def test_ranks_at_the_same_place_share_a_line_and_the_odd_one_comes_first() -> None:
     heads = {0: "a\nstep 1, train: X", 1: "b\nstep 1, train: Y", 2: "c\nstep 1, train: X"}
     assert list(_by_place(heads)) == ["rank 1 in step 1, train: Y", "ranks 0, 2 in step 1, train: X"]
+
+
+WAITING = "when\nstep 1, train: in all_reduce, called by learner/parallel.py:1 (sum)\n"
+HANGING = "when\nstep 1, train: at learner/model.py:2 (forward)\n"
+
+
+def test_a_rank_that_hangs_is_named_before_those_that_wait_for_it() -> None:
+    waiting, hanging = WAITING.strip(), HANGING.strip()
+    assert [line[:6] for line in _by_place({0: waiting, 1: hanging})] == ["rank 1", "rank 0"]
+
+
+@pytest.mark.parametrize(
+    ("reports", "named"),
+    [
+        ({0: WAITING, 1: HANGING, 2: WAITING}, "rank 1 in step 1, train: at learner/model.py:2 (forward)"),
+        ({0: WAITING, 2: WAITING}, "rank 1 without a report: busy, stopped, or blocked outside of Python"),
+        ({0: WAITING, 1: WAITING, 2: WAITING}, None),
+        ({0: HANGING}, None),
+        ({}, None),
+    ],
+)
+def test_after_a_collective_gave_up_the_rank_at_fault_is_named(
+    tmp_path: Path, reports: dict[int, str], named: str | None
+) -> None:
+    for rank, text in reports.items():
+        (tmp_path / f"stall-{rank}.txt").write_text(text)
+    assert hanging_ranks(tmp_path, 3, max_age_s=60) == named
+    for rank in reports:
+        os.utime(tmp_path / f"stall-{rank}.txt", (0, 0))  # of a stall that is over
+    assert hanging_ranks(tmp_path, 3, max_age_s=60) is None
+
+
+def test_rank_0_names_a_rank_that_cannot_report(tmp_path: Path) -> None:
+    """Stopped by a signal, for example: rank 0 alone sees that nothing moves."""
+    heartbeat, told = Heartbeat(), []
+    options: Any = {"engine_timeout_s": 600, "num_ranks": 2, "tell": told.append, "heartbeat": heartbeat}
+    with StallWatchdog(0, tmp_path, timeout_s=0.3, **options):
+        wait_for(lambda: told)
+    assert "; rank 1 without a report: busy, stopped, or blocked outside of Python; see " in told[0]
 
 
 # slow ranks

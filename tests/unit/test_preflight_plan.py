@@ -25,7 +25,7 @@ GPU_BYTES = 80 * GIB
 
 
 def recipe(*overrides: str) -> Config:
-    files = ["models/r1-distill-qwen-7b-32k", "algorithms/bapo", "clusters/4x8-h100"]
+    files = ["recipes/r1-distill-qwen-7b-32k", "algorithms/bapo", "clusters/4x8-h100"]
     return load_config(files, overrides)
 
 
@@ -179,7 +179,7 @@ def test_suggestions_pass_the_check(settings: str) -> None:
 
 def test_a_layout_must_fit_the_nodes() -> None:
     """Eight trainer ranks a node beside nodes of servers; four, where they share them."""
-    files, hf_config = ["models/qwen3-32b-64k", "algorithms/bapo", "clusters/4x8-h200"], KNOWN_MODELS["Qwen3-32B-64k"]
+    files, hf_config = ["recipes/qwen3-32b-64k", "algorithms/bapo", "clusters/4x8-h200"], KNOWN_MODELS["Qwen3-32B-64k"]
     layout = ["parallel.tensor=8", "parallel.pipeline=1", "parallel.data=2"]
     assert accepts_layout(load_config(files, layout), hf_config, on_gpus=True)
     assert not accepts_layout(load_config(files, [*layout, "slurm.rollout_nodes=0"]), hf_config, on_gpus=True)

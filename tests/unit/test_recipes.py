@@ -36,13 +36,13 @@ def test_it_passes_the_check_on_its_cluster_without_a_warning(model: str, cluste
 
 
 def test_the_command_says_so_without_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
-    code = cli.main(["check", "models/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h200"])
+    code = cli.main(["check", "recipes/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h200"])
     out, err = capsys.readouterr()
     assert (code, err) == (0, "")
     assert "64 GPUs for the trainer, 64 for servers, 0 idle" in out
 
 
-@pytest.mark.parametrize("model", ["models/r1-distill-qwen-32b-64k", "models/qwen3-32b-64k"])
+@pytest.mark.parametrize("model", ["recipes/r1-distill-qwen-32b-64k", "recipes/qwen3-32b-64k"])
 @pytest.mark.parametrize("cluster", ["clusters/1x8-h100", "clusters/1x8-h200"])
 def test_32b_on_one_node_is_refused_with_the_numbers(
     model: str, cluster: str, capsys: pytest.CaptureFixture[str]
@@ -62,8 +62,8 @@ def test_the_page_holds_the_plan_of_every_combination() -> None:
 
 def test_octothinker_searches_in_the_papers_ranges() -> None:
     """Set by the model, over the preset that the algorithm names."""
-    bapo = planned("models/octothinker-3b-8k", "BAPO", "clusters/1x8-h100").bapo
+    bapo = planned("recipes/octothinker-3b-8k", "BAPO", "clusters/1x8-h100").bapo
     assert (bapo.preset, bapo.rho0) == ("paper", 0.45)
     assert (bapo.low.start, bapo.low.stop, bapo.high.start, bapo.high.stop) == (0.8, 0.9, 1.2, 2.0)
-    paper = planned("models/r1-distill-qwen-7b-8k", "BAPO", "clusters/1x8-h100").bapo
+    paper = planned("recipes/r1-distill-qwen-7b-8k", "BAPO", "clusters/1x8-h100").bapo
     assert (paper.rho0, paper.low.start, paper.high.stop) == (0.4, 0.6, 3.0)

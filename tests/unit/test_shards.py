@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bapo_megatron.checkpoint.folder import INDEX, WEIGHT, digest_of, read_index, seal, write_index
+from bapo_megatron.checkpoint.folder import INDEX, WEIGHT, Facts, digest_of, read_index, seal, write_index
 from bapo_megatron.checkpoint.host_buffer import HostBuffer
 from bapo_megatron.checkpoint.shard_reader import ShardReader
 from bapo_megatron.checkpoint.shards import Piece, Snapshot
@@ -22,7 +22,7 @@ from bapo_megatron.hf.shape import ModelShape, entries
 from bapo_megatron.learner.hf.names import place_shard, to_shard
 from tests.unit.test_hf_convert import make_shape, random_weights
 
-FACTS: dict[str, Any] = {"version": 3}
+FACTS: Facts = {"version": 3, "skipped_updates": 0, "model": {}}
 
 
 @st.composite
@@ -72,7 +72,7 @@ def write_split(folder: Path, shape: ModelShape, weights: dict[str, Tensor], siz
             for piece in place_shard(entry, shape, WEIGHT, to_shard(entry, shape, read, rank, size), rank, size)
         ]
         manifests.append(Snapshot(pieces, FACTS, rank=rank).write(folder, max_file_bytes=3000))
-    write_index(folder, FACTS | {"model": shape.to_json()}, manifests)
+    write_index(folder, {**FACTS, "model": shape.to_json()}, manifests)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -106,8 +106,8 @@ def test_a_slice_is_read_without_the_rest(tmp_path: Path, monkeypatch: pytest.Mo
     taken: list[tuple[str, list[int]]] = []
     original = ShardReader._read
 
-    def spy(self: ShardReader, name: str, box: Any, index: tuple[slice, ...]) -> Tensor:
-        values = original(self, name, box, index)
+    def spy(self: ShardReader, name: str, dtype: str, box: Any, index: tuple[slice, ...]) -> Tensor:
+        values = original(self, name, dtype, box, index)
         taken.append((box.file[:10], list(values.shape)))
         return values
 

@@ -22,7 +22,9 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.plan_slurm import Placement, check_slurm, place
 from bapo_megatron.config.schema import Config, seconds_of
-from bapo_megatron.engines.processes import own_address
+from bapo_megatron.engines import processes, sglang
+from bapo_megatron.engines.processes import EngineShare, loopback_variables, own_address
+from bapo_megatron.engines.start import embedded_specs
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.monitor.record import Recorder
 from bapo_megatron.monitor.rundir import RunDir
@@ -227,7 +229,7 @@ def test_the_verb_writes_prints_and_refuses(
 def test_several_nodes_on_one_machine_are_one_error_that_points_to_the_verb(
     verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = ["models/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h200"]
+    recipe = ["recipes/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h200"]
     assert main([verb, "cluster.nodes=16"] if verb == "demo" else [verb, *recipe]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("bapo: cluster.nodes=16, and this would start everything on one machine")
@@ -236,11 +238,11 @@ def test_several_nodes_on_one_machine_are_one_error_that_points_to_the_verb(
 
 def test_check_places_a_run_on_its_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        main(["check", "models/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/4x8-h100", "cluster.nodes=5"]) == 2
+        main(["check", "recipes/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/4x8-h100", "cluster.nodes=5"]) == 2
     )
     assert "16 trainer ranks do not divide evenly over 3 nodes" in capsys.readouterr().err
     assert (
-        main(["check", "models/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/4x8-h100", "cluster.nodes=1"]) == 2
+        main(["check", "recipes/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/4x8-h100", "cluster.nodes=1"]) == 2
     )
     error = capsys.readouterr().err
     assert "need 32 GPUs, and cluster.nodes x gpus_per_node = 1 x 8 = 8; set cluster.nodes=4" in error
@@ -334,6 +336,29 @@ def test_a_host_name_that_stands_for_loopback_is_refused(monkeypatch: pytest.Mon
 def test_the_weight_group_meets_where_remote_engines_reach_it() -> None:
     assert own_address([]) == "127.0.0.1"
     assert own_address(["http://127.0.0.1:1", "http://localhost:2", "http://nowhere.invalid:3"]) == "127.0.0.1"
+
+
+def test_a_run_on_one_machine_stays_on_loopback_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    both = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    assert loopback_variables() == loopback_variables(["http://127.0.0.1:1"]) == both
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert loopback_variables() == both | {"GLOO_SOCKET_IFNAME": "eth7"}
+    monkeypatch.setattr(processes, "own_address", lambda urls: "192.0.2.2")
+    assert loopback_variables(["http://192.0.2.1:1"]) == {}
+
+
+@pytest.mark.parametrize("engine", ["embedded", "sglang"])
+@pytest.mark.parametrize(("host", "interface"), [("127.0.0.1", "lo"), ("192.0.2.1", None)])
+def test_engines_of_one_machine_stay_on_loopback(
+    engine: str, host: str, interface: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang, "check_installed", lambda has_gpu: None)
+    make_specs = {"embedded": embedded_specs, "sglang": sglang.engine_specs}[engine]
+    config = load_config(["demo"], [])
+    (spec,) = make_specs(config, tmp_path, [tmp_path / "log"], [1], EngineShare(count=1, first_gpu=0, host=host))
+    assert spec.environment.get("GLOO_SOCKET_IFNAME") == spec.environment.get("NCCL_SOCKET_IFNAME") == interface
 
 
 def test_a_stop_file_ends_a_run_early_and_only_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

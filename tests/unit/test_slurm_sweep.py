@@ -78,7 +78,7 @@ def test_a_task_is_valid_with_the_settings_of_its_job(tmp_path: Path) -> None:
 
 def test_memory_is_checked_for_each_task() -> None:
     recipe = load_config(
-        ["models/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h200"],
+        ["recipes/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h200"],
         [sweep("optimizer.lr=1e-6", "train.max_tokens_per_microbatch=900000")],
     )
     with pytest.raises(ConfigError) as caught:

@@ -68,6 +68,7 @@ class Sequence:
     version_starts: list[tuple[str, int]] = field(default_factory=list)  # weight version, first output token of it
     finish_reason: dict[str, Any] | None = None
     num_retractions: int = 0
+    on_token: Callable[[], None] | None = None  # called by the engine thread after each token
     done: Future[Sequence] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
@@ -93,6 +94,8 @@ class Sequence:
             self.finish_reason = {"type": "stop", "matched": token_id}
         elif len(self.output_ids) == self.params.max_new_tokens:
             self.finish_reason = {"type": "length", "length": self.params.max_new_tokens}
+        if self.on_token is not None:
+            self.on_token()
 
 
 class BatchingEngine:

@@ -1,8 +1,18 @@
 """Bodies of the HTTP requests, as SGLang 0.5.23 names their fields. Unknown or unsupported fields are refused."""
 
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictInt, Tag, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictInt,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from bapo_megatron.engines.base import PauseMode
 from bapo_megatron.errors import UserError
@@ -30,14 +40,16 @@ class BadRequestError(UserError):
     """A request that the server refuses: HTTP 400."""
 
 
-class _Body(BaseModel):
+class RequestBody(BaseModel):
+    """The fields of a request."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-Body = TypeVar("Body", bound=_Body)
+Body = TypeVar("Body", bound=RequestBody)
 
 
-class SamplingParams(_Body):
+class SamplingParams(RequestBody):
     """Sampling parameters of one response. `stop` strings need a tokenizer, which this engine does not have."""
 
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
@@ -69,10 +81,14 @@ class SamplingParams(_Body):
         return self.top_k != -1 or self.top_p < 1 or self.min_p > 0
 
 
-class GenerateBody(_Body):
-    input_ids: Annotated[
-        Annotated[TokenIds, Tag("prompt")] | Annotated[Batch, Tag("batch")], Discriminator(_one_or_batch)
-    ]
+class GenerateBody(RequestBody):
+    """Prompts as token ids, or, for a server with a tokenizer, as text."""
+
+    input_ids: (
+        Annotated[Annotated[TokenIds, Tag("prompt")] | Annotated[Batch, Tag("batch")], Discriminator(_one_or_batch)]
+        | None
+    ) = None
+    text: str | Annotated[list[str], Field(min_length=1, max_length=MAX_SEQUENCES)] | None = None
     sampling_params: Annotated[
         Annotated[SamplingParams, Tag("dict")]
         | Annotated[list[SamplingParams], Field(max_length=MAX_SEQUENCES, fail_fast=True), Tag("list")],
@@ -84,21 +100,27 @@ class GenerateBody(_Body):
     top_logprobs_num: Literal[0] | None = None
     stream: Literal[False] = False
 
+    @model_validator(mode="after")
+    def _has_one_prompt(self) -> Self:
+        if (self.input_ids is None) == (self.text is None):
+            raise ValueError("send either input_ids or text")
+        return self
 
-class AbortBody(_Body):
+
+class AbortBody(RequestBody):
     rid: str = ""
     abort_all: bool = False
 
 
-class PauseBody(_Body):
+class PauseBody(RequestBody):
     mode: PauseMode = "abort"
 
 
-class EmptyBody(_Body):
+class EmptyBody(RequestBody):
     pass
 
 
-class InitGroupBody(_Body):
+class InitGroupBody(RequestBody):
     master_address: str
     master_port: int = Field(gt=0, lt=65536)
     rank_offset: int = Field(ge=1, le=MAX_RANKS)
@@ -107,7 +129,7 @@ class InitGroupBody(_Body):
     backend: Literal["gloo", "nccl"] = "nccl"
 
 
-class UpdateWeightsBody(_Body):
+class UpdateWeightsBody(RequestBody):
     names: Annotated[list[str], Field(min_length=1)]
     dtypes: list[str]
     shapes: list[list[Annotated[int, Field(ge=0)]]]
@@ -118,7 +140,7 @@ class UpdateWeightsBody(_Body):
     load_format: Literal["flattened_bucket"] | None = None
 
 
-class UpdateFromDiskBody(_Body):
+class UpdateFromDiskBody(RequestBody):
     model_path: str
     load_format: Literal["auto", "safetensors"] | None = None
     flush_cache: bool = True
@@ -126,11 +148,11 @@ class UpdateFromDiskBody(_Body):
     weight_version: str | None = None
 
 
-class DestroyGroupBody(_Body):
+class DestroyGroupBody(RequestBody):
     group_name: str = "weight_update_group"
 
 
-class WeightsCheckerBody(_Body):
+class WeightsCheckerBody(RequestBody):
     """checksum: as SGLang; manifest: names, types and shapes of the weights, which SGLang does not tell."""
 
     action: Literal["checksum", "manifest"]

@@ -6,6 +6,8 @@ A bad request gets 400 with a message that names the field. If the engine fails,
 ends with exit code 1.
 """
 
+from __future__ import annotations
+
 import argparse
 import asyncio
 import faulthandler
@@ -18,7 +20,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from aiohttp import web
@@ -30,7 +32,11 @@ from bapo_megatron.engines.embedded.protocol import BadRequestError
 from bapo_megatron.engines.embedded.weights import WeightUpdater
 from bapo_megatron.errors import UserError
 
+if TYPE_CHECKING:
+    from bapo_megatron.engines.embedded.text import TextModel
+
 _MAX_BODY_BYTES = 16 * 2**20  # parsing holds the event loop for a second
+_UPDATE_TIMEOUT_S = 300.0
 _GIL_SWITCH_S = 2e-4  # the decode loop takes the interpreter lock between operators: let it have it back soon
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -39,8 +45,12 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Server:
     """Routes of one engine."""
 
-    def __init__(self, engine: BatchingEngine, *, model_path: str, update_timeout_s: float) -> None:
+    def __init__(
+        self, engine: BatchingEngine, *, model_path: str, update_timeout_s: float, text: TextModel | None = None
+    ) -> None:
+        """Serve token ids and, with `text`, also texts and OpenAI's routes."""
         self.engine = engine
+        self._text = text
         self._updater = WeightUpdater(engine, timeout_s=update_timeout_s)
         self._model_path = model_path
 
@@ -67,6 +77,10 @@ class Server:
                 web.post("/weights_checker", self.weights_checker),
             ]
         )
+        if self._text is not None:
+            from bapo_megatron.engines.embedded.openai import OpenAIRoutes
+
+            app.add_routes(OpenAIRoutes(self._text).routes())
         return app
 
     async def generate(self, request: web.Request) -> web.Response:
@@ -174,8 +188,9 @@ class Server:
 
     def _sequences(self, body: protocol.GenerateBody) -> tuple[list[Sequence], bool]:
         """Return one sequence per prompt and sample, and whether the reply is a single object."""
-        is_batch = isinstance(body.input_ids[0], list)
-        prompts: list[list[int]] = body.input_ids if is_batch else [body.input_ids]  # type: ignore[assignment,list-item]
+        given = self._token_ids(body)
+        is_batch = isinstance(given[0], list)
+        prompts: list[list[int]] = given if is_batch else [given]  # type: ignore[assignment,list-item]
         params = (
             body.sampling_params if isinstance(body.sampling_params, list) else [body.sampling_params] * len(prompts)
         )
@@ -195,6 +210,16 @@ class Server:
         ]
         return sequences, not is_batch and params[0].n == 1
 
+    def _token_ids(self, body: protocol.GenerateBody) -> list[int] | list[list[int]]:
+        if body.text is None:
+            assert body.input_ids is not None, "the body has been checked"
+            return body.input_ids
+        if self._text is None:
+            raise BadRequestError("text: this server has no tokenizer; send input_ids, or start it with `bapo serve`")
+        if isinstance(body.text, str):
+            return self._text.encode(body.text)
+        return [self._text.encode(text) for text in body.text]
+
     def _reply(self, sequence: Sequence, return_logprob: bool, latency_s: float) -> dict[str, Any]:
         meta: dict[str, Any] = {
             "id": sequence.rid,
@@ -210,7 +235,10 @@ class Server:
         if return_logprob:
             pairs = zip(sequence.logprobs, sequence.output_ids, strict=True)
             meta["output_token_logprobs"] = [(logprob, token_id, None) for logprob, token_id in pairs]
-        return {"output_ids": sequence.output_ids, "meta_info": meta}
+        reply = {"output_ids": sequence.output_ids, "meta_info": meta}
+        if self._text is not None:
+            reply["text"] = self._text.tokenizer.decode(sequence.output_ids, skip_special_tokens=True)
+        return reply
 
 
 @web.middleware
@@ -219,6 +247,9 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return await handler(request)
     except BadRequestError as problem:
         return web.json_response({"success": False, "message": str(problem)}, status=400)
+    except web.RequestPayloadError as problem:  # cut off, or not in the encoding that its header names
+        message = f"body: {' '.join(str(problem).split())}"
+        return web.json_response({"success": False, "message": message}, status=400)
     except web.HTTPException:
         raise
     except Exception as problem:
@@ -265,6 +296,14 @@ def _exit_when_stdin_closes() -> None:
     os._exit(0)  # at once: a broadcast or a decode step may be under way, and nobody is left to wait for it
 
 
+def serve_text(text: TextModel, *, host: str, port: int) -> NoReturn:
+    """Serve token ids, texts and OpenAI's routes until a signal."""
+    server = Server(text.engine, model_path=text.name, update_timeout_s=_UPDATE_TIMEOUT_S, text=text)
+    sys.setswitchinterval(_GIL_SWITCH_S)
+    asyncio.run(serve(server, host=host, port=port, ready_file=None, exit_with_parent=False))
+    _leave(text.engine)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bapo_megatron.engines.embedded", description=__doc__)
     parser.add_argument("--model-path", required=True, help="Hugging Face checkpoint folder (Qwen2, Qwen3, Llama)")
@@ -275,7 +314,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--weight-version", default="default", help="version of the weights in --model-path")
-    parser.add_argument("--update-timeout-s", type=float, default=300.0, help="deadline of each weight-update stage")
+    parser.add_argument(
+        "--update-timeout-s", type=float, default=_UPDATE_TIMEOUT_S, help="deadline of each weight-update stage"
+    )
     parser.add_argument("--ready-file", type=Path, help='written once healthy: JSON {"host", "port", "pid"}')
     parser.add_argument("--exit-with-parent", action="store_true", help="exit when stdin closes")
     args = parser.parse_args(argv)
@@ -300,5 +341,9 @@ def main(argv: list[str] | None = None) -> None:
             exit_with_parent=args.exit_with_parent,
         )
     )
-    # A daemon thread inside torch at interpreter exit can crash; everything is answered, so leave directly.
-    os._exit(0 if engine.failure is None else 1)  # 1: start this server again
+    _leave(engine)
+
+
+def _leave(engine: BatchingEngine) -> NoReturn:
+    """End the process, once everything is answered, with 1 if a supervisor should start it again."""
+    os._exit(0 if engine.failure is None else 1)  # at once: a daemon thread inside torch can crash Python's own end

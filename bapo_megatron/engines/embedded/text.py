@@ -1,0 +1,168 @@
+"""Text in, text out: an engine with its tokenizer, and replies that grow piece by piece.
+
+Training sends token ids and needs none of this; `bapo serve` and `bapo chat` do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jinja2
+import torch
+from tokenizers.decoders import DecodeStream
+
+from bapo_megatron.engines.embedded.engine import BatchingEngine
+from bapo_megatron.engines.embedded.model import Model
+from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
+from bapo_megatron.errors import UserError
+from bapo_megatron.hf.shape import load_hf_config, model_shape
+from bapo_megatron.hf.tokenizer import load_tokenizer
+
+
+class TextModel:
+    """A model that reads and writes text."""
+
+    def __init__(self, engine: BatchingEngine, tokenizer: Any, name: str) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.name = name
+
+    @classmethod
+    def load(
+        cls, folder: Path, *, name: str, max_context: int | None, max_running: int, dtype: torch.dtype
+    ) -> TextModel:
+        """Load a checkpoint folder and start its engine.
+
+        Args:
+            max_context: longest prompt and response together, in tokens; None: as long as the model allows.
+            max_running: responses sampled at once; more wait.
+
+        Raises:
+            CheckpointError: see `Model.from_pretrained`.
+            UserError: the model allows no such context, or there is no room for the cache.
+        """
+        longest = model_shape(load_hf_config(folder), folder).max_positions
+        context = max_context or longest
+        if context > longest:
+            raise UserError(f"--max-context {context}: {name} allows at most {longest} tokens")
+        model = Model.from_pretrained(folder, max_len=context, dtype=dtype)
+        try:
+            engine = BatchingEngine(model, max_running=max_running, max_context=context)
+        except OSError as error:
+            raise UserError(
+                f"no memory for {max_running} responses of {context} tokens ({error.strerror}); lower --max-context"
+            ) from error
+        return cls(engine, load_tokenizer(folder), name)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a plain prompt, as training encodes it."""
+        return self.tokenizer.encode(text)
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Return the ids of a conversation in the chat template; without a template, those of the last message.
+
+        Raises:
+            BadRequestError: the template refuses the conversation.
+        """
+        if not self.tokenizer.chat_template:
+            return self.encode(messages[-1]["content"])
+        try:
+            return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        except jinja2.TemplateError as error:
+            raise BadRequestError(f"messages: the chat template refuses them: {error}") from error
+
+    def room(self, prompt_ids: Sequence[int]) -> int:
+        """Return how many tokens a response may have. Raises BadRequestError if there is no room."""
+        if not prompt_ids:
+            raise BadRequestError("the prompt is empty")
+        left = self.engine.max_context - len(prompt_ids)
+        if left < 1:
+            raise BadRequestError(
+                f"the prompt has {len(prompt_ids)} tokens, which leaves no room in a context of "
+                f"{self.engine.max_context}"
+            )
+        return left
+
+
+class Reply:
+    """One response as text.
+
+    Args:
+        stop: texts that end the response and are no part of it.
+        index: place among the samples of one prompt, which have seeds of their own.
+
+    Raises:
+        BadRequestError: the request does not fit the model.
+    """
+
+    def __init__(
+        self, model: TextModel, prompt_ids: list[int], params: SamplingParams, stop: Sequence[str] = (), index: int = 0
+    ) -> None:
+        self.sequence = model.engine.new_sequence(uuid.uuid4().hex, prompt_ids, params, index)
+        self._model = model
+        self._stop = stop
+        self._stopped = False
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length"]:
+        """The reason of its end, in OpenAI's words."""
+        ended = self.sequence.finish_reason
+        return "length" if not self._stopped and ended is not None and ended["type"] == "length" else "stop"
+
+    async def pieces(self) -> AsyncGenerator[str, None]:
+        """Sample, and yield the text as it grows. Leaving the iteration stops the engine's work on it."""
+        engine, sequence = self._model.engine, self.sequence
+        loop, grown = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and the engine has not heard of it yet
+                loop.call_soon_threadsafe(grown.set)
+
+        sequence.on_token = wake
+        done = asyncio.wrap_future(sequence.done)
+        done.add_done_callback(lambda _: grown.set())
+        engine.submit([sequence])
+        try:
+            async for text in self._cut(self._decoded(grown, done)):
+                yield text
+            if not self._stopped:
+                await done  # raises what went wrong
+        finally:
+            if not done.done():
+                engine.call(lambda: engine.abort({sequence.rid}))
+
+    async def _decoded(self, grown: asyncio.Event, done: asyncio.Future[Any]) -> AsyncGenerator[str, None]:
+        """Yield the text of new tokens; a character of several tokens comes whole."""
+        decoder, num_read = DecodeStream(skip_special_tokens=True), 0
+        while True:
+            await grown.wait()
+            grown.clear()
+            is_done, ids = done.done(), self.sequence.output_ids
+            new_ids, num_read = ids[num_read:], len(ids)
+            texts = (decoder.step(self._model.tokenizer.backend_tokenizer, token_id) for token_id in new_ids)
+            if text := "".join(text for text in texts if text):
+                yield text
+            if is_done:
+                return
+
+    async def _cut(self, texts: AsyncIterator[str]) -> AsyncGenerator[str, None]:
+        """Pass text on up to the first stop text; hold back what may be the beginning of one."""
+        held, longest = "", max((len(stop) for stop in self._stop), default=1)
+        async for text in texts:
+            held += text
+            ends = [place for stop in self._stop if (place := held.find(stop)) >= 0]
+            if ends:
+                self._stopped = True
+                held = held[: min(ends)]
+                break
+            sure = len(held) - (longest - 1)
+            if sure > 0:
+                yield held[:sure]
+                held = held[sure:]
+        if held:
+            yield held

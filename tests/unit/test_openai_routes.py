@@ -1,0 +1,259 @@
+"""OpenAI's routes, asked by OpenAI's own client, and the terminal chat."""
+
+import asyncio
+import io
+import json
+import signal
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+
+import openai
+import pytest
+import torch
+from aiohttp import web
+
+from bapo_megatron.assets import demo_model_path
+from bapo_megatron.engines.embedded import chat as terminal
+from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
+from bapo_megatron.engines.embedded.server import Server
+from bapo_megatron.engines.embedded.text import Reply, TextModel
+from bapo_megatron.errors import UserError
+
+PROMPT = "3+5*2="
+TEMPLATE = (
+    "{% if messages[0].role == 'assistant' %}{{ raise_exception('no user') }}{% endif %}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[TextModel]:
+    model = TextModel.load(demo_model_path(), name="demo", max_context=None, max_running=4, dtype=torch.float32)
+    yield model
+    model.engine.stop()
+
+
+@pytest.fixture(scope="module")
+def url(model: TextModel) -> Iterator[str]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    runner = web.AppRunner(
+        Server(model.engine, model_path="demo", update_timeout_s=10, text=model).app(), handler_cancellation=True
+    )
+
+    async def start() -> int:
+        await runner.setup()
+        listening = socket.create_server(("127.0.0.1", 0))
+        await web.SockSite(runner, listening).start()
+        return listening.getsockname()[1]
+
+    port = asyncio.run_coroutine_threadsafe(start(), loop).result(30)
+    yield f"http://127.0.0.1:{port}"
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(30)
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def post(url: str, body: dict[str, object]) -> tuple[int, dict[str, object]]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def greedy(model: TextModel, text: str) -> str:
+    async def whole() -> str:
+        prompt_ids = model.encode(text)
+        params = SamplingParams(temperature=0.0, max_new_tokens=model.room(prompt_ids))
+        return "".join([piece async for piece in Reply(model, prompt_ids, params).pieces()])
+
+    return asyncio.run(whole())
+
+
+def test_the_models(client: openai.OpenAI, model: TextModel) -> None:
+    (card,) = client.models.list().data
+    assert card.id == "demo"
+    assert client.models.retrieve("demo").max_model_len == model.engine.max_context  # type: ignore[attr-defined]
+    with pytest.raises(openai.NotFoundError, match="this server has 'demo'"):
+        client.models.retrieve("other/name")
+
+
+def test_a_completion_counts_its_tokens(client: openai.OpenAI, model: TextModel) -> None:
+    reply = client.completions.create(model="demo", prompt=PROMPT, temperature=0, max_tokens=200)
+    want = greedy(model, PROMPT)
+    assert want.startswith("3+5=")
+    assert (reply.choices[0].text, reply.choices[0].finish_reason) == (want, "stop")
+    assert reply.usage.prompt_tokens == len(PROMPT)
+    assert reply.usage.completion_tokens == len(want) + 1  # with the end of the text
+    by_ids = client.completions.create(model="demo", prompt=model.encode(PROMPT), temperature=0, max_tokens=200)
+    assert by_ids.choices[0].text == want
+    assert client.completions.create(model="demo", prompt=PROMPT).usage.completion_tokens <= 16
+
+
+def test_several_prompts_and_samples(client: openai.OpenAI, model: TextModel) -> None:
+    prompts = [PROMPT, "1+1="]
+    reply = client.completions.create(model="demo", prompt=prompts, n=2, temperature=0, max_tokens=50)
+    assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in reply.choices] == [greedy(model, p) for p in prompts for _ in range(2)]
+    seeded = [client.completions.create(model="demo", prompt=PROMPT, n=3, seed=5, temperature=1.5) for _ in range(2)]
+    assert [c.text for c in seeded[0].choices] == [c.text for c in seeded[1].choices]
+    assert len({choice.text for choice in seeded[0].choices}) > 1
+
+
+def test_streams_are_the_same_text_in_pieces(client: openai.OpenAI, model: TextModel) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": PROMPT}],
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
+    assert "".join(texts) == greedy(model, PROMPT)
+    assert len(texts) > 3
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].usage.completion_tokens == len(greedy(model, PROMPT)) + 1
+    pieces = client.completions.create(model="demo", prompt=[PROMPT, "1+1="], temperature=0, max_tokens=9, stream=True)
+    found = ["", ""]
+    for piece in pieces:
+        found[piece.choices[0].index] += piece.choices[0].text
+    assert found == [greedy(model, PROMPT)[:9], greedy(model, "1+1=")[:9]]
+
+
+def test_chat_and_its_limits(client: openai.OpenAI, model: TextModel) -> None:
+    parts = [{"type": "text", "text": "3+5"}, {"type": "text", "text": "*2="}]
+    messages = [{"role": "system", "content": "x"}, {"role": "user", "content": parts}]
+    reply = client.chat.completions.create(model="demo", messages=messages, temperature=0)
+    assert reply.choices[0].message.content == greedy(model, PROMPT)  # without a template: the last message
+    short = client.chat.completions.create(model="demo", messages=messages, temperature=0, max_completion_tokens=3)
+    assert (short.choices[0].message.content, short.choices[0].finish_reason) == (greedy(model, PROMPT)[:3], "length")
+
+
+def test_stop_texts_are_cut_off_wherever_pieces_end(client: openai.OpenAI, model: TextModel) -> None:
+    whole = greedy(model, PROMPT)
+    assert whole.startswith("3+5=")
+    for stream in (False, True):
+        reply = client.completions.create(
+            model="demo", prompt=PROMPT, temperature=0, max_tokens=40, stop=["zzz", "=0,"], stream=stream
+        )
+        choices = [chunk.choices[0] for chunk in reply] if stream else reply.choices
+        assert "".join(choice.text for choice in choices) == "3+5"
+        assert choices[-1].finish_reason == "stop"
+    reply = client.completions.create(model="demo", prompt=PROMPT, temperature=0, max_tokens=200, stop=["zzz"])
+    assert reply.choices[0].text == whole
+
+
+def test_a_chat_template_is_used(model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model.tokenizer, "chat_template", TEMPLATE)
+    messages = [{"role": "user", "content": "3+5"}, {"role": "user", "content": "*2="}]
+    assert model.encode_chat(messages) == model.encode(PROMPT)
+    with pytest.raises(BadRequestError, match="messages: the chat template refuses them: no user"):
+        model.encode_chat([{"role": "assistant", "content": "1"}])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "gpt-4"}, "there is no 'gpt-4' here; this server has 'demo'"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": "1" * 5000}, "leaves no room in a context of"),
+        ({"prompt": [99999]}, "token ids must be in"),
+        ({"prompt": []}, "prompt: 1 to 128"),
+        ({"temperature": -1}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"top_k": 0}, "top_k: Value error, must be -1"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"tools": []}, "tools: Extra inputs are not permitted"),
+    ],
+)
+def test_bad_requests_are_explained(url: str, change: dict[str, object], message: str) -> None:
+    status, reply = post(f"{url}/v1/completions", {"model": "demo", "prompt": PROMPT} | change)
+    assert status == (404 if change.get("model") else 400)
+    assert message in reply["error"]["message"]
+
+
+def test_generate_takes_text(url: str, model: TextModel) -> None:
+    params = {"temperature": 0, "max_new_tokens": 100}
+    status, reply = post(f"{url}/generate", {"text": PROMPT, "sampling_params": params})
+    assert (status, reply["text"]) == (200, greedy(model, PROMPT))
+    status, replies = post(f"{url}/generate", {"text": [PROMPT, "1+1="], "sampling_params": params})
+    assert (status, [r["text"] for r in replies]) == (200, [greedy(model, PROMPT), greedy(model, "1+1=")])
+    status, reply = post(f"{url}/generate", {"text": PROMPT, "input_ids": [3]})
+    assert (status, "either input_ids or text" in reply["message"]) == (400, True)
+
+
+def test_a_stream_that_is_left_frees_the_engine(client: openai.OpenAI, model: TextModel) -> None:
+    stream = client.completions.create(
+        model="demo", prompt=PROMPT, temperature=2, max_tokens=400, stop="impossible", stream=True
+    )
+    next(iter(stream))
+    stream.close()
+    deadline_s = time.monotonic() + 30
+    while model.engine.call(model.engine.load).result(10)["num_running_reqs"] and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert model.engine.call(model.engine.load).result(10) == {"num_running_reqs": 0, "num_waiting_reqs": 0}
+
+
+def test_a_context_that_the_model_lacks() -> None:
+    with pytest.raises(UserError, match="--max-context 100000: demo allows at most"):
+        TextModel.load(demo_model_path(), name="demo", max_context=100_000, max_running=1, dtype=torch.float32)
+
+
+def test_chat_in_a_terminal(
+    model: TextModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\n\n{'1' * 5000}\n1+1=\n"))
+    terminal.chat(model, temperature=0.0, system=None)
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first == greedy(model, PROMPT)
+    assert "leaves no room" in second
+    assert third == greedy(model, "1+1=")
+
+
+def test_ctrl_c_stops_a_reply_and_not_the_chat(
+    model: TextModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, other, pieces = greedy(model, PROMPT), greedy(model, "1+1="), Reply.pieces
+
+    async def interrupted(reply: Reply) -> AsyncIterator[str]:
+        async for text in pieces(reply):
+            yield text
+            if reply.sequence.prompt_ids == model.encode(PROMPT):
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Reply, "pieces", interrupted)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\n1+1=\n"))
+    terminal.chat(model, temperature=0.0, system=None)
+    first, second = capsys.readouterr().out.splitlines()
+    assert (first, second) == (whole[: len(first)], other)
+    assert len(first) < len(whole)
+    assert model.engine.failure is None
+
+
+def test_an_engine_outlives_the_loop_of_a_reply(model: TextModel) -> None:
+    async def begin() -> None:
+        prompt_ids = model.encode(PROMPT)
+        params = SamplingParams(temperature=0.0, max_new_tokens=400, ignore_eos=True)
+        pieces = Reply(model, prompt_ids, params).pieces()
+        await anext(pieces)
+        await pieces.aclose()
+
+    for _ in range(5):
+        asyncio.run(begin())
+    assert greedy(model, "1+1=")
+    assert model.engine.failure is None

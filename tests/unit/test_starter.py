@@ -1,0 +1,132 @@
+"""`bapo init`: its files pass the check, on the machine that they are written for."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron import cli
+from bapo_megatron.assets import demo_model_path
+from bapo_megatron.config.load import load_config
+from bapo_megatron.errors import UserError
+from bapo_megatron.preflight import starter
+from bapo_megatron.preflight.check import violations_of
+from bapo_megatron.preflight.known import KNOWN_MODELS
+from bapo_megatron.preflight.starter import Machine, write_config
+
+CPU = Machine(0, "", 0.0, 64.0)
+PLAIN = {"prompt": "3+5*2=", "answer": "3+5=1,1*2=2,"}
+ROWS = {
+    "plain": PLAIN,
+    "gsm8k": {"question": "3+5", "answer": "so\n#### 8"},
+    "math": {"problem": "3+5", "answer": "8"},
+    "humaneval": {"prompt": "def f(): ...", "test": "def check(f): ...", "entry_point": "f"},
+}
+
+
+def machine(count: int, name: str = "NVIDIA H100 80GB HBM3", gib: float = 79.1) -> Machine:
+    return Machine(count, name, gib, 1000.0)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(PLAIN) + "\n")
+    return file
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Any:
+    """Return a function that makes a folder for a known model, with the demo's tokenizer and no weights to speak of."""
+
+    def make(name: str) -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / file).write_bytes((demo_model_path() / file).read_bytes())
+        (folder / "config.json").write_text(json.dumps(KNOWN_MODELS[name]))
+        (folder / "model.safetensors").touch()
+        return str(folder)
+
+    return make
+
+
+@pytest.mark.parametrize("format_name", ROWS)
+def test_the_format_is_recognised_and_the_check_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], format_name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(json.dumps(ROWS[format_name]) + "\n")
+    assert cli.main(["init", "demo", "rows.jsonl"]) == 0
+    assert capsys.readouterr().out == "demo.toml is written; next: bapo train demo.toml\n"
+    table = tomllib.loads(Path("demo.toml").read_text())
+    assert table["data"]["format"] == format_name
+    assert table["run"]["name"] == "demo"
+    assert cli.main(["check", "demo.toml"]) == 0
+
+
+def test_lengths_follow_the_prompts(tmp_path: Path, data: Path) -> None:
+    data.write_text(json.dumps(PLAIN | {"prompt": "1+" * 50 + "1="}) + "\n")
+    config = load_config([write_config("demo", data, tmp_path / "new.toml", CPU)])
+    assert (config.data.max_prompt_tokens, config.rollout.max_response_tokens) == (128, 256)
+    assert config.run.name == "new"
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "kind", "gib"),
+    [
+        ("Qwen2.5-Math-7B", 8, "NVIDIA H100 80GB HBM3", 79.1),
+        ("Qwen2.5-Math-7B", 4, "NVIDIA H200", 139.8),
+        ("OctoThinker-3B-Long-Zero", 2, "NVIDIA B200", 178.0),
+        ("OctoThinker-3B-Long-Zero", 4, "NVIDIA A100-SXM4-80GB", 79.1),
+        ("OctoThinker-3B-Long-Zero", 8, "NVIDIA L40S", 44.4),
+    ],
+)
+def test_layouts_fit_the_gpus(
+    tmp_path: Path, data: Path, model: Any, name: str, count: int, kind: str, gib: float
+) -> None:
+    here = machine(count, kind, gib)
+    config = load_config([write_config(model(name), data, tmp_path / "new.toml", here)])
+    served = config.rollout.num_servers * config.rollout.server_tensor_parallel
+    assert served == count // 2
+    p = config.parallel
+    assert p.tensor * p.pipeline * p.context * p.data == count - served
+    assert config.rollout.engine == "sglang"
+    assert config.model.dtype == "bfloat16"
+    assert config.cluster.gpu == here.gpu
+    if here.gpu:
+        assert not [v.message for v in violations_of(config, elsewhere=True) if v.severity == "error"]
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path, data: Path, model: Any) -> None:
+    folder = model("Qwen3-32B")
+    with pytest.raises(UserError, match=r"does not fit 2 x NVIDIA H100 80GB HBM3: a trainer rank needs .* GiB"):
+        write_config(folder, data, tmp_path / "new.toml", machine(2))
+    with pytest.raises(UserError, match=r"does not fit this machine: the trainer needs .* GiB and the engine"):
+        write_config(folder, data, tmp_path / "new.toml", CPU)
+    assert not (tmp_path / "new.toml").exists()
+
+
+def test_mistakes_leave_no_file(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(starter, "this_machine", lambda: CPU)
+    Path("bad.jsonl").write_text('{"foo": 1}\n')
+    Path("long.jsonl").write_text(json.dumps(PLAIN | {"prompt": "1+" * 600 + "1="}) + "\n")
+    for arguments, message in (
+        (["demo", "none.jsonl"], "there is no file"),
+        (["demo", "bad.jsonl"], "bad.jsonl:1: "),
+        (["demo", "long.jsonl"], "the longest prompt has 1202 tokens, which leaves no room"),
+        (["models/none", str(data)], "there is no folder"),
+        (["demo", str(data), "-o", "no/such/folder.toml"], "cannot write no/such/folder.toml"),
+        (["demo", str(data), "-o", "bad.jsonl"], "bad.jsonl exists: give another name with -o"),
+        (["demo"], "the following arguments are required: DATA"),
+    ):
+        assert cli.main(["init", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.glob("*.toml")) == []
