@@ -97,7 +97,7 @@ class Chart {
       scale: "y",
       label: plot.yLabel,
       values: (u, splits) => splits.map(value => value === null ? "" : shortNumber(value, 4)),
-      size: (u, texts) => 12 + 7.5 * Math.max(2, ...(texts || []).map(text => text.length)),
+      size: (u, texts) => 16 + 7.5 * Math.max(2, ...(texts || []).map(text => text.length)),
     };
     const axes = [{...axis, label: plot.xLabel, size: 30, gap: 4, ...(plot.wholeX ? {incrs: WHOLE} : {})}, yAxis];
     if (plot.series.some(s => s.right)) axes.push({...yAxis, scale: "right", side: 1, label: plot.rightLabel, grid: {show: false}});

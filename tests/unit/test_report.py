@@ -10,7 +10,9 @@ import pytest
 
 from bapo_megatron.errors import UserError
 from bapo_megatron.report.gallery import FIGURES, PANELS
+from bapo_megatron.report.history import read_history
 from bapo_megatron.report.page import write_report
+from bapo_megatron.report.status import State, find_alarms, read_status
 from bapo_megatron.runtime.files import JsonlWriter
 from tests.unit.page import NUM_SCRIPTS, Page, check_self_contained
 from tests.unit.run_folders import CONFIG, make_run, plain, step, steps
@@ -155,3 +157,37 @@ def test_the_report_goes_where_it_is_told_to(tmp_path: Path) -> None:
 def test_every_figure_is_in_the_documentation() -> None:
     text = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
     assert [panel.title for panel in FIGURES] == re.findall(r"(?m)^\| ([^|]+?) \| .* \|(?: Fig.*| Eq.*)? \|$", text)
+
+
+def test_alarms_are_counted_over_all_attempts(tmp_path: Path) -> None:
+    totals, alarms = (0, 2, 2, math.nan, 1, 1), (0, 1, 0, 0, 3, 0)  # the second attempt begins with step 5
+    rows = [
+        {"step": i, "reward/errors": total, "mismatch/alarms": alarm}
+        for i, (total, alarm) in enumerate(zip(totals, alarms, strict=True), start=1)
+    ]
+    found = {alarm.name: alarm for alarm in find_alarms(read_history(make_run(tmp_path / "run", rows)))}
+    assert (found["judge errors"].count, found["judge errors"].latest_step) == (3, 5)
+    assert (found["updates with a mismatch"].count, found["updates with a mismatch"].latest_step) == (4, 5)
+    assert set(found) == {"judge errors", "updates with a mismatch"}, "only what was recorded"
+
+
+TRACEBACK = "Traceback (most recent call last):\n  File 'a.py', line 1, in f\n    f()\nValueError: bad\nmore of it\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "state", "error"),
+    [
+        ("", State.INTERRUPTED, ""),
+        (TRACEBACK, State.FAILED, "ValueError: bad"),
+        (TRACEBACK + "2026-11-22 01:00:00 INFO went on\n", State.INTERRUPTED, ""),
+    ],
+)
+def test_an_attempt_fails_by_an_error_that_ended_it(tmp_path: Path, log: str, state: State, error: str) -> None:
+    run = make_run(tmp_path / "run", [plain(1)])
+    folder = run / "logs" / "attempt-2"
+    folder.mkdir(parents=True)
+    (folder / "trainer-0.log").write_text("2026-11-22 00:00:00 INFO began\n" + log)
+    found = read_status(read_history(run))
+    assert (found.state, found.error, found.attempt) == (state, error, 2)
+    (folder / "error-0.txt").write_text("set data.path")
+    assert read_status(read_history(run)).error == "set data.path"
