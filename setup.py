@@ -26,7 +26,7 @@ CORE = [
     "packaging>=24.2",
     "tomli-w>=1.0",
     "aiohttp>=3.9",
-    "tqdm",
+    "rich>=13",
     "jinja2",
     "matplotlib",
     "math-verify",

@@ -15,8 +15,9 @@ from bapo_megatron import __version__
 from bapo_megatron.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
-    from bapo_megatron.config.schema import Config
     from bapo_megatron.engines.embedded.text import TextModel
+
+_BEGAN_S = time.monotonic()
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -333,9 +334,7 @@ def _given(options: argparse.Namespace) -> list[str]:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from bapo_megatron.preflight.check import load_checked
-
-    return _run(load_checked(_given(options)))
+    return _run(_given(options))
 
 
 def _slurm(options: argparse.Namespace) -> int:
@@ -359,16 +358,14 @@ def _slurm(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from bapo_megatron.preflight.check import load_checked
-
     name = time.strftime("run.name=demo-%Y%m%d-%H%M%S")
-    return _run(load_checked(["demo", name, *options.arguments]))
+    return _run(["demo", name, *options.arguments])
 
 
-def _run(config: Config) -> int:
-    from bapo_megatron.local import run
+def _run(arguments: Sequence[str]) -> int:
+    from bapo_megatron.local import train
 
-    return run(config)
+    return train(arguments, _BEGAN_S)
 
 
 def _init(options: argparse.Namespace) -> int:

@@ -3,11 +3,13 @@
 bapo train -> run() -> engine processes (if the run starts any), under a supervisor
                     -> one process for each trainer rank: worker.py
 
-Nothing here listens on any address but loopback.
+The first Ctrl-C asks the ranks to save and stop at the end of their step, the second ends them at once. Nothing here
+listens on any address but loopback.
 """
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,48 +20,149 @@ from types import FrameType
 from typing import NoReturn
 
 from bapo_megatron.assets import resolve_model_path
+from bapo_megatron.config.load import load_config, split_arguments
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables, reserved_ports
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError
+from bapo_megatron.monitor.console import Screen, header, shown_path
 from bapo_megatron.monitor.rundir import RunDir, with_pinned_models
 from bapo_megatron.monitor.stall import hanging_ranks
-from bapo_megatron.report.page import write_report
+from bapo_megatron.monitor.summary import duration
 from bapo_megatron.runtime import num_cores
+from bapo_megatron.worker import STOPPED
+
+INTERRUPTED = 130  # exit code after Ctrl-C
 
 _POLL_S = 0.1
 _END_TIMEOUT_S = 30.0  # from SIGTERM to SIGKILL
+
+
+def train(arguments: Sequence[str], began_s: float) -> int:
+    """Load a configuration, show what will run, check it, and train, as `run` does.
+
+    Args:
+        arguments: configurations and settings of the command line.
+        began_s: start of the command on the monotonic clock.
+    """
+    if not _announce(load_config(*split_arguments(arguments))):
+        return 0
+    Screen(sys.stdout).note("checking the configuration", "dim")
+    from bapo_megatron.preflight.check import load_checked  # imports torch, which takes seconds
+
+    return _run(load_checked(arguments), began_s)
 
 
 def run(config: Config) -> int:
     """Train on this machine until the configured number of steps.
 
     Returns:
-        0, or the exit code of the trainer rank that failed first (2 for an error the user can fix).
+        0, INTERRUPTED, or the exit code of the trainer rank that failed first (2 for an error the user can fix).
     """
+    began_s = time.monotonic()
+    return _run(config, began_s) if _announce(config) else 0
+
+
+def _announce(config: Config) -> bool:
+    """Show what will run, and return True; or say that the run is finished. Raises ConfigError: see `RunDir.open`."""
+    coming = RunDir.preview(config)
+    if not coming.is_finished:
+        Screen(sys.stdout).facts(header(config, coming))
+        return True
+    num_steps = config.train.num_steps
+    Screen(sys.stdout).facts(
+        {
+            "finished": f"{shown_path(coming.path)}: all {num_steps} steps are done",
+            "report": shown_path(coming.path / "report.html"),
+            "go on": f"{_resume_command(coming)} train.num_steps={2 * num_steps}",
+        }
+    )
+    return False
+
+
+def _run(config: Config, began_s: float) -> int:
     config = with_pinned_models(config)
     model_path = resolve_model_path(config.model.path)
+    screen = Screen(sys.stdout, config.monitor.progress)
     with RunDir.open(config) as run_dir:
-        share = EngineShare(count=config.rollout.num_servers, first_gpu=num_ranks(config))
-        with running_engines(config, model_path, run_dir.log_dir, share) as urls:
-            code = _train(config, run_dir, urls)
-        if code == 0 and config.monitor.report:
-            print(f"report     {write_report(run_dir.path)}")
+        try:
+            with _stopping_after_the_step(run_dir, screen):
+                share = EngineShare(count=config.rollout.num_servers, first_gpu=num_ranks(config))
+                with contextlib.ExitStack() as stack:
+                    with screen.stage() as show:
+                        engines = running_engines(
+                            config, model_path, run_dir.log_dir, share, lambda n, of: show(f"engines ready: {n}/{of}")
+                        )
+                        urls = stack.enter_context(engines)
+                    code = _train(config, run_dir, urls, screen)
+                if code in (0, STOPPED) and config.monitor.report:
+                    from bapo_megatron.report.page import write_report
+
+                    screen.facts({"report": shown_path(write_report(run_dir.path))})
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+        except BaseException as error:
+            run_dir.mark("interrupted" if isinstance(error, SystemExit) else "failed")
+            raise
+        if code in (STOPPED, INTERRUPTED):
+            if run_dir.state != "finished":
+                run_dir.mark("interrupted")
+            num_saved, num_steps = run_dir.num_steps_saved(), config.train.num_steps
+            saved = f"saved: step {num_saved} of {num_steps}" if num_saved else "no step is saved: it starts over"
+            how = "at the end of the step" if code == STOPPED else "at once"
+            screen.facts({"stopped": f"{how}; {saved}", "resume": _resume_command(run_dir)})
+            code = INTERRUPTED
+        screen.facts({"total": f"{duration(time.monotonic() - began_s)} from start to end"})
         return code
 
 
-def _train(config: Config, run_dir: RunDir, urls: Sequence[str]) -> int:
+def _resume_command(run_dir: RunDir) -> str:
+    return shlex.join(["bapo", "train", shown_path(run_dir.config_path)])
+
+
+@contextlib.contextmanager
+def _stopping_after_the_step(run_dir: RunDir, screen: Screen) -> Iterator[None]:
+    """On Ctrl-C, ask the ranks to stop; raise KeyboardInterrupt if they have been asked, or do not train (yet)."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if run_dir.state == "training" and not run_dir.stop_file.exists():
+            run_dir.stop_file.touch()
+            start = "\n" if screen.is_terminal else ""  # "^C" stands there
+            screen.note(f"{start}saving at the end of this step, then stopping; Ctrl-C again ends at once", "bold")
+            return
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the processes are being ended
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    is_in_background = before == signal.SIG_IGN  # as a script's command with "&" is
+    if is_in_background or threading.current_thread() is not threading.main_thread():  # Python has no handlers there
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _train(config: Config, run_dir: RunDir, urls: Sequence[str], screen: Screen) -> int:
     """Run worker.py on every rank until all have ended or one has failed, for which the others would wait forever."""
-    with _ranks(config, run_dir, urls) as ranks:
-        while True:
-            codes = [rank.poll() for rank in ranks]
-            failed = {rank: code for rank, code in enumerate(codes) if code}
-            if failed or None not in codes:
-                break
-            time.sleep(_POLL_S)
+    codes: list[int | None] = []
+    try:
+        with _ranks(config, run_dir, urls) as ranks:
+            while True:
+                codes = [rank.poll() for rank in ranks]
+                failed = {rank: code for rank, code in enumerate(codes) if code not in (None, 0, STOPPED)}
+                if failed or None not in codes:
+                    break
+                time.sleep(_POLL_S)
+    finally:
+        if codes[:1] not in ([0], [STOPPED]):
+            screen.restore()
     if not failed:
-        return 0
+        return STOPPED if STOPPED in codes else 0
+    run_dir.mark("failed")
     messages = [text for path in sorted(run_dir.log_dir.glob("error-*.txt")) if (text := path.read_text())]
     if messages:  # the cause of the lost connections that follow
         raise UserError("\n".join(dict.fromkeys(messages)))

@@ -36,6 +36,7 @@ from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.rollout.manager import ManagerState, RolloutManager, connect_rollouts
 from bapo_megatron.rollout.recorded import RecordedRollouts, RecordedState
 from bapo_megatron.rollout.shared import Rollouts, SharedRollouts
+from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.runtime.ranks import StopFile
 from bapo_megatron.runtime.stopwatch import Stopwatch
 from bapo_megatron.runtime.straggler import compare_ranks
@@ -64,14 +65,17 @@ def train(
     config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder | SilentRecorder, stop: StopFile
 ) -> None:
     """Train from the run's latest checkpoint, or the start, to `train.num_steps` or `stop`. Rank 0 has a `Recorder`."""
+    HEARTBEAT.beat(TRAINER, "building the model")
     model_path = resolve_model_path(config.model.path)
     learner = MegatronLearner(config, model_path)
     advantages = ValueAdvantages(config, learner)
+    HEARTBEAT.beat(TRAINER, "connecting prompts, judge and engines")
     first = _connect(config, model_path, urls) if learner.layout.rank == 0 else None
     rollouts = SharedRollouts(config, first, recorder.keep_samples)
     finder = BoundsFinder(config, learner)
     store = CheckpointStore(run_dir.checkpoints_dir, config.checkpoint, warn=recorder.note, state_type=RunState)
     models: dict[str, Saveable] = {"learner": learner, **advantages.parts}
+    HEARTBEAT.beat(TRAINER, "looking for a checkpoint")
     first_step = _restore(store.resume(models), learner, rollouts, finder)
     channel = _open_channel(config, first, learner, run_dir.path / "weights")
 
@@ -80,6 +84,7 @@ def train(
         return push_until_whole(channel, learner).metrics() if config.rollout.engine_kind.samples else {}
 
     recorder.begin(first_step, first)
+    HEARTBEAT.beat(TRAINER, "sending the first weights to the engines")
     push()
     if first_step == 0 and (baseline := rollouts.evaluate(0, learner.version, push)):
         recorder.note(f"evaluation before training: reward {baseline['eval/reward']:.3f}")

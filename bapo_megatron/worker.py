@@ -1,6 +1,7 @@
 """One trainer rank: `python -m bapo_megatron.worker` (started by local.py), or `run_rank` (slurm/node.py)."""
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import TextIO
 
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 
 STOPPED = 75  # exit code of a run that stopped early and can resume (EX_TEMPFAIL)
 
@@ -25,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--engine-url", action="append", default=[])
     options = parser.parse_args(arguments)
-    return run_rank(RunDir.attach(options.run_dir), options.engine_url)
+    run_dir = RunDir.attach(options.run_dir)
+    return run_rank(run_dir, options.engine_url, run_dir.stop_file)
 
 
 def run_rank(run_dir: RunDir, urls: list[str], stop_file: Path | None = None) -> int:
@@ -45,6 +48,7 @@ def run_rank(run_dir: RunDir, urls: list[str], stop_file: Path | None = None) ->
         return _train(run_dir, urls, rank, terminal if rank == 0 else None, stop_file)
     except UserError as error:
         logging.exception("stopped")
+        run_dir.mark("failed")
         try:
             (run_dir.log_dir / f"error-{rank}.txt").write_text(str(error))
         except OSError:  # the disk may be full
@@ -55,24 +59,34 @@ def run_rank(run_dir: RunDir, urls: list[str], stop_file: Path | None = None) ->
 
 def _train(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO | None, stop_file: Path | None) -> int:
     """Import the heavy modules, whose output belongs in the log, and train."""
-    from bapo_megatron.assets import resolve_model_path
     from bapo_megatron.config.load import load_config
-    from bapo_megatron.learner.parallel import stop_processes
-    from bapo_megatron.monitor.oom import explaining_out_of_memory
-    from bapo_megatron.monitor.record import Recorder, SilentRecorder
-    from bapo_megatron.monitor.stall import StallWatchdog
-    from bapo_megatron.runtime.ranks import StopFile
-    from bapo_megatron.train import train
+    from bapo_megatron.monitor.console import Console
 
     config = load_config([run_dir.config_path], [])
-    recorder = Recorder(config, run_dir, terminal) if terminal else SilentRecorder()
-    stop = StopFile(stop_file)
-    model_path = resolve_model_path(config.model.path)
-    watchdog = StallWatchdog.of(config, rank, run_dir.log_dir, recorder.warn if terminal else None)
-    with watchdog, explaining_out_of_memory(config, model_path, rank):
-        train(config, urls, run_dir, recorder, stop)
-    recorder.end()
-    stop_processes()
+    with contextlib.ExitStack() as stack:
+        HEARTBEAT.beat(TRAINER, "importing torch and Megatron-Core")
+        console = None
+        if terminal is not None:
+            console = stack.enter_context(Console(config.monitor.progress, config.train.num_steps, stream=terminal))
+
+        from bapo_megatron.assets import resolve_model_path
+        from bapo_megatron.learner.parallel import stop_processes
+        from bapo_megatron.monitor.oom import explaining_out_of_memory
+        from bapo_megatron.monitor.record import Recorder, SilentRecorder
+        from bapo_megatron.monitor.stall import StallWatchdog
+        from bapo_megatron.runtime.ranks import StopFile
+        from bapo_megatron.train import train
+
+        recorder = Recorder(config, run_dir, console) if console else SilentRecorder()
+        stop = StopFile(stop_file)
+        model_path = resolve_model_path(config.model.path)
+        watchdog = StallWatchdog.of(config, rank, run_dir.log_dir, recorder.warn if console else None)
+        with watchdog, explaining_out_of_memory(config, model_path, rank):
+            train(config, urls, run_dir, recorder, stop)
+        if rank == 0:
+            run_dir.mark("interrupted" if stop.has_ended_early else "finished")
+        recorder.end()
+        stop_processes()
     return STOPPED if stop.has_ended_early else 0
 
 

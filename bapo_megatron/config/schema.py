@@ -507,6 +507,9 @@ class MonitorConfig(Section):
     mismatch_alarm: PositiveFloat | None = None
     """Warn where engine and trainer differ by more than this in the log-probs of the same weights (mean |difference| of
     an update, nats); the run goes on. Unset: 0.001 with float32, 0.05 with bfloat16; 1e9 is never."""
+    judge_alarm: float = Field(0.05, ge=0)
+    """Warn in each step where the judge failed on more than this share of the responses (errors and timeouts, which
+    count as wrong); 1 is never. A judge that fails on all of the first responses ends the run."""
 
     token_profile: bool = False
     """Write, for ten bins of a token's probability, ratios, entropy and clipping (profile/*): sixty numbers a step."""

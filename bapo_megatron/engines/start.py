@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,10 +15,16 @@ from bapo_megatron.runtime import num_cores
 
 
 @contextlib.contextmanager
-def running_engines(config: Config, model_path: Path, log_dir: Path, share: EngineShare) -> Iterator[list[str]]:
+def running_engines(
+    config: Config,
+    model_path: Path,
+    log_dir: Path,
+    share: EngineShare,
+    show_ready: Callable[[int, int], None] = lambda num_ready, num_engines: None,
+) -> Iterator[list[str]]:
     """Yield the URLs of a run's engines: those of rollout.urls, or of this machine's share, started and healthy.
 
-    Started engines are looked after until the block ends, and end with this process.
+    Started engines are looked after until the block ends, and end with this process. `show_ready`: see `supervised`.
 
     Raises:
         UserError, EngineError: see `supervised`.
@@ -37,6 +43,7 @@ def running_engines(config: Config, model_path: Path, log_dir: Path, share: Engi
             max_restarts=r.max_restarts,
             hang_timeout_s=r.hang_timeout_s,
             tell=lambda text: _tell(text, log_dir / "supervisor.log"),
+            show_ready=show_ready,
         ) as urls,
     ):
         yield urls

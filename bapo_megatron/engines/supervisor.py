@@ -52,6 +52,7 @@ def supervised(
     max_restarts: int = 0,
     hang_timeout_s: float = math.inf,
     tell: Tell = lambda text: print(text, file=sys.stderr),
+    show_ready: Callable[[int, int], None] = lambda num_ready, num_engines: None,
 ) -> Iterator[list[str]]:
     """Start engines, and yield their URLs once all are healthy; supervise and end them with the block.
 
@@ -60,6 +61,7 @@ def supervised(
         max_restarts: how often each engine is started again.
         hang_timeout_s: an engine that has not answered for this long is killed and started again.
         tell: gets one line for each restart and each engine given up; called from the supervisor's threads.
+        show_ready: receives the number of healthy engines and of all, during the first start.
 
     Raises:
         UserError: an engine refused its arguments; or the block's own, with the engines that are down named in it.
@@ -73,9 +75,11 @@ def supervised(
         for engine in engines:
             engine.start()
             running.append(engine)
-        for engine in engines:
+        for num_ready, engine in enumerate(engines):
+            show_ready(num_ready, len(engines))
             url = f"{engine.spec.url}/health"
             processes.wait_until(partial(processes.answers, url), engine.process, engine.log, startup_timeout_s)
+        show_ready(len(engines), len(engines))
         for thread in threads:
             thread.start()
         with _naming_the_dead(engines):

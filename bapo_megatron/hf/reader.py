@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.shape import ModelShape, hf_tensors
+from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64", "F32", "F16", "BF16"}
@@ -35,6 +36,7 @@ class HFReader:
         weight_map = _weight_map(self.path)
         files = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]
         self._handles = {name: self._open(self.path / name) for name in files}
+        self._files_in_use: set[str] = set()
         self._file_of = {tensor: name for name, handle in self._handles.items() for tensor in handle.keys()}  # noqa: SIM118
         if weight_map is not None:
             self._compare_with_index(weight_map)
@@ -71,6 +73,9 @@ class HFReader:
             CheckpointError: the values include nan or infinity, or the file cannot be read.
         """
         file = self._file_of[name]
+        if file not in self._files_in_use:
+            self._files_in_use.add(file)
+            HEARTBEAT.beat(TRAINER, f"loading {self.path.name}: {len(self._files_in_use)}/{len(self._handles)} shards")
         try:
             tensor = self._handles[file].get_slice(name)[index]
         except (OSError, SafetensorError) as error:

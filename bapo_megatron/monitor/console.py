@@ -1,146 +1,385 @@
-"""The console of a run: one line per step, a progress bar on a terminal, and a summary."""
+"""The terminal of a run: its header, the stage of its start, one row per step, and a summary.
+
+On a terminal, lines are coloured (NO_COLOR is heeded) and broken between words, and the last line is live: the stage,
+then a bar with the time to go. Elsewhere, lines are plain and have time stamps, and each row ends with the time to go.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Literal, TextIO
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TextIO
 
-from tqdm import tqdm
+from rich.console import Console as RichConsole
+from rich.console import RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
-from bapo_megatron.monitor.summary import count, duration, find_problems, number, percent, summarize
+from bapo_megatron.monitor.summary import count, find_problems, mean, number, percent, short_duration, summarize
+from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER, Heartbeat
+
+if TYPE_CHECKING:
+    from bapo_megatron.config.schema import Config
+    from bapo_megatron.monitor.rundir import RunDir
+
+Progress = Literal["auto", "bar", "lines"]
 
 _SPANS = ("rollout", "critic", "score", "train", "sync", "eval", "other")
-_SEPARATOR = "  "
+_GAP = "  "
 _DEFAULT_COLUMNS = 80
+_LABEL_WIDTH = 10
+_ECHO_COLUMNS = 4  # behind the live line, for the terminal's "^C"
+_RECENT_STEPS = 10  # whose mean time predicts that of the next ones
+_STAGE_POLL_S = 0.5
+_STAGE_INTERVAL_S = 10.0  # between two lines about one stage, without a terminal
+
+
+class Screen:
+    """Lines for the user on one stream. Any thread may write.
+
+    Args:
+        progress: "bar", "lines", or "auto": a live last line if the stream is a terminal.
+    """
+
+    def __init__(self, stream: TextIO, progress: Progress = "auto") -> None:
+        self._stream = stream
+        self._rich = RichConsole(
+            file=stream,
+            force_terminal=True if progress == "bar" else None,
+            width=_DEFAULT_COLUMNS,
+            markup=False,
+            highlight=False,
+            emoji=False,
+        )
+        self.is_terminal = self._rich.is_terminal
+        self.is_live = self.is_terminal and progress != "lines"
+
+    @property
+    def width(self) -> int:
+        """Columns of the terminal behind the stream, which need not be standard output; 80 without one."""
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns or _DEFAULT_COLUMNS  # 0 if no size is set
+        except OSError:  # also of a stream without a file
+            return _DEFAULT_COLUMNS
+
+    def note(self, text: str, style: str = "") -> None:
+        """Show a text, with the time of day if no terminal shows it."""
+        stamp = "" if self.is_terminal else f"{time.strftime('%H:%M:%S')}{_GAP}"
+        self.lines([f"{stamp}{line}" for line in text.split("\n")], style)
+
+    def lines(self, lines: Sequence[str], style: str = "", *, wrap: bool = True) -> None:
+        """Show lines as they are, on a terminal broken between words; without `wrap`, they can be copied whole."""
+        if self.is_terminal:
+            self._rich.width = self.width  # the window may have been resized
+            for line in lines:
+                parts = textwrap.wrap(line, self.width, break_long_words=False, break_on_hyphens=False) if wrap else []
+                self._rich.print(Text("\n".join(parts) or line, style), soft_wrap=True)
+        else:
+            print("\n".join(lines), file=self._stream, flush=True)
+
+    def facts(self, facts: Mapping[str, str]) -> None:
+        """Show labelled facts, one a line."""
+        self.lines([f"{label:<{_LABEL_WIDTH}} {text}" for label, text in facts.items()], wrap=False)
+
+    def live(self, render: Callable[[], RenderableType]) -> Live:
+        """Return a last line that is drawn again four times a second, and goes away at its end."""
+
+        def resized() -> RenderableType:
+            self._rich.width = self.width
+            return render()
+
+        return Live(
+            get_renderable=resized, console=self._rich, transient=True, redirect_stdout=False, redirect_stderr=False
+        )
+
+    @contextlib.contextmanager
+    def stage(self) -> Iterator[Callable[[str], None]]:
+        """Yield a function that shows the current stage: in the live last line, or as a line of its own."""
+        text, began_s = "", time.monotonic()
+
+        def show(stage: str) -> None:
+            nonlocal text
+            if stage != text and not self.is_live:
+                self.note(stage)
+            text = stage
+
+        with self.live(lambda: _stage_line(text, began_s)) if self.is_live else contextlib.nullcontext():
+            yield show
+
+    def restore(self) -> None:
+        """Clear the last line, and show the cursor, after the end of a process that had a live line here."""
+        if self.is_live:
+            self._stream.write("\r\x1b[K")
+            self._rich.show_cursor(True)
+            self._stream.flush()
+
+
+def header(config: Config, run_dir: RunDir) -> dict[str, str]:
+    """Return the facts about a run that its start shows."""
+    from bapo_megatron.config.plan import num_ranks
+
+    p, r, m = config.parallel, config.rollout, config.monitor
+    num_engines = r.num_started or len(r.urls)
+    engines = f"{num_engines} {r.engine_kind.title}{'s' if num_engines > 1 else ''}"
+    parts = {"tensor": p.tensor, "pipeline": p.pipeline, "context": p.context, "data": p.data}
+    layout = " x ".join(f"{name} {size}" for name, size in parts.items() if size > 1) or "one model copy"
+    dashboards = {
+        "metrics for Prometheus, address below": m.prometheus_port is not None,
+        f"tensorboard --logdir {shown_path(run_dir.path / 'tensorboard')}": "tensorboard" in m.sinks,
+        f"W&B project {m.wandb_project}": "wandb" in m.sinks,
+    }
+    dashboard = "; ".join(text for text, is_on in dashboards.items() if is_on)
+    ranks = num_ranks(config)
+    return {
+        "run": f"{config.run.name}, {config.train.num_steps} steps, attempt {run_dir.attempt}, "
+        f"{time.strftime('%Y-%m-%d %H:%M:%S')}",
+        "model": config.model.path,
+        "trainer": f"{ranks} rank{'s' if ranks > 1 else ''}: {layout}",
+        "engines": engines if r.engine_kind.samples else "none: recorded rollouts",
+        "logs": shown_path(run_dir.log_dir),
+        "report": f"{shown_path(run_dir.path / 'report.html')}{'' if m.report else ' (bapo report writes it)'}",
+        "dashboard": dashboard or "none (monitor.sinks, monitor.prometheus_port)",
+    }
+
+
+def shown_path(path: Path) -> str:
+    """Return a path as short as it can be typed here."""
+    with contextlib.suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the table of steps."""
+
+    label: str
+    width: int
+    cell: Callable[[Mapping[str, float]], str]
+    priority: int  # on a narrow terminal, columns with the highest number go first
+
+
+def columns_of(metrics: Mapping[str, float], num_steps: int) -> list[Column]:
+    """Return the columns for a run with these metrics. A metric that is missing or NaN shows as "-"."""
+
+    def value(name: str, digits: int = 2) -> Callable[[Mapping[str, float]], str]:
+        return lambda row: number(row.get(name, math.nan), digits)
+
+    digits = len(str(num_steps))
+    columns = [
+        Column("step", 2 * digits + 1, lambda row: f"{int(row['step']):>{digits}}/{num_steps}", 0),
+        Column("reward", 6, value("reward/mean"), 1),
+        Column("entropy", 7, value("loss/entropy"), 3),
+        Column("age", 4, value("staleness/mean", 1), 5),
+    ]
+    if "bapo/num_at_start" in metrics:
+        columns += [
+            Column("clip", 6, _searches, 4),
+            Column("pos", 4, lambda row: percent(row.get("bapo/positive_share", math.nan)), 6),
+        ]
+    return [
+        *columns,
+        Column("tok/s", 5, lambda row: count(row.get("rollout/tokens_per_s", math.nan)), 7),
+        Column("time", 6, lambda row: short_duration(row.get("time/step_s", math.nan)), 2),
+        Column("slowest", 11, _slowest, 8),
+    ]
+
+
+_LEGEND = {
+    "age": "optimizer updates between sampling a token and training on it, mean",
+    "clip": "searches for bounds that ended at their start/inside/at their limits",
+    "pos": "contribution of tokens with a positive advantage at these bounds",
+    "slowest": "longest part of the step",
+}
+
+
+def fit(columns: Sequence[Column], width: int) -> list[Column]:
+    """Return the columns that fit into a line."""
+    kept = list(columns)
+    while len(kept) > 1 and sum(_cell_width(c) + len(_GAP) for c in kept) - len(_GAP) > width:
+        kept.remove(max(kept, key=lambda column: column.priority))
+    return kept
+
+
+def heading(columns: Sequence[Column]) -> str:
+    """Return the labels of the columns as a line."""
+    return _GAP.join(column.label.rjust(_cell_width(column)) for column in columns)
+
+
+def row_of(columns: Sequence[Column], metrics: Mapping[str, float]) -> str:
+    """Return a step's values as a line."""
+    return _GAP.join(column.cell(metrics).rjust(_cell_width(column)) for column in columns)
 
 
 class Console:
-    """Display of a run on `stream` (standard output). A context manager; the bar disappears at its end.
+    """Display of a run's steps on `stream` (standard output). A context manager; the live line disappears at its end.
 
     Args:
-        progress: "bar", "lines", or "auto": a bar if the stream is a terminal.
+        progress: see `Screen`.
         history: metrics of the steps before a resume, so that bar and summary cover the whole run.
+        heartbeat: the trainer's last actions, which are the stages of the start.
     """
 
     def __init__(
         self,
-        progress: Literal["auto", "bar", "lines"],
+        progress: Progress,
         num_steps: int,
         *,
         history: Sequence[Mapping[str, float]] = (),
         stream: TextIO | None = None,
+        heartbeat: Heartbeat = HEARTBEAT,
     ) -> None:
         self._stream = stream or sys.stdout
+        self._screen = Screen(self._stream, progress)
         self._num_steps = num_steps
         self._rows = [dict(row) for row in history]
+        self._heartbeat = heartbeat
+        self._columns: list[Column] = []  # of the heading that is shown
         self._shown: set[str] = set()
-        show_bar = progress == "bar" or (progress == "auto" and self._stream.isatty())
-        self._bar = self._open_bar() if show_bar else None
+        self._live: Live | None = None
+        self._began_s = time.monotonic()
+        self._has_started = threading.Event()  # the first step has been shown, or the console is closed
+
+    def start(self) -> Console:
+        """Show the stages of the start from now on."""
+        if self._screen.is_live:
+            self._live = self._screen.live(self._last_line)
+            self._live.start()
+        else:
+            threading.Thread(target=self._show_stages, name="stages", daemon=True).start()
+        return self
+
+    def resume(self, history: Sequence[Mapping[str, float]]) -> None:
+        """Continue after the steps with these metrics."""
+        self._rows = [dict(row) for row in history]
 
     def step(self, metrics: Mapping[str, float]) -> None:
         """Show one finished step, and each problem of the latest steps the first time it appears."""
+        self._has_started.set()
         self._rows.append(dict(metrics))
-        width = _width(self._stream)
-        self.note(wrap_fields(step_fields(metrics, self._num_steps), width))
-        if self._bar is not None:
-            self._bar.ncols = width or _DEFAULT_COLUMNS  # the window may have been resized
-            self._bar.update(1)
+        row, columns = self._row(metrics)
+        if [c.label for c in columns] != [c.label for c in self._columns]:
+            self._show_heading(columns)
+        self._screen.lines([row])
+        if "eval/reward" in metrics:
+            error = metrics.get("eval/reward_stderr", math.nan)
+            margin = f" ± {number(error, 3)}" if math.isfinite(error) else ""
+            self.note(
+                f"evaluation after step {int(metrics['step'])}: reward {number(metrics['eval/reward'], 3)}{margin}"
+            )
         for problem in find_problems(self._rows):
             self.warn(problem)
 
     def note(self, text: str) -> None:
-        """Show a text, above the bar if there is one."""
-        if self._bar is not None:
-            self._bar.write(text, file=self._stream)
-        else:
-            print(text, file=self._stream, flush=True)
+        """Show a text, above the live line if there is one."""
+        self._screen.note(text)
 
     def warn(self, text: str) -> None:
         """Show a warning, once."""
         if text not in self._shown:
             self._shown.add(text)
-            self.note(f"warning: {text}")
+            self._screen.note(f"warning: {text}", "yellow")
 
     def summary(self) -> None:
-        """Show the summary of the run: pass rate, resumed tokens, staleness, wall time."""
+        """Show the summary of the run: pass rate, resumed tokens, staleness, bounds, time of the steps."""
         self.close()
-        self.note(summarize(self._rows).text() if self._rows else "no step was trained")
+        self._screen.lines((summarize(self._rows).text() if self._rows else "no step was trained").split("\n"))
 
     def close(self) -> None:
-        """Remove the bar. Safe to call twice."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        """Remove the live line. Safe to call twice."""
+        self._has_started.set()
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
     def __enter__(self) -> Console:
-        return self
+        return self.start()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open_bar(self) -> tqdm:
-        return tqdm(
-            total=self._num_steps,
-            initial=len(self._rows),
-            unit="step",
-            file=self._stream,
-            ncols=_width(self._stream) or _DEFAULT_COLUMNS,
-            leave=False,
-            bar_format="{n_fmt}/{total_fmt} |{bar}| {elapsed} done, {remaining} to go",
-        )
+    def _row(self, metrics: Mapping[str, float]) -> tuple[str, list[Column]]:
+        """Return the line of a step, and its columns; without a terminal, with the time of day and the time to go."""
+        columns = columns_of(metrics, self._num_steps)
+        if not self._screen.is_live:
+            stamp = Column("clock", 8, lambda _: time.strftime("%H:%M:%S"), 0)
+            to_go = Column("to go", 6, lambda _: short_duration(self._to_go_s()), 2)
+            columns = [stamp, *columns, to_go]
+        columns = fit(columns, self._screen.width)
+        return row_of(columns, metrics), columns
+
+    def _show_heading(self, columns: list[Column]) -> None:
+        if not self._columns:
+            labels = {column.label for column in columns}
+            legend = {label: text for label, text in _LEGEND.items() if label in labels}
+            self._screen.lines([f"{label:<{_LABEL_WIDTH}} {text}" for label, text in legend.items()], "dim")
+        self._columns = columns
+        self._screen.lines([heading(columns)], "bold")
+
+    def _to_go_s(self) -> float:
+        """Predict the seconds until the last step; nan before the first."""
+        step_s = mean([row.get("time/step_s", math.nan) for row in self._rows[-_RECENT_STEPS:]])
+        num_done = int(self._rows[-1]["step"]) if self._rows else 0
+        return step_s * (self._num_steps - num_done)
+
+    def _last_line(self) -> RenderableType:
+        step, span = self._heartbeat.step, self._heartbeat.span
+        if step == 0:
+            return _stage_line(self._action(), self._began_s)
+        num_done = int(self._rows[-1]["step"]) if self._rows else 0
+        to_go = self._to_go_s()
+        left = f"{short_duration(to_go)} to go" if math.isfinite(to_go) else "first step"
+        line = Table.grid(padding=(0, 1), expand=True)
+        line.width = self._screen.width - _ECHO_COLUMNS
+        for ratio in (None, 1, None):
+            line.add_column(no_wrap=True, ratio=ratio)
+        now = f"{left}, {span}" if span is not None else left
+        line.add_row(f"{num_done}/{self._num_steps}", ProgressBar(self._num_steps, num_done), now)
+        return line
+
+    def _action(self) -> str:
+        beat = self._heartbeat.beats().get(TRAINER)
+        return beat.action if beat is not None else "starting"
+
+    def _show_stages(self) -> None:
+        """Show each stage of the start as a line; a stage that counts something, every few seconds."""
+        shown, shown_at_s = "", -math.inf
+        while not self._has_started.wait(_STAGE_POLL_S) and self._heartbeat.step == 0:
+            action = self._action()
+            is_same_stage = action.split(":")[0] == shown.split(":")[0]
+            if action != shown and not (is_same_stage and time.monotonic() - shown_at_s < _STAGE_INTERVAL_S):
+                self.note(action)
+                shown, shown_at_s = action, time.monotonic()
 
 
-def _width(stream: TextIO) -> int | None:
-    """Return the columns of the terminal behind `stream`, not only standard output; None without a terminal."""
-    if not stream.isatty():
-        return None
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or _DEFAULT_COLUMNS  # 0 if no size is set
-    except OSError:
-        return _DEFAULT_COLUMNS
+def _stage_line(text: str, began_s: float) -> Text:
+    return Text(f"{text} ({time.monotonic() - began_s:.0f} s)", "dim", no_wrap=True, overflow="ellipsis")
 
 
-def step_fields(metrics: Mapping[str, float], num_steps: int) -> list[str]:
-    """Return the parts of a step line, most important first; a metric that is missing or NaN shows as "-"."""
+def _cell_width(column: Column) -> int:
+    return max(len(column.label), column.width)
 
-    def get(name: str) -> float:
-        return metrics.get(name, math.nan)
 
-    step_s = get("time/step_s")
-    evaluation = [f"eval {number(get('eval/reward'))}"] if "eval/reward" in metrics else []
-    fields = [
-        f"{int(metrics['step']):>{len(str(num_steps))}}/{num_steps}",
-        f"reward {number(get('reward/mean'))}",
-        *evaluation,
-        f"entropy {number(get('loss/entropy'))}",
-        f"age {number(get('staleness/mean'), 1)} (max {number(get('staleness/max'), 0)})",
-        f"clip [{number(get('bapo/low'))}, {number(get('bapo/high'))}]",
-        f"positive {percent(get('bapo/positive_share'))}",
-        f"{count(get('rollout/tokens_per_s'))} tok/s",
-        f"{duration(step_s)}",
-    ]
-    spans_s = {span: get(f"time/{span}_s") for span in _SPANS}
+def _searches(row: Mapping[str, float]) -> str:
+    ends = [row.get(f"bapo/num_{end}", math.nan) for end in ("at_start", "inside", "at_limits")]
+    return "/".join(number(end, 0) for end in ends)
+
+
+def _slowest(row: Mapping[str, float]) -> str:
+    spans_s = {span: row.get(f"time/{span}_s", math.nan) for span in _SPANS}
     known = {span: seconds for span, seconds in spans_s.items() if math.isfinite(seconds)}
-    if known and step_s > 0:
-        slowest = max(known, key=known.__getitem__)
-        fields[-1] += f", {slowest} {percent(known[slowest] / step_s)}"
-    return fields
-
-
-def wrap_fields(fields: Sequence[str], width: int | None) -> str:
-    """Join fields into one line, or into several indented ones if the terminal is too narrow.
-
-    Without a width (a file, a pipe) a step is always one line.
-    """
-    lines = [fields[0]]
-    indent = " " * (len(fields[0]) + len(_SEPARATOR))
-    for field in fields[1:]:
-        extended = lines[-1] + _SEPARATOR + field
-        if width is None or len(extended) <= width:
-            lines[-1] = extended
-        else:
-            lines.append(indent + field)
-    return "\n".join(lines)
+    step_s = row.get("time/step_s", math.nan)
+    if not known or not step_s > 0:
+        return "-"
+    slowest = max(known, key=known.__getitem__)
+    return f"{slowest} {percent(known[slowest] / step_s)}"

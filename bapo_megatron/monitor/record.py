@@ -6,19 +6,20 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.algorithms.mismatch import no_mismatch
 from bapo_megatron.config.plan_slurm import check_time
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.metrics import reduce_updates
-from bapo_megatron.monitor.console import Console
+from bapo_megatron.monitor.console import Console, shown_path
 from bapo_megatron.monitor.rundir import RunDir, read_metrics
 from bapo_megatron.monitor.sinks import BackgroundSink, open_sinks
+from bapo_megatron.monitor.summary import percent
 from bapo_megatron.rollout.recorded import write_groups
 from bapo_megatron.rollout.shared import Rollouts
-from bapo_megatron.runtime.files import JsonlWriter, truncate_after
+from bapo_megatron.runtime.files import JsonlWriter, truncate_after, write_atomically
 from bapo_megatron.runtime.straggler import StragglerAlarm
 from bapo_megatron.types import ClipBounds, Group, Trajectory
 
@@ -30,7 +31,11 @@ class UpdateMetrics:
     """Metrics of a step's optimizer updates, reduced to one number each."""
 
     def __init__(self, config: Config) -> None:
-        self._start = (config.bapo.low.points[0], config.bapo.high.points[0]) if config.searches_bounds else None
+        self._ends = (
+            [(config.bapo.low.points[i], config.bapo.high.points[i]) for i in (0, -1)]
+            if config.searches_bounds
+            else None
+        )
         self._values: dict[str, list[float]] = defaultdict(list)
         self._mismatch = no_mismatch()
         self._mismatch_limit = config.monitor.mismatch_limit(config.model.dtype)
@@ -47,10 +52,15 @@ class UpdateMetrics:
     def _add_bounds(self, bounds: ClipBounds) -> None:
         self._add("bapo/low", bounds.low)
         self._add("bapo/high", bounds.high)
-        if self._start is not None:
+        if self._ends is not None:
+            start, limits = self._ends
+            found = (bounds.low, bounds.high)
             self._add("bapo/positive_share", bounds.positive_share)
             self._add("bapo/saturated_share", float(bounds.saturated))
-            self._add("bapo/inert_share", float((bounds.low, bounds.high) == self._start))
+            self._add("bapo/inert_share", float(found == start))
+            self._add("bapo/num_at_start", float(found == start))
+            self._add("bapo/num_inside", float(found not in (start, limits)))
+            self._add("bapo/num_at_limits", float(found == limits != start))
             self._add("bapo/num_moves", float(bounds.num_moves))
 
     def result(self) -> dict[str, float]:
@@ -69,12 +79,11 @@ class UpdateMetrics:
 class Recorder:
     """Output of a run's metrics and samples, on trainer rank 0 only."""
 
-    def __init__(self, config: Config, run_dir: RunDir, stream: TextIO) -> None:
+    def __init__(self, config: Config, run_dir: RunDir, console: Console) -> None:
         self._config = config
         self._run_dir = run_dir
-        self._stream = stream
-        self._console: Console | None = None
-        self._decode: Callable[[Sequence[int]], str] = str
+        self._console = console
+        self._rollouts: Rollouts | None = None  # from `begin` on
         self._knows_step_time = False
         self._sinks: list[BackgroundSink] = []
         self._stragglers = StragglerAlarm(config.monitor.straggler_ratio)
@@ -95,22 +104,24 @@ class Recorder:
         self._metrics = JsonlWriter(self._run_dir.metrics_path)
         self._samples = JsonlWriter(self._run_dir.samples_path)
         self._sinks = open_sinks(self._config, self._run_dir, first_step, self.warn)
-        self._decode = rollouts.decode
-        num_steps = self._config.train.num_steps
-        self._console = Console(self._config.monitor.progress, num_steps, history=history, stream=self._stream)
+        self._rollouts = rollouts
+        self._console.resume(history)
         if self._endpoint is not None:
             self._endpoint.collector.engine_states = rollouts.engine_states
             self._console.note(f"metrics at {self._endpoint.url}")
         if first_step:
-            self._console.note(f"resuming {self._run_dir.path} after step {first_step} of {num_steps}")
+            run, num_steps = shown_path(self._run_dir.path), self._config.train.num_steps
+            self._console.note(f"resuming {run} after step {first_step} of {num_steps}")
+        self._run_dir.mark("training")
 
     def keep_samples(self, step: int, groups: Sequence[Group]) -> None:
         """Save the first responses of a step's batch for reading; with rollout.record, all of them for training."""
         if self._config.rollout.record:
             write_groups(self._run_dir.rollouts_dir, step, groups)
+        assert self._rollouts is not None
         trajectories = [t for g in groups for t in g.trajectories]
         for trajectory in trajectories[: self._config.monitor.samples_per_step]:
-            self._samples.write(sample_record(step, trajectory, self._decode))
+            self._samples.write(sample_record(step, trajectory, self._rollouts.decode))
 
     def record(self, step: int, version: int, *parts: Mapping[str, float]) -> None:
         """Write and show step number `step`, counted from 1; `parts` are its metrics."""
@@ -127,7 +138,6 @@ class Recorder:
             sink.write(step, metrics)
         if self._endpoint is not None:
             self._endpoint.collector.record(metrics)
-        assert self._console is not None
         if step == 1:
             self._console.note(
                 f"untrained pass rate {metrics['reward/mean']:.2f} ({metrics['rollout/num_samples']:.0f} responses)"
@@ -135,12 +145,27 @@ class Recorder:
         self._console.step(metrics)
         if warning := self._stragglers.observe(metrics):
             self._console.warn(warning)
+        self._warn_of_the_judge(step, metrics.get("reward/failed_share", 0.0))
         if not self._knows_step_time:
             self._knows_step_time = True
             self._check_time_limit(metrics["time/step_s"])
 
     def note(self, text: str) -> None:
-        print(text, file=self._stream, flush=True) if self._console is None else self._console.note(text)
+        self._console.note(text)
+
+    def _warn_of_the_judge(self, step: int, failed_share: float) -> None:
+        """Warn of a judge that fails often; keep the first reason of the attempt in judge.txt."""
+        assert self._rollouts is not None
+        failure = self._rollouts.judge_failure() if failed_share > self._config.monitor.judge_alarm else None
+        if failure is None:
+            return
+        path = self._run_dir.log_dir / "judge.txt"
+        if not path.exists():
+            write_atomically(path, f"{failure.message}\n{failure.traceback}")
+        self._console.warn(
+            f"the judge failed on {percent(failed_share)} of the responses of step {step}, which count as wrong; first "
+            f"reason: {failure.message} (see {shown_path(path)}; limit: monitor.judge_alarm)"
+        )
 
     def _check_time_limit(self, step_s: float) -> None:
         """Check a SLURM job's time limit once the duration of a step is known."""
@@ -149,11 +174,11 @@ class Recorder:
                 self.warn(violation.message)
 
     def warn(self, text: str) -> None:
-        self.note(f"warning: {text}") if self._console is None else self._console.warn(text)
+        self._console.warn(text)
 
     def end(self) -> None:
         """Show the summary, and close all outputs."""
-        if self._console is not None:
+        if self._rollouts is not None:
             for sink in self._sinks:
                 sink.close()
             self._console.summary()

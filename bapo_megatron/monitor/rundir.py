@@ -4,18 +4,22 @@
         config.toml  command.txt  environment.json  git.diff     of the latest attempt
         metrics.jsonl  samples.jsonl  rollouts/  report.html  checkpoints/  of the whole run
         logs/attempt-N/                                          logs of one attempt, with its own copy of the above
+            state.txt                                            its `State`
+            judge.txt                                            first failure of a judge that fails often
 
 Running the same name again starts the next attempt of the same run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
 import math
 import os
 import platform
+import re
 import shlex
 import shutil
 import socket
@@ -27,7 +31,7 @@ from datetime import UTC, datetime
 from fnmatch import fnmatch
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO, get_args
 
 from bapo_megatron.assets import hub
 from bapo_megatron.config.earlier import RETIRED, updated
@@ -88,22 +92,29 @@ _PACKAGES = (
 _MAX_DIFF_BYTES = 1 << 20
 _GIT_TIMEOUT_S = 10.0
 
+State = Literal["starting", "training", "finished", "interrupted", "failed"]
+"""What an attempt has come to. One that was killed stays in its last state, without holding the lock."""
+
 
 class RunDir:
     """Paths and lock of one run. A context manager that releases the lock."""
 
-    def __init__(self, path: Path, attempt: int, lock: TextIO | None = None) -> None:
+    def __init__(self, path: Path, attempt: int, lock: TextIO | None = None, *, is_finished: bool = False) -> None:
         self.path = path
         self.attempt = attempt  # counted from 1
+        self.is_finished = is_finished  # all steps were done by earlier attempts
         self._lock = lock
 
     @classmethod
     def open(cls, config: Config) -> RunDir:
         """Lock runs/<name>/ for this process, check that it may be resumed, and record the new attempt.
 
+        A finished run is left unchanged.
+
         Raises:
             UserError: another process holds the run.
-            ConfigError: the run was started with other settings. The folder is then unchanged.
+            ConfigError: the run was started with other settings, or has done more steps than are wanted. The folder is
+                then unchanged.
         """
         from bapo_megatron.config.load import dump_config
 
@@ -120,16 +131,34 @@ class RunDir:
         with explaining_os_errors(path):
             lock = _take_lock(path)
         try:
-            _check_resumable(path, config_text)
-            run = cls(path, _last_attempt(path) + 1, lock)
+            run = cls._next(path, config_text, lock)
+            if run.is_finished:
+                return run
             with explaining_os_errors(path):
                 run.log_dir.mkdir(parents=True)
                 run.checkpoints_dir.mkdir(exist_ok=True)
             run._record_facts(config_text)
+            run.mark("starting")
         except BaseException:
             lock.close()
             raise
         return run
+
+    @classmethod
+    def preview(cls, config: Config) -> RunDir:
+        """Return what `open` would, and raise the same ConfigError, without the lock and without a change."""
+        from bapo_megatron.config.load import dump_config
+
+        path = (Path(config.run.dir) / config.run.name).absolute()
+        if _has_results(path):
+            config = with_pinned_models(config)
+        return cls._next(path, dump_config(config), None)
+
+    @classmethod
+    def _next(cls, path: Path, config_text: str, lock: TextIO | None) -> RunDir:
+        _check_resumable(path, config_text)
+        is_finished = _num_steps_done(path) == _num_steps(config_text)
+        return cls(path, _last_attempt(path) + (not is_finished), lock, is_finished=is_finished)
 
     @classmethod
     def attach(cls, path: Path) -> RunDir:
@@ -165,6 +194,29 @@ class RunDir:
     def log_path(self, role: str, rank: int) -> Path:
         """Return the log file of one process of this attempt, such as logs/attempt-2/trainer-0.log."""
         return self.log_dir / f"{role}-{rank}.log"
+
+    @property
+    def stop_file(self) -> Path:
+        """File whose existence asks the trainer ranks of this attempt to save and stop at the end of the step."""
+        return self.log_dir / "stop"
+
+    @property
+    def state(self) -> State | None:
+        """State of this attempt; None for one of an earlier version."""
+        try:
+            text = (self.log_dir / "state.txt").read_text(encoding="utf-8").strip()
+        except OSError:
+            return None
+        return next((state for state in get_args(State) if state == text), None)
+
+    def mark(self, state: State) -> None:
+        """Record the state of this attempt as far as the disk allows: it decides nothing that is trained."""
+        with contextlib.suppress(UserError):
+            write_atomically(self.log_dir / "state.txt", f"{state}\n")
+
+    def num_steps_saved(self) -> int:
+        """Return the steps behind the checkpoint that a resume begins with, or 0."""
+        return _num_steps_saved(self.path) or 0
 
     def close(self) -> None:
         """Release the lock. Safe to call twice."""
@@ -227,6 +279,12 @@ def _check_resumable(path: Path, config_text: str) -> None:
     config_path = path / "config.toml"
     if not config_path.exists() or not _has_results(path):
         return
+    num_done, num_steps = _num_steps_done(path), _num_steps(config_text)
+    if num_steps is not None and num_done > num_steps:
+        raise ConfigError(
+            f"cannot resume the run {path}: it has done {num_done} steps, and train.num_steps is {num_steps}. Set "
+            f"train.num_steps to {num_done} or more, or choose another run.name."
+        )
     different = {
         key: values
         for key, values in different_settings(config_path.read_text(encoding="utf-8"), config_text).items()
@@ -242,6 +300,28 @@ def _check_resumable(path: Path, config_text: str) -> None:
             + "\n".join(lines)
             + "\nUse the run's settings, choose another run.name, or delete the folder to start over."
         )
+
+
+def _num_steps(config_text: str) -> int | None:
+    return tomllib.loads(config_text).get("train", {}).get("num_steps")
+
+
+def _num_steps_saved(path: Path) -> int | None:
+    """Return the step of the checkpoint that `latest` names; None if it names no complete one."""
+    with contextlib.suppress(OSError):
+        named = re.fullmatch(r"step-(\d{6,18})", (path / "checkpoints" / "latest").read_text(errors="replace").strip())
+        if named and (path / "checkpoints" / named[0] / "state.json").is_file():
+            return int(named[1])
+    return None
+
+
+def _num_steps_done(path: Path) -> int:
+    """Return the steps that a resumed run need not repeat; those of metrics.jsonl if none was ever saved."""
+    saved = _num_steps_saved(path)
+    if saved is not None or any((path / "checkpoints").glob("*")):
+        return saved or 0
+    rows = read_metrics(path / "metrics.jsonl")
+    return int(rows[-1]["step"]) if rows else 0
 
 
 def _has_results(path: Path) -> bool:

@@ -32,19 +32,27 @@ class Summary:
     resumed_token_share: float  # of all trained tokens
     staleness_mean: float
     staleness_max: float
-    wall_time_s: float  # over all attempts
+    wall_time_s: float  # of the steps, over all attempts
+    searches: tuple[int, int, int]  # for clip bounds: ended at the start, inside, at the limits
     num_mismatch_alarms: int  # updates
     num_gradient_alarms: int  # updates
 
     def text(self) -> str:
-        """Return three lines for the end of a run, and one more for each kind of alarm."""
+        """Return a few lines for the end of a run, and one more for each kind of alarm."""
         window = f"first and last {self.window_steps} steps" if self.window_steps > 1 else "first and last step"
         lines = [
             f"pass rate  {number(self.reward_first)} -> {number(self.reward_last)} (mean reward, {window})",
             f"tokens     {percent(self.resumed_token_share)} resumed from partial rollouts, "
             f"age {number(self.staleness_mean, 1)} updates (max {number(self.staleness_max, 0)})",
-            f"time       {duration(self.wall_time_s)} for {self.num_steps} steps",
+            f"time       {duration(self.wall_time_s)} in {self.num_steps} steps",
         ]
+        if any(self.searches):
+            at_start, inside, at_limits = self.searches
+            lines.insert(
+                2,
+                f"clip       {sum(self.searches)} searches ended: {at_start} at the start, {inside} inside, "
+                f"{at_limits} at the limits",
+            )
         if self.num_mismatch_alarms:
             lines.append(f"alarms     {self.num_mismatch_alarms} updates over monitor.mismatch_alarm")
         if self.num_gradient_alarms:
@@ -65,8 +73,13 @@ def summarize(rows: Sequence[Row]) -> Summary:
         staleness_mean=_token_mean(rows, "staleness/mean"),
         staleness_max=max(_finite(rows, "staleness/max"), default=math.nan),
         wall_time_s=math.fsum(_finite(rows, "time/step_s")),
-        num_mismatch_alarms=round(math.fsum(_finite(rows, "mismatch/alarms"))),
-        num_gradient_alarms=round(math.fsum(_finite(rows, "optimizer/grad_alarms"))),
+        searches=(
+            _total(rows, "bapo/num_at_start"),
+            _total(rows, "bapo/num_inside"),
+            _total(rows, "bapo/num_at_limits"),
+        ),
+        num_mismatch_alarms=_total(rows, "mismatch/alarms"),
+        num_gradient_alarms=_total(rows, "optimizer/grad_alarms"),
     )
 
 
@@ -164,6 +177,23 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def short_duration(seconds: float) -> str:
+    """Format a duration in six characters: 12.3 -> "12.3s", 245 -> "4m05s", 3725 -> "1h02m", nan -> "-"."""
+    if not math.isfinite(seconds):
+        return "-"
+    if seconds < 59.95:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"
+
+
+def _total(rows: Sequence[Row], name: str) -> int:
+    return round(math.fsum(_finite(rows, name)))
 
 
 def _finite(rows: Sequence[Row], name: str) -> list[float]:

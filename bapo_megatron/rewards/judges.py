@@ -9,6 +9,7 @@ Judge processes import this file too, so it imports neither torch nor the config
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -99,6 +100,16 @@ class Judge:
     def __call__(self, fields: dict[str, Any]) -> Any:
         return self.function(**{name: fields[name] for name in self.names})
 
+    @property
+    def place(self) -> tuple[str, int, str] | None:
+        """File, first line and name of the function; None for one that is not written in Python."""
+        function = self.function
+        while isinstance(function, functools.partial):
+            function = function.func
+        function = inspect.unwrap(function)
+        code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+        return None if code is None else (code.co_filename, code.co_firstlineno, code.co_name)
+
 
 def build_judge(spec: JudgeSpec) -> Judge:
     """Build the judge. Raises UserError if it cannot be built or has the wrong signature."""
@@ -107,8 +118,8 @@ def build_judge(spec: JudgeSpec) -> Judge:
 
 def as_reward(value: Any) -> float:
     """Convert a judge's result to a finite float. Raises TypeError or ValueError."""
-    if isinstance(value, str | bytes):
-        raise TypeError(f"a judge returns a number, not {type(value).__name__} {value!r:.80}")
+    if not hasattr(value, "__float__"):
+        raise TypeError(f"a judge returns a number, not {type(value).__name__}: {value!r:.80}")
     reward = float(value)
     if not math.isfinite(reward):
         raise ValueError(f"a judge returns a finite number, not {reward}")

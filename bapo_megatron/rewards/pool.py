@@ -50,6 +50,7 @@ class Verdict:
     problem: Literal["timeout", "error"] | None
     message: str
     waited_s: float  # since the call, including the queue
+    traceback: str = ""  # of a judge that raised
 
 
 class WorkerLost(Exception):  # noqa: N818
@@ -61,6 +62,7 @@ class Worker:
 
     def __init__(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self.is_async = False
+        self.place = ""  # of the judge's function: " in judge (/home/me/rewards.py, line 3)"
         self._process = process
         self._reader = reader
         self._writer = writer
@@ -97,6 +99,9 @@ class Worker:
                 raise WorkerLost(f"it was not ready after {START_TIMEOUT_S:g} s") from None
             raise
         worker.is_async = hello["is_async"]
+        if hello["place"] is not None:
+            file, line, name = hello["place"]
+            worker.place = f" in {name} ({file}, line {line})"
         return worker
 
     @property
@@ -248,7 +253,8 @@ class WorkerPool:
         if "user_error" in reply:
             raise UserError(reply["user_error"])
         waited_s = time.monotonic() - began_s
-        return Verdict(reply.get("reward", 0.0), reply.get("problem"), reply.get("message", ""), waited_s)
+        message, trace = reply.get("message", ""), reply.get("traceback", "")
+        return Verdict(reply.get("reward", 0.0), reply.get("problem"), message, waited_s, trace)
 
     async def _ask_shared(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Ask the process that many responses share. Raises WorkerLost for all of them, though one is to blame."""
@@ -277,7 +283,7 @@ class WorkerPool:
         try:
             return await worker.ask(fields, self._limit_s)
         except TimeoutError:
-            return {"problem": "timeout", "message": f"no verdict in {self._limit_s:g} s"}
+            return {"problem": "timeout", "message": f"no verdict in {self._limit_s:g} s{worker.place}"}
         finally:
             if worker.is_alive:
                 self._idle.append(worker)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.judges import EXACT, JudgeSpec, as_reward, build_judge, fields_of
 from bapo_megatron.rewards.pool import Verdict, WorkerPool
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from bapo_megatron.types import Prompt
 
 log = logging.getLogger(__name__)
+
+_NUM_FIRST = 32  # verdicts of an attempt that show whether the judge works at all, or a step's if they are fewer
 
 
 class RewardScorer:
@@ -30,11 +33,18 @@ class RewardScorer:
         self.num_judged = 0
         self.num_timeouts = 0
         self.num_errors = 0
+        self.recent_failure: Verdict | None = None
+        """The first failure among the verdicts that the latest `metrics` are about."""
+        self._first_failure: Verdict | None = None
+        self._first_recent_failure: Verdict | None = None  # since the last `metrics`
+        self._num_recent_failures = 0
+        self._num_first = min(_NUM_FIRST, config.rollout.prompts_per_step * config.rollout.samples_per_prompt)
         self._num_pending = 0
         self._waited_s = 0.0
         self._num_waited = 0
         self._lock = threading.Lock()  # guards the counts
         spec = JudgeSpec.of(config)
+        self._kind = spec.kind
         is_exact = spec.kind in EXACT
         self._judge = build_judge(spec) if is_exact else None
         self._pool = None if is_exact else WorkerPool(spec, config.reward.concurrency)
@@ -47,7 +57,8 @@ class RewardScorer:
         """Return verdicts, which also say what went wrong in judging.
 
         Raises:
-            UserError: the judge says that the data or the settings are wrong, not the response.
+            UserError: the judge says that the data or the settings are wrong, not the response; or it has failed on
+                every response so far.
             RuntimeError: no judge process stays alive, or the scorer was closed.
         """
         fields = [fields_of(prompt, response) for prompt, response in items]
@@ -64,18 +75,22 @@ class RewardScorer:
                 self._num_pending -= len(items)
         for (prompt, _), verdict in zip(items, verdicts, strict=True):
             self._count(prompt, verdict)
+        self._refuse_a_judge_that_only_fails()
         return verdicts
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of judging (docs/metrics.md); `reward/wait_s` is a mean since the last call."""
+        """Return metrics of judging (docs/metrics.md); wait_s and failed_share are means since the last call."""
         with self._lock:
             wait_s = self._waited_s / self._num_waited if self._num_waited else 0.0
-            self._waited_s, self._num_waited = 0.0, 0
+            failed_share = self._num_recent_failures / self._num_waited if self._num_waited else 0.0
+            self._waited_s, self._num_waited, self._num_recent_failures = 0.0, 0, 0
+            self.recent_failure, self._first_recent_failure = self._first_recent_failure, None
             return {
                 "reward/judged": float(self.num_judged),
                 "reward/pending": float(self._num_pending),
                 "reward/timeouts": float(self.num_timeouts),
                 "reward/errors": float(self.num_errors),
+                "reward/failed_share": failed_share,
                 "reward/wait_s": wait_s,
             }
 
@@ -97,5 +112,22 @@ class RewardScorer:
             self.num_errors += verdict.problem == "error"
             self._waited_s += verdict.waited_s
             self._num_waited += 1
-        if verdict.problem is not None:
-            log.warning("reward: %s on a response to prompt %d: %s", verdict.problem, prompt.prompt_id, verdict.message)
+            if verdict.problem is None:
+                return
+            self._num_recent_failures += 1
+            self._first_recent_failure = self._first_recent_failure or verdict
+            is_first = self._first_failure is None
+            self._first_failure = self._first_failure or verdict
+        log.warning("reward: %s on a response to prompt %d: %s", verdict.problem, prompt.prompt_id, verdict.message)
+        if is_first and verdict.traceback:
+            log.warning("%s", verdict.traceback)
+
+    def _refuse_a_judge_that_only_fails(self) -> None:
+        with self._lock:
+            first, num_judged = self._first_failure, self.num_judged
+            num_failed = self.num_timeouts + self.num_errors
+        if first is not None and num_failed == num_judged >= self._num_first:
+            raise UserError(
+                f"the judge (reward.kind = {self._kind!r}) failed on all of the first {num_judged} responses, so "
+                f"nothing can be learned. The first failure:\n{(first.traceback or first.message).rstrip()}"
+            )

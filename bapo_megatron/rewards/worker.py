@@ -2,8 +2,8 @@
 
 The socket FD carries one JSON object a line.
     in:   the JudgeSpec, then {"id": n, "fields": {...}} for each response
-    out:  {"is_async": b}, then for each id {"reward": x} or {"problem": "timeout" or "error", "message": m};
-          {"user_error": m} instead of any of these
+    out:  {"is_async": b, "place": p}, then for each id {"reward": x} or
+          {"problem": "timeout" or "error", "message": m, "traceback": t}; {"user_error": m} instead of any of these
 
 A judge of this package touches the system only to run programs. If that raises an OSError, something has spoilt the
 process (a limit was lowered, descriptors ran out), so it ends, and the pool judges the response again in a fresh one.
@@ -17,14 +17,19 @@ import resource
 import signal
 import socket
 import sys
+import traceback
+from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config.dotted import REWARD
 from bapo_megatron.errors import UserError
+from bapo_megatron.rewards import judges
 from bapo_megatron.rewards.judges import Judge, JudgeSpec, as_reward, build_judge
 
 MAX_LINE_BYTES = 256 << 20  # of a request: room for a long response and a large answer
 _MAX_MESSAGE_CHARS = 500
+_MAX_TRACEBACK_CHARS = 4000
+_OURS = (__file__, judges.__file__, asyncio.tasks.__file__, asyncio.timeouts.__file__)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -45,7 +50,7 @@ def main() -> None:
     except UserError as error:
         send({"user_error": str(error)})
         return
-    send({"is_async": judge.is_async})
+    send({"is_async": judge.is_async, "place": judge.place})
     if judge.is_async:
         asyncio.run(_serve_async(judge, spec.timeout_s, connection))
         return
@@ -65,21 +70,40 @@ def _verdict(judge: Judge, fields: dict[str, Any], *, is_built_in: bool) -> dict
     except (Exception, SystemExit) as error:  # arbitrary text can make a judge raise anything
         if is_built_in and isinstance(error, OSError) and not isinstance(error, TimeoutError):
             raise
-        return _failure(error)
+        return _failure(error, judge)
 
 
 async def _verdict_async(judge: Judge, fields: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     try:
         return {"reward": as_reward(await asyncio.wait_for(judge(fields), timeout_s))}
     except (Exception, SystemExit) as error:
-        return _failure(error)
+        return _failure(error, judge)
 
 
-def _failure(error: BaseException) -> dict[str, Any]:
+def _failure(error: BaseException, judge: Judge) -> dict[str, Any]:
     if isinstance(error, UserError):
         return {"user_error": str(error)}
     problem = "timeout" if isinstance(error, TimeoutError) else "error"
-    return {"problem": problem, "message": repr(error)[:_MAX_MESSAGE_CHARS]}
+    text, place = _explained(error, judge)
+    return {"problem": problem, "message": f"{error!r:.{_MAX_MESSAGE_CHARS}}{place}", "traceback": text}
+
+
+def _explained(error: BaseException, judge: Judge) -> tuple[str, str]:
+    """Return the traceback without this package's frames around the judge, and its last place: " (my.py, line 3)".
+
+    A result that is no number has no frame of the judge: its first line stands for it.
+    """
+    summary = traceback.TracebackException.from_exception(error)
+    for part in (summary, summary.__cause__):
+        if part is not None:
+            part.stack = traceback.StackSummary.from_list([f for f in part.stack if f.filename not in _OURS])
+    frames = [*summary.stack, *(summary.__cause__.stack if summary.__cause__ else [])]
+    if not frames and judge.place is not None:
+        frames = [traceback.FrameSummary(*judge.place)]
+        summary.stack.extend(frames)
+    text = "".join(summary.format())
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return text[-_MAX_TRACEBACK_CHARS:], place
 
 
 async def _serve_async(judge: Judge, timeout_s: float, connection: socket.socket) -> None:

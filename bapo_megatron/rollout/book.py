@@ -58,6 +58,7 @@ class RolloutBook:
         self._active: dict[int, Group] = {}  # by prompt id, oldest first
         self._finished: list[Group] = []  # judged, in the order of the verdicts
         self._num_unfinished = 0
+        self._begun: dict[str, int] = {}  # weight version at the start of each request in progress, by sample id
 
     def admit(self, version: int, next_version: int) -> list[Trajectory]:
         """Draw prompts until as many responses are unfinished as the configuration asks for; return the new ones.
@@ -80,9 +81,10 @@ class RolloutBook:
         """Return responses that need more tokens, those of older prompts first."""
         return [t for group in self._active.values() for t in group.trajectories if t.finish_reason is None]
 
-    def start(self, trajectory: Trajectory) -> None:
-        """Record that a request for this response is in progress."""
+    def start(self, trajectory: Trajectory, version: int) -> None:
+        """Record that a request for this response is in progress, with tokens of weight `version` or newer."""
         self.ledger.start(trajectory.sample_id)
+        self._begun[trajectory.sample_id] = version
 
     def grow(self, trajectory: Trajectory) -> None:
         """Record the response that a request returned."""
@@ -90,12 +92,12 @@ class RolloutBook:
         trajectories = tuple(trajectory if t.sample_id == trajectory.sample_id else t for t in group.trajectories)
         self._active[trajectory.prompt.prompt_id] = replace(group, trajectories=trajectories)
         self._num_unfinished -= trajectory.finish_reason is not None
-        self.ledger.stop(trajectory)
+        self._stop(trajectory)
 
     def release(self, sample_id: str) -> None:
         """Record that the request has ended; a response that did not come back stays as it was."""
         if self.ledger.is_running(sample_id):
-            self.ledger.stop(self.get(sample_id))
+            self._stop(self.get(sample_id))
 
     def get(self, sample_id: str) -> Trajectory:
         """Return an active response."""
@@ -129,7 +131,7 @@ class RolloutBook:
 
     def choose(self, version: int) -> list[Group] | None:
         """Return one step's groups and book them as trained; None if the step has to wait for others to finish."""
-        chosen = self.bound.choose(self._finished, list(self._active.values()), version)
+        chosen = self.bound.choose(self._finished, [self._slack(g, version) for g in self._active.values()], version)
         if chosen is None:
             return None
         taken = {group.prompt.prompt_id for group in chosen}
@@ -155,7 +157,7 @@ class RolloutBook:
 
     def is_urgent(self, trajectory: Trajectory, version: int) -> bool:
         """Return whether its group must be trained in the step that begins at `version`, or never."""
-        return self.bound.slack_of(self._active[trajectory.prompt.prompt_id], version) == 0
+        return self._slack(self._active[trajectory.prompt.prompt_id], version) == 0
 
     def buffered(self) -> Iterator[Trajectory]:
         """Yield every response here: partial, waiting, or finished and not yet taken."""
@@ -185,6 +187,15 @@ class RolloutBook:
             raise CheckpointError(f"the checkpoint's samples contradict its ledger: {error}") from error
         if any(t.reward is None for group in self._finished for t in group.trajectories):
             raise CheckpointError("the checkpoint holds a finished group without rewards")
+
+    def _slack(self, group: Group, version: int) -> float:
+        """Return the slack of an active group: tokens on their way may be as old as their request."""
+        begun = [self._begun[t.sample_id] for t in group.trajectories if t.sample_id in self._begun]
+        return min([self.bound.slack_of(group, version), *(self.bound.slack(v, version) for v in begun)])
+
+    def _stop(self, trajectory: Trajectory) -> None:
+        self.ledger.stop(trajectory)
+        del self._begun[trajectory.sample_id]
 
     def _drop(self, group: Group, reason: str) -> None:
         self.num_dropped[reason] += 1

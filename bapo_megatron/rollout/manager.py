@@ -15,6 +15,7 @@ from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards import RewardScorer
+from bapo_megatron.rewards.pool import Verdict
 from bapo_megatron.rewards.shaping import group_filter
 from bapo_megatron.rollout.book import BookState
 from bapo_megatron.rollout.dispatch import RolloutStats
@@ -68,6 +69,10 @@ class RolloutManager:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of some tokens, special ones included."""
         return self.judge.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def judge_failure(self) -> Verdict | None:
+        """Return the first response that the judge failed on, of those judged for the latest batch."""
+        return self.judge.scorer.recent_failure
 
     def engine_states(self) -> list[EngineState]:
         """Return states of a few seconds ago; empty without monitor.prometheus_port."""

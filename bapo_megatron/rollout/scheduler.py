@@ -113,7 +113,7 @@ class Scheduler:
         engines, num_before = self.pool.live(), self.ledger.num_tokens["generated"]
         unfinished = self.book.unfinished()
         for trajectory in unfinished:
-            self.book.start(trajectory)
+            self.book.start(trajectory, self._dispatcher.version)
         try:
             await self._dispatcher.grow_together(unfinished, step, self.book.grow)
         finally:

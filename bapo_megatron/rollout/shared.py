@@ -17,6 +17,7 @@ from torch import Tensor
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.errors import UserError
+from bapo_megatron.rewards.pool import Verdict
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.types import Batch, Group
 
@@ -46,6 +47,10 @@ class Rollouts(Protocol):
     def engine_states(self) -> list[EngineState]:
         """Return states that are at most a few seconds old, for `monitor.prometheus_port`."""
         return []
+
+    def judge_failure(self) -> Verdict | None:
+        """Return the first response that the judge failed on, of those judged for the latest batch."""
+        return None
 
     def close(self) -> None:
         """Close connections and judges, if any."""

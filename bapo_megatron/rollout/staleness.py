@@ -40,20 +40,20 @@ class StalenessBound:
         """
         return self.groups_per_step * (self.slack(version, next_version) + 1)
 
-    def choose(self, finished: Sequence[Group], active: Sequence[Group], version: int) -> list[Group] | None:
+    def choose(self, finished: Sequence[Group], active: Sequence[float], version: int) -> list[Group] | None:
         """Return the groups to train now, stalest first; None if the step has to wait for others to finish.
 
-        It waits for unfinished groups only if training these now would make one of them too old.
+        It waits for unfinished groups, here the slacks of these, only if training now would make one of them too old.
         """
         if len(finished) < self.groups_per_step:
             return None
         by_slack = sorted(finished, key=lambda group: self.slack_of(group, version))
         chosen, others = by_slack[: self.groups_per_step], by_slack[self.groups_per_step :]
-        slacks = sorted(slack for g in (*others, *active) if (slack := self.slack_of(g, version)) >= 0)
+        slacks = sorted(s for s in (*(self.slack_of(g, version) for g in others), *active) if s >= 0)
         # The i-th most urgent of those left is trained i // groups_per_step steps after the next one, at best.
         in_time = all(slack >= 1 + i // self.groups_per_step for i, slack in enumerate(slacks))
         least_urgent = self.slack_of(chosen[-1], version)
-        waiting_helps = any(0 <= self.slack_of(g, version) < least_urgent for g in active)
+        waiting_helps = any(0 <= slack < least_urgent for slack in active)
         return chosen if in_time or not waiting_helps else None
 
     def is_stale(self, group: Group, version: int) -> bool:

@@ -119,7 +119,7 @@ class Stream:
 
     def _start_request(self, trajectory: Trajectory, engine: Engine) -> None:
         sample_id, num_before = trajectory.sample_id, trajectory.num_response_tokens
-        self._book.start(trajectory)
+        self._book.start(trajectory, self.version)
         self._turns[sample_id] += 1
         task = asyncio.get_running_loop().create_task(
             self._dispatcher.grow([trajectory], engine, self.step, self._book.grow)

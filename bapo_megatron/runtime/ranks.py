@@ -60,7 +60,10 @@ class StopFile:
         self._was_asked = False
 
     def steps(self, steps: range) -> Iterator[int]:
-        """Yield the steps up to the one at whose end `is_asked` was true."""
+        """Yield the steps up to the one at whose end `is_asked` was true; none if it is true before them."""
+        if self.is_asked():
+            self.has_ended_early = len(steps) > 0
+            return
         for step in steps:
             yield step
             if self._was_asked and step != steps[-1]:

@@ -6,7 +6,7 @@
 srun numbers the processes (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS); they share the rest through small files in a
 folder that all nodes share:
 
-    run.json          by trainer rank 0: the run directory and the ranks' rendezvous
+    run.json          by trainer rank 0: the run directory and the ranks' rendezvous, or that the run is finished
     engines-<i>.json  by engine node i: the URLs of its healthy engines; when all are there, training begins
     end.json          by trainer rank 0: the run has ended or stopped, and engine nodes end their engines
     stop              by the batch script or the user: save and stop at the end of the current step (runtime/ranks.py)
@@ -36,6 +36,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables, reserved_ports
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError
+from bapo_megatron.monitor.console import Screen, header
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.report.page import write_report
 from bapo_megatron.runtime.files import write_atomically
@@ -125,6 +126,11 @@ def _run_trainer(config: Config, meeting: Meeting, rank: int) -> int:
         code = _run_rank(config, meeting, rank)
         return 0 if code == STOPPED else code  # srun kills the other ranks, rank 0 too, after a nonzero exit code
     with _telling_failures(meeting, RUN), RunDir.open(config) as run_dir:
+        if run_dir.is_finished:
+            print(f"bapo: all {config.train.num_steps} steps of {run_dir.path} are done")
+            meeting.tell(RUN, {"is_finished": True})
+            return 0
+        Screen(sys.stdout).facts(header(config, run_dir))
         host = node_address(config)
         with reserved_ports(1, host) as ports:  # torch's store sets SO_REUSEADDR: it can still bind
             meeting.tell(RUN, {"run_dir": str(run_dir.path), "host": host, "port": ports[0]})
@@ -139,6 +145,8 @@ def _run_trainer(config: Config, meeting: Meeting, rank: int) -> int:
 
 def _run_rank(config: Config, meeting: Meeting, rank: int) -> int:
     run = meeting.wait(RUN, "trainer rank 0", config.slurm.startup_timeout_s, _SETTING)
+    if "is_finished" in run:
+        return 0
     urls = _await_engines(config, meeting)
     os.environ |= {
         "RANK": str(rank),
@@ -173,6 +181,8 @@ def _run_engines(config: Config, meeting: Meeting, node: int) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with _telling_failures(meeting, _engines(node)):
         run = meeting.wait(RUN, "trainer rank 0", config.slurm.startup_timeout_s, _SETTING)
+        if "is_finished" in run:
+            return 0
         placement = place(config)
         share = EngineShare(
             count=placement.servers_per_node,

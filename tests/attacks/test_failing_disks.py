@@ -22,6 +22,7 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor import rundir
+from bapo_megatron.monitor.console import Console
 from bapo_megatron.monitor.record import Recorder
 from bapo_megatron.monitor.rundir import RunDir, read_metrics
 from bapo_megatron.report import page
@@ -108,7 +109,7 @@ def settings(folder: Path) -> Config:
 def run(config: Config, saved: list[int]) -> None:
     """Train from the latest checkpoint to the end, with `saved` the steps whose checkpoint was complete."""
     with RunDir.open(config) as run_dir:
-        recorder = Recorder(config, run_dir, io.StringIO())
+        recorder = Recorder(config, run_dir, Console("lines", NUM_STEPS, stream=io.StringIO()))
         store = CheckpointStore(run_dir.checkpoints_dir, config.checkpoint, warn=recorder.note)
         model = TinyModel(0.0, 20, 5)
         state = store.resume({"learner": model})

@@ -102,6 +102,8 @@ def act(response, answer=None):
             return "1"
         case "nothing":
             return None
+        case "table":
+            return {"reward": 1.0}
         case "answer":
             return answer
     return float(response)

@@ -7,10 +7,12 @@ import pty
 import re
 import termios
 import threading
+import time
 
 import pytest
 
-from bapo_megatron.monitor.console import Console, step_fields, wrap_fields
+from bapo_megatron.monitor.console import Console, Screen, columns_of, fit, heading, row_of
+from bapo_megatron.runtime.heartbeat import TRAINER, Heartbeat
 
 STEP = {
     "step": 12,
@@ -21,6 +23,9 @@ STEP = {
     "bapo/low": 0.6,
     "bapo/high": 1.45,
     "bapo/positive_share": 0.412,
+    "bapo/num_at_start": 3.0,
+    "bapo/num_inside": 0.0,
+    "bapo/num_at_limits": 1.0,
     "rollout/tokens_per_s": 1234.0,
     "rollout/resumed_token_share": 0.25,
     "time/step_s": 4.0,
@@ -37,38 +42,75 @@ class Terminal(io.StringIO):
 
 
 def test_a_step_is_one_plain_line_in_a_file() -> None:
+    """With the time of day, the time to go, and what the search for bounds did as counts."""
     stream = io.StringIO()
-    with Console("auto", 100, stream=stream) as console:
+    with Console("auto", 100, stream=stream, heartbeat=Heartbeat()) as console:
         console.step(STEP)
-    assert stream.getvalue() == (
-        " 12/100  reward 0.53  entropy 1.21  age 1.5 (max 4)  clip [0.60, 1.45]  positive 41%  "
-        "1.2k tok/s  4.0 s, rollout 61%\n"
-    )
+        console.step({**STEP, "step": 13})
+    *legend, labels, first, second = stream.getvalue().splitlines()
+    assert [line.split()[0] for line in legend] == ["age", "clip", "pos"]
+    assert labels.split() == ["clock", "step", "reward", "entropy", "age", "clip", "pos", "tok/s", "time", "to", "go"]
+    assert re.fullmatch(r"\d\d:\d\d:\d\d +12/100 +0\.53 +1\.21 +1\.5 +3/0/1 +41% +1\.2k +4\.0s +5m52s", first)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d +13/100 +0\.53 .* +5m48s", second)
+    assert max(map(len, stream.getvalue().splitlines())) <= 80
 
 
 def test_missing_metrics_and_nan_show_as_a_dash() -> None:
-    fields = step_fields({"step": 1, "bapo/positive_share": math.nan}, 5)
-    assert fields == [
-        "1/5", "reward -", "entropy -", "age - (max -)", "clip [-, -]", "positive -", "- tok/s", "-",
-    ]  # fmt: skip
+    row = {"step": 1.0, "bapo/num_at_start": math.nan, "bapo/positive_share": math.nan}
+    assert row_of(columns_of(row, 5), row).split() == ["1/5", "-", "-", "-", "-/-/-", "-", "-", "-", "-"]
+    assert "clip" not in heading(columns_of({"step": 1.0}, 5)), "a loss with fixed bounds has no search"
 
 
-@pytest.mark.parametrize("width", [30, 60, 80, 100])
-def test_a_narrow_terminal_breaks_a_step_between_fields(width: int) -> None:
-    fields = step_fields({**STEP, "step": 99_999}, 100_000)
-    lines = wrap_fields(fields, width).split("\n")
-    # A field is never broken, even where it does not fit behind the step number.
-    assert all(len(line) <= max(width, len(fields[0]) + 2 + len(max(fields, key=len))) for line in lines)
-    assert [part for line in lines for part in line.strip().split("  ")] == [field.strip() for field in fields]
+@pytest.mark.parametrize("width", [10, 30, 60, 80, 100])
+@pytest.mark.parametrize("num_steps", [9, 100_000])
+def test_a_narrow_terminal_leaves_columns_out(width: int, num_steps: int) -> None:
+    row = {**STEP, "step": num_steps}
+    every = columns_of(row, num_steps)
+    columns = fit(every, width)
+    lines = [heading(columns), row_of(columns, row)]
+    assert all(len(line) <= max(width, 13) for line in lines)
+    assert columns[0].label == "step", "a step always has its number"
+    assert len(columns) == len(every) or len(row_of(every, row)) > width
+    assert row_of(columns, row).split()[0] == f"{num_steps}/{num_steps}"
 
 
-def test_eighty_columns_take_at_most_two_lines() -> None:
+def test_eighty_columns_take_one_line() -> None:
     stream = Terminal()
-    with Console("lines", 1000, stream=stream) as console:
+    with Console("bar", 1000, stream=stream, heartbeat=Heartbeat()) as console:
         console.step(STEP)
-    lines = stream.getvalue().splitlines()
-    assert len(lines) == 2
+        console.warn(" ".join(["a long warning"] * 12))
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]+", stream.getvalue())]
+    assert sum("12/1000" in line and "0.53" in line for line in lines) == 1
+    assert any("rollout 61%" in line for line in lines)
     assert max(map(len, lines)) <= 80
+    assert "".join(line for line in lines if "long" in line).count("warning") == 13, "no word is broken"
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_colour_is_for_terminals_and_no_color_is_heeded(monkeypatch: pytest.MonkeyPatch, no_color: str) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    terminal, file = Terminal(), io.StringIO()
+    for stream in (terminal, file):
+        Screen(stream).note("careful", "yellow")
+    assert ("\x1b[33m" in terminal.getvalue()) == (not no_color)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d  careful\n", file.getvalue())
+
+
+def test_stages_of_the_start_are_lines_without_a_terminal() -> None:
+    stream, heartbeat = io.StringIO(), Heartbeat()
+    with Console("auto", 20, stream=stream, heartbeat=heartbeat):
+        for action in ("building the model", "loading 32B: 1/64 shards", "loading 32B: 2/64 shards", "connecting"):
+            heartbeat.beat(TRAINER, action)
+            deadline = time.monotonic() + 60
+            while action not in stream.getvalue() and "2/64" not in action:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+    assert [line[10:] for line in stream.getvalue().splitlines()] == [
+        "building the model",
+        "loading 32B: 1/64 shards",
+        "connecting",
+    ]
 
 
 def test_a_terminal_gets_a_bar_that_counts_resumed_steps_and_goes_away() -> None:
@@ -89,35 +131,40 @@ def test_a_terminal_gets_a_bar_that_counts_resumed_steps_and_goes_away() -> None
     reader = threading.Thread(target=drain)
     reader.start()
     with open(terminal, "w") as stream:
-        with Console("auto", 20, history=[{"step": float(i)} for i in range(1, 12)], stream=stream) as console:
+        history, heartbeat = [{"step": float(i)} for i in range(1, 12)], Heartbeat()
+        heartbeat.step = 12
+        with Console("auto", 20, history=history, stream=stream, heartbeat=heartbeat) as console:
             console.step(STEP)
             console.note("saving")
         stream.write("after")
     reader.join(timeout=10)
     os.close(controller)
-    text = b"".join(output).decode()
-    assert "11/20 |" in text
-    assert "12/20  reward 0.53" in text
+    shown = b"".join(output).decode()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+    assert re.search(r"11/20 ━+", text)
+    assert re.search(r"12/20 +0\.53", text)
     assert "saving" in text
     assert max(len(line) for line in re.split(r"[\r\n]+", text)) <= 60
-    assert text.rstrip().rsplit("\r", 1)[-1] == "after", "the bar must not stay in front of later output"
+    assert re.split(r"[\r\n]", text.rstrip())[-1] == "after", "the bar must not stay in front of later output"
+    assert "\x1b[2K" in shown.rsplit("━", 1)[-1], "the bar is erased"
+    assert shown.rsplit("\x1b[?25", 1)[-1].startswith("h"), "the cursor is back"
 
 
 def test_lines_mode_draws_no_bar_in_a_terminal() -> None:
     stream = Terminal()
-    with Console("lines", 20, stream=stream) as console:
+    with Console("lines", 20, stream=stream, heartbeat=Heartbeat()) as console:
         console.note("hello")
     assert stream.getvalue() == "hello\n"
 
 
 def test_warnings_are_shown_once_and_problems_are_found() -> None:
     stream = io.StringIO()
-    with Console("lines", 100, stream=stream) as console:
+    with Console("lines", 100, stream=stream, heartbeat=Heartbeat()) as console:
         console.warn("disk is nearly full")
         console.warn("disk is nearly full")
         for step in range(1, 31):
             console.step({**STEP, "step": step, "bapo/inert_share": 1.0})
-    warnings = [line for line in stream.getvalue().splitlines() if line.startswith("warning: ")]
+    warnings = [line for line in stream.getvalue().splitlines() if "  warning: " in line]
     assert len(warnings) == 2
     assert "bapo.rho0" in warnings[1]
 
@@ -132,7 +179,8 @@ def test_summary_covers_the_steps_before_a_resume() -> None:
     text = stream.getvalue()
     assert "pass rate  0.40 -> 0.70 (mean reward, first and last 10 steps)" in text
     assert "25% resumed" in text
-    assert "1 min 20 s for 20 steps" in text
+    assert "1 min 20 s in 20 steps" in text
+    assert "clip       80 searches ended: 60 at the start, 0 inside, 20 at the limits" in text
 
 
 def test_a_run_without_a_step_says_so() -> None:

@@ -15,6 +15,7 @@ from bapo_megatron.learner.base import StepResult
 from bapo_megatron.monitor.console import Console
 from bapo_megatron.monitor.record import UpdateMetrics
 from bapo_megatron.monitor.summary import find_problems, summarize
+from bapo_megatron.runtime.heartbeat import Heartbeat
 from bapo_megatron.types import ClipBounds
 
 BOUNDS = ClipBounds(low=0.6, high=1.2, positive_share=0.5, saturated=False, num_moves=0)
@@ -128,7 +129,7 @@ def test_the_default_limit_fits_the_type():
 
 def test_the_console_warns_at_once_and_only_once_and_the_summary_counts():
     stream, bad = io.StringIO(), {"step": 1, "mismatch/alarms": 2.0}
-    with Console("lines", 10, stream=stream) as console:
+    with Console("lines", 10, stream=stream, heartbeat=Heartbeat()) as console:
         console.step({"step": 0, "mismatch/alarms": 0.0})
         assert "mismatch" not in stream.getvalue()
         console.step(bad)

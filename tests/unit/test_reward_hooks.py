@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -195,6 +196,51 @@ class TestPlain:
             trainer.kill()
         _, alive = psutil.wait_procs([judge], timeout=60)
         assert not alive
+
+
+class TestOnlyFailures:
+    @pytest.mark.parametrize(
+        ("function", "text", "said"),
+        [
+            ("plain", "raise", r'File ".*/reward_hooks.py", line \d+, in act\n.*\nRuntimeError: on purpose$'),
+            (
+                "plain",
+                "nothing",
+                r'reward_hooks.py", line \d+, in plain\n.*\nTypeError: a judge returns a number, not None',
+            ),
+            ("plain", "text", r"reward_hooks.py.* in plain\n.*\nTypeError: a judge returns a number, not str: '1'$"),
+            ("plain", "table", r"reward_hooks.py.* in plain\n.*\nTypeError: a judge returns a number, not dict: \{"),
+            ("plain", "block", r"no verdict in 0\.5 s in plain \(.*/reward_hooks.py, line \d+\)$"),
+            ("networked", "wait", r'reward_hooks.py", line \d+, in networked\n'),
+        ],
+    )
+    def test_all_first_verdicts_failing_ends_the_run(self, function: str, text: str, said: str) -> None:
+        config = {
+            "reward": {"kind": f"reward_hooks:{function}", "timeout_s": 0.5 if text in ("block", "wait") else 60.0}
+        }
+        config["rollout"] = {"prompts_per_step": 1, "samples_per_prompt": 4}
+        with RewardScorer(Config.model_validate(config)) as scorer:
+            assert scorer.score(items(text, text)) == [0.0, 0.0], "not yet as many as the first step has"
+            with pytest.raises(UserError, match=r"failed on all of the first 4 responses.*\n") as caught:
+                scorer.score(items(text, text))
+        assert re.search(said, str(caught.value)), str(caught.value)
+        assert "rewards/worker.py" not in str(caught.value)
+
+    def test_one_verdict_is_enough_to_go_on_and_the_share_is_of_the_step(self) -> None:
+        rollout = {"prompts_per_step": 1, "samples_per_prompt": 4}
+        config = Config.model_validate({"reward": {"kind": "reward_hooks:plain"}, "rollout": rollout})
+        with RewardScorer(config) as scorer:
+            scorer.score(items("raise", "nothing", "raise", "1"))
+            assert scorer.metrics()["reward/failed_share"] == 0.75
+            assert scorer.recent_failure is not None
+            assert re.fullmatch(
+                r"RuntimeError\('on purpose'\) \(reward_hooks.py, line \d+\)", scorer.recent_failure.message
+            )
+            scorer.score(items("raise", "nothing", "text", "raise"))
+            assert scorer.metrics()["reward/failed_share"] == 1.0, "no first batch any more"
+            scorer.score(items("1"))
+            assert scorer.metrics()["reward/failed_share"] == 0.0
+            assert scorer.recent_failure is None
 
 
 def is_alive(pid: int) -> bool:

@@ -102,6 +102,46 @@ def test_a_run_that_never_finished_a_step_may_start_over_with_other_settings(tmp
         assert run.attempt == 2
 
 
+def save(run: RunDir, step: int) -> None:
+    folder = run.checkpoints_dir / f"step-{step:06d}"
+    folder.mkdir()
+    (folder / "state.json").write_text("{}")
+    (run.checkpoints_dir / "latest").write_text(folder.name)
+
+
+def test_a_finished_run_is_left_as_it_is_and_fewer_steps_are_refused(tmp_path: Path) -> None:
+    with RunDir.open_path(tmp_path / "demo", CONFIG) as run:
+        assert not run.is_finished
+        assert run.state == "starting"
+        save(run, 10)
+    with RunDir.open_path(tmp_path / "demo", CONFIG) as again:
+        assert again.is_finished
+        assert (again.attempt, again.num_steps_saved()) == (1, 10)
+    with pytest.raises(
+        ConfigError, match=r"it has done 10 steps, and train.num_steps is 9\. Set train.num_steps to 10"
+    ):
+        RunDir.open_path(tmp_path / "demo", CONFIG.replace("num_steps = 10", "num_steps = 9"))
+    assert run.config_path.read_text() == CONFIG
+    assert [path.name for path in (tmp_path / "demo" / "logs").iterdir()] == ["attempt-1"]
+    with RunDir.open_path(tmp_path / "demo", CONFIG.replace("num_steps = 10", "num_steps = 11")) as more:
+        assert (more.is_finished, more.attempt) == (False, 2)
+
+
+def test_steps_after_the_last_checkpoint_are_repeated_so_they_are_not_done(tmp_path: Path) -> None:
+    with RunDir.open_path(tmp_path / "demo", CONFIG) as run:
+        run.metrics_path.write_text('{"step": 10}\n')
+        save(run, 5)
+    with RunDir.open_path(tmp_path / "demo", CONFIG) as again:
+        assert not again.is_finished
+
+
+def test_a_finished_run_that_never_saved_is_finished(tmp_path: Path) -> None:
+    with RunDir.open_path(tmp_path / "demo", CONFIG) as run:
+        run.metrics_path.write_text('{"step": 10}\n')
+    with RunDir.open_path(tmp_path / "demo", CONFIG) as again:
+        assert again.is_finished
+
+
 def test_a_second_process_is_told_who_holds_the_run_until_that_one_ends(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from bapo_megatron.monitor.rundir import RunDir\n"

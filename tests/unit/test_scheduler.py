@@ -306,7 +306,7 @@ def test_the_bound_holds_for_groups_that_are_running_or_being_judged_when_they_b
     book = RolloutBook(RolloutConfig(prompts_per_step=2, samples_per_prompt=1), CountingPrompts(), bound)
     being_judged, running = book.admit(0, 0)
     for response, reason in ((being_judged, "stop"), (running, None)):
-        book.start(response)
+        book.start(response, 0)
         if reason:
             book.grow(response.extended([Segment(0, 0, (5,), (-1.0,))], reason))  # type: ignore[arg-type]
     (complete,) = book.complete()

@@ -15,6 +15,7 @@ from bapo_megatron.config import plan
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.monitor import sinks
+from bapo_megatron.monitor.console import Console
 from bapo_megatron.monitor.record import Recorder
 from bapo_megatron.monitor.rundir import RunDir, read_metrics
 from bapo_megatron.monitor.sinks import SINKS, BackgroundSink, TensorBoardSink
@@ -42,7 +43,7 @@ def config_with(folder: Path, *settings: str) -> Config:
 def attempt(config: Config, run_dir: RunDir, first_step: int, *steps: tuple[int, float]) -> str:
     """Record (step, reward) pairs; returns what the user saw."""
     screen = io.StringIO()
-    recorder = Recorder(config, run_dir, screen)
+    recorder = Recorder(config, run_dir, Console("lines", config.train.num_steps, stream=screen))
     recorder.begin(first_step, NoRollouts())  # type: ignore[arg-type]
     for step, reward in steps:
         recorder.record(step, step, {"reward/mean": reward, "rollout/num_samples": 4.0, "time/step_s": math.nan})

@@ -347,6 +347,27 @@ def test_groups_dropped_while_the_trainer_trains_are_counted_in_the_next_batch()
     assert sum(asyncio.run(run())) > 0
 
 
+def test_the_trainer_waits_for_a_slow_request_before_its_tokens_are_too_old() -> None:
+    """Tokens that have not come back yet count, too."""
+
+    class SlowFirst(TimedEngine):
+        async def sample(self, request: GenerateRequest) -> GenerateResult:
+            if len(self.requests) == 0:
+                result = await super().sample(request)
+                await asyncio.sleep(0.3)  # some tens of steps
+                return result
+            return await super().sample(request)
+
+    engine = SlowFirst(token_s=0.0)
+    scheduler = make(engine, overlap=True, max_staleness=4, samples_per_prompt=1, **OPTIONS | {"groups_in_flight": 8})
+    batches = asyncio.run(train(scheduler, [engine], num_steps=12, updates=1, train_s=0.001))
+    assert not scheduler.ledger.dropped
+    steps = [step for step, groups in enumerate(batches) for g in groups if g.prompt.prompt_id == 0]
+    assert len(steps) == 1
+    assert steps[0] <= 4
+    check(scheduler, [g for batch in batches for g in batch])
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     chaos=st.integers(0, 2**32),
@@ -362,7 +383,7 @@ def test_the_staleness_bound_is_never_passed_and_nothing_is_dropped(
 ) -> None:
     bound = (2 if overlap else 1) * updates - 1 + spare
     rng = random.Random(chaos)
-    engines = [TimedEngine(f"http://{i}", token_s=0.0) for i in range(2)]
+    engines = [TimedEngine(f"http://{i}", token_s=rng.choice([0.0, 0.001])) for i in range(2)]
     scheduler = make(
         *engines,
         updates_per_step=updates,
