@@ -32,6 +32,7 @@ class Status:
 
     state: State
     error: str  # of the latest attempt; "" without one
+    judge_failure: str  # the first one in the latest attempt, if the judge failed often; else ""
     attempt: int
     logs: tuple[Path, ...]
 
@@ -69,14 +70,16 @@ def read_status(run: History) -> Status:
     """Read the state of a run: finished once all planned steps are done, even if a process still holds it."""
     latest = RunDir.attach(run.path)
     is_finished = bool(run.rows) and run.num_planned_steps is not None and run.rows[-1]["step"] >= run.num_planned_steps
-    error = "" if is_finished else _error(latest.log_dir)
+    error = "" if is_finished or latest.state == "interrupted" else _error(latest.log_dir)
     if is_finished:
         state = State.FINISHED
     elif is_in_use(run.path):
         state = State.RUNNING
     else:
-        state = State.FAILED if error else State.INTERRUPTED
-    return Status(state, error, latest.attempt, tuple(sorted(latest.log_dir.glob("*.log"))))
+        state = State.FAILED if error or latest.state == "failed" else State.INTERRUPTED
+    judge = latest.log_dir / "judge.txt"
+    judge_failure = judge.read_text(encoding="utf-8", errors="replace").strip() if judge.exists() else ""
+    return Status(state, error, judge_failure, latest.attempt, tuple(sorted(latest.log_dir.glob("*.log"))))
 
 
 def _error(log_dir: Path) -> str:

@@ -191,3 +191,7 @@ def test_an_attempt_fails_by_an_error_that_ended_it(tmp_path: Path, log: str, st
     assert (found.state, found.error, found.attempt) == (state, error, 2)
     (folder / "error-0.txt").write_text("set data.path")
     assert read_status(read_history(run)).error == "set data.path"
+    (folder / "judge.txt").write_text("ValueError in line 7")
+    assert read_status(read_history(run)).judge_failure == "ValueError in line 7"
+    (folder / "state.txt").write_text("interrupted\n")
+    assert read_status(read_history(run)).state == State.INTERRUPTED
