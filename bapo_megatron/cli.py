@@ -234,6 +234,10 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--output", type=Path, metavar="FILE", help="default: RUN/report.html, of several runs/comparison.html"
     )
+    report.add_argument(
+        "--serve", action="store_true", help="follow one run in the browser until Ctrl-C, on loopback only"
+    )
+    report.add_argument("--port", type=int, default=0, metavar="N", help="of --serve; default: a free one")
     report.set_defaults(verb=_report)
 
     serve = verbs.add_parser(
@@ -454,6 +458,13 @@ def _report(options: argparse.Namespace) -> int:
     from bapo_megatron.report.page import write_comparison, write_report
 
     run, *others = options.runs
+    if options.serve:
+        from bapo_megatron.report.serve import serve
+
+        if others or options.output:
+            raise UserError("--serve follows one run and writes no file; give one run, without --output")
+        serve(run, options.port, lambda text: print(text, flush=True))
+        return 0
     print(write_comparison(options.runs, options.output) if others else write_report(run, options.output))
     return 0
 

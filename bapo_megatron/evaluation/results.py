@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.evaluation.statistics import bootstrap, majority_at_k, pass_at_k, powers_up_to
+from bapo_megatron.monitor.summary import wilson_interval
 
 _PASSES = 1.0  # the least reward of a response that passes
 _MAX_TABLE_ROWS = 40
@@ -114,7 +115,18 @@ class Evaluation:
         rows = self.estimates_by_problem
         values_PM = np.array([list(row.values()) for row in rows], dtype=np.float64)
         columns = zip(rows[0], values_PM.mean(0), *bootstrap(values_PM, seed=self.seed), strict=True)
-        return {name: Estimate(float(value), float(low), float(high)) for name, value, low, high in columns}
+        return {name: self._estimate(name, float(value), float(low), float(high)) for name, value, low, high in columns}
+
+    def _estimate(self, name: str, value: float, low: float, high: float) -> Estimate:
+        """Return the estimate, with Wilson's interval if all problems are right, or all wrong: resamples are alike."""
+        is_share = name != "response_tokens" and (not name.startswith("avg@") or self._rewards_are_0_or_1)
+        if is_share and low == high and value in (0.0, 1.0):
+            low, high = wilson_interval(value, len(self.problems))
+        return Estimate(value, low, high)
+
+    @cached_property
+    def _rewards_are_0_or_1(self) -> bool:
+        return all(response.reward in (0.0, 1.0) for problem in self.problems for response in problem.responses)
 
     def count(self, problem: str) -> int:
         """Count the responses whose verifier ended in a "timeout" or an "error"."""

@@ -374,6 +374,18 @@ def _take_lock(path: Path) -> TextIO:
     return lock
 
 
+def is_in_use(path: Path) -> bool:
+    """Whether a process holds the run, on this machine or on another one that shares the file system's locks."""
+    try:
+        with (path / ".lock").open(encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock was ever taken, or the file system has none
+        return False
+    return False
+
+
 def _last_attempt(path: Path) -> int:
     numbers = [folder.name.removeprefix("attempt-") for folder in (path / "logs").glob("attempt-*")]
     return max((int(text) for text in numbers if text.isdigit()), default=0)

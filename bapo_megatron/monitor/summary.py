@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import NormalDist, fmean
 
 Row = dict[str, float]
 
@@ -135,6 +135,17 @@ def mean(values: Sequence[float]) -> float:
     """Average the finite values; nan without any."""
     finite = [value for value in values if math.isfinite(value)]
     return fmean(finite) if finite else math.nan
+
+
+def wilson_interval(share: float, num: float) -> tuple[float, float]:
+    """Compute Wilson's 95 % interval of a share of `num` independent trials, which is open at 0 and 1, too.
+
+    Example: wilson_interval(1.0, 8) == (0.676, 1.0), rounded
+    """
+    z = NormalDist().inv_cdf(0.975)
+    centre, shrink = share + z * z / (2 * num), 1 + z * z / num
+    half = z * math.sqrt(share * (1 - share) / num + (z / (2 * num)) ** 2)
+    return max(0.0, (centre - half) / shrink), min(1.0, (centre + half) / shrink)
 
 
 def number(value: float, digits: int = 2) -> str:

@@ -1,10 +1,10 @@
-"""The figures of a report: inline SVG that follows the page's colours and fonts.
+"""The figures of a report: plots as data for the page's script, and their static drawing for pages without it.
 
-matplotlib draws them small enough for a phone; the page scales them up.
+matplotlib draws them small enough for a phone; the page scales them up. A plot has no legend: the page writes it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,40 +14,44 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 
-from bapo_megatron.report.style import INK, RC, look
+from bapo_megatron.report.style import LINE_WIDTH, RC, Look, look
 
 Column = NDArray[np.float64]
 Points = tuple[Column, Column]
 """x, ascending, and y of one curve: float64 [N] each; y may hold nan."""
 
 SMOOTH_STEPS = 10
-_SIZE_INCHES = (4.2, 2.6)
-_ROW_INCHES = 1.75
-_MAX_MARKED_STEPS = 40
+_SIZE_INCHES = (4.2, 2.3)
+_MAX_MARKED_POINTS = 40
 _MAX_BARS = 300
+_RIM = 1.7  # a line under an equal one is wider by this many line widths,
+_MAX_RIMS = 3  # under this many of them at most
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One curve over the steps; `smooth` adds its moving average and draws the curve itself faintly.
-
-    With `half_width` (of an interval at each value) the curve joins the finite values and shows the intervals.
-    """
+class Series:
+    """One line of a plot, a band from `low` to `high`, or both: float64 [N] each, at the plot's x; nan is a gap."""
 
     label: str
-    values: Column
-    smooth: bool = False
+    look: Look
+    y: Column
+    low: Column | None = None
+    high: Column | None = None
     on_right: bool = False
-    half_width: Column | None = None
+    has_bars: bool = False  # instead of the band a bar at each x, for intervals of single values
+    joined: bool = False  # the line bridges gaps
+    faint: bool = False
+    width: float = LINE_WIDTH
 
+    @property
+    def is_band(self) -> bool:
+        return self.low is not None and not np.isfinite(self.y).any()
 
-@dataclass(frozen=True, slots=True)
-class Level:
-    """A horizontal reference: a line at `low`, or a band up to `high` if given."""
-
-    label: str
-    low: float
-    high: float | None = None
+    @property
+    def values(self) -> Column:
+        """All finite values: of the line, and of the edges of the band."""
+        parts = [part for part in (self.y, self.low, self.high) if part is not None]
+        return np.concatenate([part[np.isfinite(part)] for part in parts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class XAxis:
-    """The x axis of a figure."""
+    """The x axis of a plot."""
 
     label: str
     margin: float
@@ -73,31 +77,100 @@ PLAIN = Scale()
 STEPS = XAxis("training step", margin=0.5, whole=True)
 
 
-def draw_curves(axes: Axes, series: Mapping[str, Sequence[Points]], *, window: int = 1) -> list[Any]:
-    """Draw one line per label: the mean over its seeds, in a band from the lowest seed to the highest.
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """Series over one x axis, or stacked: each on top of those before it."""
 
-    A line covers the steps that all of its seeds have reached. Colours and dashes follow the order of `series`; draw
-    within `rc_context(style.RC)` for the looks of the report.
+    x: Column
+    series: tuple[Series, ...]
+    y_label: str
+    right_label: str = ""
+    over: XAxis = STEPS
+    scale: Scale = PLAIN
+    stacked: bool = False
+
+    @property
+    def is_log(self) -> bool:
+        """Whether the y axis is logarithmic at first."""
+        values = np.concatenate([series.values for series in self.series if not series.on_right] or [np.zeros(1)])
+        is_wide = len(values) > 0 and values.min() > 0 and values.max() > 100 * values.min()
+        return self.scale.log_if_wide and bool(is_wide)
+
+    def data(self) -> dict[str, Any]:
+        """Return the plot as JSON values, for the page's script."""
+        return {
+            "x": _numbers(self.x),
+            "xLabel": self.over.label,
+            "xMargin": self.over.margin,
+            "wholeX": self.over.whole,
+            "yLabel": self.y_label,
+            "rightLabel": self.right_label,
+            "from": "around" if self.scale.around_zero else "zero" if self.scale.from_zero or self.stacked else "",
+            "log": self.is_log,
+            "stacked": self.stacked,
+            "series": [
+                {
+                    "label": series.label,
+                    "colour": series.look.variable,
+                    "dash": [LINE_WIDTH * dash for dash in series.look.dashes],
+                    "y": _numbers(series.y),
+                    "low": _numbers(series.low),
+                    "high": _numbers(series.high),
+                    "bars": series.has_bars,
+                    "right": series.on_right,
+                    "joined": series.joined,
+                    "faint": series.faint,
+                    "width": series.width,
+                }
+                for series in self.series
+            ],
+        }
+
+
+def _numbers(values: Column | None) -> list[float | None] | None:
+    """Round to five digits; None where not finite."""
+    if values is None:
+        return None
+    return [float(f"{value:.5g}") if np.isfinite(value) else None for value in values]
+
+
+def compared(seeds_by_label: Mapping[str, Sequence[Points]], *, window: int = 1) -> tuple[Column, list[Series]]:
+    """Return x [N] and one series per label: the mean over its seeds, in a band from the lowest seed to the highest.
+
+    A line covers the steps that all of its seeds have reached. A label without a finite value has no series, but keeps
+    its look. Of equal lines each earlier one is wider, so that it shows at the rim of the later one.
 
     Args:
-        axes: where to draw.
-        series: label -> (x, y) of each seed; their lengths may differ.
+        seeds_by_label: label -> (x, y) of each seed; their lengths may differ.
         window: each seed is first averaged over this many of its latest values.
-
-    Returns:
-        The lines, for a legend; none for a label without a finite value, which keeps its colour.
     """
-    lines = []
-    for index, (label, seeds) in enumerate(series.items()):
-        colour, dashes = look(index).colour, look(index).line_style
-        x, mean, low, high = mean_and_range([(x, moving_average(y, window)) for x, y in seeds])
+    drawn = {
+        index: (label, len(seeds), mean_and_range([(x, moving_average(y, window)) for x, y in seeds]))
+        for index, (label, seeds) in enumerate(seeds_by_label.items())
+    }
+    x_N = np.unique(np.concatenate([np.empty(0), *(x for _, _, (x, *_) in drawn.values())]))
+    found: list[Series] = []
+    for index, (label, num_seeds, (x, *columns)) in drawn.items():
         if not len(x):
             continue
-        if len(seeds) > 1:
-            axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
-        marker = "o" if len(x) <= _MAX_MARKED_STEPS // 2 else ""
-        lines += axes.plot(x, mean, color=colour, linestyle=dashes, marker=marker, label=label)
-    return lines
+        mean, low, high = (_placed(x_N, x, column) for column in columns)
+        has_band = num_seeds > 1
+        found.append(
+            Series(label, look(index), mean, low if has_band else None, high if has_band else None, joined=True)
+        )
+    return x_N, [_rimmed(series, found[i + 1 :]) for i, series in enumerate(found)]
+
+
+def _rimmed(series: Series, later: Sequence[Series]) -> Series:
+    """Widen a line by the number of equal lines that cover it."""
+    num_equal = sum(np.allclose(series.y, other.y, rtol=1e-3, atol=0.0, equal_nan=True) for other in later)
+    return replace(series, width=LINE_WIDTH * (1 + _RIM * min(num_equal, _MAX_RIMS)))
+
+
+def _placed(x_N: Column, x: Column, values: Column) -> Column:
+    placed_N = np.full(len(x_N), np.nan)
+    placed_N[np.searchsorted(x_N, x)] = values
+    return placed_N
 
 
 def mean_and_range(seeds: Sequence[Points]) -> tuple[Column, Column, Column, Column]:
@@ -110,9 +183,7 @@ def mean_and_range(seeds: Sequence[Points]) -> tuple[Column, Column, Column, Col
         return (np.empty(0),) * 4
     begin, end = max(x[0] for x, _ in known), min(x[-1] for x, _ in known)
     steps = np.unique(np.concatenate([x for x, _ in known]))
-    table = np.full((len(known), len(steps)), np.nan)
-    for row, (x, y) in zip(table, known, strict=True):
-        row[np.searchsorted(steps, x)] = y
+    table = np.stack([_placed(steps, x, y) for x, y in known])
     shared = (begin <= steps) & (steps <= end)
     table = table[:, shared]
     return steps[shared], np.nanmean(table, axis=0), np.nanmin(table, axis=0), np.nanmax(table, axis=0)
@@ -129,107 +200,57 @@ def moving_average(values: Column, window: int = SMOOTH_STEPS) -> Column:
     return np.where(num > 0, (sums[end] - sums[start]) / np.maximum(num, 1), np.nan)
 
 
-def line_figure(
-    steps: Column,
-    lines: Sequence[Line],
-    y_label: str,
-    *,
-    right_label: str = "",
-    levels: Sequence[Level] = (),
-    scale: Scale = PLAIN,
-    over: XAxis = STEPS,
-) -> Figure | None:
-    """Draw curves over the training steps, or another axis; None if no line has a finite value."""
-    recorded = _recorded(lines)
-    if not recorded:
-        return None
+def draw(plot: Plot) -> Figure:
+    """Draw a plot without the page's script."""
     with rc_context(RC):
-        figure, (axes,) = _new_figure(steps[0], steps[-1], [y_label], over)
-        right = axes.twinx() if any(line.on_right for line in recorded.values()) else None
-        if right is not None:
-            right.set_ylabel(right_label)
-            right.grid(False)
-        handles: list[Any] = []
-        for index, line in recorded.items():
-            handles.append(_draw_line(right if line.on_right and right is not None else axes, steps, line, index))
-        for index, level in enumerate(levels):
-            handles.append(_draw_level(axes, level, look(index).colour))
-        _set_scale(axes, [line.values for line in recorded.values() if not line.on_right], scale)
-        if right is not None:
-            _set_scale(right, [line.values for line in recorded.values() if line.on_right], scale)
-        if len(handles) > 1:
-            _legend(figure, handles)
-        return figure
-
-
-def stacked_figure(steps: Column, lines: Sequence[Line], y_label: str) -> Figure | None:
-    """Stack the values of each step, or block means for long runs; None if no line has a finite value."""
-    recorded = _recorded(lines)
-    if not recorded:
-        return None
-    with rc_context(RC):
-        figure, (axes,) = _new_figure(steps[0], steps[-1], [y_label], STEPS)
-        starts = np.arange(0, len(steps), -(-len(steps) // _MAX_BARS))
-        edges = np.append(steps[starts] - 0.5, steps[-1] + 0.5)
-        base = np.zeros(len(starts))
-        handles: list[Any] = []
-        for index, line in recorded.items():
-            top = base + _block_means(line.values, starts)
-            colour = look(index).colour
-            handles.append(axes.stairs(top, edges, baseline=base, fill=True, color=colour, label=line.label))
-            base = top
-        axes.set_ylim(bottom=0)
-        _legend(figure, handles)
-        return figure
-
-
-def curves_figure(
-    rows: Mapping[str, Mapping[str, Sequence[Points]]],
-    *,
-    levels: Sequence[Level] = (),
-    window: int = 1,
-    scale: Scale = PLAIN,
-    over: XAxis = STEPS,
-) -> Figure | None:
-    """Draw curves of several runs with `draw_curves`, one row per y label; None without a finite value.
-
-    Without a legend: names of runs may be long, so the page shows it.
-    """
-    rows = {label: series for label, series in rows.items() if _finite_values(series)}
-    if not rows:
-        return None
-    all_x = [x for series in rows.values() for seeds in series.values() for x, _ in seeds if len(x)]
-    with rc_context(RC):
-        figure, all_axes = _new_figure(min(x[0] for x in all_x), max(x[-1] for x in all_x), list(rows), over)
-        for axes, series in zip(all_axes, rows.values(), strict=True):
-            draw_curves(axes, series, window=window)
-            for level in levels:
-                _draw_level(axes, level, INK)
-            _set_scale(axes, _finite_values(series), scale)
-        return figure
-
-
-def bars_figure(keys: Sequence[str], layers: Mapping[str, Sequence[float]], x_label: str) -> Figure | None:
-    """Draw one bar per key, first on top, stacked from the layers' values; None without a finite value."""
-    columns = {label: np.array(values, dtype=float) for label, values in layers.items()}
-    recorded = {index: item for index, item in enumerate(columns.items()) if np.isfinite(item[1]).any()}
-    if not recorded:
-        return None
-    with rc_context(RC):
-        figure = Figure(figsize=(_SIZE_INCHES[0], max(_SIZE_INCHES[1], 1.2 + 0.2 * len(keys))), layout="constrained")
+        figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
         axes = figure.add_subplot()
-        base, places = np.zeros(len(keys)), np.arange(len(keys))
-        handles: list[Any] = []
-        for index, (label, values) in recorded.items():
-            widths, colour = np.nan_to_num(values), look(index).colour
-            handles.append(axes.barh(places, widths, left=base, height=0.7, color=colour, label=label))
-            base += widths
-        axes.set_yticks(places, labels=list(keys))
-        axes.invert_yaxis()
-        axes.set_xlabel(x_label)
-        axes.grid(False, axis="y")
-        _legend(figure, handles)
+        axes.tick_params(length=0, pad=7)
+        axes.set(xlabel=plot.over.label, ylabel=plot.y_label)
+        axes.set_xlim(plot.x[0] - plot.over.margin, plot.x[-1] + plot.over.margin)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=plot.over.whole, min_n_ticks=1))
+        right = axes.twinx() if any(series.on_right for series in plot.series) else axes
+        if right is not axes:
+            right.set_ylabel(plot.right_label)
+            right.grid(False)
+            right.tick_params(length=0, pad=7)
+        if plot.stacked:
+            _stack(axes, plot)
+        else:
+            for series in plot.series:
+                _draw_series(right if series.on_right else axes, plot.x, series)
+        for side in {axes, right}:
+            _set_scale(side, [s.values for s in plot.series if (right if s.on_right else axes) is side], plot)
         return figure
+
+
+def _draw_series(axes: Axes, x: Column, series: Series) -> None:
+    looks: dict[str, Any] = {"color": series.look.colour, "alpha": 0.35 if series.faint else None}
+    known = np.isfinite(series.y)
+    if series.low is not None and series.high is not None and series.has_bars:
+        axes.vlines(x[known], series.low[known], series.high[known], colors=series.look.colour, linewidth=1)
+    elif series.low is not None and series.high is not None:
+        shown = slice(None) if series.is_band else known
+        axes.fill_between(x[shown], series.low[shown], series.high[shown], **looks | {"alpha": 0.15}, linewidth=0)
+    if known.any():
+        marker = (
+            "o" if known.sum() <= _MAX_MARKED_POINTS and not series.faint and series.look.variable != "--ink" else ""
+        )
+        shown = known if series.joined else slice(None)
+        looks |= {"linestyle": series.look.line_style, "linewidth": series.width, "marker": marker}
+        axes.plot(x[shown], series.y[shown], **looks)
+
+
+def _stack(axes: Axes, plot: Plot) -> None:
+    """Stack the values of each x, or block means if there are many."""
+    starts = np.arange(0, len(plot.x), -(-len(plot.x) // _MAX_BARS))
+    edges = np.append(plot.x[starts] - 0.5, plot.x[-1] + 0.5)
+    base = np.zeros(len(starts))
+    for series in plot.series:
+        top = base + _block_means(series.y, starts)
+        axes.stairs(top, edges, baseline=base, fill=True, color=series.look.colour)
+        base = top
+    axes.set_ylim(bottom=0)
 
 
 def _block_means(values: Column, starts: NDArray[np.int64]) -> Column:
@@ -238,67 +259,13 @@ def _block_means(values: Column, starts: NDArray[np.int64]) -> Column:
     return np.add.reduceat(np.where(np.isfinite(values), values, 0.0), starts) / sizes
 
 
-def _recorded(lines: Sequence[Line]) -> dict[int, Line]:
-    """Return the lines with a finite value by index, so that each keeps its looks if another is missing."""
-    return {index: line for index, line in enumerate(lines) if np.isfinite(line.values).any()}
-
-
-def _finite_values(series: Mapping[str, Sequence[Points]]) -> list[Column]:
-    return [y for seeds in series.values() for _, y in seeds if np.isfinite(y).any()]
-
-
-def _new_figure(first: float, last: float, y_labels: Sequence[str], over: XAxis) -> tuple[Figure, list[Axes]]:
-    """Create one row of axes per label, with x from `first` to `last`."""
-    height = _SIZE_INCHES[1] if len(y_labels) == 1 else 0.5 + _ROW_INCHES * len(y_labels)
-    figure = Figure(figsize=(_SIZE_INCHES[0], height), layout="constrained")
-    rows = list(figure.subplots(len(y_labels), sharex=True, squeeze=False)[:, 0])
-    for axes, label in zip(rows, y_labels, strict=True):
-        axes.set_ylabel(label)
-    rows[-1].set_xlabel(over.label)
-    rows[-1].set_xlim(first - over.margin, last + over.margin)
-    rows[-1].xaxis.set_major_locator(MaxNLocator(nbins=6, integer=over.whole, min_n_ticks=1))
-    figure.align_ylabels(rows)
-    return figure, rows
-
-
-def _set_scale(axes: Axes, columns: Iterable[Column], scale: Scale) -> None:
-    values = np.concatenate([values[np.isfinite(values)] for values in columns] or [np.zeros(1)])
-    largest = 1.06 * float(np.abs(values).max()) or 1.0
-    if scale.log_if_wide and values.min() > 0 and values.max() > 100 * values.min():
+def _set_scale(axes: Axes, columns: Sequence[Column], plot: Plot) -> None:
+    largest = 1.06 * float(np.abs(np.concatenate(columns)).max()) or 1.0
+    if plot.is_log:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
-    elif scale.from_zero or scale.around_zero:
-        axes.set_ylim(-largest if scale.around_zero else 0, largest)
-
-
-def _draw_line(axes: Axes, steps: Column, line: Line, index: int) -> Any:
-    colour, dashes = look(index).colour, look(index).line_style
-    finite = np.isfinite(line.values)
-    marker = "o" if finite.sum() <= _MAX_MARKED_STEPS else ""
-    looks: dict[str, Any] = {"color": colour, "linestyle": dashes, "marker": marker, "label": line.label}
-    if line.half_width is not None:
-        x, y, half = steps[finite], line.values[finite], np.nan_to_num(line.half_width[finite])
-        return axes.errorbar(x, y, yerr=half, elinewidth=1, capsize=2, **looks)
-    if not line.smooth or len(steps) <= SMOOTH_STEPS:
-        return axes.plot(steps, line.values, **looks)[0]
-    axes.plot(steps, line.values, color=colour, linewidth=0.9, alpha=0.35)
-    looks |= {"label": f"{line.label}, mean of {SMOOTH_STEPS} steps", "marker": ""}
-    return axes.plot(steps, moving_average(line.values), **looks)[0]
-
-
-def _draw_level(axes: Axes, level: Level, colour: str) -> Any:
-    if level.high is None:
-        return axes.axhline(level.low, color=INK, linewidth=1, linestyle=(0, (3, 2)), label=level.label)
-    for edge in (level.low, level.high):
-        axes.axhline(edge, color=colour, linewidth=0.8, linestyle=(0, (1, 2)))
-    return axes.axhspan(level.low, level.high, color=colour, alpha=0.13, linewidth=0, label=level.label)
-
-
-def _legend(figure: Figure, handles: Sequence[Any]) -> None:
-    """Place the legend above the plot, in as many columns as fit."""
-    for num_columns in range(min(3, len(handles)), 0, -1):
-        legend = figure.legend(handles=handles, loc="outside upper left", ncols=num_columns, columnspacing=1.2)
-        if num_columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
-            return
-        legend.remove()
+    elif plot.scale.around_zero:
+        axes.set_ylim(-largest, largest)
+    elif plot.scale.from_zero:
+        axes.set_ylim(0, largest)

@@ -1,32 +1,38 @@
-"""`bapo report`: a run, or several side by side, as one HTML file that opens anywhere, without a network."""
+"""`bapo report`: a run, or several side by side, as one HTML file that opens anywhere, without a network.
 
+The page holds every figure twice: as an SVG for readers without scripts, and as data that the page's script draws with
+uPlot, to hover and zoom. A live page (`report.serve`) has the data only.
+"""
+
+import base64
+import hashlib
 import json
 import math
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from matplotlib.figure import Figure
 
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.summary import Row, count, duration, find_problems, number, percent, summarize
 from bapo_megatron.report.compare import OUTCOMES, Comparison, compare, outcomes
+from bapo_megatron.report.figures import Plot, draw
 from bapo_megatron.report.gallery import PANELS
 from bapo_megatron.report.history import History, read_history
-from bapo_megatron.report.panels import Panel
-from bapo_megatron.report.style import css_variables, look, to_svg
-from bapo_megatron.runtime.files import read_jsonl, write_atomically
+from bapo_megatron.report.samples import choose_samples, read_samples
+from bapo_megatron.report.status import find_alarms, read_status
+from bapo_megatron.report.style import Look, css_variables, look, to_svg
+from bapo_megatron.runtime.files import write_atomically
 
 COMPARISON_NAME = "comparison.html"
 _TEMPLATES = Path(__file__).parent
-_NUM_EARLY_SAMPLES, _NUM_LATE_SAMPLES = 3, 6
-_MAX_SEGMENT_CHARS = 4000
-_NUM_TABLE_ROWS = 20
-_TABLE_COLUMNS = (
-    "step",
+_LIBRARY = _TEMPLATES / "uplot"
+_NUM_TABLE_STEPS = 10
+_TABLE_METRICS = (
     "reward/mean",
     "loss/entropy",
     "staleness/mean",
@@ -42,14 +48,24 @@ _TABLE_COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
+class Bar:
+    """The stacked means of a group of runs."""
+
+    key: str
+    parts: list[tuple[Look, str, float]]  # look, label and value of each
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
 class Card:
-    """A figure as the page shows it."""
+    """A figure as the page shows it: plots, or bars in a comparison of stacked quantities."""
 
     section: str
     title: str
-    svg: str
     how_to_read: str
-    stacked: bool
+    plots: tuple[tuple[Plot, str], ...] = ()  # with the static drawing; "" on a live page
+    bars: tuple[Bar, ...] = ()
+    bars_label: str = ""
 
 
 def write_report(run_dir: Path, output: Path | None = None) -> Path:
@@ -64,23 +80,45 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
             f"no metrics in {run_dir}: a report needs a run with at least one finished step; "
             "give the folder of such a run (runs/<name>), or start one with `bapo train`"
         )
-    cards, missing = _cards(lambda panel: (panel.draw(run), panel.how_to_read))
-    html = _render(
+    path = output or run_dir / "report.html"
+    return _write(path, render_run(run, links_from=path.parent))
+
+
+def render_run(run: History, *, links_from: Path, live: bool = False) -> str:
+    """Return a run's page, with links to its logs relative to a folder. A live page fetches itself again, and may be of
+    a run without a finished step."""
+    status = read_status(run)
+    cards, missing = [], []
+    for panel in PANELS:
+        if (plot := panel.plot(run) if run.rows else None) is not None:
+            svg = "" if live else _svg(plot, panel.title)
+            cards.append(Card(panel.section, panel.title, panel.how_to_read, ((plot, svg),)))
+        else:
+            missing.append(_missing(panel.title, panel.needs))
+    samples = read_samples(run)
+    return _render(
         "report.html.jinja",
+        cards,
+        live=live,
         title=f"{run.name} · BAPO run",
         name=run.name,
-        facts=_facts(run),
+        status=status,
+        progress=_progress(run),
+        logs=[(path.stem, os.path.relpath(path, links_from)) for path in status.logs],
+        alarms=find_alarms(run),
+        facts=_facts(run) if run.rows else [],
         problems=find_problems(run.rows),
-        cards=cards,
-        missing=missing,
-        samples=[_shown_sample(sample) for sample in _choose_samples(read_jsonl(run_dir / "samples.jsonl"))],
-        table_columns=_TABLE_COLUMNS,
-        table_rows=[[_cell(name, row) for name in _TABLE_COLUMNS] for row in run.rows[-_NUM_TABLE_ROWS:]],
+        missing=missing if run.rows else [],
+        samples=choose_samples(samples),
+        num_samples=len(samples),
+        table_steps=[int(row["step"]) for row in run.rows[-_NUM_TABLE_STEPS:]],
+        table_rows=[
+            (name, [_cell(row.get(name, math.nan)) for row in run.rows[-_NUM_TABLE_STEPS:]]) for name in _TABLE_METRICS
+        ],
         num_rows=len(run.rows),
         config_text=run.config_text,
-        metrics_json=_script_safe_json(_columns(run.rows)),
+        metrics_json=_script_safe_json({} if live else _columns(run.rows)),
     )
-    return _write(output or run_dir / "report.html", html)
 
 
 def write_comparison(run_dirs: Sequence[Path], output: Path | None = None) -> Path:
@@ -90,17 +128,27 @@ def write_comparison(run_dirs: Sequence[Path], output: Path | None = None) -> Pa
     Raises UserError if folders are not runs or repeated, none has finished a step, or the page is not writable.
     """
     comparison = compare(run_dirs)
-    cards, missing = _cards(lambda panel: (panel.compare(comparison.runs), panel.remarks(comparison.runs)))
+    groups = comparison.runs
+    cards, missing = [], []
+    for panel in PANELS:
+        card = Card(panel.section, panel.title, panel.remarks(groups))
+        if panel.stacked and (bars := _bars(panel.means(groups), list(groups))):
+            cards.append(replace(card, bars=bars, bars_label=f"{panel.y_label}, mean over the run"))
+        elif not panel.stacked and (plots := panel.compare(groups)):
+            drawn = tuple((plot, _svg(plot, f"{panel.title} {i}")) for i, plot in enumerate(plots))
+            cards.append(replace(card, plots=drawn))
+        else:
+            missing.append(_missing(panel.title, panel.needs))
     runs = [run for group in comparison.groups for run in group.runs]
     html = _render(
         "comparison.html.jinja",
+        cards,
         title=f"{len(runs)} runs compared",
         groups=[
-            {"key": group.key, "name": group.name, "num_seeds": len(group.runs), "look": look(i).css}
+            {"key": group.key, "name": group.name, "num_seeds": len(group.runs), "look": look(i)}
             for i, group in enumerate(comparison.groups)
         ],
         comparison=comparison,
-        cards=cards,
         missing=missing,
         outcome_names=OUTCOMES,
         outcomes=[(group, outcomes(group.runs)) for group in comparison.groups],
@@ -110,33 +158,58 @@ def write_comparison(run_dirs: Sequence[Path], output: Path | None = None) -> Pa
     return _write(output or run_dirs[0].absolute().parent / COMPARISON_NAME, html)
 
 
-def _cards(draw: Callable[[Panel], tuple[Figure | None, str]]) -> tuple[list[Card], list[str]]:
-    """Draw the figures; return them, and the titles of those without data, with the setting that records it."""
-    cards, missing = [], []
-    for panel in PANELS:
-        figure, how_to_read = draw(panel)
-        if figure is None:
-            missing.append(f"{panel.title} ({panel.needs})" if panel.needs else panel.title)
-        else:
-            slug = re.sub(r"[^a-z0-9]+", "-", panel.title.lower()).strip("-")
-            cards.append(Card(panel.section, panel.title, to_svg(figure, slug), how_to_read, panel.stacked))
-    return cards, missing
+def _svg(plot: Plot, title: str) -> str:
+    return to_svg(draw(plot), re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-"))
 
 
-def _render(template: str, **values: Any) -> str:
+def _missing(title: str, needs: str) -> str:
+    """Name a figure without data, with the setting that records it."""
+    return f"{title} ({needs})" if needs else title
+
+
+def _bars(means: dict[str, list[float]], keys: Sequence[str]) -> tuple[Bar, ...]:
+    """Return the means of each curve, one for each key, as one bar for each key."""
+    return tuple(
+        Bar(
+            key,
+            [(look(j), label, values[i]) for j, (label, values) in enumerate(means.items()) if values[i] > 0],
+            total=math.fsum(values[i] for values in means.values() if values[i] > 0),
+        )
+        for i, key in enumerate(keys if means else ())
+    )
+
+
+def _render(template: str, cards: Sequence[Card], *, live: bool = False, **values: Any) -> str:
+    """Fill a template. The page's policy allows its own scripts only, by their digests."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
     )
-    colours = {"light": css_variables(dark=False), "dark": css_variables(dark=True)}
-    return environment.get_template(template).render(colours=colours, **values)
+    licence = (_LIBRARY / "LICENSE").read_text(encoding="utf-8")
+    library = f"/*\n{licence}*/\n" + (_LIBRARY / "uPlot.iife.min.js").read_text(encoding="utf-8")
+    scripts = [library, (_TEMPLATES / "page.js").read_text(encoding="utf-8")]
+    return environment.get_template(template).render(
+        cards=cards,
+        live=live,
+        colours={"light": css_variables(dark=False), "dark": css_variables(dark=True)},
+        library_css=(_LIBRARY / "uPlot.min.css").read_text(encoding="utf-8"),
+        scripts=scripts,
+        script_digests=[base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts],
+        plots_json=_script_safe_json([plot.data() for card in cards for plot, _ in card.plots]),
+        **values,
+    )
 
 
 def _write(path: Path, html: str) -> Path:
     write_atomically(path, html, advice="name a file elsewhere with --output")
     return path
+
+
+def _progress(run: History) -> str:
+    done = int(run.rows[-1]["step"]) if run.rows else 0
+    return f"{done} of {run.num_planned_steps} steps" if run.num_planned_steps is not None else f"{done} steps"
 
 
 def _outcomes_of_runs(comparison: Comparison) -> list[tuple[str, str, list[tuple[str, str]]]]:
@@ -178,52 +251,10 @@ def _layout(settings: Mapping[str, Any]) -> str:
     return " × ".join(f"{name} {size}" for name, size in sizes if size is not None)
 
 
-def _choose_samples(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Choose some of the earliest and the latest samples, for a before and after."""
-    if len(samples) <= _NUM_EARLY_SAMPLES + _NUM_LATE_SAMPLES:
-        return list(samples)
-    return [*samples[:_NUM_EARLY_SAMPLES], *samples[-_NUM_LATE_SAMPLES:]]
-
-
-def _shown_sample(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Format a line of samples.jsonl for the page; tolerant, because other tools may write such lines."""
-    segments = sample.get("segments") or [{"text": sample.get("response", "")}]
-    reward = sample.get("reward")
-    remarks = [
-        f"step {sample.get('step', '?')}",
-        f"reward {number(reward)}" if isinstance(reward, int | float) else "not judged",
-        f"{sample.get('num_tokens', '?')} tokens",
-    ]
-    if sample.get("finish_reason") == "length":
-        remarks.append("cut off at the length limit")
-    if len(segments) > 1:
-        remarks.append(f"resumed {len(segments) - 1}×")
-    return {
-        "remarks": remarks,
-        "passed": isinstance(reward, int | float) and reward > 0,
-        "prompt": _shortened(str(sample.get("prompt", ""))),
-        "answer": "" if sample.get("answer") is None else _shortened(_plain(sample["answer"])),
-        "segments": [
-            {"text": _shortened(str(segment.get("text", ""))), "version": segment.get("version")}
-            for segment in segments
-        ],
-    }
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _shortened(text: str) -> str:
-    rest = len(text) - _MAX_SEGMENT_CHARS
-    return text if rest <= 0 else f"{text[:_MAX_SEGMENT_CHARS]}… [{rest} more characters in samples.jsonl]"
-
-
-def _cell(name: str, row: Row) -> str:
-    value = row.get(name, math.nan)
+def _cell(value: float) -> str:
     if not math.isfinite(value):
         return "-"
-    return f"{value:.0f}" if name == "step" else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, list[float | None]]:

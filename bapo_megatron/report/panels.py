@@ -1,33 +1,47 @@
-"""Descriptions of the report's figures, drawn for one run or several. The figures: `gallery.toml`."""
+"""Descriptions of the report's figures, which become plots of one run or several. The figures: `gallery.toml`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from matplotlib.figure import Figure
 
+from bapo_megatron.monitor.summary import wilson_interval
 from bapo_megatron.report.figures import (
     PLAIN,
     SMOOTH_STEPS,
     STEPS,
     Column,
-    Level,
-    Line,
+    Plot,
     Scale,
+    Series,
     XAxis,
-    bars_figure,
-    curves_figure,
-    line_figure,
-    stacked_figure,
+    compared,
+    moving_average,
 )
 from bapo_megatron.report.history import History
+from bapo_megatron.report.style import REFERENCE, look
 
 Values = Callable[[History], Column]
 Groups = Mapping[str, Sequence[History]]
 """Runs by the key of their line; runs of one line differ by seed only."""
 
-
 _Z_95 = 1.96  # standard errors on either side of a mean that make a 95 % interval
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A horizontal reference: a line at `low`, or a band up to `high` if given."""
+
+    label: str
+    low: float
+    high: float | None = None
+
+    def series(self, x: Column, index: int = 0) -> Series:
+        """Return the level over x; a band has the colour of line `index`."""
+        low, nothing = np.full(len(x), self.low), np.full(len(x), np.nan)
+        if self.high is None:
+            return Series(self.label, REFERENCE, low, width=1)
+        return Series(self.label, look(index), nothing, low, np.full(len(x), self.high))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +61,27 @@ class Curve:
         values = run.column(self.metric) if self.values is None else self.values(run)
         return 100 * values if self.percent else values
 
-    def half_width(self, run: History) -> Column | None:
-        """Return half the width of the 95 % interval around each value."""
-        return _Z_95 * run.column(self.standard_error) if self.standard_error else None
+    def series(self, run: History, index: int) -> list[Series]:
+        """Return the curve as line `index` of its figure, with its moving average if smooth; none without a value."""
+        y = self.of(run)
+        if not np.isfinite(y).any():
+            return []
+        if self.standard_error:
+            low, high = self._interval(run, y)
+            return [Series(self.label, look(index), y, low, high, self.on_right, has_bars=True, joined=True)]
+        if not self.smooth or len(y) <= SMOOTH_STEPS:
+            return [Series(self.label, look(index), y, on_right=self.on_right)]
+        average = Series(f"mean of {SMOOTH_STEPS} steps", look(index), moving_average(y), on_right=self.on_right)
+        return [Series(self.label, look(index), y, on_right=self.on_right, faint=True), average]
+
+    def _interval(self, run: History, y: Column) -> tuple[Column, Column]:
+        """Return the ends of the 95 % interval around each value; Wilson's where all prompts are right or all wrong."""
+        half = _Z_95 * np.nan_to_num(run.column(self.standard_error))
+        low, high = y - half, y + half
+        num_prompts = run.column("eval/num_samples") / run.settings.get("eval.samples_per_prompt", 1)
+        for i in np.flatnonzero((half == 0) & np.isin(y, (0.0, 1.0)) & (num_prompts >= 1)):
+            low[i], high[i] = wilson_interval(y[i], num_prompts[i])
+        return low, high
 
 
 def no_levels(run: History) -> list[Level]:
@@ -78,36 +110,30 @@ class Panel:
     places: Values = steps  # of the curves' values on that axis
     how_to_compare: str = ""  # how to read the figure of several runs, if different
 
-    def draw(self, run: History) -> Figure | None:
-        """Draw the figure of one run; None if its metrics were not recorded."""
-        lines = [Line(c.label, c.of(run), c.smooth, c.on_right, c.half_width(run)) for c in self.curves]
-        if self.stacked:
-            return stacked_figure(run.steps, lines, self.y_label)
-        return line_figure(
-            self.places(run),
-            lines,
-            self.y_label,
-            right_label=self.right_label,
-            levels=self.levels(run),
-            scale=self.scale,
-            over=self.over,
-        )
+    def plot(self, run: History) -> Plot | None:
+        """Return the plot of one run; None if its metrics were not recorded."""
+        x = self.places(run)
+        series = [found for index, curve in enumerate(self.curves) for found in curve.series(run, index)]
+        if not series:
+            return None
+        series += [level.series(x, index) for index, level in enumerate(self.levels(run))]
+        return Plot(x, tuple(series), self.y_label, self.right_label, self.over, self.scale, self.stacked)
 
-    def compare(self, groups: Groups) -> Figure | None:
-        """Draw the figure of several runs; None if none of them recorded its metrics.
+    def compare(self, groups: Groups) -> list[Plot]:
+        """Return plots of several runs, one for each quantity that any of them recorded."""
+        plots = []
+        for curve in self.curves:
+            seeds = {key: [(self.places(run), curve.of(run)) for run in runs] for key, runs in groups.items()}
+            x, series = compared(seeds, window=self.window(groups))
+            if curve.row and series:
+                series += [level.series(x) for level in self._shared_levels(groups)]
+                plots.append(Plot(x, tuple(series), curve.row, over=self.over, scale=self.scale))
+        return plots
 
-        Stacked quantities are averaged over steps and seeds; the others are drawn in one row each.
-        """
-        if self.stacked:
-            layers = {c.label: [_mean(c, runs) for runs in groups.values()] for c in self.curves}
-            return bars_figure(list(groups), layers, f"{self.y_label}, mean over the run")
-        rows = {
-            c.row: {key: [(self.places(run), c.of(run)) for run in runs] for key, runs in groups.items()}
-            for c in self.curves
-            if c.row
-        }
-        levels, window = self._shared_levels(groups), self.window(groups)
-        return curves_figure(rows, levels=levels, window=window, scale=self.scale, over=self.over)
+    def means(self, groups: Groups) -> dict[str, list[float]]:
+        """Return the means over steps and seeds of each curve's label that was recorded, one for each group."""
+        means = {curve.label: [_mean(curve, runs) for runs in groups.values()] for curve in self.curves}
+        return {label: values for label, values in means.items() if np.isfinite(values).any()}
 
     def window(self, groups: Groups) -> int:
         """Return the number of steps over which a line of a comparison is averaged."""

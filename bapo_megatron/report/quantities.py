@@ -3,9 +3,9 @@
 import numpy as np
 
 from bapo_megatron.algorithms.diagnostics import BINS
-from bapo_megatron.report.figures import Column, Level, moving_average
+from bapo_megatron.report.figures import Column, moving_average
 from bapo_megatron.report.history import History
-from bapo_megatron.report.panels import Values
+from bapo_megatron.report.panels import Level, Values
 
 
 def share_of(part: str, *others: str) -> Values:

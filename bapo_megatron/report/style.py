@@ -65,9 +65,18 @@ class Look(NamedTuple):
         return (0, self.dashes) if self.dashes else "-"
 
     @property
-    def css(self) -> dict[str, str]:
-        """Return the attributes of an SVG line in this style, for a legend outside the figure."""
-        return {"stroke": _variable(self.colour), "dashes": " ".join(f"{LINE_WIDTH * 1.2 * d:g}" for d in self.dashes)}
+    def variable(self) -> str:
+        """The page's CSS variable of the colour."""
+        return _variable(self.colour)
+
+    @property
+    def dash_array(self) -> str:
+        """Dashes as an attribute of an SVG line, for a legend."""
+        return " ".join(f"{LINE_WIDTH * dash:g}" for dash in self.dashes)
+
+
+REFERENCE = Look(INK, (3.0, 2.0))
+"""The style of a level to compare with."""
 
 
 def look(index: int) -> Look:
@@ -89,17 +98,19 @@ def to_svg(figure: Figure, name: str) -> str:
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    for bulk in (r'(?<=<g) id="[^"]*"', r" font-family: [^;]*;", r' transform="rotate\(-0 [^"]*"'):
+        svg = re.sub(bulk, "", svg)
+    svg = re.sub(r'"[^"<>]*"', lambda quoted: re.sub(r"(?<=\.\d)\d+", "", quoted.group()), svg)  # tenths of a pixel
+    svg = re.sub(r"\s+", " ", svg)
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r'href="#', f'href="#{name}-', svg)
     svg = re.sub(r"url\(#", f"url(#{name}-", svg)
     for colour in (INK, GRID, *PALETTE):
-        svg = svg.replace(colour, _variable(colour))
+        svg = svg.replace(colour, f"var({_variable(colour)})")
     return re.sub(
         r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" role="img">', svg, count=1, flags=re.DOTALL
     )
 
 
 def _variable(colour: str) -> str:
-    if colour in (INK, GRID):
-        return "var(--ink)" if colour == INK else "var(--grid)"
-    return f"var(--series-{PALETTE.index(colour) + 1})"
+    return {INK: "--ink", GRID: "--grid"}.get(colour) or f"--series-{PALETTE.index(colour) + 1}"

@@ -201,7 +201,7 @@ def test_files_that_cannot_grow(tmp_path: Path, outcomes: Outcomes, resumed: boo
 
 
 def test_a_report_that_cannot_be_written(tmp_path: Path, outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "_cards", lambda draw: ([], []))  # figures take longest
+    monkeypatch.setattr(page, "PANELS", ())  # figures take longest
     config = settings(tmp_path)
     run(config, [])
     folder = tmp_path / "run"

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from bapo_megatron.evaluation import results
 from bapo_megatron.evaluation.results import Answered, Evaluation, Problem
 from bapo_megatron.evaluation.statistics import bootstrap, majority_at_k, pass_at_k, powers_up_to
+from bapo_megatron.monitor.summary import wilson_interval
 
 RIGHT = "right"
 votes = st.lists(st.sampled_from([RIGHT, "a", "b", "c", None]), min_size=1, max_size=7)
@@ -165,3 +166,33 @@ def test_estimates_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(asked) == 5, "once a problem, whoever asks"
     means = [statistics.fmean(p["maj@4"] for p in record["problems"]), evaluation.estimates["maj@4"].value]
     assert means[0] == pytest.approx(means[1])
+
+
+def answered(reward: float) -> Answered:
+    return Answered(reward, None, 10, False, None)
+
+
+@pytest.mark.parametrize(("reward", "interval"), [(1.0, (0.676, 1.0)), (0.0, (0.0, 0.324))])
+def test_eight_of_eight_alike_leave_a_doubt(reward: float, interval: tuple[float, float]) -> None:
+    problems = tuple(Problem(i, "p", "7", (answered(reward),) * 4) for i in range(8))
+    estimates = Evaluation({}, problems, has_answers=True, seed=0).estimates
+    for name in ("avg@4", "pass@1", "pass@4", "maj@4"):
+        assert (estimates[name].low, estimates[name].high) == pytest.approx(interval, abs=1e-3)
+    assert (estimates["response_tokens"].low, estimates["response_tokens"].high) == (10, 10)
+
+
+def test_a_mean_of_other_rewards_is_no_share() -> None:
+    problems = tuple(Problem(i, "p", "7", (answered(-1.0), answered(1.0))) for i in range(8))
+    estimates = Evaluation({}, problems, has_answers=True, seed=0).estimates
+    assert estimates["avg@2"] == results.Estimate(0.0, 0.0, 0.0)
+    assert estimates["pass@2"].low == pytest.approx(0.676, abs=1e-3)
+
+
+def test_wilson_agrees_with_its_definition() -> None:
+    for num, passed in [(8, 8), (8, 0), (30, 11)]:
+        share = passed / num
+        for edge in wilson_interval(share, num):
+            if 1e-9 < edge < 1 - 1e-9:  # the edge's own standard error away from the share, 1.96 times
+                assert abs(share - edge) == pytest.approx(1.959964 * (edge * (1 - edge) / num) ** 0.5, rel=1e-6)
+    assert wilson_interval(1.0, 8)[1] == pytest.approx(1.0)
+    assert wilson_interval(0.0, 8)[0] == pytest.approx(0.0)

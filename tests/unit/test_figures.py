@@ -5,23 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
-from bapo_megatron.report.figures import (
-    Line,
-    draw_curves,
-    line_figure,
-    mean_and_range,
-    moving_average,
-    stacked_figure,
-)
+from bapo_megatron.report.figures import Plot, Series, compared, draw, mean_and_range, moving_average
 from bapo_megatron.report.gallery import PANELS
 from bapo_megatron.report.history import History, read_history
 from bapo_megatron.report.panels import Panel
 from bapo_megatron.report.quantities import by_probability
 from bapo_megatron.report.style import css_variables, look
 from tests.unit.figure_layout import layout_faults
-from tests.unit.run_folders import make_run, steps
+from tests.unit.run_folders import CONFIG, make_run, steps
 
 # Severe protanopia, deuteranopia and tritanopia on linear RGB (Machado, Oliveira and Fernandes 2009).
 COLOUR_VISION = np.array(
@@ -79,19 +71,34 @@ def test_nothing_is_left_of_seeds_without_common_steps_or_values() -> None:
 
 
 def test_curves_keep_their_looks_where_another_one_is_missing() -> None:
-    axes = Figure().add_subplot()
-    lines = draw_curves(axes, {"a": [points([np.nan])], "b": [points([1, 2]), points([3, 4])], "c": [points([0, 9])]})
-    assert [line.get_label() for line in lines] == ["b", "c"]
-    assert [line.get_color() for line in lines] == [look(1).colour, look(2).colour]
-    assert lines[0].get_ydata().tolist() == [2, 3]
-    (band,) = axes.collections
+    x, series = compared({"a": [points([np.nan])], "b": [points([1, 2]), points([3, 4])], "c": [points([0, 9])]})
+    assert [line.label for line in series] == ["b", "c"]
+    assert [line.look for line in series] == [look(1), look(2)]
+    assert x.tolist() == [1, 2]
+    assert series[0].y.tolist() == [2, 3]
+    assert series[0].low is not None
+    assert series[0].high is not None
+    assert (series[0].low.tolist(), series[0].high.tolist()) == ([1, 2], [3, 4])
+    assert series[1].low is None
+    figure = draw(Plot(x, tuple(series), "y"))
+    assert [line.get_color() for line in figure.axes[0].lines] == [look(1).colour, look(2).colour]
+    (band,) = figure.axes[0].collections
     assert {(1, 1), (1, 3), (2, 2), (2, 4)} <= {tuple(vertex) for vertex in band.get_paths()[0].vertices}
 
 
 def test_curves_are_averaged_per_seed_before_their_mean() -> None:
-    axes = Figure().add_subplot()
-    (line,) = draw_curves(axes, {"a": [points([0, 2, 4]), points([1, 1, 1])]}, window=2)
-    assert line.get_ydata().tolist() == [0.5, 1, 2]
+    _, (line,) = compared({"a": [points([0, 2, 4]), points([1, 1, 1])]}, window=2)
+    assert line.y.tolist() == [0.5, 1, 2]
+
+
+def test_equal_lines_do_not_hide_each_other() -> None:
+    same, other = [0.1, 0.5, 0.4], [0.1, 0.5, 0.6]
+    _, (a, b, c) = compared({"a": [points(same)], "b": [points(other)], "c": [points(same)]})
+    assert a.width > b.width == c.width
+    _, series = compared({str(i): [points(same)] for i in range(26)})
+    widths = [line.width for line in series]
+    assert widths == sorted(widths, reverse=True)
+    assert widths[-1] < widths[-2] < widths[0] < 12
 
 
 def test_all_lines_differ_in_colour_or_dashes_and_neighbours_in_both() -> None:
@@ -122,8 +129,9 @@ def short_run(tmp_path_factory: pytest.TempPathFactory) -> History:
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.title)
 def test_no_text_of_a_figure_overlaps_or_is_cut_off(panel: Panel, run: History) -> None:
-    figure = panel.draw(run)
-    assert figure is not None
+    plot = panel.plot(run)
+    assert plot is not None
+    figure = draw(plot)
     assert layout_faults(figure) == []
     assert all(axes.get_ylabel() for axes in figure.axes)
     assert figure.axes[0].get_xlabel() == panel.over.label
@@ -131,18 +139,24 @@ def test_no_text_of_a_figure_overlaps_or_is_cut_off(panel: Panel, run: History) 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.title)
 def test_no_text_of_a_comparison_overlaps_or_is_cut_off(panel: Panel, run: History, short_run: History) -> None:
-    figure = panel.compare({"A": [run, short_run], "B": [short_run], "C": [run]})
-    assert figure is not None
-    assert layout_faults(figure) == []
-    assert figure.axes[-1].get_xlabel()
-    assert panel.stacked or all(axes.get_ylabel() for axes in figure.axes)
+    groups = {"A": [run, short_run], "B": [short_run], "C": [run]}
+    if panel.stacked:
+        means = panel.means(groups)
+        assert means
+        assert all(np.isfinite(values).all() and len(values) == 3 for values in means.values())
+        return
+    plots = panel.compare(groups)
+    assert plots
+    for figure in map(draw, plots):
+        assert layout_faults(figure) == []
+        assert figure.axes[-1].get_xlabel()
+        assert all(axes.get_ylabel() for axes in figure.axes)
 
 
 def test_overlaps_are_found(run: History) -> None:
-    figure = line_figure(run.steps, [], "")
-    assert figure is None
-    figure = PANELS[0].draw(run)
-    assert figure is not None
+    plot = PANELS[0].plot(run)
+    assert plot is not None
+    figure = draw(plot)
     figure.axes[0].set_xticks([100, 101], labels=["a long label", "another"])
     figure.axes[0].set_ylabel("far too long for this axis " * 5)
     faults = layout_faults(figure)
@@ -161,9 +175,30 @@ def test_means_by_probability_weigh_all_tokens_alike(tmp_path: Path) -> None:
     assert np.isnan(values[1:]).all()
 
 
+def test_a_figure_without_a_value_is_not_drawn(tmp_path: Path) -> None:
+    empty = read_history(make_run(tmp_path / "run", [{"step": 1}]))
+    assert all(panel.plot(empty) is None for panel in PANELS)
+    assert not any(panel.compare({"A": [empty]}) for panel in PANELS)
+    assert not any(panel.means({"A": [empty]}) for panel in PANELS)
+
+
+@pytest.mark.parametrize("score", [0.0, 1.0])
+def test_an_evaluation_at_its_limit_has_an_open_interval(tmp_path: Path, score: float) -> None:
+    rows = [{"step": 1, "eval/reward": score, "eval/reward_stderr": 0.0, "eval/num_samples": 16}]
+    run = read_history(make_run(tmp_path / "run", rows, CONFIG + "[eval]\nsamples_per_prompt = 2\n"))
+    (panel,) = (panel for panel in PANELS if panel.title == "Evaluation")
+    plot = panel.plot(run)
+    assert plot is not None
+    series = plot.series[0]
+    assert series.low is not None
+    assert series.high is not None
+    edges = (series.low[0], series.high[0])
+    assert edges == pytest.approx((0.676, 1.0) if score else (0.0, 0.324), abs=1e-3)
+
+
 def test_long_stacks_show_means_of_blocks() -> None:
-    figure = stacked_figure(np.arange(1, 701.0), [Line("a", np.tile([1.0, 5.0, np.nan], 234)[:700])], "s")
-    assert figure is not None
+    series = Series("a", look(0), np.tile([1.0, 5.0, np.nan], 234)[:700])
+    figure = draw(Plot(np.arange(1, 701.0), (series,), "s", stacked=True))
     (stairs,) = figure.axes[0].patches
     values, edges, _ = stairs.get_data()
     assert values.tolist() == [2.0] * 233 + [1.0]

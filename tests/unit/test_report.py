@@ -5,13 +5,16 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bapo_megatron.errors import UserError
 from bapo_megatron.report.gallery import FIGURES, PANELS
+from bapo_megatron.report.history import read_history
 from bapo_megatron.report.page import write_report
+from bapo_megatron.report.status import State, find_alarms, read_status
 from bapo_megatron.runtime.files import JsonlWriter
-from tests.unit.page import Page, check_self_contained
+from tests.unit.page import NUM_SCRIPTS, Page, check_self_contained
 from tests.unit.run_folders import CONFIG, make_run, plain, step, steps
 
 
@@ -25,7 +28,7 @@ def read_page(run: Path) -> tuple[str, Page]:
 @pytest.mark.parametrize("num_steps", [5, 60])
 def test_every_figure_is_drawn_and_nothing_is_loaded_from_elsewhere(tmp_path: Path, num_steps: int) -> None:
     html, page = read_page(make_run(tmp_path / "run", steps(num_steps)))
-    assert page.tags.count("svg") == len(PANELS)
+    assert num_drawings(html) == len(PANELS)
     assert "Not recorded" not in page.text
     check_self_contained(html, page)
     for panel in PANELS:
@@ -36,10 +39,14 @@ def test_every_figure_is_drawn_and_nothing_is_loaded_from_elsewhere(tmp_path: Pa
         assert label in page.text
 
 
+def num_drawings(html: str) -> int:
+    return html.count('role="img"')
+
+
 def test_a_single_step_is_drawn(tmp_path: Path) -> None:
-    _, page = read_page(make_run(tmp_path / "run", steps(1)))
+    html, _ = read_page(make_run(tmp_path / "run", steps(1)))
     without = {"Evaluation", "Entropy-Clip Rule"}  # not due yet; the measured change needs a next step
-    assert page.tags.count("svg") >= len(PANELS) - len(without)
+    assert num_drawings(html) >= len(PANELS) - len(without)
 
 
 def test_key_facts_and_all_data_are_in_the_page(tmp_path: Path) -> None:
@@ -57,16 +64,16 @@ def test_key_facts_and_all_data_are_in_the_page(tmp_path: Path) -> None:
 
 def test_missing_metrics_leave_a_note_instead_of_a_figure(tmp_path: Path) -> None:
     rows = [{"step": i, "reward/mean": 0.5, "loss/entropy": math.nan} for i in (1, 2, 5)]
-    _, page = read_page(make_run(tmp_path / "run", rows, config=""))
-    assert page.tags.count("svg") == 1
+    html, page = read_page(make_run(tmp_path / "run", rows, config=""))
+    assert num_drawings(html) == 1
     assert "Not recorded: Evaluation (eval.interval_steps), Entropy, Response length" in page.text
 
 
 def test_gaps_and_repeated_steps_of_a_resumed_run_are_drawn(tmp_path: Path) -> None:
     rows = [step(i) for i in (1, 2, 3, 4, 3, 4, 7)]
     rows[1]["bapo/high"] = math.nan
-    html, page = read_page(make_run(tmp_path / "run", rows))
-    assert page.tags.count("svg") == len(PANELS) - 1  # no evaluation
+    html, _ = read_page(make_run(tmp_path / "run", rows))
+    assert num_drawings(html) == len(PANELS) - 1  # no evaluation
 
     assert '"step": [1.0, 2.0, 3.0, 4.0, 7.0]' in html
 
@@ -80,7 +87,7 @@ def test_text_of_prompts_and_responses_cannot_become_markup(tmp_path: Path) -> N
     writer.write({"step": 1, "response": "no segments here"})
     writer.close()
     html, page = read_page(run)
-    assert page.tags.count("script") == 1
+    assert page.tags.count("script") == NUM_SCRIPTS
     assert "b" not in page.open
     assert "i" not in page.tags
     assert "<script>alert" not in html
@@ -89,16 +96,21 @@ def test_text_of_prompts_and_responses_cannot_become_markup(tmp_path: Path) -> N
     assert "no segments here" in page.text
 
 
-def test_long_responses_are_shortened_and_only_the_first_and_latest_are_shown(tmp_path: Path) -> None:
+def test_long_responses_are_shortened_and_samples_of_the_whole_run_fit_the_page(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [plain(1)])
     writer = JsonlWriter(run / "samples.jsonl")
-    for i in range(50):
+    for i in range(500):
         writer.write({"step": i, "response": f"<{i}>" + "x" * 100_000})
     writer.close()
     html, page = read_page(run)
     assert "<0>" in page.text
-    assert "<49>" in page.text
+    assert "<499>" in page.text
     assert "<20>" not in page.text
+    shown = [int(number) for number in re.findall(r"<(\d+)>x", page.text)]
+    assert 40 < len(shown) <= 200
+    gaps = np.diff(shown)
+    assert gaps.max() - gaps.min() <= 1, "spread evenly"
+    assert f"{len(shown)} samples, spread evenly over the 500 in samples.jsonl" in page.text
     assert "more characters in samples.jsonl" in page.text
     assert len(html) < 400_000
 
@@ -145,3 +157,41 @@ def test_the_report_goes_where_it_is_told_to(tmp_path: Path) -> None:
 def test_every_figure_is_in_the_documentation() -> None:
     text = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
     assert [panel.title for panel in FIGURES] == re.findall(r"(?m)^\| ([^|]+?) \| .* \|(?: Fig.*| Eq.*)? \|$", text)
+
+
+def test_alarms_are_counted_over_all_attempts(tmp_path: Path) -> None:
+    totals, alarms = (0, 2, 2, math.nan, 1, 1), (0, 1, 0, 0, 3, 0)  # the second attempt begins with step 5
+    rows = [
+        {"step": i, "reward/errors": total, "mismatch/alarms": alarm}
+        for i, (total, alarm) in enumerate(zip(totals, alarms, strict=True), start=1)
+    ]
+    found = {alarm.name: alarm for alarm in find_alarms(read_history(make_run(tmp_path / "run", rows)))}
+    assert (found["judge errors"].count, found["judge errors"].latest_step) == (3, 5)
+    assert (found["updates with a mismatch"].count, found["updates with a mismatch"].latest_step) == (4, 5)
+    assert set(found) == {"judge errors", "updates with a mismatch"}, "only what was recorded"
+
+
+TRACEBACK = "Traceback (most recent call last):\n  File 'a.py', line 1, in f\n    f()\nValueError: bad\nmore of it\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "state", "error"),
+    [
+        ("", State.INTERRUPTED, ""),
+        (TRACEBACK, State.FAILED, "ValueError: bad"),
+        (TRACEBACK + "2026-11-22 01:00:00 INFO went on\n", State.INTERRUPTED, ""),
+    ],
+)
+def test_an_attempt_fails_by_an_error_that_ended_it(tmp_path: Path, log: str, state: State, error: str) -> None:
+    run = make_run(tmp_path / "run", [plain(1)])
+    folder = run / "logs" / "attempt-2"
+    folder.mkdir(parents=True)
+    (folder / "trainer-0.log").write_text("2026-11-22 00:00:00 INFO began\n" + log)
+    found = read_status(read_history(run))
+    assert (found.state, found.error, found.attempt) == (state, error, 2)
+    (folder / "error-0.txt").write_text("set data.path")
+    assert read_status(read_history(run)).error == "set data.path"
+    (folder / "judge.txt").write_text("ValueError in line 7")
+    assert read_status(read_history(run)).judge_failure == "ValueError in line 7"
+    (folder / "state.txt").write_text("interrupted\n")
+    assert read_status(read_history(run)).state == State.INTERRUPTED

@@ -1,0 +1,87 @@
+"""The sampled responses of a run, as the report shows them."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bapo_megatron.report.history import History
+from bapo_megatron.runtime.files import read_jsonl
+
+_MAX_SAMPLES = 200
+_MAX_TOTAL_CHARS = 250_000
+_MAX_TEXT_CHARS = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A sampled response; None for a fact that was not recorded."""
+
+    key: str  # tells it from the others
+    step: int | None
+    reward: float | None
+    num_tokens: int | None
+    age: int | None  # updates between the weights that sampled its first token and those it trained
+    version: int | None  # of the weights that sampled its last token
+    is_truncated: bool
+    prompt: str
+    answer: str
+    segments: list[tuple[int | None, str]]  # version and text of each
+
+    @property
+    def num_chars(self) -> int:
+        return len(self.prompt) + len(self.answer) + sum(len(text) for _, text in self.segments)
+
+
+def read_samples(run: History) -> list[Sample]:
+    """Read samples.jsonl; tolerant, because other tools may write such lines."""
+    versions = {int(row["step"]): row["version"] for row in run.rows if math.isfinite(row.get("version", math.nan))}
+    before = {step + 1: int(version) for step, version in versions.items()} | {1: 0}
+    records = read_jsonl(run.path / "samples.jsonl")
+    return [_sample(f"{record.get('step')}-{i}", record, before) for i, record in enumerate(records)]
+
+
+def _sample(key: str, record: Mapping[str, Any], version_before: Mapping[int, int]) -> Sample:
+    """Read a line; `version_before` has the weight version that each step trained."""
+    segments = record.get("segments") or [{"text": record.get("response", "")}]
+    versions = [int(number) for segment in segments if (number := _number(segment.get("version"))) is not None]
+    step, num_tokens = _number(record.get("step")), _number(record.get("num_tokens"))
+    trained = version_before.get(int(step)) if step is not None else None
+    return Sample(
+        key=key,
+        step=None if step is None else int(step),
+        reward=_number(record.get("reward")),
+        num_tokens=None if num_tokens is None else int(num_tokens),
+        age=trained - versions[0] if trained is not None and versions else None,
+        version=versions[-1] if versions else None,
+        is_truncated=record.get("finish_reason") == "length",
+        prompt=_shortened(str(record.get("prompt", ""))),
+        answer="" if record.get("answer") is None else _shortened(_plain(record["answer"])),
+        segments=[(segment.get("version"), _shortened(str(segment.get("text", "")))) for segment in segments],
+    )
+
+
+def choose_samples(samples: Sequence[Sample]) -> list[Sample]:
+    """Choose samples spread evenly over the run, the first and the last among them, as many as fit a page."""
+    num = min(len(samples), _MAX_SAMPLES)
+    while True:
+        chosen = [samples[i] for i in np.linspace(0, len(samples) - 1, num).round().astype(int)]
+        if num <= 2 or sum(sample.num_chars for sample in chosen) <= _MAX_TOTAL_CHARS:
+            return chosen
+        num = num * 3 // 4
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _shortened(text: str) -> str:
+    rest = len(text) - _MAX_TEXT_CHARS
+    return text if rest <= 0 else f"{text[:_MAX_TEXT_CHARS]}… [{rest} more characters in samples.jsonl]"

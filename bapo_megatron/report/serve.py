@@ -1,0 +1,109 @@
+"""`bapo report --serve`: a run's page on this machine's loopback address, which follows the run while it is open."""
+
+import contextlib
+import hashlib
+import shutil
+import threading
+from collections.abc import Callable
+from functools import partial
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from bapo_megatron.errors import UserError
+from bapo_megatron.monitor.rundir import RunDir, is_in_use
+from bapo_megatron.report.history import read_history
+from bapo_megatron.report.page import render_run
+
+LOOPBACK = "127.0.0.1"
+_LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")  # in a request's Host: other names may be another site's
+
+
+def serve(run_dir: Path, port: int, tell: Callable[[str], None]) -> None:
+    """Serve a run's live page until Ctrl-C; port 0 takes a free one.
+
+    Raises UserError if the folder is not a run, or the port is taken.
+    """
+    page = _LivePage(run_dir)
+    try:
+        server = ThreadingHTTPServer((LOOPBACK, port), partial(_Handler, page))
+    except OSError as error:
+        raise UserError(
+            f"cannot listen on port {port} of {LOOPBACK}: {error.strerror}; choose another --port"
+        ) from error
+    with server, contextlib.suppress(KeyboardInterrupt):
+        tell(f"http://{LOOPBACK}:{server.server_port}/ follows {run_dir}; Ctrl-C ends it")
+        server.serve_forever()
+
+
+class _LivePage:
+    """The page of a run, made again when its files change."""
+
+    def __init__(self, run_dir: Path) -> None:
+        read_history(run_dir)
+        self.run_dir = run_dir.resolve()
+        self._lock = threading.Lock()
+        self._tag, self._html = "", b""
+
+    def read(self) -> tuple[str, bytes]:
+        """Return the page, after a tag that differs whenever the page may."""
+        with self._lock:
+            if (tag := self._fingerprint()) != self._tag:
+                html = render_run(read_history(self.run_dir), links_from=self.run_dir, live=True)
+                self._tag, self._html = tag, html.encode()
+            return self._tag, self._html
+
+    def _fingerprint(self) -> str:
+        files = [path for path in self.run_dir.iterdir() if path.suffix in (".jsonl", ".toml", ".json")]
+        logs = sorted(path.name for path in RunDir.attach(self.run_dir).log_dir.glob("*"))
+        state = [(path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(files)]
+        return f'"{hashlib.sha256(repr((state, logs, is_in_use(self.run_dir))).encode()).hexdigest()[:16]}"'
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers requests for the page, and for the run's logs."""
+
+    def __init__(self, page: _LivePage, *arguments: object) -> None:
+        self._page = page
+        super().__init__(*arguments)  # type: ignore[arg-type]
+
+    def do_GET(self) -> None:
+        host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
+        path = unquote(urlsplit(self.path).path)
+        if host not in _LOCAL_NAMES:
+            self.send_error(HTTPStatus.FORBIDDEN)
+        elif path == "/":
+            self._send_page()
+        else:
+            self._send_log((self._page.run_dir / path.lstrip("/")).resolve())
+
+    def _send_page(self) -> None:
+        try:
+            tag, html = self._page.read()
+        except (UserError, OSError) as error:  # such as a file that is just being replaced
+            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=str(error))
+            return
+        is_known = self.headers.get("If-None-Match") == tag
+        self.send_response(HTTPStatus.NOT_MODIFIED if is_known else HTTPStatus.OK)
+        self.send_header("ETag", tag)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        if not is_known:
+            self.send_header("Content-Length", str(len(html)))
+        self.end_headers()
+        if not is_known:
+            self.wfile.write(html)
+
+    def _send_log(self, path: Path) -> None:
+        if not (path.is_relative_to(self._page.run_dir / "logs") and path.suffix == ".log" and path.is_file()):
+            self.send_error(HTTPStatus.NOT_FOUND)
+            return
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", "text/plain; charset=utf-8")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        with path.open("rb") as log:
+            shutil.copyfileobj(log, self.wfile)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Keep the terminal free of requests."""

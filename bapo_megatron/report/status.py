@@ -1,0 +1,123 @@
+"""The state of a run and its alarms, from its folder: what a reader wants to know first."""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+
+from bapo_megatron.metrics import METRICS
+from bapo_megatron.monitor.rundir import RunDir, is_in_use
+from bapo_megatron.report.history import History
+
+_TAIL_BYTES = 1 << 16
+_TRACEBACK = "Traceback (most recent call last):\n"
+_LOG_LINE = re.compile(r"(?m)^\d{4}-\d\d-\d\d \d\d:\d\d")
+_ERROR_LINE = re.compile(r"(?m)^(?!Traceback|The above|During|\[rank)(\S.*)$")
+
+
+class State(StrEnum):
+    """The state of a run."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"  # neither running nor finished, without an error in its logs
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The state of a run, and the logs of its latest attempt."""
+
+    state: State
+    error: str  # of the latest attempt; "" without one
+    judge_failure: str  # the first one in the latest attempt, if the judge failed often; else ""
+    attempt: int
+    logs: tuple[Path, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """An event that should not happen in a run: how often it did, and its latest step."""
+
+    name: str
+    count: int
+    latest_step: int  # 0 if there was none
+    advice: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """A metric that counts such events: those of a step, or those up to it."""
+
+    key: str
+    name: str
+    is_running_total: bool
+
+
+_WATCHED = (
+    _Watched("reward/errors", "judge errors", is_running_total=True),
+    _Watched("reward/timeouts", "judge timeouts", is_running_total=True),
+    _Watched("mismatch/alarms", "updates with a mismatch", is_running_total=False),
+    _Watched("optimizer/grad_alarms", "gradient spikes", is_running_total=False),
+    _Watched("optimizer/skipped", "skipped updates", is_running_total=True),
+    _Watched("rollout/num_fenced", "engines fenced off", is_running_total=True),
+)
+
+
+def read_status(run: History) -> Status:
+    """Read the state of a run: finished once all planned steps are done, even if a process still holds it."""
+    latest = RunDir.attach(run.path)
+    is_finished = bool(run.rows) and run.num_planned_steps is not None and run.rows[-1]["step"] >= run.num_planned_steps
+    error = "" if is_finished or latest.state == "interrupted" else _error(latest.log_dir)
+    if is_finished:
+        state = State.FINISHED
+    elif is_in_use(run.path):
+        state = State.RUNNING
+    else:
+        state = State.FAILED if error or latest.state == "failed" else State.INTERRUPTED
+    judge = latest.log_dir / "judge.txt"
+    judge_failure = judge.read_text(encoding="utf-8", errors="replace").strip() if judge.exists() else ""
+    return Status(state, error, judge_failure, latest.attempt, tuple(sorted(latest.log_dir.glob("*.log"))))
+
+
+def _error(log_dir: Path) -> str:
+    """Return the error that ended an attempt: one for the user, or the first line of an uncaught exception."""
+    for path in sorted(log_dir.glob("error-*.txt")):
+        if text := path.read_text(encoding="utf-8", errors="replace").strip():
+            return text
+    for path in sorted(log_dir.glob("trainer-*.log")):
+        with path.open("rb") as log:
+            log.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            _, found, end = log.read().decode(errors="replace").rpartition(_TRACEBACK)
+        if found and not _LOG_LINE.search(end) and (line := _ERROR_LINE.search(end)):
+            return line.group(1)
+    return ""
+
+
+def find_alarms(run: History) -> list[Alarm]:
+    """Count the events of each kind that the run recorded, over all of its attempts."""
+    return [_count(run, watched) for watched in _WATCHED if np.isfinite(run.column(watched.key)).any()]
+
+
+def _count(run: History, watched: _Watched) -> Alarm:
+    column = run.column(watched.key)
+    known = np.isfinite(column)
+    values, steps = column[known], run.steps[known]
+    if watched.is_running_total:  # a smaller value than before is the first of an attempt
+        before = np.concatenate(([0.0], values[:-1]))
+        values = np.where(values >= before, values - before, values)
+    raised = steps[values > 0]
+    return Alarm(
+        watched.name,
+        count=round(float(values.sum())),
+        latest_step=int(raised[-1]) if len(raised) else 0,
+        advice=_advice(watched.key),
+    )
+
+
+def _advice(key: str) -> str:
+    """Return what to do about a count above 0."""
+    advice = re.sub(r"^Should be 0\.\s*(Otherwise )?", "", METRICS[key].advice)
+    return (advice[:1].upper() + advice[1:]).replace("`", "")
