@@ -25,6 +25,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -353,11 +354,22 @@ def with_pinned_models(config: Config) -> Config:
     return config.model_copy(update=changed)
 
 
+_READER_S = 0.3  # longer than `is_in_use` holds the lock
+
+
 def _take_lock(path: Path) -> TextIO:
     """Take an exclusive lock, which the system releases when this process ends for any reason."""
     lock = (path / ".lock").open("a+", encoding="utf-8")
+    deadline = time.monotonic() + _READER_S
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
     except BlockingIOError:
         lock.seek(0)
         holder = lock.read().strip() or "another process"
