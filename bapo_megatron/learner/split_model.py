@@ -112,6 +112,13 @@ class TrainedModel(SplitModel):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         outcomes = run()
+        grad_norm = self.optimizer_step(learning_rate)
+        self.num_skipped_updates += not math.isfinite(grad_norm)
+        self.version += 1
+        return outcomes, grad_norm
+
+    def optimizer_step(self, learning_rate: float) -> float:
+        """Step Adam with the gradients in the buffers if they are finite; return their norm before clipping."""
         adam = self.config.optimizer
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -123,9 +130,7 @@ class TrainedModel(SplitModel):
             norm = torch.tensor(grad_norm, device=device())
             torch.nn.utils.clip_grads_with_norm_(self.optimizer.get_parameters(), adam.clip_grad, norm)
             self.optimizer.step_with_ready_grads()
-        self.num_skipped_updates += not math.isfinite(grad_norm)
-        self.version += 1
-        return outcomes, grad_norm
+        return grad_norm
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield weights under Hugging Face names: see `Learner.named_weights` and `hf.convert.gather_weights`."""

@@ -21,11 +21,11 @@ from bapo_megatron.runtime.heartbeat import HEARTBEAT, Heartbeat
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator"  # c10/core/impl/alloc_cpu.cpp: "can't allocate memory", "not enough memory"
 _PARTS = {  # function in the traceback -> name; the outermost one counts
-    "clip_and_step": "the optimizer step",
+    "optimizer_step": "the optimizer step",
     "backward_step": "a backward pass",
     "backward_step_helper": "a backward pass",
     "beating_step": "a forward pass",
-    "take_snapshot": "saving a checkpoint",
+    "snapshot": "saving a checkpoint",
     "_restore": "reading a checkpoint",
 }
 _SPANS = {

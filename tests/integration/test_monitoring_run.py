@@ -191,12 +191,12 @@ def _check_stall(run: Run) -> None:
 def no_memory_for_adam(rank: int, run_dir: Path) -> None:
     import torch
 
-    from bapo_megatron.learner import megatron
+    from bapo_megatron.learner.split_model import TrainedModel
 
-    def clip_and_step(*_: object) -> float:
+    def optimizer_step(*_: object) -> float:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore lines")
 
-    megatron.clip_and_step = clip_and_step
+    TrainedModel.optimizer_step = optimizer_step  # type: ignore[method-assign]
 
 
 def test_running_out_of_memory_is_one_clear_error(engine: Engine, tmp_path: Path) -> None:
@@ -286,6 +286,11 @@ def _out_of_memory(folder: Path) -> None:
     explained("backward", lambda: in_span("train", lambda: learner.step(minibatch, bounds)))
     PolicyModel.forward = forward  # type: ignore[method-assign]
     explained("sync", lambda: in_span("sync", fail))
+    pieces = MegatronLearner._pieces
+    MegatronLearner._pieces = fail  # type: ignore[method-assign,assignment]
+    watch._heartbeat.span = None
+    explained("snapshot", learner.snapshot)
+    MegatronLearner._pieces = pieces  # type: ignore[method-assign]
 
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, resource.RLIM_INFINITY))
@@ -307,6 +312,7 @@ def test_every_part_that_runs_out_of_memory_is_named(tmp_path: Path) -> None:
         "forward": "training (a forward pass), step 3",
         "backward": "training (a backward pass), step 3",
         "sync": "the weight sync, step 3",
+        "snapshot": "saving a checkpoint, after step 3",
         "torch": "the critic, step 3",
         "python": "taking a batch, step 3",
     }
