@@ -1,6 +1,7 @@
 """For all tests."""
 
 import os
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -16,6 +17,14 @@ hypothesis.settings.load_profile("bapo")
 
 # Files that take longest: where workers take whole files, one of these must not be the last.
 _FIRST = ("test_engine_contract.py", "test_reward_hooks.py", "test_clip_bounds.py")
+
+
+@pytest.fixture(autouse=True)
+def threads_of_torch() -> Iterator[None]:
+    """A verb that runs in this process may set them for itself."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.hookimpl(trylast=True)

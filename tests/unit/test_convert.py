@@ -239,6 +239,7 @@ def in_child(prepare: Callable[[], None], action: Callable[[], object]) -> int:
     if pid == 0:
         try:
             signal.alarm(CHILD_TIMEOUT_S)
+            torch.set_num_threads(1)  # a forked process waits for ever for threads that torch started before
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             prepare()
             action()
