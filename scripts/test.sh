@@ -10,6 +10,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 QUICK="not slow or quick"
+SHARED=(--numprocesses=3 --dist=loadfile --no-loadscope-reorder)  # tests wait for processes half of their time
 
 use_environment
 install_sglang_cpu dev,sglang  # the contract suite runs against real servers too
@@ -33,7 +34,7 @@ tests() {
 
 case "${1:-}" in
     --all) lint && tests "${@:2}" ;;
-    --rest) tests -m "not ($QUICK)" "${@:2}" ;;
-    "") lint && tests --numprocesses=2 --dist=loadfile --no-loadscope-reorder -m "$QUICK" ;;
+    --rest) tests "${SHARED[@]}" -m "not ($QUICK)" "${@:2}" ;;
+    "") lint && tests "${SHARED[@]}" -m "$QUICK" ;;
     *) lint && tests "$@" ;;
 esac

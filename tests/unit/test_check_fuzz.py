@@ -105,6 +105,7 @@ def answer(arguments: Sequence[str]) -> tuple[int, str]:
             return -1, traceback.format_exc()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_mutation_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
