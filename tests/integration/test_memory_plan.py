@@ -33,17 +33,19 @@ def models(tmp_path: Path) -> Path:
 
 
 def check_cases(models: Path, cases: list[Case], num_processes: int) -> None:
+    """Ranks of one stage have one plan; the largest of their peaks counts, since what overlaps depends on the load."""
     run_distributed(measure, num_processes, models, cases, timeout_s=300)
+    peaks = [json.loads((models / f"peaks-{num_processes}-{rank}.json").read_text()) for rank in range(num_processes)]
     far = []
-    for rank in range(num_processes):
-        peaks = json.loads((models / f"peaks-{num_processes}-{rank}.json").read_text())
-        for case in cases:
-            shape = model_shape(load_hf_config(models / case.family))
-            stage = rank if "pipeline" in case.parallel else 0
+    for case in cases:
+        shape = model_shape(load_hf_config(models / case.family))
+        stages = [[rank] for rank in range(num_processes)] if "pipeline" in case.parallel else [range(num_processes)]
+        for stage, ranks in enumerate(stages):
             plan = trainer_memory(case.config(), shape, stage=stage).total
-            if abs(plan / peaks[case.title] - 1) > LIMIT:
-                far.append(f"{case.title}, rank {rank}: planned {plan:,}, measured {peaks[case.title]:,}")
-            print(f"{case.title:40} rank {rank}: planned / measured = {plan / peaks[case.title]:.3f}")
+            peak = max(peaks[rank][case.title] for rank in ranks)
+            if abs(plan / peak - 1) > LIMIT:
+                far.append(f"{case.title}, stage {stage}: planned {plan:,}, measured {peak:,}")
+            print(f"{case.title:40} stage {stage}: planned / measured = {plan / peak:.3f}")
     assert not far, "\n".join(far)
 
 

@@ -184,7 +184,7 @@ def _check_stall(run: Run) -> None:
     assert "trainer: forward step 1 of" in hung
     assert "of the rollout loop" in waiting
     told = [line for line in run.shown().splitlines() if "rank 1 in step" in line][-1]
-    assert told.startswith("warning: no progress: rank 1 in step ")
+    assert "  warning: no progress: rank 1 in step " in told
     assert told.endswith(f"see {run.log_dir}/stall-<rank>.txt")
 
 
