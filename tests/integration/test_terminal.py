@@ -140,12 +140,18 @@ def test_no_color_is_heeded_and_an_interrupted_start_has_nothing_to_save(tmp_pat
 @pytest.mark.parametrize("function", ["always", "sometimes"])
 def test_a_judge_that_fails_is_loud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
     judges = """\
+    from pathlib import Path
+    CALLED = Path(__file__).with_name("called")
+
     def always(response):
+        if not CALLED.exists():  # the check's own call
+            CALLED.touch()
+            return 1.0
         raise RuntimeError("boom")
 
     def sometimes(response, seen=[]):
         seen.append(response)
-        if len(seen) % 4 == 1:
+        if len(seen) % 4 == 2:
             return None
         return 1.0 * (response.count("2") % 2)
     """
@@ -163,7 +169,7 @@ def test_a_judge_that_fails_is_loud(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     if function == "always":
         assert done.returncode == 2, done.stdout + done.stderr
         assert done.stderr.count("bapo: the judge (reward.kind = 'my_judges:always') failed on all of the first") == 1
-        assert f'File "{tmp_path}/my_judges.py", line 2, in always' in done.stderr
+        assert f'File "{tmp_path}/my_judges.py", line 8, in always' in done.stderr
         assert "RuntimeError: boom" in done.stderr
         assert "torchelastic" not in done.stderr
         assert run_dir.state == "failed"
@@ -171,6 +177,6 @@ def test_a_judge_that_fails_is_loud(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert done.returncode == 0, done.stdout + done.stderr
         warnings = re.findall(r"warning: the judge failed on \d+% of the responses of step (\d)", done.stdout)
         assert warnings == ["1", "2"]
-        assert "a judge returns a number, not NoneType: None') (my_judges.py, line 4)" in done.stdout
+        assert "a judge returns a number, not NoneType: None') (my_judges.py, line 10)" in done.stdout
         assert "a judge returns a number" in (run_dir.log_dir / "judge.txt").read_text()
         assert run_dir.state == "finished"
