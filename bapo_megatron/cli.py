@@ -244,7 +244,7 @@ def _parser() -> argparse.ArgumentParser:
         "serve",
         help="serve a model with the embedded engine, with OpenAI's routes",
         description="Routes: /v1/models, /v1/completions, /v1/chat/completions, and SGLang's /generate. "
-        "See docs/evaluation.md.",
+        "See docs/serving.md.",
     )
     _add_model_arguments(serve)
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")

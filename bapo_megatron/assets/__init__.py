@@ -55,6 +55,6 @@ def _missing_part(folder: Path) -> str | None:
         return f"{folder} has no config.json"
     if not any(folder.glob("*.safetensors")):
         return f"{folder} has no *.safetensors"
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if not any((folder / name).is_file() for name in hub.TOKENIZER_FILES):
         return f"{folder} has no tokenizer (tokenizer.json)"
     return None

@@ -10,6 +10,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?")
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 _WEIGHTS = ("*.safetensors",)  # those in other formats stay on the hub
 _TIMEOUT_S = 10.0
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # any of them will do
 _LOCAL = ("models", "runs", "checkpoints")  # folders that people name so, and no accounts of the hub
 
 
@@ -82,7 +83,7 @@ def _cached(name: str, commit: str) -> Path | None:
         needed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     else:
         needed = {"model.safetensors"}
-    has_tokenizer = any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+    has_tokenizer = any((folder / file).is_file() for file in TOKENIZER_FILES)
     is_whole = has_tokenizer and all((folder / file).is_file() for file in (*needed, "config.json"))
     return folder if is_whole else None
 

@@ -334,7 +334,7 @@ class ParallelConfig(Section):
     tensor: Processes = 1
     """Ranks that share each layer; must divide attention heads and key-value heads."""
     pipeline: Processes = 1
-    """Stages that the layers are cut into; must divide the number of layers."""
+    """Number of pipeline stages; must divide the number of layers."""
     virtual_pipeline: Processes = 1
     """Chunks of layers on each stage, visited in turn: smaller bubbles, more messages. Above 1 it needs pipeline
     stages, and pipeline x virtual_pipeline must divide the number of layers."""
@@ -552,7 +552,7 @@ class MonitorConfig(Section):
     """Serve the latest metrics, engines and GPUs to Prometheus on this port of trainer rank 0's machine. 0: any free
     one, which the log names. Unset: no endpoint."""
     prometheus_host: str = "127.0.0.1"
-    """Address that the endpoint listens on; "0.0.0.0" is all interfaces. It has no password."""
+    """Address of the endpoint; "0.0.0.0" means all interfaces. The endpoint has no password."""
     stall_timeout_s: Positive | None = None
     """Report where each trainer rank stands when it has done nothing for this long, or this and
     rollout.request_timeout_s while it waits for engines; the run goes on. Unset: half of parallel.timeout_s, so that

@@ -71,7 +71,7 @@ class LoopThread:
 
 
 class ConnectedEngines:
-    """Clients of all engines on one event loop, with their pool. Close it."""
+    """Clients of all engines on one event loop, with their pool; close it after use."""
 
     def __init__(self, clients: Sequence[HttpEngine], loop: LoopThread) -> None:
         self.pool = EnginePool(clients)

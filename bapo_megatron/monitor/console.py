@@ -66,7 +66,7 @@ class Screen:
 
     @property
     def width(self) -> int:
-        """Columns of the terminal behind the stream, which need not be standard output; 80 without one."""
+        """Width in columns of the terminal behind the stream; 80 without a terminal."""
         try:
             return os.get_terminal_size(self._stream.fileno()).columns or _DEFAULT_COLUMNS  # 0 if no size is set
         except OSError:  # also of a stream without a file

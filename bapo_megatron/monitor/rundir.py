@@ -361,24 +361,23 @@ def _take_lock(path: Path) -> TextIO:
     """Take an exclusive lock, which the system releases when this process ends for any reason."""
     lock = (path / ".lock").open("a+", encoding="utf-8")
     deadline = time.monotonic() + _READER_S
-    try:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < deadline:
                 time.sleep(0.02)
-    except BlockingIOError:
-        lock.seek(0)
-        holder = lock.read().strip() or "another process"
-        lock.close()
-        raise UserError(
-            f"the run {path} is in use by {holder}; wait for it, stop it, or choose another run.name"
-        ) from None
-    except OSError as error:  # some network file systems have no locks; a run there is still better than none
-        logger.warning("%s: this file system cannot lock (%s); make sure that one process runs this name", path, error)
+                continue
+            lock.seek(0)
+            holder = lock.read().strip() or "another process"
+            lock.close()
+            raise UserError(
+                f"the run {path} is in use by {holder}; wait for it, stop it, or choose another run.name"
+            ) from None
+        except OSError as error:  # some network file systems have no locks; a run there is still better than none
+            text = "%s: this file system cannot lock (%s); make sure that one process runs this name"
+            logger.warning(text, path, error)
+        break
     lock.truncate(0)
     since = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
     lock.write(f"process {os.getpid()} on {socket.gethostname()} (since {since})\n")

@@ -103,7 +103,7 @@ class Model:
         return KVCache(self.spec, num_rows=num_rows, max_len=max_len, dtype=self.dtype)
 
     def check_weight(self, spec: TensorSpec) -> None:
-        """Check that the model has a weight of this name, type and shape. Raises CheckpointError if it has none."""
+        """Check that the model has a weight of this name, type and shape. Raises CheckpointError if not."""
         weight = self.named_weights.get(spec.name)
         held = "no weight of this name" if weight is None else TensorSpec.of(spec.name, weight)
         if held != spec:
