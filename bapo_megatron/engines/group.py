@@ -21,6 +21,7 @@ T = TypeVar("T")
 GroupBackend = Literal["gloo", "nccl"]
 
 _BACKLOG = 2048  # ranks that may connect at once, as torch has it
+_CONNECT_S = 30.0  # a process reaches its own store at once, unless the machine is busy
 _NCCL_SLACK = 10.0  # over NCCL torch's watchdog ends the process at its deadline: the sender's own has to come first
 
 
@@ -38,7 +39,7 @@ def host_store(host: str, world_size: int, timeout_s: float, port: int = 0) -> d
             listener.getsockname()[1],
             world_size,
             is_master=True,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=max(timeout_s, _CONNECT_S)),
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
