@@ -21,6 +21,7 @@ from torch import Tensor
 from bapo_megatron.engines.group import connect_store, host_store
 from bapo_megatron.engines.processes import LOOPBACK, loopback_variables, reserved_ports
 from bapo_megatron.preflight.machine_checks import Finding
+from bapo_megatron.runtime.environment import nccl_variables
 
 _REPEATS = 4
 _BYTES = {"gloo": 4 * 2**20, "nccl": 256 * 2**20}
@@ -73,6 +74,7 @@ def _measure(task: Task) -> dict[str, Any]:
         if not torch.cuda.is_available():
             raise RuntimeError("torch sees no GPU")
         torch.cuda.set_device(task.local_rank)
+        os.environ |= nccl_variables({})
     if task.host == LOOPBACK:
         os.environ |= loopback_variables()
     size, timeout_s = task.world_size, task.timeout_s
