@@ -44,7 +44,7 @@ def probe(task: Task, output: Path) -> None:
     """Write JSON to `output`: facts about torch at once, then the group's measurements added to them."""
     facts: dict[str, Any] = {}
     try:
-        facts = _facts()
+        facts = torch_facts()
         _write(output, facts)
         _write(output, facts | _measure(task))
     except (RuntimeError, OSError, ValueError) as error:  # torch.distributed's errors are RuntimeErrors
@@ -58,10 +58,12 @@ def _write(output: Path, result: dict[str, Any]) -> None:
     partial.replace(output)
 
 
-def _facts() -> dict[str, Any]:
+def torch_facts() -> dict[str, Any]:
+    """Return versions of torch, its CUDA and NCCL, and the first GPU: a JSON value."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     facts: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "num_gpus": num_gpus}
     if num_gpus:
+        facts["gpu"] = torch.cuda.get_device_name()
         facts["capability"] = torch.cuda.get_device_capability()
         if dist.is_nccl_available():
             facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))

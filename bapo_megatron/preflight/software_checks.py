@@ -221,7 +221,7 @@ def check_attention(
     """
     pack = f"packs of {length} tokens, {heads} heads of {head_dim}"
     arguments = json.dumps([heads, kv_heads, head_dim, length, is_split])
-    chosen, problem = _run_python(_CHOOSE_ATTENTION, arguments, environment=trainer_variables(sglang_extra))
+    chosen, problem = run_python(_CHOOSE_ATTENTION, arguments, environment=trainer_variables(sglang_extra))
     if problem:
         return Finding("attention", "warning", f"Transformer Engine does not say which it chooses: {problem}")
     if chosen == "none":
@@ -253,7 +253,7 @@ def check_transformer_engine(facts: dict[str, Any], needed: bool) -> Finding:
         return Finding(name, "absent", f"{installed}; not examined, as torch did not answer")
     if not facts["num_gpus"]:
         return Finding(name, "absent", f"{installed}, and no GPU to use it")
-    _, problem = _run_python("import transformer_engine.pytorch")
+    _, problem = run_python("import transformer_engine.pytorch")
     if problem:
         return Finding(name, "error", f"{installed} cannot be imported: {problem}", "build it against this torch")
     capability = tuple(facts["capability"])
@@ -288,7 +288,7 @@ def check_sglang(has_gpu: bool, needed: bool) -> Finding:
     return Finding("SGLang", "ok", f"{installed_version('sglang')} in {sys.prefix}")
 
 
-def _run_python(code: str, *arguments: str, environment: Mapping[str, str] | None = None) -> tuple[str, str]:
+def run_python(code: str, *arguments: str, environment: Mapping[str, str] | None = None) -> tuple[str, str]:
     """Run code in a new process; return the last line of its output, and that of its traceback ("" on success)."""
     command = [sys.executable, "-c", code, *arguments]
     variables = os.environ | (environment or {})

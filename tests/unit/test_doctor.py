@@ -151,7 +151,7 @@ def fail(error: BaseException) -> dict[str, Any]:
     ],
 )
 def test_a_torch_that_cannot_answer_fails_without_a_traceback(error: BaseException, problem: str) -> None:
-    replaced = {"group._facts": functools.partial(fail, error)}
+    replaced = {"group.torch_facts": functools.partial(fail, error)}
     ((code, text),) = in_new_process(replaced, outputs, ["doctor"])
     assert code == 1
     lines = text.splitlines()
@@ -162,7 +162,7 @@ def test_a_torch_that_cannot_answer_fails_without_a_traceback(error: BaseExcepti
 
 def test_a_probe_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed at its deadline, before it has written anything."""
-    probes = in_new_process({"group._facts": functools.partial(time.sleep, 60)}, waited_for, 0, 0.2)
+    probes = in_new_process({"group.torch_facts": functools.partial(time.sleep, 60)}, waited_for, 0, 0.2)
     (torch_finding,) = software.check_torch(probes.facts, Driver(problem="none"))
     assert (torch_finding.verdict, torch_finding.what) == ("error", "not done after 0 s")
     monkeypatch.setattr(software, "installed_version", lambda name: "2.9.0")
@@ -370,7 +370,7 @@ def test_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = software.check_transformer_engine(FACTS, needed=False)  # it is not there to be imported
     assert broken.verdict == "error"
     assert "No module named" in broken.what
-    monkeypatch.setattr(software, "_run_python", lambda code: ("", ""))
+    monkeypatch.setattr(software, "run_python", lambda code: ("", ""))
     possible = software.check_transformer_engine(FACTS, needed=True)
     assert "FP8 is possible" in possible.what
     assert "with torch 2.9.0+cu128 untried" in possible.advice
