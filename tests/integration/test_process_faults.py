@@ -101,7 +101,8 @@ def watch_sockets(pid: int, seen: dict[int, Watched]) -> None:
         for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
                 known = seen.setdefault(process.pid, Watched("", {}))
-                known.command = " ".join(process.cmdline())  # becomes another by exec, or by SGLang's title
+                # Becomes another by exec or SGLang's title, and empty while a process ends.
+                known.command = " ".join(process.cmdline()) or known.command
                 known.environment = known.environment or process.environ()
                 sockets = process.net_connections(kind="tcp")
                 known.addresses |= {s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN}
