@@ -111,7 +111,7 @@ def watch_sockets(pid: int, seen: dict[int, Watched]) -> None:
 @pytest.mark.parametrize(
     ("settings", "parts", "limit_s"),
     [
-        pytest.param(["rollout.engine=embedded"], ["engines.embedded"], 600, id="embedded"),
+        pytest.param(["rollout.engine=embedded"], ["engines.embedded"], 600, id="embedded", marks=pytest.mark.slow),
         pytest.param(
             ["rollout.engine=sglang", "rollout.server_tensor_parallel=2", "rollout.startup_timeout_s=900"],
             ["engines.sglang_server", "sglang::scheduler_TP0", "sglang::scheduler_TP1"],
