@@ -71,7 +71,7 @@ def examine(config: Config | None, ports: Sequence[int], rendezvous: Rendezvous 
         yield (engine := software.check_transformer_engine(probes.facts, needed=needs_fp8))
         if has_gpu:
             extra = {} if config is None else config.sglang.extra
-            if engine.verdict == "ok":
+            if engine.verdict == "ok" and (config is None or _may_use_engine(config)):
                 yield software.check_attention(extra, *_attention(config))
             yield software.check_variables(extra, is_attached=config is not None and config.rollout.engine == "attach")
         yield from probes.findings(is_across_nodes=rendezvous is not None and rendezvous.num_nodes > 1)
@@ -122,6 +122,11 @@ def _disk_needed(config: Config | None) -> int:
     except UserError:
         return _LITTLE_DISK_BYTES  # `examine_needs` reports the missing model
     return _LITTLE_DISK_BYTES + (config.checkpoint.keep_last + 1) * _CHECKPOINT_BYTES * model_parameters(shape)
+
+
+def _may_use_engine(config: Config) -> bool:
+    """Return whether a run's layers are Transformer Engine's where it is installed."""
+    return config.model.implementation != "local" and config.model.dtype == "bfloat16"
 
 
 def _attention(config: Config | None) -> tuple[int, int, int, int, bool]:

@@ -127,6 +127,15 @@ def test_few_cpus_are_told_before_submission(settings: tuple[str, ...], said: st
     assert said is None or said in found[0].message
 
 
+def test_shipped_clusters_ask_for_whole_nodes() -> None:
+    clusters = sorted((Path(__file__).parents[2] / "configs" / "clusters").glob("*.toml"))
+    assert len(clusters) >= 6
+    for cluster in clusters:
+        config = load_config([cluster], [])
+        assert {"--exclusive", "--mem=0"} <= {*config.slurm.options}, cluster
+        assert not [v for v in check_placement(config) if "CPU" in v.message]
+
+
 def test_a_limit_below_one_checkpoint_interval_is_refused_where_steps_were_measured(tmp_path: Path) -> None:
     config = configured(f"run.dir={tmp_path}", "slurm.time_limit=01:00:00", "checkpoint.interval_steps=20")
     assert known_step_s(config) is None
