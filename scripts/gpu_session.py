@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -194,11 +195,13 @@ def run_step(step: Step, command: tuple[str, ...], log: Path, limit_s: float) ->
         command = (*command, "--seconds", f"{limit_s - 20:.0f}")
     with log.open("a") as output:
         print(f"== {step.name}: python {' '.join(command)}", file=output, flush=True)
-        process = subprocess.Popen([sys.executable, *command], stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [sys.executable, *command], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             code = process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # with what it has started
             process.wait()
             code = UNFINISHED
     lines = log.read_text(errors="replace").strip().splitlines()
