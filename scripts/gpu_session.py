@@ -201,9 +201,11 @@ def run_step(step: Step, command: tuple[str, ...], log: Path, limit_s: float) ->
         try:
             code = process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with what it has started
-            process.wait()
             code = UNFINISHED
+        finally:
+            if process.poll() is None:  # late, or Ctrl-C
+                os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+                process.wait()
     lines = log.read_text(errors="replace").strip().splitlines()
     state = {0: "done", UNFINISHED: "unfinished"}.get(code, "failed")
     outcome: dict[str, Any] = {
