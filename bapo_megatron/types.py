@@ -273,6 +273,7 @@ class MicroBatch:
     position_ids_T: Tensor  # int64, restarts at 0 in each sequence
     cu_seqlens_S1: Tensor  # int32, [S + 1], starts with 0, ends with T x context ranks
     rows_R: Tensor  # int64, ascending
+    sequence_R: Tensor  # int64, ascending: the pack's sequence that each response token belongs to
     batch_rows_R: Tensor  # int64: place of each response token in the Batch
     targets_R: Tensor  # int64
     advantages_R: Tensor  # float32

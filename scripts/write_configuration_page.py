@@ -5,7 +5,6 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -33,23 +32,24 @@ def document() -> str:
 
 def _section(name: str, field: FieldInfo) -> str:
     sections = subsections(field)
-    about, fields = sections[0].__doc__, {}
-    if len(sections) > 1:  # [loss]: all settings once, with the losses that have them
-        about, fields = LossConfig.__doc__, dict(LossConfig.model_fields)
-    for section in sections:
-        fields = {**section.model_fields, **fields}
+    about = sections[0].__doc__ if len(sections) == 1 else LossConfig.__doc__
+    # [loss]: a setting has a row for all losses that have it, or one for each meaning and default.
+    fields: dict[tuple[str, str, str | None], tuple[FieldInfo, list[str]]] = {}
+    for section in [LossConfig, *sections] if len(sections) > 1 else sections:
+        tags = [tag for tag, known in LOSS_SECTIONS.items() if known is section]
+        for key, one in section.model_fields.items():
+            text = key if key == "name" else one.description
+            fields.setdefault((key, _default(one) if key != "name" else "", text), (one, []))[1].extend(tags)
+    rows = [
+        (key, one, "" if len(tags) in (0, len(LOSS_SECTIONS)) else f"{', '.join(tags)}: ")
+        for (key, *_), (one, tags) in fields.items()
+    ]
     return "".join(
         [
             f"\n## [{name}]\n\n{_sentence(about)}\n\n| setting | type | default | meaning |\n|---|---|---|---|\n",
-            *(_row(key, fields[key], _having(key, sections)) for key in fields),
+            *(_row(*row) for row in rows),
         ]
     )
-
-
-def _having(key: str, sections: list[type[BaseModel]]) -> str:
-    """Return "bapo, grpo: " for a setting of these losses; empty for one of all."""
-    tags = [tag for tag, section in LOSS_SECTIONS.items() if section in sections and key in section.model_fields]
-    return f"{', '.join(tags)}: " if 0 < len(tags) < len(LOSS_SECTIONS) else ""
 
 
 def _row(key: str, field: FieldInfo, prefix: str) -> str:

@@ -135,6 +135,7 @@ def pack(batch: Batch, starts_S: Tensor, sequences: Tensor, length: int, share: 
         position_ids_T=position_ids_T[mine_T],
         cu_seqlens_S1=cu_seqlens_S1.to(torch.int32),
         rows_R=torch.searchsorted(mine_T, response_R - 1),
+        sequence_R=torch.searchsorted(cu_seqlens_S1, response_R, right=True) - 1,
         batch_rows_R=source_R,
         targets_R=token_ids_T[response_R],
         advantages_R=batch.advantages_T[source_R],

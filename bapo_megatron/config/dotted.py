@@ -78,7 +78,10 @@ class Seam:
 
 
 LOSS = Seam(
-    "loss.name", ("bapo", "grpo", "sft"), "def loss(inputs: LossInputs, options) -> TokenLoss", ("inputs", "options")
+    "loss.name",
+    ("bapo", "grpo", "gspo", "gmpo", "cispo", "sapo", "sft"),
+    "def loss(inputs: LossInputs, options) -> TokenLoss",
+    ("inputs", "options"),
 )
 ADVANTAGE = Seam(
     "advantage.kind",

@@ -68,7 +68,11 @@ IDLE = (
     ),
     Idle("monitor.wandb_project", lambda c: "wandb" in c.monitor.sinks, 'monitor.sinks=["wandb"]'),
     Idle("monitor.prometheus_host", lambda c: c.monitor.prometheus_port is not None, "monitor.prometheus_port"),
-    Idle("monitor.token_profile", lambda c: c.loss.name != "sft", 'a loss with ratios, such as loss.name="bapo"'),
+    Idle(
+        "monitor.token_profile",
+        lambda c: c.loss.name not in ("sft", "cispo", "sapo"),
+        'a loss that clips, such as loss.name="bapo"',
+    ),
     Idle(
         "cluster.gpus_per_node cluster.gpu_memory_gib cluster.network_gbit_per_s",
         lambda c: c.cluster.gpu is not None,

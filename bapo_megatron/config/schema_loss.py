@@ -138,8 +138,8 @@ class LossConfig(Section):
     """The policy loss, chosen by `name`; each loss has settings of its own."""
 
     name: str = "bapo"
-    """bapo: bounds found by the search of [bapo]; grpo: fixed bounds; sft: maximum likelihood of all trained tokens,
-    without advantages, such as a warm start from recorded responses; or a function of your own,
+    """bapo: bounds found by the search of [bapo]; grpo: fixed bounds; gspo, gmpo, cispo, sapo: see docs/rivals.md;
+    sft: maximum likelihood of all trained tokens, without advantages, such as a warm start; or a function of your own,
     "my_package.my_module:my_loss"."""
     kl_coef: NonNegative = 0.0
     """Weight of KL(policy || reference) per trained token in the loss; with kl_target, its initial value. Above 0, the
@@ -198,10 +198,9 @@ class BapoLoss(ClippedLoss):
         return "bapo"
 
 
-class GrpoLoss(ClippedLoss):
-    """Fixed clip bounds."""
+class BoundedLoss(RatioLoss):
+    """A loss between two fixed bounds of a ratio."""
 
-    name: Literal["grpo"] = "grpo"
     clip_low: float = Field(0.8, gt=0, le=1)
     """Lower ratio bound (0.8 is 1 - epsilon for epsilon = 0.2)."""
     clip_high: float = Field(1.2, ge=1, le=LARGEST)
@@ -211,6 +210,52 @@ class GrpoLoss(ClippedLoss):
     def bounds(self) -> Literal["fixed"]:
         """Always `clip_low` and `clip_high`."""
         return "fixed"
+
+
+class GrpoLoss(ClippedLoss, BoundedLoss):
+    """Fixed clip bounds."""
+
+    name: Literal["grpo"] = "grpo"
+
+
+class GspoLoss(BoundedLoss):
+    """Fixed clip bounds of a response's ratio, the geometric mean of its tokens' (GSPO, arXiv 2507.18071)."""
+
+    name: Literal["gspo"] = "gspo"
+    clip_low: float = Field(1 - 3e-4, gt=0, le=1)
+    """Lower bound of a response's ratio: a mean over its tokens, so that it stays near 1; default as in the paper."""
+    clip_high: float = Field(1 + 4e-4, ge=1, le=LARGEST)
+    """Upper bound of a response's ratio; default as in the paper."""
+
+
+class GmpoLoss(BoundedLoss):
+    """Geometric mean of a response's ratios, each between the bounds (GMPO, arXiv 2507.20673)."""
+
+    name: Literal["gmpo"] = "gmpo"
+    clip_low: float = Field(math.exp(-0.4), gt=0, le=1)
+    """Lower bound of a token's ratio; default e^-0.4, as in the paper."""
+    clip_high: float = Field(math.exp(0.4), ge=1, le=LARGEST)
+    """Upper bound of a token's ratio; default e^0.4, as in the paper."""
+
+
+class CispoLoss(BoundedLoss):
+    """REINFORCE weighted with the ratio between the bounds, a constant (CISPO, arXiv 2506.13585)."""
+
+    name: Literal["cispo"] = "cispo"
+    clip_low: float = Field(0.0, ge=0, le=1)
+    """Smallest weight of a token; 0 sets no bound, as in the paper."""
+    clip_high: float = Field(5.0, ge=1, le=LARGEST)
+    """Largest weight of a token; the paper gives no number."""
+
+
+class SapoLoss(RatioLoss):
+    """A soft gate of the ratio in place of bounds (SAPO, arXiv 2511.20347)."""
+
+    name: Literal["sapo"] = "sapo"
+    temperature_positive: float = Field(1.0, gt=0, le=LARGEST)
+    """Narrowness of the gate for tokens with a positive advantage; default as in the paper."""
+    temperature_negative: float = Field(1.05, gt=0, le=LARGEST)
+    """Narrowness of the gate for the others: above `temperature_positive`, they fade sooner."""
 
 
 class SftLoss(LossConfig):
@@ -258,7 +303,16 @@ class CustomLoss(RatioLoss):
         return lambda inputs: function(inputs, options)
 
 
-LOSS_SECTIONS: dict[str, type[LossConfig]] = {"bapo": BapoLoss, "grpo": GrpoLoss, "sft": SftLoss, "custom": CustomLoss}
+LOSS_SECTIONS: dict[str, type[LossConfig]] = {
+    "bapo": BapoLoss,
+    "grpo": GrpoLoss,
+    "gspo": GspoLoss,
+    "gmpo": GmpoLoss,
+    "cispo": CispoLoss,
+    "sapo": SapoLoss,
+    "sft": SftLoss,
+    "custom": CustomLoss,
+}
 """Sections by the tag of their loss."""
 
 
@@ -271,6 +325,10 @@ def _section_of(value: Any) -> str:
 AnyLoss = Annotated[
     Annotated[BapoLoss, Tag("bapo")]
     | Annotated[GrpoLoss, Tag("grpo")]
+    | Annotated[GspoLoss, Tag("gspo")]
+    | Annotated[GmpoLoss, Tag("gmpo")]
+    | Annotated[CispoLoss, Tag("cispo")]
+    | Annotated[SapoLoss, Tag("sapo")]
     | Annotated[SftLoss, Tag("sft")]
     | Annotated[CustomLoss, Tag("custom")],
     Discriminator(_section_of),

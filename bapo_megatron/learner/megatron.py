@@ -136,7 +136,7 @@ class MegatronLearner(TrainedModel):
         """Return this micro-batch's share of the update's loss, and its outcome, as Megatron's schedules expect."""
         log_probs_R, entropy_R = scores
         ages_R = self.version - batch.versions_R
-        inputs = LossInputs(batch, log_probs_R, entropy_R.detach(), ages_R, bounds)
+        inputs = LossInputs(batch, log_probs_R, entropy_R.detach(), ages_R, bounds, self.layout.sum_over_context)
         tokens = policy_loss(inputs, self.config.loss)
         loss_R = tokens.loss_R
         if batch.reference_logprobs_R is not None:

@@ -208,6 +208,13 @@ class ParallelLayout:
             dist.broadcast(table, src=dist.get_global_rank(self.tensor_group, 0), group=self.tensor_group)
         return table
 
+    def sum_over_context(self, table: Tensor) -> Tensor:
+        """Return the sum of a float64 table over the context ranks, which call it together."""
+        if self.context_size > 1:
+            table = table.clone()
+            dist.all_reduce(table, group=self.context_group)
+        return table
+
     def _all_reduce(self, table: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         assert table.dtype == torch.float64
         table = table.detach().clone().to(device())

@@ -54,6 +54,7 @@ def packed(sequences: list[Tensor]) -> MiniBatch:
         position_ids_T=torch.cat([torch.arange(len(s)) for s in sequences]),
         cu_seqlens_S1=ends_S1.int(),
         rows_R=rows_R,
+        sequence_R=torch.searchsorted(ends_S1, rows_R, right=True) - 1,
         batch_rows_R=rows_R + 1,
         targets_R=ids_T[rows_R + 1],
         advantages_R=advantages_R,

@@ -21,13 +21,17 @@ def loss_inputs(
     entropy_R: Tensor | None = None,
     proximal_logprobs_R: Tensor | None = None,
     reference_logprobs_R: Tensor | None = None,
+    lens_S: list[int] | None = None,
 ) -> LossInputs:
+    """Make the inputs; `lens_S` cuts the tokens into responses, else they are one."""
     rows_R = torch.arange(mask_R.numel())
+    lens_S = lens_S or [mask_R.numel()]
     batch = MicroBatch(
         token_ids_T=rows_R,
         position_ids_T=rows_R,
-        cu_seqlens_S1=torch.tensor([0, mask_R.numel()], dtype=torch.int32),
+        cu_seqlens_S1=torch.tensor([0, *lens_S], dtype=torch.int32).cumsum(0, dtype=torch.int32),
         rows_R=rows_R,
+        sequence_R=torch.arange(len(lens_S)).repeat_interleave(torch.tensor(lens_S)),
         batch_rows_R=rows_R,
         targets_R=rows_R,
         advantages_R=advantages_R,

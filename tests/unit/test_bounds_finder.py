@@ -22,6 +22,7 @@ def minibatch(*advantages: float) -> MiniBatch:
         position_ids_T=rows_R,
         cu_seqlens_S1=torch.tensor([0, n], dtype=torch.int32),
         rows_R=rows_R,
+        sequence_R=torch.zeros_like(rows_R),
         batch_rows_R=rows_R,
         targets_R=rows_R,
         advantages_R=torch.tensor(advantages),

@@ -15,7 +15,8 @@ from bapo_megatron.algorithms.losses import (
     importance_ratio,
     supervised_loss,
 )
-from bapo_megatron.config.schema_loss import BapoLoss, ClipBoundConfig, GrpoLoss, SftLoss
+from bapo_megatron.config.dotted import LOSS
+from bapo_megatron.config.schema_loss import LOSS_SECTIONS, BapoLoss, ClipBoundConfig, GrpoLoss, SftLoss
 from bapo_megatron.metrics import METRICS
 from bapo_megatron.types import ClipBounds
 from tests.unit.loss_inputs import loss_inputs, maxima_of, sums_of
@@ -205,7 +206,7 @@ def test_fixed_bounds():
     grpo, clip_higher = fixed_bounds(GrpoLoss()), fixed_bounds(GrpoLoss(clip_high=1.28))
     assert (grpo.low, grpo.high) == (0.8, 1.2)
     assert (clip_higher.low, clip_higher.high) == (0.8, 1.28)
-    assert set(LOSSES) == {"bapo", "grpo", "sft"}
+    assert set(LOSSES) == set(LOSS_SECTIONS) - {"custom"} == set(LOSS.names)
     with pytest.raises(AssertionError, match="search"):
         fixed_bounds(BapoLoss())
 

@@ -1,0 +1,197 @@
+"""GSPO, GMPO, CISPO and SAPO against the formulas of their papers, written out; values and gradients in float64."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bapo_megatron.algorithms.losses import LOSSES, LossInputs, fixed_bounds, response_means
+from bapo_megatron.config.schema_loss import LOSS_SECTIONS, BoundedLoss, RatioLoss, SapoLoss
+from tests.unit.loss_inputs import loss_inputs, sums_of
+
+RIVALS = ("gspo", "gmpo", "cispo", "sapo")
+
+
+def config_of(name: str, **options: float) -> RatioLoss:
+    return LOSS_SECTIONS[name].model_validate({"name": name} | options)  # type: ignore[return-value]
+
+
+def sign(number: float) -> float:
+    return math.copysign(1.0, number) if number else 0.0
+
+
+def gspo(ratios: Tensor, advantage: float, config: BoundedLoss, log_probs: Tensor) -> Tensor:
+    """Eq. 5 and 7 of arXiv 2507.18071, times the length."""
+    s = ratios.log().mean().exp()
+    return len(ratios) * torch.minimum(s * advantage, s.clamp(config.clip_low, config.clip_high) * advantage)
+
+
+def gmpo(ratios: Tensor, advantage: float, config: BoundedLoss, log_probs: Tensor) -> Tensor:
+    """Eq. 4 of arXiv 2507.20673, times the length; its clip is over r^sgn(A), with the bounds of either sign."""
+    signed = ratios ** sign(advantage)
+    low, high = config.clip_low ** sign(advantage), config.clip_high ** sign(advantage)
+    held = torch.minimum(signed, signed.clamp(min(low, high), max(low, high)))
+    return len(ratios) * held.log().mean().exp() ** sign(advantage) * advantage
+
+
+def cispo(ratios: Tensor, advantage: float, config: BoundedLoss, log_probs: Tensor) -> Tensor:
+    """Eq. 4 of arXiv 2506.13585."""
+    return (ratios.detach().clamp(config.clip_low, config.clip_high) * advantage * log_probs).sum()
+
+
+def sapo(ratios: Tensor, advantage: float, config: SapoLoss, log_probs: Tensor) -> Tensor:
+    """Eq. 5 and 6 of arXiv 2511.20347."""
+    tau = config.temperature_positive if advantage > 0 else config.temperature_negative
+    return (4 / tau / (1 + torch.exp(-tau * (ratios - 1))) * advantage).sum()
+
+
+REFERENCES: dict[str, Callable[..., Tensor]] = {"gspo": gspo, "gmpo": gmpo, "cispo": cispo, "sapo": sapo}
+Response = tuple[float, list[float]]  # advantage, log-ratios
+responses = st.lists(
+    st.tuples(st.floats(-2, 2), st.lists(st.floats(-2, 2), min_size=1, max_size=6)), min_size=1, max_size=5
+)
+
+
+def inputs_of(responses: Sequence[Response], config: RatioLoss, weights: Tensor | None = None) -> LossInputs:
+    lens_S = [len(ratios) for _, ratios in responses]
+    log_ratios_R = torch.tensor([x for _, ratios in responses for x in ratios], dtype=torch.float64)
+    advantages_R = torch.tensor([a for a, _ in responses], dtype=torch.float64).repeat_interleave(torch.tensor(lens_S))
+    behaviour_R = torch.linspace(-3, -0.5, len(log_ratios_R), dtype=torch.float64)
+    return loss_inputs(
+        log_probs_R=(behaviour_R + log_ratios_R).requires_grad_(),
+        behaviour_logprobs_R=behaviour_R if weights is None else behaviour_R - weights.log(),
+        proximal_logprobs_R=None if weights is None else behaviour_R,
+        advantages_R=advantages_R,
+        mask_R=torch.ones(len(log_ratios_R), dtype=torch.bool),
+        bounds=fixed_bounds(config),
+        lens_S=lens_S,
+    )
+
+
+def reference(inputs: LossInputs, config: RatioLoss) -> tuple[Tensor, Tensor]:
+    """Loss and gradient, response by response."""
+    log_probs_R = inputs.log_probs_R.detach().requires_grad_()
+    ratio_R = (log_probs_R - inputs.batch.behaviour_logprobs_R).exp()
+    total = torch.zeros((), dtype=torch.float64)
+    for s in inputs.batch.sequence_R.unique().tolist():
+        of_s = inputs.batch.sequence_R == s
+        advantage = float(inputs.batch.advantages_R[of_s][0])
+        total = total - REFERENCES[config.name](ratio_R[of_s], advantage, config, log_probs_R[of_s])
+    (gradient_R,) = torch.autograd.grad(total, log_probs_R)
+    return total.detach(), gradient_R
+
+
+def is_off_the_kinks(inputs: LossInputs, config: RatioLoss) -> bool:
+    """Whether no ratio is on a bound, where either side's gradient is right."""
+    if not isinstance(config, BoundedLoss):
+        return True
+    log_ratio_R = (inputs.log_probs_R - inputs.batch.behaviour_logprobs_R).detach()
+    every = torch.cat([log_ratio_R, response_means(log_ratio_R, inputs)])
+    kinks = [math.log(bound) for bound in (config.clip_low, config.clip_high) if bound]
+    return all(float((every - kink).abs().min()) > 1e-9 for kink in kinks)
+
+
+@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize("options", [{}, {"clip_low": 0.7, "clip_high": 1.4}])
+@settings(max_examples=60, deadline=None)
+@given(responses=responses)
+def test_loss_and_gradient_equal_the_paper(name: str, options: dict[str, float], responses: list[Response]) -> None:
+    if name == "sapo":
+        options = {"temperature_positive": 0.7, "temperature_negative": 1.9} if options else {}
+    config = config_of(name, **options)
+    inputs = inputs_of(responses, config)
+    loss = LOSSES[name](inputs, config).loss_R.sum()
+    (gradient_R,) = torch.autograd.grad(loss, inputs.log_probs_R)
+    expected, expected_gradient_R = reference(inputs, config)
+    torch.testing.assert_close(loss.detach(), expected, rtol=1e-9, atol=1e-9)
+    if is_off_the_kinks(inputs, config):
+        torch.testing.assert_close(gradient_R, expected_gradient_R, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_the_ratio_to_the_proximal_policy_is_weighted(name: str) -> None:
+    config = config_of(name, importance_cap=2.0)
+    responses: list[Response] = [(1.0, [0.1, -0.2, 0.3]), (-0.5, [-0.4, 0.2])]
+    weights_R = torch.tensor([0.5, 1.0, 3.0, 0.25, 8.0], dtype=torch.float64)
+    plain, weighted = inputs_of(responses, config), inputs_of(responses, config, weights_R)
+    tokens = LOSSES[name](weighted, config)
+    torch.testing.assert_close(
+        tokens.loss_R, LOSSES[name](plain, config).loss_R * weights_R.clamp(max=2.0), rtol=1e-12, atol=1e-12
+    )
+    assert tokens.capped_R.tolist() == [False, False, True, False, True]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", RIVALS)
+@settings(max_examples=25, deadline=None)
+@given(responses=responses, data=st.data())
+def test_any_cut_over_context_ranks_gives_the_same(name: str, responses: list[Response], data: st.DataObject) -> None:
+    """Each rank has some of a response's tokens, perhaps none; a table is summed over the ranks."""
+    config = config_of(name)
+    whole = inputs_of(responses, config)
+    rank_R = torch.tensor([data.draw(st.integers(0, 2)) for _ in whole.log_probs_R])
+    parts = [part_of(whole, rank_R == rank) for rank in range(3)]
+    tables: list[Tensor] = []
+    for part in parts:
+        LOSSES[name](replace(part, over_context=lambda table: tables.append(table) or table), config)
+    total = torch.stack(tables).sum(0) if tables else None
+    loss_R, gradient_R = torch.zeros_like(whole.log_probs_R), torch.zeros_like(whole.log_probs_R)
+    for rank, part in enumerate(parts):
+        if name == "gmpo" or name == "gspo":
+            part = replace(part, over_context=lambda _: total)
+        of_rank_R = LOSSES[name](part, config).loss_R
+        loss_R[rank_R == rank] = of_rank_R.detach()
+        gradient_R[rank_R == rank] = torch.autograd.grad(of_rank_R.sum(), part.log_probs_R)[0]
+    expected_R = LOSSES[name](whole, config).loss_R
+    torch.testing.assert_close(loss_R, expected_R.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        gradient_R, torch.autograd.grad(expected_R.sum(), whole.log_probs_R)[0], rtol=1e-12, atol=1e-12
+    )
+
+
+def part_of(inputs: LossInputs, mine_R: Tensor) -> LossInputs:
+    columns = ("rows_R", "sequence_R", "batch_rows_R", "targets_R", "advantages_R", "behaviour_logprobs_R")
+    columns = (*columns, "versions_R", "mask_R")
+    batch = replace(inputs.batch, **{name: getattr(inputs.batch, name)[mine_R] for name in columns})
+    return LossInputs(
+        batch,
+        inputs.log_probs_R.detach()[mine_R].requires_grad_(),
+        inputs.entropy_R[mine_R],
+        inputs.ages_R[mine_R],
+        inputs.bounds,
+    )
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_masked_tokens_count_nowhere(name: str) -> None:
+    config = config_of(name)
+    inputs = inputs_of([(1.0, [0.1, -0.2, 0.3]), (-0.5, [-0.4, 0.2])], config)
+    kept_R = torch.tensor([True, False, True, True, False])
+    expected_R = LOSSES[name](part_of(inputs, kept_R), config).loss_R
+    noise_R = torch.where(kept_R, 0.0, math.nan)
+    masked = replace(inputs.batch, mask_R=kept_R, advantages_R=inputs.batch.advantages_R + noise_R)
+    log_probs_R = (inputs.log_probs_R.detach() + noise_R).requires_grad_()
+    tokens = LOSSES[name](replace(inputs, batch=masked, log_probs_R=log_probs_R), config)
+    torch.testing.assert_close(tokens.loss_R[kept_R], expected_R, rtol=1e-12, atol=1e-12)
+    assert tokens.loss_R[~kept_R].tolist() == [0.0, 0.0]
+    assert torch.autograd.grad(tokens.loss_R.sum(), log_probs_R)[0].isfinite().all()
+    assert all(math.isfinite(value) for value in sums_of(tokens).values())
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_a_micro_batch_without_responses(name: str) -> None:
+    config = config_of(name)
+    empty = part_of(inputs_of([(1.0, [0.1])], config), torch.tensor([False]))
+    assert LOSSES[name](empty, config).loss_R.sum() == 0
+
+
+def test_on_the_policys_own_samples_all_have_the_gradient_of_reinforce() -> None:
+    for name in RIVALS:
+        config = config_of(name)
+        inputs = inputs_of([(1.0, [0.0, 0.0]), (-0.5, [0.0])], config)
+        (gradient_R,) = torch.autograd.grad(LOSSES[name](inputs, config).loss_R.sum(), inputs.log_probs_R)
+        assert gradient_R.tolist() == pytest.approx([-1.0, -1.0, 0.5], rel=1e-12), name
