@@ -178,6 +178,6 @@ def test_real_sglang_servers_under_fire(tmp_path: Path, capsys: pytest.CaptureFi
         ],
     }
     expected = [each for plan in plans.values() for faults in plan for each in faults]
-    timeouts = Timeouts(request_s=30.0, sync_s=60.0, startup_s=240.0, step_s=400.0)
+    timeouts = Timeouts(request_s=30.0, sync_s=60.0, startup_s=600.0, step_s=400.0)
     with opened(SGLang(tmp_path), 2, tmp_path, timeouts) as campaign:
         assert fight(campaign, plans, 900.0, expected, capsys) >= 5
