@@ -199,6 +199,12 @@ class HttpEngine:
         body = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
         await self._call("POST", "/update_weights_from_disk", body)
 
+    async def start_profile(self, folder: str) -> None:
+        await self._call("POST", "/start_profile", {"output_dir": folder, "with_stack": False})
+
+    async def stop_profile(self) -> None:
+        await self._call("POST", "/stop_profile")
+
     async def weights_checksum(self) -> dict[str, Any]:
         return _as_dict(await self._call("POST", "/weights_checker", {"action": "checksum"}))
 
