@@ -56,7 +56,7 @@ def device_peak_flops(dtype: str) -> float | None:
         name = torch.cuda.get_device_name()
         is_sxm = "PCIe" not in name and "NVL" not in name
         gpu = next((gpu for key, gpu in GPUS.items() if is_sxm and key.upper() in name.split("-")[0].split()), None)
-        return gpu and gpu.flops(dtype)
+        return gpu.flops(dtype) if gpu else None
     size = 512
     a, best_s = torch.ones(size, size), math.inf
     for _ in range(10):
