@@ -15,7 +15,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight import work
 from bapo_megatron.preflight.check import accepts_layout, load_checked
-from bapo_megatron.preflight.known import GIB, GPUS, KNOWN_MODELS
+from bapo_megatron.preflight.known import GIB, GPUS, KNOWN_MODELS, device_peak_flops
 from bapo_megatron.preflight.memory import forwards_under_way, model_parameters, trainer_memory
 from bapo_megatron.preflight.plan import balance, check_cluster, make_plan
 from bapo_megatron.preflight.suggest import best_split, suggest
@@ -327,3 +327,26 @@ def test_the_best_split_is_a_file_that_check_accepts(tmp_path: Path, capsys: pyt
     assert str(file) in capsys.readouterr().err
     assert main(["plan", "demo", "--best"]) == 2
     assert 'set cluster.gpu and rollout.engine="sglang"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "flops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_the_peak_of_a_gpu_is_in_the_table(monkeypatch: pytest.MonkeyPatch, name: str, flops: float | None) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert device_peak_flops("bfloat16") == flops
+
+
+def test_the_peak_of_a_cpu_is_measured() -> None:
+    measured = device_peak_flops("float32")
+    assert measured is not None
+    assert 1e8 < measured < 1e14
