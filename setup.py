@@ -16,7 +16,7 @@ MAPPED_FOLDERS = {f"bapo_megatron_{folder}": folder for folder in ("patches", "c
 
 # Ranges; requirements/ has the versions that are tested.
 CORE = [
-    "torch>=2.7",  # open: an installed build must never be replaced
+    "torch>=2.13",  # the oldest tested; no upper end: an installed build must never be replaced
     "megatron-core==0.16.1",  # patches/ are written against it
     "transformers>=5",
     "safetensors>=0.5",

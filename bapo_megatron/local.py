@@ -97,7 +97,7 @@ def _run(config: Config, began_s: float) -> int:
                         urls = stack.enter_context(engines)
                     code = _train(config, run_dir, urls, screen)
                 if code in (0, STOPPED) and config.monitor.report:
-                    from bapo_megatron.report.page import write_report
+                    from bapo_megatron.report.page import write_report  # with matplotlib
 
                     screen.facts({"report": shown_path(write_report(run_dir.path))})
         except KeyboardInterrupt:

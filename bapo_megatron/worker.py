@@ -14,6 +14,7 @@ from typing import TextIO
 
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.runtime.environment import trainer_variables
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 
 STOPPED = 75  # exit code of a run that stopped early and can resume (EX_TEMPFAIL)
@@ -63,6 +64,7 @@ def _train(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO | None,
     from bapo_megatron.monitor.console import Console
 
     config = load_config([run_dir.config_path], [])
+    os.environ |= trainer_variables(config.sglang.extra)
     with contextlib.ExitStack() as stack:
         HEARTBEAT.beat(TRAINER, "importing torch and Megatron-Core")
         console = None

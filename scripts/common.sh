@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Set-up shared by quickstart.sh and test.sh; sourced, not run.
+# Set-up shared by the other scripts; sourced, not run.
 #
 #   VENV             environment to use or create (default: the active one, else .venv in the checkout)
 #   PYTHON           interpreter that creates it (default: python3)
@@ -30,6 +30,34 @@ use_environment() {
     "$PY" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
         fail "the environment $venv has $("$PY" --version); Python 3.11 or newer is needed (set VENV)"
     export PATH="$venv/bin:$PATH" VIRTUAL_ENV="$venv"
+}
+
+# Use the checkout as it lies, on a machine without a network: nothing is installed into the environment. PYTHONPATH gets
+# links to the folders that have another import name once installed (setup.py), the package's metadata, and the wheels
+# of BAPO_WHEELS, a folder, but for Transformer Engine's, whose torch part has to be compiled first. Sets PY.
+use_offline() {
+    local venv="${VENV:-${VIRTUAL_ENV:-}}" folder wheel wheels=()
+    OFFLINE="${OFFLINE:-$ROOT/.bapo-offline}"
+    PY="${venv:+$venv/bin/python}"
+    PY="${PY:-$(command -v "${PYTHON:-python3}" || true)}"
+    [[ -x "$PY" ]] || fail "no Python was found; set VENV or PYTHON"
+    "$PY" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+        fail "$("$PY" --version) is too old; Python 3.11 or newer is needed (set PYTHON)"
+    mkdir -p "$OFFLINE"
+    for folder in patches configs requirements; do
+        ln -sfn "$ROOT/$folder" "$OFFLINE/bapo_megatron_$folder"
+    done
+    export PYTHONPATH="$OFFLINE:$ROOT${PYTHONPATH:+:$PYTHONPATH}" PIP_NO_INDEX=1 HF_HUB_OFFLINE=1
+    for wheel in "${BAPO_WHEELS:-/nonexistent}"/*.whl; do
+        [[ ! -e "$wheel" || "$wheel" == */transformer_engine* ]] || wheels+=("$wheel")
+    done
+    if ((${#wheels[@]})) && [[ ! -e "$OFFLINE/.wheels" ]]; then
+        "$PY" -m pip install --disable-pip-version-check --quiet --no-deps --target "$OFFLINE" "${wheels[@]}"
+        touch "$OFFLINE/.wheels"
+    fi
+    [[ -d "$OFFLINE/bapo_megatron.egg-info" ]] ||
+        (cd "$ROOT" && "$PY" setup.py --quiet egg_info --egg-base "$OFFLINE") 2>/dev/null ||
+        say "no setuptools here: bapo doctor cannot compare versions"
 }
 
 # Install torch, unless there is one: an installed CPU or CUDA build stays.

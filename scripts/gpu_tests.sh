@@ -1,14 +1,20 @@
 #!/usr/bin/env bash
 # What only a GPU can tell, in one command: tests/gpu, the kernels' own tests, and torch against Triton side by side.
 # Set BAPO_TRANSFORMER_ENGINE=1 to install Transformer Engine first (minutes to build); else its tests say why they skip.
+# Set BAPO_OFFLINE=1 on a machine without a network: nothing is installed, the packages that it has are used.
 # Arguments go to pytest.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 command -v nvidia-smi >/dev/null || fail "nvidia-smi was not found: these tests need a GPU"
-use_environment
-install_checkout dev
+if [[ -n "${BAPO_OFFLINE:-}" ]]; then
+    [[ -z "${BAPO_TRANSFORMER_ENGINE:-}" ]] || fail "BAPO_TRANSFORMER_ENGINE needs a network; unset BAPO_OFFLINE"
+    use_offline
+else
+    use_environment
+    install_checkout dev
+fi
 cd "$ROOT"
 "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
     fail "this torch sees no GPU; install a CUDA build of it (BAPO_TORCH_SPEC, BAPO_TORCH_INDEX)"
@@ -22,4 +28,4 @@ say "tests"
 "$PY" -m pytest -rs -m gpu tests/gpu "$@"
 "$PY" -m pytest -rs tests/unit/test_logprobs_triton.py
 say "torch and Triton"
-"$PY" benchmarks/logprobs.py time 8192 152064 --device cuda --backend both
+"$PY" benchmarks/logprobs.py time --size 7b --device cuda --backend both

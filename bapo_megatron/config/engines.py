@@ -24,6 +24,7 @@ class EngineKind:
     on_gpus: bool = False  # each server takes rollout.server_tensor_parallel GPUs of its own, if there are any
     tensor_parallel: bool = False  # a server may split the model over several ranks
     answers_when_busy: bool = True  # also within a forward pass or a weight update
+    startup_timeout_s: float = 180.0  # where rollout.startup_timeout_s is unset
 
 
 ENGINES = {
@@ -35,6 +36,7 @@ ENGINES = {
         on_gpus=True,
         tensor_parallel=True,
         answers_when_busy=False,
+        startup_timeout_s=1800.0,
     ),
     "attach": EngineKind("attached server", tensor_parallel=True),
     "recorded": EngineKind("recorded rollout", samples=False, tensor_parallel=True),

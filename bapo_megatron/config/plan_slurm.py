@@ -9,6 +9,7 @@ from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config, seconds_of
 
 WHOLE_NODES = '"--exclusive", "--mem=0"'
+_FEW_CPUS = 4  # of a process with a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +57,17 @@ def check_slurm(config: Config, *, step_s: float | None = None) -> list[Violatio
     return [
         *_image(config),
         *_jobs(config),
-        *_shares(config),
         *check_time(config, step_s),
         *check_placement(config),
     ]
 
 
 def check_placement(config: Config) -> list[Violation]:
-    """Check that trainer ranks and engines spread evenly over the nodes, and have GPUs there."""
+    """Check that trainer ranks and engines spread evenly over the nodes, and have GPUs, CPUs and memory there."""
     found = list(_nodes(config))
     if not found and config.cluster.gpu is not None:
         found += _gpus(config)
-    return found
+    return found + list(_shares(config))
 
 
 def several_nodes(config: Config) -> Violation:
@@ -180,7 +180,15 @@ def _shares(config: Config) -> Iterator[Violation]:
     cpus = config.slurm.cpus_per_rank or {"--exclusive", "--cpus-per-task", "-c", "--cpus-per-gpu"} & {*options}
     memory = {"--exclusive", "--mem", "--mem-per-cpu", "--mem-per-gpu"} & {*options}
     missing = [name for name, given in (("CPUs", cpus), ("memory", memory)) if not given]
-    if config.cluster.gpu is not None and missing:
+    if config.cluster.gpu is None:
+        return
+    if config.slurm.cpus_per_rank and config.slurm.cpus_per_rank < _FEW_CPUS and "--exclusive" not in options:
+        yield warning(
+            f"slurm.cpus_per_rank={config.slurm.cpus_per_rank}: a rank has threads for Python, NCCL, checkpoints and "
+            f"rewards, and an SGLang server has several processes; set slurm.cpus_per_rank={_FEW_CPUS} or more, or add "
+            f"{WHOLE_NODES} to slurm.options"
+        )
+    if missing:
         yield warning(
             f"the job asks for GPUs, and leaves {' and '.join(missing)} to the cluster's default, which is often one "
             f"CPU a rank; add {WHOLE_NODES} to slurm.options for whole nodes, or set slurm.cpus_per_rank and --mem"

@@ -17,6 +17,8 @@ from bapo_megatron.hf.shape import ModelShape
 
 Version = tuple[int, ...]
 
+_MAX_MASK_GIB = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -61,7 +63,7 @@ def problems(config: Config, *, shape: ModelShape | None, machine: Machine | Non
         shape: the model; None leaves its sizes unchecked.
         machine: where it runs; None leaves hardware and packages unchecked.
     """
-    found = list(_implementation(config, machine))
+    found = [*_implementation(config, machine), *_masks(config, machine)]
     if not config.precision.uses_fp8:
         return found + list(_idle(config))
     found += _settings(config)
@@ -116,6 +118,25 @@ def _implementation(config: Config, machine: Machine | None) -> Iterator[str]:
         yield (
             f'model.implementation="local" has no FP8, and precision.fp8="{config.precision.fp8}" asks for it; set '
             'model.implementation="auto" or precision.fp8="off"'
+        )
+
+
+def _masks(config: Config, machine: Machine | None) -> Iterator[str]:
+    """Refuse context parallelism of long sequences with local layers, whose attention keeps a mask in every layer."""
+    context, is_float32 = config.parallel.context, config.model.dtype == "float32"
+    lacks_engine = machine is not None and machine.compute_capability is not None and not machine.transformer_engine
+    implementation = config.model.implementation
+    if context == 1 or implementation == "transformer_engine":
+        return
+    if not (is_float32 or lacks_engine or implementation == "local"):
+        return
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    mask_gib = longest / (2 * context) * longest * (4 if is_float32 else 2) / 2**30
+    if mask_gib > _MAX_MASK_GIB:
+        yield (
+            f"parallel.context={context} with sequences of {longest} tokens: local layers would keep a mask of "
+            f'{mask_gib:.1f} GiB each; set model.dtype="bfloat16" and model.implementation="transformer_engine", '
+            "whose attention needs none, or parallel.context=1"
         )
 
 

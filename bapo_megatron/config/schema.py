@@ -184,8 +184,9 @@ class RolloutConfig(Section):
     """Deadline of one generate request: of one round, without overlap and abort_tail."""
     max_retries: Whole = 2
     """Repetitions of a request after a failed or malformed reply, before its server is fenced off."""
-    startup_timeout_s: Positive = 180.0
-    """Deadline for a server to become healthy."""
+    startup_timeout_s: Positive | None = None
+    """Deadline for a server to become healthy. Unset: 1800 for sglang, which on GPUs captures CUDA graphs and compiles
+    kernels at its first start; else 180."""
     max_restarts: Whole = 3
     """embedded, sglang: restarts of each server that has ended or hangs, after growing delays. A server without
     restarts left stays away; the run goes on with the others."""
@@ -204,6 +205,11 @@ class RolloutConfig(Section):
     def engine_kind(self) -> EngineKind:
         """The capabilities of `engine`. Raises UserError for a bad dotted path."""
         return engine_kind(self.engine)
+
+    @property
+    def startup_limit_s(self) -> float:
+        """`startup_timeout_s`, or the engine's own default."""
+        return self.startup_timeout_s or self.engine_kind.startup_timeout_s
 
     @property
     def num_started(self) -> int:

@@ -87,7 +87,7 @@ class ConnectedEngines:
         Raises:
             EngineError: an engine is not healthy within rollout.startup_timeout_s.
         """
-        timeout_s = config.startup_timeout_s
+        timeout_s = config.startup_limit_s
         clients = [
             HttpEngine(
                 url, request_timeout_s=config.request_timeout_s, vocab_size=vocab_size, generate_url=config.router_url

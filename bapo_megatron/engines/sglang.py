@@ -16,6 +16,7 @@ from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_vari
 from bapo_megatron.engines.supervisor import EngineSpec
 from bapo_megatron.errors import UserError
 from bapo_megatron.runtime import num_cores
+from bapo_megatron.runtime.environment import nccl_variables
 
 _CONTEXT_SLACK = 2  # SGLang ends a request two tokens before its context length (srt/managers/scheduler.py:2714)
 _MAX_CPU_KV_TOKENS = 32_768  # size of the key-value cache; requests that do not fit are retracted and wait
@@ -64,7 +65,9 @@ def command(
         "skip_server_warmup": True,
         "sleep_on_idle": True,  # an idle scheduler would burn a core
     }
-    if not has_gpu:
+    if has_gpu:
+        arguments["enable_fp32_lm_head"] = True  # in bfloat16 a log-prob is up to 0.06 off where logits reach 16
+    else:
         kv_tokens = min(r.max_concurrent_requests * context, _MAX_CPU_KV_TOKENS)
         arguments |= {
             "device": "cpu",
@@ -94,7 +97,7 @@ def environment(config: Config, share: EngineShare, server: int, visible: Sequen
         variables |= loopback_variables()
     if visible:
         mine = gpus(server, r.server_tensor_parallel, share.first_gpu, visible)
-        return variables | {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+        return variables | nccl_variables(config.sglang.extra) | {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
     threads = r.engine_threads or max(1, num_cores() // (share.count * r.server_tensor_parallel))
     cpus = cpu_groups(server, r.server_tensor_parallel, threads, sorted(os.sched_getaffinity(0)))
     variables |= {

@@ -39,7 +39,7 @@ def running_engines(
         processes.reserved_ports(share.count, share.host) as ports,
         supervised(
             make_specs(config, model_path, logs, ports, share),
-            startup_timeout_s=r.startup_timeout_s,
+            startup_timeout_s=r.startup_limit_s,
             max_restarts=r.max_restarts,
             hang_timeout_s=r.hang_timeout_s,
             tell=lambda text: _tell(text, log_dir / "supervisor.log"),

@@ -31,7 +31,7 @@ class AdamState:
         assert isinstance(optimizer, ChainedOptimizer)
         (self._optimizer,) = optimizer.chained_optimizers
         self._is_split = isinstance(self._optimizer, DistributedOptimizer)
-        if not torch.cuda.is_available():
+        if isinstance(self._optimizer.optimizer, torch.optim.Adam):  # not Transformer Engine's, nor Apex's
             for group in self._optimizer.optimizer.param_groups:
                 group["fused"] = True  # one pass over weights, gradients and moments instead of ten
         self._group = layout.data_context_group
@@ -89,7 +89,7 @@ class AdamState:
         adam = self._optimizer.optimizer
         for group in adam.param_groups:
             for weight in group["params"]:
-                self._state(weight)["step"] = torch.tensor(float(num_applied))
+                self._state(weight)["step"] = torch.tensor(float(num_applied), device=weight.device)
             group["step"] = num_applied  # where fused Adam of Transformer Engine or Apex counts, from its first step on
 
     def _owns(self, parameter: Parameter) -> bool:
@@ -117,7 +117,8 @@ class AdamState:
         """Return Adam's state of one weight; make it before the first update, as Adam would at its first."""
         state = self._optimizer.optimizer.state[weight]
         if not state:
-            state.update({"step": torch.tensor(0.0)} | {name: torch.zeros_like(weight).detach() for name in MOMENTS})
+            step = torch.tensor(0.0, device=weight.device)  # the fused kernel reads it there
+            state.update({"step": step} | {name: torch.zeros_like(weight).detach() for name in MOMENTS})
         return state
 
     def _whole(self, parameter: Parameter, part: Tensor | None) -> Tensor:

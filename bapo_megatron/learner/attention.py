@@ -192,6 +192,44 @@ class _Place(torch.autograd.Function):
         return _place(grad, into_B, of_B, ctx.num_rows), None, None, None
 
 
+def needs_repeated_heads(device_type: str, dtype: torch.dtype, is_masked: bool) -> bool:
+    """Return whether torch's fused attention wants as many key-value heads as query heads.
+
+    On a GPU, only its flash kernel shares them, and that one takes neither float32 nor a mask. Its memory-efficient
+    kernel takes both, and else torch would compute and keep the weights of all pairs of tokens
+    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+    """
+    return device_type == "cuda" and (dtype == torch.float32 or is_masked)
+
+
+def attend(
+    q_SNQD: Tensor,
+    k_SKLD: Tensor,
+    v_SKLD: Tensor,
+    visible_S1QL: Tensor | None,
+    scale: float | None,
+    *,
+    repeat_heads: bool,
+) -> Tensor:
+    """Return attention [S, N, Q, D], causal without a mask. K divides N: each key-value head serves N / K query heads.
+
+    Args:
+        repeat_heads: copy keys and values for each query head, instead of leaving that to the kernel.
+    """
+    if repeat_heads:
+        copies = q_SNQD.shape[1] // k_SKLD.shape[1]
+        k_SKLD, v_SKLD = (x.repeat_interleave(copies, dim=1) for x in (k_SKLD, v_SKLD))
+    return F.scaled_dot_product_attention(
+        q_SNQD,
+        k_SKLD,
+        v_SKLD,
+        attn_mask=visible_S1QL,
+        is_causal=visible_S1QL is None,
+        scale=scale,
+        enable_gqa=not repeat_heads,
+    )
+
+
 class _CoreAttention(torch.nn.Module):
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Return nothing: attention has no parameters."""
@@ -220,14 +258,13 @@ class PackedAttention(_CoreAttention):
         k_UKD, v_UKD = packed_seq_params.gather(k_T1KD, v_T1KD)
         out_TX = None
         for block in packed_seq_params.blocks:
-            out_SNQD = F.scaled_dot_product_attention(
+            out_SNQD = attend(
                 block.queries.pad(q_T1ND[:, 0]),
                 block.keys.pad(k_UKD),
                 block.keys.pad(v_UKD),
-                attn_mask=block.visible_S1QL,
-                is_causal=block.visible_S1QL is None,
-                scale=self.scale,
-                enable_gqa=True,
+                block.visible_S1QL,
+                self.scale,
+                repeat_heads=needs_repeated_heads(q_T1ND.device.type, q_T1ND.dtype, block.visible_S1QL is not None),
             )
             part_TX = block.queries.unpad(out_SNQD, num_tokens)
             out_TX = part_TX if out_TX is None else out_TX + part_TX

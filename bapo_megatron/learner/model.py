@@ -30,6 +30,7 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
@@ -226,6 +227,11 @@ class PolicyModel(GPTModel):
         # not a buffer, which would become bfloat16 with the weights: too coarse for positions
         self.inverse_frequencies = rotary_frequencies(shape)[0].to(device())
         _mark_split_parameters(self)
+
+    def _set_attention_backend(self) -> None:
+        """Leave "auto" to the environment (runtime/environment.py): Megatron would ask for unfused attention too."""
+        if self.config.attention_backend != AttnBackend.auto:
+            super()._set_attention_backend()
 
     def forward(
         self,

@@ -64,7 +64,16 @@ def examine(config: Config | None, ports: Sequence[int], rendezvous: Rendezvous 
             yield from examine_needs(config)
         probes.wait()
         yield from software.check_torch(probes.facts, driver)
-        yield software.check_transformer_engine(probes.facts, needed=config is not None and config.precision.uses_fp8)
+        if probes.facts.get("num_gpus"):
+            yield software.check_chip(probes.facts["capability"])
+            yield software.check_toolkit(probes.facts["cuda"])
+        needs_fp8 = config is not None and config.precision.uses_fp8
+        yield (engine := software.check_transformer_engine(probes.facts, needed=needs_fp8))
+        if has_gpu:
+            extra = {} if config is None else config.sglang.extra
+            if engine.verdict == "ok" and (config is None or _may_use_engine(config)):
+                yield software.check_attention(extra, *_attention(config))
+            yield software.check_variables(extra, is_attached=config is not None and config.rollout.engine == "attach")
         yield from probes.findings(is_across_nodes=rendezvous is not None and rendezvous.num_nodes > 1)
 
 
@@ -113,6 +122,25 @@ def _disk_needed(config: Config | None) -> int:
     except UserError:
         return _LITTLE_DISK_BYTES  # `examine_needs` reports the missing model
     return _LITTLE_DISK_BYTES + (config.checkpoint.keep_last + 1) * _CHECKPOINT_BYTES * model_parameters(shape)
+
+
+def _may_use_engine(config: Config) -> bool:
+    """Return whether a run's layers are Transformer Engine's where it is installed."""
+    return config.model.implementation != "local" and config.model.dtype == "bfloat16"
+
+
+def _attention(config: Config | None) -> tuple[int, int, int, int, bool]:
+    """Return the arguments of `check_attention` for a run; without one, or its model, for sizes that are common."""
+    common = (32, 8, 128, 8192, False)
+    if config is None:
+        return common
+    try:
+        shape = model_shape(load_hf_config(resolve_model_path(config.model.path)))
+    except UserError:
+        return common  # `examine_needs` reports the missing model
+    tensor, longest = config.parallel.tensor, config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    heads, kv_heads = shape.num_heads // tensor, max(1, shape.num_kv_heads // tensor)
+    return heads, kv_heads, shape.head_dim, longest, config.parallel.context > 1
 
 
 def _check_engine(kind: EngineKind, has_gpu: bool) -> Finding:

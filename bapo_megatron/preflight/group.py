@@ -21,6 +21,7 @@ from torch import Tensor
 from bapo_megatron.engines.group import connect_store, host_store
 from bapo_megatron.engines.processes import LOOPBACK, loopback_variables, reserved_ports
 from bapo_megatron.preflight.machine_checks import Finding
+from bapo_megatron.runtime.environment import nccl_variables
 
 _REPEATS = 4
 _BYTES = {"gloo": 4 * 2**20, "nccl": 256 * 2**20}
@@ -43,7 +44,7 @@ def probe(task: Task, output: Path) -> None:
     """Write JSON to `output`: facts about torch at once, then the group's measurements added to them."""
     facts: dict[str, Any] = {}
     try:
-        facts = _facts()
+        facts = torch_facts()
         _write(output, facts)
         _write(output, facts | _measure(task))
     except (RuntimeError, OSError, ValueError) as error:  # torch.distributed's errors are RuntimeErrors
@@ -57,10 +58,12 @@ def _write(output: Path, result: dict[str, Any]) -> None:
     partial.replace(output)
 
 
-def _facts() -> dict[str, Any]:
+def torch_facts() -> dict[str, Any]:
+    """Return versions of torch, its CUDA and NCCL, and the first GPU: a JSON value."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     facts: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "num_gpus": num_gpus}
     if num_gpus:
+        facts["gpu"] = torch.cuda.get_device_name()
         facts["capability"] = torch.cuda.get_device_capability()
         if dist.is_nccl_available():
             facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -73,6 +76,7 @@ def _measure(task: Task) -> dict[str, Any]:
         if not torch.cuda.is_available():
             raise RuntimeError("torch sees no GPU")
         torch.cuda.set_device(task.local_rank)
+        os.environ |= nccl_variables({})
     if task.host == LOOPBACK:
         os.environ |= loopback_variables()
     size, timeout_s = task.world_size, task.timeout_s

@@ -65,6 +65,8 @@ def check_required() -> Finding:
     """Check that every package a run imports is installed."""
     if importlib.util.find_spec("packaging") is None:  # which reads the names of the others
         return Finding("packages", "error", "packaging is not installed", "pip install packaging")
+    if installed_version("bapo-megatron") is None:
+        return Finding("packages", "error", "bapo-megatron is not installed, so its needs are unknown", "pip install .")
     core = requirements("core")
     missing = [r for r in core if importlib.util.find_spec(_module(r)) is None]
     if missing:

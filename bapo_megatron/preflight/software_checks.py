@@ -1,11 +1,15 @@
 """Checks of installed software, mostly without importing it, and of GPUs, through their driver."""
 
 import importlib.util
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from bapo_megatron_patches.megatron_core import SUPPORTED as MEGATRON_SUPPORTED
@@ -16,9 +20,24 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.machine_checks import Finding, Verdict
 from bapo_megatron.preflight.packages import installed_version
+from bapo_megatron.runtime.environment import trainer_variables
 
+_BF16_CAPABILITY = (8, 0)  # Ampere; fused attention and SGLang need it too
 _FP8_CAPABILITY = (8, 9)  # Ada; Hopper is (9, 0)
-_IMPORT_TIMEOUT_S = 15.0
+_PYTHON_TIMEOUT_S = 60.0  # of a new process that imports Transformer Engine
+_TRIED_TOGETHER: frozenset[tuple[str, str]] = frozenset()  # Transformer Engine and torch that tests/gpu ran with
+
+# Asks Transformer Engine which attention it chooses for a pack, as its DotProductAttention does.
+_CHOOSE_ATTENTION = """
+import json, sys, torch
+from transformer_engine.pytorch.attention.dot_product_attention import utils
+heads, kv_heads, head_dim, length, is_split = json.loads(sys.argv[1])
+flash, version, fused, kind, unfused, _ = utils.get_attention_backend(utils.AttentionParams(
+    qkv_dtype=torch.bfloat16, qkv_layout="thd_thd_thd", batch_size=4, num_heads=heads, num_gqa_groups=kv_heads,
+    max_seqlen_q=length, max_seqlen_kv=length, head_dim_qk=head_dim, head_dim_v=head_dim,
+    attn_mask_type="padding_causal", window_size=(-1, 0), core_attention_bias_shape=None, context_parallel=is_split))
+print(f"flash-attn {version}" if flash else f"cuDNN {int(kind)}" if fused else "unfused" if unfused else "none")
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +168,71 @@ def check_torch(facts: dict[str, Any], driver: Driver) -> Iterator[Finding]:
         yield Finding("NCCL", "error", "torch cannot use it", "install a CUDA build of torch")
 
 
+def check_chip(capability: Sequence[int]) -> Finding:
+    """Check that the GPU has bfloat16."""
+    what = f"compute capability {'.'.join(map(str, capability))}"
+    if tuple(capability) < _BF16_CAPABILITY:
+        return Finding("chip", "error", f"{what} is too old: bfloat16 needs 8.0 (Ampere)", "use a newer GPU")
+    return Finding("chip", "ok", what)
+
+
+def check_toolkit(cuda: str) -> Finding:
+    """Check that nvcc, with which Transformer Engine is built and SGLang compiles kernels, is of torch's CUDA.
+
+    Args:
+        cuda: the version that torch is built for, such as "13.0".
+    """
+    name, home = "CUDA toolkit", os.environ.get("CUDA_HOME")
+    nvcc = shutil.which("nvcc", path=str(Path(home, "bin")) if home else None)
+    if nvcc is None:
+        where = "CUDA_HOME/bin" if home else "PATH"
+        return Finding(name, "absent", f"no nvcc in {where}", f"SGLang and Transformer Engine compile with CUDA {cuda}")
+    try:
+        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=_PYTHON_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding(name, "warning", f"{nvcc} does not run: {error}")
+    found = re.search(r"release (\d+\.\d+)", done.stdout)
+    version = found[1] if found else "unknown"
+    if version.split(".")[0] != cuda.split(".")[0]:
+        advice = f"set CUDA_HOME to a toolkit of CUDA {cuda}"
+        return Finding(name, "warning", f"{nvcc} is of CUDA {version}, and torch of {cuda}", advice)
+    return Finding(name, "ok", f"{version}, {nvcc}")
+
+
+def check_variables(sglang_extra: Mapping[str, Any], *, is_attached: bool) -> Finding:
+    """Show the variables that a run sets for its processes on GPUs, and mark those that the user has set."""
+    variables = trainer_variables(sglang_extra)
+    shown = ", ".join(
+        f"{name}={value}" + (" (yours)" if name in os.environ else "") for name, value in variables.items()
+    )
+    advice = "attached servers must have the same NCCL variables: SGLang's defaults" if is_attached else ""
+    return Finding("variables", "ok", shown, advice)
+
+
+def check_attention(
+    sglang_extra: Mapping[str, Any], heads: int, kv_heads: int, head_dim: int, length: int, is_split: bool
+) -> Finding:
+    """Check which attention Transformer Engine chooses for packs ("thd"), with the variables of a trainer rank.
+
+    Args:
+        heads, kv_heads: of one tensor rank.
+        length: tokens of the longest sequence.
+        is_split: with context parallelism.
+    """
+    pack = f"packs of {length} tokens, {heads} heads of {head_dim}"
+    arguments = json.dumps([heads, kv_heads, head_dim, length, is_split])
+    chosen, problem = run_python(_CHOOSE_ATTENTION, arguments, environment=trainer_variables(sglang_extra))
+    if problem:
+        return Finding("attention", "warning", f"Transformer Engine does not say which it chooses: {problem}")
+    if chosen == "none":
+        advice = 'install flash-attn, or set model.implementation="local"'
+        return Finding("attention", "error", f"{pack}: no fused kernel", advice)
+    if chosen == "unfused":
+        advice = "unset NVTE_UNFUSED_ATTN, and a run fails instead of using memory for all pairs of tokens"
+        return Finding("attention", "warning", f"{pack}: unfused", advice)
+    return Finding("attention", "ok", f"{pack}: {chosen}")
+
+
 def check_megatron(has_gpu: bool) -> Finding:
     installed = installed_version("megatron-core")
     if installed is None:
@@ -169,14 +253,16 @@ def check_transformer_engine(facts: dict[str, Any], needed: bool) -> Finding:
         return Finding(name, "absent", f"{installed}; not examined, as torch did not answer")
     if not facts["num_gpus"]:
         return Finding(name, "absent", f"{installed}, and no GPU to use it")
-    problem = _import_problem("transformer_engine.pytorch")
+    _, problem = run_python("import transformer_engine.pytorch")
     if problem:
         return Finding(name, "error", f"{installed} cannot be imported: {problem}", "build it against this torch")
     capability = tuple(facts["capability"])
     chip = f"compute capability {capability[0]}.{capability[1]}"
     if capability < _FP8_CAPABILITY:
         return Finding(name, "error" if needed else "ok", f"{installed}; {chip} has no FP8")
-    return Finding(name, "ok", f"{installed}; FP8 is possible ({chip})")
+    is_tried = (installed, facts["torch"].partition("+")[0]) in _TRIED_TOGETHER
+    advice = "" if is_tried else f"with torch {facts['torch']} untried: scripts/gpu_session.sh te"
+    return Finding(name, "ok", f"{installed}; FP8 is possible ({chip})", advice)
 
 
 def check_apex(has_gpu: bool) -> Finding:
@@ -202,12 +288,13 @@ def check_sglang(has_gpu: bool, needed: bool) -> Finding:
     return Finding("SGLang", "ok", f"{installed_version('sglang')} in {sys.prefix}")
 
 
-def _import_problem(module: str) -> str:
-    """Import a module in a new process; return the last line of its traceback, or "" on success."""
+def run_python(code: str, *arguments: str, environment: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """Run code in a new process; return the last line of its output, and that of its traceback ("" on success)."""
+    command = [sys.executable, "-c", code, *arguments]
+    variables = os.environ | (environment or {})
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PYTHON_TIMEOUT_S, env=variables)
     except subprocess.TimeoutExpired:
-        return f"not done after {_IMPORT_TIMEOUT_S:g} s"
-    return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        return "", f"not done after {_PYTHON_TIMEOUT_S:g} s"
+    said, told = (text.strip().splitlines() or ["it ended without a word"] for text in (done.stdout, done.stderr))
+    return (said[-1], "") if done.returncode == 0 else ("", told[-1])

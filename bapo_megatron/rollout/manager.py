@@ -111,7 +111,7 @@ class RolloutManager:
         try:
             samples = loop.run(asked.sample(version), asked.deadline_s, asked.what, asked.progress)
         except NoEngineLeftError:
-            timeout_s = self.config.rollout.startup_timeout_s
+            timeout_s = self.config.rollout.startup_limit_s
             loop.run(self.engines.pool.until_one_is_back(timeout_s), timeout_s + 10, "an engine to be back")
             return None
         return eval_metrics(samples, self.evaluation.judge(samples))
@@ -148,7 +148,7 @@ class RolloutManager:
         """
         r = self.config.rollout
         judging_s = 2 * self.config.reward.timeout_s * r.samples_per_prompt
-        return r.request_timeout_s * (r.max_retries + 1) + r.startup_timeout_s + judging_s
+        return r.request_timeout_s * (r.max_retries + 1) + r.startup_limit_s + judging_s
 
     def _progress(self) -> tuple[int, ...]:
         """Return counts that grow during sampling: tokens, verdicts, and engines fenced with their requests."""

@@ -98,7 +98,7 @@ class Scheduler:
             if (groups := self.book.choose(version)) is not None:
                 return groups
             if not self.pool.live():
-                await self.pool.until_one_is_back(self.config.startup_timeout_s)
+                await self.pool.until_one_is_back(self.config.startup_limit_s)
                 return None
             self.book.admit(version, version)
             num_idle = 0 if await self._run_round(step) else num_idle + 1
@@ -135,7 +135,7 @@ class Scheduler:
         self._stream.start(step, version)
         while (groups := self.book.choose(version)) is None:
             if not self.pool.live():
-                await self.pool.until_one_is_back(self.config.startup_timeout_s)
+                await self.pool.until_one_is_back(self.config.startup_limit_s)
                 return None
             await self._stream.wait(_POLL_S)
         if self.config.overlap:

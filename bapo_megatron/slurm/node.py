@@ -38,7 +38,6 @@ from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.console import Screen, header
 from bapo_megatron.monitor.rundir import RunDir
-from bapo_megatron.report.page import write_report
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.worker import STOPPED, run_rank
 
@@ -139,6 +138,8 @@ def _run_trainer(config: Config, meeting: Meeting, rank: int) -> int:
             meeting.stopped_file.touch()
             return 0
         if code == 0 and config.monitor.report:
+            from bapo_megatron.report.page import write_report  # with matplotlib
+
             write_report(run_dir.path)
         return code
 
@@ -170,7 +171,7 @@ def _await_engines(config: Config, meeting: Meeting) -> list[str]:
     """Return the URLs of all engines of the run."""
     if not config.rollout.num_started:
         return list(config.rollout.urls)
-    timeout_s = config.slurm.startup_timeout_s + config.rollout.startup_timeout_s
+    timeout_s = config.slurm.startup_timeout_s + config.rollout.startup_limit_s
     nodes = range(place(config).server_nodes)
     told = [meeting.wait(_engines(i), f"engine node {i}", timeout_s, _SETTING) for i in nodes]
     return [url for facts in told for url in facts["urls"]]

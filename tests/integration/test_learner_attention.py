@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bapo_megatron.buffer.packing import context_tokens
-from bapo_megatron.learner.attention import PackedAttention, PackedSequences, make_blocks
+from bapo_megatron.learner.attention import PackedAttention, PackedSequences, attend, make_blocks, needs_repeated_heads
 
 LENGTHS = [[5], [1, 1, 1], [3, 17, 4, 100, 1, 33, 8, 7], [6, 0, 6]]
 
@@ -43,6 +43,25 @@ def test_packed_attention_equals_one_sequence_at_a_time(lengths: list[int]) -> N
     out = attention(*inputs, None, packed_seq_params=packed)
     expected = one_at_a_time(*inputs, lengths)
     assert_same(out, expected, inputs)
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_repeated_heads_give_the_same(is_masked: bool) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, heads, 9, 8, dtype=torch.float64, requires_grad=True) for heads in (6, 2, 2)]
+    visible = torch.ones(9, 9, dtype=torch.bool).tril().expand(2, 1, 9, 9) if is_masked else None
+    shared, repeated = (attend(*inputs, visible, 0.3, repeat_heads=repeat) for repeat in (False, True))
+    assert_same(repeated, shared, inputs)
+
+
+def test_heads_are_repeated_where_a_gpu_has_no_kernel_that_shares_them() -> None:
+    def repeats(device_type: str, dtype: torch.dtype, *, is_masked: bool) -> bool:
+        return needs_repeated_heads(device_type, dtype, is_masked)
+
+    assert repeats("cuda", torch.float32, is_masked=False)
+    assert repeats("cuda", torch.bfloat16, is_masked=True)
+    assert not repeats("cuda", torch.bfloat16, is_masked=False)
+    assert not repeats("cpu", torch.float32, is_masked=True)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)

@@ -151,7 +151,7 @@ def fail(error: BaseException) -> dict[str, Any]:
     ],
 )
 def test_a_torch_that_cannot_answer_fails_without_a_traceback(error: BaseException, problem: str) -> None:
-    replaced = {"group._facts": functools.partial(fail, error)}
+    replaced = {"group.torch_facts": functools.partial(fail, error)}
     ((code, text),) = in_new_process(replaced, outputs, ["doctor"])
     assert code == 1
     lines = text.splitlines()
@@ -162,7 +162,7 @@ def test_a_torch_that_cannot_answer_fails_without_a_traceback(error: BaseExcepti
 
 def test_a_probe_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed at its deadline, before it has written anything."""
-    probes = in_new_process({"group._facts": functools.partial(time.sleep, 60)}, waited_for, 0, 0.2)
+    probes = in_new_process({"group.torch_facts": functools.partial(time.sleep, 60)}, waited_for, 0, 0.2)
     (torch_finding,) = software.check_torch(probes.facts, Driver(problem="none"))
     assert (torch_finding.verdict, torch_finding.what) == ("error", "not done after 0 s")
     monkeypatch.setattr(software, "installed_version", lambda name: "2.9.0")
@@ -370,10 +370,79 @@ def test_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = software.check_transformer_engine(FACTS, needed=False)  # it is not there to be imported
     assert broken.verdict == "error"
     assert "No module named" in broken.what
-    monkeypatch.setattr(software, "_import_problem", lambda module: "")
-    assert "FP8 is possible" in software.check_transformer_engine(FACTS, needed=True).what
+    monkeypatch.setattr(software, "run_python", lambda code: ("", ""))
+    possible = software.check_transformer_engine(FACTS, needed=True)
+    assert "FP8 is possible" in possible.what
+    assert "with torch 2.9.0+cu128 untried" in possible.advice
     ampere = software.check_transformer_engine(FACTS | {"capability": [8, 0]}, needed=True)
     assert (ampere.verdict, "has no FP8" in ampere.what) == ("error", True)
+
+
+def test_an_old_chip_and_a_toolkit_of_another_cuda_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert software.check_chip([9, 0]).verdict == "ok"
+    turing = software.check_chip([7, 5])
+    assert (turing.verdict, turing.what) == ("error", "compute capability 7.5 is too old: bfloat16 needs 8.0 (Ampere)")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert software.check_toolkit("13.0").verdict == "absent"
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.8, V12.8.93'\n")
+    nvcc.chmod(0o755)
+    assert software.check_toolkit("12.9").verdict == "ok"
+    other = software.check_toolkit("13.0")
+    assert (other.verdict, other.what) == ("warning", f"{nvcc} is of CUDA 12.8, and torch of 13.0")
+
+
+ASKED = """
+import dataclasses, os, sys
+
+@dataclasses.dataclass
+class AttentionParams:  # the fields of Transformer Engine 2.11 that are given
+    qkv_dtype: object
+    qkv_layout: str
+    batch_size: int
+    num_heads: int
+    num_gqa_groups: int
+    max_seqlen_q: int
+    max_seqlen_kv: int
+    head_dim_qk: int
+    head_dim_v: int
+    attn_mask_type: str
+    window_size: tuple
+    core_attention_bias_shape: object
+    context_parallel: bool
+
+def get_attention_backend(params):
+    unfused = os.environ["NVTE_UNFUSED_ATTN"] == "1"
+    fused = params.head_dim_qk <= 256
+    return False, None, fused, 1 if fused else None, not fused and unfused, [False, fused, unfused]
+"""
+
+
+def test_transformer_engine_is_asked_for_its_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "transformer_engine" / "pytorch" / "attention" / "dot_product_attention" / "utils.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(ASKED)
+    (tmp_path / "torch.py").write_text("bfloat16 = 'bfloat16'")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("NVTE_UNFUSED_ATTN", raising=False)
+    fused = software.check_attention({}, 16, 4, 128, 65536, True)
+    assert (fused.verdict, fused.what) == ("ok", "packs of 65536 tokens, 16 heads of 128: cuDNN 1")
+    refused = software.check_attention({}, 16, 4, 512, 2048, False)
+    assert (refused.verdict, "no fused kernel" in refused.what) == ("error", True)
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "1")
+    assert software.check_attention({}, 16, 4, 512, 2048, False).verdict == "warning"
+    module.write_text("")
+    silent = software.check_attention({}, 16, 4, 128, 2048, False)
+    assert (silent.verdict, "has no attribute" in silent.what) == ("warning", True)
+
+
+def test_the_variables_of_gpu_processes_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+    shown = software.check_variables({}, is_attached=True)
+    assert "NCCL_CUMEM_ENABLE=1 (yours), NCCL_NVLS_ENABLE=0, CUDA_DEVICE_MAX_CONNECTIONS=" in shown.what
+    assert "attached servers" in shown.advice
 
 
 def test_clocks() -> None:

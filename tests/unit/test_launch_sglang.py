@@ -59,6 +59,8 @@ def test_nothing_of_the_cpu_is_set_where_there_is_a_gpu() -> None:
     arguments = command(has_gpu=True, server_tensor_parallel=2)
     assert option(arguments, "--tensor-parallel-size") == "2"
     assert "--device" not in arguments
+    assert "--enable-fp32-lm-head" in arguments, "log-probs of bfloat16 logits are coarse"
+    assert "--enable-fp32-lm-head" not in command({"enable_fp32_lm_head": False}, has_gpu=True)
     variables = sglang.environment(settings(server_tensor_parallel=2), SHARE, 0, ["4", "5"])
     assert "SGLANG_USE_CPU_ENGINE" not in variables
     assert variables["CUDA_VISIBLE_DEVICES"] == "4,5"

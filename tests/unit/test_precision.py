@@ -265,3 +265,22 @@ def test_packs_are_padded_for_the_matrix_products(recipe: str, tensor: int, cont
     plain = minibatches(batch, num_minibatches=2, num_epochs=1, seed=0, max_tokens=60, share=type(share)())
     trained = torch.cat([pack.batch_rows_R for minibatch in plain for pack in minibatch.micro_batches])
     assert torch.equal(torch.cat(rows).sort().values, trained.sort().values)
+
+
+@pytest.mark.parametrize(
+    ("settings", "machine", "is_refused"),
+    [
+        ("model.implementation=local", None, True),
+        ("", GOOD, False),
+        ("", Machine(HOPPER, (12, 9), None), True),  # "auto" is local there
+        ("model.dtype=float32", None, True),
+        ("model.implementation=local parallel.context=4 rollout.max_response_tokens=30000", None, False),
+        ("model.implementation=local parallel.context=1", None, False),
+    ],
+)
+def test_long_sequences_are_not_split_with_local_attention(
+    settings: str, machine: Machine | None, is_refused: bool
+) -> None:
+    split = "model.dtype=bfloat16 parallel.context=2 rollout.max_response_tokens=65000"
+    messages = problems(load_config([], f"{split} {settings}".split()), shape=None, machine=machine)
+    assert ["local layers would keep a mask of" in m for m in messages] == [True] * is_refused

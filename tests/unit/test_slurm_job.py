@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from bapo_megatron.cli import main
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.plan import num_ranks
-from bapo_megatron.config.plan_slurm import Placement, check_slurm, place
+from bapo_megatron.config.plan_slurm import Placement, check_placement, check_slurm, place
 from bapo_megatron.config.schema import Config, seconds_of
 from bapo_megatron.engines import processes, sglang
 from bapo_megatron.engines.processes import EngineShare, loopback_variables, own_address
@@ -108,6 +108,32 @@ def test_what_cannot_run_is_said_before_it_is_submitted(settings: tuple[str, ...
     found = errors(configured(*settings))
     assert len(found) == 1
     assert said in found[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ((), "leaves CPUs and memory to the cluster's default"),
+        (("slurm.cpus_per_rank=1", 'slurm.options=["--mem=0"]'), "slurm.cpus_per_rank=1: a rank has threads"),
+        (("slurm.cpus_per_rank=1", 'slurm.options=["--exclusive"]'), None),
+        (("slurm.cpus_per_rank=8", 'slurm.options=["--mem=0"]'), None),
+    ],
+)
+def test_few_cpus_are_told_before_submission(settings: tuple[str, ...], said: str | None) -> None:
+    """`bapo check` calls check_placement for a run on several nodes."""
+    layout = ("cluster.nodes=2", "parallel.tensor=4", "parallel.data=2", "rollout.num_servers=8")
+    found = check_placement(configured(*GPUS, *layout, *settings))
+    assert [v.severity for v in found] == ["warning"] * (said is not None)
+    assert said is None or said in found[0].message
+
+
+def test_shipped_clusters_ask_for_whole_nodes() -> None:
+    clusters = sorted((Path(__file__).parents[2] / "configs" / "clusters").glob("*.toml"))
+    assert len(clusters) >= 6
+    for cluster in clusters:
+        config = load_config([cluster], [])
+        assert {"--exclusive", "--mem=0"} <= {*config.slurm.options}, cluster
+        assert not [v for v in check_placement(config) if "CPU" in v.message]
 
 
 def test_a_limit_below_one_checkpoint_interval_is_refused_where_steps_were_measured(tmp_path: Path) -> None:

@@ -1,0 +1,39 @@
+"""Environment variables of processes on GPUs. CUDA, NCCL, torch and Transformer Engine read them once, so they are set
+before torch is imported. A value that the user has set always wins.
+
+Trainer and engines share NCCL groups, so both get the same `nccl_variables`. SGLang 0.5.23 chooses these values itself
+where they are unset (srt/entrypoints/engine.py, `_set_envs_and_config`): servers that are attached have them too.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+TRAINER_VARIABLES = {
+    # One queue of kernels: collectives start in the order of the code, and so overlap with the products that follow.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # Packs differ in length, and freed blocks of fixed sizes would not fit the next pack.
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    # Where no fused kernel takes a pack, fail: the unfused attention needs memory for every pair of tokens.
+    "NVTE_UNFUSED_ATTN": "0",
+}
+_OLD_ALLOC_CONF = "PYTORCH_CUDA_ALLOC_CONF"  # before torch 2.9; the new name would hide it
+
+
+def nccl_variables(sglang_extra: Mapping[str, Any]) -> dict[str, str]:
+    """Return NCCL's variables for a trainer rank or an engine.
+
+    Args:
+        sglang_extra: `[sglang.extra]`. SGLang turns on what its own arguments need, whatever the environment says.
+    """
+    symmetric, multicast = (bool(sglang_extra.get(name)) for name in ("enable_symm_mem", "enable_nccl_nvls"))
+    needed = {"NCCL_CUMEM_ENABLE": symmetric, "NCCL_NVLS_ENABLE": symmetric or multicast}
+    return {name: "1" if is_needed else os.environ.get(name, "0") for name, is_needed in needed.items()}
+
+
+def trainer_variables(sglang_extra: Mapping[str, Any]) -> dict[str, str]:
+    """Return all variables for a trainer rank, those of `nccl_variables` first."""
+    own = {name: os.environ.get(name, value) for name, value in TRAINER_VARIABLES.items()}
+    if _OLD_ALLOC_CONF in os.environ and "PYTORCH_ALLOC_CONF" not in os.environ:
+        del own["PYTORCH_ALLOC_CONF"]
+    return nccl_variables(sglang_extra) | own

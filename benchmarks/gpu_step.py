@@ -1,0 +1,317 @@
+"""One optimizer update of a learner at real sizes, with random weights: time, FLOPs, and memory beside the plan.
+
+    python benchmarks/gpu_step.py --model 1.5b                       every variant at 16k tokens, about 20 s each
+    python benchmarks/gpu_step.py --model 7b-half --variants local te --length 8192 --profile
+    python benchmarks/gpu_step.py --model tiny --tokens 256 --length 64 --turns 2           on a CPU, in seconds
+    python benchmarks/gpu_step.py --model 1.5b --variants --transfers    export, broadcast and snapshot of the weights
+
+An update is one packed micro-batch of sequences of one length: forward, GRPO's loss, backward, Adam, in MegatronLearner
+as a run builds it. Weights are filled on the device: no checkpoint is read. Seconds are medians, by CUDA's events on a
+GPU and by the wall clock on a CPU. FLOPs are those of preflight/work.py, recomputation included; planned memory is that
+of preflight/memory.py without the assumed context of CUDA and NCCL.
+
+--output FILE keeps the rows, and a variant that is in it is not measured again; --seconds ends in time, with exit code
+75 where some are left. A variant that this machine cannot run is named in one line, and the rest goes on.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from bapo_megatron.config.load import load_config
+from bapo_megatron.runtime.environment import trainer_variables
+from bapo_megatron.runtime.files import write_atomically
+
+os.environ |= trainer_variables({})  # before torch
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+from torch.nn import ModuleList, Parameter
+
+from bapo_megatron.buffer.packing import one_minibatch
+from bapo_megatron.config.precision import problems, this_machine
+from bapo_megatron.config.schema import Config
+from bapo_megatron.engines.group import UpdateGroup, host_store
+from bapo_megatron.hf.shape import ModelShape, model_shape
+from bapo_megatron.learner import split_model
+from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.learner.parallel import ParallelLayout, device
+from bapo_megatron.preflight.known import GIB, GPUS, KNOWN_MODELS
+from bapo_megatron.preflight.memory import trainer_memory
+from bapo_megatron.preflight.work import StepTokens, step_flops
+from bapo_megatron.types import Batch, ClipBounds
+
+UNFINISHED = 75
+TRANSFERS = "transfers"
+BUCKET_BYTES = 512 * 2**20
+BOUNDS = ClipBounds(low=0.8, high=1.2, positive_share=0.5, saturated=False, num_moves=0)
+SPREAD = 0.02  # of random weights, as models are initialised
+
+_QWEN2 = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 131_072}
+_SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
+_1_5B = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "vocab_size": 151_936}
+MODELS: dict[str, dict[str, Any]] = {
+    "tiny": _QWEN2 | _SMALL | {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
+    "1.5b": _QWEN2 | _1_5B | {"num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "7b-half": KNOWN_MODELS["Qwen2.5-Math-7B-64k"] | {"num_hidden_layers": 14},  # whole layers, half as many
+}
+
+_TE = ("model.implementation=transformer_engine",)
+_LAYERS: dict[str, tuple[str, ...]] = {
+    "local": ("model.implementation=local",),
+    "te": _TE,
+    "te tensorwise": (*_TE, "precision.fp8=hybrid", "precision.recipe=tensorwise"),
+    "te blockwise": (*_TE, "precision.fp8=hybrid", "precision.recipe=blockwise"),
+}
+VARIANTS: dict[str, tuple[str, ...]] = {
+    **_LAYERS,
+    **{f"{name} recompute": (*settings, "train.recompute=true") for name, settings in _LAYERS.items()},
+    "te chunk 256": (*_TE, "train.logprob_chunk_tokens=256"),
+    "te chunk 4096": (*_TE, "train.logprob_chunk_tokens=4096"),
+    "te triton": (*_TE, "train.logprob_backend=triton"),
+    **{
+        f"te {field} {value}": (*_TE, f"megatron.extra.{field}={value}")
+        for field in ("bias_activation_fusion", "apply_rope_fusion", "gradient_accumulation_fusion")
+        for value in ("false", "true")
+    },
+}
+
+
+def make_config(settings: tuple[str, ...], tokens: StepTokens) -> Config:
+    sizes = (
+        f"rollout.prompts_per_step={tokens.num_sequences}",
+        "rollout.samples_per_prompt=1",
+        f"data.max_prompt_tokens={tokens.prompt}",
+        f"rollout.max_response_tokens={tokens.response}",
+        f"train.max_tokens_per_microbatch={tokens.total}",
+        "loss.name=grpo",
+        f"model.dtype={'bfloat16' if torch.cuda.is_available() else 'float32'}",
+    )
+    return load_config([], [*sizes, *settings])
+
+
+def make_batch(tokens: StepTokens, vocab_size: int) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    lens_S = torch.full((tokens.num_sequences,), tokens.per_sequence)
+    is_response_T = (torch.arange(tokens.per_sequence) >= tokens.prompt).repeat(tokens.num_sequences)
+    signs_S = torch.where(torch.arange(tokens.num_sequences) % 2 == 0, 1.0, -1.0)
+    return Batch(
+        token_ids_T=torch.randint(vocab_size, (tokens.total,), generator=generator),
+        seq_lens_S=lens_S,
+        prompt_lens_S=torch.full_like(lens_S, tokens.prompt),
+        advantages_T=signs_S.repeat_interleave(lens_S) * is_response_T,
+        behaviour_logprobs_T=-torch.log(torch.tensor(float(vocab_size))) * is_response_T,
+        versions_T=torch.where(is_response_T, 0, -1),
+        mask_T=is_response_T,
+    )
+
+
+@torch.no_grad()
+def fill_at_random(
+    model: ModuleList,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    path: Path,
+    fill: Callable[[Parameter, Tensor], object] = Parameter.copy_,
+) -> None:
+    """Stand in for `load_weights`: matrices at random, norms 1, biases 0."""
+    for name, parameter in model.named_parameters():
+        values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        if parameter.dim() > 1:
+            values.normal_(0, SPREAD)
+        else:
+            values.fill_(0 if name.endswith("bias") else 1)
+        fill(parameter, values)
+
+
+@contextmanager
+def learner_of(config: Config, hf_config: dict[str, Any]) -> Iterator[MegatronLearner]:
+    with (
+        tempfile.TemporaryDirectory(prefix="gpu-step-") as folder,
+        patch.object(split_model, "load_weights", fill_at_random),
+    ):
+        Path(folder, "config.json").write_text(json.dumps(hf_config))
+        try:
+            yield MegatronLearner(config, folder)
+        finally:
+            if parallel_state.is_initialized():
+                parallel_state.destroy_model_parallel()
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Measure one call: by CUDA's events on a GPU, else by the wall clock."""
+    if not torch.cuda.is_available():
+        start_s = time.perf_counter()
+        call()
+        return time.perf_counter() - start_s
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def peak_flops(dtype: str) -> float | None:
+    """Return this GPU's rate by its data sheet; None for a CPU or an unknown GPU."""
+    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
+    return next((gpu.flops(dtype) for key, gpu in GPUS.items() if key in name), None)
+
+
+def measure(config: Config, hf_config: dict[str, Any], tokens: StepTokens, num_turns: int, profile: bool) -> Any:
+    shape = model_shape(hf_config)
+    on_gpu = torch.cuda.is_available()
+    with learner_of(config, hf_config) as learner:
+        batch = make_batch(tokens, shape.vocab_size)
+        minibatch = one_minibatch(batch, max_tokens=tokens.total, share=learner.share)
+        update = partial(learner.step, minibatch, BOUNDS)
+        update()  # makes Adam's state, compiles kernels
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        seconds = [seconds_of(update) for _ in range(num_turns)]
+        peak = torch.cuda.max_memory_allocated() if on_gpu else None
+        if profile:
+            print_profile(update)
+    median_s = statistics.median(seconds)
+    flops_per_s = step_flops(config, shape, tokens, 0) / median_s
+    fastest = peak_flops(config.model.dtype)
+    plan = trainer_memory(config, shape, gpu_bytes=torch.cuda.mem_get_info()[1] if on_gpu else None)
+    return {
+        "seconds": {"median": median_s, "least": min(seconds), "most": max(seconds)},
+        "tokens_per_s": tokens.total / median_s,
+        "tflops_per_s": flops_per_s / 1e12,
+        "share_of_peak": flops_per_s / fastest if fastest else None,
+        "peak_gib": peak / GIB if peak else None,
+        "plan_gib": (plan.total - plan.context) / GIB,
+    }
+
+
+def print_profile(update: Callable[[], object]) -> None:
+    """Print the twenty operators that take longest."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        update()
+    by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    print(profile.key_averages().table(sort_by=by, row_limit=20), flush=True)
+
+
+def measure_transfers(config: Config, hf_config: dict[str, Any], num_turns: int) -> dict[str, Any]:
+    """Measure how fast weights leave the learner, pass through a group of one rank, and are copied for a snapshot."""
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    bucket = torch.zeros(BUCKET_BYTES if torch.cuda.is_available() else 2**20, dtype=torch.uint8, device=device())
+    with learner_of(config, hf_config) as learner:
+        num_bytes = sum(tensor.nbytes for _, tensor in learner.named_weights())
+        export_s = [seconds_of(lambda: [None for _ in learner.named_weights()]) for _ in range(num_turns)]
+        group = UpdateGroup(
+            "alone", store=host_store("127.0.0.1", 1, 60), rank=0, world_size=1, backend=backend, timeout_s=60
+        )
+
+        def broadcast() -> None:
+            work = group.broadcast(bucket)
+            while not work.is_completed():
+                time.sleep(1e-4)
+            work.wait()
+
+        broadcast_s = [seconds_of(broadcast) for _ in range(num_turns + 1)][1:]
+        group.abandon()
+        with tempfile.TemporaryDirectory(prefix="gpu-step-") as folder:
+            snapshot = learner.snapshot()
+            detach_s = seconds_of(snapshot.detach)
+            start_s = time.perf_counter()
+            snapshot.write(Path(folder))
+            write_s = time.perf_counter() - start_s
+    return {
+        "weights_gib": num_bytes / GIB,
+        "export_gib_per_s": num_bytes / GIB / statistics.median(export_s),
+        "broadcast_gib_per_s": bucket.nbytes / GIB / statistics.median(broadcast_s),
+        "snapshot_detach_s": detach_s,
+        "snapshot_write_s": write_s,
+    }
+
+
+class Rows:
+    """Measured rows by name, kept in a file after each."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.rows: dict[str, Any] = json.loads(path.read_text()) if path and path.exists() else {}
+
+    def add(self, name: str, row: dict[str, Any]) -> None:
+        self.rows[name] = row
+        print(f"{name}: {json.dumps(row)}", flush=True)
+        if self._path:
+            write_atomically(self._path, json.dumps(self.rows, indent=1) + "\n")
+
+
+def row_of(name: str, options: argparse.Namespace, tokens: StepTokens) -> dict[str, Any]:
+    """Measure one variant, or say why this machine cannot run it."""
+    hf_config = MODELS[options.model]
+    config = make_config((*VARIANTS.get(name, _LAYERS["local"]), *options.settings), tokens)
+    if found := problems(config, shape=model_shape(hf_config), machine=this_machine()):
+        return {"missing": "; ".join(found)}
+    try:
+        if name == TRANSFERS:
+            return measure_transfers(config, hf_config, options.turns)
+        return measure(config, hf_config, tokens, options.turns, options.profile)
+    except Exception as error:  # of any library: the next variant may run
+        return {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"}
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="1.5b")
+    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=[*VARIANTS], metavar="NAME")
+    parser.add_argument("--tokens", type=int, default=16_384, help="of the pack")
+    parser.add_argument("--length", type=int, default=2048, help="of each sequence, a quarter of it the prompt")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--profile", action="store_true", help="print the operators that take longest")
+    parser.add_argument("--transfers", action="store_true", help="measure the ways out of the learner too")
+    parser.add_argument("--output", type=Path, help="file of rows")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no variant that would end later")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="for every variant")
+    options = parser.parse_intermixed_args()
+    began_s, longest_s = time.monotonic(), 0.0
+    prompt = options.length // 4
+    tokens = StepTokens(max(1, options.tokens // options.length), prompt, options.length - prompt)
+    kept, names = Rows(options.output), [*options.variants, *([TRANSFERS] if options.transfers else [])]
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(f"{where}, torch {torch.__version__}, {options.model}, {tokens.total} tokens, sequences of {options.length}")
+    for name in names:
+        key = f"{options.model}, {tokens.total} tokens of {options.length}, {name}"
+        if key in kept.rows and not {"missing", "failed"} & kept.rows[key].keys():
+            continue
+        start_s = time.monotonic()
+        if start_s - began_s + longest_s > options.seconds:
+            print(f"no time left for {name} and those after it", flush=True)
+            return UNFINISHED
+        kept.add(key, row_of(name, options, tokens))
+        longest_s = max(longest_s, time.monotonic() - start_s)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    counts = {state: sum(state in row for row in kept.rows.values()) for state in ("missing", "failed")}
+    print(f"{len(kept.rows) - sum(counts.values())} measured, {counts['missing']} missing, {counts['failed']} failed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""What is set for processes on GPUs, and can be seen without one: variables, SGLang's arguments, Adam's kernel."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.transformer.enums import AttnBackend
+
+from bapo_megatron import worker
+from bapo_megatron.config.schema import Config
+from bapo_megatron.engines import sglang
+from bapo_megatron.engines.processes import EngineShare
+from bapo_megatron.learner.adam import AdamState
+from bapo_megatron.learner.model import PolicyModel
+from bapo_megatron.runtime.environment import TRAINER_VARIABLES, nccl_variables, trainer_variables
+from bapo_megatron.runtime.heartbeat import HEARTBEAT
+
+NAMES = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "PYTORCH_CUDA_ALLOC_CONF", *TRAINER_VARIABLES)
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def of_engine(**extra: object) -> dict[str, str]:
+    config = Config.model_validate({"sglang": {"extra": extra}})
+    variables = sglang.environment(config, EngineShare(count=1, first_gpu=1), 0, ["0", "1"])
+    return {name: value for name, value in variables.items() if name in NAMES}
+
+
+@pytest.mark.parametrize(
+    ("extra", "values"),
+    [({}, "00"), ({"enable_nccl_nvls": True}, "01"), ({"enable_symm_mem": True}, "11")],
+)
+def test_trainer_and_engines_get_the_same_of_nccl(extra: dict[str, bool], values: str) -> None:
+    """SGLang's own rule, srt/entrypoints/engine.py."""
+    same = nccl_variables(extra)
+    assert "".join(same.values()) == values
+    assert of_engine(**extra) == same
+    trainer = trainer_variables(extra)
+    assert {name: trainer[name] for name in same} == same
+    assert trainer.keys() - same.keys() == TRAINER_VARIABLES.keys()
+
+
+def test_the_user_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "1")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    assert of_engine() == {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
+    trainer = trainer_variables({})
+    assert (trainer["NCCL_CUMEM_ENABLE"], trainer["NVTE_UNFUSED_ATTN"]) == ("1", "1")
+    assert "PYTORCH_ALLOC_CONF" not in trainer, "it would hide the older name"
+
+
+def test_a_rank_sets_them_before_it_imports_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: dict[str, str] = {}
+
+    def beat(*_: object) -> None:
+        seen.update(os.environ)
+        raise InterruptedError
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(HEARTBEAT, "beat", beat)  # "importing torch and Megatron-Core"
+    monkeypatch.setattr("bapo_megatron.config.load.load_config", lambda *_: Config())
+    with pytest.raises(InterruptedError):
+        worker._train(SimpleNamespace(config_path=tmp_path), [], 0, None, None)  # type: ignore[arg-type]
+    assert trainer_variables({}).items() <= seen.items()
+
+
+def test_the_launchers_import_neither_torch_nor_matplotlib() -> None:
+    code = (
+        "import sys, bapo_megatron.local, bapo_megatron.worker, bapo_megatron.slurm.node;"
+        "print(sorted({'torch', 'matplotlib', 'megatron'} & {*sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_megatron_does_not_turn_unfused_attention_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
+    model = PolicyModel.__new__(PolicyModel)
+    torch.nn.Module.__init__(model)
+    model.config = SimpleNamespace(attention_backend=AttnBackend.auto)
+    model._set_attention_backend()
+    assert os.environ["NVTE_UNFUSED_ATTN"] == "0"
+    model.config = SimpleNamespace(attention_backend=AttnBackend.unfused)  # [megatron.extra]
+    with pytest.raises(AssertionError, match="NVTE_UNFUSED_ATTN set to 0"):
+        model._set_attention_backend()
+
+
+def test_adam_is_fused_and_counts_where_its_weights_are() -> None:
+    """The device "meta" stands for a GPU: torch's fused kernel takes its counts from there."""
+    weight = torch.nn.Parameter(torch.empty(3, device="meta"))
+    chain = ChainedOptimizer.__new__(ChainedOptimizer)
+    chain.chained_optimizers = [SimpleNamespace(optimizer=torch.optim.AdamW([weight]))]
+    adam = AdamState(chain, SimpleNamespace(data_context_group=None))  # type: ignore[arg-type]
+    (group,) = chain.chained_optimizers[0].optimizer.param_groups
+    assert group["fused"]
+    assert adam._state(weight)["step"].device.type == "meta"
+    adam.set_steps(7)
+    assert adam._state(weight)["step"].device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("rollout", "limit_s"),
+    [({"engine": "sglang"}, 1800), ({}, 180), ({"engine": "sglang", "startup_timeout_s": 60}, 60)],
+)
+def test_a_first_start_of_sglang_may_take_half_an_hour(rollout: dict[str, object], limit_s: float) -> None:
+    assert Config.model_validate({"rollout": rollout}).rollout.startup_limit_s == limit_s
