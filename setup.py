@@ -26,6 +26,7 @@ CORE = [
     "packaging>=24.2",
     "tomli-w>=1.0",
     "aiohttp>=3.9",
+    "msgspec>=0.18",
     "rich>=13",
     "jinja2",
     "matplotlib",

@@ -160,6 +160,14 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--response-tokens", type=_whole, metavar="N", help="average length of a response (default: as long as allowed)"
     )
+    plan.add_argument(
+        "--best",
+        type=Path,
+        nargs="?",
+        const=Path("-"),
+        metavar="FILE",
+        help="instead: the split of the GPUs over trainer and servers with the shortest step, as TOML to merge last",
+    )
     plan.set_defaults(verb=_plan)
 
     doctor = verbs.add_parser(
@@ -392,9 +400,20 @@ def _check(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from bapo_megatron.config.plan import summarize
     from bapo_megatron.preflight.check import load_checked
-    from bapo_megatron.preflight.report import explain
+    from bapo_megatron.preflight.report import explain, explain_best
+    from bapo_megatron.runtime.files import explaining_os_errors
 
     config = load_checked(_given(options), elsewhere=True, memory=False)
+    if options.best is not None:
+        text, layout = explain_best(config, options.response_tokens)
+        print(text)
+        if options.best == Path("-"):
+            print(f"\n{layout}", end="")
+        else:
+            with explaining_os_errors(options.best), options.best.open("x", encoding="utf-8") as file:
+                file.write(layout)
+            print(f"written to {options.best}")
+        return 0
     print(summarize(config))
     text, problems = explain(config, options.response_tokens)
     print(text)

@@ -31,6 +31,7 @@ from bapo_megatron.learner.bounds import BoundsFinder, BoundsState
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.values import ValueAdvantages
 from bapo_megatron.learner.whole_batch import with_fixed_logprobs
+from bapo_megatron.monitor.profile import StepProfiler
 from bapo_megatron.monitor.record import Recorder, SilentRecorder, UpdateMetrics
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.rollout.manager import ManagerState, RolloutManager, connect_rollouts
@@ -89,7 +90,9 @@ def train(
     if first_step == 0 and (baseline := rollouts.evaluate(0, learner.version, push)):
         recorder.note(f"evaluation before training: reward {baseline['eval/reward']:.3f}")
     watch = Stopwatch()
-    for step in watch.steps(stop.steps(range(first_step, config.train.num_steps))):
+    engines = first.engines if isinstance(first, RolloutManager) else None
+    profiler = StepProfiler(config.monitor, run_dir.path / "profile", learner.layout.rank, engines, recorder.warn)
+    for step in profiler.steps(watch.steps(stop.steps(range(first_step, config.train.num_steps)))):
         updates = UpdateMetrics(config)
         with watch.span("rollout"):
             batch = rollouts.next_batch(step, learner.version, push)
@@ -108,12 +111,13 @@ def train(
             sync = push()
         with watch.span("eval"):
             evaluation = rollouts.evaluate(step + 1, learner.version, push)
-        times = watch.lap() | compare_ranks()
+        times = watch.lap() | learner.take_times() | compare_ranks()
         recorder.record(step + 1, learner.version, batch.metrics, updates.result(), sync, evaluation, times)
-        store.poll()
-        if stop.is_asked() or _is_save_due(config, step + 1):
-            state = {"rollout": rollouts.state_dict(), "bounds": finder.state_dict(), "updates": learner.state_dict()}
-            store.save(step + 1, models, state)
+        with watch.span("checkpoint"):
+            store.poll()
+            if stop.is_asked() or _is_save_due(config, step + 1):
+                parts = {"bounds": finder.state_dict(), "updates": learner.state_dict()}
+                store.save(step + 1, models, {"rollout": rollouts.state_dict(), **parts})
     store.close()
     if channel:
         channel.close()

@@ -294,6 +294,18 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """Sums over sequences that decide the FLOPs of a pass.
+
+    Example: sequences of 3 and 4 tokens, with prompts of 2 and 1: TokenCounts(tokens=7, squares=25, responses=4).
+    """
+
+    tokens: int = 0
+    squares: int = 0  # squared lengths: a token attends to those before it
+    responses: int = 0  # tokens whose logits are computed
+
+
+@dataclass(frozen=True, slots=True)
 class MiniBatch:
     """The input of one optimizer step: this rank's micro-batches, and the token count of all ranks together.
 
@@ -304,6 +316,7 @@ class MiniBatch:
     micro_batches: tuple[MicroBatch, ...]
     num_trained_tokens: int  # over all data and context ranks: the divisor of loss and gradient
     proximal_version: int | None = None  # weight version that computed the proximal log-probs; None without them
+    counts: TokenCounts = TokenCounts()  # over all data ranks, without padding
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,11 @@
 """Judged groups become one padding-free batch."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import TypedDict
@@ -54,23 +55,27 @@ class BatchBuilder:
         is_response_T = torch.tensor([False, True]).repeat(len(trajectories)).repeat_interleave(part_lens)
         num_tokens = is_response_T.numel()
 
-        def on_responses(values: Sequence[float] | Sequence[int] | Tensor, dtype: torch.dtype, prompt: float) -> Tensor:
+        def on_responses(values_R: Tensor, dtype: torch.dtype, prompt: float) -> Tensor:
             out_T = torch.full((num_tokens,), prompt, dtype=dtype)
-            out_T[is_response_T] = torch.as_tensor(values, dtype=dtype)
+            out_T[is_response_T] = values_R.to(dtype)
             return out_T
 
+        segments = [s for t in trajectories for s in t.segments]
+        segment_lens = torch.tensor([len(s.token_ids) for s in segments], dtype=torch.int64)
+        versions_R = torch.tensor([s.version for s in segments], dtype=torch.int64).repeat_interleave(segment_lens)
         is_trained_S = torch.tensor([is_trained(t, config) for t in trajectories], dtype=torch.bool)
         return Batch(
-            token_ids_T=torch.tensor(
-                [i for t in trajectories for i in (*t.prompt.token_ids, *t.response_ids)], dtype=torch.int64
+            token_ids_T=_joined(
+                (ids for t in trajectories for ids in (t.prompt.token_ids, *(s.token_ids for s in t.segments))),
+                np.int64,
             ),
             seq_lens_S=prompt_lens + response_lens,
             prompt_lens_S=prompt_lens,
             advantages_T=on_responses(advantages_S.repeat_interleave(response_lens), torch.float32, 0.0),
             behaviour_logprobs_T=on_responses(
-                list(chain.from_iterable(t.behaviour_logprobs for t in trajectories)), torch.float32, 0.0
+                _joined((s.behaviour_logprobs for s in segments), np.float64), torch.float32, 0.0
             ),
-            versions_T=on_responses(list(chain.from_iterable(t.versions for t in trajectories)), torch.int64, -1),
+            versions_T=on_responses(versions_R, torch.int64, -1),
             mask_T=on_responses(is_trained_S.repeat_interleave(response_lens), torch.bool, 0.0),
             rewards_S=rewards_S[has_tokens_S].float(),
             metrics=batch_metrics(groups) | metrics | reward_metrics,
@@ -82,6 +87,10 @@ class BatchBuilder:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._scaler.load_state_dict(state["rewards"])
+
+
+def _joined(parts: Iterable[Sequence[float]], dtype: type[np.generic]) -> Tensor:
+    return torch.from_numpy(np.fromiter(chain.from_iterable(parts), dtype))
 
 
 def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -3,18 +3,21 @@
 Every rank computes the same plan from the same batch and seed, and builds only its own share. Loss and statistics do
 not depend on the plan: they are sums over tokens, divided by the token count of the whole optimizer step. All padding
 for the layout is added here.
+
+Micro-batches hold as many tokens as fit the memory; data ranks get the same number of FLOPs, as each update waits for
+the slowest. A sequence of n tokens costs n + pair_cost * n**2: attention makes one of 64k tokens dearer than 8 of 8k.
 """
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from bapo_megatron.types import Batch, MicroBatch, MiniBatch
+from bapo_megatron.types import Batch, MicroBatch, MiniBatch, TokenCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,11 @@ class Share:
     tokens_multiple: int = 1  # a rank's tokens of a pack are a multiple of this (sequence parallelism, FP8)
     packs_multiple: int = 1  # the number of packs is a multiple of this (virtual pipeline)
     equal_lengths: bool = False  # all packs of a data rank have one length (pipeline: stages agree on it once)
+    pair_cost: float = 0.0  # of the model: `ModelShape.pair_cost`
+
+    def cost(self, length: int) -> float:
+        """Return the FLOPs of a sequence, those of a token's matrices being 1."""
+        return length + self.pair_cost * length**2
 
     @property
     def num_chunks(self) -> int:
@@ -54,13 +62,12 @@ def minibatches(
     """
     starts_S = batch.seq_lens_S.cumsum(0) - batch.seq_lens_S
     padded_lens_S = round_up(batch.seq_lens_S, share.num_chunks)
-    num_bins_multiple = share.data_size * share.packs_multiple
     for epoch in range(num_epochs):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
         order = torch.randperm(batch.num_sequences, generator=generator)
         for part in order.tensor_split(num_minibatches):
-            bins = balanced_bins(padded_lens_S[part].tolist(), num_bins_multiple, max_tokens * share.context_size)
-            mine = [part[torch.tensor(sorted(b), dtype=torch.int64)] for b in bins[share.data_rank :: share.data_size]]
+            bins = balanced_shares(padded_lens_S[part].tolist(), share, max_tokens * share.context_size)
+            mine = [part[torch.tensor(sorted(b), dtype=torch.int64)] for b in bins[share.data_rank]]
             num_trained = sum(
                 int(batch.mask_T[starts_S[s] : starts_S[s] + batch.seq_lens_S[s]].sum()) for s in part.tolist()
             )
@@ -71,13 +78,53 @@ def minibatches(
             if share.equal_lengths:
                 lengths = [max(lengths)] * len(lengths)
             packs = [pack(batch, starts_S, s, length, share) for s, length in zip(mine, lengths, strict=True)]
-            yield MiniBatch(tuple(packs), num_trained, batch.proximal_version)
+            yield MiniBatch(tuple(packs), num_trained, batch.proximal_version, _counts(batch, part))
 
 
 def one_minibatch(batch: Batch, *, max_tokens: int, share: Share) -> MiniBatch:
     """Return the whole batch, which has a trained token, as one mini-batch; see `minibatches`."""
     (whole,) = minibatches(batch, num_minibatches=1, num_epochs=1, seed=0, max_tokens=max_tokens, share=share)
     return whole
+
+
+def _counts(batch: Batch, part: Tensor) -> TokenCounts:
+    lens_S = batch.seq_lens_S[part]
+    return TokenCounts(int(lens_S.sum()), int((lens_S**2).sum()), int((lens_S - batch.prompt_lens_S[part]).sum()))
+
+
+def balanced_shares(lengths: list[int], share: Share, max_tokens: int) -> list[list[list[int]]]:
+    """Return each data rank's bins of indices of `lengths`: as many for every rank, of at most `max_tokens` each.
+
+    Two plans compete, and the one whose costliest rank has less to do is taken: the fewest bins, dealt by cost; and
+    sequences dealt by cost, then packed. The second may need more bins, which cost padding if they have equal lengths.
+    """
+    num_ranks = share.data_size
+    bins = balanced_bins(lengths, num_ranks * share.packs_multiple, max_tokens)
+    if num_ranks == 1 or not share.pair_cost:
+        return [bins[rank::num_ranks] for rank in range(num_ranks)]
+    costs = [share.cost(n) for n in lengths]
+    num_bins = len(bins) // num_ranks
+    dealt = longest_first([sum(costs[i] for i in b) for b in bins], num_ranks, max_items=num_bins)
+    plans = [[[bins[b] for b in mine] for mine in dealt]]
+    sequences = longest_first(costs, num_ranks)
+    while len(plans) == 1:
+        packed = [longest_first([lengths[i] for i in mine], num_bins) for mine in sequences]
+        shares = [[[mine[j] for j in b] for b in bins] for mine, bins in zip(sequences, packed, strict=True)]
+        if all(_fit(bins, lengths, max_tokens) for bins in shares):
+            plans.append(shares)
+        num_bins += share.packs_multiple
+    return min(plans, key=lambda shares: max(_cost(bins, lengths, share) for bins in shares))
+
+
+def _cost(bins: list[list[int]], lengths: list[int], share: Share) -> float:
+    """Return the cost of a rank's bins, with the padding of `share.equal_lengths`."""
+    sizes = [sum(lengths[i] for i in b) for b in bins]
+    padding = [max(sizes) - size for size in sizes] if share.equal_lengths else []
+    return sum(map(share.cost, [*(lengths[i] for b in bins for i in b), *padding]))
+
+
+def _fit(bins: list[list[int]], lengths: list[int], max_tokens: int) -> bool:
+    return all(len(b) <= 1 or sum(lengths[i] for i in b) <= max_tokens for b in bins)
 
 
 def balanced_bins(lengths: list[int], multiple: int, max_tokens: int) -> list[list[int]]:
@@ -90,19 +137,24 @@ def balanced_bins(lengths: list[int], multiple: int, max_tokens: int) -> list[li
     num_bins = round_up(-(-sum(min(n, max_tokens) for n in lengths) // max_tokens), multiple)
     while True:
         bins = longest_first(lengths, num_bins)
-        if all(len(b) <= 1 or sum(lengths[i] for i in b) <= max_tokens for b in bins):
+        if _fit(bins, lengths, max_tokens):
             return bins
         num_bins += multiple
 
 
-def longest_first(lengths: list[int], num_bins: int) -> list[list[int]]:
-    """Put each sequence, longest first, into the emptiest bin (Graham's rule): within 4/3 of the best balance."""
-    heap = [(0, b) for b in range(num_bins)]
+def longest_first(lengths: Sequence[float], num_bins: int, max_items: int | None = None) -> list[list[int]]:
+    """Put each sequence, longest first, into the emptiest bin (Graham's rule): within 4/3 of the best balance.
+
+    Args:
+        max_items: of one bin; there are no more sequences than fit. None: any number.
+    """
+    heap = [(0.0, b) for b in range(num_bins)]
     bins: list[list[int]] = [[] for _ in heap]
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         load, b = heapq.heappop(heap)
         bins[b].append(i)
-        heapq.heappush(heap, (load + lengths[i], b))
+        if len(bins[b]) != max_items:
+            heapq.heappush(heap, (load + lengths[i], b))
     return bins
 
 

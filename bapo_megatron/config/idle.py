@@ -68,6 +68,7 @@ IDLE = (
     ),
     Idle("monitor.wandb_project", lambda c: "wandb" in c.monitor.sinks, 'monitor.sinks=["wandb"]'),
     Idle("monitor.prometheus_host", lambda c: c.monitor.prometheus_port is not None, "monitor.prometheus_port"),
+    Idle("monitor.profile_ranks", lambda c: bool(c.monitor.profile_steps), "monitor.profile_steps=[3]"),
     Idle(
         "monitor.token_profile",
         lambda c: c.loss.name not in ("sft", "cispo", "sapo"),

@@ -563,6 +563,11 @@ class MonitorConfig(Section):
     """Report where each trainer rank stands when it has done nothing for this long, or this and
     rollout.request_timeout_s while it waits for engines; the run goes on. Unset: half of parallel.timeout_s, so that
     the report comes before a collective gives up. 1e9 is never."""
+    profile_steps: tuple[Count, ...] = ()
+    """Steps, counted from 1, of which traces are written into the run's folder `profile`, for Perfetto or
+    chrome://tracing: one for each of profile_ranks, and each engine's own. Tracing slows these steps down."""
+    profile_ranks: tuple[Whole, ...] = (0,)
+    """Trainer ranks that write a trace."""
     straggler_ratio: float = Field(1.5, gt=1, le=LARGEST)
     """Warn of a trainer rank whose own passes take over this multiple of the median rank's in 3 of 5 steps; 1e9 is
     never."""

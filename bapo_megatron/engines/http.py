@@ -1,7 +1,8 @@
 """A rollout engine behind HTTP: SGLang, or the embedded engine, which speaks the same API.
 
 Every reply is checked before it is used; a bad one is an `EngineError` that names server and request. The dispatcher
-repeats requests.
+repeats requests. Replies of many tokens are decoded into typed entries and checked as arrays: rank 0 reads every token
+of a step (benchmarks/replies.py).
 """
 
 import asyncio
@@ -9,9 +10,12 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from operator import attrgetter
+from typing import Any, TypedDict
 
 import aiohttp
+import msgspec
+import numpy as np
 
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult, PauseMode, VersionSpan
 from bapo_megatron.engines.wire import TensorSpec
@@ -25,6 +29,36 @@ _UNVERSIONED = "default"  # a server's name of the weights it started with
 _REFUSALS = (400, 401, 403, 404, 405, 413, 422)  # the request is wrong; 408 and 429 ask for it later
 _LOST_BROADCAST = "Failed to receive weights"  # SGLang's words (srt/managers/scheduler_components/weight_updater.py)
 _FINISH_REASONS = ("stop", "length", "abort")
+_JSON_HEADERS = {"Content-Type": "application/json"}
+
+
+class _Entry(msgspec.Struct, array_like=True, gc=False):
+    """An output token's log-prob; the token's text, which may follow, is not read. Millions live at once: no GC."""
+
+    logprob: float
+    token_id: int
+
+
+class _Meta(TypedDict, total=False):
+    """The fields of `meta_info` that are read. Those of type Any are checked by `parse_reply`."""
+
+    id: Any
+    finish_reason: Any
+    prompt_tokens: Any
+    cached_tokens: Any
+    weight_versions: Any
+    output_token_logprobs: list[_Entry]
+
+
+class _Reply(TypedDict, total=False):
+    """A reply of /generate."""
+
+    output_ids: list[int]
+    meta_info: _Meta
+
+
+_REPLY = msgspec.json.Decoder(_Reply)
+_REPLIES = msgspec.json.Decoder(list[_Reply])
 
 
 class HttpEngine:
@@ -50,8 +84,8 @@ class HttpEngine:
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         self._check_vocabulary(request)
-        what = f"request {request.rid}"
-        result = self._result(await self._call("POST", "/generate", _generate_body(request), what=what), request)
+        raw = await self._send("POST", "/generate", _generate_body(request), what=f"request {request.rid}")
+        result = self._result(_decoded(raw, _REPLY), request)
         if isinstance(result, EngineError):
             raise result
         return result
@@ -68,10 +102,11 @@ class HttpEngine:
         bodies = [_generate_body(request) for request in requests]
         body = {name: [b[name] for b in bodies] for name in ("rid", "input_ids", "sampling_params")}
         what = f"{len(requests)} requests from {requests[0].rid} to {requests[-1].rid}"
-        replies = await self._call("POST", "/generate", body | {"return_logprob": True}, what=what)
-        if not isinstance(replies, list) or len(replies) != len(requests):
+        raw = await self._send("POST", "/generate", body | {"return_logprob": True}, what=what)
+        decoded = _decoded(raw, _REPLIES)
+        if not isinstance(decoded, list) or len(decoded) != len(requests):
             raise EngineError(f"{self.url}, {what}: the reply is not a list of {len(requests)} results")
-        return [self._result(reply, request) for reply, request in zip(replies, requests, strict=True)]
+        return [self._result(reply, request) for reply, request in zip(decoded, requests, strict=True)]
 
     def _result(self, reply: Any, request: GenerateRequest) -> GenerateResult | EngineError:
         try:
@@ -164,6 +199,12 @@ class HttpEngine:
         body = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
         await self._call("POST", "/update_weights_from_disk", body)
 
+    async def start_profile(self, folder: str) -> None:
+        await self._call("POST", "/start_profile", {"output_dir": folder, "with_stack": False})
+
+    async def stop_profile(self) -> None:
+        await self._call("POST", "/stop_profile")
+
     async def weights_checksum(self) -> dict[str, Any]:
         return _as_dict(await self._call("POST", "/weights_checker", {"action": "checksum"}))
 
@@ -178,19 +219,24 @@ class HttpEngine:
 
     def _check_vocabulary(self, request: GenerateRequest) -> None:
         """Check the token ids: SGLang would read past its embedding. Raises EngineError."""
-        if self._vocab_size is None:
+        if self._vocab_size is None or _are_tokens(request.token_ids, self._vocab_size):
             return
-        foreign = next((i for i in request.token_ids if not 0 <= i < self._vocab_size), None)
-        if foreign is not None:
-            raise EngineError(
-                f"{self.url}, request {request.rid}: token id {foreign} is outside the vocabulary of "
-                f"{self._vocab_size}; do tokenizer and model belong together?"
-            )
+        foreign = next(i for i in request.token_ids if not _are_tokens([i], self._vocab_size))
+        raise EngineError(
+            f"{self.url}, request {request.rid}: token id {foreign} is outside the vocabulary of {self._vocab_size}; "
+            "do tokenizer and model belong together?"
+        )
 
     async def _call(
         self, method: str, path: str, body: Any = None, *, what: str | None = None, timeout_s: float | None = None
     ) -> Any:
-        """Return the decoded reply, None if it is not JSON. Raises EngineError for any status but 200."""
+        """Return the decoded reply, None if it is not JSON. Raises as `_send`."""
+        return _plain(await self._send(method, path, body, what=what, timeout_s=timeout_s))
+
+    async def _send(
+        self, method: str, path: str, body: Any = None, *, what: str | None = None, timeout_s: float | None = None
+    ) -> bytes:
+        """Return the body of the reply. Raises EngineError for any status but 200."""
         if self._session is None:
             # One connection per request: a server may close an idle one (uvicorn after 5 s) just as it is reused.
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
@@ -199,7 +245,11 @@ class HttpEngine:
         deadline_s = timeout_s or self._timeout_s
         try:
             async with self._session.request(
-                method, base + path, json=body, timeout=aiohttp.ClientTimeout(total=deadline_s)
+                method,
+                base + path,
+                data=None if body is None else msgspec.json.encode(body),
+                headers=None if body is None else _JSON_HEADERS,
+                timeout=aiohttp.ClientTimeout(total=deadline_s),
             ) as response:
                 raw = await response.read()
         except asyncio.TimeoutError:  # noqa: UP041 - the name that aiohttp documents
@@ -213,20 +263,32 @@ class HttpEngine:
             kind = RequestRefusedError if response.status in _REFUSALS else EngineError
             kind = BroadcastLostError if _LOST_BROADCAST in message else kind
             raise kind(f"{where}: HTTP {response.status}: {message}")
-        try:
-            return json.loads(raw) if raw else None
-        except (ValueError, RecursionError):
-            return None
+        return raw
+
+
+def _decoded(raw: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
+    """Return the typed reply; if it has another form, such as NaN for a number, the JSON value, None without one."""
+    try:
+        return decoder.decode(raw)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return _plain(raw)
+
+
+def _plain(raw: bytes) -> Any:
+    try:
+        return json.loads(raw) if raw else None
+    except (ValueError, RecursionError):
+        return None
 
 
 def _generate_body(request: GenerateRequest) -> dict[str, Any]:
     return {
         "rid": request.rid,
-        "input_ids": list(request.token_ids),
+        "input_ids": request.token_ids,
         "sampling_params": {
             "temperature": request.temperature,
             "max_new_tokens": request.max_new_tokens,
-            "stop_token_ids": list(request.stop_token_ids),
+            "stop_token_ids": request.stop_token_ids,
             "sampling_seed": request.seed,
         },
         "return_logprob": True,
@@ -238,7 +300,11 @@ class _BadReplyError(ValueError):
 
 
 def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) -> GenerateResult:
-    """Check a /generate reply field by field. Raises _BadReplyError (a ValueError) naming the fault."""
+    """Check a /generate reply, typed or plain JSON, field by field.
+
+    Raises:
+        _BadReplyError (a ValueError): names the first fault.
+    """
     meta = _as_dict(_as_dict(reply).get("meta_info"))
     token_ids = _as_dict(reply).get("output_ids")
     if not isinstance(token_ids, list):
@@ -253,9 +319,9 @@ def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) ->
         raise _BadReplyError(f"{len(token_ids)} tokens were returned, at most {request.max_new_tokens} were asked for")
     if not token_ids and reason != "abort":
         raise _BadReplyError(f"no token was returned, and finish_reason is {reason!r}")
-    for token_id in token_ids:
-        if type(token_id) is not int or token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
-            raise _BadReplyError(f"token id {token_id!r} is outside the vocabulary of {vocab_size}")
+    if not _are_tokens(token_ids, vocab_size):
+        foreign = next(i for i in token_ids if not _are_tokens([i], vocab_size))
+        raise _BadReplyError(f"token id {foreign!r} is outside the vocabulary of {vocab_size}")
     num_prompt_tokens = _count(meta, "prompt_tokens", len(request.token_ids))
     if num_prompt_tokens != len(request.token_ids):
         raise _BadReplyError(f"it continues {num_prompt_tokens} prompt tokens, but {len(request.token_ids)} were sent")
@@ -277,25 +343,45 @@ def _count(meta: dict[str, Any], name: str, default: int) -> int:
     return value
 
 
+def _are_tokens(values: Sequence[Any], vocab_size: int | None) -> bool:
+    if not {*map(type, values)} <= {int}:
+        return False
+    return min(values, default=0) >= 0 and (vocab_size is None or max(values, default=-1) < vocab_size)
+
+
 def _behaviour_logprobs(meta: dict[str, Any], token_ids: list[int]) -> tuple[float, ...]:
-    triples = meta.get("output_token_logprobs")
-    if triples is None and not token_ids:
+    entries = meta.get("output_token_logprobs")
+    if entries is None and not token_ids:
         return ()
-    if not isinstance(triples, list):
+    if not isinstance(entries, list):
         raise _BadReplyError("the reply has no output_token_logprobs")
-    if len(triples) != len(token_ids):
-        raise _BadReplyError(f"{len(triples)} log-probs for {len(token_ids)} tokens")
-    logprobs = []
-    for index, (token_id, triple) in enumerate(zip(token_ids, triples, strict=True)):
-        if not isinstance(triple, list) or len(triple) < 2 or triple[1] != token_id:
-            raise _BadReplyError(
-                f"log-prob entry {triple!r} at output token {index} does not belong to token {token_id}"
+    if len(entries) != len(token_ids):
+        raise _BadReplyError(f"{len(entries)} log-probs for {len(token_ids)} tokens")
+    if entries and not isinstance(entries[0], _Entry):
+        try:
+            entries = msgspec.convert(entries, list[_Entry])
+        except msgspec.ValidationError:
+            raise _bad_entry(entries, token_ids) from None
+    logprobs_T = np.fromiter(map(attrgetter("logprob"), entries), np.float64, len(entries))
+    is_good_T = (logprobs_T >= -_MAX_FLOAT) & (logprobs_T <= _LOGPROB_SLACK)
+    if [*map(attrgetter("token_id"), entries)] != token_ids or not is_good_T.all():
+        raise _bad_entry([[e.logprob, e.token_id] for e in entries], token_ids)
+    logprobs_T[logprobs_T > 0] = 0.0
+    return tuple(logprobs_T.tolist())
+
+
+def _bad_entry(entries: list[Any], token_ids: list[int]) -> _BadReplyError:
+    """Name the first entry that is no log-prob of its token."""
+    for index, (token_id, entry) in enumerate(zip(token_ids, entries, strict=True)):
+        if not isinstance(entry, list) or len(entry) < 2 or type(entry[1]) is not int or entry[1] != token_id:
+            shown = entry[:2] if isinstance(entry, list) else entry
+            return _BadReplyError(
+                f"log-prob entry {shown!r} at output token {index} does not belong to token {token_id}"
             )
-        logprob = triple[0]
+        logprob = entry[0]
         if type(logprob) not in (int, float) or not -_MAX_FLOAT <= logprob <= _LOGPROB_SLACK:
-            raise _BadReplyError(f"log-prob {logprob!r} at output token {index} is not a finite number <= 0")
-        logprobs.append(min(float(logprob), 0.0))
-    return tuple(logprobs)
+            return _BadReplyError(f"log-prob {logprob!r} at output token {index} is not a finite number <= 0")
+    raise AssertionError("every entry is good")
 
 
 def _spans(meta: dict[str, Any], num_tokens: int) -> tuple[VersionSpan, ...]:

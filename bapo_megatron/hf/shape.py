@@ -68,6 +68,25 @@ class ModelShape:
         """Return the critic with this model's body."""
         return dataclasses.replace(self, has_value_head=True, tied_embeddings=False)
 
+    def forward_flops(self, num_tokens: int, num_squares: int, num_rows: int) -> tuple[float, float]:
+        """Count the FLOPs of (all layers, the output layer) in one pass: two for each weight and token, and causal
+        attention, in which a token attends to half of its sequence on average.
+
+        Args:
+            num_squares: sum of the squared lengths of the sequences.
+            num_rows: tokens for which logits are computed.
+        """
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        matrices = self.hidden_size * (2 * queries + 2 * keys + 3 * self.ffn_size)
+        layers = self.num_layers * 2.0 * (matrices * num_tokens + queries * num_squares)
+        return layers, 2.0 * self.vocab_size * self.hidden_size * num_rows
+
+    @property
+    def pair_cost(self) -> float:
+        """FLOPs of attention between two tokens over those of a response token's matrices: n tokens of a sequence
+        cost n + pair_cost * n**2."""
+        return self.forward_flops(0, 1, 0)[0] / sum(self.forward_flops(1, 0, 1))
+
     def padded_vocab_size(self, tensor: int) -> int:
         """Round the vocabulary's rows up to a multiple of the tensor-parallel size."""
         return -(-self.vocab_size // tensor) * tensor

@@ -74,6 +74,10 @@ class Learner(Protocol):
         """Make one optimizer update with the configured loss; raise `version` by one."""
         ...
 
+    def take_times(self) -> dict[str, float]:
+        """Return this rank's seconds in parts of `step` since the last call, as metrics. Not collective."""
+        ...
+
     def weight_specs(self) -> list[TensorSpec]:
         """Return names, types and shapes of `named_weights`, in its order. Not collective."""
         ...

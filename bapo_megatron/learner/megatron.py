@@ -115,9 +115,11 @@ class MegatronLearner(TrainedModel):
             run = partial(self._schedule.forward_backward, minibatch, loss_of)
         rate = learning_rate(self.version, self.config.optimizer, planned_updates(self.config))
         outputs, grad_norm = self.update(run, rate)
+        counts = (minibatch.counts.tokens, minibatch.counts.squares, minibatch.counts.responses)
         metrics, mismatch = reduce_tokens([sums for *_, sums in outputs], minibatch.num_trained_tokens, self.layout)
         metrics |= {
             "train/tokens": float(minibatch.num_trained_tokens),
+            "perf/tflop": 3 * sum(self.shape.forward_flops(*counts)) / 1e12,  # the backward pass does two for one
             "optimizer/lr": rate,
             "optimizer/grad_norm": grad_norm,
             "optimizer/skipped": float(self.num_skipped_updates),

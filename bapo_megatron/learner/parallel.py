@@ -161,11 +161,12 @@ class ParallelLayout:
         layers_per_chunk = num_layers // (self.pipeline_size * self.num_chunks)
         return layer // layers_per_chunk % self.pipeline_size
 
-    def share(self, *, sequence_parallel: bool, tokens_multiple: int = 1) -> Share:
+    def share(self, *, sequence_parallel: bool, tokens_multiple: int = 1, pair_cost: float = 0.0) -> Share:
         """Return this rank's part of a mini-batch, and the form that it is packed in.
 
         Args:
             tokens_multiple: FP8 needs the tokens of a matrix product, or of a gathered part of one, in this multiple.
+            pair_cost: see `ModelShape.pair_cost`.
         """
         return Share(
             data_rank=self.data_rank,
@@ -175,6 +176,7 @@ class ParallelLayout:
             tokens_multiple=tokens_multiple * (self.tensor_size if sequence_parallel else 1),
             packs_multiple=self.pipeline_size if self.num_chunks > 1 else 1,
             equal_lengths=self.pipeline_size > 1,
+            pair_cost=pair_cost,
         )
 
     def from_last_stage(self, tensor: Tensor) -> None:

@@ -8,6 +8,7 @@ The bounds need the ratios of the whole mini-batch before the first loss. Forwar
 scoring pass, and no FLOP is spent twice; but all micro-batches then keep their activations until the backward passes.
 """
 
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.learner.precision import logprob_backend
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
-from bapo_megatron.runtime.straggler import LOCAL_TIME
+from bapo_megatron.runtime.straggler import LOCAL_TIME, LocalTime
 from bapo_megatron.types import MicroBatch, MiniBatch
 
 Scores = tuple[Tensor, Tensor]  # log_probs_R, entropy_R
@@ -63,6 +64,7 @@ class Schedule:
         self._config = config
         self._run_megatron = get_forward_backward_func()
         self._memory_bytes = _smallest_memory(layout)
+        self.forward_time = LocalTime()  # of forward passes whose backward passes follow each
 
     def runs_forwards_first(self, minibatch: MiniBatch) -> bool:
         """Decide for a mini-batch, alike on all ranks of a replica; see config/plan.py."""
@@ -112,13 +114,14 @@ class Schedule:
 
         def forward_step(iterator: Iterator[MicroBatch], model: Module) -> tuple[Any, Callable]:
             batch = next(iterator)
-            output = model(
-                batch,
-                temperature=self._config.rollout.temperature,
-                chunk_tokens=self._config.train.logprob_chunk_tokens,
-                with_entropy=with_entropy,
-                backend=logprob_backend(self._config),
-            )
+            with contextlib.nullcontext() if forward_only else self.forward_time.running():
+                output = model(
+                    batch,
+                    temperature=self._config.rollout.temperature,
+                    chunk_tokens=self._config.train.logprob_chunk_tokens,
+                    with_entropy=with_entropy,
+                    backend=logprob_backend(self._config),
+                )
             return output, then(batch)
 
         return self._run(forward_step, self._on_device(minibatch), minibatch, forward_only=forward_only)

@@ -33,6 +33,7 @@ from bapo_megatron.learner.hf.names import place_shard
 from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device, raising_together
 from bapo_megatron.learner.schedule import Schedule
+from bapo_megatron.runtime.straggler import LocalTime
 
 PARTS = (WEIGHT, *MOMENTS)
 
@@ -53,7 +54,9 @@ class SplitModel:
         self.layout = ParallelLayout.current()
         self.settings = transformer_config(shape, config, fp8_params=fp8_params)
         self.share = self.layout.share(
-            sequence_parallel=self.settings.sequence_parallel, tokens_multiple=tokens_multiple(config)
+            sequence_parallel=self.settings.sequence_parallel,
+            tokens_multiple=tokens_multiple(config),
+            pair_cost=shape.pair_cost,
         )
         chunks = range(self.layout.num_chunks)
         self.model = ModuleList(chunk_type(self.settings, shape, self.layout, i) for i in chunks).to(device())
@@ -100,6 +103,7 @@ class TrainedModel(SplitModel):
             # Megatron made float32 weights of what the parameters held before they were read
             load(fill=partial(self.adam.fill, WEIGHT))
         self._schedule = Schedule(self._wrapped, self.settings, self.layout, config)
+        self._optimizer_time = LocalTime()
 
     def update(self, run: Callable[[], list[Any]], learning_rate: float) -> tuple[list[Any], float]:
         """Make one Adam update with the gradients that `run` leaves, clipped by their global norm.
@@ -112,10 +116,18 @@ class TrainedModel(SplitModel):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         outcomes = run()
-        grad_norm = self.optimizer_step(learning_rate)
+        with self._optimizer_time.running():
+            grad_norm = self.optimizer_step(learning_rate)
         self.num_skipped_updates += not math.isfinite(grad_norm)
         self.version += 1
         return outcomes, grad_norm
+
+    def take_times(self) -> dict[str, float]:
+        """Return seconds of parts of the updates since the last call: see `Learner.take_times`."""
+        return {
+            "time/forward_s": self._schedule.forward_time.take(),
+            "time/optimizer_s": self._optimizer_time.take(),
+        }
 
     def optimizer_step(self, learning_rate: float) -> float:
         """Step Adam with the gradients in the buffers if they are finite; return their norm before clipping."""

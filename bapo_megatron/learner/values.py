@@ -87,6 +87,7 @@ class ValueAdvantages:
         ):
             for name, value in critic.fit(minibatch, values_T, returns_T).items():
                 collected[name].append(value)
+        critic.take_times()  # only the policy's are reported
         return reduce_updates(collected)
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Progress = Literal["auto", "bar", "lines"]
 
-_SPANS = ("rollout", "critic", "score", "train", "sync", "eval", "other")
+_SPANS = ("rollout", "critic", "score", "train", "sync", "eval", "checkpoint", "other")
 _GAP = "  "
 _DEFAULT_COLUMNS = 80
 _LABEL_WIDTH = 10

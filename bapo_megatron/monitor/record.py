@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.algorithms.mismatch import no_mismatch
+from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.plan_slurm import check_time
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import StepResult
@@ -17,6 +18,7 @@ from bapo_megatron.monitor.console import Console, shown_path
 from bapo_megatron.monitor.rundir import RunDir, read_metrics
 from bapo_megatron.monitor.sinks import BackgroundSink, open_sinks
 from bapo_megatron.monitor.summary import percent
+from bapo_megatron.preflight.known import device_peak_flops
 from bapo_megatron.rollout.recorded import write_groups
 from bapo_megatron.rollout.shared import Rollouts
 from bapo_megatron.runtime.files import JsonlWriter, truncate_after, write_atomically
@@ -112,6 +114,7 @@ class Recorder:
         if first_step:
             run, num_steps = shown_path(self._run_dir.path), self._config.train.num_steps
             self._console.note(f"resuming {run} after step {first_step} of {num_steps}")
+        self._peak_flops = device_peak_flops(self._config.model.dtype)
         self._run_dir.mark("training")
 
     def keep_samples(self, step: int, groups: Sequence[Group]) -> None:
@@ -131,6 +134,12 @@ class Recorder:
         if "train/tokens" in metrics:
             busy_s = metrics["time/score_s"] + metrics["time/train_s"]
             metrics["train/tokens_per_s"] = metrics["train/tokens"] / busy_s if busy_s > 0 else math.nan
+            spent_s = metrics["time/forward_s"] + metrics["time/optimizer_s"]
+            metrics["time/backward_s"] = max(0.0, metrics["time/train_s"] - spent_s)
+            per_gpu = metrics["perf/tflop"] / busy_s / num_ranks(self._config) if busy_s > 0 else math.nan
+            metrics["perf/tflops_per_gpu"] = per_gpu
+            if self._peak_flops is not None:
+                metrics["perf/mfu"] = per_gpu * 1e12 / self._peak_flops
         if self._sinks:
             metrics["monitor/sink_errors"] = sum(sink.num_errors for sink in self._sinks)
         self._metrics.write({name: float(value) for name, value in metrics.items()} | {"step": step})

@@ -4,6 +4,8 @@ GPUs: dense peak rates of the SXM boards, from their makers' data sheets; progra
 of the models in shipped recipes, in known_models.toml. An existing folder takes precedence.
 """
 
+import math
+import time
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +43,28 @@ GPUS = {
     "h200": GPU("H200 SXM 141 GB", 139.8, 989e12, 4.8e12, 450e9),
     "b200": GPU("B200 SXM 180 GB", 178.0, 2250e12, 8.0e12, 900e9),
 }
+
+
+def device_peak_flops(dtype: str) -> float | None:
+    """Return the peak rate of matrix products of this process's GPU, from the table; None if it is not in there.
+
+    Without a GPU: the best rate of a matrix product measured now, with this process's threads (some 0.1 s).
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        is_sxm = "PCIe" not in name and "NVL" not in name
+        gpu = next((gpu for key, gpu in GPUS.items() if is_sxm and key.upper() in name.split("-")[0].split()), None)
+        return gpu.flops(dtype) if gpu else None
+    size = 512
+    a, best_s = torch.ones(size, size), math.inf
+    for _ in range(10):
+        start = time.perf_counter()
+        a @ a
+        best_s = min(best_s, time.perf_counter() - start)
+    return 2 * size**3 / best_s
+
 
 KNOWN_MODELS: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_name("known_models.toml").read_text(encoding="utf-8")

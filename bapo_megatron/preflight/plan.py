@@ -47,9 +47,35 @@ class Plan:
     sync_bytes: int
 
     @property
+    def trainer_fits(self) -> bool:
+        return self.trainer.total <= FULL * self.gpu_memory_gib * GIB
+
+    @property
     def fits(self) -> bool:
-        served = self.server is None or self.server.concurrency > 0
-        return served and self.trainer.total <= FULL * self.gpu_memory_gib * GIB
+        return self.trainer_fits and (self.server is None or self.server.concurrency > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """An expected step of trainer and servers together. Both wait for the weight sync."""
+
+    mode: str
+    step_s: float
+    trainer_idle: float  # share of the step
+    servers_idle: float
+
+
+def balance(config: Config, plan: Plan) -> Balance | None:
+    """Put training and sampling together in the mode of `config.rollout`; None without SGLang servers.
+
+    By turns, each side waits for the other; overlapped, the faster side waits for the slower one.
+    """
+    if plan.rollout is None:
+        return None
+    r, train_s, rollout_s = config.rollout, plan.train.expected, plan.rollout.expected
+    step_s = (max(train_s, rollout_s) if r.overlap else train_s + rollout_s) + plan.sync.expected
+    mode = "overlapped" if r.overlap else "partial" if r.abort_tail else "synchronous"
+    return Balance(mode, step_s, 1 - train_s / step_s, 1 - rollout_s / step_s if step_s < math.inf else 0.0)
 
 
 def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = None) -> Plan:

@@ -5,11 +5,12 @@ from collections.abc import Iterator, Sequence
 
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight.known import GIB, planned_config
 from bapo_megatron.preflight.memory import TrainerMemory, fullest_rank
-from bapo_megatron.preflight.plan import COMPUTE_SHARE, LINK_SHARE, Plan, Seconds, make_plan, memory_problems
-from bapo_megatron.preflight.suggest import Suggestion, suggest
+from bapo_megatron.preflight.plan import COMPUTE_SHARE, LINK_SHARE, Plan, Seconds, balance, make_plan, memory_problems
+from bapo_megatron.preflight.suggest import Suggestion, best_split, suggest
 
 
 def describe(config: Config) -> str:
@@ -32,6 +33,50 @@ def explain(config: Config, response_tokens: int | None = None) -> tuple[str, li
     return "\n".join(lines), memory_problems(config, plan)
 
 
+def explain_best(config: Config, response_tokens: int | None = None) -> tuple[str, str]:
+    """Return the best split of the GPUs beside the present one, and its TOML.
+
+    Raises:
+        ConfigError: there is nothing to split, or nothing fits.
+    """
+    hf_config = planned_config(config.model.path)
+    if config.cluster.gpu is None or not config.rollout.engine_kind.on_gpus:
+        raise ConfigError(
+            "--best splits the GPUs of [cluster] over trainer and SGLang servers; set cluster.gpu and "
+            'rollout.engine="sglang", or merge a file of configs/clusters'
+        )
+    plan = make_plan(config, model_shape(hf_config), response_tokens)
+    best = best_split(config, hf_config, plan)
+    if best is None:
+        raise ConfigError(
+            f"no split of cluster.nodes={config.cluster.nodes} x {config.cluster.gpus_per_node} GPUs has room for the "
+            "trainer and a server; add machines, or set a smaller train.max_tokens_per_microbatch"
+        )
+    lines = [
+        *_split("present", config, plan),
+        *_split("best", best.config, best.plan),
+        f"           {' '.join(best.overrides) or 'the present split'}",
+    ]
+    return "\n".join(lines), best.to_toml()
+
+
+def _split(name: str, config: Config, plan: Plan) -> Iterator[str]:
+    r = config.rollout
+    yield (
+        f"{name:<10} trainer {num_ranks(config)} GPUs, servers {r.num_servers} x {r.server_tensor_parallel} GPUs: "
+        f"train {amount(plan.train.expected)}, rollout {amount(plan.rollout.expected if plan.rollout else 0.0)}"
+    )
+    yield from _balance(config, plan)
+
+
+def _balance(config: Config, plan: Plan) -> Iterator[str]:
+    if found := balance(config, plan):
+        yield (
+            f"balance    a step of {amount(found.step_s)} expected ({found.mode}): "
+            f"trainer idle {found.trainer_idle:.0%}, servers idle {found.servers_idle:.0%}"
+        )
+
+
 def _lines(config: Config, plan: Plan) -> Iterator[str]:
     c, r, tokens = config.cluster, config.rollout, plan.tokens
     on_servers = r.num_servers * r.server_tensor_parallel if plan.server else 0
@@ -52,6 +97,7 @@ def _lines(config: Config, plan: Plan) -> Iterator[str]:
     for name, seconds in (("train", plan.train), ("rollout", plan.rollout)):
         if seconds is not None:
             yield f"{name:<10} {_span(seconds)} a step"
+    yield from _balance(config, plan)
     yield f"sync       {plan.sync_bytes / 1e9:.1f} GB, {_span(plan.sync)}"
     yield (
         f"           times by roofline: at peak rates; at {COMPUTE_SHARE:.0%} of compute, {LINK_SHARE:.0%} of bandwidth"

@@ -1,4 +1,4 @@
-"""Other settings for the same trainer ranks: faster layouts, and changes that need less memory."""
+"""Other settings: faster layouts, a better split of the GPUs over trainer and servers, and less memory."""
 
 import itertools
 import json
@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import tomli_w
+
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.preflight.check import accepts_layout
 from bapo_megatron.preflight.memory import fullest_rank, microbatch_tokens, runs_forwards_first
-from bapo_megatron.preflight.plan import Plan, make_plan
+from bapo_megatron.preflight.plan import Balance, Plan, balance, make_plan
 
 _WORTH = 0.97  # suggest only changes to less than this share of the present time or memory
 _MIN_CHUNK_TOKENS = 64
@@ -36,7 +38,7 @@ def suggest(config: Config, hf_config: dict[str, Any], present: Plan, count: int
     """
     shape, found = model_shape(hf_config), []
     limit_s = _WORTH * present.train.expected if present.fits else float("inf")
-    for change in _layouts(config, shape):
+    for change in _layouts(config, shape, num_ranks(config)):
         if overrides := _overrides(config, change):
             changed = _with(config, change)
             plan = make_plan(changed, shape, present.tokens.response)
@@ -46,8 +48,72 @@ def suggest(config: Config, hf_config: dict[str, Any], present: Plan, count: int
     return found[:count]
 
 
-def _layouts(config: Config, shape: ModelShape) -> Iterator[Change]:
-    ranks, c = num_ranks(config), config.cluster
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A split of the cluster's GPUs over trainer and servers, and the plan it leads to."""
+
+    change: Change
+    overrides: tuple[str, ...]
+    config: Config
+    plan: Plan
+    balance: Balance
+
+    def to_toml(self) -> str:
+        """Return the split as a configuration to merge last."""
+        return (
+            "# Layout by `bapo plan --best`: name this file after all others.\n\n" + tomli_w.dumps(self.change).rstrip()
+        ) + "\n"
+
+
+def best_split(config: Config, hf_config: dict[str, Any], present: Plan) -> Split | None:
+    """Find the split and layout with the shortest expected step that `bapo check` accepts, in the mode of `rollout`.
+
+    Of each number of trainer ranks, the fastest layouts that fit meet every size of servers for the other GPUs. None
+    without SGLang servers, or if nothing fits.
+    """
+    if not config.rollout.engine_kind.on_gpus:
+        return None
+    shape, found = model_shape(hf_config), []
+    for ranks in _trainer_sizes(config):
+        for layout in _fastest(config, shape, ranks, present.tokens.response):
+            for servers in _servers(config, ranks):
+                change = {**layout, "rollout": servers}
+                changed = _with(config, change)
+                plan = make_plan(changed, shape, present.tokens.response)
+                if plan.fits and (of_step := balance(changed, plan)):
+                    found.append(Split(change, _overrides(config, change), changed, plan, of_step))
+    found.sort(key=lambda s: (round(s.balance.step_s, 1), s.plan.trainer.total))
+    return next((s for s in found if accepts_layout(s.config, hf_config, on_gpus=True)), None)
+
+
+def _trainer_sizes(config: Config) -> Iterator[int]:
+    """Yield numbers of trainer ranks that leave GPUs to servers: of several machines, whole ones."""
+    c = config.cluster
+    unit = c.gpus_per_node if c.nodes > 1 else 1
+    yield from range(unit, c.nodes * c.gpus_per_node, unit)
+
+
+def _servers(config: Config, ranks: int) -> Iterator[dict[str, int]]:
+    c = config.cluster
+    for size in (s for s in range(1, c.gpus_per_node + 1) if c.gpus_per_node % s == 0):
+        count, rest = divmod(c.nodes * c.gpus_per_node - ranks, size)
+        if count and not rest:
+            yield {"num_servers": count, "server_tensor_parallel": size}
+
+
+def _fastest(config: Config, shape: ModelShape, ranks: int, response: int, count: int = 3) -> list[Change]:
+    """Return the fastest layouts of so many trainer ranks that fit their memory."""
+    found = []
+    for change in _layouts(config, shape, ranks):
+        plan = make_plan(_with(config, change), shape, response)
+        if plan.trainer_fits:
+            change["parallel"]["num_ranks"] = ranks
+            found.append((plan.train.expected, plan.trainer.total, change))
+    return [change for *_, change in sorted(found, key=lambda one: one[:2])[:count]]
+
+
+def _layouts(config: Config, shape: ModelShape, ranks: int) -> Iterator[Change]:
+    c = config.cluster
     split = (shape.num_heads, shape.num_kv_heads, shape.ffn_size)
     tensors = [t for t in range(1, c.gpus_per_node + 1) if not any(n % t for n in split)]
     pipelines = [n for n in range(1, shape.num_layers + 1) if shape.num_layers % n == 0]

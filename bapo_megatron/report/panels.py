@@ -113,7 +113,9 @@ class Panel:
     def plot(self, run: History) -> Plot | None:
         """Return the plot of one run; None if its metrics were not recorded."""
         x = self.places(run)
-        series = [found for index, curve in enumerate(self.curves) for found in curve.series(run, index)]
+        series: list[Series] = []
+        for index, curve in enumerate(self.curves):  # layers that are drawn have neighbouring colours
+            series += curve.series(run, len(series) if self.stacked else index)
         if not series:
             return None
         series += [level.series(x, index) for index, level in enumerate(self.levels(run))]

@@ -33,6 +33,11 @@ def stage_time(stage: str) -> Values:
     return values
 
 
+def undivided_training(run: History) -> Column:
+    """Return the seconds of training in steps that did not record its parts, as in older runs."""
+    return np.where(np.isnan(run.column("time/backward_s")), run.column("time/train_s"), np.nan)
+
+
 def by_probability(name: str) -> Values:
     """Average one of `diagnostics.MEANS` over the run's trained tokens in each bin of probability, [num_bins]."""
 

@@ -19,7 +19,7 @@ class Stopwatch:
 
     def __init__(
         self,
-        spans: Sequence[str] = ("rollout", "critic", "score", "train", "sync", "eval"),
+        spans: Sequence[str] = ("rollout", "critic", "score", "train", "sync", "eval", "checkpoint"),
         clock: Callable[[], float] = time.monotonic,
         heartbeat: Heartbeat = HEARTBEAT,
     ) -> None:

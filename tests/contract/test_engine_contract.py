@@ -1,6 +1,8 @@
 """What every rollout engine must do, over its HTTP API and through the client."""
 
 import contextlib
+import gzip
+import json
 import re
 import time
 from concurrent.futures import Future
@@ -478,3 +480,15 @@ def test_spans_of_an_untouched_request_cover_it(servers: Servers) -> None:
     result = servers.loop.run(servers.engine.generate(request("spans", n=10)))
     assert result.spans == (VersionSpan(servers.version, 0, len(result.token_ids)),)
     assert result.num_prompt_tokens == len(PROMPT)
+
+
+def test_a_trace_is_written(servers: Servers, tmp_path: Path) -> None:
+    folder = tmp_path / "profile"
+    servers.loop.run(servers.engine.start_profile(str(folder)))
+    servers.loop.run(servers.engine.generate(request("traced", n=4)))
+    servers.loop.run(servers.engine.stop_profile())
+    files = list(folder.glob("*.json.gz"))
+    assert files
+    for file in files:
+        names = {event.get("name") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
+        assert any("aten::" in str(name) for name in names), file

@@ -31,6 +31,8 @@ NOT_COMPARED = (
     "straggler/",
     "sync/",
     "train/tokens_per_s",
+    "perf/tflops_per_gpu",
+    "perf/mfu",
     "rollout/tokens_per_s",
     "rollout/num_fenced",
     "reward/",

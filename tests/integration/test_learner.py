@@ -12,6 +12,9 @@ import torch
 from megatron.core import parallel_state
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bapo_megatron.buffer.packing import Share, one_minibatch
 from bapo_megatron.checkpoint.folder import FORMAT
@@ -32,6 +35,7 @@ from tests.integration.learner_reference import (
     LR,
     SEARCH,
     TEMPERATURE,
+    VOCAB_SIZE,
     load_float64,
     random_batch,
     reference_update,
@@ -362,3 +366,22 @@ def check_refusals(root: Path) -> None:
     extra = config.megatron.model_copy(update={"extra": {"num_layrs": 3}})
     with pytest.raises(ConfigError, match="num_layrs: not a field"):
         MegatronLearner(config.model_copy(update={"megatron": extra}), root / "qwen3")
+
+
+def test_flops_are_those_of_the_counter(tmp_path: Path) -> None:
+    """`perf/tflop` against torch's count of one update, in which PyTorch's plain attention computes both halves."""
+    torch.manual_seed(5)
+    sizes = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB_SIZE}
+    Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=False)).save_pretrained(tmp_path)
+    learner = MegatronLearner(make_config({}, logprob_chunk_tokens=512), tmp_path)
+    batch = random_batch()
+    minibatch = make_minibatch(learner, 10_000, batch)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        metrics = learner.step(minibatch, BOUNDS).metrics
+    counted = counter.get_total_flops()
+    tokens = minibatch.counts
+    assert tokens.tokens == int(batch.seq_lens_S.sum())
+    layers, output = learner.shape.forward_flops(tokens.tokens, 2 * tokens.squares, tokens.responses)
+    assert 3 * layers + 4 * output == pytest.approx(counted, rel=0.02), "logits are computed again in the backward pass"
+    assert 1e12 * metrics["perf/tflop"] == pytest.approx(counted, rel=0.1)

@@ -1,18 +1,30 @@
 """Batches and micro-batches: every response token exactly once, aligned, whatever the split."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.buffer.batch import BatchBuilder, batch_metrics
-from bapo_megatron.buffer.packing import Share, balanced_bins, context_tokens, longest_first, minibatches, one_minibatch
+from bapo_megatron.buffer.packing import (
+    Share,
+    balanced_bins,
+    balanced_shares,
+    context_tokens,
+    longest_first,
+    minibatches,
+    one_minibatch,
+)
 from bapo_megatron.config.schema import Config
+from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.learner.whole_batch import with_proximal_logprobs
-from bapo_megatron.types import Batch, FinishReason, Group, MicroBatch, Prompt, Segment, Trajectory
+from bapo_megatron.preflight.known import KNOWN_MODELS
+from bapo_megatron.types import Batch, FinishReason, Group, MicroBatch, Prompt, Segment, TokenCounts, Trajectory
 
 
 def group(prompt_id: int, prompt_len: int, lengths: list[int]) -> Group:
@@ -274,3 +286,76 @@ def test_batch_type_is_what_the_broadcast_expects() -> None:
     batch = BatchBuilder(Config()).build([group(1, 1, [1, 2])], {"rollout/num_rounds": 0.5})
     assert isinstance(batch, Batch)
     assert batch.metrics == batch_metrics([group(1, 1, [1, 2])]) | {"rollout/num_rounds": 0.5}
+
+
+QWEN_7B = model_shape(KNOWN_MODELS["Qwen2.5-Math-7B"])
+QWEN_32B = model_shape(KNOWN_MODELS["Qwen3-32B"])
+
+
+def lower_bound(costs: list[float], num_ranks: int) -> float:
+    """Return a time that no split over the ranks can beat: the mean, or sequences that two must share a rank."""
+    falling = sorted(costs, reverse=True)
+    pair = sum(falling[num_ranks - 1 : num_ranks + 1]) if len(falling) > num_ranks else 0.0
+    return max(sum(costs) / num_ranks, falling[0], pair)
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    num_ranks=st.sampled_from([2, 4, 8]),
+    per_rank=st.integers(8, 64),
+    median=st.sampled_from([500, 4000, 12_000]),
+    sigma=st.floats(0.3, 1.5),
+    packs_multiple=st.sampled_from([1, 4]),
+    shape=st.sampled_from([QWEN_7B, QWEN_32B]),
+)
+@settings(deadline=None)
+def test_data_ranks_have_equal_flops(
+    seed: int, num_ranks: int, per_rank: int, median: int, sigma: float, packs_multiple: int, shape: ModelShape
+) -> None:
+    longest = 65_536
+    drawn = np.random.default_rng(seed).lognormal(math.log(median), sigma, num_ranks * per_rank)
+    lengths = np.clip(drawn, 16, longest).astype(int).tolist()
+    share = Share(data_size=num_ranks, packs_multiple=packs_multiple, pair_cost=shape.pair_cost)
+    shares = balanced_shares(lengths, share, longest)
+    assert len(shares) == num_ranks
+    assert len({len(bins) for bins in shares}) == 1
+    assert len(shares[0]) % packs_multiple == 0
+    assert sorted(i for bins in shares for b in bins for i in b) == list(range(len(lengths)))
+    assert all(len(b) <= 1 or sum(lengths[i] for i in b) <= longest for bins in shares for b in bins)
+    makespan = max(sum(share.cost(lengths[i]) for b in bins for i in b) for bins in shares)
+    assert makespan <= 1.1 * lower_bound([share.cost(n) for n in lengths], num_ranks)
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(1, 4), st.integers(50, 300))
+@settings(deadline=None)
+def test_with_packs_of_one_length_padding_counts(lengths: list[int], num_ranks: int, max_tokens: int) -> None:
+    """Pipeline stages: no plan is worse than the fewest bins dealt in turn."""
+    share = Share(data_size=num_ranks, equal_lengths=True, pair_cost=0.01)
+
+    def makespan(shares: list[list[list[int]]]) -> float:
+        def cost(bins: list[list[int]]) -> float:
+            sizes = [sum(lengths[i] for i in b) for b in bins]
+            padding = [max(sizes) - size for size in sizes]
+            return sum(map(share.cost, [*(lengths[i] for b in bins for i in b), *padding]))
+
+        return max(map(cost, shares))
+
+    shares = balanced_shares(lengths, share, max_tokens)
+    assert sorted(i for bins in shares for b in bins for i in b) == list(range(len(lengths)))
+    fewest = len(balanced_bins(lengths, num_ranks, max_tokens)) // num_ranks
+    plain = balanced_shares(lengths, replace(share, pair_cost=0.0), max_tokens)
+    assert {len(bins) for bins in plain} == {fewest}
+    assert makespan(shares) <= makespan(plain) * 1.34, "dealing by cost is within Graham's 4/3"
+
+
+def test_one_rank_packs_by_tokens_alone() -> None:
+    lengths = [90, 80, 50, 40, 40, 30, 10]
+    share = Share(pair_cost=1.0)
+    assert balanced_shares(lengths, share, 120) == [balanced_bins(lengths, 1, 120)]
+
+
+def test_a_minibatch_counts_its_tokens_on_all_ranks() -> None:
+    batch = build_batch([group(1, 2, [1, 3])])
+    for rank in range(2):
+        minibatch = one_minibatch(batch, max_tokens=100, share=Share(rank, 2, tokens_multiple=8))
+        assert minibatch.counts == TokenCounts(tokens=8, squares=9 + 25, responses=4)

@@ -2,10 +2,12 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
+from bapo_megatron.cli import main
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.plan import check, num_ranks
 from bapo_megatron.config.plan_slurm import check_placement, place
@@ -13,10 +15,10 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight import work
 from bapo_megatron.preflight.check import accepts_layout, load_checked
-from bapo_megatron.preflight.known import GIB, GPUS, KNOWN_MODELS
+from bapo_megatron.preflight.known import GIB, GPUS, KNOWN_MODELS, device_peak_flops
 from bapo_megatron.preflight.memory import forwards_under_way, model_parameters, trainer_memory
-from bapo_megatron.preflight.plan import check_cluster, make_plan
-from bapo_megatron.preflight.suggest import suggest
+from bapo_megatron.preflight.plan import balance, check_cluster, make_plan
+from bapo_megatron.preflight.suggest import best_split, suggest
 from bapo_megatron.preflight.work import decode_seconds, server_memory
 
 HF_CONFIG = KNOWN_MODELS["DeepSeek-R1-Distill-Qwen-7B"]
@@ -268,3 +270,83 @@ def test_tensor_ranks_send_their_share_to_the_next_stage_with_sequence_paralleli
     chunks = recipe(*both, "parallel.sequence=false", "parallel.virtual_pipeline=7")
     assert work.pipeline_parallel_bytes(chunks, SHAPE, tokens, 1) == whole * (4 * 7 - 1) / 3
     assert work.pipeline_parallel_bytes(recipe(), SHAPE, tokens, 1) == 0
+
+
+BIG = ["recipes/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h100"]
+SMALL = ["recipes/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/1x8-h100"]
+OVERLAPPED = ("rollout.overlap=true", "rollout.max_staleness=8")
+
+
+@pytest.mark.parametrize(
+    ("files", "overrides", "factor"),
+    [pytest.param(BIG, (), 0.8, marks=pytest.mark.slow), (SMALL, (), 1.0), (SMALL, OVERLAPPED, 1.0)],
+    ids=["32B", "7B", "7B-overlapped"],
+)
+def test_the_best_split_shortens_the_step(files: list[str], overrides: tuple[str, ...], factor: float) -> None:
+    config = load_config(files, overrides)
+    hf_config = KNOWN_MODELS[Path(config.model.path).name]
+    present = make_plan(config, model_shape(hf_config))
+    before, best = balance(config, present), best_split(config, hf_config, present)
+    assert before is not None
+    assert best is not None
+    assert best.balance.step_s < factor * before.step_s
+    assert best.plan.fits
+    assert accepts_layout(best.config, hf_config, on_gpus=True)
+    num_gpus = config.cluster.nodes * config.cluster.gpus_per_node
+    assert num_ranks(best.config) + best.config.rollout.num_server_gpus == num_gpus
+    for share in (best.balance.trainer_idle, best.balance.servers_idle):
+        assert 0 <= share < 1
+
+
+def test_each_side_waits_for_the_other_or_the_slower_one() -> None:
+    shape = model_shape(KNOWN_MODELS["Qwen3-32B-64k"])
+    for overrides, mode in (((), "synchronous"), (("rollout.abort_tail=true",), "partial"), (OVERLAPPED, "overlapped")):
+        config = load_config(BIG, overrides)
+        plan = make_plan(config, shape)
+        found = balance(config, plan)
+        assert found is not None
+        assert plan.rollout is not None
+        train_s, rollout_s = plan.train.expected, plan.rollout.expected
+        busy_s = max(train_s, rollout_s) if mode == "overlapped" else train_s + rollout_s
+        assert (found.mode, found.step_s) == (mode, busy_s + plan.sync.expected)
+        assert found.trainer_idle == pytest.approx(1 - train_s / found.step_s)
+        assert found.servers_idle == pytest.approx(1 - rollout_s / found.step_s)
+
+
+def test_the_best_split_is_a_file_that_check_accepts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "best.toml"
+    assert main(["plan", *SMALL, "--best", str(file)]) == 0
+    told = capsys.readouterr().out
+    assert "present    trainer 4 GPUs, servers 1 x 4 GPUs: train " in told
+    assert "trainer idle" in told
+    config = load_config([*SMALL, str(file)])
+    assert num_ranks(config) == config.parallel.num_ranks
+    assert main(["check", *SMALL, str(file)]) == 0
+    capsys.readouterr()
+    assert main(["plan", *SMALL, "--best", str(file)]) == 2, "an existing file is left alone"
+    assert str(file) in capsys.readouterr().err
+    assert main(["plan", "demo", "--best"]) == 2
+    assert 'set cluster.gpu and rollout.engine="sglang"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "flops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_the_peak_of_a_gpu_is_in_the_table(monkeypatch: pytest.MonkeyPatch, name: str, flops: float | None) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert device_peak_flops("bfloat16") == flops
+
+
+def test_the_peak_of_a_cpu_is_measured() -> None:
+    measured = device_peak_flops("float32")
+    assert measured is not None
+    assert 1e8 < measured < 1e14

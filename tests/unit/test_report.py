@@ -197,3 +197,23 @@ def test_an_attempt_fails_by_an_error_that_ended_it(tmp_path: Path, log: str, st
     assert read_status(read_history(run)).judge_failure == "ValueError in line 7"
     (folder / "state.txt").write_text("interrupted\n")
     assert read_status(read_history(run)).state == State.INTERRUPTED
+
+
+def test_a_steps_time_is_stacked_by_its_parts(tmp_path: Path) -> None:
+    """Older runs recorded training as a whole."""
+    parts = ["time/forward_s", "time/backward_s", "time/optimizer_s", "time/checkpoint_s"]
+    (panel,) = [panel for panel in PANELS if panel.title == "Time per step"]
+    assert panel.stacked
+    new = make_run(tmp_path / "new", steps(3))
+    old = make_run(tmp_path / "old", [{k: v for k, v in row.items() if k not in parts} for row in steps(3)])
+    layers = {}
+    for run in (new, old):
+        plot = panel.plot(read_history(run))
+        assert plot is not None
+        layers[run.name] = [series.label for series in plot.series]
+    shared = ["sync", "critic", "eval", "other"]
+    assert layers["old"] == ["rollout", "score", "train", *shared]
+    assert layers["new"] == [
+        *("rollout", "score", "forward", "backward", "optimizer", "sync", "checkpoint"),
+        *shared[1:],
+    ]

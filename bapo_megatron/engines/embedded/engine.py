@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from bapo_megatron.engines.base import PauseMode
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
 from bapo_megatron.engines.embedded.sampler import sample
+from bapo_megatron.runtime.trace import Trace
 
 _MAX_PREFILL_TOKENS = 8192  # padded tokens in one prefill
 _MAX_PADDING = 2.0  # a prefill holds no row that is padded to more than this many times its length
@@ -111,6 +113,7 @@ class BatchingEngine:
         self.failure: BaseException | None = None  # the error that ended the engine thread
         self.ended: Future[None] = Future()  # resolves when the engine thread has ended
         self.num_generated_tokens = 0
+        self._trace: tuple[Trace, Path] | None = None  # under way, and its file
         self._cache = model.new_cache(num_rows=max_running, max_len=max_context)
         self._rows: list[Sequence] = []  # being decoded; index = cache row
         self._waiting: deque[Sequence] = deque()
@@ -218,6 +221,19 @@ class BatchingEngine:
         """Mark the weights as whole; later tokens carry this version (None: the same as before)."""
         self.is_torn = False
         self.version = self.version if version is None else version
+
+    def start_profile(self, folder: Path) -> None:
+        """Trace the engine thread from now on. Raises BadRequestError if it is traced already."""
+        if self._trace is not None:
+            raise BadRequestError("Profiling is already in progress. Call /stop_profile first.")
+        self._trace = (Trace(), folder / "engine.trace.json.gz")
+
+    def stop_profile(self) -> None:
+        """Write the trace. Raises BadRequestError without one."""
+        if self._trace is None:
+            raise BadRequestError("Profiling is not in progress. Call /start_profile first.")
+        (trace, path), self._trace = self._trace, None
+        trace.write(path)
 
     def load(self) -> dict[str, int]:
         return {"num_running_reqs": len(self._rows), "num_waiting_reqs": len(self._waiting)}

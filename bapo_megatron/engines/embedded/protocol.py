@@ -112,6 +112,13 @@ class AbortBody(RequestBody):
     abort_all: bool = False
 
 
+class ProfileBody(RequestBody):
+    """/start_profile, without SGLang's choice of activities."""
+
+    output_dir: str = Field(min_length=1)
+    with_stack: Literal[False] = False
+
+
 class PauseBody(RequestBody):
     mode: PauseMode = "abort"
 

@@ -75,6 +75,8 @@ class Server:
                 web.post("/end_weight_update", self.end_weight_update),
                 web.post("/update_weights_from_disk", self.update_weights_from_disk),
                 web.post("/weights_checker", self.weights_checker),
+                web.post("/start_profile", self.start_profile),
+                web.post("/stop_profile", self.stop_profile),
             ]
         )
         if self._text is not None:
@@ -154,6 +156,15 @@ class Server:
         body = protocol.parse(protocol.WeightsCheckerBody, await request.read())
         answer = self._updater.checksum if body.action == "checksum" else self._updater.manifest
         return web.json_response({"success": True, "message": "Success"} | await asyncio.to_thread(answer))
+
+    async def start_profile(self, request: web.Request) -> web.Response:
+        body = protocol.parse(protocol.ProfileBody, await request.read())
+        await self._command(lambda: self.engine.start_profile(Path(body.output_dir)))
+        return web.Response(text="Start profiling.\n")
+
+    async def stop_profile(self, request: web.Request) -> web.Response:
+        await self._command(self.engine.stop_profile)
+        return web.Response(text="Stop profiling. This will take some time.\n")
 
     async def health(self, request: web.Request) -> web.Response:
         """200 while the engine thread lives, paused or not (SGLang answers 503 while paused)."""

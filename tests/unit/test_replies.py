@@ -1,0 +1,132 @@
+"""Replies of many tokens are decoded and checked as arrays, exactly as token by token."""
+
+import asyncio
+import json
+import math
+import re
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from hypothesis import example, given
+from hypothesis import strategies as st
+from plain_reply import plain_parse
+
+from bapo_megatron.engines.base import GenerateRequest, GenerateResult
+from bapo_megatron.engines.http import _REPLY, HttpEngine, _decoded, parse_reply
+from bapo_megatron.errors import EngineError
+
+REQUEST = GenerateRequest("r", (1, 2), max_new_tokens=6, temperature=1.0, stop_token_ids=(), seed=0)
+
+odd = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 12),
+    st.sampled_from([-(10**400), 2**64, 2**63, -1, "7", "", [], {}, [None], -0.0, 1e-5, 2e-4, 1e-400]),
+    st.floats(),
+)
+logprobs = st.floats(max_value=1e-4, allow_nan=False, allow_infinity=False) | st.integers(-(2**70), 0)
+
+
+@st.composite
+def replies(draw: st.DrawFn) -> Any:
+    """A good reply, in which at most two values are replaced by odd ones."""
+    ids = draw(st.lists(st.integers(0, 9), max_size=6))
+    ends = sorted({*draw(st.lists(st.integers(0, len(ids)), max_size=2)), len(ids)})
+    starts = [0, *ends][: len(ends)]
+    versions = st.sampled_from(["default", "0", "12", 3])
+    meta: dict[str, Any] = {
+        "id": "r",
+        "finish_reason": {"type": draw(st.sampled_from(["stop", "length", "abort"])), "matched": 7},
+        "prompt_tokens": 2,
+        "cached_tokens": draw(st.integers(0, 2)),
+        "output_token_logprobs": [[draw(logprobs), i, *draw(st.sampled_from([(), (None,), ("text", 1)]))] for i in ids],
+        "weight_versions": [
+            {"version": draw(versions), "start": s, "end": e} for s, e in zip(starts, ends, strict=True)
+        ],
+        "e2e_latency": 0.5,
+    }
+    reply: dict[str, Any] = {"text": "]],", "output_ids": ids, "meta_info": meta}
+    places: list[tuple[Any, Any]] = [(reply, key) for key in reply] + [(meta, key) for key in meta]
+    places += [(ids, i) for i in range(len(ids))]
+    places += [(meta["output_token_logprobs"], i) for i in range(len(ids))]
+    places += [(entry, i) for entry in meta["output_token_logprobs"] for i in range(len(entry))]
+    places += [(span, key) for span in meta["weight_versions"] for key in span]
+    for container, key in draw(st.lists(st.sampled_from(places), max_size=2)):
+        container[key] = draw(odd)
+    return draw(odd) if draw(st.integers(0, 30)) == 30 else reply
+
+
+def outcome(parse: Any, reply: Any, vocab_size: int | None) -> GenerateResult | str:
+    try:
+        return parse(reply, REQUEST, vocab_size)
+    except ValueError as problem:
+        return str(problem)
+
+
+def bits(result: GenerateResult | str) -> Any:
+    """Return what makes two outcomes the same, -0.0 and 0.0 told apart; typed entries show 0 as 0.0."""
+    if isinstance(result, str):
+        return re.sub(r"(\d)\.0\b", r"\1", result)
+    signs = [math.copysign(1, x) for x in result.behaviour_logprobs]
+    return result, signs, {*map(type, result.token_ids)}, {*map(type, result.behaviour_logprobs)}
+
+
+@given(replies(), st.sampled_from([10, 5, None]), st.sampled_from([(",", ":"), (", ", ": ")]))
+@example({"output_ids": [7], "meta_info": None}, 10, (",", ":"))
+def test_replies_are_read_as_token_by_token(reply: Any, vocab_size: int | None, separators: tuple[str, str]) -> None:
+    raw = json.dumps(reply, separators=separators).encode()
+    mine = outcome(parse_reply, _decoded(raw, _REPLY), vocab_size)
+    assert bits(mine) == bits(outcome(plain_parse, json.loads(raw), vocab_size))
+
+
+@given(st.binary(max_size=40) | st.text(alphabet='[]{}":,0-9a.\\u', max_size=30).map(str.encode))
+def test_a_body_that_is_no_reply_is_refused(raw: bytes) -> None:
+    assert outcome(parse_reply, _decoded(raw, _REPLY), 10) == "the reply has no output_ids"
+
+
+def test_one_bad_reply_of_a_call_spares_the_others() -> None:
+    def reply(index: int, logprob: float | None) -> dict[str, Any]:
+        meta = {
+            "id": f"r{index}",
+            "finish_reason": {"type": "stop"},
+            "weight_versions": [{"version": "3", "start": 0, "end": 1}],
+            "output_token_logprobs": [[logprob, 7, None]],
+        }
+        return {"output_ids": [7], "meta_info": meta}
+
+    async def answer(request: web.Request) -> web.Response:
+        sent = await request.json()
+        assert sent["input_ids"] == [[1, 2]] * 4
+        assert sent["sampling_params"][0]["max_new_tokens"] == 6
+        body = json.dumps([reply(0, -0.25), reply(1, None), reply(2, math.nan), reply(3, -0.125)])
+        return web.Response(text=body, content_type="application/json")
+
+    async def run() -> list[GenerateResult | EngineError]:
+        app = web.Application()
+        app.router.add_post("/generate", answer)
+        async with TestServer(app) as server:
+            engine = HttpEngine(str(server.make_url("")), request_timeout_s=10, vocab_size=10)
+            requests = [
+                GenerateRequest(f"r{i}", (1, 2), max_new_tokens=6, temperature=1.0, stop_token_ids=(), seed=0)
+                for i in range(4)
+            ]
+            results = await engine.generate_many(requests)
+            await engine.close()
+            return results
+
+    first, none, nan, last = asyncio.run(run())
+    assert isinstance(first, GenerateResult)
+    assert isinstance(last, GenerateResult)
+    assert (first.behaviour_logprobs, last.behaviour_logprobs) == ((-0.25,), (-0.125,))
+    for error, shown in ((none, "None"), (nan, "nan")):
+        assert f"log-prob {shown} at output token 0 is not a finite number <= 0" in str(error)
+
+
+@pytest.mark.parametrize("foreign", [10, -1])
+def test_a_token_outside_the_vocabulary_is_not_sent(foreign: int) -> None:
+    engine = HttpEngine("http://127.0.0.1:1", request_timeout_s=1, vocab_size=10)
+    request = GenerateRequest("r", (1, foreign), max_new_tokens=1, temperature=1.0, stop_token_ids=(), seed=0)
+    with pytest.raises(EngineError, match=f"token id {foreign} is outside the vocabulary of 10; do tokenizer"):
+        asyncio.run(engine.generate(request))
