@@ -15,14 +15,17 @@ ROOT = Path(__file__).parent
 MAPPED_FOLDERS = {f"bapo_megatron_{folder}": folder for folder in ("patches", "configs", "requirements")}
 
 # Ranges; requirements/ has the versions that are tested.
-CORE = [
+BASE = [  # algorithms and plugins, for the environment of another framework
+    "torch>=2.7",  # open: an installed build must never be replaced
+    "pydantic>=2.7",
+    "typing-extensions>=4.12",  # which both of them need too
+]
+TRAIN = [  # the framework
     "torch>=2.13",  # the oldest tested; no upper end: an installed build must never be replaced
     "megatron-core==0.16.1",  # patches/ are written against it
     "transformers>=5",
     "safetensors>=0.5",
     "numpy",
-    "pydantic>=2.7",
-    "typing-extensions>=4.12",
     "packaging>=24.2",
     "tomli-w>=1.0",
     "aiohttp>=3.9",
@@ -101,13 +104,14 @@ MONITOR = {
 }
 ALL_OF_MONITOR = [package for packages in MONITOR.values() for package in packages]
 EXTRAS = {
+    "train": TRAIN,
     "sglang": SGLANG,
     "gpu": GPU,
     "parquet": PARQUET,
     **MONITOR,
     "monitor": ALL_OF_MONITOR,
     "docs": DOCS,
-    "dev": PARQUET + ALL_OF_MONITOR + DOCS + DEV_TOOLS,
+    "dev": TRAIN + PARQUET + ALL_OF_MONITOR + DOCS + DEV_TOOLS,
 }
 
 
@@ -152,9 +156,12 @@ setup(
         "bapo_megatron_requirements": ["*.txt"],
     },
     include_package_data=False,
-    install_requires=CORE,
+    install_requires=BASE,
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["bapo = bapo_megatron.cli:main"]},
+    entry_points={
+        "console_scripts": ["bapo = bapo_megatron.cli:main"],
+        "verl.plugins": ["bapo = bapo_megatron.plugins.verl"],
+    },
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Science/Research",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import sys
 import time
 from collections.abc import Collection, Sequence
@@ -46,9 +47,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(error).split("\n"):
             print(f"bapo: {escaped(line)}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _modules_of_the_framework():
+            raise
+        how = "pip install 'bapo-megatron[train]'"
+        print(f"bapo: the framework needs {error.name}, which is not installed; run {how}", file=sys.stderr)
+        return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("bapo: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _modules_of_the_framework() -> set[str]:
+    """Return the modules of the extra "train", which the base installation leaves out."""
+    import importlib.metadata
+
+    required = importlib.metadata.requires("bapo-megatron") or []
+    names = [re.split(r"[^\w.-]", text)[0] for text in required if 'extra == "train"' in text]
+    return {"megatron" if name == "megatron-core" else name.replace("-", "_") for name in names}
 
 
 class _Parser(argparse.ArgumentParser):

@@ -22,12 +22,13 @@ from typing import Annotated, Any
 from pydantic import Discriminator, Tag
 from typing_extensions import TypedDict
 
+from bapo_megatron.algorithms.bound_search import BoundSearchState
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.buffer.packing import minibatches
 from bapo_megatron.checkpoint.store import CheckpointStore, Saveable
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import Learner, UpdatesState
-from bapo_megatron.learner.bounds import BoundsFinder, BoundsState
+from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.values import ValueAdvantages
 from bapo_megatron.learner.whole_batch import with_fixed_logprobs
@@ -58,7 +59,7 @@ class RunState(TypedDict):
         Annotated[ManagerState, Tag("sampled")] | Annotated[RecordedState, Tag("recorded")],
         Discriminator(_kind_of_rollouts),
     ]
-    bounds: BoundsState
+    bounds: BoundSearchState
     updates: UpdatesState
 
 

@@ -81,18 +81,18 @@ constraints() {
     printf '%s\n' "$file"
 }
 
-# Install the checkout with the given extra ("" or "dev"), unless this has been done since setup.py last changed.
+# Install the checkout with the given extras, such as "train", unless this has been done since setup.py last changed.
 install_checkout() {
     local extra="$1" stamp key
-    stamp="$VIRTUAL_ENV/.bapo-installed${extra:+-$extra}"
+    stamp="$VIRTUAL_ENV/.bapo-installed-$extra"
     key="$(cd "$ROOT" && cat setup.py pyproject.toml scripts/common.sh requirements/*.txt | cksum) $ROOT"
     if [[ -f "$stamp" && "$(<"$stamp")" == "$key" ]]; then
         say "packages are installed in $VIRTUAL_ENV"
         return
     fi
     install_torch
-    say "installing bapo-megatron${extra:+[$extra]} and what it needs"
-    "$PY" -m pip install --disable-pip-version-check -c "$(constraints)" -e "$ROOT${extra:+[$extra]}"
+    say "installing bapo-megatron[$extra] and what it needs"
+    "$PY" -m pip install --disable-pip-version-check -c "$(constraints)" -e "$ROOT[$extra]"
     printf '%s\n' "$key" >"$stamp"
 }
 
@@ -100,7 +100,7 @@ install_checkout() {
 # whose own pins would replace it come without dependencies, after the packages that SGLang needs to serve text models.
 install_sglang_cpu() {
     local stamp key torch_before
-    install_checkout "${1:-sglang}"
+    install_checkout "${1:-train,sglang}"
     stamp="$VIRTUAL_ENV/.bapo-installed-sglang-packages"
     key="$(cat "$ROOT"/requirements/*.txt | cksum)"
     if [[ -f "$stamp" && "$(<"$stamp")" == "$key" ]]; then

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up, and nothing else. The argument is an extra of setup.py, such as "dev"; none is enough to train. "torch" stops
+# Set up, and nothing else. The argument is an extra of setup.py, such as "dev"; none is "train". "torch" stops
 # after torch, which an image keeps in a layer of its own. scripts/common.sh lists the environment variables.
 set -euo pipefail
 
@@ -9,5 +9,5 @@ use_environment
 if [[ "${1:-}" == torch ]]; then
     install_torch
 else
-    install_checkout "${1:-}"
+    install_checkout "${1:-train}"
 fi

@@ -6,7 +6,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 use_environment
-install_checkout ""
+install_checkout train
 cd "$ROOT"
 say "bapo demo $*"
 exec "$PY" -m bapo_megatron demo "$@"

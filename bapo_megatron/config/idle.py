@@ -30,6 +30,7 @@ IDLE = (
         lambda c: c.loss.bounds != "bapo" or c.bapo.scope != "fixed",
         'bapo.scope="exact"',
     ),
+    Idle("bapo.smoothing_updates", lambda c: c.bapo.scope == "smoothed", 'bapo.scope="smoothed"'),
     Idle("loss.reference_path loss.kl_estimator", lambda c: c.loss.kl_coef > 0, "loss.kl_coef=0.001"),
     Idle("loss.kl_horizon", lambda c: c.loss.kl_target is not None, "loss.kl_target"),
     Idle("loss.importance_cap", lambda c: c.loss.scores_proximal, 'loss.proximal="learner"'),

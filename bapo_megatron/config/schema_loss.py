@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from bapo_megatron.config.base import LARGEST, ContradictionError, NonNegative, PathText, Positive, Section
+from bapo_megatron.config.base import LARGEST, ContradictionError, Count, NonNegative, PathText, Positive, Section
 from bapo_megatron.config.dotted import LOSS
 from bapo_megatron.errors import UserError
 
@@ -101,10 +101,13 @@ class ClipBoundConfig(Section):
     """Weight of a token in P and N: 1, or its probability under the policy that sampled it."""
     order: Literal["high_first", "low_first"] = _DEFAULT["order"]
     """The bound that moves to its end first."""
-    scope: Literal["exact", "lagged", "microbatch", "fixed"] = "exact"
+    scope: Literal["exact", "lagged", "smoothed", "microbatch", "fixed"] = "exact"
     """exact: search with the optimizer step's own tokens; lagged: with the previous step's (saves a forward pass);
-    microbatch: each micro-batch with its own (the authors' way; the result depends on how the step is split); fixed: no
-    search, bounds stay at their start."""
+    smoothed: with an average over several previous steps; microbatch: each micro-batch with its own (the authors' way;
+    the result depends on how the step is split); fixed: no search, bounds stay at their start."""
+    smoothing_updates: Count = 8
+    """scope = "smoothed": length of the average in optimizer steps. A step's share of it shrinks by
+    1 / smoothing_updates with every further step; 1 is lagged."""
 
     @model_validator(mode="before")
     @classmethod
@@ -132,6 +135,11 @@ class ClipBoundConfig(Section):
         if problems:
             raise ContradictionError(problems)
         return self
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the bounds of an update come from the tokens of earlier ones."""
+        return self.scope in ("lagged", "smoothed")
 
 
 class LossConfig(Section):

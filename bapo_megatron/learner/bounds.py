@@ -5,22 +5,15 @@ from dataclasses import astuple
 
 import torch
 from torch import Tensor
-from typing_extensions import TypedDict
 
-from bapo_megatron.algorithms.clip_bounds import contribution_table, empty_table, search_bounds
+from bapo_megatron.algorithms.bound_search import BoundSearch, BoundSearchState
+from bapo_megatron.algorithms.clip_bounds import empty_table, search_bounds
 from bapo_megatron.algorithms.losses import fixed_bounds, ratio_and_weight
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_loss import RatioLoss
-from bapo_megatron.errors import CheckpointError
 from bapo_megatron.learner.base import BoundsOf, Learner
 from bapo_megatron.learner.parallel import ParallelLayout, device
-from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch, Number
-
-
-class BoundsState(TypedDict):
-    """A `BoundsFinder` in a checkpoint."""
-
-    lagged: list[Number] | None
+from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
 
 
 class BoundsFinder:
@@ -28,6 +21,7 @@ class BoundsFinder:
 
     exact: the ratios of the whole global mini-batch at the current weights (`Learner.score`).
     lagged: the ratios that the previous optimizer step saw in its own forward pass; no extra pass, one step late.
+    smoothed: the same, averaged over several previous steps. The first step is searched as in exact.
     microbatch: found by the step itself, for each micro-batch from the ratios that its own forward pass gives its own
         tokens (on all data ranks); no extra pass, but the result depends on how the mini-batch was split.
     fixed, and losses with fixed bounds: no search.
@@ -36,7 +30,7 @@ class BoundsFinder:
     def __init__(self, config: Config, learner: Learner) -> None:
         self._config = config
         self._learner = learner
-        self._lagged: Tensor | None = None
+        self._search = BoundSearch(config.bapo, self._sum_over_ranks)
 
     def find(self, minibatch: MiniBatch) -> ClipBounds | BoundsOf:
         """Find the bounds: one all-reduce of a small table in scope exact, one per micro-batch in scope microbatch."""
@@ -46,47 +40,43 @@ class BoundsFinder:
             return search_bounds(empty_table(self._config.bapo), self._config.bapo)
         if self._config.bapo.scope == "microbatch":
             return self._of_micro_batch
-        if self._lagged is not None:
-            return search_bounds(self._lagged, self._config.bapo)
-        return search_bounds(self._global_table(minibatch, self._learner.score(minibatch)), self._config.bapo)
+        if (found := self._search.search_past()) is not None:
+            return found
+        tables = self._tables(minibatch, self._learner.score(minibatch))
+        return self._search.search(sum(tables, empty_table(self._config.bapo)))
 
     def observe(self, minibatch: MiniBatch, log_probs: list[Tensor]) -> None:
-        """Keep the table of a finished step, from the log-probs of its forward pass, for the next `lagged` search."""
-        if self._config.searches_bounds and self._config.bapo.scope == "lagged":
-            table = self._global_table(minibatch, log_probs)
-            if not table.isnan().any():  # of an update that was skipped, the same on every rank
-                self._lagged = table
+        """Keep the table of a finished step, from the log-probs of its forward pass, for the steps after it."""
+        if self._config.searches_bounds and self._config.bapo.looks_back:
+            for table in self._tables(minibatch, log_probs):
+                self._search.add(table)
+            self._search.finish_update()
 
-    def state_dict(self) -> dict[str, list[float] | None]:
-        return {"lagged": None if self._lagged is None else self._lagged.flatten().tolist()}
+    def state_dict(self) -> BoundSearchState:
+        return self._search.state_dict()
 
-    def load_state_dict(self, state: dict[str, list[float] | None]) -> None:
-        """Restore a `BoundsState`. Raises CheckpointError for the table of another grid."""
-        lagged = state["lagged"]
-        if lagged is not None and len(lagged) != (size := empty_table(self._config.bapo).numel()):
-            raise CheckpointError(f"the checkpoint's table of bounds has {len(lagged)} entries, not {size}")
-        self._lagged = None if lagged is None else torch.tensor(lagged, dtype=torch.float64)
+    def load_state_dict(self, state: BoundSearchState) -> None:
+        self._search.load_state_dict(state)
 
-    def _global_table(self, minibatch: MiniBatch, log_probs: list[Tensor]) -> Tensor:
-        table = empty_table(self._config.bapo)
-        for mb, log_probs_R in zip(
-            minibatch.micro_batches, log_probs, strict=bool(log_probs)
-        ):  # none off the last stage
-            table += self._table(mb, log_probs_R)
+    def _sum_over_ranks(self, table: Tensor) -> Tensor:
+        if self._config.bapo.scope == "microbatch":  # inside the forward pass, where only the last stage takes part
+            return self._learner.sum_over_last_stage(table)
         return self._learner.sum_over_data_ranks(table)
 
+    def _tables(self, minibatch: MiniBatch, log_probs: list[Tensor]) -> list[Tensor]:
+        """Tabulate this rank's micro-batches; there are no log-probs off the last stage."""
+        pairs = zip(minibatch.micro_batches, log_probs, strict=bool(log_probs))
+        return [self._table(mb, log_probs_R) for mb, log_probs_R in pairs]
+
     def _of_micro_batch(self, mb: MicroBatch, log_probs_R: Tensor) -> ClipBounds:
-        return search_bounds(self._learner.sum_over_last_stage(self._table(mb, log_probs_R)), self._config.bapo)
+        return self._search.search(self._table(mb, log_probs_R))
 
     def _table(self, mb: MicroBatch, log_probs_R: Tensor) -> Tensor:
-        """Tabulate a micro-batch on the CPU, where the order of additions is the same in every run."""
         mb, log_probs_R = mb.to(torch.device("cpu")), log_probs_R.cpu()
         loss = self._config.loss
         assert isinstance(loss, RatioLoss), "sft has no bounds"
         ratio_R, weight_R = ratio_and_weight(mb, log_probs_R, loss.importance_cap)
-        return contribution_table(
-            ratio_R, mb.advantages_R, mb.mask_R, mb.behaviour_logprobs_R, self._config.bapo, weights=weight_R
-        )
+        return self._search.tabulate(ratio_R, mb.advantages_R, mb.mask_R, mb.behaviour_logprobs_R, weight_R)
 
 
 def bounds_on_all_stages(

@@ -19,7 +19,7 @@ Stack = Literal["cpu", "gpu"]
 State = Literal["exact", "allowed", "not allowed", "missing"]
 
 GROUPS = ("core", "parquet", "gpu", "sglang", "sglang-needs")
-_EXTRAS = {"core": "", "parquet": "parquet", "gpu": "gpu", "sglang-needs": "sglang"}  # of setup.py
+_EXTRAS = {"core": "train", "parquet": "parquet", "gpu": "gpu", "sglang-needs": "sglang"}  # of setup.py
 _MODULES = {"megatron-core": "megatron"}  # else the distribution's name, with underscores
 _STACKS = {"cpu": "as tested", "gpu": "as docker/Dockerfile.gpu has them, untested"}
 
@@ -43,16 +43,17 @@ class Comparison:
 
 
 def requirements(group: str) -> list[Requirement]:
-    """Return a group's requirements: an extra of bapo-megatron, or the SGLang packages installed without theirs."""
+    """Return a group's requirements: an extra of bapo-megatron, or the SGLang packages installed without theirs.
+
+    core is the extra "train" with the base installation.
+    """
     from packaging.requirements import Requirement
 
     if group == "sglang":
         return _read("sglang-cpu.txt")
     declared = [Requirement(text) for text in importlib.metadata.requires("bapo-megatron") or []]
-    extra = _EXTRAS[group]
-    if not extra:
-        return [r for r in declared if r.marker is None]
-    return [r for r in declared if r.marker is not None and r.marker.evaluate({"extra": extra})]
+    of_extra = [r for r in declared if r.marker is not None and r.marker.evaluate({"extra": _EXTRAS[group]})]
+    return [r for r in declared if r.marker is None] + of_extra if group == "core" else of_extra
 
 
 def pins(stack: Stack) -> dict[str, str]:

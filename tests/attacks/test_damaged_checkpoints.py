@@ -122,7 +122,7 @@ class Run:
         for group in self.book.complete():
             self.book.settle(group, [1.0, 0.0], step)
         self.guard.observe(0.5 / step)
-        self.finder._lagged = torch.arange(float(num_bins(self.finder)), dtype=torch.float64) + step
+        self.finder._search._past = torch.arange(float(num_bins(self.finder)), dtype=torch.float64) + step
 
     def state(self) -> dict[str, Any]:
         return {
