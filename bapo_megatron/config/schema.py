@@ -323,10 +323,9 @@ class TrainConfig(Section):
     recompute_layers: Count | None = None
     """recompute: only the first so many layers of each pipeline stage (of each chunk, with virtual_pipeline); the
     others keep their activations. Unset: all layers."""
-    recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp"], ...] = ()
-    """recompute: only these parts of each layer, as in Megatron. mlp: the largest activations; core_attn: the attention
-    itself, from queries, keys and values; layernorm: both norms, where they are not inside of Transformer Engine's
-    linears. Not with recompute_layers."""
+    recompute_modules: tuple[Literal["core_attn", "mlp"], ...] = ()
+    """recompute: only these parts of each layer. mlp: most of the activations; core_attn: the attention itself, from
+    queries, keys and values, worth it for local layers with context parallelism. Not with recompute_layers."""
     schedule: Literal["auto", "forwards_first", "interleaved"] = "auto"
     """The order of passes with scope exact: forwards_first runs all forward passes of an update, whose log-probs
     give the bounds, before its backward passes, and keeps all activations in between; interleaved scores in a pass of

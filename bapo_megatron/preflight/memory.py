@@ -269,20 +269,16 @@ class _Activations:
     def layer(self) -> int:
         """Count the bytes of one layer for one micro-batch: two norms, attention, and the gated MLP."""
         hidden, num_heads = self._rows * self._H * self._item, self._heads()
+        norm = (1 if self._on_gpu else 2) * hidden + 4 * self._rows  # its input; on a CPU also the normalised one
+        if self._shape.norm_plus_one and self._item < MASTER_BYTES:
+            norm += MASTER_BYTES * self._rows * self._H  # its input in float32
         per_token = self._item * (4 * self._shape.head_dim + self._Q)  # cos and sin of q and k, input of proj
         if self._shape.qk_norm:
             copies = self._Q + self._Q + 2 * self._K + (0 if self._on_gpu else self._Q + self._K)
             per_token += self._item * copies + 4 * (num_heads + self._K // self._shape.head_dim)
         queries_keys_values = self._T * self._item * (self._Q + 2 * self._K)
-        parts = self._norms() + self._core_attention() + self._mlp()
-        return int(2 * hidden + queries_keys_values + per_token * self._T + parts)
-
-    def _norms(self) -> float:
-        """Count the bytes of both norms: their outputs and factors; on a CPU also the normalised inputs."""
-        norm = (1 if self._on_gpu else 2) * self._rows * self._H * self._item + 4 * self._rows
-        if self._shape.norm_plus_one and self._item < MASTER_BYTES:
-            norm += MASTER_BYTES * self._rows * self._H  # its input in float32
-        return 2 * norm
+        parts = self._core_attention() + self._mlp()
+        return int(2 * (norm + hidden) + queries_keys_values + per_token * self._T + parts)
 
     def _core_attention(self) -> float:
         """Count the bytes of attention beside queries, keys and values: its output, log-sum-exp, what is gathered."""
@@ -303,7 +299,7 @@ class _Activations:
 
     def _recomputed_parts(self) -> int:
         """Count the bytes of the parts of a layer that `train.recompute_modules` recomputes."""
-        parts = {"core_attn": self._core_attention, "layernorm": self._norms, "mlp": self._mlp}
+        parts = {"core_attn": self._core_attention, "mlp": self._mlp}
         chosen = self._config.train.recompute_modules if self._config.train.recompute else ()
         return int(sum(parts[name]() for name in chosen))
 

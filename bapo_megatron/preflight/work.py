@@ -75,7 +75,7 @@ def recomputed_share(config: Config, shape: ModelShape, tokens: StepTokens) -> f
     whole = recomputed_layers(config, shape) / layers_per_chunk
     attention = 2 * shape.num_heads * shape.head_dim * tokens.per_sequence
     mlp = 2 * 3 * shape.hidden_size * shape.ffn_size
-    of_layer = {"core_attn": attention, "layernorm": 0, "mlp": mlp}
+    of_layer = {"core_attn": attention, "mlp": mlp}
     parts = sum(of_layer[name] for name in _recomputed_modules(config))
     return whole + parts / (2 * layer_parameters(shape, 1) + attention)
 
