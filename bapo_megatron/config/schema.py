@@ -365,8 +365,8 @@ class ParallelConfig(Section):
     sequence: bool = False
     """Sequence parallelism inside the tensor-parallel group."""
     overlap_communication: bool = False
-    """Sum gradients over data and context ranks during the last backward pass instead of after it and, with
-    optimizer.distributed, gather updated weights during the next forward pass."""
+    """Sum gradients over data and context ranks during the last backward pass instead of after it, and with
+    optimizer.distributed gather updated weights during the next forward pass."""
     num_ranks: Processes | None = None
     """Number of ranks that you mean to start; checked against the product."""
     threads_per_rank: Processes | None = None
