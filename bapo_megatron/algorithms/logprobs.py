@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 Backend = Literal["torch", "triton"]
 _CACHED_VALUES = 1 << 17  # 512 KiB of float32: half of a usual second-level cache, for the logits and one temporary
-_ADDMM_WIDENS = torch.__version__ >= (2, 10)  # before, addmm(out_dtype) took a total of the operands' 16-bit type only
+_ADDMM_WIDENS = torch.__version__ >= "2.10"  # before, addmm(out_dtype) took a total of the operands' 16-bit type only
 _CPU_CHUNK_ROWS = 256
 _GPU_CHUNK_BYTES = 1 << 30  # of float32 logits
 
