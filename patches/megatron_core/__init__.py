@@ -4,6 +4,7 @@
 versions of Transformer Engine renamed.
 """
 
+import importlib
 from importlib.metadata import version
 
 SUPPORTED = "0.16.1"
@@ -40,8 +41,7 @@ def apply_engine_compat() -> None:
 
     When it can go: when megatron-core knows the new name.
     """
-    from megatron.core.transformer import attention
-
+    attention = importlib.import_module("megatron.core.transformer.attention")
     if attention.SplitAlongDim is not None:
         return
     try:
