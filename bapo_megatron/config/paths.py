@@ -66,8 +66,8 @@ def choices(path: Path) -> list[str]:
 def suggest(path: Path) -> str | None:
     """Return the setting that a wrong path most likely meant.
 
-    In order: the same name in lower case; the name of another framework (coming_from.toml); the same name in another
-    section; a typo within the section; the end of another framework's name; a typo anywhere.
+    In order: the same name in lower case; the name of another framework (coming_from.toml); a typo within the section;
+    the same name in another section; the end of another framework's name; a typo anywhere.
     """
     name, last = ".".join(path), path[-1]
     dotted = {".".join(p): p for p in schema()}
@@ -79,8 +79,8 @@ def suggest(path: Path) -> str | None:
     last_names = {p[-1]: known for known, p in settings.items()}
     return (
         meant_by(name, whole=True)
-        or (same_name[0] if len(same_name) == 1 else None)
         or in_section.get(_closest(last, in_section, 0.65))
+        or (same_name[0] if len(same_name) == 1 else None)
         or meant_by(name)
         or _closest(name, dotted, 0.75)
         or last_names.get(_closest(last, last_names, 0.8))

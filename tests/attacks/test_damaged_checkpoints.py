@@ -116,7 +116,7 @@ class Run:
         tokens = (5, 6, 7)
         self.book.admit(step, step)
         for number, trajectory in enumerate(self.book.unfinished()[:3]):
-            self.book.start(trajectory)
+            self.book.start(trajectory, step)
             segment = Segment(step, step, tokens, (-0.5, -0.25, -1.0))
             self.book.grow(trajectory.extended([segment], "stop" if number < 2 else None))
         for group in self.book.complete():

@@ -100,6 +100,9 @@ class Decoder:
     def decode(self, token_ids: Any) -> str:
         return str(token_ids)
 
+    def judge_failure(self) -> None:
+        return None
+
 
 def settings(folder: Path) -> Config:
     options = [f"run.dir={folder}", "run.name=run", f"train.num_steps={NUM_STEPS}", "rollout.record=true"]

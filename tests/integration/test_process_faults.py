@@ -101,7 +101,8 @@ def watch_sockets(pid: int, seen: dict[int, Watched]) -> None:
         for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
                 known = seen.setdefault(process.pid, Watched("", {}))
-                known.command = " ".join(process.cmdline())  # becomes another by exec, or by SGLang's title
+                # Becomes another by exec or SGLang's title, and empty while a process ends.
+                known.command = " ".join(process.cmdline()) or known.command
                 known.environment = known.environment or process.environ()
                 sockets = process.net_connections(kind="tcp")
                 known.addresses |= {s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN}
@@ -110,7 +111,7 @@ def watch_sockets(pid: int, seen: dict[int, Watched]) -> None:
 @pytest.mark.parametrize(
     ("settings", "parts", "limit_s"),
     [
-        pytest.param(["rollout.engine=embedded"], ["engines.embedded"], 600, id="embedded"),
+        pytest.param(["rollout.engine=embedded"], ["engines.embedded"], 600, id="embedded", marks=pytest.mark.slow),
         pytest.param(
             ["rollout.engine=sglang", "rollout.server_tensor_parallel=2", "rollout.startup_timeout_s=900"],
             ["engines.sglang_server", "sglang::scheduler_TP0", "sglang::scheduler_TP1"],

@@ -151,6 +151,7 @@ def test_the_same_name_with_other_settings_says_what_differs(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_be_reached_is_one_clear_error(tmp_path: Path) -> None:
     done = bapo(
         "train",

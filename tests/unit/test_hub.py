@@ -85,6 +85,7 @@ def test_a_run_keeps_its_commit(hub: FakeHub, tmp_path: Path) -> None:
     assert other[1] == f"{NAME}@{'b' * 40}\n", other[2]
 
 
+@pytest.mark.slow
 def test_refusals_say_what_to_do(hub: FakeHub, tmp_path: Path) -> None:
     command = "`hf download acme/tiny --local-dir models/tiny`, and set model.path=models/tiny"
     code, error = check(tmp_path, NAME, HF_HUB_OFFLINE="1")

@@ -25,7 +25,7 @@ def read_page(run: Path) -> tuple[str, Page]:
     return html, Page(html)
 
 
-@pytest.mark.parametrize("num_steps", [5, 60])
+@pytest.mark.parametrize("num_steps", [5, pytest.param(60, marks=pytest.mark.slow)])
 def test_every_figure_is_drawn_and_nothing_is_loaded_from_elsewhere(tmp_path: Path, num_steps: int) -> None:
     html, page = read_page(make_run(tmp_path / "run", steps(num_steps)))
     assert num_drawings(html) == len(PANELS)
@@ -43,6 +43,7 @@ def num_drawings(html: str) -> int:
     return html.count('role="img"')
 
 
+@pytest.mark.slow
 def test_a_single_step_is_drawn(tmp_path: Path) -> None:
     html, _ = read_page(make_run(tmp_path / "run", steps(1)))
     without = {"Evaluation", "Entropy-Clip Rule"}  # not due yet; the measured change needs a next step
@@ -69,6 +70,7 @@ def test_missing_metrics_leave_a_note_instead_of_a_figure(tmp_path: Path) -> Non
     assert "Not recorded: Evaluation (eval.interval_steps), Entropy, Response length" in page.text
 
 
+@pytest.mark.slow
 def test_gaps_and_repeated_steps_of_a_resumed_run_are_drawn(tmp_path: Path) -> None:
     rows = [step(i) for i in (1, 2, 3, 4, 3, 4, 7)]
     rows[1]["bapo/high"] = math.nan

@@ -92,7 +92,14 @@ def test_a_study_without_comparison_needs_no_evaluation(tmp_path: Path) -> None:
     assert problems_of("mine", study, plan_runs(study, quick=False, runs_dir=tmp_path)) == []
 
 
-@pytest.mark.parametrize("name", [name for name in shipped_studies() if name != "smollm2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "domains" else ())  # starts judges for each of its domains
+        for name in shipped_studies()
+        if name != "smollm2"
+    ],
+)
 def test_the_shipped_studies_pass(name: str, tmp_path: Path) -> None:
     study = load_study(name)
     for quick in (False, True):
