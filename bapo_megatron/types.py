@@ -271,7 +271,7 @@ class MicroBatch:
 
     token_ids_T: Tensor  # int64
     position_ids_T: Tensor  # int64, restarts at 0 in each sequence
-    cu_seqlens_S1: Tensor  # int32, [S + 1], starts with 0, ends with T x context ranks
+    cu_seqlens_S1: Tensor  # int32, [S + 1], starts with 0, ends with T x context ranks; always on the CPU
     rows_R: Tensor  # int64, ascending
     sequence_R: Tensor  # int64, ascending: the pack's sequence that each response token belongs to
     batch_rows_R: Tensor  # int64: place of each response token in the Batch
@@ -288,8 +288,9 @@ class MicroBatch:
         return self.token_ids_T.numel()
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return the micro-batch with all tensors on `device`."""
+        """Return the micro-batch with all tensors but the description of the pack on `device`."""
         tensors = {f.name: tensor for f in fields(self) if (tensor := getattr(self, f.name)) is not None}
+        del tensors["cu_seqlens_S1"]  # to read a length from a GPU would wait for all work before
         return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
 

@@ -71,7 +71,7 @@ def entropy_rule_sums(tokens: ClippedTokenLoss) -> dict[str, Tensor]:
     terms_R = covariance_terms(log_probs_R, entropy_R, weight_R, kept_advantages_R)
 
     class_R = 2 * (advantages_R < 0).long() + (log_probs_R + entropy_R < 0).long()
-    starts = torch.tensor(list(AGES.values()), device=advantages_R.device)
+    starts = torch.tensor(list(AGES.values())).to(advantages_R.device, non_blocking=True)
     age_R = torch.bucketize(tokens.ages_R.clamp(min=0), starts, right=True) - 1
     num_classes = len(TOKEN_CLASSES)
     values = [counted_R, clipped_R, terms_R]
@@ -105,7 +105,8 @@ def token_profile_sums(tokens: ClippedTokenLoss) -> dict[str, Tensor]:
 
 def _sum_by_cell(cell_R: Tensor, num_cells: int, counted_R: Tensor, values: Sequence[Tensor]) -> Tensor:
     """Sum each value over the counted tokens of each cell: float32 [C, V]."""
-    cells_RC = torch.nn.functional.one_hot(cell_R, num_cells).double() * counted_R[:, None]
+    is_in_RC = cell_R[:, None] == torch.arange(num_cells, device=cell_R.device)
+    cells_RC = (is_in_RC & counted_R[:, None]).double()
     values_RV = torch.stack([value_R.double() for value_R in values], dim=1)
     # A matrix product: on a GPU, the order of scattered additions changes from run to run.
     return (cells_RC.T @ values_RV).float()

@@ -18,6 +18,9 @@ from torch.autograd.function import once_differentiable
 
 Backend = Literal["torch", "triton"]
 _CACHED_VALUES = 1 << 17  # 512 KiB of float32: half of a usual second-level cache, for the logits and one temporary
+_ADDMM_WIDENS = torch.__version__ >= "2.10"  # before, addmm(out_dtype) took a total of the operands' 16-bit type only
+_CPU_CHUNK_ROWS = 256
+_GPU_CHUNK_BYTES = 1 << 30  # of float32 logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,15 @@ class VocabShard:
         return min(max(self.vocab_size - self.start, 0), self.size)
 
 
+def chunk_rows(vocab_rows: int, *, on_gpu: bool) -> int:
+    """Return the number of rows whose logits exist at once, if `train.logprob_chunk_tokens` is unset.
+
+    On a GPU, chunks are large: each one reads and writes the gradient of all `vocab_rows` of this rank's weight.
+    """
+    fitting = _GPU_CHUNK_BYTES // (4 * vocab_rows) if on_gpu else _CPU_CHUNK_ROWS
+    return max(1, fitting // _CPU_CHUNK_ROWS) * _CPU_CHUNK_ROWS
+
+
 def token_log_probs(
     hidden_RH: Tensor,
     weight_VH: Tensor,
@@ -45,29 +57,35 @@ def token_log_probs(
     *,
     temperature: float = 1.0,
     shard: VocabShard,
-    chunk_tokens: int = 256,
+    chunk_tokens: int | None = None,
     with_entropy: bool = True,
     backend: Backend = "torch",
+    hooks_need_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute each target's log-prob and each row's entropy under softmax(hidden @ weight.T / temperature), in nats.
 
     Args:
         hidden_RH: hidden states that predict the targets, the same on all ranks of the group; any float type.
-        weight_VH: this rank's rows of the output layer; the type of hidden_RH.
+        weight_VH: this rank's rows of the output layer; the type of hidden_RH. If Megatron gave it a `main_grad`
+            (float32), the backward pass adds the gradient to that, and autograd gets none.
         targets_R: int64 token ids in [0, shard.vocab_size).
         temperature: the one that the tokens were sampled with.
-        chunk_tokens: rows whose logits exist at once: chunk_tokens x V values in float32.
+        chunk_tokens: rows whose logits exist at once: chunk_tokens x V values in float32; None: `chunk_rows`.
         with_entropy: False skips its arithmetic; the entropies returned are then zeros.
         backend: code for the passes over a chunk of logits; triton needs a GPU and no float64.
+        hooks_need_grad: let autograd have zeros as the gradient that went to `main_grad`. Without any, hooks of the
+            weight run in another thread, and collectives that they start in another order on each rank.
 
     Returns log_probs_R and entropy_R, float32 (float64 for float64 inputs), the same on all ranks of the group. Both
     are differentiable: hidden_RH receives its gradient summed over the group (do not sum it again), weight_VH that of
     its own rows. An entropy that no loss uses costs nothing in the backward pass.
     """
     assert weight_VH.shape[0] == shard.size, f"{weight_VH.shape[0]} vocabulary rows, but the shard has {shard.size}"
+    if chunk_tokens is None:
+        chunk_tokens = chunk_rows(shard.size, on_gpu=hidden_RH.is_cuda)
     assert min(temperature, chunk_tokens) > 0, "temperature and chunk_tokens must be positive"
     return _TokenLogProbs.apply(
-        hidden_RH, weight_VH, targets_R, temperature, shard, chunk_tokens, with_entropy, backend
+        hidden_RH, weight_VH, targets_R, temperature, shard, chunk_tokens, with_entropy, backend, hooks_need_grad
     )
 
 
@@ -92,6 +110,7 @@ class _TokenLogProbs(torch.autograd.Function):
         chunk_tokens: int,
         with_entropy: bool,
         backend: Backend,
+        hooks_need_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         num_rows, real_VH = hidden_RH.shape[0], weight_VH[: shard.num_real]
         dtype = _accumulator(hidden_RH)
@@ -116,6 +135,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
         ctx.save_for_backward(hidden_RH, weight_VH, targets_R, log_z_R, entropy_R)
         ctx.temperature, ctx.shard, ctx.chunk_tokens, ctx.backend = temperature, shard, chunk_tokens, backend
+        ctx.hooks_need_grad = hooks_need_grad
         ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy_R)
@@ -130,7 +150,9 @@ class _TokenLogProbs(torch.autograd.Function):
         real_VH, dtype = weight_VH[: shard.num_real], _accumulator(hidden_RH)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden_RH = torch.zeros_like(hidden_RH, dtype=dtype) if need_hidden else None
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if need_weight else None
+        grad_weight_VH, is_main = None, hasattr(weight_VH, "main_grad")
+        if need_weight:
+            grad_weight_VH = weight_VH.main_grad if is_main else torch.zeros_like(weight_VH, dtype=dtype)
         pull_R = torch.zeros_like(log_z_R) if grad_log_probs_R is None else grad_log_probs_R / ctx.temperature
         entropy_pull_R = None if grad_entropy_R is None else grad_entropy_R / ctx.temperature
         _, gradients = _kernels(ctx.backend)
@@ -154,8 +176,13 @@ class _TokenLogProbs(torch.autograd.Function):
                 dist.all_reduce(grad_hidden_RH, group=shard.group)
             grad_hidden_RH = grad_hidden_RH.to(hidden_RH.dtype)
         if grad_weight_VH is not None:
-            grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
-        return grad_hidden_RH, grad_weight_VH, None, None, None, None, None, None
+            if not is_main:
+                grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
+            elif ctx.hooks_need_grad:
+                grad_weight_VH = torch.zeros_like(weight_VH)
+            else:
+                grad_weight_VH = None
+        return grad_hidden_RH, grad_weight_VH, None, None, None, None, None, None, None
 
 
 def _chunks(num_rows: int, chunk_tokens: int) -> Iterator[slice]:
@@ -229,8 +256,11 @@ def _accumulator(x: Tensor) -> torch.dtype:
 
 
 def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to total in place, without a temporary of the size of `total` where all three have one type."""
-    if total.dtype == a.dtype == b.dtype:
+    """Add a @ b to float32 (or float64) `total` in place, on GPUs and for equal types without another of its size."""
+    low = _low_dtype(a, b)
+    if low is not None and a.is_cuda and _ADDMM_WIDENS:
+        torch.addmm(total, a.to(low), b.to(low), out_dtype=torch.float32, out=total)
+    elif total.dtype == a.dtype == b.dtype:
         total.addmm_(a, b)
     else:
         total += _matmul(a, b)
@@ -238,8 +268,13 @@ def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     """Compute a @ b, accumulated and returned in float32 (float64 for float64), also for 16-bit operands."""
-    low = next((x.dtype for x in (a, b) if x.dtype in (torch.bfloat16, torch.float16)), None)
+    low = _low_dtype(a, b)
     if low is not None and a.is_cuda:  # tensor cores take 16-bit operands and can return their float32 sums
         return torch.mm(a.to(low), b.to(low), out_dtype=torch.float32)
     dtype = _accumulator(a)
     return a.to(dtype) @ b.to(dtype)
+
+
+def _low_dtype(a: Tensor, b: Tensor) -> torch.dtype | None:
+    """Return the 16-bit type of an operand; None if neither has one."""
+    return next((x.dtype for x in (a, b) if x.dtype in (torch.bfloat16, torch.float16)), None)

@@ -73,7 +73,8 @@ def logprob_mismatch(log_probs_R: Tensor, behaviour_logprobs_R: Tensor, counted_
 
     Returns a Mismatch on the device of its inputs. A difference that is not a number makes its mean and KL nan.
     """
-    difference = log_probs_R.detach()[counted_R].double() - behaviour_logprobs_R[counted_R].double()
+    difference = log_probs_R.detach().double() - behaviour_logprobs_R.double()
+    difference = torch.where(counted_R, difference, 0.0)  # to select the tokens would wait for the GPU to count them
     size = difference.abs()
     bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     low, high = _DECADES
@@ -82,7 +83,7 @@ def logprob_mismatch(log_probs_R: Tensor, behaviour_logprobs_R: Tensor, counted_
     bins = torch.bucketize(size, edges, right=True)  # number of edges <= |d|
     sums = size.new_zeros(2 + num_edges + 1)
     sums[0], sums[1] = size.sum(), (bounded.expm1() - bounded).sum()
-    sums[2:].index_add_(0, bins, torch.ones_like(size))
+    sums[2:].index_add_(0, bins, counted_R.double())
     return Mismatch(sums, size.amax() if size.numel() else size.new_zeros(()))
 
 

@@ -39,6 +39,12 @@ IDLE = (
         lambda c: c.optimizer.schedule != "constant",
         'optimizer.schedule="cosine"',
     ),
+    Idle("train.recompute_layers train.recompute_modules", lambda c: c.train.recompute, "train.recompute=true"),
+    Idle(
+        "parallel.overlap_communication",
+        lambda c: c.parallel.data * c.parallel.context > 1 or c.cluster.gpu is not None,
+        "parallel.data above 1",
+    ),
     Idle("critic.*", lambda c: not c.advantage.compares_responses, 'advantage.kind="gae" or "n_step"'),
     Idle(
         "advantage.gamma advantage.whiten_tokens",

@@ -132,7 +132,7 @@ def runs_forwards_first(
     """Decide whether all forward passes of a mini-batch come before its backward passes.
 
     `auto` does so if it needs little more memory than the other order (measured in benchmarks/README.md): with one
-    micro-batch, or with `train.recompute`, which keeps only the layers' inputs.
+    micro-batch, or if only the layers' inputs are kept (`train.recompute`).
 
     Args:
         layer_input_bytes: inputs of a rank's layers for all these micro-batches.
@@ -143,7 +143,7 @@ def runs_forwards_first(
         return False
     if order == "forwards_first" or num_microbatches == 1:
         return True
-    if not config.train.recompute or memory_bytes is None:
+    if not config.train.recomputes_all or memory_bytes is None:
         return False
     return layer_input_bytes <= FORWARDS_FIRST_MEMORY_SHARE * memory_bytes
 

@@ -51,6 +51,9 @@ RECIPES = {
 }
 
 
+FUSED_ACTIVATIONS = ("silu",)  # of a model's shape; Megatron has no fused kernel for gelu(gate) x up with tanh
+
+
 def tokens_multiple(config: Config) -> int:
     """Return the number that must divide a pack's tokens on a rank (a tensor rank, with sequence parallelism)."""
     return RECIPES[config.precision.recipe].tokens_multiple if config.precision.uses_fp8 else 1

@@ -316,19 +316,38 @@ class TrainConfig(Section):
     max_tokens_per_microbatch: Count = 8192
     """Packed tokens in one forward pass of one rank; a longer single sequence gets a micro-batch of its own. With
     context parallelism a pack is shared by parallel.context ranks and holds that many times more."""
-    logprob_chunk_tokens: Count = 256
-    """Rows whose logits exist at once when log-probs are computed."""
+    logprob_chunk_tokens: Count | None = None
+    """Rows whose logits exist at once when log-probs are computed. Unset: on a GPU as many as make 1 GiB of float32
+    logits, on a CPU 256."""
     logprob_backend: Literal["auto", "torch", "triton"] = "auto"
     """Implementation of log-probs. triton: one kernel reads a chunk of logits once instead of several times, and
     needs a GPU; auto: torch, until triton has been measured to be faster (benchmarks/logprobs.py)."""
     entropy_coef: NonNegative = 0.0
     """Weight of an entropy bonus in the loss."""
     recompute: bool = False
-    """Recompute all activations in the backward pass."""
+    """Recompute activations in the backward pass: all of them, unless recompute_layers or recompute_modules is set."""
+    recompute_layers: Count | None = None
+    """recompute: only the first so many layers of each pipeline stage (of each chunk, with virtual_pipeline); the
+    others keep their activations. Unset: all layers."""
+    recompute_modules: tuple[Literal["core_attn", "mlp"], ...] = ()
+    """recompute: only these parts of each layer. mlp: most of the activations; core_attn: the attention itself, from
+    queries, keys and values, worth it for local layers with context parallelism. Not with recompute_layers."""
     schedule: Literal["auto", "forwards_first", "interleaved"] = "auto"
     """The order of passes with scope exact: forwards_first runs all forward passes of an update, whose log-probs
     give the bounds, before its backward passes, and keeps all activations in between; interleaved scores in a pass of
     its own. auto: the first with one micro-batch, or with recompute while layer inputs take under a tenth of memory."""
+
+    @property
+    def recomputes_all(self) -> bool:
+        """Whether nothing but the layers' inputs is kept."""
+        return self.recompute and self.recompute_layers is None and not self.recompute_modules
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.recompute_layers is not None and self.recompute_modules:
+            text = "chooses whole layers, and train.recompute_modules parts of all layers; leave one of them out"
+            raise ContradictionError({("recompute_layers", "recompute_modules"): text})
+        return self
 
 
 MAX_RANKS = 1_048_576
@@ -351,6 +370,9 @@ class ParallelConfig(Section):
     num_ranks / (tensor x pipeline x context)."""
     sequence: bool = False
     """Sequence parallelism inside the tensor-parallel group."""
+    overlap_communication: bool = False
+    """Sum gradients over data and context ranks during the last backward pass instead of after it, and with
+    optimizer.distributed gather updated weights during the next forward pass."""
     num_ranks: Processes | None = None
     """Number of ranks that you mean to start; checked against the product."""
     threads_per_rank: Processes | None = None

@@ -28,6 +28,10 @@ from torch import Tensor
 
 from bapo_megatron.buffer.packing import context_tokens
 
+# argument of Transformer Engine's attention; left out, lengths with and without padding are compared in each layer, and
+# the CPU waits for the GPU
+_HAS_GAPS = "pad_between_seqs"
+
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
@@ -49,6 +53,13 @@ class Ragged:
         is_all, is_full = num_here == num_tokens, num_here == is_token_SL.numel()
         return cls(None if is_all else packed_B, None if is_full else padded_B, lengths_S.numel(), length)
 
+    def to(self, device: torch.device) -> Ragged:
+        """Return the same places on `device`, copied without waiting for it."""
+        packed_B, padded_B = (
+            None if x is None else x.to(device, non_blocking=True) for x in (self.packed_B, self.padded_B)
+        )
+        return replace(self, packed_B=packed_B, padded_B=padded_B)
+
     def pad(self, x_TND: Tensor) -> Tensor:
         """Pad packed [T, heads, D] with zeros to [S, heads, length, D]."""
         padded = _Place.apply(x_TND, self.packed_B, self.padded_B, self.num_sequences * self.length)
@@ -69,14 +80,18 @@ class Block:
     visible_S1QL: Tensor | None  # bool; None: plain causal attention among the same tokens
 
 
-def make_blocks(cu_seqlens_S1: Tensor, context_rank: int = 0, context_size: int = 1) -> list[Block]:
+def make_blocks(
+    cu_seqlens_S1: Tensor, context_rank: int = 0, context_size: int = 1, device: torch.device | None = None
+) -> list[Block]:
     """Sort sequences into blocks whose lengths differ by less than a factor of two: padding stays under half.
 
     With context parallelism, each of the rank's two chunks of the sequences forms a block of its own.
 
     Args:
-        cu_seqlens_S1: int [S + 1], of the whole pack: starts with 0, ends with its number of tokens.
+        cu_seqlens_S1: int [S + 1], of the whole pack, on the CPU: starts with 0, ends with its number of tokens.
+        device: of the tokens; None: the CPU.
     """
+    device = device or cu_seqlens_S1.device
     starts_S, lengths_S, num_tokens = cu_seqlens_S1[:-1].long(), cu_seqlens_S1.diff().long(), int(cu_seqlens_S1[-1])
     num_chunks = 1 if context_size == 1 else 2 * context_size
     mine = (0,) if context_size == 1 else (context_rank, num_chunks - 1 - context_rank)
@@ -91,10 +106,12 @@ def make_blocks(cu_seqlens_S1: Tensor, context_rank: int = 0, context_size: int 
         for slot, chunk in enumerate(mine):
             queries = Ragged.of(starts // context_size + slot * chunk_S, chunk_S, num_tokens // context_size)
             keys = queries if gathered_U is None else Ragged.of(starts, (chunk + 1) * chunk_S, num_tokens)
-            visible = None if chunk == 0 else _visible(chunk * chunk_S, queries.length, keys.length)
+            first_S = (chunk * chunk_S).to(device, non_blocking=True)
+            visible = None if chunk == 0 else _visible(first_S, queries.length, keys.length)
             if gathered_U is not None:
                 keys = replace(keys, packed_B=gathered_U if keys.packed_B is None else gathered_U[keys.packed_B])
-            blocks.append(Block(queries, keys, visible))
+            on_device = queries.to(device)
+            blocks.append(Block(on_device, on_device if keys is queries else keys.to(device), visible))
     return blocks
 
 
@@ -126,23 +143,32 @@ class PackedSequences(PackedSeqParams):
     context_group: dist.ProcessGroup | None = None  # None: this rank holds whole sequences
 
     @classmethod
-    def of(cls, cu_seqlens_S1: Tensor, context_group: dist.ProcessGroup | None = None) -> PackedSequences:
-        """Describe a pack for `PackedAttention`."""
+    def of(
+        cls,
+        cu_seqlens_S1: Tensor,
+        context_group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ) -> PackedSequences:
+        """Describe a pack, given on the CPU, for `PackedAttention` on `device`."""
         rank, size = (context_group.rank(), context_group.size()) if context_group is not None else (0, 1)
         return cls(
             qkv_format="sbhd",
             cu_seqlens_q=cu_seqlens_S1,
             cu_seqlens_kv=cu_seqlens_S1,
-            blocks=make_blocks(cu_seqlens_S1, rank, size),
+            blocks=make_blocks(cu_seqlens_S1, rank, size, device),
             context_group=context_group if size > 1 else None,
         )
 
     @classmethod
     def for_transformer_engine(
-        cls, cu_seqlens_S1: Tensor, context_group: dist.ProcessGroup | None = None
+        cls,
+        cu_seqlens_S1: Tensor,
+        context_group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
     ) -> PackedSequences:
-        """Describe a pack for `TransformerEngineAttention`, which has a context group of its own."""
-        longest = int(cu_seqlens_S1.diff().max())  # once for all layers: it waits for the GPU
+        """Describe a pack, given on the CPU, for `TransformerEngineAttention`, which has its own context group."""
+        longest = int(cu_seqlens_S1.diff().max())
+        cu_seqlens_S1 = cu_seqlens_S1.to(device or cu_seqlens_S1.device, non_blocking=True)
         is_split = context_group is not None and context_group.size() > 1
         padded_S1 = cu_seqlens_S1 if is_split else None  # required with context parallelism
         return cls(
@@ -158,7 +184,9 @@ class PackedSequences(PackedSeqParams):
     def thd(self) -> PackedSeqParams:
         """Describe the same pack for Transformer Engine's attention, as [tokens, heads, head dimension]."""
         names = (field.name for field in fields(PackedSeqParams))
-        return PackedSeqParams(**{name: getattr(self, name) for name in names} | {"qkv_format": "thd"})
+        pack = PackedSeqParams(**{name: getattr(self, name) for name in names} | {"qkv_format": "thd"})
+        setattr(pack, _HAS_GAPS, False)
+        return pack
 
     def gather(self, k_T1KD: Tensor, v_T1KD: Tensor) -> tuple[Tensor, Tensor]:
         """Gather keys and values [U, K, D] of all context ranks in rank order; the backward sums over the ranks."""
@@ -281,6 +309,7 @@ class TransformerEngineAttention(_CoreAttention):
     def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__()
         self.core = TEDotProductAttention(config=config, **kwargs)
+        self.core.kept_packed_seq_params.add(_HAS_GAPS)
 
     def forward(
         self,

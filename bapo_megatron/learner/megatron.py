@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bapo_megatron_patches.megatron_core import apply_cpu_compat
+from bapo_megatron_patches.megatron_core import apply_cpu_compat, apply_engine_compat
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
@@ -63,6 +63,7 @@ class MegatronLearner(TrainedModel):
         shape = model_shape(hf_config)
         check_machine(config, shape, this_machine())
         apply_cpu_compat()
+        apply_engine_compat()
         start_processes(p)
         model_parallel_cuda_manual_seed(config.run.seed)
         super().__init__(config, shape, PolicyModel, Path(hf_path), fp8_params=config.precision.fp8_params)

@@ -55,10 +55,11 @@ def summarize(tokens: TokenLoss, mismatch: Mismatch, *, with_profile: bool) -> T
     """Reduce one micro-batch's record; what remains of it is two small rows."""
     sums, maxima = token_sums(tokens, with_profile=with_profile), token_maxima(tokens)
     device = tokens.mask_R.device
-    present = [float(metric.key in sums or metric.key in maxima) for metric in (*_MEANS, *_MAXIMA)]
+    present = torch.tensor([float(metric.key in sums or metric.key in maxima) for metric in (*_MEANS, *_MAXIMA)])
+    present = present.double().to(device, non_blocking=True)
     return TokenSums(
         torch.cat([tokens.mask_R.sum().double()[None], _row(sums, _MEANS, device), mismatch.sums]),
-        torch.cat([_row(maxima, _MAXIMA, device), mismatch.largest[None], torch.tensor(present).double().to(device)]),
+        torch.cat([_row(maxima, _MAXIMA, device), mismatch.largest[None], present]),
     )
 
 

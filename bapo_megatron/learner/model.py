@@ -41,7 +41,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import ModelShape, rotary_frequencies
 from bapo_megatron.learner.attention import PackedAttention, PackedSequences, TransformerEngineAttention
 from bapo_megatron.learner.parallel import ParallelLayout, device
-from bapo_megatron.learner.precision import fp8_fields, uses_transformer_engine
+from bapo_megatron.learner.precision import fp8_fields, fusion_fields, uses_transformer_engine
 from bapo_megatron.types import MicroBatch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -96,15 +96,11 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
         "use_cpu_initialization": not torch.cuda.is_available(),
         "perform_initialization": False,  # every weight is read from the checkpoint
         "calculate_per_token_loss": True,  # sums gradients over data ranks: the learner divides the loss
-        "gradient_accumulation_fusion": False,  # needs Apex in the output layer
         "masked_softmax_fusion": False,
-        "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
-        "apply_rope_fusion": False,
         "persist_layer_norm": False,
-    } | fp8_fields(config, fp8_params)
-    if config.train.recompute:
-        fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    }
+    fields |= fusion_fields(config, shape, this_machine()) | fp8_fields(config, fp8_params) | _recompute_fields(config)
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     if unknown := sorted(set(config.megatron.extra) - known):
         raise ConfigError(f"[megatron.extra] {', '.join(unknown)}: not a field of megatron-core's TransformerConfig")
@@ -115,6 +111,16 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
             "over gloo, and train on wrong ones without an error: leave it out"
         )
     return settings
+
+
+def _recompute_fields(config: Config) -> dict[str, Any]:
+    t = config.train
+    if not t.recompute:
+        return {}
+    if t.recompute_modules:
+        return {"recompute_granularity": "selective", "recompute_modules": list(t.recompute_modules)}
+    method, num_layers = ("uniform", 1) if t.recompute_layers is None else ("block", t.recompute_layers)
+    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": num_layers}
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -193,6 +199,19 @@ def _mark_split_parameters(model: torch.nn.Module) -> None:
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
 
 
+def _fuse_weight_gradients(layers: torch.nn.Module) -> None:
+    """Let the linears add weight gradients to `main_grad` in the kernel of the product.
+
+    Set here and not by TransformerConfig, because the constructor of Megatron's output layer would ask for Apex, whose
+    kernel only its forward uses, which is never called. Transformer Engine's linears overwrite `main_grad` in the
+    backward pass of an update's first micro-batch, which Megatron's schedules run before the others'.
+    """
+    for module in layers.modules():
+        for name in ("fuse_wgrad_accumulation", "gradient_accumulation_fusion"):  # Transformer Engine's, Megatron's
+            if hasattr(module, name):
+                setattr(module, name, True)
+
+
 class PolicyModel(GPTModel):
     """A part of the policy: this rank's layers or, with a virtual pipeline, the layers of one chunk.
 
@@ -202,8 +221,10 @@ class PolicyModel(GPTModel):
 
     def __init__(self, config: TransformerConfig, shape: ModelShape, layout: ParallelLayout, chunk: int = 0) -> None:
         vp_stage = chunk if layout.num_chunks > 1 else None
+        unfused = copy.copy(config)
+        unfused.gradient_accumulation_fusion = False
         super().__init__(
-            config=config,
+            config=unfused,
             transformer_layer_spec=_block_spec(config, shape, vp_stage),
             vocab_size=shape.padded_vocab_size(layout.tensor_size),
             max_sequence_length=shape.max_positions,
@@ -227,6 +248,11 @@ class PolicyModel(GPTModel):
         # not a buffer, which would become bfloat16 with the weights: too coarse for positions
         self.inverse_frequencies = rotary_frequencies(shape)[0].to(device())
         _mark_split_parameters(self)
+        self.config = config
+        if config.gradient_accumulation_fusion:
+            _fuse_weight_gradients(self.decoder)
+        if self.post_process:  # called as a module, so that hooks which wait for its weight run
+            self.output_layer.forward = partial(token_log_probs, shard=self.shard)
 
     def _set_attention_backend(self) -> None:
         """Leave "auto" to the environment (runtime/environment.py): Megatron would ask for unfused attention too."""
@@ -238,7 +264,7 @@ class PolicyModel(GPTModel):
         batch: MicroBatch,
         *,
         temperature: float,
-        chunk_tokens: int,
+        chunk_tokens: int | None,
         with_entropy: bool,
         backend: Backend = "torch",
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -252,15 +278,15 @@ class PolicyModel(GPTModel):
             )
         tied = self.share_embeddings_and_output_weights
         weight_VH = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        return token_log_probs(
+        return self.output_layer(
             hidden_T1H[:, 0].index_select(0, batch.rows_R),
             weight_VH,
             batch.targets_R,
             temperature=temperature,
-            shard=self.shard,
             chunk_tokens=chunk_tokens,
             with_entropy=with_entropy,
             backend=backend,
+            hooks_need_grad=self.config.no_sync_func is not None,  # gradients are summed during the backward pass
         )
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
@@ -277,5 +303,5 @@ class PolicyModel(GPTModel):
             hidden_states=hidden_states,
             attention_mask=None,
             rotary_pos_emb=torch.cat((angles_TD, angles_TD), dim=-1)[:, None, None],
-            packed_seq_params=self._describe_pack(batch.cu_seqlens_S1, self.context_group),
+            packed_seq_params=self._describe_pack(batch.cu_seqlens_S1, self.context_group, device()),
         )

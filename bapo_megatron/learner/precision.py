@@ -1,13 +1,14 @@
-"""FP8 and Transformer Engine: the layers to build, and Megatron's options.
+"""FP8, fusions and Transformer Engine: the layers to build, and Megatron's options.
 
 Pure functions in `config/precision.py` decide what is refused, and why. Written against Megatron-Core 0.16.1 and
 Transformer Engine 2.9 to 2.11.
 """
 
+import importlib.util
 from typing import Any
 
 from bapo_megatron.algorithms.logprobs import Backend
-from bapo_megatron.config.precision import Machine, problems
+from bapo_megatron.config.precision import FUSED_ACTIVATIONS, Machine, problems
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import ModelShape
@@ -37,6 +38,23 @@ def uses_transformer_engine(config: Config, machine: Machine) -> bool:
 def logprob_backend(config: Config) -> Backend:
     """Return the backend that the settings ask for; "auto" is torch."""
     return "triton" if config.train.logprob_backend == "triton" else "torch"
+
+
+def fusion_fields(config: Config, shape: ModelShape, machine: Machine) -> dict[str, bool]:
+    """Return the fields of Megatron's TransformerConfig that choose fused kernels, for which GPU and packages suffice.
+
+    bias_activation_fusion: SwiGLU as one compiled kernel, which keeps its input alone for the backward pass.
+    apply_rope_fusion: Transformer Engine's rotary embeddings.
+    gradient_accumulation_fusion: weight gradients added to the float32 buffer by the product's own kernel, of
+    Transformer Engine's linears, or of Apex for Megatron's.
+    """
+    on_gpu = machine.compute_capability is not None
+    has_apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    return {
+        "bias_activation_fusion": on_gpu and shape.activation in FUSED_ACTIVATIONS,
+        "apply_rope_fusion": on_gpu and machine.transformer_engine is not None,
+        "gradient_accumulation_fusion": uses_transformer_engine(config, machine) or (on_gpu and has_apex),
+    }
 
 
 def fp8_fields(config: Config, fp8_params: bool = False) -> dict[str, Any]:

@@ -165,7 +165,7 @@ class Schedule:
         return [pack.to(device()) for pack in packs]
 
     def _layer_input_bytes(self, minibatch: MiniBatch) -> float:
-        """Return the bytes that `train.recompute` keeps on this rank until the backward passes."""
+        """Return the bytes that `train.recompute` of all layers keeps on this rank until the backward passes."""
         settings = self._settings
         num_tokens = sum(batch.num_tokens for batch in minibatch.micro_batches)
         split = self._layout.tensor_size if settings.sequence_parallel else 1

@@ -1,7 +1,7 @@
 """A model split over processes, and one that is trained: the base of the policy, the critic and the reference."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
@@ -94,7 +95,9 @@ class TrainedModel(SplitModel):
         self.num_skipped_updates = 0
         load = partial(load_weights, self.model, stored or shape, self.layout, hf_path)
         load()
-        self._wrapped = [self._wrap(chunk) for chunk in self.model]
+        self._wrapped = [self._wrap(chunk, number) for number, chunk in enumerate(self.model)]
+        if config.parallel.overlap_communication:
+            overlap_communication(self.settings, self._wrapped)
         self.optimizer = get_megatron_optimizer(
             self._optimizer_config(), self._wrapped, use_gloo_process_groups=torch.cuda.is_available()
         )
@@ -144,8 +147,15 @@ class TrainedModel(SplitModel):
             self.optimizer.step_with_ready_grads()
         return grad_norm
 
+    def _finish_gathering(self) -> None:
+        """Wait until this rank has all of the last update's weights, which the next forward pass may still gather."""
+        for chunk in self._wrapped:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield weights under Hugging Face names: see `Learner.named_weights` and `hf.convert.gather_weights`."""
+        self._finish_gathering()
         return gather_weights(self.model, self.shape, self.layout, self._unquantised)
 
     def _unquantised(self, parameter: Parameter) -> Tensor:
@@ -172,6 +182,7 @@ class TrainedModel(SplitModel):
         They are views of the live tensors; only parameters across a border of the distributed optimizer are copied (to
         the CPU), and all that `Snapshot.detach` copies.
         """
+        self._finish_gathering()
         facts = self.facts() | {"model": self.shape.to_json()}
         return Snapshot(list(self._pieces()), facts, rank=self.layout.rank, hf_path=self.hf_path)
 
@@ -195,6 +206,7 @@ class TrainedModel(SplitModel):
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Load a snapshot of any layout: see `Learner.load`."""
+        self._finish_gathering()
         with raising_together():
             index = read_index(folder)
             index.check_model(self.shape)
@@ -212,17 +224,20 @@ class TrainedModel(SplitModel):
         self.adam.set_steps(facts["version"] - facts["skipped_updates"])
         self.restore(facts)
 
-    def _wrap(self, chunk: Module) -> DistributedDataParallel:
+    def _wrap(self, chunk: Module, number: int) -> DistributedDataParallel:
         """Wrap a part of the model for Megatron's schedules; `Schedule` sums gradients after the last backward pass."""
+        overlap, distributed = self.config.parallel.overlap_communication, self.config.optimizer.distributed
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             check_for_nan_in_grad=False,
-            use_distributed_optimizer=self.config.optimizer.distributed,
+            use_distributed_optimizer=distributed,
+            overlap_grad_reduce=overlap,
+            overlap_param_gather=overlap and distributed,
+            align_param_gather=self.layout.num_chunks > 1,
             fp8_param_gather=self.settings.fp8_param,
         )
-        return DistributedDataParallel(
-            self.settings, ddp, Float16Module(self.settings, chunk) if self.settings.bf16 else chunk
-        )
+        wrapped = Float16Module(self.settings, chunk) if self.settings.bf16 else chunk
+        return DistributedDataParallel(self.settings, ddp, wrapped, disable_bucketing=number > 0)
 
     def _optimizer_config(self) -> OptimizerConfig:
         adam, settings = self.config.optimizer, self.settings
@@ -239,3 +254,13 @@ class TrainedModel(SplitModel):
             use_distributed_optimizer=adam.distributed,
             fp8_recipe=settings.fp8_recipe if settings.fp8 else None,
         )
+
+
+def overlap_communication(settings: TransformerConfig, chunks: Sequence[DistributedDataParallel]) -> None:
+    """Let Megatron's schedules start the sums of gradients in the last backward pass, and the gathering of weights."""
+    is_virtual = len(chunks) > 1
+    no_syncs, grad_syncs = [chunk.no_sync for chunk in chunks], [chunk.start_grad_sync for chunk in chunks]
+    settings.no_sync_func = no_syncs if is_virtual else no_syncs[0]
+    settings.grad_sync_func = grad_syncs if is_virtual else grad_syncs[0]
+    if is_virtual and chunks[0].ddp_config.overlap_param_gather:
+        settings.param_sync_func = [chunk.start_param_sync for chunk in chunks]

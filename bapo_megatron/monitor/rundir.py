@@ -58,6 +58,8 @@ RESUMABLE_SETTINGS = (
     "train.logprob_chunk_tokens",
     "train.logprob_backend",
     "train.recompute",
+    "train.recompute_layers",
+    "train.recompute_modules",
     "parallel.*",
     "optimizer.distributed",
     "data.on_bad_prompt",

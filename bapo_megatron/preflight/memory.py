@@ -12,8 +12,10 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from bapo_megatron.algorithms.logprobs import chunk_rows
 from bapo_megatron.config import plan
 from bapo_megatron.config.plan import max_microbatches
+from bapo_megatron.config.precision import FUSED_ACTIVATIONS
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import Entry, ModelShape, entries, hf_tensors, layer_entries
 from bapo_megatron.preflight.known import GIB
@@ -102,7 +104,7 @@ class TrainerMemory:
     # forward and backward
     activations: int  # kept between them, of all micro-batches under way
     working: int  # of the layer that is being differentiated, or of the rows before the output layer
-    logits: int  # of one chunk of rows, and the gradient of the output layer; 0 where a layer needs more
+    logits: int  # of one chunk of rows; 0 where a layer needs more
     # other phases
     update: int  # Adam's temporaries
     sync: int  # buckets, and whole tensors that are gathered for them
@@ -184,6 +186,15 @@ def forwards_under_way(config: Config, shape: ModelShape, gpu_bytes: int | None)
     return bisect.bisect_left(range(1, max_microbatches(config) + 1), True, key=is_too_many)
 
 
+def recomputed_layers(config: Config, shape: ModelShape) -> int:
+    """Count the layers of one chunk that are recomputed as a whole."""
+    t, p = config.train, config.parallel
+    if not t.recompute or t.recompute_modules:
+        return 0
+    layers = shape.num_layers // (p.pipeline * p.virtual_pipeline)
+    return layers if t.recompute_layers is None else min(t.recompute_layers, layers)
+
+
 def searches_exactly(config: Config) -> bool:
     """Return whether bounds are searched with the ratios of the update's own tokens."""
     return config.searches_bounds and config.bapo.scope == "exact"
@@ -232,15 +243,20 @@ class _Activations:
         self._Q = shape.num_heads * shape.head_dim // p.tensor
         self._K = shape.num_kv_heads * shape.head_dim // p.tensor
         self._V = shape.padded_vocab_size(p.tensor) // p.tensor
+        self._layers_per_chunk = shape.num_layers // (p.pipeline * p.virtual_pipeline)
 
     def kept(self, stage: int) -> int:
         """Count the bytes kept for all micro-batches between their forward and backward on a stage."""
-        p = self._config.parallel
-        layers_per_chunk = self._shape.num_layers // (p.pipeline * p.virtual_pipeline)
-        layer = self._rows * self._H * self._item if self._config.train.recompute else self.layer()
+        layers = self._kept_by_chunk()
         rows = self._T * self._H * self._item * (2 if self._config.parallel.sequence else 1)  # before the vocabulary
-        by_turns = layers_per_chunk * layer * self._chunks_under_way(stage) + self._shared()
-        return max(by_turns, self._forwards_first * (layers_per_chunk * layer + self._shared() + rows))
+        by_turns = layers * self._chunks_under_way(stage) + self._shared()
+        return max(by_turns, self._forwards_first * (layers + self._shared() + rows))
+
+    def _kept_by_chunk(self) -> int:
+        """Count the bytes that a chunk's layers keep for one micro-batch: inputs alone of those that are recomputed."""
+        num_recomputed = recomputed_layers(self._config, self._shape)
+        inputs = num_recomputed * self._rows * self._H * self._item
+        return inputs + (self._layers_per_chunk - num_recomputed) * (self.layer() - self._recomputed_parts())
 
     def _chunks_under_way(self, stage: int) -> int:
         """Count chunks under way in Megatron's 1F1B schedules: fewer on later stages."""
@@ -252,21 +268,40 @@ class _Activations:
 
     def layer(self) -> int:
         """Count the bytes of one layer for one micro-batch: two norms, attention, and the gated MLP."""
-        context, D = self._config.parallel.context, self._shape.head_dim
-        hidden = self._rows * self._H * self._item
+        hidden, num_heads = self._rows * self._H * self._item, self._heads()
         norm = (1 if self._on_gpu else 2) * hidden + 4 * self._rows  # its input; on a CPU also the normalised one
         if self._shape.norm_plus_one and self._item < MASTER_BYTES:
             norm += MASTER_BYTES * self._rows * self._H  # its input in float32
-        num_heads = self._Q // D
-        keys_per_query = context + 0.5 if context > 1 else 1  # two chunks of queries; keys are gathered, up to each
-        attention = self._T * self._item * (2 * self._Q + 2 * self._K * keys_per_query)
-        per_token = self._item * (4 * D + self._Q) + 4 * num_heads  # cos and sin of q and k, input of proj, log-sum-exp
+        per_token = self._item * (4 * self._shape.head_dim + self._Q)  # cos and sin of q and k, input of proj
         if self._shape.qk_norm:
             copies = self._Q + self._Q + 2 * self._K + (0 if self._on_gpu else self._Q + self._K)
-            per_token += self._item * copies + 4 * (num_heads + self._K // D)
-        mlp = 5 * self._F * self._T * self._item  # fc1's output (2), silu of the gate, other half + 0, their product
-        mask = self._mask() * self._item if context > 1 else 0
-        return int(2 * (norm + hidden) + attention + per_token * self._T + mlp + mask)
+            per_token += self._item * copies + 4 * (num_heads + self._K // self._shape.head_dim)
+        queries_keys_values = self._T * self._item * (self._Q + 2 * self._K)
+        parts = self._core_attention() + self._mlp()
+        return int(2 * (norm + hidden) + queries_keys_values + per_token * self._T + parts)
+
+    def _core_attention(self) -> float:
+        """Count the bytes of attention beside queries, keys and values: its output, log-sum-exp, what is gathered."""
+        context = self._config.parallel.context
+        output = self._T * (self._item * self._Q + 4 * self._heads())
+        if context == 1:
+            return output
+        # two chunks of queries; keys are gathered, up to each
+        return output + self._T * self._item * 2 * self._K * (context - 0.5) + self._mask() * self._item
+
+    def _heads(self) -> int:
+        return self._Q // self._shape.head_dim
+
+    def _mlp(self) -> int:
+        """Count the bytes of the gated MLP: fc1's output (2), the product; unfused also silu(gate), other half + 0."""
+        is_fused = self._on_gpu and self._shape.activation in FUSED_ACTIVATIONS
+        return (3 if is_fused else 5) * self._F * self._T * self._item
+
+    def _recomputed_parts(self) -> int:
+        """Count the bytes of the parts of a layer that `train.recompute_modules` recomputes."""
+        parts = {"core_attn": self._core_attention, "mlp": self._mlp}
+        chosen = self._config.train.recompute_modules if self._config.train.recompute else ()
+        return int(sum(parts[name]() for name in chosen))
 
     def _mask(self) -> int:
         """Count mask entries of both query chunks, for as many of the longest sequences as fill the pack."""
@@ -289,7 +324,11 @@ class _Activations:
         gradients = self._T * self._item * 2 * self._F + 2 * self._rows * self._H * self._item
         if self._config.parallel.sequence:
             gradients += 2 * self._T * self._H * self._item  # gathered input of a linear, and its gradient
-        return gradients + (self.layer() if self._config.train.recompute else 0)
+        if recomputed_layers(self._config, self._shape) == self._layers_per_chunk:
+            return gradients + self.layer()
+        return (
+            gradients + self._recomputed_parts()
+        )  # layers that keep their activations come first, and have freed them
 
     def rows(self) -> int:
         """Count the bytes of the output layer's input and its gradient while log-probs are differentiated."""
@@ -297,8 +336,7 @@ class _Activations:
         return self._T * self._H * copies
 
     def logits(self) -> int:
-        """Count the bytes of one chunk's logits, probabilities and low-precision copy, and of the weight's gradient."""
-        rows, is_low = min(self._config.train.logprob_chunk_tokens, self._T), self._item < MASTER_BYTES
-        chunk = rows * self._V * (2 * MASTER_BYTES + (self._item if is_low else 0))
-        weight = self._V * self._H * (2 * MASTER_BYTES + self._item if is_low else MASTER_BYTES)  # low: sum, product
-        return chunk + weight
+        """Count the bytes of one chunk's logits, probabilities and low-precision copy."""
+        chunk_tokens = self._config.train.logprob_chunk_tokens or chunk_rows(self._V, on_gpu=self._on_gpu)
+        is_low = self._item < MASTER_BYTES
+        return min(chunk_tokens, self._T) * self._V * (2 * MASTER_BYTES + (self._item if is_low else 0))

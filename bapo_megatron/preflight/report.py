@@ -134,7 +134,7 @@ def memory_parts(memory: TrainerMemory) -> list[tuple[str, int, str]]:
         ("CUDA, NCCL", memory.context, "assumed"),
         ("activations", memory.activations, "kept for the backward pass"),
         ("working", memory.working, "of the layer, or rows, being differentiated"),
-        ("logits", memory.logits, "one chunk, and the output layer's gradient"),
+        ("logits", memory.logits, "one chunk"),
         ("or: update", memory.update, "at another time than the three before"),
         ("or: buckets", memory.sync, "at another time than activations, on rank 0"),
     ]

@@ -8,6 +8,7 @@ from typing import Any
 
 import tomli_w
 
+from bapo_megatron.algorithms.logprobs import chunk_rows
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape, model_shape
@@ -173,7 +174,10 @@ def _changes(config: Config, shape: ModelShape, gpu_bytes: int | None) -> Iterat
     p, t = config.parallel, config.train
     yield {"train": {"max_tokens_per_microbatch": max(1, microbatch_tokens(config) // 2)}}
     yield {"train": {"recompute": True}}
-    yield {"train": {"logprob_chunk_tokens": max(_MIN_CHUNK_TOKENS, t.logprob_chunk_tokens // 4)}}
+    chunk_tokens = t.logprob_chunk_tokens or chunk_rows(
+        shape.padded_vocab_size(p.tensor) // p.tensor, on_gpu=gpu_bytes is not None
+    )
+    yield {"train": {"logprob_chunk_tokens": max(_MIN_CHUNK_TOKENS, chunk_tokens // 4)}}
     yield {"train": {"minibatches_per_step": 2 * t.minibatches_per_step}}
     yield {"sync": {"bucket_mib": config.sync.bucket_mib / 4}}
     if runs_forwards_first(config, shape, gpu_bytes):

@@ -19,6 +19,7 @@ from bapo_megatron.preflight.memory import (
     MASTER_BYTES,
     layer_parameters,
     model_parameters,
+    recomputed_layers,
     searches_exactly,
 )
 
@@ -60,11 +61,27 @@ def step_flops(config: Config, shape: ModelShape, tokens: StepTokens, scoring_pa
     """Count the FLOPs of all ranks: scoring passes, forward, backward and recomputation."""
     layers, output = forward_flops(shape, tokens)
     epochs = config.train.epochs_per_step
-    trained = epochs * ((4 if config.train.recompute else 3) * layers + 4 * output)  # logits are always computed again
+    passes = 3 + recomputed_share(config, shape, tokens)  # a backward pass takes two
+    trained = epochs * (passes * layers + 4 * output)  # logits are always computed again
     critic = 0.0
     if not config.advantage.compares_responses:  # a pass for values, then its updates; its head is one row
-        critic = (1 + config.critic.epochs_per_step * (4 if config.train.recompute else 3)) * layers
+        critic = (1 + config.critic.epochs_per_step * passes) * layers
     return trained + scoring_passes * (layers + output) + critic
+
+
+def recomputed_share(config: Config, shape: ModelShape, tokens: StepTokens) -> float:
+    """Return the share of the layers' forward FLOPs that the backward pass makes again."""
+    layers_per_chunk = shape.num_layers // (config.parallel.pipeline * config.parallel.virtual_pipeline)
+    whole = recomputed_layers(config, shape) / layers_per_chunk
+    attention = 2 * shape.num_heads * shape.head_dim * tokens.per_sequence
+    mlp = 2 * 3 * shape.hidden_size * shape.ffn_size
+    of_layer = {"core_attn": attention, "mlp": mlp}
+    parts = sum(of_layer[name] for name in _recomputed_modules(config))
+    return whole + parts / (2 * layer_parameters(shape, 1) + attention)
+
+
+def _recomputed_modules(config: Config) -> tuple[str, ...]:
+    return config.train.recompute_modules if config.train.recompute else ()
 
 
 def num_scoring_passes(config: Config, forwards_first: bool) -> int:
@@ -85,7 +102,8 @@ def tensor_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens,
     if p.tensor == 1:
         return 0.0
     reducing = 2 * (p.tensor - 1) / p.tensor * _hidden_bytes(config, shape, tokens)
-    return reducing * shape.num_layers / p.pipeline * 2 * _passes(config, scoring_passes)
+    recomputed = 0.5 * ("mlp" in _recomputed_modules(config))
+    return reducing * shape.num_layers / p.pipeline * 2 * _passes(config, shape, scoring_passes, recomputed)
 
 
 def context_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens, scoring_passes: int) -> float:
@@ -95,7 +113,8 @@ def context_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens
         return 0.0
     heads = 2 * shape.num_kv_heads * shape.head_dim / p.tensor * ITEM_BYTES[config.model.dtype]
     pack = tokens.total / p.data * heads * (p.context - 1) / p.context
-    return pack * shape.num_layers / p.pipeline * _passes(config, scoring_passes)
+    recomputed = float("core_attn" in _recomputed_modules(config))
+    return pack * shape.num_layers / p.pipeline * _passes(config, shape, scoring_passes, recomputed)
 
 
 def pipeline_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens, scoring_passes: int) -> float:
@@ -113,9 +132,15 @@ def _hidden_bytes(config: Config, shape: ModelShape, tokens: StepTokens) -> floa
     return tokens.total / (p.data * p.context) * shape.hidden_size * ITEM_BYTES[config.model.dtype]
 
 
-def _passes(config: Config, scoring_passes: int) -> float:
-    """Count forward passes and backward passes, each of which sends as much as a forward pass."""
-    return config.train.epochs_per_step * (3 if config.train.recompute else 2) + scoring_passes
+def _passes(config: Config, shape: ModelShape, scoring_passes: int, recomputed: float) -> float:
+    """Count forward passes and backward passes, each of which sends as much as a forward pass.
+
+    Args:
+        recomputed: share of a layer's messages that its recomputed modules send again.
+    """
+    layers_per_chunk = shape.num_layers // (config.parallel.pipeline * config.parallel.virtual_pipeline)
+    again = recomputed + recomputed_layers(config, shape) / layers_per_chunk
+    return config.train.epochs_per_step * (2 + again) + scoring_passes
 
 
 def gradient_bytes(config: Config, num_parameters: int) -> float:

@@ -1,5 +1,10 @@
-"""Corrections of megatron-core: `apply_cpu_compat()` picks the file that fits the installed version."""
+"""Corrections of megatron-core.
 
+`apply_cpu_compat()` picks the file that fits the installed version. `apply_engine_compat()` finds a kernel that newer
+versions of Transformer Engine renamed.
+"""
+
+import importlib
 from importlib.metadata import version
 
 SUPPORTED = "0.16.1"
@@ -25,3 +30,22 @@ def apply_cpu_compat() -> None:
     from bapo_megatron_patches.megatron_core import v0_16_1
 
     v0_16_1.apply()
+
+
+def apply_engine_compat() -> None:
+    """Let attention split queries, keys and values with Transformer Engine's kernel; do nothing without it.
+
+    Why: megatron-core 0.16.1 (extensions/transformer_engine.py:2290) looks for
+    `transformer_engine.pytorch.attention._SplitAlongDim`. Newer versions, such as 2.11, call it `utils.SplitAlongDim`;
+    megatron-core then uses torch.split, whose backward pass copies the gradients of all three into one tensor.
+
+    When it can go: when megatron-core knows the new name.
+    """
+    attention = importlib.import_module("megatron.core.transformer.attention")
+    if attention.SplitAlongDim is not None:
+        return
+    try:
+        from transformer_engine.pytorch.utils import SplitAlongDim
+    except ImportError:
+        return
+    attention.SplitAlongDim = SplitAlongDim.apply

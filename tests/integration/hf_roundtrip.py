@@ -13,7 +13,6 @@ from torch import Tensor
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig, Config
 from bapo_megatron.convert import convert
-from bapo_megatron.learner import model as learner_model
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.types import MicroBatch, MiniBatch
 from tests.distributed import run_distributed
@@ -76,18 +75,11 @@ def fill_padding(learner: MegatronLearner) -> None:
 
 def scores(learner: MegatronLearner, minibatch: MiniBatch) -> tuple[Tensor, Tensor] | None:
     """Logits [R, vocabulary], from what the model's own head is given, and log-probs [R]; None off the last stage."""
-    seen = []
-    original = learner_model.token_log_probs
-
-    def spy(hidden_RH: Tensor, weight_VH: Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen.append(hidden_RH @ weight_VH.T)
-        return original(hidden_RH, weight_VH, *args, **kwargs)
-
-    learner_model.token_log_probs = spy
-    try:
-        log_probs = learner.log_probs(minibatch)
-    finally:
-        learner_model.token_log_probs = original
+    seen: list[Tensor] = []
+    last = learner.model[-1]
+    if last.post_process:
+        last.output_layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0] @ inputs[1].T))
+    log_probs = learner.log_probs(minibatch)
     if not log_probs:
         return None
     (part_RV,) = seen

@@ -36,7 +36,7 @@ class Case:
     title: str
     family: str = "qwen3"
     parallel: dict[str, Any] = field(default_factory=dict)
-    recompute: bool = False
+    recompute: bool | dict[str, Any] = False  # or [train] recompute_layers, recompute_modules
     distributed: bool = False
 
     def config(self) -> Config:
@@ -53,7 +53,8 @@ class Case:
                 "optimizer": {"distributed": self.distributed},
                 "train": {
                     "logprob_chunk_tokens": 256,
-                    "recompute": self.recompute,
+                    "recompute": bool(self.recompute),
+                    **(self.recompute if isinstance(self.recompute, dict) else {}),
                     "max_tokens_per_microbatch": 2 * (PROMPT_TOKENS + RESPONSE_TOKENS),
                 },
             }

@@ -15,10 +15,18 @@ from tests.integration.peak_memory import SIZES, Case, measure
 LIMIT = 0.15
 
 ALONE = [Case("one process"), Case("recompute, qwen2", "qwen2", recompute=True)]
+PARTIAL = [
+    Case("recompute 1 of 4 layers", recompute={"recompute_layers": 1}),
+    Case("recompute 3 of 4 layers, qwen2", "qwen2", recompute={"recompute_layers": 3}),
+    Case("recompute mlp", recompute={"recompute_modules": ["mlp"]}),
+    Case("recompute core_attn", recompute={"recompute_modules": ["core_attn"]}),
+    Case("recompute core_attn and mlp, qwen2", "qwen2", recompute={"recompute_modules": ["core_attn", "mlp"]}),
+]
 IN_PAIRS = [
     Case("TP2 + SP", parallel={"tensor": 2, "sequence": True}),
     Case("CP2, recompute, distributed optimizer", parallel={"context": 2}, recompute=True, distributed=True),
     Case("CP2", "qwen2", parallel={"context": 2}),
+    Case("CP2, recompute core_attn", parallel={"context": 2}, recompute={"recompute_modules": ["core_attn"]}),
     Case("PP2", parallel={"pipeline": 2}),
     Case("PP2 x VPP2, recompute", parallel={"pipeline": 2, "virtual_pipeline": 2}, recompute=True),
     Case("DP2, distributed optimizer", parallel={"data": 2}, distributed=True),
@@ -51,6 +59,11 @@ def check_cases(models: Path, cases: list[Case], num_processes: int) -> None:
 
 def test_one_process(models: Path) -> None:
     check_cases(models, ALONE, 1)
+
+
+@pytest.mark.slow
+def test_partial_recomputation(models: Path) -> None:
+    check_cases(models, PARTIAL, 1)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import inspect
 import re
 import subprocess
 import sys
+import types
 from importlib.metadata import version
 
 import bapo_megatron_patches.megatron_core as patches
@@ -67,3 +68,26 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patches, "version", lambda package: "0.17.0")
     with pytest.raises(RuntimeError, match=r"needs megatron-core 0\.16\.1, found 0\.17\.0"):
         patches.apply_cpu_compat()
+
+
+def test_attention_finds_the_new_name_of_the_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine 2.11 has `utils.SplitAlongDim`; megatron-core looks for `attention._SplitAlongDim`."""
+    attention = importlib.import_module("megatron.core.transformer.attention")
+    assert "SplitAlongDim(mixed_qkv, 3, split_arg_list)" in inspect.getsource(attention)
+    monkeypatch.setattr(attention, "SplitAlongDim", None)
+    patches.apply_engine_compat()
+    assert attention.SplitAlongDim is None, "Transformer Engine is not installed here"
+
+    class SplitAlongDim(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, dim, sizes):  # type: ignore[no-untyped-def]
+            return x.split(sizes, dim)
+
+    utils = types.ModuleType("transformer_engine.pytorch.utils")
+    utils.SplitAlongDim = SplitAlongDim  # type: ignore[attr-defined]
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.utils", utils)
+    patches.apply_engine_compat()
+    first, second = attention.SplitAlongDim(torch.arange(3.0), 0, [1, 2])
+    assert (first.tolist(), second.tolist()) == ([0.0], [1.0, 2.0])

@@ -4,6 +4,7 @@ The stand-ins have the names, arguments and results that Megatron-Core 0.16.1 re
 What is tested is ours: names, layer norms inside linears, biases, attention over packs in the "thd" format.
 """
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ class Attention(torch.nn.Module):
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
         self.scale = softmax_scale
+        self.kept_packed_seq_params = {field.name for field in dataclasses.fields(PackedSeqParams)}
         built.append("attention")
 
     def forward(
@@ -73,6 +75,8 @@ class Attention(torch.nn.Module):
     ) -> Tensor:
         assert type(packed_seq_params) is PackedSeqParams, "TEDotProductAttention passes every field on"
         assert packed_seq_params.qkv_format == "thd"
+        passed_on = {name: getattr(packed_seq_params, name) for name in self.kept_packed_seq_params}
+        assert passed_on["pad_between_seqs"] is False, "else Transformer Engine compares lengths on the GPU"
         lengths = packed_seq_params.cu_seqlens_q.diff()
         assert packed_seq_params.max_seqlen_q == packed_seq_params.max_seqlen_kv == int(lengths.max())
         outputs = []

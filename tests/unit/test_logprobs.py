@@ -1,11 +1,14 @@
 """Chunked, vocabulary-parallel log-probs and entropies against a whole fp64 log_softmax."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.autograd import gradcheck
+from torch.profiler import ProfilerActivity, profile
 
-from bapo_megatron.algorithms.logprobs import VocabShard, token_log_probs
+from bapo_megatron.algorithms.logprobs import VocabShard, chunk_rows, token_log_probs
 from tests.distributed import run_distributed
 
 ROWS, HIDDEN, VOCAB = 11, 5, 13
@@ -63,6 +66,90 @@ def test_gradcheck():
         return token_log_probs(hidden_RH, weight_VH, targets_R, temperature=0.8, shard=whole(), chunk_tokens=3)
 
     assert gradcheck(call, (hidden_RH, weight_VH))
+
+
+def backward(hidden_RH, weight_VH, targets_R, **options):
+    outputs = token_log_probs(
+        hidden_RH, weight_VH, targets_R, temperature=0.6, shard=whole(), chunk_tokens=4, **options
+    )
+    combined_loss(*outputs).backward()
+
+
+@pytest.mark.parametrize("hooks_need_grad", [False, True])
+def test_weight_gradient_goes_to_main_grad(hooks_need_grad):
+    """It is added to what is there; the gradient of another use of the weight, as of tied ones, stays autograd's."""
+    expected = reference_gradients(0.6)
+    hidden_RH, weight_VH, targets_R = inputs()
+    weight_VH.main_grad = before_VH = torch.linspace(-1, 1, VOCAB * HIDDEN, dtype=torch.float64).view(VOCAB, HIDDEN)
+    before_VH = before_VH.clone()
+    seen_by_hook = []
+    weight_VH.register_post_accumulate_grad_hook(lambda weight: seen_by_hook.append(weight.grad))
+    backward(hidden_RH, weight_VH, targets_R, hooks_need_grad=hooks_need_grad)
+    torch.testing.assert_close(hidden_RH.grad, expected[2], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(weight_VH.main_grad - before_VH, expected[3], rtol=1e-10, atol=1e-12)
+    (grad_VH,) = seen_by_hook
+    assert not grad_VH.any() if hooks_need_grad else grad_VH is None
+
+    weight_VH.grad = None
+    outputs = token_log_probs(hidden_RH, weight_VH, targets_R, shard=whole(), hooks_need_grad=hooks_need_grad)
+    (combined_loss(*outputs) + (3 * weight_VH).sum()).backward()
+    assert weight_VH.grad.eq(3).all()
+
+
+def test_main_grad_and_returned_gradient_agree():
+    got = {}
+    for way in ("main_grad", "grad"):
+        hidden_RH, weight_VH, targets_R = inputs(torch.float32)
+        if way == "main_grad":
+            weight_VH.main_grad = torch.zeros_like(weight_VH)
+        backward(hidden_RH, weight_VH, targets_R)
+        got[way] = (hidden_RH.grad, getattr(weight_VH, way))
+    torch.testing.assert_close(got["main_grad"], got["grad"], rtol=0, atol=0)
+
+
+def test_main_grad_of_16_bit_weights_is_not_rounded():
+    """float32 sums of a bfloat16 weight's gradient equal those of its float64 value."""
+    hidden_RH, weight_VH, targets_R = inputs(torch.bfloat16)
+    weight_VH.main_grad = torch.zeros(VOCAB, HIDDEN)
+    backward(hidden_RH, weight_VH, targets_R)
+    exact = [x.detach().double().requires_grad_() for x in (hidden_RH, weight_VH)]
+    combined_loss(*reference(*exact, targets_R, 0.6)).backward()
+    torch.testing.assert_close(weight_VH.main_grad.double(), exact[1].grad, rtol=1e-5, atol=1e-5)
+    assert weight_VH.grad is None
+
+
+def peak_bytes(run):
+    """The largest sum of what torch has allocated for `run`."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        run()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+
+
+def test_backward_to_main_grad_needs_one_chunk_of_logits():
+    """No tensor of the weight's size is made; before, its gradient was one."""
+    rows, hidden, vocab, chunk = 96, 64, 4096, 16
+    peaks = {}
+    for way in ("main_grad", "grad"):
+        hidden_RH, weight_VH = torch.randn(rows, hidden).requires_grad_(), torch.randn(vocab, hidden).requires_grad_()
+        if way == "main_grad":
+            weight_VH.main_grad = torch.zeros_like(weight_VH)
+        log_probs_R, _ = token_log_probs(
+            hidden_RH, weight_VH, torch.zeros(rows, dtype=torch.long), shard=whole(vocab), chunk_tokens=chunk
+        )
+        peaks[way] = peak_bytes(log_probs_R.sum().backward)
+    logits, weight = 4 * chunk * vocab, 4 * vocab * hidden
+    assert logits <= peaks["main_grad"] < 2 * logits + 4 * rows * hidden * 3
+    assert peaks["grad"] >= peaks["main_grad"] + 0.9 * weight
+
+
+@pytest.mark.parametrize("vocab_rows", [152_064, 19_008, 32_000, 600_000_000])
+def test_chunks_of_a_gpu_have_one_gib_of_logits(vocab_rows):
+    rows = chunk_rows(vocab_rows, on_gpu=True)
+    assert rows % 256 == 0
+    assert 4 * (rows + 256) * vocab_rows > 2**30
+    assert rows == 256 or 4 * rows * vocab_rows <= 2**30
+    assert chunk_rows(vocab_rows, on_gpu=False) == 256
 
 
 def test_gradient_of_one_output_alone():

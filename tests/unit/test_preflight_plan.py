@@ -12,6 +12,7 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.config.plan import check, num_ranks
 from bapo_megatron.config.plan_slurm import check_placement, place
 from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight import work
 from bapo_megatron.preflight.check import accepts_layout, load_checked
@@ -38,6 +39,36 @@ def test_six_flops_per_weight_and_token() -> None:
     rule = 6 * (model_parameters(SHAPE) - 2 * SHAPE.vocab_size * SHAPE.hidden_size) * tokens.total
     output = 8 * SHAPE.vocab_size * SHAPE.hidden_size * 63  # logits twice, two gradients
     assert math.isclose(work.step_flops(config, SHAPE, tokens, 0), rule + output, rel_tol=2e-3)
+
+
+def test_recomputation_repeats_the_forward_flops_of_what_it_covers() -> None:
+    tokens = work.StepTokens(num_sequences=1, prompt=1, response=63)
+    layers, _ = work.forward_flops(SHAPE, tokens)
+
+    def repeated(*overrides: str) -> float:
+        flops = [work.step_flops(recipe(*each), SHAPE, tokens, 0) for each in (overrides, ["train.recompute=false"])]
+        return (flops[0] - flops[1]) / layers
+
+    mlp = 3 * SHAPE.hidden_size * SHAPE.ffn_size * SHAPE.num_layers * 2 * tokens.total / layers
+    attention = 2 * SHAPE.num_heads * SHAPE.head_dim * tokens.per_sequence * tokens.total * SHAPE.num_layers / layers
+    assert math.isclose(repeated("train.recompute=true"), 1)
+    assert math.isclose(repeated("train.recompute_layers=7"), 7 / 28)
+    assert math.isclose(repeated("train.recompute_layers=99"), 1)
+    assert math.isclose(repeated('train.recompute_modules=["mlp"]'), mlp)
+    assert math.isclose(repeated('train.recompute_modules=["core_attn"]'), attention)
+    assert math.isclose(repeated("train.recompute=false", 'train.recompute_modules=["mlp"]'), 0, abs_tol=1e-12)
+
+
+def test_partial_recomputation_lies_between_all_and_nothing() -> None:
+    parts = "train.recompute_layers=20", 'train.recompute_modules=["mlp"]'
+    ways = ("train.recompute=true", *parts, "train.recompute=false")
+    kept = [trainer_memory(recipe(way), SHAPE, gpu_bytes=GPU_BYTES).activations for way in ways]
+    assert kept[0] < min(kept[1:3]) <= max(kept[1:3]) < kept[3]
+
+
+def test_whole_layers_and_parts_of_all_layers_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="recompute_layers chooses whole layers"):
+        recipe("train.recompute_layers=2", 'train.recompute_modules=["mlp"]')
 
 
 def test_attention_counts_each_pair_of_tokens_once() -> None:

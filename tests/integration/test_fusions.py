@@ -1,0 +1,148 @@
+"""Fused kernels: which are chosen where, and that ours and Megatron's modules hand them what they expect.
+
+The kernels themselves need a GPU. Stand-ins compute the same in plain torch, with the arguments of Megatron-Core 0.16.1
+and Transformer Engine 2.11.
+"""
+
+import itertools
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.tensor_parallel import layers
+from torch import Tensor
+
+from bapo_megatron.config.precision import Machine
+from bapo_megatron.config.schema import Config
+from bapo_megatron.hf.shape import load_hf_config, model_shape
+from bapo_megatron.learner import model
+from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.learner.precision import fusion_fields
+from tests.distributed import run_distributed
+from tests.integration.learner_reference import BOUNDS, save_random_model
+from tests.integration.learner_updates import assert_close, make_config, pack, updates
+
+CPU, GPU = Machine(), Machine((9, 0), (12, 9), (2, 11, 0))
+FUSIONS = ("bias_activation_fusion", "apply_rope_fusion", "gradient_accumulation_fusion")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for family in ("qwen3", "qwen2", "llama_biases", "gemma"):
+        save_random_model(family, tmp_path / family)
+    return tmp_path
+
+
+def test_which_are_chosen(root: Path) -> None:
+    def chosen(family: str, machine: Machine, **of_model: Any) -> tuple[bool, ...]:
+        config = Config.model_validate({"model": {"dtype": "bfloat16", **of_model}})
+        fields = fusion_fields(config, model_shape(load_hf_config(root / family)), machine)
+        assert set(fields) == set(FUSIONS)
+        return tuple(fields[name] for name in FUSIONS)
+
+    assert chosen("qwen3", CPU) == (False, False, False)
+    assert chosen("qwen3", GPU) == (True, True, True)
+    assert chosen("gemma", GPU) == (False, True, True)  # gelu with tanh
+    assert chosen("qwen3", GPU, dtype="float32") == (True, True, False)  # Megatron's linears, which need Apex
+    assert chosen("qwen3", Machine((9, 0), (12, 9), None)) == (True, False, False)
+
+
+def wgrad_gemm_accum_fp32(inputs_TH: Tensor, grad_TV: Tensor, main_grad_VH: Tensor) -> None:
+    """fused_weight_gradient_mlp_cuda's, of Apex."""
+    wgrad_gemm_accum_fp32.num_calls += 1  # type: ignore[attr-defined]
+    main_grad_VH.addmm_(grad_TV.T, inputs_TH)
+
+
+def fused_apply_rotary_pos_emb(x_T1ND: Tensor, angles_T11D: Tensor, interleaved: bool = False) -> Tensor:
+    """Transformer Engine's, for "sbhd": float32 angles, one for each dimension, halves rotated against each other."""
+    assert not interleaved
+    assert angles_T11D.dtype == torch.float32
+    assert angles_T11D.shape == (x_T1ND.shape[0], 1, 1, x_T1ND.shape[-1])
+    fused_apply_rotary_pos_emb.num_calls += 1  # type: ignore[attr-defined]
+    first, second = x_T1ND.chunk(2, dim=-1)
+    return x_T1ND * angles_T11D.cos() + torch.cat((-second, first), dim=-1) * angles_T11D.sin()
+
+
+def check_stand_ins(rank: int, world_size: int, root: Path) -> None:
+    """Each fusion alone, in several families and orders of passes, gives the updates of none."""
+    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(wgrad_gemm_accum_fp32=wgrad_gemm_accum_fp32)
+    rope_utils.fused_apply_rotary_pos_emb = fused_apply_rotary_pos_emb
+    torch.compiler.set_stance("force_eager")  # the test is of the call, not of the compiler
+    wgrad_gemm_accum_fp32.num_calls = fused_apply_rotary_pos_emb.num_calls = 0  # type: ignore[attr-defined]
+    cases: list[tuple[str, str, dict[str, Any]]] = [
+        ("bias_activation_fusion", "llama_biases", {}),
+        ("apply_rope_fusion", "qwen3", {}),
+        ("gradient_accumulation_fusion", "qwen2", {}),
+        ("gradient_accumulation_fusion", "qwen2", {"schedule": "forwards_first"}),
+        ("gradient_accumulation_fusion", "qwen3", {"recompute": True, "recompute_layers": 2}),
+    ]
+    for name, family, train in cases:
+        model.fusion_fields = lambda *_: {}
+        plain = updates(make_config(train=train), root / family)
+        model.fusion_fields = lambda *_, name=name: {name: True}
+        fused = updates(make_config(train=train), root / family)
+        assert_close(fused, plain, rtol=1e-4, atol=1e-6)
+    assert wgrad_gemm_accum_fp32.num_calls > 0  # type: ignore[attr-defined]
+    assert fused_apply_rotary_pos_emb.num_calls > 0  # type: ignore[attr-defined]
+
+
+def test_the_same_updates(root: Path) -> None:
+    run_distributed(check_stand_ins, 1, root, timeout_s=300)
+
+
+def watch_backward(chunk: torch.nn.Module) -> list[int]:
+    """Returns a list that receives the number of each forward pass when its backward pass begins."""
+    numbers, order = itertools.count(), []  # type: ignore[var-annotated]
+
+    def watch(_: Any, inputs: Any, output: Any) -> None:
+        tensor = output[0] if isinstance(output, tuple) else output
+        if tensor.requires_grad:
+            number = next(numbers)
+            tensor.register_hook(lambda grad: order.append(number))
+
+    chunk.register_forward_hook(watch)
+    return order
+
+
+def check_backward_order(rank: int, world_size: int, root: Path, cases: list[tuple[dict, dict]]) -> None:
+    """Transformer Engine overwrites `main_grad` in the backward pass of the first micro-batch: it has to come first."""
+    for parallel, train in cases:
+        learner = MegatronLearner(make_config(parallel=parallel, train=train), root / "qwen3")
+        orders = [watch_backward(chunk) for chunk in learner.model]
+        minibatch = pack(learner)
+        learner.score(minibatch)
+        learner.step(minibatch, BOUNDS)
+        for order in orders:
+            assert order == list(range(len(minibatch.micro_batches)))
+        parallel_state.destroy_model_parallel()
+
+
+def test_backward_passes_keep_the_order_of_forward_passes(root: Path) -> None:
+    cases: list[tuple[dict, dict]] = [
+        ({}, {}),
+        ({}, {"schedule": "forwards_first"}),
+        ({}, {"recompute": True}),
+    ]
+    run_distributed(check_backward_order, 1, root, cases, timeout_s=120)
+
+
+@pytest.mark.slow
+def test_backward_order_of_pipelines(root: Path) -> None:
+    cases: list[tuple[dict, dict]] = [
+        ({"pipeline": 2}, {}),
+        ({"pipeline": 2, "virtual_pipeline": 2}, {"recompute": True}),
+    ]
+    run_distributed(check_backward_order, 2, root, cases, timeout_s=300)
+
+
+def test_fused_linears_are_marked_but_not_the_output_layer() -> None:
+    """Transformer Engine's and Megatron's linears read one flag each."""
+    engine, megatron = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    engine.fuse_wgrad_accumulation = megatron.gradient_accumulation_fusion = False  # type: ignore[assignment]
+    model._fuse_weight_gradients(torch.nn.ModuleList([engine, megatron, torch.nn.Linear(2, 2)]))
+    assert engine.fuse_wgrad_accumulation
+    assert megatron.gradient_accumulation_fusion
