@@ -6,6 +6,7 @@ versions of Transformer Engine renamed.
 
 import importlib
 from importlib.metadata import version
+from typing import Any
 
 SUPPORTED = "0.16.1"
 
@@ -41,7 +42,7 @@ def apply_engine_compat() -> None:
 
     When it can go: when megatron-core knows the new name.
     """
-    attention = importlib.import_module("megatron.core.transformer.attention")
+    attention: Any = importlib.import_module("megatron.core.transformer.attention")
     if attention.SplitAlongDim is not None:
         return
     try:
