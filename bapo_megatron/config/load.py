@@ -407,7 +407,8 @@ def _unknown(path: paths.Path, origins: Origins) -> str:
 
 
 def _losses_with(setting: str) -> str:
-    return " and ".join(_loss_name(tag) for tag, section in LOSS_SECTIONS.items() if setting in section.model_fields)
+    names = [_loss_name(tag) for tag, section in LOSS_SECTIONS.items() if setting in section.model_fields]
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
 def _loss_name(tag: str) -> str:
