@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bapo_megatron.config.plan import chunk_rows
+
 Backend = Literal["torch", "triton"]
 _CACHED_VALUES = 1 << 17  # 512 KiB of float32: half of a usual second-level cache, for the logits and one temporary
 _ADDMM_WIDENS = torch.__version__ >= "2.10"  # before, addmm(out_dtype) took a total of the operands' 16-bit type only
-_CPU_CHUNK_ROWS = 256
-_GPU_CHUNK_BYTES = 1 << 30  # of float32 logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,6 @@ class VocabShard:
     def num_real(self) -> int:
         """Rows on this rank that are not padding; padding is always at the end."""
         return min(max(self.vocab_size - self.start, 0), self.size)
-
-
-def chunk_rows(vocab_rows: int, *, on_gpu: bool) -> int:
-    """Return the number of rows whose logits exist at once, if `train.logprob_chunk_tokens` is unset.
-
-    On a GPU, chunks are large: each one reads and writes the gradient of all `vocab_rows` of this rank's weight.
-    """
-    fitting = _GPU_CHUNK_BYTES // (4 * vocab_rows) if on_gpu else _CPU_CHUNK_ROWS
-    return max(1, fitting // _CPU_CHUNK_ROWS) * _CPU_CHUNK_ROWS
 
 
 def token_log_probs(

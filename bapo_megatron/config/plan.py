@@ -19,6 +19,9 @@ from bapo_megatron.config.schema_loss import CustomLoss
 from bapo_megatron.errors import UserError
 from bapo_megatron.hf.shape import model_shape, unsupported, validate_layout
 
+_CPU_CHUNK_ROWS = 256
+_GPU_CHUNK_BYTES = 1 << 30  # of float32 logits
+
 # Arguments of SGLang that the launcher sets, and where to set them instead.
 OWN_SGLANG_ARGUMENTS = {
     "model_path": "model.path",
@@ -124,6 +127,15 @@ def max_microbatches(config: Config) -> int:
     budget = config.train.max_tokens_per_microbatch * config.parallel.context
     per_microbatch = max(1, budget // longest)
     return -(-per_rank // per_microbatch)
+
+
+def chunk_rows(vocab_rows: int, *, on_gpu: bool) -> int:
+    """Return the number of rows whose logits exist at once, if `train.logprob_chunk_tokens` is unset.
+
+    On a GPU, chunks are large: each one reads and writes the gradient of all `vocab_rows` of this rank's weight.
+    """
+    fitting = _GPU_CHUNK_BYTES // (4 * vocab_rows) if on_gpu else _CPU_CHUNK_ROWS
+    return max(1, fitting // _CPU_CHUNK_ROWS) * _CPU_CHUNK_ROWS
 
 
 def runs_forwards_first(

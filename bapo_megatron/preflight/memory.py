@@ -12,9 +12,8 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from bapo_megatron.algorithms.logprobs import chunk_rows
 from bapo_megatron.config import plan
-from bapo_megatron.config.plan import max_microbatches
+from bapo_megatron.config.plan import chunk_rows, max_microbatches
 from bapo_megatron.config.precision import FUSED_ACTIVATIONS
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import Entry, ModelShape, entries, hf_tensors, layer_entries

@@ -8,8 +8,7 @@ from typing import Any
 
 import tomli_w
 
-from bapo_megatron.algorithms.logprobs import chunk_rows
-from bapo_megatron.config.plan import num_ranks
+from bapo_megatron.config.plan import chunk_rows, num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.preflight.check import accepts_layout
