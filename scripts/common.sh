@@ -92,7 +92,7 @@ install_checkout() {
     fi
     install_torch
     say "installing bapo-megatron[$extra] and what it needs"
-    "$PY" -m pip install --disable-pip-version-check -c "$(constraints)" -e "$ROOT[$extra]"
+    "$PY" -m pip install --disable-pip-version-check -c "$(constraints)" -e "${ROOT}[$extra]"
     printf '%s\n' "$key" >"$stamp"
 }
 

@@ -90,6 +90,7 @@ def assert_equal(got: dict[str, dict[str, Tensor]], want: dict[str, dict[str, Te
         assert any(tensor.abs().max() > 0 for tensor in want[moment].values())
 
 
+@pytest.mark.slow
 def test_all_ranks_together_save_weights_and_moments_bit_for_bit(tmp_path: Path) -> None:
     save_random_model("qwen2", tmp_path / "model")
     layouts = [

@@ -196,5 +196,6 @@ def check_two_processes(rank: int, world_size: int, root: Path) -> None:
     check_weight_decay(root, {"data": 2, "distributed": True})
 
 
+@pytest.mark.slow
 def test_two_processes(folder: Path) -> None:
     run_distributed(check_two_processes, 2, folder, timeout_s=240)

@@ -135,6 +135,7 @@ def test_one_process(folder: Path) -> None:
     run_distributed(check_layouts, 1, folder, [({}, SMALL)], timeout_s=240)
 
 
+@pytest.mark.slow
 def test_two_processes(folder: Path) -> None:
     cases: list[Case] = [
         ({"data": 2}, SMALL),

@@ -73,6 +73,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_two_data_ranks(root: Path) -> None:
     """An output layer of its own, and tied embeddings; both kinds of optimizer."""
     cases: list[Case] = [

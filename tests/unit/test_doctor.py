@@ -128,6 +128,7 @@ def core_with_one_more(group: str) -> list[Requirement]:
     return CORE if group == "core" else []
 
 
+@pytest.mark.slow
 def test_a_missing_package_is_named() -> None:
     replaced = {"packages.requirements": core_with_one_more}
     (code, text), (versions_code, versions) = in_new_process(replaced, outputs, ["doctor"], ["doctor", "--versions"])

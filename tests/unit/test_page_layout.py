@@ -109,7 +109,7 @@ def held(run: Path, state: str) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("scripts", [True, False])
+@pytest.mark.parametrize("scripts", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_pages_fit_a_phone_and_a_desk(browser: Browser, tmp_path: Path, scripts: bool) -> None:
     name = "a-run-with-a-long-name-that-says-all-of-its-settings-{}"
     runs = [
@@ -194,11 +194,20 @@ def test_samples_are_filtered(browser: Browser, tmp_path: Path) -> None:
         expect(shown).to_have_count(1)  # question 15
 
 
+@contextlib.contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Kill the process if the test fails before it has ended."""
+    try:
+        yield
+    finally:
+        process.kill()
+
+
 def test_a_live_page_follows_its_run(browser: Browser, tmp_path: Path) -> None:
     run = make_state(tmp_path, "running")
     add_samples(run)
     command = [sys.executable, "-m", "bapo_megatron", "report", "--serve", str(run)]
-    with held(run, "running"), subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    with held(run, "running"), subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server, ended(server):
         assert server.stdout is not None
         match = re.match(r"(http://127\.0\.0\.1:\d+/) follows ", server.stdout.readline())
         assert match is not None

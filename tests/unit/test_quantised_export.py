@@ -116,6 +116,7 @@ def test_engines_get_the_main_weights_rounded_to_bfloat16() -> None:
 
     learner = object.__new__(MegatronLearner)
     learner.model, learner.shape, learner.layout = model, shape, LAYOUT
+    learner._wrapped = []
     learner.adam = SimpleNamespace(gather=gather)  # type: ignore[assignment]
     exported = dict(learner.named_weights())
     assert exported.keys() == weights.keys()
