@@ -122,6 +122,7 @@ def test_a_killed_engine_comes_back_on_its_url_with_the_weights_of_the_start(tmp
     assert not any(map(psutil.pid_exists, (first, second, untouched)))
 
 
+@pytest.mark.slow
 def test_a_hung_engine_is_killed_and_started_again(tmp_path: Path) -> None:
     told: list[str] = []
     with engines(tmp_path, told, hang_timeout_s=3.0) as (url,):

@@ -125,7 +125,7 @@ def restart(world: World, index: int, folder: Path) -> None:
     assert world.processes[index].url == world.engines[index].url
 
 
-@pytest.mark.parametrize("channel", ["broadcast", "disk"])
+@pytest.mark.parametrize("channel", ["broadcast", pytest.param("disk", marks=pytest.mark.slow)])
 def test_killed_engines_are_fenced_and_admitted_again_with_verified_weights(
     make: Callable[..., World], tmp_path: Path, channel: str
 ) -> None:
@@ -145,7 +145,7 @@ def test_killed_engines_are_fenced_and_admitted_again_with_verified_weights(
     world.assert_live(0, 1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_engine_that_ends_or_hangs_in_a_push_tears_it_for_nobody_else(
     make: Callable[..., World], number: signal.Signals, index: int

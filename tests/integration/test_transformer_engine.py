@@ -115,7 +115,13 @@ def check_with_stand_ins(rank: int, world_size: int, root: Path, names: list[str
     assert {"linear", "attention"} <= set(built)
 
 
-@pytest.mark.parametrize("layout", [{}, {"tensor": 2, "sequence": True}], ids=["one process", "two tensor ranks"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({}, id="one process"),
+        pytest.param({"tensor": 2, "sequence": True}, id="two tensor ranks", marks=pytest.mark.slow),
+    ],
+)
 def test_there_and_back_bit_for_bit_and_logits(layout: dict[str, Any], tmp_path: Path) -> None:
     names = ["llama-biases", "qwen2-tied-linear", "qwen3-tied-yarn", "gemma"]
     for name in names:
