@@ -294,6 +294,7 @@ def _check_resumable(path: Path, config_text: str) -> None:
         if not (
             any(fnmatch(key, pattern) for pattern in RESUMABLE_SETTINGS)
             or (key in RETIRED and RETIRED[key][0] == values[0])
+            or _is_newer(key, *values)
         )
     }
     if different:
@@ -303,6 +304,17 @@ def _check_resumable(path: Path, config_text: str) -> None:
             + "\n".join(lines)
             + "\nUse the run's settings, choose another run.name, or delete the folder to start over."
         )
+
+
+def _is_newer(key: str, old: Any, new: Any) -> bool:
+    """Return whether a setting is newer than the run, which lacks it, and at its default: the run behaved like that."""
+    from bapo_megatron.config import paths
+
+    path = tuple(key.split("."))
+    if old is not None or path not in paths.schema() or paths.accepts(path, type(None)):  # then old may mean "none"
+        return False
+    default = paths.schema()[path].get_default(call_default_factory=True)
+    return bool(new == (list(default) if isinstance(default, tuple) else default))
 
 
 def _num_steps(config_text: str) -> int | None:

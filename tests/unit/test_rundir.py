@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.config.load import dump_config, load_config
+from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.monitor import rundir
 from bapo_megatron.monitor.rundir import RunDir, different_settings
@@ -221,4 +222,24 @@ def test_a_run_from_before_settings_were_retired_resumes(tmp_path: Path) -> None
     with RunDir.open_path(tmp_path / "old", old) as run:
         run.metrics_path.write_text('{"step": 1}\n')
     with RunDir.open(config) as run:
+        assert run.attempt == 2
+
+
+def test_a_run_from_before_a_setting_existed_resumes_at_its_default(tmp_path: Path) -> None:
+    def config(*settings: str) -> Config:
+        return load_config(["demo"], [f"run.dir={tmp_path}", "run.name=old", *settings])
+
+    older = "".join(
+        line
+        for line in dump_config(config()).splitlines(keepends=True)
+        if not line.startswith(("smoothing_updates", "order ="))
+    )
+    with RunDir.open_path(tmp_path / "old", older) as run:
+        run.metrics_path.write_text('{"step": 1}\n')
+    with (
+        pytest.raises(ConfigError, match=r"bapo\.smoothing_updates: unset -> 3"),
+        RunDir.open(config("bapo.smoothing_updates=3")),
+    ):
+        pass
+    with RunDir.open(config()) as run:
         assert run.attempt == 2
