@@ -6,6 +6,7 @@ import argparse
 import difflib
 import os
 import re
+import select
 import sys
 import time
 from collections.abc import Collection, Sequence
@@ -22,6 +23,7 @@ _BEGAN_S = time.monotonic()
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+EXIT_READER_GONE = 141  # what a shell reports of a program that SIGPIPE ends
 _SETTINGS = "CONFIG | KEY=VALUE"
 
 
@@ -29,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb.
 
     Returns:
-        0 on success, 2 for an error that the user can fix, 130 after Ctrl-C, else the verb's own exit code.
+        0 on success, 2 for an error that the user can fix, 130 after Ctrl-C, 141 once nobody reads the output, else
+        the verb's own exit code.
     """
     parser = _parser()
     if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions
@@ -56,6 +59,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("bapo: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes what is left at exit
+        return EXIT_READER_GONE
+
+
+def _reader_is_gone() -> bool:
+    """Return whether standard output is a pipe that nobody reads any more, as in `bapo plan ... | head`."""
+    output = select.poll()
+    output.register(1, 0)
+    return any(event & select.POLLERR for _, event in output.poll(0))
 
 
 def _modules_of_the_framework() -> set[str]:

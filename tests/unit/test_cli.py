@@ -218,3 +218,10 @@ def test_completion_of_each_shell(capsys: pytest.CaptureFixture[str]) -> None:
     for shell in ("bash", "zsh", "fish"):
         assert cli.main(["completion", shell]) == 0
         assert "bapo" in capsys.readouterr().out
+
+
+def test_a_reader_that_leaves_ends_the_output_without_a_traceback(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m bapo_megatron plan recipes/qwen3-32b-64k algorithms/bapo clusters/16x8-h100"
+    script = f"{command} | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("141\n", "")
