@@ -17,7 +17,6 @@ from bapo_megatron.preflight.known import GIB, GPU
 from bapo_megatron.preflight.memory import (
     ITEM_BYTES,
     MASTER_BYTES,
-    layer_parameters,
     model_parameters,
     recomputed_layers,
     searches_exactly,
@@ -49,12 +48,9 @@ class StepTokens:
 
 
 def forward_flops(shape: ModelShape, tokens: StepTokens) -> tuple[float, float]:
-    """Return the FLOPs of (all layers, the output layer) for one pass over a step's tokens: two per weight and token,
-    and causal attention, in which a token attends to half of its sequence on average."""
-    matrices = shape.num_layers * layer_parameters(shape, 1)
-    attention = 2 * shape.num_layers * shape.num_heads * shape.head_dim * tokens.per_sequence
-    output = 2 * shape.vocab_size * shape.hidden_size * tokens.num_sequences * tokens.response
-    return float(2 * matrices + attention) * tokens.total, float(output)
+    """Return the FLOPs of (all layers, the output layer) for one pass over a step's tokens."""
+    num_rows = tokens.num_sequences * tokens.response
+    return shape.forward_flops(tokens.total, tokens.per_sequence * tokens.total, num_rows)
 
 
 def step_flops(config: Config, shape: ModelShape, tokens: StepTokens, scoring_passes: int) -> float:
@@ -77,7 +73,8 @@ def recomputed_share(config: Config, shape: ModelShape, tokens: StepTokens) -> f
     mlp = 2 * 3 * shape.hidden_size * shape.ffn_size
     of_layer = {"core_attn": attention, "mlp": mlp}
     parts = sum(of_layer[name] for name in _recomputed_modules(config))
-    return whole + parts / (2 * layer_parameters(shape, 1) + attention)
+    layers, _ = forward_flops(shape, tokens)
+    return whole + parts * tokens.total * shape.num_layers / layers
 
 
 def _recomputed_modules(config: Config) -> tuple[str, ...]:
