@@ -101,9 +101,9 @@ def watch_sockets(pid: int, seen: dict[int, Watched]) -> None:
         for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
                 known = seen.setdefault(process.pid, Watched("", {}))
-                # Becomes another by exec or SGLang's title, and empty while a process ends.
+                # Both become others by exec (the command also by SGLang's title), and are empty while a process ends.
                 known.command = " ".join(process.cmdline()) or known.command
-                known.environment = known.environment or process.environ()
+                known.environment = process.environ() or known.environment
                 sockets = process.net_connections(kind="tcp")
                 known.addresses |= {s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN}
 
