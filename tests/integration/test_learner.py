@@ -368,13 +368,13 @@ def check_refusals(root: Path) -> None:
         MegatronLearner(config.model_copy(update={"megatron": extra}), root / "qwen3")
 
 
-def test_flops_are_those_of_the_counter(tmp_path: Path) -> None:
+def check_flops(rank: int, world_size: int, root: Path) -> None:
     """`perf/tflop` against torch's count of one update, in which PyTorch's plain attention computes both halves."""
     torch.manual_seed(5)
     sizes = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB_SIZE}
-    Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=False)).save_pretrained(tmp_path)
-    learner = MegatronLearner(make_config({}, logprob_chunk_tokens=512), tmp_path)
+    Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=False)).save_pretrained(root)
+    learner = MegatronLearner(make_config({}, logprob_chunk_tokens=512), root)
     batch = random_batch()
     minibatch = make_minibatch(learner, 10_000, batch)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -385,3 +385,7 @@ def test_flops_are_those_of_the_counter(tmp_path: Path) -> None:
     layers, output = learner.shape.forward_flops(tokens.tokens, 2 * tokens.squares, tokens.responses)
     assert 3 * layers + 4 * output == pytest.approx(counted, rel=0.02), "logits are computed again in the backward pass"
     assert 1e12 * metrics["perf/tflop"] == pytest.approx(counted, rel=0.1)
+
+
+def test_flops_are_those_of_the_counter(tmp_path: Path) -> None:
+    run_distributed(check_flops, 1, tmp_path)

@@ -59,9 +59,6 @@ def make_config(**parallel: object) -> Config:
 @pytest.fixture(autouse=True)
 def _meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
     apply_cpu_compat()
-    if dist.is_initialized():  # by an earlier test of this process
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
     monkeypatch.setattr(learner_model, "device", lambda: torch.device("meta"))
     # plain numbers, which the scaled kinds compute from values that a meta tensor does not have
     monkeypatch.setattr(learner_model, "rotary_frequencies", lambda shape: (torch.empty(shape.head_dim // 2), 1.0))
