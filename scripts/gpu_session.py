@@ -105,7 +105,7 @@ STAGES: dict[str, tuple[Step, ...]] = {
 
 @dataclass
 class Machine:
-    """What the steps need of this machine; each answer is why it is missing, or "" where it is there."""
+    """The machine, asked for what the steps need. An answer is the reason why something is missing, "" if it is not."""
 
     facts: dict[str, Any]
     answers: dict[str, str] = field(default_factory=dict)

@@ -261,9 +261,9 @@ class SapoLoss(RatioLoss):
 
     name: Literal["sapo"] = "sapo"
     temperature_positive: float = Field(1.0, gt=0, le=LARGEST)
-    """Narrowness of the gate for tokens with a positive advantage; default as in the paper."""
+    """Steepness of the gate for tokens with a positive advantage; the default is the paper's."""
     temperature_negative: float = Field(1.05, gt=0, le=LARGEST)
-    """Narrowness of the gate for the others: above `temperature_positive`, they fade sooner."""
+    """Steepness of the gate for all other tokens. Above `temperature_positive`, their gradient fades sooner."""
 
 
 class SftLoss(LossConfig):

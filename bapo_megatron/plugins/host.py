@@ -1,4 +1,4 @@
-"""What the plugins share: refusals that name the host, the weights of its reducer, its NaN log-probs."""
+"""Code that all plugins share: refusals that name the host, the weights of its reducer, NaN log-probs."""
 
 import importlib.metadata
 import sys

@@ -57,7 +57,7 @@ def host_version(checkout: Path) -> str:
 
 
 def check_contract(checkout: Path) -> None:
-    """What the plugin takes for granted of train_rl.py."""
+    """Check the plugin's assumptions about train_rl.py."""
     tree = ast.parse((checkout / "train_rl.py").read_text())
     functions = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
     assert [a.arg for a in functions["loss_func"].args.args][:3] == ["loss_mask", "kl_term", "ratios"]

@@ -85,7 +85,7 @@ class Checked(BAPOTrainer):
         self.loaded = self.bound_search.state_dict()
 
     def weight(self, mask: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-        """What TRL's documentation says of each loss type."""
+        """Return each token's weight in the loss, by TRL's documentation of its loss types."""
         count = self.current_gradient_accumulation_steps
         if self.loss_type == "grpo":
             return mask / mask.sum(-1, keepdim=True) / mask.shape[0] / count

@@ -1,4 +1,4 @@
-"""What is set for processes on GPUs, and can be seen without one: variables, SGLang's arguments, Adam's kernel."""
+"""Settings of processes on GPUs that can be seen without one: variables, SGLang's arguments, Adam's kernel."""
 
 import os
 import subprocess
