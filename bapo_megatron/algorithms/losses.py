@@ -228,10 +228,13 @@ def response_means(values_R: Tensor, inputs: LossInputs) -> Tensor:
     Returns float64 [R]; 0 where a response has no trained token.
     """
     batch = inputs.batch
-    num_S = torch.bincount(batch.sequence_R, minlength=batch.cu_seqlens_S1.numel() - 1)
+    places_S1 = torch.arange(batch.cu_seqlens_S1.numel(), device=batch.sequence_R.device)
+    starts_S1 = torch.searchsorted(batch.sequence_R, places_S1)  # a count per response would make the CPU wait
     columns_2R = torch.stack([torch.where(batch.mask_R, values_R, 0.0).double(), batch.mask_R.double()])
     # Segments are summed in order; scattered additions would come in another order in each run on a GPU.
-    table_2S = torch.stack([torch.segment_reduce(column_R, "sum", lengths=num_S) for column_R in columns_2R])
+    table_2S = torch.stack(
+        [torch.segment_reduce(column_R, "sum", offsets=starts_S1, unsafe=True) for column_R in columns_2R]
+    )
     total_S, count_S = inputs.over_context(table_2S)
     return (total_S / count_S.clamp(min=1))[batch.sequence_R]
 

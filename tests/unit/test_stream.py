@@ -226,18 +226,21 @@ def test_a_failing_judge_is_loud() -> None:
 
 def test_a_failure_between_two_batches_is_told_once_by_the_next() -> None:
     scheduler = make(TimedEngine(), overlap=True, max_staleness=9, **OPTIONS)
-    judge = scheduler._score
-    has_failed = threading.Event()
+    judge, lock = scheduler._score, threading.Lock()
 
-    def broken(_: Any) -> list[float]:
-        has_failed.set()
-        raise RuntimeError("no verdict")
+    def fails_once(trajectories: Any) -> Sequence[float]:
+        if lock.acquire(blocking=False):
+            raise RuntimeError("no verdict")
+        return judge(trajectories)
+
+    async def told() -> None:
+        while scheduler._stream._failure is None:
+            await asyncio.sleep(0.01)
 
     async def run() -> None:
         await scheduler.take(0, 0)
-        scheduler._score = broken
-        assert await asyncio.to_thread(has_failed.wait, 60)
-        scheduler._score = judge
+        scheduler._score = fails_once
+        await asyncio.wait_for(told(), 60)
         with pytest.raises(RuntimeError, match="no verdict"):
             await scheduler.take(1, 1)
         groups, _ = await asyncio.wait_for(scheduler.take(1, 1), 20)
