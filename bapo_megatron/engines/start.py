@@ -55,7 +55,7 @@ def embedded_specs(
     """Describe embedded engines. Each starts with the weights of `model_path`, as version "default" until a push."""
     r = config.rollout
     threads = r.engine_threads or max(1, num_cores() // share.count)
-    context = r.engine_max_context or config.data.max_prompt_tokens + r.max_response_tokens
+    context = r.engine_max_context or config.longest_sequence
     command = [
         *(sys.executable, "-m", "bapo_megatron.engines.embedded"),
         *("--model-path", str(model_path)),
