@@ -93,6 +93,23 @@ def num_ranks(config: Config) -> int:
     return p.tensor * p.pipeline * p.context * p.data
 
 
+def divide_cores(config: Config, num_cores: int, num_ranks: int, num_engine_processes: int) -> tuple[int, int]:
+    """Return the threads of a trainer rank and of an engine process, on a machine that holds so many of each.
+
+    By turns, each side takes all cores. With rollout.overlap both run at once, and share them: half each, or what the
+    other side's setting leaves. A process has at least one thread.
+    """
+    per_rank, per_engine = config.parallel.threads_per_rank, config.rollout.engine_threads
+    for_trainer = for_engines = num_cores
+    if config.rollout.overlap and num_ranks and num_engine_processes:
+        for_engines = num_cores // 2 if per_rank is None else num_cores - per_rank * num_ranks
+        for_trainer = num_cores - (for_engines if per_engine is None else per_engine * num_engine_processes)
+    return (
+        per_rank or max(1, for_trainer // max(1, num_ranks)),
+        per_engine or max(1, for_engines // max(1, num_engine_processes)),
+    )
+
+
 def summarize(config: Config) -> str:
     """Summarise a run of this configuration in a few lines."""
     p, r, t = config.parallel, config.rollout, config.train

@@ -197,7 +197,8 @@ class RolloutConfig(Section):
     """attach: an sglang-router of yours in front of the servers in `urls`, such as "http://127.0.0.1:30001". Requests
     for tokens go through it, one by one; everything else goes to the servers themselves."""
     engine_threads: Count | None = None
-    """embedded, sglang: CPU threads of one engine process. Unset: cores / processes (trainer and engine take turns)."""
+    """embedded, sglang: CPU threads of one engine process. Unset: its side's cores / processes. Trainer and engines
+    take turns on all cores; with `overlap`, each side has half of them."""
     engine_max_context: Count | None = None
     """embedded, sglang: longest prompt + response. Unset: max_prompt_tokens + max_response_tokens."""
 
@@ -376,7 +377,8 @@ class ParallelConfig(Section):
     num_ranks: Processes | None = None
     """Number of ranks that you mean to start; checked against the product."""
     threads_per_rank: Processes | None = None
-    """CPU threads of one trainer process. Unset: cores / ranks, at least 1."""
+    """CPU threads of one trainer process. Unset: cores / ranks, at least 1; with rollout.overlap half of the cores, as
+    the engines have the others."""
     timeout_s: Positive = 600.0
     """Deadline of one collective between trainer ranks."""
 
