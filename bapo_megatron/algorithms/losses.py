@@ -15,6 +15,8 @@ The other losses of that ratio, with the bounds of their own section:
     gmpo    sum_t g A_t, with g the geometric mean of a response's r_t, each clipped first (arXiv 2507.20673, Eq. 4)
     cispo   sum_t clip(r_t, c_low, c_high) A_t log pi_theta(t), the clipped ratio a constant (arXiv 2506.13585, Eq. 4)
     sapo    sum_t 4 / tau sigmoid(tau (r_t - 1)) A_t, with a temperature for each sign of A_t (arXiv 2511.20347, Eq. 5)
+    m2po    sum_t m_t r_t A_t, with a mask m_t that bounds the second moment of log r over the update (`second_moment`,
+            arXiv 2510.01161, Alg. 1)
 
 A response is weighted by its length in gspo and gmpo, as everywhere here; their papers weight all responses alike.
 
@@ -42,6 +44,7 @@ from bapo_megatron.config.schema_loss import (
     GmpoLoss,
     GspoLoss,
     LossConfig,
+    M2poLoss,
     RatioLoss,
     SapoLoss,
 )
@@ -219,6 +222,15 @@ def sapo_loss(inputs: LossInputs, config: SapoLoss) -> RatioTokenLoss:
     return RatioTokenLoss(**_record(inputs, config, ratio_R, weight_R, gate_R))
 
 
+def m2po_loss(inputs: LossInputs, config: M2poLoss) -> ClippedTokenLoss:
+    """Compute -w r A per token, but 0 where the token is masked: A > 0 and r on or over the upper bound, or A < 0 and r
+    on or under the lower one. The bounds are those of `second_moment_bounds`.
+    """
+    ratio_R, weight_R = ratio_and_weight(inputs.batch, inputs.log_probs_R, config.importance_cap)
+    tokens = _clipped(inputs, config, ratio_R, weight_R)
+    return replace(tokens, loss_R=tokens.loss_R.masked_fill(tokens.clipped_R, 0.0))
+
+
 def response_means(values_R: Tensor, inputs: LossInputs) -> Tensor:
     """Return, for each token, the mean of `values_R` over the trained tokens of its response, on all context ranks.
 
@@ -291,6 +303,7 @@ LOSSES: dict[str, Callable[[LossInputs, Any], TokenLoss]] = {
     "gmpo": gmpo_loss,
     "cispo": cispo_loss,
     "sapo": sapo_loss,
+    "m2po": m2po_loss,
     "sft": supervised_loss,
 }
 """Built-in losses by `loss.name`, each called with its own section."""
@@ -303,6 +316,6 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> TokenLoss:
 
 def fixed_bounds(config: LossConfig) -> ClipBounds:
     """Return the bounds of a loss that does not search for them: those of its section, or nan."""
-    assert config.bounds != "bapo", "bapo's bounds come from its search"
+    assert config.bounds in ("fixed", "none"), f"the bounds of {config.name} come from its search"
     low, high = (config.clip_low, config.clip_high) if isinstance(config, BoundedLoss) else (math.nan, math.nan)
     return ClipBounds(low=low, high=high, positive_share=math.nan, saturated=False, num_moves=0)

@@ -1,4 +1,4 @@
-"""GSPO, GMPO, CISPO and SAPO in the learner: loss and gradient equal the papers' formulas at any layout and split."""
+"""The rivals in the learner: loss and gradient equal the papers' formulas at any layout and split."""
 
 import dataclasses
 from pathlib import Path
@@ -9,15 +9,15 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from bapo_megatron.algorithms.losses import fixed_bounds
 from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.config.schema_loss import LOSS_SECTIONS
+from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.types import Batch
 from tests.distributed import run_distributed
 from tests.integration.learner_reference import load_float64, random_batch, reference_update, save_random_model
 from tests.integration.test_schedule import LARGE, SMALL, make_config
-from tests.unit.test_rivals import REFERENCES, RIVALS
+from tests.unit.test_rivals import RIVALS, objective_of
 
 TOLERANCE = 1e-5
 WIDE = {"clip_low": 0.6, "clip_high": 1.6}  # some responses and tokens are clipped, some are not
@@ -47,7 +47,7 @@ def batch_of_outcomes() -> Batch:
 
 
 def check_layout(root: Path, name: str, layout: dict[str, Any], max_tokens: int) -> None:
-    options = {} if name == "sapo" else WIDE
+    options = {} if name in ("sapo", "m2po") else WIDE
     loss_config: Any = LOSS_SECTIONS[name].model_validate({"name": name} | options)
     config = make_config(layout, max_tokens)
     optimizer = config.optimizer.model_copy(update={"clip_grad": 1e9})
@@ -56,22 +56,22 @@ def check_layout(root: Path, name: str, layout: dict[str, Any], max_tokens: int)
     batch = batch_of_outcomes()
 
     def loss_of(log_probs_T: Tensor, batch: Batch) -> Tensor:
-        total, start = torch.zeros((), dtype=torch.float64), 0
-        for length in batch.seq_lens_S.tolist():
-            mine_T = torch.zeros_like(batch.mask_T)
-            mine_T[start : start + length] = batch.mask_T[start : start + length]
-            start += length
-            if mine_T.any():
-                ratios = (log_probs_T - batch.behaviour_logprobs_T.double())[mine_T].exp()
-                advantage = float(batch.advantages_T[mine_T][0])
-                total = total - REFERENCES[name](ratios, advantage, loss_config, log_probs_T[mine_T])
-        return total / batch.num_trained_tokens
+        sequence_T = torch.arange(batch.num_sequences).repeat_interleave(batch.seq_lens_S)
+        mask_T = batch.mask_T
+        objective = objective_of(
+            loss_config,
+            (log_probs_T - batch.behaviour_logprobs_T.double())[mask_T].exp(),
+            batch.advantages_T[mask_T],
+            sequence_T[mask_T],
+            log_probs_T[mask_T],
+        )
+        return -objective / batch.num_trained_tokens
 
     want = reference_update(load_float64(root / "qwen3"), batch, loss_of=loss_of)
     minibatch = one_minibatch(batch, max_tokens=max_tokens, share=learner.share)
-    metrics = learner.step(minibatch, fixed_bounds(loss_config)).metrics
+    metrics = learner.step(minibatch, BoundsFinder(config, learner).find(minibatch)).metrics
     assert metrics["loss/policy"] == pytest.approx(want.loss, rel=TOLERANCE, abs=TOLERANCE)
-    if name in ("gspo", "gmpo"):
+    if name in ("gspo", "gmpo", "m2po"):
         assert 0 < metrics["loss/clip_high_share"] + metrics["loss/clip_low_share"] < 1
     for parameter, gradient in learner.named_gradients():
         if learner.layout.rank == 0:
