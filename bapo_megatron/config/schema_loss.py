@@ -178,9 +178,28 @@ class RatioLoss(LossConfig):
 
     proximal: Literal["behaviour", "learner"] = "behaviour"
     """Denominator of the clipped ratio. behaviour: the policy that sampled the token (the paper's r_t); learner: the
-    learner at the start of the step (one more scoring pass), with truncated importance weights."""
+    learner at the start of the step (one more scoring pass), with importance weights pi_prox / pi_behaviour."""
+    importance_level: Literal["token", "sequence"] = "token"
+    """proximal = "learner": weight of a token's term. token: that of the token; sequence: the product of the weights of
+    its response's trained tokens."""
+    importance_kind: Literal["truncate", "mask"] = "truncate"
+    """proximal = "learner": treatment of a weight outside importance_floor and importance_cap. truncate: it becomes the
+    nearer of them; mask: it becomes 0, so that the token, or the response, has no gradient."""
+    importance_floor: float = Field(0.0, ge=0, le=1)
+    """proximal = "learner": lower bound of the weights; 0 sets none."""
     importance_cap: float = Field(2.0, ge=1, le=LARGEST)
-    """proximal = "learner": largest weight pi_prox / pi_behaviour of a token's term; 1e9 sets no bound."""
+    """proximal = "learner": upper bound of the weights; 1e9 sets none."""
+    max_drift: Positive | None = None
+    """Mask tokens with A < 0 of a response whose mean of log(pi_behaviour / pi) is above this, in nats (off-policy
+    sequence masking of DeepSeek-V3.2, arXiv 2512.02556). Unset: none."""
+
+    @model_validator(mode="after")
+    def _check_importance(self) -> Self:
+        if self.importance_kind == "mask" and self.importance_floor == self.importance_cap:
+            names = ("importance_floor", "importance_cap", "importance_kind")
+            problem = "must be below loss.importance_cap, as masks would leave no weight but exactly 1, got 1"
+            raise ContradictionError({names: problem})
+        return self
 
     @property
     def scores_proximal(self) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bapo_megatron.algorithms.bound_search import BoundSearch, BoundSearchState
 from bapo_megatron.algorithms.clip_bounds import empty_table, search_bounds
-from bapo_megatron.algorithms.losses import fixed_bounds, ratio_and_weight
+from bapo_megatron.algorithms.losses import TokenRatios, fixed_bounds, token_ratios
 from bapo_megatron.algorithms.second_moment import moving_away, second_moment_bounds
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_loss import M2poLoss, RatioLoss
@@ -78,20 +78,26 @@ class BoundsFinder:
         log_probs = self._learner.score(minibatch)
         log_ratios = [torch.zeros(0, dtype=torch.float64)]
         for mb, log_probs_R in zip(minibatch.micro_batches, log_probs, strict=bool(log_probs)):
-            mb = mb.to(log_probs_R.device)  # where the loss makes the same ratios, bit for bit
-            ratio_R, _ = ratio_and_weight(mb, log_probs_R, loss.importance_cap)
-            log_ratios.append(moving_away(ratio_R, mb.advantages_R, mb.mask_R))
+            mb = mb.to(log_probs_R.device)
+            ratios = self._ratios(mb, log_probs_R)
+            log_ratios.append(moving_away(ratios.ratio_R, mb.advantages_R, mb.mask_R & (ratios.weight_R > 0)))
         return second_moment_bounds(torch.cat(log_ratios), loss.max_second_moment, self._learner.sum_over_data_ranks)
 
     def _of_micro_batch(self, mb: MicroBatch, log_probs_R: Tensor) -> ClipBounds:
         return self._search.search(self._table(mb, log_probs_R))
 
     def _table(self, mb: MicroBatch, log_probs_R: Tensor) -> Tensor:
-        mb, log_probs_R = mb.to(torch.device("cpu")), log_probs_R.cpu()
+        mb = mb.to(log_probs_R.device)
+        ratios = self._ratios(mb, log_probs_R)
+        return self._search.tabulate(
+            ratios.ratio_R, mb.advantages_R, mb.mask_R, mb.behaviour_logprobs_R, ratios.weight_R
+        )
+
+    def _ratios(self, mb: MicroBatch, log_probs_R: Tensor) -> TokenRatios:
+        """Compute the ratios where the loss does, so that both have the same bits."""
         loss = self._config.loss
         assert isinstance(loss, RatioLoss), "sft has no bounds"
-        ratio_R, weight_R = ratio_and_weight(mb, log_probs_R, loss.importance_cap)
-        return self._search.tabulate(ratio_R, mb.advantages_R, mb.mask_R, mb.behaviour_logprobs_R, weight_R)
+        return token_ratios(mb, log_probs_R, loss, self._learner.sum_over_context)
 
 
 def bounds_on_all_stages(

@@ -55,6 +55,13 @@ def message(files: Sequence[Path | str], *overrides: str) -> str:
             '"my_module:my_name", got "bap" (run.toml)',
         ),
         (
+            "[loss]\nproximal = 'learner'\nimportance_kind = 'mask'\nimportance_floor = 1\nimportance_cap = 1",
+            "loss.importance_floor must be below loss.importance_cap, as masks would leave no weight but exactly 1, "
+            "got 1 (run.toml)",
+        ),
+        ("[loss]\nimportance_floor = 1.5", "loss.importance_floor must be at most 1, got 1.5 (run.toml)"),
+        ("[loss]\nmax_drift = 0", "loss.max_drift must be above 0, got 0 (run.toml)"),
+        (
             "[loss]\nname = 'm2po'\nmax_second_moment = 0",
             "loss.max_second_moment must be above 0, got 0 (run.toml)",
         ),

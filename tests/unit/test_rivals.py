@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bapo_megatron.algorithms.losses import LOSSES, LossInputs, fixed_bounds, ratio_and_weight, response_means
+from bapo_megatron.algorithms.losses import LOSSES, LossInputs, fixed_bounds, response_means, token_ratios
 from bapo_megatron.algorithms.second_moment import moving_away, second_moment_bounds
 from bapo_megatron.config.schema_loss import LOSS_SECTIONS, BoundedLoss, M2poLoss, RatioLoss, SapoLoss
 from bapo_megatron.types import ClipBounds
@@ -117,8 +117,8 @@ def inputs_of(responses: Sequence[Response], config: RatioLoss, weights: Tensor 
 def away_of(inputs: LossInputs) -> Tensor:
     """|log r| of the tokens whose second moment M2PO limits."""
     batch = inputs.batch
-    ratio_R, _ = ratio_and_weight(batch, inputs.log_probs_R.detach(), 1e9)
-    return moving_away(ratio_R, batch.advantages_R, batch.mask_R)
+    ratios = token_ratios(batch, inputs.log_probs_R.detach(), config_of("m2po"))
+    return moving_away(ratios.ratio_R, batch.advantages_R, batch.mask_R)
 
 
 def reference(inputs: LossInputs, config: RatioLoss) -> tuple[Tensor, Tensor]:
@@ -135,7 +135,7 @@ def is_off_the_kinks(inputs: LossInputs, config: RatioLoss) -> bool:
     if not isinstance(config, BoundedLoss):
         return True
     log_ratio_R = (inputs.log_probs_R - inputs.batch.behaviour_logprobs_R).detach()
-    every = torch.cat([log_ratio_R, response_means(log_ratio_R, inputs)])
+    every = torch.cat([log_ratio_R, response_means(log_ratio_R, inputs.batch)])
     kinks = [math.log(bound) for bound in (config.clip_low, config.clip_high) if bound]
     return all(float((every - kink).abs().min()) > 1e-9 for kink in kinks)
 
