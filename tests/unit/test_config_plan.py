@@ -53,6 +53,13 @@ def messages(*overrides: str) -> list[str]:
         ("rollout.max_response_tokens=2000", ["512 + 2000 = 2512", "2048", "data.max_prompt_tokens=48"]),
         ("rollout.max_response_tokens=4096", ["max_prompt_tokens=1024 and rollout.max_response_tokens=1024"]),
         ("reward.overlong_penalty=1 reward.overlong_buffer_tokens=600", ["600", "512", "buffer_tokens=102"]),
+        ("loss.name=gspo bapo.rho0=0.4", ["bapo.rho0=0.4 has no effect", 'loss.name="bapo"', "mean over a response"]),
+        ("loss.name=gmpo bapo.scope=lagged", ['bapo.scope="lagged" has no effect', 'loss.name="bapo"', "gmpo"]),
+        (
+            "loss.importance_kind=mask loss.importance_level=sequence",
+            ['importance_kind="mask"', 'without loss.proximal="learner" (the ratio', "leave them out"],
+        ),
+        ("loss.importance_cap=3", ["loss.importance_cap=3.0 has no effect", 'loss.proximal="learner"']),
         ("reward.overlong_buffer_tokens=60", ["has no effect without reward.overlong_penalty=1"]),
         ("reward.overlong_penalty=1 rollout.truncated=mask", ['truncated="mask"', "overlong_penalty=1", '"keep"']),
         ("rollout.keep_group=informative rollout.samples_per_prompt=2", ["most groups", "samples_per_prompt=8"]),
