@@ -58,6 +58,16 @@ class PromptStream:
         if self.data.system_prompt is not None and not self.data.chat_template:
             raise DataError("data.system_prompt is used by the chat template only: set data.chat_template = true")
 
+    @property
+    def num_given(self) -> int:
+        """Good prompts that `next` has returned since the run began."""
+        return self._next_id
+
+    @property
+    def num_skipped(self) -> int:
+        """Prompts skipped as empty or too long since the run began."""
+        return self.skipped_empty + self.skipped_too_long
+
     def next(self) -> Prompt:
         """Return the next good prompt. Raises DataError for a bad one (see class), or if none is good."""
         for _ in range(2 * len(self.source)):  # the rest of this epoch, and all of the next
@@ -111,9 +121,9 @@ class PromptStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the `StreamState` was taken. Raises CheckpointError for another source, size or seed."""
         for key, here in self._identity().items():
-            if state[key] != here:
+            if state.get(key) != here:
                 raise CheckpointError(
-                    f"the checkpoint's prompts had {key} = {state[key]!r}, this run has {here!r}: "
+                    f"the checkpoint's prompts had {key} = {state.get(key)!r}, this run has {here!r}: "
                     "keep the setting, or start a run with a new name"
                 )
         if state["position"] > len(self.source):
