@@ -15,7 +15,7 @@ from bapo_megatron.config.engines import check_engine
 from bapo_megatron.config.idle import idle_settings
 from bapo_megatron.config.lr_schedule import planned_updates
 from bapo_megatron.config.schema import FORWARDS_FIRST_MEMORY_SHARE, Config, RolloutConfig
-from bapo_megatron.config.schema_loss import CustomLoss
+from bapo_megatron.config.schema_loss import CustomLoss, RatioLoss
 from bapo_megatron.errors import UserError
 from bapo_megatron.hf.shape import model_shape, unsupported, validate_layout
 
@@ -63,6 +63,7 @@ def check(
         *_batch(config),
         *_rollout(config),
         *_engines(config),
+        *_cut(config),
         *_data(config),
         *_reward(config),
         *_eval(config),
@@ -332,6 +333,30 @@ def _engines(config: Config) -> Iterator[Violation]:
         yield Violation(
             f"sglang.extra.mem_fraction_static={share!r} is not a share of a GPU's memory, for weights and KV cache; "
             "set it between 0 and 1, such as 0.85, or leave it out"
+        )
+
+
+def _cut(config: Config) -> Iterator[Violation]:
+    """Check that the engine returns the log-probs that top_p and top_k need; warn of the ratios that they lead to."""
+    r, kind = config.rollout, config.rollout.engine_kind
+    for section, top_p, top_k in (("rollout", r.top_p, r.top_k), ("eval", config.eval.top_p, config.eval.top_k)):
+        if not kind.samples or (top_p == 1 and top_k is None):
+            continue
+        given = f"{section}.top_p={top_p:g}" if top_p < 1 else f"{section}.top_k={top_k}"
+        if not kind.cuts:
+            yield Violation(
+                f"{given}: the {kind.title} does not return log-probs of the distribution that a cut leaves; leave "
+                f'{section}.top_p and {section}.top_k out, or set rollout.engine="embedded"'
+            )
+        elif kind.max_cut_tokens is not None and (top_k is None or top_k > kind.max_cut_tokens):
+            yield Violation(
+                f"{given}: the {kind.title} returns log-probs of the distribution that a cut leaves only with a top_k "
+                f"of at most {kind.max_cut_tokens}; set {section}.top_k, such as {section}.top_k=1024"
+            )
+    if r.is_cut and isinstance(config.loss, RatioLoss) and not config.loss.scores_proximal:
+        yield warning(
+            "with rollout.top_p and rollout.top_k, the ratio of a token on policy is the kept mass, below 1: clipping "
+            'sees the cut as a change of the policy (docs/bapo.md); set loss.proximal="learner" to clip changes only'
         )
 
 

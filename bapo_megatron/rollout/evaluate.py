@@ -28,7 +28,8 @@ class Evaluator:
         self._responses: dict[str, Trajectory] = {}  # by sample, of the evaluation in progress
         self._unfinished_version: int | None = None  # version of its weights
         self._num_answers = 0
-        whole = config.rollout.model_copy(update={"temperature": config.eval.temperature, "tokens_per_round": None})
+        sampling = {name: getattr(config.eval, name) for name in ("temperature", "top_p", "top_k")}
+        whole = config.rollout.model_copy(update={**sampling, "tokens_per_round": None})
         self._dispatcher = Dispatcher(whole, pool, stop_token_ids=stop_token_ids, run_seed=config.run.seed)
         self._empty = [
             Trajectory(f"eval-{prompt.prompt_id}.{i}", prompt)
