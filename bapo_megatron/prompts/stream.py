@@ -1,10 +1,11 @@
 """Endless, resumable stream of tokenised prompts."""
 
+from __future__ import annotations
+
 import math
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
 from typing_extensions import TypedDict
 
 from bapo_megatron.config.schema import Config
@@ -12,6 +13,9 @@ from bapo_megatron.errors import CheckpointError, DataError
 from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.base import PromptSource, Question
 from bapo_megatron.types import Count, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 NUM_CHECKED = 256
 """Prompts of a procedural source that `PromptStream.check` makes."""

@@ -51,8 +51,24 @@ def message(files: Sequence[Path | str], *overrides: str) -> str:
         ("[optimizer]\nlr = 'fast'", 'optimizer.lr must be a number, got "fast" (run.toml)'),
         (
             "[loss]\nname = 'bap'",
-            'loss.name must be "bapo", "grpo", "gspo", "gmpo", "cispo", "sapo", "sft" or a path like '
+            'loss.name must be "bapo", "grpo", "gspo", "gmpo", "cispo", "sapo", "m2po", "sft" or a path like '
             '"my_module:my_name", got "bap" (run.toml)',
+        ),
+        (
+            "[loss]\nproximal = 'learner'\nimportance_kind = 'mask'\nimportance_floor = 1\nimportance_cap = 1",
+            "loss.importance_floor must be below loss.importance_cap, as masks would leave no weight but exactly 1, "
+            "got 1 (run.toml)",
+        ),
+        ("[loss]\nimportance_floor = 1.5", "loss.importance_floor must be at most 1, got 1.5 (run.toml)"),
+        ("[loss]\nmax_drift = 0", "loss.max_drift must be above 0, got 0 (run.toml)"),
+        (
+            "[loss]\nname = 'm2po'\nmax_second_moment = 0",
+            "loss.max_second_moment must be above 0, got 0 (run.toml)",
+        ),
+        (
+            "[loss]\nclip_low = 0.7\nname = 'm2po'",
+            'loss.clip_low is not a setting of loss.name="m2po", but of loss.name="grpo", loss.name="gspo", '
+            'loss.name="gmpo" and loss.name="cispo" (run.toml)',
         ),
         (
             "[loss]\nclip_high = 1.3",
@@ -106,7 +122,7 @@ def test_all_mistakes_come_at_once_with_their_sources(tmp_path: Path) -> None:
     second = write(tmp_path, "[loss]\nname = 'y'", "second.toml")
     lines = message([first, second], "bapo.rho_0=1", "nonsense").splitlines()
     assert sorted(lines) == [
-        'loss.name must be "bapo", "grpo", "gspo", "gmpo", "cispo", "sapo", "sft" or a path like '
+        'loss.name must be "bapo", "grpo", "gspo", "gmpo", "cispo", "sapo", "m2po", "sft" or a path like '
         '"my_module:my_name", got "y" (second.toml)',
         "no such setting: bapo.rho_0 (override bapo.rho_0=1); did you mean bapo.rho0?",
         "override 'nonsense' is not of the form section.key=value, such as optimizer.lr=3e-4",
