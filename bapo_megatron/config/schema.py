@@ -76,8 +76,11 @@ class PrecisionConfig(Section):
         return self.fp8 != "off"
 
 
-class DataConfig(Section):
-    """The source of prompts."""
+EntryName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=64)]
+
+
+class SourceConfig(Section):
+    """A source of prompts."""
 
     source: Literal["chains", "programs", "reasoning_gym", "jsonl"] = "chains"
     """chains: the demo's modular arithmetic; programs: small functions to be found from examples; reasoning_gym: a
@@ -94,6 +97,59 @@ class DataConfig(Section):
     settings."""
     size: Count = 10_000
     """Number of prompts that a procedural source makes before it starts over in a new order."""
+
+
+class NamedSource(SourceConfig):
+    """A source of prompts with a name of its own."""
+
+    name: EntryName
+    """Name in metrics and reports: letters, digits, "-" and "_"."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_source(cls, value: Any) -> Any:
+        """Take an entry with a path and no source for a file."""
+        return {"source": "jsonl", **value} if isinstance(value, dict) and "path" in value else value
+
+
+class MixedSource(NamedSource):
+    """An entry of [[data.sources]]. Each names its source as [data] does; with a path, `source` may be left out."""
+
+    weight: Positive = 1.0
+    """Its share of the prompts is this weight over the sum of all."""
+
+
+class EvalSet(NamedSource):
+    """An entry of [[eval.sets]]. Each names its source as [data] does; with a path, `source` may be left out."""
+
+    num_prompts: Count = 64
+    """Prompts, the same in each evaluation; all of a file that has fewer."""
+    samples_per_prompt: Count = 1
+    """Responses to each prompt."""
+    max_response_tokens: Count | None = None
+    """Length limit of a response. Unset: rollout.max_response_tokens."""
+    temperature: Positive = 1.0
+    """Sampling temperature."""
+
+
+def _named_apart(entries: tuple[NamedSource, ...]) -> tuple[NamedSource, ...]:
+    """Return the entries if their names make different metrics, to Prometheus as well."""
+    names: dict[str, str] = {}
+    for entry in entries:
+        other = names.setdefault(key := entry.name.replace("-", "_"), "")
+        if other == entry.name:
+            raise ValueError(f'must have different names; "{entry.name}" is there twice')
+        if other:
+            raise ValueError(f'must have names that differ in more than "-" and "_", not "{other}" and "{entry.name}"')
+        names[key] = entry.name
+    return entries
+
+
+class DataConfig(SourceConfig):
+    """The source of prompts, and how they are put."""
+
+    sources: Annotated[tuple[MixedSource, ...], AfterValidator(_named_apart)] = ()
+    """[[data.sources]]: several sources instead of the one of [data], mixed by weight; see docs/data.md."""
     chat_template: bool = False
     """Wrap each prompt in the tokenizer's chat template."""
     system_prompt: str | None = None
@@ -197,7 +253,8 @@ class RolloutConfig(Section):
     """attach: an sglang-router of yours in front of the servers in `urls`, such as "http://127.0.0.1:30001". Requests
     for tokens go through it, one by one; everything else goes to the servers themselves."""
     engine_threads: Count | None = None
-    """embedded, sglang: CPU threads of one engine process. Unset: cores / processes (trainer and engine take turns)."""
+    """embedded, sglang: CPU threads of one engine process. Unset: its side's cores / processes. Trainer and engines
+    take turns on all cores; with `overlap`, each side has half of them."""
     engine_max_context: Count | None = None
     """embedded, sglang: longest prompt + response. Unset: max_prompt_tokens + max_response_tokens."""
 
@@ -376,7 +433,8 @@ class ParallelConfig(Section):
     num_ranks: Processes | None = None
     """Number of ranks that you mean to start; checked against the product."""
     threads_per_rank: Processes | None = None
-    """CPU threads of one trainer process. Unset: cores / ranks, at least 1."""
+    """CPU threads of one trainer process. Unset: cores / ranks, at least 1; with rollout.overlap half of the cores, as
+    the engines have the others."""
     timeout_s: Positive = 600.0
     """Deadline of one collective between trainer ranks."""
 
@@ -513,7 +571,7 @@ class SyncConfig(Section):
 
 
 class EvalConfig(Section):
-    """Evaluation of the current weights inside the run, on prompts of its own."""
+    """Evaluation of the current weights inside the run, on one set of prompts without a name, or on `sets`."""
 
     interval_steps: Count | None = None
     """Evaluate before the first step, after every so many, and after the last. Unset: never."""
@@ -525,6 +583,9 @@ class EvalConfig(Section):
     """Responses to each prompt."""
     temperature: Positive = 1.0
     """Sampling temperature of the evaluation."""
+    sets: Annotated[tuple[EvalSet, ...], AfterValidator(_named_apart)] = ()
+    """[[eval.sets]]: named sets, all asked in each evaluation instead of the one above, whose settings then have no
+    effect; see docs/evaluation.md."""
 
 
 class CheckpointConfig(Section):
@@ -640,6 +701,43 @@ class Config(Section):
     monitor: MonitorConfig = Field(default_factory=MonitorConfig)
     megatron: MegatronConfig = Field(default_factory=MegatronConfig)
     sglang: SglangConfig = Field(default_factory=SglangConfig)
+
+    @property
+    def prompt_sources(self) -> dict[str, SourceConfig]:
+        """Sources of training's prompts, by the table that describes them: "data", or "data.sources.NAME"."""
+        mixed: dict[str, SourceConfig] = {f"data.sources.{one.name}": one for one in self.data.sources}
+        return mixed or {"data": self.data}
+
+    @property
+    def eval_sets(self) -> dict[str, EvalSet]:
+        """Sets of one evaluation, by their table: "eval.sets.NAME", or "eval" for the one set whose name is ""."""
+        return {f"eval.sets.{one.name}": one for one in self.eval.sets} or {"eval": self.unnamed_eval_set}
+
+    @property
+    def unnamed_eval_set(self) -> EvalSet:
+        """The set of [eval] itself, with the kind of prompts that [data] describes."""
+        own = {name: getattr(self.eval, name) for name in ("path", "num_prompts", "samples_per_prompt", "temperature")}
+        kind = {name: getattr(self.data, name) for name in SourceConfig.model_fields}
+        return EvalSet.model_construct(name="", **kind | own)
+
+    @property
+    def prompt_files(self) -> dict[str, str]:
+        """Files of prompts that settings name, by setting, such as "data.path"."""
+        files = {"data.path": self.data.path, "eval.path": self.eval.path}
+        files |= {f"{table}.path": one.path for table, one in (self.prompt_sources | self.eval_sets).items()}
+        return {setting: path for setting, path in files.items() if path is not None}
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt with the longest response that engines may be asked for."""
+        sets = self.eval.sets if self.eval.interval_steps is not None else ()
+        responses = [self.rollout.max_response_tokens, *(one.max_response_tokens or 0 for one in sets)]
+        return self.data.max_prompt_tokens + max(responses)
+
+    def with_prompts_of(self, source: SourceConfig) -> "Config":
+        """Return this configuration with another source of prompts in the place of [data]'s own."""
+        fields = {name: getattr(source, name) for name in SourceConfig.model_fields}
+        return self.model_copy(update={"data": self.data.model_copy(update={**fields, "sources": ()})})
 
     @property
     def searches_bounds(self) -> bool:

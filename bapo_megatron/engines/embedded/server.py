@@ -237,7 +237,7 @@ class Server:
             "finish_reason": sequence.finish_reason,
             "prompt_tokens": len(sequence.prompt_ids),
             "completion_tokens": len(sequence.output_ids),
-            "cached_tokens": 0,
+            "cached_tokens": sequence.num_cached_tokens,
             "weight_version": self.engine.version,
             "weight_versions": sequence.spans,
             "num_retractions": sequence.num_retractions,
