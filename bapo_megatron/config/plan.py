@@ -15,7 +15,7 @@ from bapo_megatron.config.engines import check_engine
 from bapo_megatron.config.idle import idle_settings
 from bapo_megatron.config.lr_schedule import planned_updates
 from bapo_megatron.config.schema import FORWARDS_FIRST_MEMORY_SHARE, Config, RolloutConfig, SourceConfig
-from bapo_megatron.config.schema_loss import CustomLoss
+from bapo_megatron.config.schema_loss import CustomLoss, RatioLoss
 from bapo_megatron.errors import UserError
 from bapo_megatron.hf.shape import model_shape, unsupported, validate_layout
 
@@ -63,6 +63,7 @@ def check(
         *_batch(config),
         *_rollout(config),
         *_engines(config),
+        *_cut(config),
         *_data(config),
         *_reward(config),
         *_eval(config),
@@ -349,6 +350,30 @@ def _engines(config: Config) -> Iterator[Violation]:
         yield Violation(
             f"sglang.extra.mem_fraction_static={share!r} is not a share of a GPU's memory, for weights and KV cache; "
             "set it between 0 and 1, such as 0.85, or leave it out"
+        )
+
+
+def _cut(config: Config) -> Iterator[Violation]:
+    """Check that the engine returns the log-probs that top_p and top_k need; warn of the ratios that they lead to."""
+    r, kind = config.rollout, config.rollout.engine_kind
+    for table, cut in ({"rollout": r} | config.eval_sets).items():
+        if not kind.samples or (cut.top_p == 1 and cut.top_k is None):
+            continue
+        given = f"{table}.top_p={cut.top_p:g}" if cut.top_p < 1 else f"{table}.top_k={cut.top_k}"
+        if not kind.cuts:
+            yield Violation(
+                f"{given}: the {kind.title} does not return log-probs of the distribution that a cut leaves; leave "
+                f'{table}.top_p and {table}.top_k out, or set rollout.engine="embedded"'
+            )
+        elif kind.max_cut_tokens is not None and (cut.top_k is None or cut.top_k > kind.max_cut_tokens):
+            yield Violation(
+                f"{given}: the {kind.title} returns log-probs of the distribution that a cut leaves only with a top_k "
+                f"of at most {kind.max_cut_tokens}; set {table}.top_k, such as {table}.top_k=1024"
+            )
+    if r.is_cut and isinstance(config.loss, RatioLoss) and not config.loss.scores_proximal:
+        yield warning(
+            "with rollout.top_p and rollout.top_k, the ratio of a token on policy is the kept mass, below 1: clipping "
+            'sees the cut as a change of the policy (docs/bapo.md); set loss.proximal="learner" to clip changes only'
         )
 
 

@@ -130,6 +130,10 @@ class EvalSet(NamedSource):
     """Length limit of a response. Unset: rollout.max_response_tokens."""
     temperature: Positive = 1.0
     """Sampling temperature."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """As rollout.top_p."""
+    top_k: Count | None = None
+    """As rollout.top_k."""
 
 
 def _named_apart(entries: tuple[NamedSource, ...]) -> tuple[NamedSource, ...]:
@@ -212,6 +216,11 @@ class RolloutConfig(Section):
     """Responses in a group."""
     temperature: Positive = 1.0
     """Sampling temperature; behaviour and current log-probs are both of the tempered distribution."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the likeliest tokens only, as few as have this probability together; 1 is all tokens. Behaviour
+    log-probs are then of these tokens, renormalised, and current ones still of all: docs/bapo.md has what follows."""
+    top_k: Count | None = None
+    """Sample from this many likeliest tokens only; together with top_p, from the tokens that both leave. Unset: all."""
     max_response_tokens: Count = 512
     """A response that reaches this length is finished (reason "length")."""
     truncated: Literal["keep", "mask"] = "keep"
@@ -257,6 +266,11 @@ class RolloutConfig(Section):
     take turns on all cores; with `overlap`, each side has half of them."""
     engine_max_context: Count | None = None
     """embedded, sglang: longest prompt + response. Unset: max_prompt_tokens + max_response_tokens."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether `top_p` or `top_k` may leave tokens out."""
+        return self.top_p < 1 or self.top_k is not None
 
     @property
     def engine_kind(self) -> EngineKind:
@@ -583,6 +597,10 @@ class EvalConfig(Section):
     """Responses to each prompt."""
     temperature: Positive = 1.0
     """Sampling temperature of the evaluation."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """As rollout.top_p, for the evaluation."""
+    top_k: Count | None = None
+    """As rollout.top_k, for the evaluation."""
     sets: Annotated[tuple[EvalSet, ...], AfterValidator(_named_apart)] = ()
     """[[eval.sets]]: named sets, all asked in each evaluation instead of the one above, whose settings then have no
     effect; see docs/evaluation.md."""
@@ -617,7 +635,8 @@ class MonitorConfig(Section):
     """Write report.html at the end of the run."""
     mismatch_alarm: Positive | None = None
     """Warn where engine and trainer differ by more than this in the log-probs of the same weights (mean |difference| of
-    an update, nats); the run goes on. Unset: 0.001 with float32, 0.05 with bfloat16; 1e9 is never."""
+    an update, nats); the run goes on. Unset: 0.001 with float32, 0.05 with bfloat16; with rollout.top_p or top_k, whose
+    cut is a difference as well, never. 1e9 is never."""
     judge_alarm: float = Field(0.05, ge=0)
     """Warn in each step where the judge failed on more than this share of the responses (errors and timeouts, which
     count as wrong); 1 is never. A judge that fails on all of the first responses ends the run."""
@@ -655,10 +674,16 @@ class MonitorConfig(Section):
     """Warn of a trainer rank whose own passes take over this multiple of the median rank's in 3 of 5 steps; 1e9 is
     never."""
 
-    def mismatch_limit(self, dtype: str) -> float:
-        """Return `mismatch_alarm`, or a limit that float32 and bfloat16 never reach while engine and trainer agree."""
+    def mismatch_limit(self, dtype: str, *, is_cut: bool = False) -> float:
+        """Return `mismatch_alarm`, or a limit that float32 and bfloat16 never reach while engine and trainer agree.
+
+        Args:
+            is_cut: the engine's log-probs are of fewer tokens than the trainer's (rollout.top_p, rollout.top_k).
+        """
         if self.mismatch_alarm is not None:
             return self.mismatch_alarm
+        if is_cut:
+            return math.inf
         return 1e-3 if dtype == "float32" else 0.05
 
 
@@ -716,8 +741,8 @@ class Config(Section):
     @property
     def unnamed_eval_set(self) -> EvalSet:
         """The set of [eval] itself, with the kind of prompts that [data] describes."""
-        own = {name: getattr(self.eval, name) for name in ("path", "num_prompts", "samples_per_prompt", "temperature")}
         kind = {name: getattr(self.data, name) for name in SourceConfig.model_fields}
+        own = {name: getattr(self.eval, name) for name in EvalSet.model_fields if name in EvalConfig.model_fields}
         return EvalSet.model_construct(name="", **kind | own)
 
     @property

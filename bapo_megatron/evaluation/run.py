@@ -93,6 +93,8 @@ def evaluate(
         "engine": r.engine,
         "samples_per_problem": config.eval.samples_per_prompt,
         "temperature": config.eval.temperature,
+        "top_p": config.eval.top_p,
+        "top_k": config.eval.top_k,
         "max_response_tokens": r.max_response_tokens,
         "seed": seed,
         "num_skipped_prompts": asked.num_skipped,

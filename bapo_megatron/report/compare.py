@@ -22,7 +22,10 @@ _SEED = "run.seed"
 # Rewards of runs that differ in these settings are not comparable.
 _TASK = ("model.path", "data.*", "reward.*")
 _NOT_TASK = ("reward.concurrency", "reward.process_memory_mib")
-_EVALUATION = ("eval.path", "eval.num_prompts", "eval.samples_per_prompt", "eval.temperature", "eval.sets")
+_EVALUATION = (
+    *("eval.path", "eval.num_prompts", "eval.samples_per_prompt", "eval.sets"),
+    *("eval.temperature", "eval.top_p", "eval.top_k"),
+)
 _BATCH = ("rollout.prompts_per_step", "rollout.samples_per_prompt")
 _UNSET = "unset"
 

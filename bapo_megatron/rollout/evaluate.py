@@ -26,8 +26,8 @@ class _SetEvaluator:
         self, config: Config, pool: EnginePool, of: EvalSet, prompts: Sequence[Prompt], stop_token_ids: tuple[int, ...]
     ) -> None:
         limit = of.max_response_tokens or config.rollout.max_response_tokens
-        own = {"temperature": of.temperature, "max_response_tokens": limit, "tokens_per_round": None}
-        whole = config.rollout.model_copy(update=own)
+        sampling = {name: getattr(of, name) for name in ("temperature", "top_p", "top_k")}
+        whole = config.rollout.model_copy(update={**sampling, "max_response_tokens": limit, "tokens_per_round": None})
         self._dispatcher = Dispatcher(whole, pool, stop_token_ids=stop_token_ids, run_seed=config.run.seed)
         prefix = f"eval-{of.name}-" if of.name else "eval-"
         self._empty = [

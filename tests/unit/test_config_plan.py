@@ -1,9 +1,13 @@
 """Checks across sections: each names the numbers and something that works."""
 
+from dataclasses import replace
+
 import pytest
 
+from bapo_megatron.config.engines import ENGINES
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.plan import check, summarize
+from bapo_megatron.errors import ConfigError
 
 HF_CONFIG = {
     "model_type": "llama",
@@ -183,6 +187,46 @@ def test_a_share_of_memory_is_between_0_and_1(value: str) -> None:
     (message,) = messages("rollout.engine=sglang", f"sglang.extra.mem_fraction_static={value}")
     assert "is not a share of a GPU's memory" in message
     assert messages("rollout.engine=sglang", "sglang.extra.mem_fraction_static=0.8") == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["rollout.engine=sglang", "rollout.top_p=0.9"], "rollout.top_p=0.9: the SGLang server returns log-probs of"),
+        (["rollout.engine=sglang", "rollout.top_k=4097"], "rollout.top_k, such as rollout.top_k=1024"),
+        (["rollout.engine=sglang", "eval.interval_steps=1", "eval.top_p=0.9"], "set eval.top_k, such as"),
+        (["rollout.top_k=3"], 'set loss.proximal="learner" to clip changes only'),
+        (["rollout.top_p=0.9", "loss.name=gspo"], 'set loss.proximal="learner" to clip changes only'),
+    ],
+)
+def test_a_cut_needs_its_log_probs_and_another_ratio(settings: list[str], message: str) -> None:
+    assert any(message in found for found in messages(*settings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["rollout.top_p=0.9", "loss.proximal=learner", "train.minibatches_per_step=2"],
+        ["rollout.engine=sglang", "rollout.top_p=0.9", "rollout.top_k=1024", "loss.name=sft"],
+        ["rollout.engine=attach", 'rollout.urls=["http://127.0.0.1:1"]', "rollout.top_k=9", "loss.name=sft"],
+        ["eval.interval_steps=1", "eval.top_p=0.9"],
+    ],
+)
+def test_a_cut_that_is_fine(settings: list[str]) -> None:
+    assert messages(*settings) == []
+
+
+def test_an_engine_without_log_probs_of_a_cut_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENGINES, "embedded", replace(ENGINES["embedded"], cuts=False))
+    (message,) = messages("rollout.top_p=0.9", "loss.name=sft")
+    assert message.startswith("rollout.top_p=0.9: the embedded engine does not return log-probs of the distribution")
+
+
+@pytest.mark.parametrize("setting", ["top_p=0", "top_p=1.01", "top_p=nan", "top_k=0", "top_k=-1", "top_k=1.5"])
+@pytest.mark.parametrize("section", ["rollout", "eval"])
+def test_a_cut_that_cannot_be(section: str, setting: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{section}\.{setting.partition('=')[0]}"):
+        load_config([], [f"{section}.{setting}"])
 
 
 def test_a_hang_timeout_leaves_time_for_a_weight_update() -> None:

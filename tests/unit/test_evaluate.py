@@ -28,8 +28,8 @@ PROMPTS = [Prompt(i, (1, 2, i % 7), "", "", "test") for i in range(5)]
 def evaluator(*engines: ScriptedEngine, **settings: Any) -> Evaluator:
     config = Config.model_validate(
         {
-            "eval": {"samples_per_prompt": 2, "temperature": 0.5},
-            "rollout": {"max_response_tokens": 16, "tokens_per_round": 3, "max_retries": 0, **settings},
+            "eval": {"samples_per_prompt": 2, "temperature": 0.5, "top_k": 20},
+            "rollout": {"max_response_tokens": 16, "tokens_per_round": 3, "max_retries": 0, "top_p": 0.9, **settings},
         }
     )
 
@@ -42,13 +42,13 @@ def ask(asked: Evaluator, version: int) -> list[Trajectory]:
     return samples
 
 
-def test_every_response_is_whole_and_at_the_evaluations_temperature() -> None:
+def test_every_response_is_whole_and_sampled_as_the_evaluation_says() -> None:
     engine = ScriptedEngine()
     engine.version = 3
     samples = ask(evaluator(engine), 3)
     assert len({t.sample_id for t in samples}) == 10
     assert all(t.finish_reason for t in samples)
-    assert {r.temperature for r in engine.requests} == {0.5}
+    assert {(r.temperature, r.top_p, r.top_k) for r in engine.requests} == {(0.5, 1.0, 20)}
     assert len(engine.requests) == 10, "in one piece, whatever the budget of training"
 
 

@@ -69,6 +69,7 @@ class Sequence:
     seed: int
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    cut_logprobs: list[float] = field(default_factory=list)  # under the distribution cut by top_k, top_p, min_p
     version_starts: list[tuple[str, int]] = field(default_factory=list)  # weight version, first output token of it
     finish_reason: dict[str, Any] | None = None
     num_retractions: int = 0
@@ -94,11 +95,12 @@ class Sequence:
         ends = [*(start for _, start in starts[1:]), len(self.output_ids)][: len(starts)]
         return [{"version": v, "start": start, "end": end} for (v, start), end in zip(starts, ends, strict=True)]
 
-    def append(self, token_id: int, logprob: float, version: str) -> None:
+    def append(self, token_id: int, logprob: float, cut_logprob: float, version: str) -> None:
         if not self.version_starts or self.version_starts[-1][0] != version:
             self.version_starts.append((version, len(self.output_ids)))
         self.output_ids.append(token_id)
         self.logprobs.append(logprob)
+        self.cut_logprobs.append(cut_logprob)
         if token_id in self.stop_ids:
             self.finish_reason = {"type": "stop", "matched": token_id}
         elif len(self.output_ids) == self.params.max_new_tokens:
@@ -358,17 +360,18 @@ class BatchingEngine:
 
     def _extend(self, sequences: list[Sequence], logits_BV: Tensor) -> None:
         """Sample the next token of each sequence and let go of those that are finished."""
-        token_ids, logprobs = sample(
+        token_ids, logprobs, cut_logprobs = sample(
             logits_BV, [s.params for s in sequences], [s.seed for s in sequences], [s.num_tokens for s in sequences]
         )
         version, num_finished = self.version, 0
-        for sequence, token_id, logprob in zip(sequences, token_ids, logprobs, strict=True):
+        extended = zip(sequences, token_ids, logprobs, cut_logprobs, strict=True)
+        for sequence, token_id, logprob, cut_logprob in extended:
             if math.isnan(logprob):
                 problem = FloatingPointError("the model's logits are not finite; the weights are broken")
                 sequence.done.set_exception(problem)
                 sequence.finish_reason = {"type": "abort", "message": "not finite"}
             else:
-                sequence.append(token_id, logprob, version)
+                sequence.append(token_id, logprob, cut_logprob, version)
             num_finished += sequence.finish_reason is not None
         self.num_generated_tokens += len(token_ids)
         if num_finished:
