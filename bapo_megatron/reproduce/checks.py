@@ -9,7 +9,7 @@ from bapo_megatron.metrics import METRICS
 from bapo_megatron.preflight.check import violations_of
 from bapo_megatron.preflight.inputs import Memory
 from bapo_megatron.reproduce.identity import inputs
-from bapo_megatron.reproduce.results import DERIVED, HEADLINE, PROFILE
+from bapo_megatron.reproduce.results import COMPARISONS, DERIVED, HEADLINE, PROFILE
 from bapo_megatron.reproduce.study import Run, Study
 
 # Each run of a study (pool.py) has one embedded engine and one trainer rank.
@@ -30,7 +30,9 @@ def problems_of(name: str, study: Study, runs: Sequence[Run]) -> list[str]:
 
 
 def _plots(study: Study) -> Iterator[str]:
-    known = [*METRICS, *DERIVED, PROFILE]
+    known = [*METRICS, *DERIVED, PROFILE, COMPARISONS]
+    if COMPARISONS in (plot.metric for plot in study.plots) and not study.compare:
+        yield f'plots: "{COMPARISONS}" has nothing to show without compare'
     for i, plot in enumerate(study.plots):
         if plot.metric in known:
             continue

@@ -13,14 +13,24 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
 from bapo_megatron.metrics import METRICS
-from bapo_megatron.report.style import RC, look
+from bapo_megatron.report.style import INK, RC, look
 from bapo_megatron.reproduce.pool import environment_path
-from bapo_megatron.reproduce.results import DERIVED, FINALS, HEADLINE, PROFILE, PROFILE_PARTS, StudyResult
+from bapo_megatron.reproduce.results import (
+    COMPARISONS,
+    DERIVED,
+    FINALS,
+    HEADLINE,
+    PROFILE,
+    PROFILE_PARTS,
+    StudyResult,
+)
 from bapo_megatron.reproduce.results import Figure as Number
 from bapo_megatron.reproduce.study import Plot, Run, Study
 from bapo_megatron.runtime.files import write_atomically
 
 _PANEL_INCHES = (4.6, 3.0)
+_COMPARISON_INCHES = 0.19
+_ERRORS_SHOWN = 2  # standard errors on each side of a difference
 _RC: dict[Any, Any] = RC | {"svg.hashsalt": "bapo"}  # the same figures give the same file
 _MAX_BANDS = 6  # bands of more variants hide each other
 _PROFILE_LABELS = {
@@ -74,7 +84,7 @@ def _markdown(name: str, study: Study, result: StudyResult, origin: dict[str, An
         "",
         f"![{study.title}]({name}.svg)",
         "",
-        "Lines are means over seeds; bands, drawn if lines are few, reach from the lowest to the highest seed.",
+        *_legend_of(study),
         "",
         *_table(result),
     ]
@@ -91,6 +101,21 @@ def _markdown(name: str, study: Study, result: StudyResult, origin: dict[str, An
             difference = f"{c.difference:+.3f}{error}"
             lines.append(f"| {c.first} | {c.second} | {difference} | {c.num_higher} of {c.num_seeds} seeds |")
     return "\n".join(lines) + "\n"
+
+
+def _legend_of(study: Study) -> list[str]:
+    """Explain the plots."""
+    lines = []
+    if any(plot.metric != COMPARISONS for plot in study.plots):
+        lines.append(
+            "Lines are means over seeds; bands, drawn if lines are few, reach from the lowest to the highest seed."
+        )
+    if any(plot.metric == COMPARISONS for plot in study.plots):
+        lines.append(
+            f"Points are mean differences in {HEADLINE}, seed by seed; bars reach {_ERRORS_SHOWN} standard errors to "
+            "each side."
+        )
+    return lines
 
 
 def _table(result: StudyResult) -> list[str]:
@@ -117,17 +142,28 @@ def _draw(study: Study, result: StudyResult) -> str:
         panels += [Plot(metric=f"{PROFILE}/{part}", log=part == "share") for part in PROFILE_PARTS]
     width = min(2, len(panels))
     height = math.ceil(len(panels) / width)
+    panel_inches = _PANEL_INCHES
+    if COMPARISONS in (plot.metric for plot in panels):
+        panel_inches = (
+            2 * _PANEL_INCHES[0] / width,
+            max(_PANEL_INCHES[1], _COMPARISON_INCHES * len(result.comparisons)),
+        )
     with rc_context(_RC):
-        canvas = Canvas(figsize=(_PANEL_INCHES[0] * width, _PANEL_INCHES[1] * height + 0.6), layout="constrained")
+        canvas = Canvas(figsize=(panel_inches[0] * width, panel_inches[1] * height + 0.6), layout="constrained")
         axes = canvas.subplots(height, width, squeeze=False).flatten()
         for axis, plot in zip(axes, panels, strict=False):
+            if plot.metric == COMPARISONS:
+                _draw_comparisons(axis, result)
+                axis.set_xlabel(plot.label or f"difference in {HEADLINE}")
+                continue
             _draw_curves(axis, result, plot.metric)
             axis.set_ylabel(plot.label or _label(plot.metric))
             axis.set_yscale("log" if plot.log and _has_positive(result, plot.metric) else "linear")
         for axis in axes[len(panels) :]:
             axis.set_visible(False)
-        handles, labels = axes[0].get_legend_handles_labels()
-        canvas.legend(handles, labels, loc="outside lower center", ncols=_legend_columns(labels))
+        if labelled := [axis for axis in axes if axis.get_legend_handles_labels()[1]]:
+            handles, labels = labelled[0].get_legend_handles_labels()
+            canvas.legend(handles, labels, loc="outside lower center", ncols=_legend_columns(labels))
         drawn = io.StringIO()
         canvas.savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
         return _compact(drawn.getvalue())
@@ -156,6 +192,17 @@ def _draw_curves(axis: Axes, result: StudyResult, metric: str) -> None:
         if len(result.seeds) > 1 and len(result.variants) <= _MAX_BANDS:
             axis.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.1, linewidth=0)
     axis.set_xlabel("probability of the token" if metric in _PROFILE_LABELS else "optimizer updates")
+
+
+def _draw_comparisons(axis: Axes, result: StudyResult) -> None:
+    """Draw a row for each comparison; each second variant that is the n-th rival of a first one has the n-th colour."""
+    num_seen: dict[str, int] = {}
+    for y, c in enumerate(result.comparisons):
+        i = num_seen[c.first] = num_seen.get(c.first, -1) + 1
+        axis.errorbar(c.difference, y, xerr=_ERRORS_SHOWN * (c.standard_error or 0.0), fmt="o", color=look(i).colour)
+    axis.axvline(0.0, color=INK, linewidth=0.8)
+    axis.set_yticks(range(len(result.comparisons)), [f"{c.first} against {c.second}" for c in result.comparisons])
+    axis.set_ylim(len(result.comparisons) - 0.5, -0.5)
 
 
 def _label(metric: str) -> str:

@@ -17,6 +17,7 @@ Row = Mapping[str, float]
 LAST_PART = 0.25  # share of a run's steps that "at the end" averages over
 PROFILE = "profile"  # plots the token profile (monitor.token_profile = true): means of a run by probability
 PROFILE_PARTS = ("share", *MEANS)
+COMPARISONS = "comparisons"  # plots the differences between variants, with their errors
 
 
 def _share(part: str, rest: str) -> Callable[[Row], float]:
@@ -145,7 +146,7 @@ def _variant(name: str, seeds: Sequence[Sequence[Row]], wanted: Sequence[str]) -
         if all(map(math.isfinite, by_seed)):
             std = statistics.stdev(by_seed) if len(by_seed) > 1 else None
             finals[column] = Figure(statistics.fmean(by_seed), std, by_seed)
-    curves = {metric: _curve(seeds, metric) for metric in wanted if metric != PROFILE}
+    curves = {metric: _curve(seeds, metric) for metric in wanted if metric not in (PROFILE, COMPARISONS)}
     if PROFILE in wanted:
         curves |= {f"{PROFILE}/{part}": _profile(seeds, part) for part in PROFILE_PARTS}
     return VariantResult(name, finals, curves)

@@ -46,7 +46,8 @@ class Variant(Section):
 
 
 class Plot(Section):
-    """A panel: a metric over optimizer updates, with its spread over seeds; or "profile", the token profile."""
+    """A panel: a metric over optimizer updates, with its spread over seeds; "profile", the token profile; or
+    "comparisons", the differences of `compare`."""
 
     metric: str
     label: str | None = None

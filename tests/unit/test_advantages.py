@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.algorithms.advantages import ADVANTAGES
+from bapo_megatron.algorithms.advantages import ADVANTAGES, advantages_of
 
 rewards = st.lists(st.sampled_from([-1.0, 0.0, 0.25, 1.0, 3.0]), min_size=2, max_size=9).filter(
     lambda r: len(set(r)) > 1
@@ -36,3 +36,10 @@ def test_equal_rewards_give_exact_zeros(name, dtype, rewards):
     advantages = ADVANTAGES[name](torch.tensor(rewards, dtype=dtype))
     assert advantages.dtype == dtype
     assert advantages.tolist() == [0.0] * len(rewards)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("baseline_40", [-0.4, 0.6]), ("baseline_50", [-0.5, 0.5])])
+def test_a_constant_baseline_is_not_centred_on_the_group(name, expected):
+    advantage = advantages_of(f"bapo_megatron.reproduce.baselines:{name}")
+    assert advantage(torch.tensor([0.0, 1.0])).tolist() == pytest.approx(expected)
+    assert advantage(torch.zeros(2)).tolist() == pytest.approx([expected[0]] * 2)

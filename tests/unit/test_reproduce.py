@@ -291,6 +291,21 @@ def test_a_metric_that_is_never_positive_can_be_plotted_logarithmically(tmp_path
     assert "optimizer/grad_norm [norm]" in (tmp_path / "out" / "mine.svg").read_text()
 
 
+@pytest.mark.parametrize("other", ["", '[[plots]]\nmetric = "clip_share"\n'])
+def test_differences_are_drawn_with_their_errors(other: str, tmp_path: Path) -> None:
+    text = MINIMAL.replace('[[plots]]\nmetric = "clip_share"\n', other).replace('"reward/mean"', '"comparisons"')
+    study = study_from(tmp_path, text)
+    runs = plan_runs(study, quick=False, runs_dir=tmp_path / "runs")
+    for run in runs:
+        finish(run, [row(4, 0.5, 0.1) | {"eval/reward": 0.1 * run.seed * (run.variant == "wide")}])
+    page = write_page(tmp_path, study, runs)
+    drawn = (tmp_path / "out" / "mine.svg").read_text()
+    assert "wide against narrow" in drawn
+    assert "difference in pass rate" in drawn
+    assert "bars reach 2 standard errors" in page
+    assert ("Lines are means" in page) == bool(other)
+
+
 def test_derived_metrics() -> None:
     assert value({"loss/positive_mass": 1.0, "loss/negative_mass": 3.0}, "positive_mass_share") == 0.25
     assert math.isnan(value({"loss/positive_mass": 0.0, "loss/negative_mass": 0.0}, "positive_mass_share"))

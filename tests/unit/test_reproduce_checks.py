@@ -115,6 +115,13 @@ def test_the_problems_of_all_studies_are_told_at_once(refused: Path) -> None:
     assert "study two, variant 'wide': parallel.data" in str(error.value)
 
 
+def test_a_plot_of_comparisons_needs_some(refused: Path) -> None:
+    text = GOOD.replace('"reward/mean"', '"comparisons"').replace('compare = [["wide", "narrow"]]', "")
+    (refused / "mine.toml").write_text(text)
+    with pytest.raises(ConfigError, match='study mine: plots: "comparisons" has nothing to show without compare'):
+        run_all("mine.toml")
+
+
 @pytest.mark.parametrize("twin", ["other/mine.toml", "staleness.toml"])
 def test_two_studies_of_one_name(refused: Path, twin: str) -> None:
     (refused / "other").mkdir()
