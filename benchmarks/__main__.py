@@ -106,8 +106,7 @@ def page_part(result: dict[str, Any]) -> str:
     host = result["machine"]
     command = "python -m benchmarks --quick" if result["quick"] else "python -m benchmarks"
     parts = [
-        f"`{command}`, {result['date'][:10]}, in {result['seconds'] / 60:.0f} minutes: {host['cpu']}, "
-        f"{host['cores']} cores, one thread for each process; {names}."
+        f"`{command}`, {result['date'][:10]}: {host['cpu']}, {host['cores']} cores, one thread a process; {names}."
     ]
     for name in dict.fromkeys(row["row"] for row in result["rows"]):
         fields = [{k: v for k, v in row.items() if k != "row"} for row in result["rows"] if row["row"] == name]

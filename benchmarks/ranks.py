@@ -6,7 +6,8 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Self
 
@@ -42,24 +43,27 @@ class Ranks:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
-        self._replies()
+        self._first_reply()
 
     def __call__(self, *args: Any) -> Any:
         """Let all ranks work; return the first one's result."""
         for pipe in self._pipes:
             pipe.send(args)
-        return self._replies()[0]
+        return self._first_reply()
 
-    def _replies(self) -> list[Any]:
-        replies = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(TIMEOUT_S):
-                raise RankError(f"rank {rank} was not done after {TIMEOUT_S:g} s")
-            error, result = pipe.recv()
-            if error:
-                raise RankError(error)
-            replies.append(result)
-        return replies
+    def _first_reply(self) -> Any:
+        """Wait for all ranks, or for the first that fails."""
+        replies: dict[Connection, Any] = {}
+        while len(replies) < len(self._pipes):
+            ready = wait([pipe for pipe in self._pipes if pipe not in replies], TIMEOUT_S)
+            if not ready:
+                raise RankError(f"only {len(replies)} of {len(self._pipes)} ranks were done after {TIMEOUT_S:g} s")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                error, replies[pipe] = pipe.recv()
+                if error:
+                    raise RankError(error)
+        return replies[self._pipes[0]]
 
     def __enter__(self) -> Self:
         return self
@@ -90,4 +94,5 @@ def _serve(
         if dist.is_initialized():
             dist.destroy_process_group()
     except BaseException:
-        pipe.send((traceback.format_exc(), None))
+        with suppress(BrokenPipeError):  # another rank's failure has been reported
+            pipe.send((traceback.format_exc(), None))

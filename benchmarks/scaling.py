@@ -39,7 +39,7 @@ def rank_rows(folder: Path, num_sequences: int, num_turns: int) -> Rows:
 
 
 def length_rows(folder: Path, num_tokens: int, num_turns: int) -> Rows:
-    titles = {length: f"sequences of {length}" for length in (128, 512, 1024)}
+    titles = {length: f"sequences of {length}" for length in (128, 512, 2048)}
     cases = {
         title: Case("", "larger", num_tokens // length, 16, (length - 16, length - 16), num_tokens)
         for length, title in titles.items()
@@ -47,7 +47,7 @@ def length_rows(folder: Path, num_tokens: int, num_turns: int) -> Rows:
     learner = MegatronLearner(make_config("sft", cases[titles[128]]), folder)
     ways = {title: update_of(learner, case.batch(learner.shape.vocab_size)) for title, case in cases.items()}
     turns = take_turns(ways, num_turns)
-    for length in (512, 1024):
+    for length in (512, 2048):
         yield turns.row(f"supervised update of {num_tokens} tokens, {titles[length]}", titles[128], ours=titles[length])
 
 
@@ -57,7 +57,7 @@ def rows(quick: bool) -> Rows:
         folder = Path(name)
         save_larger_model(folder)
         yield from rank_rows(folder, num_sequences=8 if quick else 32, num_turns=3 if quick else 9)
-        yield from length_rows(folder, num_tokens=1024 if quick else 8192, num_turns=3 if quick else 9)
+        yield from length_rows(folder, num_tokens=2048 if quick else 8192, num_turns=3 if quick else 9)
 
 
 if __name__ == "__main__":
