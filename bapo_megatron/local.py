@@ -21,10 +21,11 @@ from typing import NoReturn
 
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.load import load_config, split_arguments
-from bapo_megatron.config.plan import num_ranks
+from bapo_megatron.config.plan import divide_cores, num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables, reserved_ports
-from bapo_megatron.engines.start import running_engines
+from bapo_megatron.engines.start import started_engines
+from bapo_megatron.engines.supervisor import StartedEngines
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.console import Screen, header, shown_path
 from bapo_megatron.monitor.rundir import RunDir, with_pinned_models
@@ -88,14 +89,10 @@ def _run(config: Config, began_s: float) -> int:
     with RunDir.open(config) as run_dir:
         try:
             with _stopping_after_the_step(run_dir, screen):
-                share = EngineShare(count=config.rollout.num_servers, first_gpu=num_ranks(config))
-                with contextlib.ExitStack() as stack:
-                    with screen.stage() as show:
-                        engines = running_engines(
-                            config, model_path, run_dir.log_dir, share, lambda n, of: show(f"engines ready: {n}/{of}")
-                        )
-                        urls = stack.enter_context(engines)
-                    code = _train(config, run_dir, urls, screen)
+                count = num_ranks(config)
+                share = EngineShare(config.rollout.num_servers, first_gpu=count, num_ranks=count)
+                with started_engines(config, model_path, run_dir.log_dir, share) as engines:
+                    code = _train(config, run_dir, engines, screen)
                 if code in (0, STOPPED) and config.monitor.report:
                     from bapo_megatron.report.page import write_report  # with matplotlib
 
@@ -146,12 +143,17 @@ def _stopping_after_the_step(run_dir: RunDir, screen: Screen) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _train(config: Config, run_dir: RunDir, urls: Sequence[str], screen: Screen) -> int:
-    """Run worker.py on every rank until all have ended or one has failed, for which the others would wait forever."""
+def _train(config: Config, run_dir: RunDir, engines: StartedEngines, screen: Screen) -> int:
+    """Run worker.py on every rank until all have ended or one has failed, for which the others would wait forever.
+
+    The ranks import their modules while the engines start. Raises EngineError if an engine does not.
+    """
     codes: list[int | None] = []
+    are_engines_healthy = False
     try:
-        with _ranks(config, run_dir, urls) as ranks:
+        with _ranks(config, run_dir, engines.urls) as ranks:
             while True:
+                are_engines_healthy = are_engines_healthy or engines.are_healthy()
                 codes = [rank.poll() for rank in ranks]
                 failed = {rank: code for rank, code in enumerate(codes) if code not in (None, 0, STOPPED)}
                 if failed or None not in codes:
@@ -185,7 +187,8 @@ def _ranks(config: Config, run_dir: RunDir, urls: Sequence[str]) -> Iterator[lis
     Each rank has its own session: Ctrl-C reaches this process only, and a rank's judge processes die with it.
     """
     count = num_ranks(config)
-    threads = config.parallel.threads_per_rank or max(1, num_cores() // count)
+    num_engine_processes = config.rollout.num_started * config.rollout.server_tensor_parallel
+    threads, _ = divide_cores(config, num_cores(), count, num_engine_processes)
     command = [sys.executable, "-m", "bapo_megatron.worker", "--run-dir", str(run_dir.path)]
     for url in urls:
         command += ["--engine-url", url]

@@ -37,7 +37,18 @@ class MetricSection:
     title: str
     metrics: tuple[Metric, ...]  # in a key that holds a placeholder, one metric stands for several
     intro: str = ""
-    placeholders: Mapping[str, Sequence[str]] | None = None  # {"NN": ["00", "10"]}: p00 and p10 instead of pNN
+    placeholders: Mapping[str, Sequence[str]] | None = None
+    """{"NN": ["00", "10"]}: p00 and p10 instead of pNN; {"NAME": []}: any name that the run's settings give."""
+
+
+def declared(key: str) -> Metric | None:
+    """Return the declaration of a metric, under its own key; None if there is none.
+
+    Example: declared("eval/aime/reward") has the meaning of "eval/NAME/reward".
+    """
+    parts = key.split("/")
+    family = FAMILIES.get(f"{parts[0]}/NAME/{parts[2]}") if len(parts) == 3 else None
+    return METRICS.get(key) or (family and replace(family, key=key))
 
 
 def reduce_updates(collected: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -98,6 +109,8 @@ _INTRO = _DECLARED.pop("intro")
 SECTIONS = _sections(_DECLARED)
 _UNDECLARED = Metric("", "", "")
 METRICS = {metric.key: metric for section in SECTIONS for metric in _expanded(section)}
+FAMILIES = {metric.key: metric for section in SECTIONS for metric in section.metrics if "/NAME/" in metric.key}
+"""Metrics of things that the run's settings name, such as an evaluation set."""
 
 if __name__ == "__main__":
     print(page(), end="")

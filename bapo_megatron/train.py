@@ -35,6 +35,7 @@ from bapo_megatron.learner.whole_batch import with_fixed_logprobs
 from bapo_megatron.monitor.profile import StepProfiler
 from bapo_megatron.monitor.record import Recorder, SilentRecorder, UpdateMetrics
 from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.monitor.summary import evaluation_lines
 from bapo_megatron.rollout.manager import ManagerState, RolloutManager, connect_rollouts
 from bapo_megatron.rollout.recorded import RecordedRollouts, RecordedState
 from bapo_megatron.rollout.shared import Rollouts, SharedRollouts
@@ -89,7 +90,8 @@ def train(
     HEARTBEAT.beat(TRAINER, "sending the first weights to the engines")
     push()
     if first_step == 0 and (baseline := rollouts.evaluate(0, learner.version, push)):
-        recorder.note(f"evaluation before training: reward {baseline['eval/reward']:.3f}")
+        for line in evaluation_lines(baseline, "before training"):
+            recorder.note(line)
     watch = Stopwatch()
     engines = first.engines if isinstance(first, RolloutManager) else None
     profiler = StepProfiler(config.monitor, run_dir.path / "profile", learner.layout.rank, engines, recorder.warn)

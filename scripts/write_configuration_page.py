@@ -5,12 +5,13 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from bapo_megatron.config.base import Section
-from bapo_megatron.config.paths import subsections
-from bapo_megatron.config.schema import Config
+from bapo_megatron.config.paths import entries, subsections
+from bapo_megatron.config.schema import Config, SourceConfig
 from bapo_megatron.config.schema_loss import LOSS_SECTIONS, LossConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
@@ -23,6 +24,7 @@ that may be unset. Relative paths are relative to the working directory.
 
 This page is written from `config/schema.py`; a test keeps it current.
 """
+_COLUMNS = "| setting | type | default | meaning |\n|---|---|---|---|\n"
 
 
 def document() -> str:
@@ -46,10 +48,18 @@ def _section(name: str, field: FieldInfo) -> str:
     ]
     return "".join(
         [
-            f"\n## [{name}]\n\n{_sentence(about)}\n\n| setting | type | default | meaning |\n|---|---|---|---|\n",
+            f"\n## [{name}]\n\n{_sentence(about)}\n\n{_COLUMNS}",
             *(_row(*row) for row in rows),
+            *(_entries(f"{name}.{key}", listed) for key, one, _ in rows if (listed := entries(one)) is not None),
         ]
     )
+
+
+def _entries(name: str, section: type[BaseModel]) -> str:
+    """Return the table of a list of tables: its own settings, without those that name a source of prompts."""
+    own = [(key, one, "") for key, one in section.model_fields.items() if key not in SourceConfig.model_fields]
+    head = f"\n### [[{name}]]\n\n{_sentence(section.__doc__)}\n\n{_COLUMNS}"
+    return head + "".join(_row(*row) for row in own)
 
 
 def _row(key: str, field: FieldInfo, prefix: str) -> str:
@@ -76,6 +86,8 @@ def _type(annotation: Any) -> str:
 
 
 def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
     if field.default is PydanticUndefined:
         return "by preset" if field.default_factory is None else "empty"
     if field.default is None:

@@ -51,7 +51,7 @@ def contribution_table(
         mask: bool; tokens outside it count nowhere, whatever their values (NaN included).
         behaviour_logprobs: log-prob of each token under the policy that sampled it, in nats; read only by
             token_weight = "rollout_prob".
-        weights: factor of each token's term in the objective, at least 0 (`losses.ratio_and_weight`); None: all 1.
+        weights: factor of each token's term in the objective, at least 0 (`losses.token_ratios`); None: all 1.
     """
     table = []
     is_broken = (mask & (ratio.isnan() | advantages.isnan())).any()

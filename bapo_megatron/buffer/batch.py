@@ -1,5 +1,6 @@
 """Judged groups become one padding-free batch."""
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -11,7 +12,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from bapo_megatron.algorithms.advantages import advantages_of, whiten
-from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema import Config, MixedSource
 from bapo_megatron.rewards.shaping import MomentsState, RewardScaler, is_trained, shaped_reward
 from bapo_megatron.types import Batch, Group
 
@@ -78,7 +79,7 @@ class BatchBuilder:
             versions_T=on_responses(versions_R, torch.int64, -1),
             mask_T=on_responses(is_trained_S.repeat_interleave(response_lens), torch.bool, 0.0),
             rewards_S=rewards_S[has_tokens_S].float(),
-            metrics=batch_metrics(groups) | metrics | reward_metrics,
+            metrics=batch_metrics(groups) | source_metrics(groups, config.data.sources) | metrics | reward_metrics,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -109,3 +110,13 @@ def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/resumed_token_share": sum(t.num_resumed_tokens for t in samples) / max(sum(lengths), 1),
         "rollout/zero_variance_share": sum(len(set(g.rewards)) == 1 < len(g.rewards) for g in groups) / len(groups),
     }
+
+
+def source_metrics(groups: Sequence[Group], sources: Sequence[MixedSource]) -> dict[str, float]:
+    """Return the share of each of [[data.sources]] in one step's prompts, and its mean reward, nan without a prompt."""
+    metrics: dict[str, float] = {}
+    for one in sources:
+        rewards = [group.rewards for group in groups if group.prompt.source == one.name]
+        metrics[f"data/{one.name}/prompt_share"] = len(rewards) / len(groups)
+        metrics[f"data/{one.name}/reward"] = statistics.fmean(chain(*rewards)) if rewards else math.nan
+    return metrics

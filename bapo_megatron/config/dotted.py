@@ -79,7 +79,7 @@ class Seam:
 
 LOSS = Seam(
     "loss.name",
-    ("bapo", "grpo", "gspo", "gmpo", "cispo", "sapo", "sft"),
+    ("bapo", "grpo", "gspo", "gmpo", "cispo", "sapo", "m2po", "sft"),
     "def loss(inputs: LossInputs, options) -> TokenLoss",
     ("inputs", "options"),
 )

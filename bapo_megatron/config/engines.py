@@ -24,11 +24,13 @@ class EngineKind:
     on_gpus: bool = False  # each server takes rollout.server_tensor_parallel GPUs of its own, if there are any
     tensor_parallel: bool = False  # a server may split the model over several ranks
     answers_when_busy: bool = True  # also within a forward pass or a weight update
+    cuts: bool = False  # samples with top_p and top_k, and returns log-probs of the distribution that they leave
+    max_cut_tokens: int | None = None  # top_k must be set, and to this at most, for such log-probs; None: no such limit
     startup_timeout_s: float = 180.0  # where rollout.startup_timeout_s is unset
 
 
 ENGINES = {
-    "embedded": EngineKind("embedded engine", specs="bapo_megatron.engines.start:embedded_specs"),
+    "embedded": EngineKind("embedded engine", specs="bapo_megatron.engines.start:embedded_specs", cuts=True),
     "sglang": EngineKind(
         "SGLang server",
         specs="bapo_megatron.engines.sglang:engine_specs",
@@ -36,9 +38,11 @@ ENGINES = {
         on_gpus=True,
         tensor_parallel=True,
         answers_when_busy=False,
+        cuts=True,
+        max_cut_tokens=4096,  # its --sampling-mask-max-tokens
         startup_timeout_s=1800.0,
     ),
-    "attach": EngineKind("attached server", tensor_parallel=True),
+    "attach": EngineKind("attached server", tensor_parallel=True, cuts=True),
     "recorded": EngineKind("recorded rollout", samples=False, tensor_parallel=True),
 }
 

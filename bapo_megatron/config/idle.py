@@ -1,4 +1,4 @@
-"""Settings that have no effect beside others: a table, and the warnings made from it."""
+"""Settings that have no effect beside others: a table, and the warnings and errors made from it."""
 
 import json
 from collections.abc import Callable, Collection, Iterator
@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from bapo_megatron.config.base import Violation, warning
+from bapo_megatron.config.base import Violation
 from bapo_megatron.config.schema import ClipBoundConfig, Config
 
 
@@ -21,9 +21,16 @@ class Idle:
     settings: str  # names, separated by blanks; "bapo.*" is a whole section
     act: Callable[[Config], bool]
     needed: str  # for them to act, as a user sets it
+    refused: str | None = None  # why whoever sets them would be misled: an error in place of a warning
 
 
 IDLE = (
+    Idle(
+        "bapo.*",
+        lambda c: c.loss.name not in ("gspo", "gmpo"),
+        'loss.name="bapo"',
+        "the search chooses bounds of a token's ratio, but gspo and gmpo take the mean over a response",
+    ),
     Idle("bapo.*", lambda c: c.loss.bounds == "bapo", 'loss.name="bapo"'),
     Idle(
         "bapo.rho0 bapo.contribution bapo.token_weight bapo.order",
@@ -33,7 +40,12 @@ IDLE = (
     Idle("bapo.smoothing_updates", lambda c: c.bapo.scope == "smoothed", 'bapo.scope="smoothed"'),
     Idle("loss.reference_path loss.kl_estimator", lambda c: c.loss.kl_coef > 0, "loss.kl_coef=0.001"),
     Idle("loss.kl_horizon", lambda c: c.loss.kl_target is not None, "loss.kl_target"),
-    Idle("loss.importance_cap", lambda c: c.loss.scores_proximal, 'loss.proximal="learner"'),
+    Idle(
+        "loss.importance_level loss.importance_kind loss.importance_floor loss.importance_cap",
+        lambda c: c.loss.scores_proximal,
+        'loss.proximal="learner"',
+        "the ratio to the policy that sampled a token is its importance weight already",
+    ),
     Idle(
         "optimizer.min_lr_ratio optimizer.total_updates",
         lambda c: c.optimizer.schedule != "constant",
@@ -53,11 +65,21 @@ IDLE = (
     ),
     Idle("advantage.lam", lambda c: c.advantage.kind == "gae", 'advantage.kind="gae"'),
     Idle("advantage.n_step", lambda c: c.advantage.kind == "n_step", 'advantage.kind="n_step"'),
-    Idle("data.path data.format", lambda c: c.data.source == "jsonl", 'data.source="jsonl"'),
+    Idle(
+        "data.source data.format data.dataset data.options data.size",
+        lambda c: not c.data.sources,
+        "data.sources=[]",
+    ),
+    Idle("data.path data.format", lambda c: c.data.source == "jsonl" or bool(c.data.sources), 'data.source="jsonl"'),
     Idle("data.dataset", lambda c: c.data.source == "reasoning_gym", 'data.source="reasoning_gym"'),
     Idle("data.options data.size", lambda c: c.data.source != "jsonl", "a procedural data.source"),
     Idle("reward.overlong_buffer_tokens", lambda c: c.reward.overlong_penalty > 0, "reward.overlong_penalty=1"),
     Idle("eval.*", lambda c: c.eval.interval_steps is not None, "eval.interval_steps=10"),
+    Idle(
+        "eval.path eval.num_prompts eval.samples_per_prompt eval.temperature",
+        lambda c: not c.eval.sets,
+        "eval.sets=[]",
+    ),
     Idle("eval.path", lambda c: c.eval.interval_steps is None or c.data.source == "jsonl", 'data.source="jsonl"'),
     Idle("rollout.urls", lambda c: c.rollout.engine == "attach", 'rollout.engine="attach"'),
     Idle("rollout.recorded_from", lambda c: c.rollout.engine == "recorded", 'rollout.engine="recorded"'),
@@ -91,7 +113,7 @@ IDLE = (
 
 
 def idle_settings(config: Config, given: Collection[str] | None = None) -> Iterator[Violation]:
-    """Warn of settings that differ from their defaults and have no effect.
+    """Find settings that differ from their defaults and have no effect.
 
     Args:
         given: settings to consider, tables included; None: all. Shipped configurations are made to be combined, so
@@ -110,7 +132,9 @@ def idle_settings(config: Config, given: Collection[str] | None = None) -> Itera
         if changed:
             settings = ", ".join(f"{name}={_shown(value)}" for name, value in changed.items())
             has, them = ("has", "it") if len(changed) == 1 else ("have", "them")
-            yield warning(f"{settings} {has} no effect without {row.needed}; set that, or leave {them} out")
+            reason = f" ({row.refused})" if row.refused else ""
+            message = f"{settings} {has} no effect without {row.needed}{reason}; set that, or leave {them} out"
+            yield Violation(message, "error" if row.refused else "warning")
 
 
 def _changed(config: Config, settings: str) -> Iterator[tuple[str, Any]]:

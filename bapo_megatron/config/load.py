@@ -333,8 +333,10 @@ def _to_toml(section: BaseModel) -> dict[str, Any]:
         value = getattr(section, name)
         if isinstance(value, BaseModel):
             table[name] = _to_toml(value)
+        elif isinstance(value, tuple):
+            table[name] = [_to_toml(one) if isinstance(one, BaseModel) else one for one in value]
         elif value is not None:
-            table[name] = list(value) if isinstance(value, tuple) else value
+            table[name] = value
         elif field.default is not None:
             table[name] = UNSET
     return table
@@ -369,6 +371,8 @@ def _explain(error: dict[str, Any], path: paths.Path, loss: str, origins: Origin
         if loss and path in paths.schema():
             return f"{name} is not a setting of {_loss_name(loss)}, but of {_losses_with(path[1])} ({source})"
         return "\n".join(_unknown(wrong, origins) for wrong in _most_telling(path, error["input"]))
+    if kind == "missing":
+        return f"{name} is missing ({source})"
     got = _shown(error["input"])
     if kind == "model_type" and (suggestion := meant_by(name)):
         return f"{name} is a table of settings, got {got} ({source}); did you mean {suggestion}?"

@@ -30,6 +30,13 @@ def subsections(field: FieldInfo) -> list[type[BaseModel]]:
     return [t for t in options(field.annotation) if isinstance(t, type) and issubclass(t, BaseModel)]
 
 
+def entries(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the section that each entry of a list of tables is, such as [[eval.sets]]; None for another field."""
+    is_list = typing.get_origin(field.annotation) is tuple
+    kind = typing.get_args(field.annotation)[0] if is_list else None
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
 def walk(model: type[BaseModel] = Config, prefix: Path = ()) -> Iterator[tuple[Path, FieldInfo]]:
     """Yield every field of the schema with its path, sections before their fields."""
     for name, field in model.model_fields.items():
@@ -64,12 +71,15 @@ def choices(path: Path) -> list[str]:
 
 
 def suggest(path: Path) -> str | None:
-    """Return the setting that a wrong path most likely meant.
+    """Return the setting that a wrong path most likely meant; within a list of tables, one of its entries' only.
 
     In order: the same name in lower case; the name of another framework (coming_from.toml); a typo within the section;
     the same name in another section; the end of another framework's name; a typo anywhere.
     """
     name, last = ".".join(path), path[-1]
+    if (listed := schema().get(path[:-2])) is not None and (section := entries(listed)) is not None:
+        close = _closest(last, section.model_fields, 0.55)
+        return ".".join((*path[:-1], close)) if close else None
     dotted = {".".join(p): p for p in schema()}
     if name.lower() in dotted:
         return name.lower()

@@ -14,8 +14,8 @@ from bapo_megatron.config.dotted import ADVANTAGE, KEEP_GROUP
 from bapo_megatron.config.engines import check_engine
 from bapo_megatron.config.idle import idle_settings
 from bapo_megatron.config.lr_schedule import planned_updates
-from bapo_megatron.config.schema import FORWARDS_FIRST_MEMORY_SHARE, Config, RolloutConfig
-from bapo_megatron.config.schema_loss import CustomLoss
+from bapo_megatron.config.schema import FORWARDS_FIRST_MEMORY_SHARE, Config, RolloutConfig, SourceConfig
+from bapo_megatron.config.schema_loss import CustomLoss, RatioLoss
 from bapo_megatron.errors import UserError
 from bapo_megatron.hf.shape import model_shape, unsupported, validate_layout
 
@@ -63,6 +63,7 @@ def check(
         *_batch(config),
         *_rollout(config),
         *_engines(config),
+        *_cut(config),
         *_data(config),
         *_reward(config),
         *_eval(config),
@@ -91,6 +92,23 @@ def num_ranks(config: Config) -> int:
     """Count trainer processes: tensor x pipeline x context x data."""
     p = config.parallel
     return p.tensor * p.pipeline * p.context * p.data
+
+
+def divide_cores(config: Config, num_cores: int, num_ranks: int, num_engine_processes: int) -> tuple[int, int]:
+    """Return the threads of a trainer rank and of an engine process, on a machine that holds so many of each.
+
+    By turns, each side takes all cores. With rollout.overlap both run at once, and share them: half each, or what the
+    other side's setting leaves. A process has at least one thread.
+    """
+    per_rank, per_engine = config.parallel.threads_per_rank, config.rollout.engine_threads
+    for_trainer = for_engines = num_cores
+    if config.rollout.overlap and num_ranks and num_engine_processes:
+        for_engines = num_cores // 2 if per_rank is None else num_cores - per_rank * num_ranks
+        for_trainer = num_cores - (for_engines if per_engine is None else per_engine * num_engine_processes)
+    return (
+        per_rank or max(1, for_trainer // max(1, num_ranks)),
+        per_engine or max(1, for_engines // max(1, num_engine_processes)),
+    )
 
 
 def summarize(config: Config) -> str:
@@ -335,6 +353,30 @@ def _engines(config: Config) -> Iterator[Violation]:
         )
 
 
+def _cut(config: Config) -> Iterator[Violation]:
+    """Check that the engine returns the log-probs that top_p and top_k need; warn of the ratios that they lead to."""
+    r, kind = config.rollout, config.rollout.engine_kind
+    for table, cut in ({"rollout": r} | config.eval_sets).items():
+        if not kind.samples or (cut.top_p == 1 and cut.top_k is None):
+            continue
+        given = f"{table}.top_p={cut.top_p:g}" if cut.top_p < 1 else f"{table}.top_k={cut.top_k}"
+        if not kind.cuts:
+            yield Violation(
+                f"{given}: the {kind.title} does not return log-probs of the distribution that a cut leaves; leave "
+                f'{table}.top_p and {table}.top_k out, or set rollout.engine="embedded"'
+            )
+        elif kind.max_cut_tokens is not None and (cut.top_k is None or cut.top_k > kind.max_cut_tokens):
+            yield Violation(
+                f"{given}: the {kind.title} returns log-probs of the distribution that a cut leaves only with a top_k "
+                f"of at most {kind.max_cut_tokens}; set {table}.top_k, such as {table}.top_k=1024"
+            )
+    if r.is_cut and isinstance(config.loss, RatioLoss) and not config.loss.scores_proximal:
+        yield warning(
+            "with rollout.top_p and rollout.top_k, the ratio of a token on policy is the kept mass, below 1: clipping "
+            'sees the cut as a change of the policy (docs/bapo.md); set loss.proximal="learner" to clip changes only'
+        )
+
+
 def _router(url: str, r: RolloutConfig) -> Iterator[Violation]:
     if r.engine != "attach":
         yield Violation(
@@ -364,17 +406,45 @@ def server_address(url: str) -> tuple[str, int] | None:
 
 
 def _data(config: Config) -> Iterator[Violation]:
-    data = config.data
-    if data.source == "jsonl" and data.path is None:
-        yield Violation('data.source="jsonl" needs data.path, a file with one JSON object a line')
-    if data.source == "reasoning_gym" and data.dataset is None:
-        yield Violation('data.source="reasoning_gym" needs data.dataset, such as data.dataset="basic_arithmetic"')
+    if config.data.sources and config.data.path is not None:
+        yield Violation(
+            f"data.path={config.data.path} names a file besides data.sources; make it one of them, or leave it out"
+        )
+    for table, one in config.prompt_sources.items():
+        yield from _source(table, one)
+
+
+def _source(table: str, one: SourceConfig) -> Iterator[Violation]:
+    """Check one source of prompts, described by `table`: whether it names what it draws from, and nothing else."""
+    if one.source == "jsonl" and one.path is None:
+        yield Violation(f'{table}.source="jsonl" needs {table}.path, a file with one JSON object a line')
+    if one.source == "reasoning_gym" and one.dataset is None:
+        yield Violation(
+            f'{table}.source="reasoning_gym" needs {table}.dataset, such as {table}.dataset="basic_arithmetic"'
+        )
+    if table != "data" and one.source != "jsonl" and one.path is not None:
+        yield Violation(f'{table}.path={one.path} has no effect with source="{one.source}"; leave one of them out')
 
 
 def _eval(config: Config) -> Iterator[Violation]:
     if config.eval.interval_steps is None:
         return
-    if config.data.source == "jsonl" and config.eval.path is None:
+    for table, one in config.eval_sets.items() if config.eval.sets else ():
+        yield from _source(table, one)
+        longest = config.data.max_prompt_tokens + (one.max_response_tokens or 0)
+        limit = config.rollout.engine_max_context
+        if limit is not None and longest > limit:
+            yield Violation(
+                f"{table}.max_response_tokens + data.max_prompt_tokens = {one.max_response_tokens} + "
+                f"{config.data.max_prompt_tokens} = {longest} is more than rollout.engine_max_context={limit}; set the "
+                "latter to that or more, or leave it out"
+            )
+    if config.data.sources and not config.eval.sets:
+        yield Violation(
+            "eval.interval_steps with data.sources needs eval.sets, which name the prompts to evaluate on; or leave "
+            "eval.interval_steps out"
+        )
+    elif config.data.source == "jsonl" and config.eval.path is None and not config.eval.sets:
         yield Violation(
             'eval.interval_steps with data.source="jsonl" needs eval.path, a file of prompts to evaluate on; '
             "or leave eval.interval_steps out"
@@ -410,11 +480,12 @@ def _reward(config: Config) -> Iterator[Violation]:
             f"train.entropy_coef={config.train.entropy_coef:g} rewards entropy on groups of equal rewards too, and "
             'rollout.keep_group="informative" leaves these out of the batch; set rollout.keep_group="all"'
         )
-    if reward.kind == "code" and config.data.source != "jsonl":
-        yield Violation(
-            f'reward.kind="code" needs prompts with tests, but data.source={config.data.source!r} has none; '
-            'set data.source="jsonl"'
-        )
+    for table, one in config.prompt_sources.items():
+        if reward.kind == "code" and one.source != "jsonl":
+            yield Violation(
+                f'reward.kind="code" needs prompts with tests, but {table}.source={one.source!r} has none; '
+                f'set {table}.source="jsonl"'
+            )
     is_scaled = reward.scale != 1 or reward.running_std
     if config.advantage.kind == "grpo" and is_scaled and reward.clip is None:
         name = "reward.running_std" if reward.running_std else f"reward.scale={reward.scale:g}"
@@ -595,4 +666,10 @@ def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:
         yield Violation(
             f"data.max_prompt_tokens + rollout.max_response_tokens = {prompt} + {response} = {prompt + response} is "
             f"more than the model's max_position_embeddings={positions}; {advice}"
+        )
+    elif isinstance(positions, int) and config.longest_sequence > positions:
+        yield Violation(
+            f"data.max_prompt_tokens + the longest max_response_tokens of eval.sets = {config.longest_sequence} is "
+            f"more than the model's max_position_embeddings={positions}; "
+            f"set max_response_tokens={positions - prompt} there"
         )

@@ -76,8 +76,11 @@ class PrecisionConfig(Section):
         return self.fp8 != "off"
 
 
-class DataConfig(Section):
-    """The source of prompts."""
+EntryName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=64)]
+
+
+class SourceConfig(Section):
+    """A source of prompts."""
 
     source: Literal["chains", "programs", "reasoning_gym", "jsonl"] = "chains"
     """chains: the demo's modular arithmetic; programs: small functions to be found from examples; reasoning_gym: a
@@ -94,6 +97,63 @@ class DataConfig(Section):
     settings."""
     size: Count = 10_000
     """Number of prompts that a procedural source makes before it starts over in a new order."""
+
+
+class NamedSource(SourceConfig):
+    """A source of prompts with a name of its own."""
+
+    name: EntryName
+    """Name in metrics and reports: letters, digits, "-" and "_"."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_source(cls, value: Any) -> Any:
+        """Take an entry with a path and no source for a file."""
+        return {"source": "jsonl", **value} if isinstance(value, dict) and "path" in value else value
+
+
+class MixedSource(NamedSource):
+    """An entry of [[data.sources]]. Each names its source as [data] does; with a path, `source` may be left out."""
+
+    weight: Positive = 1.0
+    """Its share of the prompts is this weight over the sum of all."""
+
+
+class EvalSet(NamedSource):
+    """An entry of [[eval.sets]]. Each names its source as [data] does; with a path, `source` may be left out."""
+
+    num_prompts: Count = 64
+    """Prompts, the same in each evaluation; all of a file that has fewer."""
+    samples_per_prompt: Count = 1
+    """Responses to each prompt."""
+    max_response_tokens: Count | None = None
+    """Length limit of a response. Unset: rollout.max_response_tokens."""
+    temperature: Positive = 1.0
+    """Sampling temperature."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """As rollout.top_p."""
+    top_k: Count | None = None
+    """As rollout.top_k."""
+
+
+def _named_apart(entries: tuple[NamedSource, ...]) -> tuple[NamedSource, ...]:
+    """Return the entries if their names make different metrics, to Prometheus as well."""
+    names: dict[str, str] = {}
+    for entry in entries:
+        other = names.setdefault(key := entry.name.replace("-", "_"), "")
+        if other == entry.name:
+            raise ValueError(f'must have different names; "{entry.name}" is there twice')
+        if other:
+            raise ValueError(f'must have names that differ in more than "-" and "_", not "{other}" and "{entry.name}"')
+        names[key] = entry.name
+    return entries
+
+
+class DataConfig(SourceConfig):
+    """The source of prompts, and how they are put."""
+
+    sources: Annotated[tuple[MixedSource, ...], AfterValidator(_named_apart)] = ()
+    """[[data.sources]]: several sources instead of the one of [data], mixed by weight; see docs/data.md."""
     chat_template: bool = False
     """Wrap each prompt in the tokenizer's chat template."""
     system_prompt: str | None = None
@@ -156,6 +216,11 @@ class RolloutConfig(Section):
     """Responses in a group."""
     temperature: Positive = 1.0
     """Sampling temperature; behaviour and current log-probs are both of the tempered distribution."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the likeliest tokens only, as few as have this probability together; 1 is all tokens. Behaviour
+    log-probs are then of these tokens, renormalised, and current ones still of all: docs/bapo.md has what follows."""
+    top_k: Count | None = None
+    """Sample from this many likeliest tokens only; together with top_p, from the tokens that both leave. Unset: all."""
     max_response_tokens: Count = 512
     """A response that reaches this length is finished (reason "length")."""
     truncated: Literal["keep", "mask"] = "keep"
@@ -197,9 +262,15 @@ class RolloutConfig(Section):
     """attach: an sglang-router of yours in front of the servers in `urls`, such as "http://127.0.0.1:30001". Requests
     for tokens go through it, one by one; everything else goes to the servers themselves."""
     engine_threads: Count | None = None
-    """embedded, sglang: CPU threads of one engine process. Unset: cores / processes (trainer and engine take turns)."""
+    """embedded, sglang: CPU threads of one engine process. Unset: its side's cores / processes. Trainer and engines
+    take turns on all cores; with `overlap`, each side has half of them."""
     engine_max_context: Count | None = None
     """embedded, sglang: longest prompt + response. Unset: max_prompt_tokens + max_response_tokens."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether `top_p` or `top_k` may leave tokens out."""
+        return self.top_p < 1 or self.top_k is not None
 
     @property
     def engine_kind(self) -> EngineKind:
@@ -376,7 +447,8 @@ class ParallelConfig(Section):
     num_ranks: Processes | None = None
     """Number of ranks that you mean to start; checked against the product."""
     threads_per_rank: Processes | None = None
-    """CPU threads of one trainer process. Unset: cores / ranks, at least 1."""
+    """CPU threads of one trainer process. Unset: cores / ranks, at least 1; with rollout.overlap half of the cores, as
+    the engines have the others."""
     timeout_s: Positive = 600.0
     """Deadline of one collective between trainer ranks."""
 
@@ -513,7 +585,7 @@ class SyncConfig(Section):
 
 
 class EvalConfig(Section):
-    """Evaluation of the current weights inside the run, on prompts of its own."""
+    """Evaluation of the current weights inside the run, on one set of prompts without a name, or on `sets`."""
 
     interval_steps: Count | None = None
     """Evaluate before the first step, after every so many, and after the last. Unset: never."""
@@ -525,6 +597,13 @@ class EvalConfig(Section):
     """Responses to each prompt."""
     temperature: Positive = 1.0
     """Sampling temperature of the evaluation."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """As rollout.top_p, for the evaluation."""
+    top_k: Count | None = None
+    """As rollout.top_k, for the evaluation."""
+    sets: Annotated[tuple[EvalSet, ...], AfterValidator(_named_apart)] = ()
+    """[[eval.sets]]: named sets, all asked in each evaluation instead of the one above, whose settings then have no
+    effect; see docs/evaluation.md."""
 
 
 class CheckpointConfig(Section):
@@ -556,7 +635,8 @@ class MonitorConfig(Section):
     """Write report.html at the end of the run."""
     mismatch_alarm: Positive | None = None
     """Warn where engine and trainer differ by more than this in the log-probs of the same weights (mean |difference| of
-    an update, nats); the run goes on. Unset: 0.001 with float32, 0.05 with bfloat16; 1e9 is never."""
+    an update, nats); the run goes on. Unset: 0.001 with float32, 0.05 with bfloat16; with rollout.top_p or top_k, whose
+    cut is a difference as well, never. 1e9 is never."""
     judge_alarm: float = Field(0.05, ge=0)
     """Warn in each step where the judge failed on more than this share of the responses (errors and timeouts, which
     count as wrong); 1 is never. A judge that fails on all of the first responses ends the run."""
@@ -594,10 +674,16 @@ class MonitorConfig(Section):
     """Warn of a trainer rank whose own passes take over this multiple of the median rank's in 3 of 5 steps; 1e9 is
     never."""
 
-    def mismatch_limit(self, dtype: str) -> float:
-        """Return `mismatch_alarm`, or a limit that float32 and bfloat16 never reach while engine and trainer agree."""
+    def mismatch_limit(self, dtype: str, *, is_cut: bool = False) -> float:
+        """Return `mismatch_alarm`, or a limit that float32 and bfloat16 never reach while engine and trainer agree.
+
+        Args:
+            is_cut: the engine's log-probs are of fewer tokens than the trainer's (rollout.top_p, rollout.top_k).
+        """
         if self.mismatch_alarm is not None:
             return self.mismatch_alarm
+        if is_cut:
+            return math.inf
         return 1e-3 if dtype == "float32" else 0.05
 
 
@@ -640,6 +726,43 @@ class Config(Section):
     monitor: MonitorConfig = Field(default_factory=MonitorConfig)
     megatron: MegatronConfig = Field(default_factory=MegatronConfig)
     sglang: SglangConfig = Field(default_factory=SglangConfig)
+
+    @property
+    def prompt_sources(self) -> dict[str, SourceConfig]:
+        """Sources of training's prompts, by the table that describes them: "data", or "data.sources.NAME"."""
+        mixed: dict[str, SourceConfig] = {f"data.sources.{one.name}": one for one in self.data.sources}
+        return mixed or {"data": self.data}
+
+    @property
+    def eval_sets(self) -> dict[str, EvalSet]:
+        """Sets of one evaluation, by their table: "eval.sets.NAME", or "eval" for the one set whose name is ""."""
+        return {f"eval.sets.{one.name}": one for one in self.eval.sets} or {"eval": self.unnamed_eval_set}
+
+    @property
+    def unnamed_eval_set(self) -> EvalSet:
+        """The set of [eval] itself, with the kind of prompts that [data] describes."""
+        kind = {name: getattr(self.data, name) for name in SourceConfig.model_fields}
+        own = {name: getattr(self.eval, name) for name in EvalSet.model_fields if name in EvalConfig.model_fields}
+        return EvalSet.model_construct(name="", **kind | own)
+
+    @property
+    def prompt_files(self) -> dict[str, str]:
+        """Files of prompts that settings name, by setting, such as "data.path"."""
+        files = {"data.path": self.data.path, "eval.path": self.eval.path}
+        files |= {f"{table}.path": one.path for table, one in (self.prompt_sources | self.eval_sets).items()}
+        return {setting: path for setting, path in files.items() if path is not None}
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt with the longest response that engines may be asked for."""
+        sets = self.eval.sets if self.eval.interval_steps is not None else ()
+        responses = [self.rollout.max_response_tokens, *(one.max_response_tokens or 0 for one in sets)]
+        return self.data.max_prompt_tokens + max(responses)
+
+    def with_prompts_of(self, source: SourceConfig) -> "Config":
+        """Return this configuration with another source of prompts in the place of [data]'s own."""
+        fields = {name: getattr(source, name) for name in SourceConfig.model_fields}
+        return self.model_copy(update={"data": self.data.model_copy(update={**fields, "sources": ()})})
 
     @property
     def searches_bounds(self) -> bool:

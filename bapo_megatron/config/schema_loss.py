@@ -146,7 +146,7 @@ class LossConfig(Section):
     """The policy loss, chosen by `name`; each loss has settings of its own."""
 
     name: str = "bapo"
-    """bapo: bounds found by the search of [bapo]; grpo: fixed bounds; gspo, gmpo, cispo, sapo: see docs/rivals.md;
+    """bapo: bounds found by the search of [bapo]; grpo: fixed bounds; gspo, gmpo, cispo, sapo, m2po: docs/rivals.md;
     sft: maximum likelihood of all trained tokens, without advantages, such as a warm start; or a function of your own,
     "my_package.my_module:my_loss"."""
     kl_coef: NonNegative = 0.0
@@ -163,8 +163,8 @@ class LossConfig(Section):
     """Hugging Face folder of the reference policy, with the policy's vocabulary. Unset: model.path."""
 
     @property
-    def bounds(self) -> Literal["bapo", "fixed", "none"]:
-        """Source of the clip bounds: the search of [bapo], this section, or none."""
+    def bounds(self) -> Literal["bapo", "second_moment", "fixed", "none"]:
+        """Source of the clip bounds: the search of [bapo], the limit of M2PO, this section, or none."""
         return "none"
 
     @property
@@ -178,9 +178,28 @@ class RatioLoss(LossConfig):
 
     proximal: Literal["behaviour", "learner"] = "behaviour"
     """Denominator of the clipped ratio. behaviour: the policy that sampled the token (the paper's r_t); learner: the
-    learner at the start of the step (one more scoring pass), with truncated importance weights."""
+    learner at the start of the step (one more scoring pass), with importance weights pi_prox / pi_behaviour."""
+    importance_level: Literal["token", "sequence"] = "token"
+    """proximal = "learner": weight of a token's term. token: that of the token; sequence: the product of the weights of
+    its response's trained tokens."""
+    importance_kind: Literal["truncate", "mask"] = "truncate"
+    """proximal = "learner": treatment of a weight outside importance_floor and importance_cap. truncate: it becomes the
+    nearer of them; mask: it becomes 0, so that the token, or the response, has no gradient."""
+    importance_floor: float = Field(0.0, ge=0, le=1)
+    """proximal = "learner": lower bound of the weights; 0 sets none."""
     importance_cap: float = Field(2.0, ge=1, le=LARGEST)
-    """proximal = "learner": largest weight pi_prox / pi_behaviour of a token's term; 1e9 sets no bound."""
+    """proximal = "learner": upper bound of the weights; 1e9 sets none."""
+    max_drift: Positive | None = None
+    """Mask tokens with A < 0 of a response whose mean of log(pi_behaviour / pi) is above this, in nats (off-policy
+    sequence masking of DeepSeek-V3.2, arXiv 2512.02556). Unset: none."""
+
+    @model_validator(mode="after")
+    def _check_importance(self) -> Self:
+        if self.importance_kind == "mask" and self.importance_floor == self.importance_cap:
+            names = ("importance_floor", "importance_cap", "importance_kind")
+            problem = "must be below loss.importance_cap, as masks would leave no weight but exactly 1, got 1"
+            raise ContradictionError({names: problem})
+        return self
 
     @property
     def scores_proximal(self) -> bool:
@@ -266,6 +285,20 @@ class SapoLoss(RatioLoss):
     """Steepness of the gate for all other tokens. Above `temperature_positive`, their gradient fades sooner."""
 
 
+class M2poLoss(RatioLoss):
+    """No clip bounds, but a limit on the second moment of the log-ratios (M2PO, arXiv 2510.01161)."""
+
+    name: Literal["m2po"] = "m2po"
+    max_second_moment: float = Field(0.04, gt=0, le=LARGEST)
+    """Largest mean of (log r)^2, in nats squared, over those tokens of an update that it moves further away (A > 0 and
+    r > 1, or A < 0 and r < 1). The tokens with the largest are masked until it is met. The default is the paper's."""
+
+    @property
+    def bounds(self) -> Literal["second_moment"]:
+        """Always those that meet `max_second_moment`."""
+        return "second_moment"
+
+
 class SftLoss(LossConfig):
     """Maximum likelihood."""
 
@@ -318,6 +351,7 @@ LOSS_SECTIONS: dict[str, type[LossConfig]] = {
     "gmpo": GmpoLoss,
     "cispo": CispoLoss,
     "sapo": SapoLoss,
+    "m2po": M2poLoss,
     "sft": SftLoss,
     "custom": CustomLoss,
 }
@@ -337,6 +371,7 @@ AnyLoss = Annotated[
     | Annotated[GmpoLoss, Tag("gmpo")]
     | Annotated[CispoLoss, Tag("cispo")]
     | Annotated[SapoLoss, Tag("sapo")]
+    | Annotated[M2poLoss, Tag("m2po")]
     | Annotated[SftLoss, Tag("sft")]
     | Annotated[CustomLoss, Tag("custom")],
     Discriminator(_section_of),

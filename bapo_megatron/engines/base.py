@@ -29,6 +29,13 @@ class GenerateRequest:
     temperature: float
     stop_token_ids: tuple[int, ...]
     seed: int  # the same seed, tokens and weights give the same continuation
+    top_p: float = 1.0  # sample from the likeliest tokens whose tempered probabilities sum to this or just above
+    top_k: int | None = None  # and from no more than this many; None: all
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether tokens may be left out, so that the server is asked for log-probs of the rest, renormalised."""
+        return self.top_p < 1 or self.top_k is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,10 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """Sampled tokens. `behaviour_logprobs` are of the tempered distribution; `spans` cover all tokens, in order."""
+    """Sampled tokens. `spans` cover all of them, in order.
+
+    `behaviour_logprobs` are of the distribution sampled from: tempered, cut by `top_p` and `top_k`, and renormalised.
+    """
 
     rid: str
     token_ids: tuple[int, ...]

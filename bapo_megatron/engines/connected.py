@@ -17,7 +17,7 @@ from bapo_megatron.engines.base import Engine, EngineState
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError
-from bapo_megatron.runtime.heartbeat import HEARTBEAT
+from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 
 T = TypeVar("T")
 
@@ -96,7 +96,8 @@ class ConnectedEngines:
         ]
         engines = cls(clients, LoopThread())
         try:
-            for client in clients:
+            for num_ready, client in enumerate(clients):
+                HEARTBEAT.beat(TRAINER, f"engines ready: {num_ready}/{len(clients)}")
                 engines.loop.run(wait_healthy(client, timeout_s), 2 * timeout_s + 10, f"{client.url} to be healthy")
         except BaseException:
             engines.close()

@@ -48,6 +48,7 @@ class _Meta(TypedDict, total=False):
     cached_tokens: Any
     weight_versions: Any
     output_token_logprobs: list[_Entry]
+    output_token_sampling_logprobs: list[float]
 
 
 class _Reply(TypedDict, total=False):
@@ -100,9 +101,12 @@ class HttpEngine:
         for request in requests:
             self._check_vocabulary(request)
         bodies = [_generate_body(request) for request in requests]
-        body = {name: [b[name] for b in bodies] for name in ("rid", "input_ids", "sampling_params")}
+        body: dict[str, Any] = {name: [b[name] for b in bodies] for name in ("rid", "input_ids", "sampling_params")}
         what = f"{len(requests)} requests from {requests[0].rid} to {requests[-1].rid}"
-        raw = await self._send("POST", "/generate", body | {"return_logprob": True}, what=what)
+        body["return_logprob"] = True
+        if any(request.is_cut for request in requests):
+            body["return_sampling_mask"] = True
+        raw = await self._send("POST", "/generate", body, what=what)
         decoded = _decoded(raw, _REPLIES)
         if not isinstance(decoded, list) or len(decoded) != len(requests):
             raise EngineError(f"{self.url}, {what}: the reply is not a list of {len(requests)} results")
@@ -111,6 +115,8 @@ class HttpEngine:
     def _result(self, reply: Any, request: GenerateRequest) -> GenerateResult | EngineError:
         try:
             return parse_reply(reply, request, self._vocab_size)
+        except _NoCutLogprobsError as problem:  # to ask again, or another time, would not help
+            raise RequestRefusedError(f"{self.url}, request {request.rid}: {problem}") from None
         except _BadReplyError as problem:
             return EngineError(f"{self.url}, request {request.rid}: {problem}")
 
@@ -282,21 +288,25 @@ def _plain(raw: bytes) -> Any:
 
 
 def _generate_body(request: GenerateRequest) -> dict[str, Any]:
-    return {
-        "rid": request.rid,
-        "input_ids": request.token_ids,
-        "sampling_params": {
-            "temperature": request.temperature,
-            "max_new_tokens": request.max_new_tokens,
-            "stop_token_ids": request.stop_token_ids,
-            "sampling_seed": request.seed,
-        },
-        "return_logprob": True,
+    sampling: dict[str, Any] = {
+        "temperature": request.temperature,
+        "max_new_tokens": request.max_new_tokens,
+        "stop_token_ids": request.stop_token_ids,
+        "sampling_seed": request.seed,
     }
+    body = {"rid": request.rid, "input_ids": request.token_ids, "sampling_params": sampling, "return_logprob": True}
+    if request.is_cut:
+        sampling |= {"top_p": request.top_p, "top_k": -1 if request.top_k is None else request.top_k}
+        body["return_sampling_mask"] = True
+    return body
 
 
 class _BadReplyError(ValueError):
     """The fault of a reply."""
+
+
+class _NoCutLogprobsError(_BadReplyError):
+    """A reply without the log-probs that a cut needs: its server does not return them."""
 
 
 def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) -> GenerateResult:
@@ -325,10 +335,11 @@ def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) ->
     num_prompt_tokens = _count(meta, "prompt_tokens", len(request.token_ids))
     if num_prompt_tokens != len(request.token_ids):
         raise _BadReplyError(f"it continues {num_prompt_tokens} prompt tokens, but {len(request.token_ids)} were sent")
+    logprobs = _tempered_logprobs(meta, token_ids)
     return GenerateResult(
         rid=request.rid,
         token_ids=tuple(token_ids),
-        behaviour_logprobs=_behaviour_logprobs(meta, token_ids),
+        behaviour_logprobs=_cut_logprobs(meta, len(token_ids)) if request.is_cut else logprobs,
         spans=_spans(meta, len(token_ids)),
         finish_reason=reason,
         num_prompt_tokens=num_prompt_tokens,
@@ -349,7 +360,7 @@ def _are_tokens(values: Sequence[Any], vocab_size: int | None) -> bool:
     return min(values, default=0) >= 0 and (vocab_size is None or max(values, default=-1) < vocab_size)
 
 
-def _behaviour_logprobs(meta: dict[str, Any], token_ids: list[int]) -> tuple[float, ...]:
+def _tempered_logprobs(meta: dict[str, Any], token_ids: list[int]) -> tuple[float, ...]:
     entries = meta.get("output_token_logprobs")
     if entries is None and not token_ids:
         return ()
@@ -368,6 +379,31 @@ def _behaviour_logprobs(meta: dict[str, Any], token_ids: list[int]) -> tuple[flo
         raise _bad_entry([[e.logprob, e.token_id] for e in entries], token_ids)
     logprobs_T[logprobs_T > 0] = 0.0
     return tuple(logprobs_T.tolist())
+
+
+def _cut_logprobs(meta: dict[str, Any], num_tokens: int) -> tuple[float, ...]:
+    """Return the log-probs under the distribution that top_p and top_k leave, renormalised."""
+    if not num_tokens:
+        return ()
+    if (given := meta.get("output_token_sampling_logprobs")) is None:
+        raise _NoCutLogprobsError(
+            "the reply has no output_token_sampling_logprobs, the log-probs that top_p and top_k need; use a server "
+            "that returns them, such as SGLang 0.5.23, or leave top_p and top_k out"
+        )
+    try:
+        logprobs_T = np.array(msgspec.convert(given, list[float]), np.float64)
+    except msgspec.ValidationError as problem:
+        raise _BadReplyError(f"output_token_sampling_logprobs: {problem}") from None
+    if len(logprobs_T) != num_tokens:
+        raise _BadReplyError(f"{len(logprobs_T)} output_token_sampling_logprobs for {num_tokens} tokens")
+    is_good_T = (logprobs_T >= -_MAX_FLOAT) & (logprobs_T <= _LOGPROB_SLACK)
+    if not is_good_T.all():
+        index = int(is_good_T.argmin())
+        raise _BadReplyError(
+            f"output_token_sampling_logprobs: {float(logprobs_T[index])!r} at output token {index} is not a finite "
+            "number <= 0"
+        )
+    return tuple(np.minimum(logprobs_T, 0.0).tolist())
 
 
 def _bad_entry(entries: list[Any], token_ids: list[int]) -> _BadReplyError:

@@ -37,6 +37,7 @@ class EngineShare:
     first_gpu: int
     first: int = 0
     host: str = LOOPBACK  # address that they listen on
+    num_ranks: int = 0  # trainer ranks on the same cores
 
 
 def start(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
@@ -167,18 +168,30 @@ def wait_until(is_ready: Callable[[], bool], process: subprocess.Popen[bytes], l
         UserError: it refused its arguments (exit code 2).
         EngineError: it ended, or was not ready in time; names its log.
     """
-    deadline = time.monotonic() + timeout_s
+    began_s = time.monotonic()
     while not is_ready():
-        code = process.poll()
-        if code == 2:
-            raise UserError(f"the rollout engine refused to start: {_last_line(log)} (log: {log})")
-        if code is not None:
-            raise EngineError(f"the rollout engine ended with exit code {code}: {_last_line(log)} (log: {log})")
-        if time.monotonic() > deadline:
-            raise EngineError(
-                f"the rollout engine was not healthy after rollout.startup_timeout_s = {timeout_s:g} s; its log: {log}"
-            )
+        check_start(process, log, began_s, timeout_s)
         time.sleep(_POLL_S)
+
+
+def check_start(process: subprocess.Popen[bytes], log: Path, began_s: float, timeout_s: float) -> None:
+    """Check an engine that is not ready yet.
+
+    Args:
+        began_s: its start on the monotonic clock.
+
+    Raises:
+        UserError, EngineError: see `wait_until`.
+    """
+    code = process.poll()
+    if code == 2:
+        raise UserError(f"the rollout engine refused to start: {_last_line(log)} (log: {log})")
+    if code is not None:
+        raise EngineError(f"the rollout engine ended with exit code {code}: {_last_line(log)} (log: {log})")
+    if time.monotonic() > began_s + timeout_s:
+        raise EngineError(
+            f"the rollout engine was not healthy after rollout.startup_timeout_s = {timeout_s:g} s; its log: {log}"
+        )
 
 
 def _last_line(log: Path) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bapo_megatron.config.plan import divide_cores
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables
 from bapo_megatron.engines.supervisor import EngineSpec
@@ -51,7 +52,7 @@ def command(
 ) -> list[str]:
     """Build the command line of one server of a share; `sglang.extra` wins."""
     r = config.rollout
-    context = _CONTEXT_SLACK + (r.engine_max_context or config.data.max_prompt_tokens + r.max_response_tokens)
+    context = _CONTEXT_SLACK + (r.engine_max_context or config.longest_sequence)
     arguments: dict[str, Any] = {
         "model_path": str(model_path),
         "host": share.host,
@@ -98,7 +99,7 @@ def environment(config: Config, share: EngineShare, server: int, visible: Sequen
     if visible:
         mine = gpus(server, r.server_tensor_parallel, share.first_gpu, visible)
         return variables | nccl_variables(config.sglang.extra) | {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
-    threads = r.engine_threads or max(1, num_cores() // (share.count * r.server_tensor_parallel))
+    _, threads = divide_cores(config, num_cores(), share.num_ranks, share.count * r.server_tensor_parallel)
     cpus = cpu_groups(server, r.server_tensor_parallel, threads, sorted(os.sched_getaffinity(0)))
     variables |= {
         "SGLANG_USE_CPU_ENGINE": "1",

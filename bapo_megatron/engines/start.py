@@ -2,36 +2,36 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from bapo_megatron.config.engines import ENGINE_SPECS
+from bapo_megatron.config.plan import divide_cores
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import processes
 from bapo_megatron.engines.processes import EngineShare
-from bapo_megatron.engines.supervisor import EngineSpec, supervised
+from bapo_megatron.engines.supervisor import EngineSpec, StartedEngines, supervised
 from bapo_megatron.runtime import num_cores
 
 
 @contextlib.contextmanager
-def running_engines(
-    config: Config,
-    model_path: Path,
-    log_dir: Path,
-    share: EngineShare,
-    show_ready: Callable[[int, int], None] = lambda num_ready, num_engines: None,
-) -> Iterator[list[str]]:
-    """Yield the URLs of a run's engines: those of rollout.urls, or of this machine's share, started and healthy.
+def running_engines(config: Config, model_path: Path, log_dir: Path, share: EngineShare) -> Iterator[list[str]]:
+    """Yield the URLs of engines as `started_engines` does, once they are healthy. Raises UserError, EngineError."""
+    with started_engines(config, model_path, log_dir, share) as engines:
+        engines.wait()
+        yield engines.urls
 
-    Started engines are looked after until the block ends, and end with this process. `show_ready`: see `supervised`.
 
-    Raises:
-        UserError, EngineError: see `supervised`.
+@contextlib.contextmanager
+def started_engines(config: Config, model_path: Path, log_dir: Path, share: EngineShare) -> Iterator[StartedEngines]:
+    """Yield a run's engines: those of rollout.urls, or of this machine's share, which this starts.
+
+    Started engines are looked after until the block ends, and end with this process.
     """
     r = config.rollout
     if r.engine_kind.specs is None:
-        yield list(r.urls)
+        yield StartedEngines(list(r.urls))
         return
     make_specs = ENGINE_SPECS.load(r.engine_kind.specs)
     logs = [log_dir / f"engine-{share.first + i}.log" for i in range(share.count)]
@@ -43,10 +43,9 @@ def running_engines(
             max_restarts=r.max_restarts,
             hang_timeout_s=r.hang_timeout_s,
             tell=lambda text: _tell(text, log_dir / "supervisor.log"),
-            show_ready=show_ready,
-        ) as urls,
+        ) as engines,
     ):
-        yield urls
+        yield engines
 
 
 def embedded_specs(
@@ -54,8 +53,8 @@ def embedded_specs(
 ) -> list[EngineSpec]:
     """Describe embedded engines. Each starts with the weights of `model_path`, as version "default" until a push."""
     r = config.rollout
-    threads = r.engine_threads or max(1, num_cores() // share.count)
-    context = r.engine_max_context or config.data.max_prompt_tokens + r.max_response_tokens
+    _, threads = divide_cores(config, num_cores(), share.num_ranks, share.count)
+    context = r.engine_max_context or config.longest_sequence
     command = [
         *(sys.executable, "-m", "bapo_megatron.engines.embedded"),
         *("--model-path", str(model_path)),

@@ -8,6 +8,8 @@ it back once it is healthy and holds weights that were pushed and verified (engi
 the checkpoint of the run's start as version "default", which no push ever has.
 """
 
+from __future__ import annotations
+
 import contextlib
 import math
 import subprocess
@@ -16,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from bapo_megatron.engines import processes
@@ -52,44 +53,80 @@ def supervised(
     max_restarts: int = 0,
     hang_timeout_s: float = math.inf,
     tell: Tell = lambda text: print(text, file=sys.stderr),
-    show_ready: Callable[[int, int], None] = lambda num_ready, num_engines: None,
-) -> Iterator[list[str]]:
-    """Start engines, and yield their URLs once all are healthy; supervise and end them with the block.
+) -> Iterator[StartedEngines]:
+    """Start engines, and yield them at once; supervise them as soon as all are healthy, and end them with the block.
 
     Args:
         startup_timeout_s: how long each start may take.
         max_restarts: how often each engine is started again.
         hang_timeout_s: an engine that has not answered for this long is killed and started again.
         tell: gets one line for each restart and each engine given up; called from the supervisor's threads.
-        show_ready: receives the number of healthy engines and of all, during the first start.
 
     Raises:
-        UserError: an engine refused its arguments; or the block's own, with the engines that are down named in it.
-        EngineError: an engine ended, or was not healthy in time, at its first start.
+        UserError: the block's own, with the engines that are down named in it.
     """
     ended = threading.Event()
     engines = [_Engine(spec, startup_timeout_s, max_restarts, hang_timeout_s, tell, ended) for spec in specs]
-    threads = [threading.Thread(target=engine.look_after, name=engine.name, daemon=True) for engine in engines]
     running: list[_Engine] = []
+    started = StartedEngines([spec.url for spec in specs], engines)
     try:
         for engine in engines:
             engine.start()
             running.append(engine)
-        for num_ready, engine in enumerate(engines):
-            show_ready(num_ready, len(engines))
-            url = f"{engine.spec.url}/health"
-            processes.wait_until(partial(processes.answers, url), engine.process, engine.log, startup_timeout_s)
-        show_ready(len(engines), len(engines))
-        for thread in threads:
-            thread.start()
-        with _naming_the_dead(engines):
-            yield [spec.url for spec in specs]
+        with started.naming_the_dead():
+            yield started
     finally:
         ended.set()
-        for thread in threads:
-            if thread.is_alive():
-                thread.join()  # at most one probe long
+        for thread in started.threads:
+            thread.join()  # at most one probe long
         processes.end([engine.process for engine in running])
+
+
+class StartedEngines:
+    """Engines whose processes have been started, and which may not answer yet. Without processes: the user's own.
+
+    Args:
+        urls: of all engines, in order.
+    """
+
+    def __init__(self, urls: list[str], engines: Sequence[_Engine] = ()) -> None:
+        self.urls = urls
+        self.threads: list[threading.Thread] = []  # each looks after one engine, once all are healthy
+        self._engines = engines
+        self._num_healthy = 0
+        self._began_s = time.monotonic()
+
+    def are_healthy(self) -> bool:
+        """Tell whether each has answered; from then on they are looked after.
+
+        Raises:
+            UserError: an engine refused its arguments.
+            EngineError: an engine ended, or was not healthy in time.
+        """
+        for engine in self._engines[self._num_healthy :]:
+            if not processes.answers(f"{engine.spec.url}/health"):
+                processes.check_start(engine.process, engine.log, self._began_s, engine.startup_timeout_s)
+                return False
+            self._num_healthy += 1
+        if not self.threads:
+            self.threads = [threading.Thread(target=e.look_after, name=e.name, daemon=True) for e in self._engines]
+            for thread in self.threads:
+                thread.start()
+        return True
+
+    def wait(self) -> None:
+        """Return once all are healthy. Raises UserError, EngineError: see `are_healthy`."""
+        while not self.are_healthy():
+            time.sleep(_POLL_S)
+
+    @contextlib.contextmanager
+    def naming_the_dead(self) -> Iterator[None]:
+        """Add the engines that are down, and their logs, to a UserError of the body, unless it is about their start."""
+        try:
+            yield
+        except UserError as error:
+            notes = [note for engine in self._engines if (note := engine.describe())] if self.threads else []
+            raise UserError("\n".join([str(error), *notes])) from error
 
 
 @dataclass
@@ -163,13 +200,3 @@ class _Engine:
 
     def __str__(self) -> str:
         return f"rollout {self.name} ({self.spec.url})"
-
-
-@contextlib.contextmanager
-def _naming_the_dead(engines: Sequence[_Engine]) -> Iterator[None]:
-    """Add the engines that are down, and their logs, to a UserError of the body."""
-    try:
-        yield
-    except UserError as error:
-        notes = [note for engine in engines if (note := engine.describe())]
-        raise UserError("\n".join([str(error), *notes])) from error

@@ -47,7 +47,7 @@ def eval_config(checkpoint: Path, files: Sequence[str], overrides: Sequence[str]
     run_config = None if is_hf(checkpoint) else _run_config(checkpoint)
     derived = [f"model.path={json.dumps(str(checkpoint))}", f"eval.samples_per_prompt={n}"]
     if data is not None:
-        derived += ['data.source="jsonl"', f"data.path={json.dumps(str(data))}"]
+        derived += ['data.source="jsonl"', f"data.path={json.dumps(str(data))}", "data.sources=[]"]
     return load_config([*([run_config] if run_config else []), *files], [*derived, *overrides])
 
 
@@ -69,6 +69,8 @@ def evaluate(
             f'rollout.engine="{config.rollout.engine}": an evaluation starts engines with the checkpoint\'s weights; '
             'set rollout.engine to one that is started, such as "embedded" or "sglang"'
         )
+    if config.data.sources:
+        raise UserError("data.sources mix the prompts of training: name the file of problems with --data")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} is not empty: give another --output, or remove it")
     seed = config.run.seed
@@ -91,6 +93,8 @@ def evaluate(
         "engine": r.engine,
         "samples_per_problem": config.eval.samples_per_prompt,
         "temperature": config.eval.temperature,
+        "top_p": config.eval.top_p,
+        "top_k": config.eval.top_k,
         "max_response_tokens": r.max_response_tokens,
         "seed": seed,
         "num_skipped_prompts": asked.num_skipped,
@@ -111,7 +115,7 @@ class _Asking:
         stream = PromptStream(config, self._tokenizer)
         is_file = config.data.source == "jsonl"
         self._prompts = stream.in_order(limit or (None if is_file else config.eval.num_prompts))
-        self.num_skipped = stream.skipped_empty + stream.skipped_too_long
+        self.num_skipped = stream.num_skipped
 
     def ask(self, urls: Sequence[str], responses: Path, tell: Callable[[str], None]) -> tuple[Problem, ...]:
         """Ask as many problems at a time as the engines sample concurrently; write each response once judged.
@@ -129,10 +133,10 @@ class _Asking:
         with contextlib.closing(writer), contextlib.closing(engines):
             for start in range(0, len(self._prompts), num_at_once):
                 prompts = self._prompts[start : start + num_at_once]
-                evaluator = Evaluator(config, engines.pool, prompts, stop)
-                samples = engines.loop.run(
+                evaluator = Evaluator(config, engines.pool, [(config.unnamed_eval_set, prompts)], stop)
+                (samples,) = engines.loop.run(
                     evaluator.sample(_FRESH), evaluator.deadline_s, evaluator.what, evaluator.progress
-                )
+                ).values()
                 judged = self._judge(samples)
                 for response in judged:
                     writer.write(response.record())

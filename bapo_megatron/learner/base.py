@@ -70,6 +70,13 @@ class Learner(Protocol):
         """
         ...
 
+    def sum_over_context(self, table: Tensor) -> Tensor:
+        """Return the sum of a small fp64 table over the ranks that hold other tokens of the same sequences.
+
+        They call it together, at the same micro-batch.
+        """
+        ...
+
     def step(self, minibatch: MiniBatch, bounds: ClipBounds | BoundsOf) -> StepResult:
         """Make one optimizer update with the configured loss; raise `version` by one."""
         ...

@@ -1,4 +1,4 @@
-"""The clip bounds of each optimizer step: from BAPO's search in one of its scopes, or fixed."""
+"""The clip bounds of each optimizer step: from BAPO's search in one of its scopes, from M2PO's limit, or fixed."""
 
 from collections.abc import Sequence
 from dataclasses import astuple
@@ -8,9 +8,10 @@ from torch import Tensor
 
 from bapo_megatron.algorithms.bound_search import BoundSearch, BoundSearchState
 from bapo_megatron.algorithms.clip_bounds import empty_table, search_bounds
-from bapo_megatron.algorithms.losses import fixed_bounds, ratio_and_weight
+from bapo_megatron.algorithms.losses import TokenRatios, fixed_bounds, token_ratios
+from bapo_megatron.algorithms.second_moment import moving_away, second_moment_bounds
 from bapo_megatron.config.schema import Config
-from bapo_megatron.config.schema_loss import RatioLoss
+from bapo_megatron.config.schema_loss import M2poLoss, RatioLoss
 from bapo_megatron.learner.base import BoundsOf, Learner
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
@@ -25,6 +26,8 @@ class BoundsFinder:
     microbatch: found by the step itself, for each micro-batch from the ratios that its own forward pass gives its own
         tokens (on all data ranks); no extra pass, but the result depends on how the mini-batch was split.
     fixed, and losses with fixed bounds: no search.
+
+    M2PO's bounds come from the ratios of the whole global mini-batch, too.
     """
 
     def __init__(self, config: Config, learner: Learner) -> None:
@@ -33,7 +36,10 @@ class BoundsFinder:
         self._search = BoundSearch(config.bapo, self._sum_over_ranks)
 
     def find(self, minibatch: MiniBatch) -> ClipBounds | BoundsOf:
-        """Find the bounds: one all-reduce of a small table in scope exact, one per micro-batch in scope microbatch."""
+        """Find the bounds: one all-reduce of a small table in scope exact, one per micro-batch in scope microbatch,
+        at most three for M2PO."""
+        if isinstance(self._config.loss, M2poLoss):
+            return self._within_second_moment(minibatch, self._config.loss)
         if self._config.loss.bounds != "bapo":
             return fixed_bounds(self._config.loss)
         if not self._config.searches_bounds:
@@ -68,15 +74,30 @@ class BoundsFinder:
         pairs = zip(minibatch.micro_batches, log_probs, strict=bool(log_probs))
         return [self._table(mb, log_probs_R) for mb, log_probs_R in pairs]
 
+    def _within_second_moment(self, minibatch: MiniBatch, loss: M2poLoss) -> ClipBounds:
+        log_probs = self._learner.score(minibatch)
+        log_ratios = [torch.zeros(0, dtype=torch.float64)]
+        for mb, log_probs_R in zip(minibatch.micro_batches, log_probs, strict=bool(log_probs)):
+            mb = mb.to(log_probs_R.device)
+            ratios = self._ratios(mb, log_probs_R)
+            log_ratios.append(moving_away(ratios.ratio_R, mb.advantages_R, mb.mask_R & (ratios.weight_R > 0)))
+        return second_moment_bounds(torch.cat(log_ratios), loss.max_second_moment, self._learner.sum_over_data_ranks)
+
     def _of_micro_batch(self, mb: MicroBatch, log_probs_R: Tensor) -> ClipBounds:
         return self._search.search(self._table(mb, log_probs_R))
 
     def _table(self, mb: MicroBatch, log_probs_R: Tensor) -> Tensor:
-        mb, log_probs_R = mb.to(torch.device("cpu")), log_probs_R.cpu()
+        mb = mb.to(log_probs_R.device)
+        ratios = self._ratios(mb, log_probs_R)
+        return self._search.tabulate(
+            ratios.ratio_R, mb.advantages_R, mb.mask_R, mb.behaviour_logprobs_R, ratios.weight_R
+        )
+
+    def _ratios(self, mb: MicroBatch, log_probs_R: Tensor) -> TokenRatios:
+        """Compute the ratios where the loss does, so that both have the same bits."""
         loss = self._config.loss
         assert isinstance(loss, RatioLoss), "sft has no bounds"
-        ratio_R, weight_R = ratio_and_weight(mb, log_probs_R, loss.importance_cap)
-        return self._search.tabulate(ratio_R, mb.advantages_R, mb.mask_R, mb.behaviour_logprobs_R, weight_R)
+        return token_ratios(mb, log_probs_R, loss, self._learner.sum_over_context)
 
 
 def bounds_on_all_stages(

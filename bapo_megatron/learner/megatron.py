@@ -93,6 +93,10 @@ class MegatronLearner(TrainedModel):
         """Sum over the ranks of the last stage alone: see `Learner.sum_over_last_stage`."""
         return self.layout.sum_over_last_stage(table)
 
+    def sum_over_context(self, table: Tensor) -> Tensor:
+        """Sum over the context ranks: see `Learner.sum_over_context`."""
+        return self.layout.sum_over_context(table)
+
     # learning
 
     def step(self, minibatch: MiniBatch, bounds: ClipBounds | BoundsOf) -> StepResult:

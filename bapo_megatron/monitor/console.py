@@ -25,7 +25,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from bapo_megatron.monitor.summary import count, find_problems, mean, number, percent, short_duration, summarize
+from bapo_megatron.monitor.summary import (
+    count,
+    evaluation_lines,
+    find_problems,
+    mean,
+    number,
+    percent,
+    short_duration,
+    summarize,
+)
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER, Heartbeat
 
 if TYPE_CHECKING:
@@ -271,12 +280,8 @@ class Console:
         if [c.label for c in columns] != [c.label for c in self._columns]:
             self._show_heading(columns)
         self._screen.lines([row])
-        if "eval/reward" in metrics:
-            error = metrics.get("eval/reward_stderr", math.nan)
-            margin = f" ± {number(error, 3)}" if math.isfinite(error) else ""
-            self.note(
-                f"evaluation after step {int(metrics['step'])}: reward {number(metrics['eval/reward'], 3)}{margin}"
-            )
+        for line in evaluation_lines(metrics, f"after step {int(metrics['step'])}"):
+            self.note(line)
         for problem in find_problems(self._rows):
             self.warn(problem)
 

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from bapo_megatron import __version__
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.metrics import METRICS
+from bapo_megatron.metrics import declared
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, Heartbeat
 
 _PREFIX = "bapo_"
@@ -117,7 +117,7 @@ class RunCollector(Collector):
             latest, counts, last_step_s = dict(self._latest), dict(self._counts), self._last_step_s
         yield InfoMetricFamily(f"{_PREFIX}run", "the run", {"run": self._run, "version": __version__})
         for name, value in latest.items():
-            known = METRICS.get(name)
+            known = declared(name)
             text = f"{known.meaning} ({known.unit}; {name})" if known else name
             yield self._gauge(prometheus_name(name).removeprefix(_PREFIX), text, [((), value)])
         for name, description in COUNTERS.items():

@@ -40,7 +40,7 @@ class UpdateMetrics:
         )
         self._values: dict[str, list[float]] = defaultdict(list)
         self._mismatch = no_mismatch()
-        self._mismatch_limit = config.monitor.mismatch_limit(config.model.dtype)
+        self._mismatch_limit = config.monitor.mismatch_limit(config.model.dtype, is_cut=config.rollout.is_cut)
 
     def add(self, result: StepResult) -> None:
         for bounds in result.bounds:

@@ -1,6 +1,5 @@
 """A configuration from the command line, checked for this machine or for the cluster that it names."""
 
-import os
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -18,8 +17,8 @@ from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.preflight.inputs import Memory, read_inputs
 from bapo_megatron.preflight.known import known_config
 from bapo_megatron.preflight.plan import check_cluster
+from bapo_megatron.runtime.environment import has_gpu_driver
 
-_GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of the drivers: NVIDIA's, the one of WSL, AMD's
 _ENOUGH_GPUS = 1_000_000  # the number of ranks stays as it is
 
 
@@ -126,7 +125,7 @@ def _hf_config(folder: Path | None, found: list[Violation]) -> dict[str, Any] | 
 
 def num_visible_gpus() -> int:
     """Count the GPUs of this machine that torch may use; without a driver, torch is not imported."""
-    if not any(os.path.exists(device) for device in _GPU_DEVICES):
+    if not has_gpu_driver():
         return 0
     import torch  # takes seconds
 

@@ -159,11 +159,10 @@ def examine_needs(config: Config) -> Iterator[Finding]:
         yield Finding("model", "ok", str(resolve_model_path(config.model.path)))
     except UserError as error:
         yield Finding("model", "error", str(error))
-    for name, path in (("data.path", config.data.path), ("eval.path", config.eval.path)):
-        if path is not None:
-            is_there = Path(path).is_file()
-            what, advice = (path, "") if is_there else (f"there is no file {path}", f"put it there, or set {name}")
-            yield Finding(name, "ok" if is_there else "error", what, advice)
+    for name, path in config.prompt_files.items():
+        is_there = Path(path).is_file()
+        what, advice = (path, "") if is_there else (f"there is no file {path}", f"put it there, or set {name}")
+        yield Finding(name, "ok" if is_there else "error", what, advice)
     if not config.rollout.num_started:
         for url in config.rollout.urls:
             address = server_address(url)

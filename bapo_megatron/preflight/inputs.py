@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from bapo_megatron.assets import SHIPPED_MODELS
 from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.config.dotted import REWARD
-from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema import Config, MixedSource, SourceConfig
 from bapo_megatron.errors import UserError
 from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.base import PromptSource, Question
@@ -30,6 +30,9 @@ NUM_ROWS = 256
 
 Memory = dict[str, list[Violation]]
 """Findings by what was read, so that the tasks of a sweep read each thing once."""
+
+Asked = tuple[Config, str, Question]
+"""A first question, with the configuration whose judge scores it and the name of its prompt source."""
 
 
 def read_inputs(config: Config, model: Path | None, memory: Memory, *, here: bool) -> list[Violation]:
@@ -54,32 +57,41 @@ def read_inputs(config: Config, model: Path | None, memory: Memory, *, here: boo
 
 
 def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterator[Violation]:
-    """Read the prompts of training and evaluation, and have the judge score one of each, answered correctly."""
-    evaluated = config.model_copy(update={"data": config.data.model_copy(update={"path": config.eval.path})})
-    sources = {"data.path": config}
-    if config.data.source == "jsonl" and config.eval.interval_steps is not None:
-        sources["eval.path"] = evaluated
-    questions: list[tuple[str, Question]] = []
-    for setting, one in sources.items():
-        path = one.data.path
-        if one.data.source == "jsonl" and path is None:
-            continue  # config/plan.py reports it
-        if one.data.source == "jsonl" and not here and not os.path.exists(os.path.expanduser(path or "")):
+    """Read the prompts of training and evaluation, and have their judge score one of each, answered correctly."""
+    questions: list[Asked] = []
+    is_complete = True
+    for table, one in _sources_read(config).items():
+        alone = config.with_prompts_of(one)
+        if one.source == "jsonl" and one.path is None:
+            is_complete = False  # config/plan.py reports it
+            continue
+        if one.source == "jsonl" and not here and not os.path.exists(os.path.expanduser(one.path or "")):
+            is_complete = False
             if model is not None:  # else this machine has neither, and is none of the cluster's
-                yield warning(f"{setting}={path} is not on this machine, and was not read; the run needs it")
+                yield warning(f"{table}.path={one.path} is not on this machine, and was not read; the run needs it")
             continue
         try:
-            source = _read_source(one, model, setting)
-            questions.append((source.name, source[0]))
+            source = _read_source(alone, model, table)
+            is_trained = table in config.prompt_sources
+            name = one.name if isinstance(one, MixedSource) else source.name
+            questions.append((config if is_trained else alone, name, source[0]))
         except UserError as error:
+            is_complete = False
             yield Violation(str(error))
-    if len(questions) == len(sources) or config.reward.kind not in REWARD.names:
-        yield from _judge(config, questions)  # a judge of ours may need what could not be read
+    if is_complete or config.reward.kind not in REWARD.names:  # a judge of ours may need what could not be read
+        yield from _judge(config, questions)
 
 
-def _read_source(config: Config, model: Path | None, setting: str) -> PromptSource:
+def _sources_read(config: Config) -> dict[str, SourceConfig]:
+    """Return the sources whose prompts are new to the run, by their table: evaluation may draw those of training."""
+    if config.eval.interval_steps is None or not (config.eval.sets or config.data.source == "jsonl"):
+        return config.prompt_sources
+    return {**config.prompt_sources, **config.eval_sets}
+
+
+def _read_source(config: Config, model: Path | None, table: str) -> PromptSource:
     """Return a source whose first prompts have the right lengths. Raises UserError."""
-    source = build_source(config, setting)
+    source = build_source(config, table)
     questions = [source[i] for i in range(min(NUM_ROWS, len(source)))]
     # No token of a shipped model is shorter than a byte; loading a tokenizer takes seconds.
     is_short = all(0 < len(question.text.encode()) <= config.data.max_prompt_tokens for question in questions)
@@ -100,12 +112,28 @@ def _read_source(config: Config, model: Path | None, setting: str) -> PromptSour
     return source
 
 
-def _judge(config: Config, questions: list[tuple[str, Question]]) -> Iterator[Violation]:
-    """Build the judge, and let it score each question with its own answer as the response."""
+def _judge(config: Config, questions: list[Asked]) -> Iterator[Violation]:
+    """Build each judge once, and let it score its questions with their own answers as the responses."""
+    by_spec: list[tuple[JudgeSpec, list[tuple[str, Question]]]] = []
     try:
-        spec = JudgeSpec.of(config)
-        if spec.kind in EXACT:
-            return
+        by_spec.append((JudgeSpec.of(config), []))
+        for alone, name, question in questions:
+            spec = JudgeSpec.of(alone)
+            asked = next((asked for other, asked in by_spec if other == spec), None)
+            if asked is None:
+                by_spec.append((spec, asked := []))
+            asked.append((name, question))
+    except UserError as error:
+        yield Violation(str(error))
+        return
+    for spec, asked in by_spec:
+        yield from _judge_of(spec, asked)
+
+
+def _judge_of(spec: JudgeSpec, questions: list[tuple[str, Question]]) -> Iterator[Violation]:
+    if spec.kind in EXACT:
+        return
+    try:
         verdicts = _verdicts(spec, questions)
     except (UserError, RuntimeError) as error:  # RuntimeError: no judge process stays alive
         yield Violation(str(error))

@@ -195,8 +195,8 @@ def recomputed_layers(config: Config, shape: ModelShape) -> int:
 
 
 def searches_exactly(config: Config) -> bool:
-    """Return whether bounds are searched with the ratios of the update's own tokens."""
-    return config.searches_bounds and config.bapo.scope == "exact"
+    """Return whether bounds are found from the ratios of the update's own tokens."""
+    return config.loss.bounds == "second_moment" or (config.searches_bounds and config.bapo.scope == "exact")
 
 
 def microbatch_tokens(config: Config) -> int:

@@ -1,10 +1,11 @@
 """Endless, resumable stream of tokenised prompts."""
 
+from __future__ import annotations
+
 import math
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
 from typing_extensions import TypedDict
 
 from bapo_megatron.config.schema import Config
@@ -12,6 +13,9 @@ from bapo_megatron.errors import CheckpointError, DataError
 from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.base import PromptSource, Question
 from bapo_megatron.types import Count, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 NUM_CHECKED = 256
 """Prompts of a procedural source that `PromptStream.check` makes."""
@@ -53,6 +57,16 @@ class PromptStream:
             raise DataError("data.chat_template = true, but the model's tokenizer has no chat template")
         if self.data.system_prompt is not None and not self.data.chat_template:
             raise DataError("data.system_prompt is used by the chat template only: set data.chat_template = true")
+
+    @property
+    def num_given(self) -> int:
+        """Good prompts that `next` has returned since the run began."""
+        return self._next_id
+
+    @property
+    def num_skipped(self) -> int:
+        """Prompts skipped as empty or too long since the run began."""
+        return self.skipped_empty + self.skipped_too_long
 
     def next(self) -> Prompt:
         """Return the next good prompt. Raises DataError for a bad one (see class), or if none is good."""
@@ -107,9 +121,9 @@ class PromptStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the `StreamState` was taken. Raises CheckpointError for another source, size or seed."""
         for key, here in self._identity().items():
-            if state[key] != here:
+            if state.get(key) != here:
                 raise CheckpointError(
-                    f"the checkpoint's prompts had {key} = {state[key]!r}, this run has {here!r}: "
+                    f"the checkpoint's prompts had {key} = {state.get(key)!r}, this run has {here!r}: "
                     "keep the setting, or start a run with a new name"
                 )
         if state["position"] > len(self.source):

@@ -22,7 +22,10 @@ _SEED = "run.seed"
 # Rewards of runs that differ in these settings are not comparable.
 _TASK = ("model.path", "data.*", "reward.*")
 _NOT_TASK = ("reward.concurrency", "reward.process_memory_mib")
-_EVALUATION = ("eval.path", "eval.num_prompts", "eval.samples_per_prompt", "eval.temperature")
+_EVALUATION = (
+    *("eval.path", "eval.num_prompts", "eval.samples_per_prompt", "eval.sets"),
+    *("eval.temperature", "eval.top_p", "eval.top_k"),
+)
 _BATCH = ("rollout.prompts_per_step", "rollout.samples_per_prompt")
 _UNSET = "unset"
 
@@ -228,34 +231,59 @@ def _shown(value: Any) -> str:
     return _UNSET if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-_OUTCOMES: tuple[tuple[str, Callable[[History], float], Callable[[float], str]], ...] = (
-    ("steps", lambda run: run.rows[-1]["step"], lambda x: number(x, 0)),
-    ("reward, first", lambda run: first_and_last(run.rows, "reward/mean")[0], number),
-    ("reward, last", lambda run: first_and_last(run.rows, "reward/mean")[1], number),
-    ("entropy, first", lambda run: first_and_last(run.rows, "loss/entropy")[0], number),
-    ("entropy, last", lambda run: first_and_last(run.rows, "loss/entropy")[1], number),
-    ("evaluation, last", lambda run: _latest(run, "eval/reward"), number),
-    ("sampled tokens/s", lambda run: mean(run.column("rollout/tokens_per_s").tolist()), count),
-    ("trained tokens/s", lambda run: mean(run.column("train/tokens_per_s").tolist()), count),
-    ("wall time", lambda run: summarize(run.rows).wall_time_s, duration),
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """A column of the outcome table."""
+
+    label: str
+    of: Callable[[History], float]
+    show: Callable[[float], str]
+    standard_error: str = ""  # metric with the standard error of a single run's figure
+
+
+def _evaluation(prefix: str, label: str) -> _Outcome:
+    error = f"{prefix}reward_stderr"
+    return _Outcome(label, lambda run: _latest(run, f"{prefix}reward"), number, error)
+
+
+_OUTCOMES = (
+    _Outcome("steps", lambda run: run.rows[-1]["step"], lambda x: number(x, 0)),
+    _Outcome("reward, first", lambda run: first_and_last(run.rows, "reward/mean")[0], number),
+    _Outcome("reward, last", lambda run: first_and_last(run.rows, "reward/mean")[1], number),
+    _Outcome("entropy, first", lambda run: first_and_last(run.rows, "loss/entropy")[0], number),
+    _Outcome("entropy, last", lambda run: first_and_last(run.rows, "loss/entropy")[1], number),
+    _evaluation("eval/", "evaluation, last"),
+    _Outcome("sampled tokens/s", lambda run: mean(run.column("rollout/tokens_per_s").tolist()), count),
+    _Outcome("trained tokens/s", lambda run: mean(run.column("train/tokens_per_s").tolist()), count),
+    _Outcome("wall time", lambda run: summarize(run.rows).wall_time_s, duration),
 )
-OUTCOMES = tuple(label for label, _, _ in _OUTCOMES)
+OUTCOMES = tuple(one.label for one in _OUTCOMES)
 
 
-def outcomes(runs: Sequence[History]) -> list[tuple[str, str]]:
-    """Return a cell for each of OUTCOMES: the mean over runs and, for several, the range.
+def _with_sets(sets: Sequence[str]) -> list[_Outcome]:
+    return [*_OUTCOMES, *(_evaluation(f"eval/{name}/", f"{name}, last") for name in sets)]
+
+
+def outcome_names(sets: Sequence[str]) -> list[str]:
+    """Return the heads of the columns: OUTCOMES, and one for each evaluation set."""
+    return [one.label for one in _with_sets(sets)]
+
+
+def outcomes(runs: Sequence[History], sets: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Return a cell for each of `outcome_names`: the mean over runs and, for several, the range.
 
     The evaluation of a single run has its standard error over prompts instead.
     """
     cells = []
-    for label, figure, show in _OUTCOMES:
-        values = [value for run in runs if math.isfinite(value := figure(run))]
-        low, high = (show(min(values)), show(max(values))) if values else ("", "")
-        error = _latest(runs[0], "eval/reward_stderr") if label == "evaluation, last" else math.nan
+    for outcome in _with_sets(sets):
+        values = [value for run in runs if math.isfinite(value := outcome.of(run))]
+        low, high = (outcome.show(min(values)), outcome.show(max(values))) if values else ("", "")
+        error = _latest(runs[0], outcome.standard_error) if outcome.standard_error else math.nan
         if low != high:
-            cells.append((show(mean(values)), f"{low} to {high}"))
+            cells.append((outcome.show(mean(values)), f"{low} to {high}"))
         else:
-            cells.append((show(mean(values)), f"± {number(error)}" if len(runs) == 1 and math.isfinite(error) else ""))
+            margin = f"± {number(error)}" if len(runs) == 1 and math.isfinite(error) else ""
+            cells.append((outcome.show(mean(values)), margin))
     return cells
 
 

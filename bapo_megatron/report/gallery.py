@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.metrics import METRICS
+from bapo_megatron.metrics import FAMILIES, METRICS
 from bapo_megatron.report import quantities
 from bapo_megatron.report.figures import STEPS, Scale, XAxis
+from bapo_megatron.report.history import History, entry_names
 from bapo_megatron.report.panels import Curve, Panel, Values, no_levels, steps
 
 _AXES: Mapping[str, tuple[XAxis, Values]] = {
@@ -83,3 +84,44 @@ def _plain_curves(keys: list[str]) -> tuple[Curve, ...]:
 
 
 PANELS = _with_declared(FIGURES)
+
+
+def with_named(panels: Sequence[Panel], runs: Sequence[History]) -> tuple[Panel, ...]:
+    """Add the figures of what the runs' settings name: evaluation sets, and sources that training mixes.
+
+    The figure of the evaluation set without a name is left out where every run has named ones.
+    """
+    extended: list[Panel] = []
+    for panel in panels:
+        if panel.title != "Evaluation" or not runs or not all(run.entries("eval.sets") for run in runs):
+            extended.append(panel)
+        if panel.title == "Evaluation":
+            extended += [_of_set(panel, name) for name in entry_names(runs, "eval.sets")]
+        elif panel.title == "Reward":
+            extended += _of_sources(entry_names(runs, "data.sources"))
+    return tuple(extended)
+
+
+def _of_set(panel: Panel, name: str) -> Panel:
+    """Return the figure of evaluation as that of one named set."""
+    prefix = f"eval/{name}/"
+
+    def of_set(curve: Curve) -> Curve:
+        metric, error = (key.replace("eval/", prefix) for key in (curve.metric, curve.standard_error))
+        values = quantities.best_of_group(prefix) if curve.values else None
+        return replace(curve, metric=metric, standard_error=error, values=values)
+
+    return replace(panel, title=f"Evaluation: {name}", curves=tuple(map(of_set, panel.curves)))
+
+
+def _of_sources(names: Sequence[str]) -> list[Panel]:
+    """Return the figures of a mixture of sources; none for no names."""
+    if not names:
+        return []
+    reward, share = FAMILIES["data/NAME/reward"], FAMILIES["data/NAME/prompt_share"]
+    rewards = tuple(Curve(name, f"data/{name}/reward", row=f"{name}, mean reward") for name in names)
+    shares = tuple(Curve(name, f"data/{name}/prompt_share", percent=True, row=f"{name}, %") for name in names)
+    return [
+        Panel("Learning", "Reward by source", "mean reward", rewards, f"{reward.meaning} {reward.advice}"),
+        Panel("Learning", "Prompts by source", "% of the prompts", shares, f"{share.meaning} {share.advice}"),
+    ]

@@ -37,9 +37,23 @@ class History:
     def num_planned_steps(self) -> int | None:
         return self.settings.get("train.num_steps")
 
+    def entries(self, setting: str) -> Mapping[str, Mapping[str, Any]]:
+        """Return the tables of a list such as "eval.sets" by their names; empty if the run has none."""
+        return {one["name"]: one for one in self.settings.get(setting) or ()}
+
+    def samples_per_prompt(self, prefix: str) -> int | None:
+        """Return the responses to each prompt of an evaluation set with metrics `prefix`...; None if not known."""
+        own = self.entries("eval.sets").get(prefix.removeprefix("eval/").removesuffix("/"))
+        return self.settings.get("eval.samples_per_prompt") if own is None else own["samples_per_prompt"]
+
     def column(self, name: str) -> NDArray[np.float64]:
         """Return a metric of every step, [num_steps]; nan where it was not recorded."""
         return np.array([row.get(name, math.nan) for row in self.rows], dtype=np.float64)
+
+
+def entry_names(runs: Sequence[History], setting: str) -> list[str]:
+    """Return the names in a list of tables, such as "eval.sets", of any of the runs."""
+    return list(dict.fromkeys(name for run in runs for name in run.entries(setting)))
 
 
 def read_history(path: Path) -> History:

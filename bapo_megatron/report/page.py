@@ -19,10 +19,10 @@ import jinja2
 
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.summary import Row, count, duration, find_problems, number, percent, summarize
-from bapo_megatron.report.compare import OUTCOMES, Comparison, compare, outcomes
+from bapo_megatron.report.compare import Comparison, compare, outcome_names, outcomes
 from bapo_megatron.report.figures import Plot, draw
-from bapo_megatron.report.gallery import PANELS
-from bapo_megatron.report.history import History, read_history
+from bapo_megatron.report.gallery import PANELS, with_named
+from bapo_megatron.report.history import History, entry_names, read_history
 from bapo_megatron.report.samples import choose_samples, read_samples
 from bapo_megatron.report.status import find_alarms, read_status
 from bapo_megatron.report.style import Look, css_variables, look, to_svg
@@ -89,7 +89,7 @@ def render_run(run: History, *, links_from: Path, live: bool = False) -> str:
     a run without a finished step."""
     status = read_status(run)
     cards, missing = [], []
-    for panel in PANELS:
+    for panel in with_named(PANELS, [run]):
         if (plot := panel.plot(run) if run.rows else None) is not None:
             svg = "" if live else _svg(plot, panel.title)
             cards.append(Card(panel.section, panel.title, panel.how_to_read, ((plot, svg),)))
@@ -129,8 +129,9 @@ def write_comparison(run_dirs: Sequence[Path], output: Path | None = None) -> Pa
     """
     comparison = compare(run_dirs)
     groups = comparison.runs
+    runs = [run for group in comparison.groups for run in group.runs]
     cards, missing = [], []
-    for panel in PANELS:
+    for panel in with_named(PANELS, runs):
         card = Card(panel.section, panel.title, panel.remarks(groups))
         if panel.stacked and (bars := _bars(panel.means(groups), list(groups))):
             cards.append(replace(card, bars=bars, bars_label=f"{panel.y_label}, mean over the run"))
@@ -139,7 +140,7 @@ def write_comparison(run_dirs: Sequence[Path], output: Path | None = None) -> Pa
             cards.append(replace(card, plots=drawn))
         else:
             missing.append(_missing(panel.title, panel.needs))
-    runs = [run for group in comparison.groups for run in group.runs]
+    sets = entry_names(runs, "eval.sets")
     html = _render(
         "comparison.html.jinja",
         cards,
@@ -150,9 +151,9 @@ def write_comparison(run_dirs: Sequence[Path], output: Path | None = None) -> Pa
         ],
         comparison=comparison,
         missing=missing,
-        outcome_names=OUTCOMES,
-        outcomes=[(group, outcomes(group.runs)) for group in comparison.groups],
-        outcomes_of_runs=_outcomes_of_runs(comparison),
+        outcome_names=outcome_names(sets),
+        outcomes=[(group, outcomes(group.runs, sets)) for group in comparison.groups],
+        outcomes_of_runs=_outcomes_of_runs(comparison, sets),
         metrics_json=_script_safe_json({run.name: _columns(run.rows) for run in runs}),
     )
     return _write(output or run_dirs[0].absolute().parent / COMPARISON_NAME, html)
@@ -212,11 +213,11 @@ def _progress(run: History) -> str:
     return f"{done} of {run.num_planned_steps} steps" if run.num_planned_steps is not None else f"{done} steps"
 
 
-def _outcomes_of_runs(comparison: Comparison) -> list[tuple[str, str, list[tuple[str, str]]]]:
+def _outcomes_of_runs(comparison: Comparison, sets: Sequence[str]) -> list[tuple[str, str, list[tuple[str, str]]]]:
     """Return the outcomes of each run if any group has several; otherwise the table is enough."""
     if all(len(group.runs) == 1 for group in comparison.groups):
         return []
-    return [(group.key, run.name, outcomes([run])) for group in comparison.groups for run in group.runs]
+    return [(group.key, run.name, outcomes([run], sets)) for group in comparison.groups for run in group.runs]
 
 
 def _facts(run: History) -> list[tuple[str, str, str]]:

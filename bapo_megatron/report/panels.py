@@ -78,7 +78,8 @@ class Curve:
         """Return the ends of the 95 % interval around each value; Wilson's where all prompts are right or all wrong."""
         half = _Z_95 * np.nan_to_num(run.column(self.standard_error))
         low, high = y - half, y + half
-        num_prompts = run.column("eval/num_samples") / run.settings.get("eval.samples_per_prompt", 1)
+        prefix = self.standard_error.removesuffix("reward_stderr")
+        num_prompts = run.column(f"{prefix}num_samples") / (run.samples_per_prompt(prefix) or 1)
         for i in np.flatnonzero((half == 0) & np.isin(y, (0.0, 1.0)) & (num_prompts >= 1)):
             low[i], high[i] = wilson_interval(y[i], num_prompts[i])
         return low, high

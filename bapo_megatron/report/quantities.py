@@ -56,10 +56,14 @@ def bin_centres(run: History) -> Column:
     return (np.arange(len(BINS)) + 0.5) / len(BINS)
 
 
-def best_of_group(run: History) -> Column:
-    """Return the best reward of a group; nan if a group is a single response."""
-    best = run.column("eval/best_of_group")
-    return best if run.settings.get("eval.samples_per_prompt") != 1 else np.full_like(best, np.nan)
+def best_of_group(prefix: str) -> Values:
+    """Return the best reward of a group, for the evaluation set with metrics `prefix`...; nan for single responses."""
+
+    def values(run: History) -> Column:
+        best = run.column(f"{prefix}best_of_group")
+        return best if run.samples_per_prompt(prefix) != 1 else np.full_like(best, np.nan)
+
+    return values
 
 
 def predicted_entropy_change(run: History) -> Column:

@@ -58,5 +58,10 @@ def _figures(study: Study, run: Run) -> Iterator[str]:
             f"compare goes by the {HEADLINE} after the last step, and eval.interval_steps is unset; "
             "set eval.interval_steps, or leave the variant out of compare"
         )
+    if is_compared and run.config.eval.sets:
+        yield (
+            f"compare goes by the {HEADLINE} of the evaluation set without a name, which eval.sets replace; leave them "
+            "out, or leave the variant out of compare"
+        )
     if PROFILE in (plot.metric for plot in study.plots) and not run.config.monitor.token_profile:
         yield f'the plot of "{PROFILE}" needs monitor.token_profile = true'

@@ -36,8 +36,7 @@ def inputs(config: Config) -> Iterator[tuple[str, Path]]:
         "model.path": config.model.path,
         "loss.reference_path": config.loss.reference_path,
         "critic.path": config.critic.path,
-        "data.path": config.data.path,
-        "eval.path": config.eval.path,
+        **config.prompt_files,
     }
     for setting, path in paths.items():
         if path is not None:

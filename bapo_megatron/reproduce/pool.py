@@ -136,11 +136,10 @@ def _train(config: Config, forks: _Forks, stop: Event, deadline: float) -> None:
 
 
 def _engine_arguments(config: Config, port: int) -> list[str]:
-    context = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     return [
         *("--model-path", str(resolve_model_path(config.model.path))),
         *("--port", str(port)),
-        *("--max-context", str(context)),
+        *("--max-context", str(config.longest_sequence)),
         *("--max-running", str(config.rollout.max_concurrent_requests)),
         *("--update-timeout-s", str(config.sync.timeout_s)),
     ]

@@ -20,7 +20,7 @@ from bapo_megatron.config.dotted import REWARD
 from bapo_megatron.errors import UserError
 
 if TYPE_CHECKING:
-    from bapo_megatron.config.schema import Config
+    from bapo_megatron.config.schema import Config, SourceConfig
     from bapo_megatron.types import Prompt
 
 FIELDS = ("prompt", "answer", "response", "source")
@@ -38,37 +38,49 @@ class JudgeSpec:
     """Description of a judge in JSON values, sent to judge processes."""
 
     kind: str  # a name in config.dotted.REWARD, but not "auto", or "package.module:function"
-    dataset: str | None
-    size: int
+    datasets: dict[str, dict[str, Any]]  # reasoning_gym: dataset, size and options, by the name of the prompt source
     seed: int
-    options: dict[str, Any]
     timeout_s: float
     process_memory_bytes: int
     code_memory_bytes: int
 
     @classmethod
     def of(cls, config: Config) -> JudgeSpec:
-        """Resolve reward.kind = "auto". Raises UserError if kind and source do not go together."""
-        source = config.data.source
-        kind = config.reward.kind
-        if kind == "auto":
-            of_file = "code" if config.data.format == "humaneval" else "math"
-            kind = {"jsonl": of_file, "programs": "code"}.get(source, source)
-        if kind == "reasoning_gym" and source != "reasoning_gym":
-            raise UserError(f"reward.kind = 'reasoning_gym' judges prompts of that source only, not of {source!r}")
-        if kind in ("chains", "code") and source == "reasoning_gym":
-            raise UserError(f"reward.kind = {kind!r} cannot judge prompts of data.source = 'reasoning_gym'")
-        data, reward = config.data, config.reward
+        """Resolve reward.kind = "auto". Raises UserError if kind and sources do not go together."""
+        kinds = {table: _kind_for(config, one) for table, one in config.prompt_sources.items()}
+        if len(set(kinds.values())) > 1:
+            found = ", ".join(f"{table} to {kind!r}" for table, kind in kinds.items())
+            raise UserError(
+                f"one judge scores the prompts of all data.sources, and reward.kind = {config.reward.kind!r} leads "
+                f"{found}; set reward.kind to a function of yours, which may go by its parameter `source`"
+            )
+        kind, reward = next(iter(kinds.values())), config.reward
+        names = [one.name for one in config.data.sources] or [config.data.source]
         return cls(
             kind=kind,
-            dataset=data.dataset,
-            size=data.size,
+            datasets={
+                name: {"dataset": one.dataset, "size": one.size, "options": one.options}
+                for name, one in zip(names, config.prompt_sources.values(), strict=True)
+                if kind == "reasoning_gym"
+            },
             seed=config.run.seed,
-            options=data.options,
             timeout_s=reward.timeout_s,
             process_memory_bytes=reward.process_memory_mib << 20,
             code_memory_bytes=reward.code_memory_mib << 20,
         )
+
+
+def _kind_for(config: Config, prompts: SourceConfig) -> str:
+    """Return the kind of judge for one source's prompts. Raises UserError if reward.kind cannot judge them."""
+    source, kind = prompts.source, config.reward.kind
+    if kind == "auto":
+        of_file = "code" if prompts.format == "humaneval" else "math"
+        return {"jsonl": of_file, "programs": "code"}.get(source, source)
+    if kind == "reasoning_gym" and source != "reasoning_gym":
+        raise UserError(f"reward.kind = 'reasoning_gym' judges prompts of that source only, not of {source!r}")
+    if kind in ("chains", "code") and source == "reasoning_gym":
+        raise UserError(f"reward.kind = {kind!r} cannot judge prompts of data.source = 'reasoning_gym'")
+    return kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +150,9 @@ def _built_in(spec: JudgeSpec) -> Callable[..., float] | None:
 
             return judge_math
         case "reasoning_gym":
-            from bapo_megatron.rewards.reasoning_gym import build_judge
+            from bapo_megatron.rewards.reasoning_gym import build_judge_of_all
 
-            return build_judge(spec.dataset, spec.size, spec.seed, spec.options)
+            return build_judge_of_all(spec.datasets, spec.seed)
         case "code":
             from bapo_megatron.rewards.code import CodeJudge
 

@@ -1,7 +1,7 @@
 """Judge of reasoning-gym prompts: the data set's own scorer, applied to a response's final answer."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -33,6 +33,22 @@ def build_judge(dataset: str | None, size: int, seed: int, options: dict[str, An
         is_number = is_plain_number(reference)
         score = float(data.score_answer(final_answer(response, is_number=is_number), entry))
         return float(score >= 1.0) if is_number else score
+
+    return judge
+
+
+def build_judge_of_all(datasets: Mapping[str, Mapping[str, Any]], seed: int) -> Callable[..., float]:
+    """Build a judge for the prompts of one data set, or of several by the name of the prompt source. Raises DataError.
+
+    Args:
+        datasets: dataset, size and options of each.
+    """
+    judges = {source: build_judge(seed=seed, **arguments) for source, arguments in datasets.items()}
+    if len(judges) == 1:
+        return next(iter(judges.values()))
+
+    def judge(answer: Any, response: str, source: str) -> float:
+        return judges[source](answer, response)
 
     return judge
 

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.prompts.stream import StreamState
+from bapo_megatron.prompts.mixture import PromptsState
 from bapo_megatron.rollout.ledger import Ledger, LedgerError, LedgerState
 from bapo_megatron.rollout.staleness import StalenessBound
 from bapo_megatron.types import Group, GroupJson, Prompt, Trajectory
@@ -32,7 +32,7 @@ class Prompts(Protocol):
 class BookState(TypedDict):
     """A `RolloutBook` in a checkpoint."""
 
-    prompts: StreamState
+    prompts: PromptsState
     ledger: LedgerState
     active: list[GroupJson]
     finished: list[GroupJson]

@@ -168,6 +168,8 @@ class Dispatcher:
             token_ids=trajectory.prompt.token_ids + trajectory.response_ids,
             max_new_tokens=min(room, self._config.tokens_per_round or room),
             temperature=self._config.temperature,
+            top_p=self._config.top_p,
+            top_k=self._config.top_k,
             stop_token_ids=self._stop_token_ids,
             seed=sample_seed(self._run_seed, trajectory.sample_id),
         )

@@ -7,21 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.buffer.batch import BatchBuilder, BuilderState
-from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema import Config, EvalSet
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.engines.connected import ConnectedEngines
 from bapo_megatron.errors import CheckpointError, NoEngineLeftError
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.prompts import build_source
+from bapo_megatron.prompts.mixture import PromptMixture, prompts_of
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards import RewardScorer
+from bapo_megatron.rewards.judges import JudgeSpec
 from bapo_megatron.rewards.pool import Verdict
 from bapo_megatron.rewards.shaping import group_filter
 from bapo_megatron.rollout.book import BookState
 from bapo_megatron.rollout.dispatch import RolloutStats
 from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
 from bapo_megatron.rollout.scheduler import Scheduler
-from bapo_megatron.types import Batch, Group, Trajectory
+from bapo_megatron.types import Batch, Group, Prompt, Trajectory
 
 EVAL_SEED = 1_000_003  # added to run.seed, so that evaluation draws other prompts than training
 
@@ -41,10 +44,10 @@ class Judge:
 
 @dataclass(slots=True)
 class Evaluation:
-    """The evaluation inside a run: problems of its own, and a judge that does not disturb that of training."""
+    """The evaluation inside a run: problems of its own, and judges that do not disturb that of training."""
 
     evaluator: Evaluator
-    judge: Judge
+    judges: dict[str, Judge]  # by the name of a set; sets may share one
 
 
 class ManagerState(BookState):
@@ -59,7 +62,7 @@ class RolloutManager:
 
     config: Config
     engines: ConnectedEngines
-    prompts: PromptStream
+    prompts: PromptStream | PromptMixture
     judge: Judge
     scheduler: Scheduler
     builder: BatchBuilder
@@ -114,7 +117,10 @@ class RolloutManager:
             timeout_s = self.config.rollout.startup_limit_s
             loop.run(self.engines.pool.until_one_is_back(timeout_s), timeout_s + 10, "an engine to be back")
             return None
-        return eval_metrics(samples, self.evaluation.judge(samples))
+        metrics: dict[str, float] = {}
+        for name, of_set in samples.items():
+            metrics |= eval_metrics(of_set, self.evaluation.judges[name](of_set), name)
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return a JSON value, taken between two events of the loop, since sampling may be going on."""
@@ -136,7 +142,8 @@ class RolloutManager:
         self.engines.loop.run(self.scheduler.close(), self._patience_s, "sampling to stop", self._progress)
         self.judge.scorer.close()
         if self.evaluation is not None:
-            self.evaluation.judge.scorer.close()
+            for judge in self.evaluation.judges.values():
+                judge.scorer.close()
         self.engines.close()
 
     @property
@@ -166,7 +173,7 @@ class RolloutManager:
             "rollout/num_fenced": float(stats.num_fenced),
             "rollout/tokens_generated": float(stats.num_tokens),
             "rollout/tokens_per_s": stats.num_tokens / max(elapsed_s, 1e-9),
-            "data/skipped": float(self.prompts.skipped_empty + self.prompts.skipped_too_long),
+            "data/skipped": float(self.prompts.num_skipped),
             **{f"ledger/{state}": float(n) for state, n in self.scheduler.ledger.counts().items()},
         }
 
@@ -179,7 +186,7 @@ def connect_rollouts(config: Config, model_path: Path, urls: Sequence[str]) -> R
     """
     tokenizer = load_tokenizer(model_path)
     stop_token_ids = (int(tokenizer.eos_token_id),)
-    prompts = PromptStream(config, tokenizer)
+    prompts = prompts_of(config, tokenizer)
     prompts.check()
     judge = Judge(RewardScorer(config), tokenizer)
     engines = ConnectedEngines.connect(config.rollout, urls, load_hf_config(model_path)["vocab_size"])
@@ -203,12 +210,19 @@ def connect_rollouts(config: Config, model_path: Path, urls: Sequence[str]) -> R
 def _evaluation(
     config: Config, engines: ConnectedEngines, tokenizer: Any, stop_token_ids: tuple[int, ...]
 ) -> Evaluation:
-    """Take the prompts of `eval.path`, or of the same procedural source with another seed."""
-    run = config.run.model_copy(update={"seed": config.run.seed + EVAL_SEED})
-    data = config.data.model_copy(update={"path": config.eval.path})
-    config = config.model_copy(update={"run": run, "data": data})
-    stream = PromptStream(config, tokenizer)
-    num_prompts = min(config.eval.num_prompts, len(stream.source))
-    prompts = [stream.next() for _ in range(num_prompts)]
-    judge = Judge(RewardScorer(config), tokenizer)
-    return Evaluation(Evaluator(config, engines.pool, prompts, stop_token_ids), judge)
+    """Take the prompts of every set; those of a procedural source are drawn with another seed than in training."""
+    config = config.model_copy(update={"run": config.run.model_copy(update={"seed": config.run.seed + EVAL_SEED})})
+    sets: list[tuple[EvalSet, list[Prompt]]] = []
+    judges: dict[str, Judge] = {}
+    by_spec: list[tuple[JudgeSpec, Judge]] = []
+    for table, one in config.eval_sets.items():
+        alone = config.with_prompts_of(one)
+        stream = PromptStream(alone, tokenizer, build_source(alone, table))
+        num_prompts = min(one.num_prompts, len(stream.source))
+        sets.append((one, [stream.next() for _ in range(num_prompts)]))
+        spec = JudgeSpec.of(alone)
+        if (judge := next((judge for other, judge in by_spec if other == spec), None)) is None:
+            judge = Judge(RewardScorer(alone), tokenizer)
+            by_spec.append((spec, judge))
+        judges[one.name] = judge
+    return Evaluation(Evaluator(config, engines.pool, sets, stop_token_ids), judges)

@@ -1,5 +1,5 @@
-"""Environment variables of processes on GPUs. CUDA, NCCL, torch and Transformer Engine read them once, so they are set
-before torch is imported. A value that the user has set always wins.
+"""Environment variables of trainer and engines. CUDA, NCCL, torch and Transformer Engine read them once, so they are
+set before torch is imported. A value that the user has set always wins.
 
 Trainer and engines share NCCL groups, so both get the same `nccl_variables`. SGLang 0.5.23 chooses these values itself
 where they are unset (srt/entrypoints/engine.py, `_set_envs_and_config`): servers that are attached have them too.
@@ -17,7 +17,17 @@ TRAINER_VARIABLES = {
     # Where no fused kernel takes a pack, fail: the unfused attention needs memory for every pair of tokens.
     "NVTE_UNFUSED_ATTN": "0",
 }
+_CPU_VARIABLES = {
+    # Megatron-Core marks its fused kernels for torch's compiler, which takes seconds to import and compiles none here.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of the drivers: NVIDIA's, the one of WSL, AMD's
 _OLD_ALLOC_CONF = "PYTORCH_CUDA_ALLOC_CONF"  # before torch 2.9; the new name would hide it
+
+
+def has_gpu_driver() -> bool:
+    """Tell whether a driver of GPUs is loaded; imports no torch."""
+    return any(os.path.exists(device) for device in _GPU_DEVICES)
 
 
 def nccl_variables(sglang_extra: Mapping[str, Any]) -> dict[str, str]:
@@ -33,7 +43,8 @@ def nccl_variables(sglang_extra: Mapping[str, Any]) -> dict[str, str]:
 
 def trainer_variables(sglang_extra: Mapping[str, Any]) -> dict[str, str]:
     """Return all variables for a trainer rank, those of `nccl_variables` first."""
-    own = {name: os.environ.get(name, value) for name, value in TRAINER_VARIABLES.items()}
+    variables = TRAINER_VARIABLES if has_gpu_driver() else TRAINER_VARIABLES | _CPU_VARIABLES
+    own = {name: os.environ.get(name, value) for name, value in variables.items()}
     if _OLD_ALLOC_CONF in os.environ and "PYTORCH_ALLOC_CONF" not in os.environ:
         del own["PYTORCH_ALLOC_CONF"]
     return nccl_variables(sglang_extra) | own

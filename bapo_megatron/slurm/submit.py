@@ -181,8 +181,7 @@ def mounts(config: Config) -> list[str]:
         config.model.path,
         config.critic.path,
         config.loss.reference_path,
-        config.data.path,
-        config.eval.path,
+        *config.prompt_files.values(),
         config.rollout.recorded_from,
     ]
     extra = config.slurm.container_mounts

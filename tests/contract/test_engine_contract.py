@@ -5,6 +5,7 @@ import gzip
 import json
 import re
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,13 @@ import torch
 from conftest import EOS, HANG_S, VOCAB_SIZE, Servers
 from torch import Tensor
 
+from bapo_megatron.config.engines import ENGINES
 from bapo_megatron.config.schema import SyncConfig
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult, VersionSpan
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec, plan_buckets
-from bapo_megatron.errors import EngineError
+from bapo_megatron.errors import EngineError, RequestRefusedError
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.sync.disk import DiskChannel
 
@@ -33,6 +35,28 @@ def reference_logprobs(model: Any, prompt: list[int], output: list[int], tempera
     with torch.no_grad():
         logits_TV = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1].float()
     return torch.log_softmax(logits_TV / temperature, -1).gather(1, torch.tensor(output)[:, None])[:, 0]
+
+
+def reference_cut_logprobs(
+    model: Any, output: Sequence[int], top_p: float, top_k: int | None, temperature: float
+) -> Tensor:
+    """Log-probs float32 [len(output)] after PROMPT of the tempered distribution cut to the likeliest tokens."""
+    with torch.no_grad():
+        logits_TV = model(torch.tensor([[*PROMPT, *output]])).logits[0, len(PROMPT) - 1 : -1].double()
+    sorted_TV, order_TV = torch.softmax(logits_TV / temperature, -1).sort(descending=True)
+    drop_TV = sorted_TV.cumsum(-1) - sorted_TV > top_p
+    drop_TV |= torch.arange(VOCAB_SIZE) >= (top_k or VOCAB_SIZE)
+    kept_TV = torch.zeros_like(sorted_TV).scatter_(1, order_TV, sorted_TV.masked_fill(drop_TV, 0))
+    kept_TV /= kept_TV.sum(-1, keepdim=True)
+    return kept_TV.gather(1, torch.tensor(output)[:, None])[:, 0].log().float()
+
+
+def assert_cut(servers: Servers, output: Sequence[int], logprobs: Sequence[float], **cut: Any) -> None:
+    """Compare log-probs under the cut distribution with transformers (weights "a"); the tokens left out must matter."""
+    expected = reference_cut_logprobs(servers.models["a"], output, **cut)
+    torch.testing.assert_close(torch.tensor(logprobs), expected, atol=TOLERANCE, rtol=0)
+    whole = reference_logprobs(servers.models["a"], PROMPT, list(output), cut["temperature"])
+    assert (expected - whole).mean() > 0.05
 
 
 def ask(servers: Servers, prompt: list[int] = PROMPT, n: int = 16, **sampling: Any) -> dict[str, Any]:
@@ -76,6 +100,50 @@ def request(rid: str, seed: int = 0, n: int = 24, tokens: list[int] = PROMPT, **
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 def test_logprobs_are_those_of_the_tempered_distribution(servers: Servers, temperature: float) -> None:
     assert_matches(servers, "a", ask(servers, temperature=temperature, n=40), temperature)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"top_p": 0.6, "top_k": 90, "temperature": 1.0},
+        {"top_p": 1.0, "top_k": 4, "temperature": 0.7},
+        {"top_p": 0.8, "top_k": 12, "temperature": 1.5},
+    ],
+    ids=["top_p", "top_k", "both"],
+)
+def test_behaviour_logprobs_are_those_of_the_cut_distribution(servers: Servers, cut: dict[str, Any]) -> None:
+    run, engine = servers.loop.run, servers.engine
+    requests = [request(f"cut-{seed}", seed=seed, n=40, **cut) for seed in range(3)]
+    results = run(engine.generate_many(requests))
+    for result in results:
+        assert_cut(servers, result.token_ids, result.behaviour_logprobs, **cut)
+    alone = run(engine.generate(replace(requests[0], rid="cut-alone")))
+    assert alone.token_ids == results[0].token_ids
+    assert alone.behaviour_logprobs == pytest.approx(results[0].behaviour_logprobs, abs=TOLERANCE)
+
+
+def test_cut_logprobs_outlast_a_retraction(servers: Servers) -> None:
+    cut = {"top_p": 0.8, "top_k": 12, "temperature": 1.0}
+    sampling = {"max_new_tokens": servers.num_long, "ignore_eos": True, "sampling_seed": 3} | cut
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "return_sampling_mask": True}
+    pending = servers.post_later("/generate", body)
+    servers.wait_until_running(1)
+    servers.loop.run(servers.engine.pause("retract"))
+    servers.loop.run(servers.engine.resume())
+    status, reply = pending.result(HANG_S)
+    assert status == 200, reply
+    assert reply["meta_info"]["num_retractions"] == 1
+    assert_cut(servers, reply["output_ids"], reply["meta_info"]["output_token_sampling_logprobs"], **cut)
+
+
+def test_a_cut_by_top_p_alone_is_answered_or_refused_as_the_kind_of_engine_says(servers: Servers) -> None:
+    asking = servers.engine.generate(request("top-p-alone", n=8, top_p=0.5))
+    if ENGINES[servers.kind.partition("-")[0]].max_cut_tokens is None:
+        result = servers.loop.run(asking)
+        assert_cut(servers, result.token_ids, result.behaviour_logprobs, top_p=0.5, top_k=None, temperature=1.0)
+        return
+    with pytest.raises(RequestRefusedError, match=rf"{servers.url}.*top-p-alone.*top_k"):
+        servers.loop.run(asking)
 
 
 def test_greedy_continuation_equals_transformers(servers: Servers) -> None:

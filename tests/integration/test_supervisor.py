@@ -70,8 +70,9 @@ def engines(
     with processes.reserved_ports(count) as ports:
         specs = [kind(port, folder / f"engine-{i}.log") for i, port in enumerate(ports)]
         options = {"startup_timeout_s": STARTUP_TIMEOUT_S, "max_restarts": 3} | options
-        with supervised(specs, tell=told.append, **options) as urls:
-            yield urls
+        with supervised(specs, tell=told.append, **options) as started:
+            started.wait()
+            yield started.urls
 
 
 def pid_of(url: str) -> int:
@@ -226,11 +227,10 @@ def test_a_full_disk_or_a_closed_terminal_does_not_end_the_supervisor(
 def test_a_failure_at_the_first_start_is_an_error_at_once(tmp_path: Path) -> None:
     told: list[str] = []
     bad = EngineSpec("http://127.0.0.1:9", [sys.executable, "-c", "raise SystemExit(7)"], tmp_path / "engine-0.log")
-    with (
-        pytest.raises(EngineError, match=r"exit code 7.*engine-0\.log"),
-        supervised([bad], startup_timeout_s=30, max_restarts=3, tell=told.append),
-    ):
-        raise AssertionError("it must not get here")
+    with supervised([bad], startup_timeout_s=30, max_restarts=3, tell=told.append) as started:
+        with pytest.raises(EngineError, match=r"exit code 7.*engine-0\.log"):
+            started.wait()
+        assert not started.threads, "nobody looks after it"
     assert told == []
 
 
@@ -268,7 +268,9 @@ def test_a_killed_sglang_server_comes_back(tmp_path: Path) -> None:
         engines = sglang.engine_specs(config, demo_model_path(), logs, ports, EngineShare(count=1, first_gpu=0))
         with supervised(
             engines, startup_timeout_s=240, max_restarts=1, hang_timeout_s=math.inf, tell=told.append
-        ) as urls:
+        ) as started:
+            started.wait()
+            urls = started.urls
             first = pid_of(urls[0])
             below = [child.pid for child in psutil.Process(first).children(recursive=True)]
             os.kill(first, signal.SIGKILL)

@@ -126,7 +126,7 @@ def test_ctrl_c_saves_and_twice_ends_at_once(tmp_path: Path, monkeypatch: pytest
 def test_no_color_is_heeded_and_an_interrupted_start_has_nothing_to_save(tmp_path: Path) -> None:
     settings = [*SMALL, "monitor.progress=auto", "run.name=mine", f"run.dir={tmp_path}", "train.num_steps=400"]
     started = OnTerminal([*BAPO, "train", "demo", *settings], {"TERM": "xterm-256color", "NO_COLOR": "1"})
-    started.read_until(lambda text: "engines ready: 0/1" in text, "engines were started")
+    started.read_until(lambda text: "importing torch" in text, "engines and ranks were started")
     started.type("\x03")
     assert started.end() == 130
     assert not COLOUR.search(started.text)

@@ -184,3 +184,30 @@ def test_every_mode_samples_trains_and_evaluates(forked_engine: Engine, tmp_path
         assert row["ledger/dropped"] == row["rollout/num_retries"] == row["rollout/num_fenced"] == 0
     if "rollout.overlap=true" in mode:
         assert max(row["staleness/max"] for row in rows) <= 5
+
+
+@pytest.mark.slow
+def test_mixed_sources_and_named_evaluation_sets_go_on_bit_for_bit_after_a_resume(
+    forked_engine: Engine, tmp_path: Path
+) -> None:
+    settings = (
+        "parallel.tensor=1",
+        'data.sources=[{name="easy",options={max_terms=4},weight=3},{name="hard",options={min_terms=5}}]',
+        "eval.interval_steps=2",
+        'eval.sets=[{name="short",num_prompts=5,samples_per_prompt=2,options={max_terms=3}},'
+        '{name="long",num_prompts=3,max_response_tokens=20}]',
+    )
+    whole = forked.train(forked_engine, tmp_path, "whole", "train.num_steps=4", *settings)
+    forked.train(forked_engine, tmp_path, "resumed", "train.num_steps=2", *settings)
+    resumed = forked.train(forked_engine, tmp_path, "resumed", "train.num_steps=4", *settings)
+    compared = ("reward/mean", "loss/", "bapo/", "eval/", "data/", "ledger/")
+    for row, expected in zip(resumed, whole, strict=True):
+        assert {k: v for k, v in row.items() if k.startswith(compared)} == {
+            k: v for k, v in expected.items() if k.startswith(compared)
+        }
+        assert row["data/easy/prompt_share"] + row["data/hard/prompt_share"] == 1
+    assert {name.split("/")[1] for name in whole[-1] if name.startswith("eval/")} == {"short", "long"}
+    assert (whole[-1]["eval/short/num_samples"], whole[-1]["eval/long/num_samples"]) == (10, 3)
+    assert whole[-1]["eval/long/response_tokens_mean"] <= 20
+    samples = [json.loads(line) for line in (tmp_path / "whole" / "samples.jsonl").read_text().splitlines()]
+    assert {sample["source"] for sample in samples} == {"easy", "hard"}

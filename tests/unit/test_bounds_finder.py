@@ -2,9 +2,11 @@
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -33,8 +35,25 @@ def minibatch(*advantages: float) -> MiniBatch:
     return MiniBatch((micro,), n)
 
 
+def test_m2po_leaves_tokens_without_weight_out_of_its_second_moment() -> None:
+    config = Config.model_validate({"loss": {"name": "m2po", "max_drift": 1.0}})
+    batch = minibatch(1.0, 1.0, -3.0, -3.0)
+    (micro,) = batch.micro_batches
+    whole = MiniBatch(
+        (replace(micro, sequence_R=torch.tensor([0, 0, 1, 1]), cu_seqlens_S1=torch.tensor([0, 2, 4])),), 4
+    )
+    bounds = finder(config, torch.tensor([0.1, 0.15, -2.0, -0.5])).find(whole)
+    assert (bounds.low, bounds.high) == (0.0, math.inf)
+    unmasked = config.model_copy(update={"loss": config.loss.model_copy(update={"max_drift": None})})
+    bounds = finder(unmasked, torch.tensor([0.1, 0.15, -2.0, -0.5])).find(whole)
+    assert math.exp(0.15) < bounds.high <= math.exp(0.5)
+    assert bounds.low == pytest.approx(1 / bounds.high, rel=1e-12)
+
+
 def finder(config: Config, log_probs_R: Tensor) -> BoundsFinder:
-    learner: Any = SimpleNamespace(score=lambda _: [log_probs_R], sum_over_data_ranks=lambda table: table)
+    learner: Any = SimpleNamespace(
+        score=lambda _: [log_probs_R], sum_over_data_ranks=lambda table: table, sum_over_context=lambda table: table
+    )
     return BoundsFinder(config, learner)
 
 

@@ -66,6 +66,21 @@ def test_a_folder_is_no_file_of_prompts(tmp_path: Path, capsys: pytest.CaptureFi
         (["data.max_prompt_tokens=4"], "tokens, more than data.max_prompt_tokens = 4"),
         (["data.system_prompt=Hi"], "set data.chat_template = true"),
         (["eval.interval_steps=5", "data.source=jsonl", "data.path=ROWS", "eval.path=/nope"], "eval.path: there is no"),
+        (['data.sources=[{name="a",path="/nope"},{name="b",path="ROWS"}]'], "data.sources.a.path: there is no file"),
+        (['data.sources=[{name="a",options={max_term=9}}]'], "data.sources.a: data.options of the source chains: "),
+        (
+            ['data.sources=[{name="a"},{name="b",path="ROWS"}]'],
+            "leads data.sources.a to 'chains', data.sources.b to 'math'; set reward.kind to a function of yours",
+        ),
+        (["eval.interval_steps=5", 'eval.sets=[{name="a",path="/nope"}]'], "eval.sets.a.path: there is no file /nope"),
+        (
+            ["eval.interval_steps=5", 'eval.sets=[{name="a"},{name="b",options={min_terms=60,max_terms=60}}]'],
+            "chains item 0: the prompt has 120 tokens, more than data.max_prompt_tokens = 16",
+        ),
+        (
+            ["eval.interval_steps=5", 'eval.sets=[{name="a",source="reasoning_gym",dataset="nope"}]'],
+            "eval.sets.a: data.dataset = 'nope' is not one of",
+        ),
         (["rollout.engine=recorded", "rollout.recorded_from=/nope"], "/nope holds 0 recorded steps"),
         (["advantage.kind=gae", "critic.path=/nope"], "critic.path = '/nope': there is no folder /nope"),
         (["loss.kl_coef=0.1", "loss.reference_path=/nope"], "loss.reference_path = '/nope': there is no folder"),
@@ -195,3 +210,13 @@ def test_wandb_needs_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 def test_upstream_names_are_read_from_their_sources() -> None:
     assert {"num_layers", "moe_router_topk", "tensor_model_parallel_size"} <= inputs.transformer_settings()
     assert {"mem_fraction_static", "attention_backend", "tp_size"} <= inputs.server_arguments()
+
+
+def test_every_file_of_sources_and_sets_is_read_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And each kind of judge scores a first sample: that of training, and that of an evaluation set."""
+    good, bad = write_rows(tmp_path / "good.jsonl"), write_rows(tmp_path / "bad.jsonl", [*ROWS, "{"])
+    mixed = f'data.sources=[{{name="a",path="{good}"}},{{name="b",path="{bad}"}}]'
+    sets = f'eval.sets=[{{name="c"}},{{name="d",path="{bad}"}},{{name="e",path="{good}"}}]'
+    lines = answer(capsys, mixed, "eval.interval_steps=5", sets)
+    assert [line.split(": ")[0] for line in lines] == [f"{bad}:3", f"{bad}:3"]
+    assert answer(capsys, mixed.replace(bad, good), "eval.interval_steps=5", sets.replace(bad, good)) == []

@@ -37,7 +37,7 @@ def test_check_names_three_mistakes_in_one_answer(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert sorted(done.stderr.splitlines()) == [
-        'bapo: loss.name must be "bapo", "grpo", "gspo", "gmpo", "cispo", "sapo", "sft" or a path like '
+        'bapo: loss.name must be "bapo", "grpo", "gspo", "gmpo", "cispo", "sapo", "m2po", "sft" or a path like '
         '"my_module:my_name", got "ppo" (run.toml)',
         "bapo: no such setting: bapo.rho_0 (run.toml); did you mean bapo.rho0?",
         'bapo: train.num_steps must be a whole number, got "many" (run.toml)',

@@ -9,9 +9,10 @@ import pytest
 
 from bapo_megatron.cli import main
 from bapo_megatron.errors import UserError
-from bapo_megatron.report.compare import MAX_GROUPS, OUTCOMES, compare, outcomes
-from bapo_megatron.report.gallery import PANELS
-from bapo_megatron.report.page import write_comparison
+from bapo_megatron.report.compare import MAX_GROUPS, OUTCOMES, compare, outcome_names, outcomes
+from bapo_megatron.report.gallery import PANELS, with_named
+from bapo_megatron.report.history import read_history
+from bapo_megatron.report.page import write_comparison, write_report
 from tests.unit.page import NUM_SCRIPTS, Page, check_self_contained
 from tests.unit.run_folders import CONFIG, make_run, steps
 
@@ -218,3 +219,52 @@ def test_the_evaluation_of_a_run_has_its_standard_error(tmp_path: Path) -> None:
     rows = [{"step": 1, "eval/reward": 0.5, "eval/reward_stderr": 0.1}, {"step": 2, "reward/mean": 0.0}]
     (group,) = compare([make_run(tmp_path / "a", rows)]).groups
     assert dict(zip(OUTCOMES, outcomes(group.runs), strict=True))["evaluation, last"] == ("0.50", "± 0.10")
+
+
+LISTS = """
+[[eval.sets]]
+name = "aime"
+samples_per_prompt = 2
+[[eval.sets]]
+name = "gsm"
+samples_per_prompt = 1
+[[data.sources]]
+name = "easy"
+[[data.sources]]
+name = "hard"
+"""
+
+
+def test_named_sets_and_mixed_sources_have_figures_and_outcomes(tmp_path: Path) -> None:
+    row = {"step": 2, "reward/mean": 0.5, "data/easy/reward": 0.75, "data/hard/reward": 0.25}
+    for name, reward in (("aime", 0.25), ("gsm", 1.0)):
+        row |= {f"eval/{name}/reward": reward, f"eval/{name}/best_of_group": 1.0, f"eval/{name}/num_samples": 8.0}
+        row |= {f"eval/{name}/reward_stderr": 0.0 if name == "gsm" else 0.1}
+    run = make_run(tmp_path / "a", [{"step": 1, "reward/mean": 0.25}, row], CONFIG + LISTS)
+    plain = make(tmp_path / "b", data_source="chains")
+    history = read_history(run)
+    panels = with_named(PANELS, [history])
+    assert [p.title for p in panels if p.title not in {q.title for q in PANELS}] == [
+        "Reward by source", "Prompts by source", "Evaluation: aime", "Evaluation: gsm",
+    ]  # fmt: skip
+    assert "Evaluation" not in [p.title for p in panels], "there is no set without a name"
+    assert "Evaluation" in [p.title for p in with_named(PANELS, [history, read_history(plain)])]
+    assert with_named(PANELS, [read_history(plain)]) == PANELS
+
+    aime, gsm = (panel.plot(history) for panel in panels if panel.title.startswith("Evaluation"))
+    assert aime is not None
+    assert gsm is not None
+    assert [line.label for line in aime.series] == ["mean reward, 95 % interval", "best of a group"]
+    (line,) = gsm.series  # of single responses, the best is the mean
+    assert line.low is not None
+    assert line.low[1] == pytest.approx(0.676, abs=1e-3), "8 of 8 prompts are right: Wilson's interval"
+
+    comparison = compare([run, plain])
+    assert any("not evaluated alike: eval.sets differ" in warning for warning in comparison.warnings)
+    cells = dict(zip(outcome_names(["aime", "gsm"]), outcomes([history], ["aime", "gsm"]), strict=True))
+    assert cells["aime, last"] == ("0.25", "± 0.10")
+    assert cells["gsm, last"] == ("1.00", "± 0.00")
+    text = Page(write_comparison([run, plain]).read_text()).text
+    assert all(part in text for part in ("aime, last", "gsm, last", "Evaluation: aime", "Reward by source"))
+    text = Page(write_report(run).read_text()).text
+    assert all(part in text for part in ("Evaluation: aime", "Evaluation: gsm", "Reward by source"))

@@ -51,8 +51,24 @@ def message(files: Sequence[Path | str], *overrides: str) -> str:
         ("[optimizer]\nlr = 'fast'", 'optimizer.lr must be a number, got "fast" (run.toml)'),
         (
             "[loss]\nname = 'bap'",
-            'loss.name must be "bapo", "grpo", "gspo", "gmpo", "cispo", "sapo", "sft" or a path like '
+            'loss.name must be "bapo", "grpo", "gspo", "gmpo", "cispo", "sapo", "m2po", "sft" or a path like '
             '"my_module:my_name", got "bap" (run.toml)',
+        ),
+        (
+            "[loss]\nproximal = 'learner'\nimportance_kind = 'mask'\nimportance_floor = 1\nimportance_cap = 1",
+            "loss.importance_floor must be below loss.importance_cap, as masks would leave no weight but exactly 1, "
+            "got 1 (run.toml)",
+        ),
+        ("[loss]\nimportance_floor = 1.5", "loss.importance_floor must be at most 1, got 1.5 (run.toml)"),
+        ("[loss]\nmax_drift = 0", "loss.max_drift must be above 0, got 0 (run.toml)"),
+        (
+            "[loss]\nname = 'm2po'\nmax_second_moment = 0",
+            "loss.max_second_moment must be above 0, got 0 (run.toml)",
+        ),
+        (
+            "[loss]\nclip_low = 0.7\nname = 'm2po'",
+            'loss.clip_low is not a setting of loss.name="m2po", but of loss.name="grpo", loss.name="gspo", '
+            'loss.name="gmpo" and loss.name="cispo" (run.toml)',
         ),
         (
             "[loss]\nclip_high = 1.3",
@@ -106,7 +122,7 @@ def test_all_mistakes_come_at_once_with_their_sources(tmp_path: Path) -> None:
     second = write(tmp_path, "[loss]\nname = 'y'", "second.toml")
     lines = message([first, second], "bapo.rho_0=1", "nonsense").splitlines()
     assert sorted(lines) == [
-        'loss.name must be "bapo", "grpo", "gspo", "gmpo", "cispo", "sapo", "sft" or a path like '
+        'loss.name must be "bapo", "grpo", "gspo", "gmpo", "cispo", "sapo", "m2po", "sft" or a path like '
         '"my_module:my_name", got "y" (second.toml)',
         "no such setting: bapo.rho_0 (override bapo.rho_0=1); did you mean bapo.rho0?",
         "override 'nonsense' is not of the form section.key=value, such as optimizer.lr=3e-4",
@@ -261,3 +277,76 @@ def test_merge_keeps_the_top_and_only_what_it_leaves_alone(base: dict, top: dict
     assert {p: v for p, v in merged.items() if p not in top_before} == {
         p: v for p, v in base_before.items() if p not in clashes
     }
+
+
+LISTS = """
+[data]
+[[data.sources]]
+name = "easy"
+options = { max_terms = 4 }
+weight = 3
+[[data.sources]]
+name = "mine"
+path = "mine.jsonl"
+[eval]
+interval_steps = 5
+[[eval.sets]]
+name = "aime-24"
+path = "aime.parquet"
+format = "math"
+samples_per_prompt = 16
+max_response_tokens = 100
+"""
+
+
+def test_lists_of_tables_are_read_and_written_back(tmp_path: Path) -> None:
+    file = tmp_path / "lists.toml"
+    file.write_text(LISTS)
+    config = load_config([file])
+    assert [(one.name, one.source, one.weight) for one in config.data.sources] == [
+        ("easy", "chains", 3.0),
+        ("mine", "jsonl", 1.0),  # it has a path
+    ]
+    assert [(one.name, one.source, one.num_prompts) for one in config.eval.sets] == [("aime-24", "jsonl", 64)]
+    assert list(config.prompt_sources) == ["data.sources.easy", "data.sources.mine"]
+    assert list(config.eval_sets) == ["eval.sets.aime-24"]
+    assert config.prompt_files == {"data.sources.mine.path": "mine.jsonl", "eval.sets.aime-24.path": "aime.parquet"}
+    assert config.longest_sequence == 512 + 512
+    file.write_text(dump_config(config))
+    assert load_config([file]) == config
+
+
+def test_without_lists_there_is_one_source_and_one_set_without_a_name() -> None:
+    config = load_config(
+        [], ["data.source=jsonl", "data.path=a", "data.format=math", "eval.path=b", "eval.num_prompts=3"]
+    )
+    assert config.prompt_sources == {"data": config.data}
+    (one,) = config.eval_sets.values()
+    assert (one.name, one.source, one.path, one.format, one.num_prompts) == ("", "jsonl", "b", "math", 3)
+    assert one.max_response_tokens is None
+    assert config.prompt_files == {"data.path": "a", "eval.path": "b"}
+    assert config.with_prompts_of(config.data) == config
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ('eval.sets=[{name="a b"}]', 'eval.sets.0.name must match ^[A-Za-z0-9][A-Za-z0-9_-]*$, got "a b"'),
+        ("eval.sets=[{num_prompts=3}]", "eval.sets.0.name is missing"),
+        ('eval.sets=[{name="a"},{name="a"}]', 'eval.sets must have different names; "a" is there twice'),
+        ('data.sources=[{name="a-b"},{name="a_b"}]', 'names that differ in more than "-" and "_", not "a-b" and "a_b"'),
+        ("eval.sets=3", "eval.sets must be a list, got 3"),
+        ('eval.sets=["x"]', 'eval.sets.0 must be a table, got "x"'),
+        ('eval.sets=[{name="a",samples=3}]', "no such setting: eval.sets.0.samples (override"),
+        ('eval.sets=[{name="a",samples=3}]', "did you mean eval.sets.0.samples_per_prompt?"),
+        ('eval.sets=[{name="a",bogus=3}]', "no such setting: eval.sets.0.bogus"),
+        ('data.sources=[{name="a",weight=-1}]', "data.sources.0.weight must be above 0, got -1"),
+        ('data.sources=[{name="a",weight=0}]', "data.sources.0.weight must be above 0, got 0"),
+        ('data.sources=[{name="a",weight=inf}]', "data.sources.0.weight must be"),
+    ],
+)
+def test_a_wrong_entry_is_named(setting: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([], [setting])
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)

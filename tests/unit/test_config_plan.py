@@ -1,9 +1,13 @@
 """Checks across sections: each names the numbers and something that works."""
 
+from dataclasses import replace
+
 import pytest
 
+from bapo_megatron.config.engines import ENGINES
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.plan import check, summarize
+from bapo_megatron.errors import ConfigError
 
 HF_CONFIG = {
     "model_type": "llama",
@@ -49,10 +53,37 @@ def messages(*overrides: str) -> list[str]:
         ("rollout.engine=sglang sglang.extra.port=1", ["sglang.extra.port", "attach"]),
         ("data.source=jsonl", ["data.path"]),
         ("data.source=reasoning_gym", ["data.dataset"]),
+        ('data.sources=[{name="a"}] data.path=p.jsonl', ["data.path=p.jsonl names a file besides data.sources"]),
+        ('data.sources=[{name="a",source="jsonl"}]', ['data.sources.a.source="jsonl" needs data.sources.a.path']),
+        ('data.sources=[{name="a",source="chains",path="p"}]', ['data.sources.a.path=p has no effect with source="ch']),
+        ('data.sources=[{name="a"}] data.size=5', ["data.size=5 has no effect without data.sources=[]"]),
+        ('data.sources=[{name="a"}] eval.interval_steps=5', ["with data.sources needs eval.sets"]),
+        ('reward.kind=code data.sources=[{name="a"}]', ["data.sources.a.source='chains' has none"]),
+        ('eval.interval_steps=5 eval.sets=[{name="a",source="reasoning_gym"}]', ["needs eval.sets.a.dataset"]),
+        ('eval.sets=[{name="a"}]', ["eval.sets=", "has no effect without eval.interval_steps"]),
+        (
+            'eval.interval_steps=5 eval.sets=[{name="a"}] eval.path=p eval.num_prompts=3',
+            ['eval.path="p", eval.num_prompts=3 have no effect without eval.sets=[]'],
+        ),
+        (
+            'eval.interval_steps=5 eval.sets=[{name="a",max_response_tokens=900}] rollout.engine_max_context=1100',
+            ["eval.sets.a.max_response_tokens + data.max_prompt_tokens = 900 + 512 = 1412", "engine_max_context=1100"],
+        ),
+        (
+            'eval.interval_steps=5 eval.sets=[{name="a",max_response_tokens=1600}]',
+            ["of eval.sets = 2112", "max_position_embeddings=2048", "set max_response_tokens=1536 there"],
+        ),
         ("rollout.max_staleness=2 train.minibatches_per_step=4", ["max_staleness=2", "up to 3", "max_staleness=3"]),
         ("rollout.max_response_tokens=2000", ["512 + 2000 = 2512", "2048", "data.max_prompt_tokens=48"]),
         ("rollout.max_response_tokens=4096", ["max_prompt_tokens=1024 and rollout.max_response_tokens=1024"]),
         ("reward.overlong_penalty=1 reward.overlong_buffer_tokens=600", ["600", "512", "buffer_tokens=102"]),
+        ("loss.name=gspo bapo.rho0=0.4", ["bapo.rho0=0.4 has no effect", 'loss.name="bapo"', "mean over a response"]),
+        ("loss.name=gmpo bapo.scope=lagged", ['bapo.scope="lagged" has no effect', 'loss.name="bapo"', "gmpo"]),
+        (
+            "loss.importance_kind=mask loss.importance_level=sequence",
+            ['importance_kind="mask"', 'without loss.proximal="learner" (the ratio', "leave them out"],
+        ),
+        ("loss.importance_cap=3", ["loss.importance_cap=3.0 has no effect", 'loss.proximal="learner"']),
         ("reward.overlong_buffer_tokens=60", ["has no effect without reward.overlong_penalty=1"]),
         ("reward.overlong_penalty=1 rollout.truncated=mask", ['truncated="mask"', "overlong_penalty=1", '"keep"']),
         ("rollout.keep_group=informative rollout.samples_per_prompt=2", ["most groups", "samples_per_prompt=8"]),
@@ -156,6 +187,46 @@ def test_a_share_of_memory_is_between_0_and_1(value: str) -> None:
     (message,) = messages("rollout.engine=sglang", f"sglang.extra.mem_fraction_static={value}")
     assert "is not a share of a GPU's memory" in message
     assert messages("rollout.engine=sglang", "sglang.extra.mem_fraction_static=0.8") == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["rollout.engine=sglang", "rollout.top_p=0.9"], "rollout.top_p=0.9: the SGLang server returns log-probs of"),
+        (["rollout.engine=sglang", "rollout.top_k=4097"], "rollout.top_k, such as rollout.top_k=1024"),
+        (["rollout.engine=sglang", "eval.interval_steps=1", "eval.top_p=0.9"], "set eval.top_k, such as"),
+        (["rollout.top_k=3"], 'set loss.proximal="learner" to clip changes only'),
+        (["rollout.top_p=0.9", "loss.name=gspo"], 'set loss.proximal="learner" to clip changes only'),
+    ],
+)
+def test_a_cut_needs_its_log_probs_and_another_ratio(settings: list[str], message: str) -> None:
+    assert any(message in found for found in messages(*settings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["rollout.top_p=0.9", "loss.proximal=learner", "train.minibatches_per_step=2"],
+        ["rollout.engine=sglang", "rollout.top_p=0.9", "rollout.top_k=1024", "loss.name=sft"],
+        ["rollout.engine=attach", 'rollout.urls=["http://127.0.0.1:1"]', "rollout.top_k=9", "loss.name=sft"],
+        ["eval.interval_steps=1", "eval.top_p=0.9"],
+    ],
+)
+def test_a_cut_that_is_fine(settings: list[str]) -> None:
+    assert messages(*settings) == []
+
+
+def test_an_engine_without_log_probs_of_a_cut_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENGINES, "embedded", replace(ENGINES["embedded"], cuts=False))
+    (message,) = messages("rollout.top_p=0.9", "loss.name=sft")
+    assert message.startswith("rollout.top_p=0.9: the embedded engine does not return log-probs of the distribution")
+
+
+@pytest.mark.parametrize("setting", ["top_p=0", "top_p=1.01", "top_p=nan", "top_k=0", "top_k=-1", "top_k=1.5"])
+@pytest.mark.parametrize("section", ["rollout", "eval"])
+def test_a_cut_that_cannot_be(section: str, setting: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{section}\.{setting.partition('=')[0]}"):
+        load_config([], [f"{section}.{setting}"])
 
 
 def test_a_hang_timeout_leaves_time_for_a_weight_update() -> None:

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from bapo_megatron.monitor.console import Console, Screen, columns_of, fit, heading, row_of
+from bapo_megatron.monitor.summary import evaluation_lines
 from bapo_megatron.runtime.heartbeat import TRAINER, Heartbeat
 
 STEP = {
@@ -187,3 +188,19 @@ def test_a_run_without_a_step_says_so() -> None:
     stream = io.StringIO()
     Console("lines", 20, stream=stream).summary()
     assert stream.getvalue() == "no step was trained\n"
+
+
+def test_every_evaluation_set_has_a_line() -> None:
+    unnamed = {"eval/reward": 0.5, "eval/reward_stderr": 0.041, "eval/best_of_group": 0.75}
+    assert evaluation_lines(STEP, "after step 12") == []
+    assert evaluation_lines(STEP | unnamed, "after step 12") == ["evaluation after step 12: reward 0.500 ± 0.041"]
+    aime = {f"eval/aime-24/{key.removeprefix('eval/')}": value for key, value in unnamed.items()}
+    aime |= {"eval/aime-24/response_tokens_mean": 812.3, "eval/aime-24/truncated_share": 0.04}
+    one = {"eval/one/reward": 1.0, "eval/one/reward_stderr": math.nan, "eval/one/best_of_group": 1.0}
+    stream = io.StringIO()
+    Console("lines", 20, stream=stream).step(STEP | aime | one)
+    lines = [line for line in stream.getvalue().splitlines() if "evaluation" in line]
+    assert [line.partition("evaluation ")[2] for line in lines] == [
+        "after step 12, aime-24: reward 0.500 ± 0.041, best of a group 0.750, 812 tokens, 4% cut off",
+        "after step 12, one: reward 1.000, best of a group 1.000, - tokens, - cut off",
+    ]

@@ -323,12 +323,14 @@ def test_an_engine_that_does_not_answer(taken_port: int) -> None:
                 f'rollout.urls=["http://127.0.0.1:{port}", "http://127.0.0.1:{taken_port}"]',
                 "data.source=jsonl",
                 "data.path=no/such/file.jsonl",
+                'eval.sets=[{name="a",path="no/such/set.jsonl"}]',
             ],
         )
         found = list(examine_needs(config))
     by_name = [(f.name, f.verdict) for f in found]
-    assert by_name == [("model", "ok"), ("data.path", "error"), ("engine", "error"), ("engine", "ok")]
-    assert str(port) in found[2].what
+    files = [("data.path", "error"), ("eval.sets.a.path", "error")]
+    assert by_name == [("model", "ok"), *files, ("engine", "error"), ("engine", "ok")]
+    assert str(port) in found[3].what
 
 
 @pytest.mark.parametrize("url", ["http://h:99999", "http://h:port", "h:30000", "http://[::1", "http://a..b:30000"])

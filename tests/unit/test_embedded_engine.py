@@ -1,4 +1,5 @@
-"""What the embedded engine samples depends on the requests of one call and the weights, and on nothing before."""
+"""What the embedded engine samples depends on the requests of one call and the weights, and on nothing before; a
+request that continues an earlier one finds what that one left in the cache."""
 
 import asyncio
 import json
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.engines.embedded import protocol
-from bapo_megatron.engines.embedded.engine import BatchingEngine
+from bapo_megatron.engines.embedded.engine import BatchingEngine, Sequence
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
 from bapo_megatron.engines.embedded.server import Server
@@ -77,6 +78,106 @@ def test_log_probs_do_not_depend_on_what_was_served_before(model: Model) -> None
     finally:
         stop(fresh)
         stop(used)
+
+
+def test_a_request_that_continues_another_needs_no_prefill(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rounds, as a partial rollout: the same tokens as in one go, while other requests end and free their rows."""
+    prefilled: list[tuple[int, int]] = []
+    prefill = model.prefill
+    monkeypatch.setattr(model, "prefill", lambda ids, *a: prefilled.append(tuple(ids.shape)) or prefill(ids, *a))
+    engine = BatchingEngine(model, max_running=32, max_context=64)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(2, 16) for _ in range(rng.randrange(4, 12))] for _ in range(12)]
+
+    def grow(ids: list[list[int]], num_tokens: int) -> list[Sequence]:
+        params = [SamplingParams(max_new_tokens=num_tokens, sampling_seed=i, ignore_eos=True) for i in range(12)]
+        sequences = [engine.new_sequence(str(i), tokens, params[i]) for i, tokens in enumerate(ids)]
+        engine.submit(sequences)
+        for sequence in sequences:
+            sequence.done.result(60)
+        return sequences
+
+    try:
+        whole = grow(prompts, 24)
+        engine.call(engine.flush_cache).result(10)
+        prefilled.clear()
+        ids = prompts
+        logprobs: list[list[float]] = [[] for _ in prompts]
+        for num_tokens in (5, 1, 18):
+            num_rows = sum(count for count, _ in prefilled)
+            sequences = grow(ids, num_tokens)
+            if ids is not prompts:
+                assert sum(count for count, _ in prefilled) == num_rows, "nothing is computed again"
+                assert [s.num_cached_tokens for s in sequences] == [len(tokens) - 1 for tokens in ids]
+            ids = [s.token_ids for s in sequences]
+            for kept, sequence in zip(logprobs, sequences, strict=True):
+                kept += sequence.logprobs
+        assert ids == [s.token_ids for s in whole]
+        for kept, sequence in zip(logprobs, whole, strict=True):
+            assert kept == pytest.approx(sequence.logprobs, abs=1e-5)
+        engine.call(lambda: engine.set_weights([])).result(10)
+        engine.call(lambda: engine.publish("1")).result(10)
+        assert not any(s.num_cached_tokens for s in grow(ids, 1)), "other weights"
+    finally:
+        stop(engine)
+
+
+def test_rows_that_are_needed_are_taken_from_what_could_be_continued(model: Model) -> None:
+    """Also aborted requests leave something; the next ones move into rows of others, and take them over."""
+    engine = BatchingEngine(model, max_running=8, max_context=64)
+    rng = random.Random(1)
+
+    def submit(ids: list[list[int]], num_tokens: int, abort_after: int | None = None) -> list[Sequence]:
+        params = SamplingParams(temperature=0.0, max_new_tokens=num_tokens, ignore_eos=True)
+        sequences = [engine.new_sequence(str(rng.random()), tokens, params) for tokens in ids]
+
+        def abort() -> None:
+            if len(sequences[0].output_ids) == abort_after:
+                engine.call(lambda: engine.abort(None))  # before the next token
+
+        sequences[0].on_token = abort
+        engine.submit(sequences)
+        return sequences
+
+    def results(sequences: list[Sequence]) -> list[list[int]]:
+        return [s.done.result(60).token_ids for s in sequences]
+
+    try:
+        prompts = sorted([rng.randrange(2, 16) for _ in range(6)] for _ in range(8))  # in the order of their rows
+        whole = results(submit(prompts, 40))
+        engine.call(engine.flush_cache).result(10)
+        begun = results(submit(prompts, 3))
+        others = [[rng.randrange(2, 16) for _ in range(7)] for _ in range(3)]
+        results(submit(others, 2))
+        mixed = submit([begun[7], others[0], begun[2], begun[5]], 9)
+        grown = results(mixed)
+        assert [s.num_cached_tokens > 0 for s in mixed] == [True, False, False, True], "rows 0 to 2 were taken"
+        assert [grown[0], grown[2], grown[3]] == [whole[i][:18] for i in (7, 2, 5)]
+        cut = results(submit([grown[3], grown[0]], 28, abort_after=5))
+        assert [len(ids) for ids in cut] == [23, 23]
+        rest = submit(cut, 23)
+        assert results(rest) == [whole[5], whole[7]]
+        assert [s.num_cached_tokens for s in rest] == [22, 22]
+    finally:
+        stop(engine)
+
+
+def test_samples_of_one_prompt_share_its_prefill(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+    prefill = model.prefill
+    monkeypatch.setattr(model, "prefill", lambda ids, *a: shapes.append(tuple(ids.shape)) or prefill(ids, *a))
+    engine = BatchingEngine(model, max_running=16, max_context=64)
+    try:
+        prompts = [[3, 4, 5, 6], [3, 4, 5, 7], [3, 4, 5]]
+        asked = [(prompts[i % 3], SamplingParams(max_new_tokens=12, sampling_seed=i)) for i in range(15)]
+        together = serve(engine, asked)
+        assert shapes == [(3, 4)]
+        for request, (ids, logprobs) in zip(asked, together, strict=True):
+            ((alone, alone_logprobs),) = serve(engine, [request])
+            assert ids == alone
+            assert logprobs == pytest.approx(alone_logprobs, abs=1e-5)
+    finally:
+        stop(engine)
 
 
 def test_a_server_whose_engine_fails_answers_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

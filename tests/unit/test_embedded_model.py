@@ -102,7 +102,7 @@ def test_a_moved_row_goes_on_as_before(tmp_path: Path) -> None:
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
     model.prefill(ids, torch.tensor([4, 4]), cache, 0)
     expected = model.decode(torch.tensor([1, 2]), torch.tensor([4, 4]), cache)[1]
-    cache.move(1, 0, 4)
+    cache.arrange([0], [1], 4)
     torch.testing.assert_close(model.decode(torch.tensor([2]), torch.tensor([4]), cache)[0], expected)
 
 

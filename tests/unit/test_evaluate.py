@@ -4,6 +4,7 @@ import asyncio
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -27,29 +28,35 @@ PROMPTS = [Prompt(i, (1, 2, i % 7), "", "", "test") for i in range(5)]
 def evaluator(*engines: ScriptedEngine, **settings: Any) -> Evaluator:
     config = Config.model_validate(
         {
-            "eval": {"samples_per_prompt": 2, "temperature": 0.5},
-            "rollout": {"max_response_tokens": 16, "tokens_per_round": 3, "max_retries": 0, **settings},
+            "eval": {"samples_per_prompt": 2, "temperature": 0.5, "top_k": 20},
+            "rollout": {"max_response_tokens": 16, "tokens_per_round": 3, "max_retries": 0, "top_p": 0.9, **settings},
         }
     )
 
-    return Evaluator(config, EnginePool(engines), PROMPTS, (STOP,))  # type: ignore[arg-type]
+    return Evaluator(config, EnginePool(engines), [(config.unnamed_eval_set, PROMPTS)], (STOP,))  # type: ignore[arg-type]
 
 
-def test_every_response_is_whole_and_at_the_evaluations_temperature() -> None:
+def ask(asked: Evaluator, version: int) -> list[Trajectory]:
+    """Return the responses of the only set."""
+    (samples,) = asyncio.run(asked.sample(version)).values()
+    return samples
+
+
+def test_every_response_is_whole_and_sampled_as_the_evaluation_says() -> None:
     engine = ScriptedEngine()
     engine.version = 3
-    samples = asyncio.run(evaluator(engine).sample(3))
+    samples = ask(evaluator(engine), 3)
     assert len({t.sample_id for t in samples}) == 10
     assert all(t.finish_reason for t in samples)
-    assert {r.temperature for r in engine.requests} == {0.5}
+    assert {(r.temperature, r.top_p, r.top_k) for r in engine.requests} == {(0.5, 1.0, 20)}
     assert len(engine.requests) == 10, "in one piece, whatever the budget of training"
 
 
 def test_a_failing_engine_leaves_its_part_to_the_others_and_aborts_are_made_good() -> None:
-    whole = asyncio.run(evaluator(ScriptedEngine()).sample(0))
+    whole = ask(evaluator(ScriptedEngine()), 0)
     bad, chaotic = ScriptedEngine(url="http://bad"), ScriptedEngine(random.Random(1), url="http://chaotic")
     bad.failures = 9
-    samples = asyncio.run(evaluator(bad, chaotic).sample(0))
+    samples = ask(evaluator(bad, chaotic), 0)
     assert {t.sample_id: t.response_ids for t in samples} == {t.sample_id: t.response_ids for t in whole}
 
 
@@ -72,7 +79,7 @@ def test_when_the_last_engine_is_back_the_evaluation_asks_for_a_push_and_goes_on
                 raise EngineError(f"{self.url}: connection refused")
             return await super().generate_many(requests)
 
-    whole = asyncio.run(evaluator(ScriptedEngine()).sample(0))
+    whole = ask(evaluator(ScriptedEngine()), 0)
     first, second = FailsOnce("http://first", call=2), FailsOnce("http://second", call=1)
     asked = evaluator(first, second)
     made = rollouts(loop, asked, Judge(0))
@@ -85,11 +92,62 @@ def test_when_the_last_engine_is_back_the_evaluation_asks_for_a_push_and_goes_on
     watch.cancel()
     for engine in (first, second):
         asked._pool.admit(engine)  # type: ignore[arg-type]
-    samples = loop.run(asked.sample(0), 60)
+    (samples,) = loop.run(asked.sample(0), 60).values()
     assert {t.sample_id: t.response_ids for t in samples} == {t.sample_id: t.response_ids for t in whole}
     assert len(first.requests) + len(second.requests) == 10, "what was answered is not asked again"
     assert (made.evaluate(0) or {})["eval/num_samples"] == 10
     assert len(first.requests) + len(second.requests) == 20, "a new evaluation begins anew"
+
+
+SETS = {
+    "short": {"name": "short", "samples_per_prompt": 2, "temperature": 0.5, "max_response_tokens": 4},
+    "many": {"name": "many", "samples_per_prompt": 3},
+}
+
+
+def evaluator_of_sets(*engines: ScriptedEngine, names: Sequence[str] = tuple(SETS)) -> Evaluator:
+    rollout = {"max_response_tokens": 16, "max_retries": 0}
+    config = Config.model_validate({"eval": {"sets": tuple(SETS[name] for name in names)}, "rollout": rollout})
+    prompts = {"short": PROMPTS, "many": PROMPTS[:2]}
+    sets = [(one, prompts[one.name]) for one in config.eval.sets]
+    return Evaluator(config, EnginePool(engines), sets, (STOP,))  # type: ignore[arg-type]
+
+
+def test_sets_are_asked_together_each_with_its_own_settings() -> None:
+    engine = ScriptedEngine()
+    samples = asyncio.run(evaluator_of_sets(engine).sample(0))
+    assert {name: len(of_set) for name, of_set in samples.items()} == {"short": 10, "many": 6}
+    assert Counter((r.temperature, r.max_new_tokens) for r in engine.requests) == {(0.5, 4): 10, (1.0, 16): 6}
+    assert max(t.num_response_tokens for t in samples["short"]) <= 4
+    assert len({t.sample_id for of_set in samples.values() for t in of_set}) == 16
+    (alone,) = asyncio.run(evaluator_of_sets(ScriptedEngine(), names=["many"]).sample(0)).values()
+    assert [t.response_ids for t in alone] == [t.response_ids for t in samples["many"]], "whatever other sets there are"
+
+
+def test_an_engine_lost_in_the_middle_costs_no_set_its_answers(loop: LoopThread) -> None:
+    class Loses(ScriptedEngine):
+        """Answers the first call, and is lost in the second."""
+
+        num_calls = 0
+
+        async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
+            self.num_calls += 1
+            if self.num_calls == 2:
+                raise EngineError(f"{self.url}: connection refused")
+            return await super().generate_many(requests)
+
+    whole = asyncio.run(evaluator_of_sets(ScriptedEngine()).sample(0))
+    engine = Loses()
+    asked = evaluator_of_sets(engine)
+    with pytest.raises(NoEngineLeftError):
+        loop.run(asked.sample(0), 60)
+    num_answered = len(engine.requests)
+    assert num_answered in (10, 6), "one set's call was answered"
+    asked._pool.admit(engine)  # type: ignore[arg-type]
+    samples = loop.run(asked.sample(0), 60)
+    assert len(engine.requests) == 16, "what was answered is not asked again"
+    for name, of_set in samples.items():
+        assert [t.response_ids for t in of_set] == [t.response_ids for t in whole[name]]
 
 
 class Judge:
@@ -117,7 +175,7 @@ def rollouts(loop: LoopThread, asked: Evaluator, judge: Judge) -> RolloutManager
     engines: Any = SimpleNamespace(loop=loop, pool=asked._pool)
     judged: Any = manager.Judge(judge, judge)  # type: ignore[arg-type]
     unused: Any = None
-    evaluation = manager.Evaluation(asked, judged)
+    evaluation = manager.Evaluation(asked, {"": judged})
     return RolloutManager(Config(), engines, unused, unused, unused, unused, evaluation)
 
 
@@ -156,3 +214,15 @@ def test_metrics_by_hand() -> None:
         "eval/truncated_share": 0.25,
         "eval/num_samples": 4.0,
     }
+
+
+def test_each_set_has_its_judge_and_its_metrics(loop: LoopThread) -> None:
+    engine = ScriptedEngine()
+    asked = evaluator_of_sets(engine)
+    made = rollouts(loop, asked, Judge(0))
+    assert made.evaluation is not None
+    made.evaluation.judges = dict.fromkeys(SETS, made.evaluation.judges[""])
+    metrics = made.evaluate(0) or {}
+    assert {key.split("/")[1] for key in metrics} == set(SETS)
+    assert (metrics["eval/short/reward"], metrics["eval/many/reward"]) == (0.2, 0.5), "one of five prompts, one of two"
+    assert metrics["eval/many/num_samples"] == 6

@@ -17,6 +17,7 @@ from bapo_megatron.engines import sglang
 from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.learner.adam import AdamState
 from bapo_megatron.learner.model import PolicyModel
+from bapo_megatron.runtime import environment
 from bapo_megatron.runtime.environment import TRAINER_VARIABLES, nccl_variables, trainer_variables
 from bapo_megatron.runtime.heartbeat import HEARTBEAT
 
@@ -46,7 +47,16 @@ def test_trainer_and_engines_get_the_same_of_nccl(extra: dict[str, bool], values
     assert of_engine(**extra) == same
     trainer = trainer_variables(extra)
     assert {name: trainer[name] for name in same} == same
-    assert trainer.keys() - same.keys() == TRAINER_VARIABLES.keys()
+    assert trainer.keys() - same.keys() - {"TORCHDYNAMO_DISABLE"} == TRAINER_VARIABLES.keys()
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_the_compiler_is_for_gpus(monkeypatch: pytest.MonkeyPatch, has_gpu: bool) -> None:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    monkeypatch.setattr(environment, "has_gpu_driver", lambda: has_gpu)
+    assert trainer_variables({}).get("TORCHDYNAMO_DISABLE") == (None if has_gpu else "1")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    assert trainer_variables({}).get("TORCHDYNAMO_DISABLE") == (None if has_gpu else "0")
 
 
 def test_the_user_decides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.metrics import METRICS, page, reduce_updates
+from bapo_megatron.metrics import FAMILIES, METRICS, declared, page, reduce_updates
 from bapo_megatron.monitor.record import sample_record
 from bapo_megatron.monitor.rundir import read_metrics
 from bapo_megatron.monitor.summary import count, duration, find_problems, summarize
@@ -34,7 +34,15 @@ def test_the_page_is_current_and_describes_exactly_the_declared_metrics() -> Non
     ages = ["age_0", "age_1_3", "age_4_up"]
     bins = [f"p{b}0" for b in range(10)]  # of probabilities: pNN in the table stands for all of them
     names = {(name.replace("pNN", b).replace("AGE", age), unit) for name, unit in rows for b in bins for age in ages}
-    assert names == {(name, metric.unit) for name, metric in METRICS.items()}
+    assert names == {(name, metric.unit) for name, metric in (METRICS | FAMILIES).items()}
+
+
+def test_a_metric_of_something_that_the_settings_name_has_the_declaration_of_its_family() -> None:
+    metric = declared("eval/aime-24/truncated_share")
+    assert metric is not None
+    assert (metric.key, metric.unit) == ("eval/aime-24/truncated_share", "share")
+    assert declared("reward/mean") is METRICS["reward/mean"]
+    assert declared("eval/aime/nothing") is declared("nothing") is declared("data/a/b/reward") is None
 
 
 def test_a_metric_that_is_not_declared_is_averaged_over_the_updates() -> None:

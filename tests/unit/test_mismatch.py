@@ -125,6 +125,7 @@ def test_the_default_limit_fits_the_type():
     monitor = Config().monitor
     assert monitor.mismatch_limit("float32") == 1e-3
     assert monitor.mismatch_limit("bfloat16") == 0.05
+    assert monitor.mismatch_limit("float32", is_cut=True) == math.inf
 
 
 def test_the_console_warns_at_once_and_only_once_and_the_summary_counts():

@@ -88,6 +88,7 @@ def test_attention_counts_each_pair_of_tokens_once() -> None:
         ("bapo.scope=lagged", 0),
         ("bapo.scope=microbatch", 0),
         ("train.schedule=interleaved", 1),
+        ("train.schedule=interleaved loss.name=m2po", 1),
         ("train.schedule=forwards_first", 0),
         ("train.schedule=interleaved train.epochs_per_step=3", 3),
         ("train.schedule=interleaved loss.proximal=learner loss.kl_coef=0.1", 3),

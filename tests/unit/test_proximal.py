@@ -1,6 +1,7 @@
 """The decoupled objective (loss.proximal = "learner"): loss, gradient and bound search against the formula."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.algorithms.clip_bounds import contribution_table
-from bapo_megatron.algorithms.losses import LossInputs, clipped_policy_loss, importance_ratio, ratio_and_weight
+from bapo_megatron.algorithms.losses import (
+    LOSSES,
+    LossInputs,
+    clipped_policy_loss,
+    importance_ratio,
+    token_ratios,
+)
 from bapo_megatron.buffer.packing import Share, minibatches
-from bapo_megatron.config.schema_loss import BapoLoss, ClipBoundConfig
+from bapo_megatron.config.schema_loss import LOSS_SECTIONS, BapoLoss, ClipBoundConfig, GrpoLoss, RatioLoss
 from bapo_megatron.types import Batch, ClipBounds
 from tests.unit.loss_inputs import loss_inputs, positive_share, sums_of
 
@@ -103,18 +110,136 @@ def test_the_search_counts_the_masses_of_the_loss(tokens):
         replace(inputs, bounds=ClipBounds(LOW, 1.2, 0, False, 0)), BapoLoss(importance_cap=CAP)
     )
     result.loss_R.sum().backward()
-    ratio_R, weight_R = ratio_and_weight(inputs.batch, inputs.log_probs_R.detach(), CAP)
+    ratios = token_ratios(inputs.batch, inputs.log_probs_R.detach(), BapoLoss(importance_cap=CAP))
     gradient_R = -inputs.log_probs_R.grad
     for contribution, part_R in (("gradient", gradient_R), ("surrogate", -result.loss_R.detach())):
         config = ClipBoundConfig(contribution=contribution)
         table = contribution_table(
-            ratio_R, inputs.batch.advantages_R, inputs.batch.mask_R, None, config, weights=weight_R
+            ratios.ratio_R, inputs.batch.advantages_R, inputs.batch.mask_R, None, config, weights=ratios.weight_R
         )
         positive, negative = float(table[0]), float(table[len(config.high.points)])
         assert positive == pytest.approx(float(part_R.clamp(min=0).sum()), rel=1e-6, abs=1e-9)
         assert negative == pytest.approx(-float(part_R.clamp(max=0).sum()), rel=1e-6, abs=1e-9)
         if positive + negative > 1e-6:
             assert positive_share(table, config, LOW, 1.2) == pytest.approx(positive / (positive + negative))
+
+
+CORRECTIONS = [
+    {"importance_kind": kind, "importance_level": level, "importance_floor": floor, "importance_cap": cap}
+    for kind in ("truncate", "mask")
+    for level in ("token", "sequence")
+    for floor, cap in ((0.0, 2.0), (0.5, 5.0))
+]
+responses = st.lists(
+    st.lists(st.tuples(st.floats(-2, 2), st.floats(-2, 2), st.sampled_from([-1.5, 0.0, 0.7])), min_size=1, max_size=4),
+    min_size=1,
+    max_size=4,
+)
+
+
+def literal_weights(
+    config: RatioLoss,
+    log_weights: Sequence[float],
+    drifts: Sequence[float],
+    advantages: Sequence[float],
+    sequence: Sequence[int],
+) -> list[float]:
+    """w of every trained token, from log(pi_prox / pi_behaviour) and log(pi_behaviour / pi)."""
+    weights = []
+    for i, s in enumerate(sequence):
+        mine = [j for j, other in enumerate(sequence) if other == s]
+        weight = math.exp(log_weights[i])
+        if config.importance_level == "sequence":
+            weight = math.exp(max(-20.0, min(20.0, sum(log_weights[j] for j in mine))))
+        if config.importance_kind == "truncate":
+            weight = min(max(weight, config.importance_floor), config.importance_cap)
+        elif not config.importance_floor <= weight <= config.importance_cap:
+            weight = 0.0
+        drift = sum(drifts[j] for j in mine) / len(mine)
+        is_masked = config.max_drift is not None and advantages[i] < 0 and drift > config.max_drift
+        weights.append(0.0 if is_masked else weight)
+    return weights
+
+
+def corrected_inputs(responses: list[list[tuple[float, float, float]]]) -> LossInputs:
+    inputs = make_inputs([token for tokens in responses for token in tokens])
+    sequence_R = torch.arange(len(responses)).repeat_interleave(torch.tensor([len(x) for x in responses]))
+    cu_seqlens_S1 = torch.tensor([0, *(len(x) for x in responses)]).cumsum(0).int()
+    return replace(inputs, batch=replace(inputs.batch, sequence_R=sequence_R, cu_seqlens_S1=cu_seqlens_S1))
+
+
+def weights_of(inputs: LossInputs, config: RatioLoss) -> list[float]:
+    batch, log_probs_R = inputs.batch, inputs.log_probs_R.detach()
+    assert batch.proximal_logprobs_R is not None
+    log_weights = (batch.proximal_logprobs_R - batch.behaviour_logprobs_R).tolist()
+    drifts = (batch.behaviour_logprobs_R - log_probs_R).tolist()
+    return literal_weights(config, log_weights, drifts, batch.advantages_R.tolist(), batch.sequence_R.tolist())
+
+
+@settings(max_examples=80, deadline=None)
+@given(responses=responses, correction=st.sampled_from(CORRECTIONS), max_drift=st.sampled_from([None, 0.3123]))
+def test_every_correction_equals_its_formula(responses, correction, max_drift):
+    config = GrpoLoss.model_validate({"proximal": "learner", "max_drift": max_drift} | correction)
+    inputs = corrected_inputs(responses)
+    weights = weights_of(inputs, config)
+    result = clipped_policy_loss(inputs, config)
+    expected = []
+    for (log_ratio, _, advantage), weight in zip([x for tokens in responses for x in tokens], weights, strict=True):
+        expected.append(weight * literal_loss(log_ratio, 0.0, advantage))
+    assert result.loss_R.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert result.weight_R.tolist() == pytest.approx(weights, rel=1e-9, abs=1e-12)
+    plain = clipped_policy_loss(inputs, GrpoLoss(proximal="learner", importance_cap=1.0, importance_floor=1.0))
+    (gradient_R,) = torch.autograd.grad(result.loss_R.sum(), inputs.log_probs_R)
+    (plain_R,) = torch.autograd.grad(plain.loss_R.sum(), inputs.log_probs_R)
+    assert gradient_R.tolist() == pytest.approx((plain_R * result.weight_R).tolist(), rel=1e-9, abs=1e-12)
+    assert (result.drifted_R is None) == (max_drift is None)
+
+
+@settings(max_examples=30, deadline=None)
+@given(responses=responses, correction=st.sampled_from(CORRECTIONS))
+def test_the_search_and_other_losses_weight_a_token_alike(responses, correction):
+    options = {"proximal": "learner", "max_drift": 0.3123} | correction
+    inputs = corrected_inputs(responses)
+    batch, ones = inputs.batch, {"proximal": "learner", "importance_floor": 1.0, "importance_cap": 1.0}
+    ratios = token_ratios(batch, inputs.log_probs_R.detach(), BapoLoss.model_validate(options))
+    weights_R = torch.tensor(weights_of(inputs, BapoLoss.model_validate(options)), dtype=torch.float64)
+    config = ClipBoundConfig(contribution="surrogate")
+    found, want = (
+        contribution_table(ratios.ratio_R, batch.advantages_R, batch.mask_R, None, config, weights=x)
+        for x in (ratios.weight_R, weights_R)
+    )
+    torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-12)
+    for name in ("gspo", "gmpo", "cispo", "sapo", "m2po"):
+        section, loss = LOSS_SECTIONS[name], LOSSES[name]
+        plain_R = loss(inputs, section.model_validate({"name": name} | ones)).loss_R
+        weighted_R = loss(inputs, section.model_validate({"name": name} | options)).loss_R
+        torch.testing.assert_close(weighted_R, plain_R * weights_R, rtol=1e-9, atol=1e-12)
+
+
+def test_sums_over_context_ranks_make_the_weights_of_a_response():
+    """Two ranks hold the tokens of the responses in turn, one of them none of the last response."""
+    tokens = [[(0.5, 0.9, -1.0), (0.1, -0.2, -1.0), (0.4, 0.3, -1.0)], [(-0.9, 0.1, -1.0), (-0.3, 0.6, -1.0)]]
+    options = {"proximal": "learner", "importance_level": "sequence", "importance_cap": 9.0, "max_drift": 0.2}
+    config = GrpoLoss.model_validate(options)
+    whole = corrected_inputs(tokens)
+    want = token_ratios(whole.batch, whole.log_probs_R, config)
+    assert want.drifted_R.tolist() == [False] * 3 + [True] * 2
+    assert want.weight_R.unique().numel() == 2
+    tables, ranks = {}, torch.tensor([0, 1, 0, 0, 0])
+    columns = ("sequence_R", "advantages_R", "behaviour_logprobs_R", "mask_R", "proximal_logprobs_R")
+    parts = [
+        (replace(whole.batch, **{name: getattr(whole.batch, name)[ranks == r] for name in columns}), ranks == r)
+        for r in range(2)
+    ]
+    for rank, (batch, mine_R) in enumerate(parts):
+        tables[rank] = []
+        token_ratios(batch, whole.log_probs_R[mine_R], config, lambda t, to=tables[rank]: to.append(t) or t)
+    assert len(tables[0]) == len(tables[1]) == 2
+    for batch, mine_R in parts:
+        sums = iter(a + b for a, b in zip(tables[0], tables[1], strict=True))
+        found = token_ratios(batch, whole.log_probs_R[mine_R], config, lambda _, sums=sums: next(sums))
+        torch.testing.assert_close(found.weight_R, want.weight_R[mine_R], rtol=1e-12, atol=0)
+        assert torch.equal(found.drifted_R, want.drifted_R[mine_R])
 
 
 def test_masked_tokens_may_hold_anything_and_metrics_count_the_weights():

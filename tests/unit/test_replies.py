@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from plain_reply import plain_parse
 
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.engines.http import _REPLY, HttpEngine, _decoded, parse_reply
-from bapo_megatron.errors import EngineError
+from bapo_megatron.errors import EngineError, RequestRefusedError
 
 REQUEST = GenerateRequest("r", (1, 2), max_new_tokens=6, temperature=1.0, stop_token_ids=(), seed=0)
 
@@ -122,6 +123,69 @@ def test_one_bad_reply_of_a_call_spares_the_others() -> None:
     assert (first.behaviour_logprobs, last.behaviour_logprobs) == ((-0.25,), (-0.125,))
     for error, shown in ((none, "None"), (nan, "nan")):
         assert f"log-prob {shown} at output token 0 is not a finite number <= 0" in str(error)
+
+
+CUT = replace(REQUEST, top_p=0.9, top_k=5)
+
+
+def cut_reply(**meta: Any) -> dict[str, Any]:
+    spans = [{"version": "3", "start": 0, "end": 2}]
+    fields: dict[str, Any] = {
+        "finish_reason": {"type": "stop"},
+        "weight_versions": spans,
+        "output_token_logprobs": [[-3.5, 7], [-1, 8]],
+    }
+    return {"output_ids": [7, 8], "meta_info": fields | meta}
+
+
+def read(reply: dict[str, Any]) -> GenerateResult:
+    return parse_reply(_decoded(json.dumps(reply).encode(), _REPLY), CUT, 10)
+
+
+def test_log_probs_of_a_cut_are_those_of_what_it_leaves() -> None:
+    assert read(cut_reply(output_token_sampling_logprobs=[-1.25, 0])).behaviour_logprobs == (-1.25, 0.0)
+    nothing = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}, "weight_versions": []}}
+    assert read(nothing).behaviour_logprobs == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([-1.0], "1 output_token_sampling_logprobs for 2 tokens"),
+        ([-1.0, math.nan], "nan at output token 1 is not a finite number <= 0"),
+        ([0.5, -1.0], "0.5 at output token 0 is not"),
+        ([-1.0, -math.inf], "-inf at output token 1"),
+        ([-1.0, None], "Expected `float`, got `null`"),
+        (["a", -1.0], "Expected `float`, got `str`"),
+        ({"7": -1.0}, "Expected `array`, got `object`"),
+        ([-1.0, -(10**400)], "output_token_sampling_logprobs"),
+    ],
+)
+def test_bad_log_probs_of_a_cut_are_refused(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read(cut_reply(output_token_sampling_logprobs=given))
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_server_without_log_probs_of_a_cut_is_refused_at_once(together: bool) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        sent = await request.json()
+        assert sent["return_sampling_mask"] is True
+        sampling = sent["sampling_params"][0] if together else sent["sampling_params"]
+        assert (sampling["top_p"], sampling["top_k"]) == (0.9, 5)
+        return web.json_response([cut_reply()] if together else cut_reply())
+
+    async def run() -> None:
+        app = web.Application()
+        app.router.add_post("/generate", answer)
+        async with TestServer(app) as server:
+            engine = HttpEngine(str(server.make_url("")), request_timeout_s=60, vocab_size=10)
+            asking: Any = engine.generate_many([CUT]) if together else engine.generate(CUT)
+            with pytest.raises(RequestRefusedError, match=rf"{engine.url}, request r: .*that top_p and top_k need"):
+                await asking
+            await engine.close()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("foreign", [10, -1])

@@ -24,7 +24,7 @@ from bapo_megatron.rewards import RewardScorer
 from bapo_megatron.rewards.answers import judge_chain
 from bapo_megatron.rewards.judges import JudgeSpec
 from bapo_megatron.rewards.math import judge_math
-from bapo_megatron.rewards.reasoning_gym import build_judge, final_answer
+from bapo_megatron.rewards.reasoning_gym import build_judge, build_judge_of_all, final_answer
 from bapo_megatron.types import Prompt
 
 HANGS = "$9^{9^{9^9}}$"
@@ -282,3 +282,32 @@ class TestScorer:
         assert set(worker_processes()) == others
         with pytest.raises(RuntimeError, match="closed"):
             scorer.score([(prompt("1"), "1")])
+
+
+GYM = {"source": "reasoning_gym", "size": 10}
+
+
+class TestMixtures:
+    def test_data_sets_of_reasoning_gym_are_told_apart_by_the_source(self):
+        sources = (
+            {"name": "sums", "dataset": "basic_arithmetic", "options": ONE_DIGIT, **GYM},
+            {"name": "spelling", "dataset": "spell_backward", **GYM},
+        )
+        judge = build_judge_of_all(JudgeSpec.of(make_config(sources=sources)).datasets, 0)
+        for source, questions in (
+            ("sums", ReasoningGymSource("basic_arithmetic", 10, 0, ONE_DIGIT)),
+            ("spelling", ReasoningGymSource("spell_backward", 10, 0, {})),
+        ):
+            answer = questions[3].answer
+            assert judge(answer=answer, response=answer["answer"], source=source) == 1.0
+            assert judge(answer=answer, response="", source=source) == 0.0
+
+    def test_files_and_formats_of_one_kind_share_a_judge(self):
+        sources = ({"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl", "format": "gsm8k"})
+        assert JudgeSpec.of(make_config(sources=sources)) == JudgeSpec.of(make_config(source="jsonl", path="c.jsonl"))
+
+    def test_kinds_of_judges_are_not_mixed_but_in_a_function_of_yours(self):
+        sources = ({"name": "a"}, {"name": "b", "source": "programs"})
+        with pytest.raises(UserError, match=r"one judge .* leads data.sources.a to 'chains', data.sources.b to 'code'"):
+            JudgeSpec.of(make_config(sources=sources))
+        assert JudgeSpec.of(make_config({"kind": "my:judge"}, sources=sources)).kind == "my:judge"

@@ -1,20 +1,23 @@
-"""GSPO, GMPO, CISPO and SAPO against the formulas of their papers, written out; values and gradients in float64."""
+"""GSPO, GMPO, CISPO, SAPO and M2PO against the formulas of their papers, written out; all in float64."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bapo_megatron.algorithms.losses import LOSSES, LossInputs, fixed_bounds, response_means
-from bapo_megatron.config.schema_loss import LOSS_SECTIONS, BoundedLoss, RatioLoss, SapoLoss
+from bapo_megatron.algorithms.losses import LOSSES, LossInputs, fixed_bounds, response_means, token_ratios
+from bapo_megatron.algorithms.second_moment import moving_away, second_moment_bounds
+from bapo_megatron.config.schema_loss import LOSS_SECTIONS, BoundedLoss, M2poLoss, RatioLoss, SapoLoss
+from bapo_megatron.types import ClipBounds
 from tests.unit.loss_inputs import loss_inputs, sums_of
 
-RIVALS = ("gspo", "gmpo", "cispo", "sapo")
+RIVALS = ("gspo", "gmpo", "cispo", "sapo", "m2po")
 
 
 def config_of(name: str, **options: float) -> RatioLoss:
@@ -50,7 +53,41 @@ def sapo(ratios: Tensor, advantage: float, config: SapoLoss, log_probs: Tensor) 
     return (4 / tau / (1 + torch.exp(-tau * (ratios - 1))) * advantage).sum()
 
 
+def m2po_keeps(ratios: Sequence[float], advantages: Sequence[float], limit: float) -> list[bool]:
+    """Algorithm 1 of arXiv 2510.01161; tokens whose |log r| are equal in float32 are masked together."""
+    moment = {
+        i: abs(math.log(ratio))
+        for i, (ratio, advantage) in enumerate(zip(ratios, advantages, strict=True))
+        if (advantage > 0 and ratio > 1) or (advantage < 0 and ratio < 1)
+    }
+    keeps = [True] * len(ratios)
+    while moment and sum(x**2 for x in moment.values()) / len(moment) > limit:
+        largest = max(np.float32(x) for x in moment.values())
+        for i in [i for i, x in moment.items() if np.float32(x) == largest]:
+            keeps[i] = False
+            del moment[i]
+    return keeps
+
+
+WIDE_OPEN = ClipBounds(0.0, math.inf, math.nan, saturated=False, num_moves=0)
 REFERENCES: dict[str, Callable[..., Tensor]] = {"gspo": gspo, "gmpo": gmpo, "cispo": cispo, "sapo": sapo}
+
+
+def objective_of(
+    config: RatioLoss, ratio_R: Tensor, advantages_R: Tensor, sequence_R: Tensor, log_probs_R: Tensor
+) -> Tensor:
+    """Sum over all tokens of an update, response by response; `advantages_R` has one value for each response."""
+    if isinstance(config, M2poLoss):
+        kept = m2po_keeps(ratio_R.tolist(), advantages_R.tolist(), config.max_second_moment)
+        return (torch.tensor(kept) * ratio_R * advantages_R).sum()
+    total = torch.zeros((), dtype=torch.float64)
+    for s in sequence_R.unique():
+        of_s = sequence_R == s
+        advantage = float(advantages_R[of_s][0])
+        total = total + REFERENCES[config.name](ratio_R[of_s], advantage, config, log_probs_R[of_s])
+    return total
+
+
 Response = tuple[float, list[float]]  # advantage, log-ratios
 responses = st.lists(
     st.tuples(st.floats(-2, 2), st.lists(st.floats(-2, 2), min_size=1, max_size=6)), min_size=1, max_size=5
@@ -62,28 +99,35 @@ def inputs_of(responses: Sequence[Response], config: RatioLoss, weights: Tensor 
     log_ratios_R = torch.tensor([x for _, ratios in responses for x in ratios], dtype=torch.float64)
     advantages_R = torch.tensor([a for a, _ in responses], dtype=torch.float64).repeat_interleave(torch.tensor(lens_S))
     behaviour_R = torch.linspace(-3, -0.5, len(log_ratios_R), dtype=torch.float64)
-    return loss_inputs(
+    inputs = loss_inputs(
         log_probs_R=(behaviour_R + log_ratios_R).requires_grad_(),
         behaviour_logprobs_R=behaviour_R if weights is None else behaviour_R - weights.log(),
         proximal_logprobs_R=None if weights is None else behaviour_R,
         advantages_R=advantages_R,
         mask_R=torch.ones(len(log_ratios_R), dtype=torch.bool),
-        bounds=fixed_bounds(config),
+        bounds=WIDE_OPEN if isinstance(config, M2poLoss) else fixed_bounds(config),
         lens_S=lens_S,
     )
+    if isinstance(config, M2poLoss):
+        bounds = second_moment_bounds(away_of(inputs), config.max_second_moment, lambda table: table)
+        inputs = replace(inputs, bounds=bounds)
+    return inputs
+
+
+def away_of(inputs: LossInputs) -> Tensor:
+    """|log r| of the tokens whose second moment M2PO limits."""
+    batch = inputs.batch
+    ratios = token_ratios(batch, inputs.log_probs_R.detach(), config_of("m2po"))
+    return moving_away(ratios.ratio_R, batch.advantages_R, batch.mask_R)
 
 
 def reference(inputs: LossInputs, config: RatioLoss) -> tuple[Tensor, Tensor]:
-    """Loss and gradient, response by response."""
-    log_probs_R = inputs.log_probs_R.detach().requires_grad_()
-    ratio_R = (log_probs_R - inputs.batch.behaviour_logprobs_R).exp()
-    total = torch.zeros((), dtype=torch.float64)
-    for s in inputs.batch.sequence_R.unique().tolist():
-        of_s = inputs.batch.sequence_R == s
-        advantage = float(inputs.batch.advantages_R[of_s][0])
-        total = total - REFERENCES[config.name](ratio_R[of_s], advantage, config, log_probs_R[of_s])
-    (gradient_R,) = torch.autograd.grad(total, log_probs_R)
-    return total.detach(), gradient_R
+    """Loss and gradient."""
+    batch, log_probs_R = inputs.batch, inputs.log_probs_R.detach().requires_grad_()
+    ratio_R = (log_probs_R - batch.behaviour_logprobs_R).exp()
+    loss = -objective_of(config, ratio_R, batch.advantages_R, batch.sequence_R, log_probs_R)
+    (gradient_R,) = torch.autograd.grad(loss, log_probs_R)
+    return loss.detach(), gradient_R
 
 
 def is_off_the_kinks(inputs: LossInputs, config: RatioLoss) -> bool:
@@ -91,9 +135,16 @@ def is_off_the_kinks(inputs: LossInputs, config: RatioLoss) -> bool:
     if not isinstance(config, BoundedLoss):
         return True
     log_ratio_R = (inputs.log_probs_R - inputs.batch.behaviour_logprobs_R).detach()
-    every = torch.cat([log_ratio_R, response_means(log_ratio_R, inputs)])
+    every = torch.cat([log_ratio_R, response_means(log_ratio_R, inputs.batch)])
     kinks = [math.log(bound) for bound in (config.clip_low, config.clip_high) if bound]
     return all(float((every - kink).abs().min()) > 1e-9 for kink in kinks)
+
+
+def is_off_the_limit(away: Tensor, limit: float) -> bool:
+    """Whether no mean that M2PO compares with its limit is so near that a rounding error decides."""
+    squares = away.square().sort().values
+    means = squares.cumsum(0) / torch.arange(1, len(squares) + 1)
+    return bool(((means - limit).abs() > 1e-9).all())
 
 
 @pytest.mark.parametrize("name", RIVALS)
@@ -103,8 +154,12 @@ def is_off_the_kinks(inputs: LossInputs, config: RatioLoss) -> bool:
 def test_loss_and_gradient_equal_the_paper(name: str, options: dict[str, float], responses: list[Response]) -> None:
     if name == "sapo":
         options = {"temperature_positive": 0.7, "temperature_negative": 1.9} if options else {}
+    elif name == "m2po":
+        options = {"max_second_moment": 0.7} if options else {}
     config = config_of(name, **options)
     inputs = inputs_of(responses, config)
+    if isinstance(config, M2poLoss):
+        assume(is_off_the_limit(away_of(inputs), config.max_second_moment))
     loss = LOSSES[name](inputs, config).loss_R.sum()
     (gradient_R,) = torch.autograd.grad(loss, inputs.log_probs_R)
     expected, expected_gradient_R = reference(inputs, config)
@@ -195,3 +250,37 @@ def test_on_the_policys_own_samples_all_have_the_gradient_of_reinforce() -> None
         inputs = inputs_of([(1.0, [0.0, 0.0]), (-0.5, [0.0])], config)
         (gradient_R,) = torch.autograd.grad(LOSSES[name](inputs, config).loss_R.sum(), inputs.log_probs_R)
         assert gradient_R.tolist() == pytest.approx([-1.0, -1.0, 0.5], rel=1e-12), name
+
+
+LIMITS = (1e-4, 0.04, 0.5)
+near_values = st.sampled_from([0.2, -0.2, 0.2 + 1e-12, 0.2 + 1e-7, 1.0])
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@settings(max_examples=60, deadline=None)
+@given(tokens=st.lists(st.tuples(st.one_of(st.floats(-3, 3), near_values), st.sampled_from([-1.0, 0.0, 1.0]))))
+def test_m2po_masks_the_tokens_of_algorithm_1(limit: float, tokens: list[tuple[float, float]]) -> None:
+    ratio_R, advantages_R = torch.tensor(tokens, dtype=torch.float64).reshape(-1, 2).unbind(1)
+    ratio_R, sums = ratio_R.exp(), []
+    away = moving_away(ratio_R, advantages_R, torch.ones_like(ratio_R, dtype=torch.bool))
+    assume(is_off_the_limit(away, limit))
+    bounds = second_moment_bounds(away, limit, lambda table: sums.append(table) or table)
+    masked_R = ((advantages_R > 0) & (ratio_R >= bounds.high)) | ((advantages_R < 0) & (ratio_R <= bounds.low))
+    assert masked_R.tolist() == [not kept for kept in m2po_keeps(ratio_R.tolist(), advantages_R.tolist(), limit)]
+    assert len(sums) == (3 if masked_R.any() else 1)
+    assert all(table.shape == (2, 2048) for table in sums)
+
+
+def test_m2po_masks_equal_tokens_together_and_none_within_its_limit() -> None:
+    def masks(*log_ratios: float) -> list[bool]:
+        config = config_of("m2po")
+        inputs = inputs_of([(1.0, list(log_ratios))], config)
+        tokens = LOSSES["m2po"](inputs, config)
+        assert tokens.loss_R[tokens.clipped_R].abs().sum() == 0  # type: ignore[attr-defined]
+        return tokens.clipped_R.tolist()  # type: ignore[attr-defined, no-any-return]
+
+    assert masks(0.1, 0.2, 0.25) == [False, False, False]
+    assert masks(0.1, 0.3, 0.3) == [False, True, True]  # the mean of the first two would meet the limit
+    assert masks(0.1, -5.0, 0.3, 0.1) == [False, False, False, False]  # -5 moves back
+    assert masks(3.0, 0.5) == [True, True]
+    assert masks() == []

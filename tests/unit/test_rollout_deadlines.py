@@ -133,7 +133,7 @@ def test_an_evaluation_may_take_any_time_while_answers_come_in(loop: LoopThread)
 
     made = manager(loop, None)
     asked: Any = SimpleNamespace(sample=sample, deadline_s=SHORT_S, what="answers", progress=lambda: (progress.look(),))
-    made.evaluation = Evaluation(asked, judge=None)  # type: ignore[arg-type]
+    made.evaluation = Evaluation(asked, judges={})
     with pytest.raises(EngineError, match="all were asked for"):
         made.evaluate(0)
 

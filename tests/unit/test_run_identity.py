@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import Field
 
+from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_loss import GrpoLoss
 from bapo_megatron.errors import ConfigError
@@ -61,9 +62,17 @@ def test_another_model_under_the_same_path_is_another_run(model: Path, section: 
     assert run_name(config) != before
 
 
-def test_other_prompts_under_the_same_path_are_another_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["data.source=jsonl", "data.path=FILE"],
+        ['data.sources=[{name="a"},{name="b",path="FILE"}]'],
+        ['eval.sets=[{name="a",path="FILE"}]'],
+    ],
+)
+def test_other_prompts_under_the_same_path_are_another_run(tmp_path: Path, settings: list[str]) -> None:
     file = tmp_path / "prompts.jsonl"
-    config = config_of(data={"source": "jsonl", "path": str(file)})
+    config = load_config([], [setting.replace("FILE", str(file)) for setting in settings])
     names = {run_name(config)}  # there is no file yet
     for text in ("one", "other prompts"):
         file.write_text(text)

@@ -74,3 +74,11 @@ def test_how_each_runtime_is_told(tmp_path: Path) -> None:
         *("apptainer", "exec", "--nv", f"--bind={tmp_path}/work", f"--pwd={tmp_path}/work", "i"),
     ]
     assert container_arguments(load_config(["demo"])) == []
+
+
+def test_every_file_of_sources_and_evaluation_sets_is_mounted(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    sources = f'data.sources=[{{name="a",path="{tmp_path}/one/p.jsonl"}},{{name="b"}}]'
+    sets = f'eval.sets=[{{name="a",path="{tmp_path}/two/p.jsonl"}}]'
+    assert mounted(tmp_path, sources, sets) == ["/one", "/two", "/work"]

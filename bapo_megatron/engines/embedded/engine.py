@@ -1,6 +1,8 @@
 """Continuous batching: one thread that admits, prefills, decodes and finishes requests, and runs commands in between.
 
 The sequences being decoded occupy the cache rows [0, n) without gaps, so every step works on plain views of the cache.
+The rows after them keep what was cut off, at its length or by an abort, until they are needed or the weights change: a
+request that continues it goes on from there without a prefill.
 All state belongs to the engine thread; other threads reach it through `call`, which runs a function between two steps.
 No token is ever sampled from weights that are only partly updated.
 """
@@ -67,9 +69,11 @@ class Sequence:
     seed: int
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    cut_logprobs: list[float] = field(default_factory=list)  # under the distribution cut by top_k, top_p, min_p
     version_starts: list[tuple[str, int]] = field(default_factory=list)  # weight version, first output token of it
     finish_reason: dict[str, Any] | None = None
     num_retractions: int = 0
+    num_cached_tokens: int = 0  # of the prompt, found in the cache
     on_token: Callable[[], None] | None = None  # called by the engine thread after each token
     done: Future[Sequence] = field(default_factory=Future)
 
@@ -81,17 +85,22 @@ class Sequence:
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
+    def token_ids(self) -> list[int]:
+        return self.prompt_ids + self.output_ids
+
+    @property
     def spans(self) -> list[dict[str, Any]]:
         """Return the weight version of each span of output tokens, as SGLang's `weight_versions`."""
         starts = self.version_starts  # empty where it was aborted before its first token
         ends = [*(start for _, start in starts[1:]), len(self.output_ids)][: len(starts)]
         return [{"version": v, "start": start, "end": end} for (v, start), end in zip(starts, ends, strict=True)]
 
-    def append(self, token_id: int, logprob: float, version: str) -> None:
+    def append(self, token_id: int, logprob: float, cut_logprob: float, version: str) -> None:
         if not self.version_starts or self.version_starts[-1][0] != version:
             self.version_starts.append((version, len(self.output_ids)))
         self.output_ids.append(token_id)
         self.logprobs.append(logprob)
+        self.cut_logprobs.append(cut_logprob)
         if token_id in self.stop_ids:
             self.finish_reason = {"type": "stop", "matched": token_id}
         elif len(self.output_ids) == self.params.max_new_tokens:
@@ -116,6 +125,7 @@ class BatchingEngine:
         self._trace: tuple[Trace, Path] | None = None  # under way, and its file
         self._cache = model.new_cache(num_rows=max_running, max_len=max_context)
         self._rows: list[Sequence] = []  # being decoded; index = cache row
+        self._kept: dict[tuple[int, ...], int] = {}  # tokens in the cache that may be continued, and their row
         self._waiting: deque[Sequence] = deque()
         self._inbox: queue.SimpleQueue[_Job[Any]] = queue.SimpleQueue()
         self._deferred: deque[_Job[Any]] = deque()  # wait until the engine is still
@@ -203,16 +213,18 @@ class BatchingEngine:
         self.paused = None
 
     def flush_cache(self) -> None:
-        """Do nothing, as there is no prefix cache. Raises BadRequestError while busy, as SGLang does."""
+        """Forget what may be continued. Raises BadRequestError while busy, as SGLang does."""
         if self._rows or (self._waiting and self.paused is None):
             raise BadRequestError(
                 f"Cache not flushed because there are pending requests: {len(self._waiting)} queued, "
                 f"{len(self._rows)} running"
             )
+        self._kept.clear()
 
     def set_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy checked weights into place, when still; nothing is sampled until `publish`."""
         self.is_torn = True
+        self._kept.clear()
         with torch.inference_mode():
             for name, tensor in tensors:
                 self.model.named_weights[name].copy_(tensor)
@@ -276,63 +288,111 @@ class BatchingEngine:
 
     @torch.inference_mode()
     def _step(self) -> None:
-        """Prefill what fits, then one token for every sequence."""
+        """Admit what fits, then one token for every sequence."""
         if self._waiting and not self._deferred and len(self._rows) < self.max_running:
             self._admit()
         if self._rows:
             positions = [s.num_tokens - 1 for s in self._rows]  # of the last token, which is not yet in the cache
-            last_ids_B = torch.tensor([s.output_ids[-1] for s in self._rows])
+            last_ids_B = torch.tensor([(s.output_ids or s.prompt_ids)[-1] for s in self._rows])
             logits_BV = self.model.decode(last_ids_B, torch.tensor(positions), self._cache)
             self._extend(self._rows, logits_BV)
 
     def _admit(self) -> None:
-        """Prefill waiting sequences into the free rows, first come first served."""
-        first_row = len(self._rows)
-        num_admitted = min(self.max_running - first_row, len(self._waiting))
-        admitted = sorted((self._waiting.popleft() for _ in range(num_admitted)), key=lambda s: s.num_tokens)
-        self._rows.extend(admitted)
-        logits = []
-        for group in _similar_lengths(admitted):
-            logits.append(self._prefill(group, first_row))
-            first_row += len(group)
-        self._extend(admitted, torch.cat(logits))
+        """Give free rows to waiting sequences, first come first served: prefill them, or continue what was kept."""
+        num_admitted = min(self.max_running - len(self._rows), len(self._waiting))
+        new: list[Sequence] = []
+        continued: dict[int, Sequence] = {}  # by the row that holds all but the last token
+        for sequence in [self._waiting.popleft() for _ in range(num_admitted)]:
+            row = self._kept.pop(tuple(sequence.token_ids[:-1]), None)
+            if row is None:
+                new.append(sequence)
+            else:
+                continued[row] = sequence
+        if continued:
+            self._continue(continued)
+        if new:
+            first_row = len(self._rows)
+            new.sort(key=lambda s: (s.num_tokens, s.token_ids))
+            self._rows.extend(new)
+            self._kept = {ids: row for ids, row in self._kept.items() if row >= len(self._rows)}
+            logits = []
+            for group in _similar_lengths(new):
+                logits.append(self._prefill(group, first_row))
+                first_row += len(group)
+            self._extend(new, torch.cat(logits))
+
+    def _continue(self, continued: dict[int, Sequence]) -> None:
+        """Bring kept rows to the end of those being decoded, in exchange for the rows there."""
+        sources = sorted(continued)
+        targets = range(len(self._rows), len(self._rows) + len(sources))
+        vacated, displaced = sorted(set(sources) - set(targets)), sorted(set(targets) - set(sources))
+        if vacated:
+            longest = max(map(len, self._kept), default=0)
+            longest = max(longest, *(s.num_tokens for s in continued.values()))
+            self._cache.arrange([*targets, *vacated], [*sources, *displaced], longest)
+            places = dict(zip(displaced, vacated, strict=True))
+            self._kept = {ids: places.get(row, row) for ids, row in self._kept.items()}
+        for source in sources:
+            sequence = continued[source]
+            sequence.num_cached_tokens = min(len(sequence.prompt_ids), sequence.num_tokens - 1)
+            self._rows.append(sequence)
 
     def _prefill(self, group: list[Sequence], first_row: int) -> Tensor:
-        """Return logits, float32 [len(group), V], after each sequence, whose cache rows begin at `first_row`."""
-        lengths = [s.num_tokens for s in group]
-        token_ids_BT = torch.zeros(len(group), max(lengths), dtype=torch.int64)
-        for row, sequence in enumerate(group):
-            token_ids_BT[row, : lengths[row]] = torch.tensor(sequence.prompt_ids + sequence.output_ids)
-        return self.model.prefill(token_ids_BT, torch.tensor(lengths), self._cache, first_row)
+        """Return logits, float32 [len(group), V], after each sequence, whose cache rows begin at `first_row`.
+
+        Equal ones, samples of one prompt, stand beside each other and are computed once.
+        """
+        index, different = [], [group[0]]
+        for sequence in group:
+            if sequence.token_ids != different[-1].token_ids:
+                different.append(sequence)
+            index.append(len(different) - 1)
+        lengths = [s.num_tokens for s in different]
+        token_ids_BT = torch.zeros(len(different), max(lengths), dtype=torch.int64)
+        for row, sequence in enumerate(different):
+            token_ids_BT[row, : lengths[row]] = torch.tensor(sequence.token_ids)
+        logits_BV = self.model.prefill(token_ids_BT, torch.tensor(lengths), self._cache, first_row)
+        if len(different) == len(group):
+            return logits_BV
+        rows = range(first_row, first_row + len(group))
+        self._cache.arrange(rows, [first_row + i for i in index], max(lengths))
+        return logits_BV[index]
 
     def _extend(self, sequences: list[Sequence], logits_BV: Tensor) -> None:
         """Sample the next token of each sequence and let go of those that are finished."""
-        token_ids, logprobs = sample(
+        token_ids, logprobs, cut_logprobs = sample(
             logits_BV, [s.params for s in sequences], [s.seed for s in sequences], [s.num_tokens for s in sequences]
         )
         version, num_finished = self.version, 0
-        for sequence, token_id, logprob in zip(sequences, token_ids, logprobs, strict=True):
+        extended = zip(sequences, token_ids, logprobs, cut_logprobs, strict=True)
+        for sequence, token_id, logprob, cut_logprob in extended:
             if math.isnan(logprob):
                 problem = FloatingPointError("the model's logits are not finite; the weights are broken")
                 sequence.done.set_exception(problem)
                 sequence.finish_reason = {"type": "abort", "message": "not finite"}
             else:
-                sequence.append(token_id, logprob, version)
+                sequence.append(token_id, logprob, cut_logprob, version)
             num_finished += sequence.finish_reason is not None
         self.num_generated_tokens += len(token_ids)
         if num_finished:
             self._finish_rows()
 
     def _finish_rows(self) -> None:
-        """Take finished sequences out of the rows; the last row moves into each gap."""
-        for row in reversed(range(len(self._rows))):
-            sequence = self._rows[row]
-            if sequence.finish_reason is None:
-                continue
-            last = self._rows.pop()
-            if last is not sequence:
-                self._rows[row] = last
-                self._cache.move(len(self._rows), row, last.num_tokens - 1)
+        """Take finished sequences out of the rows; the last ones fill the gaps. Keep what may be continued."""
+        finished = [row for row, sequence in enumerate(self._rows) if sequence.finish_reason is not None]
+        num_left = len(self._rows) - len(finished)
+        gaps = [row for row in finished if row < num_left]
+        if gaps:
+            moving = sorted(set(range(num_left, len(self._rows))) - set(finished))
+            longest = max(s.num_tokens for s in self._rows) - 1
+            self._cache.arrange([*gaps, *moving], [*moving, *gaps], longest)
+            for gap, row in zip(gaps, moving, strict=True):
+                self._rows[gap], self._rows[row] = self._rows[row], self._rows[gap]
+        ended, self._rows = self._rows[num_left:], self._rows[:num_left]
+        for row, sequence in enumerate(ended, num_left):
+            assert sequence.finish_reason is not None
+            if sequence.finish_reason["type"] != "stop" and not sequence.done.done():
+                self._kept[tuple(sequence.token_ids[:-1])] = row
             self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:

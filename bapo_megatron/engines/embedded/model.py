@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -46,9 +46,9 @@ class KVCache:
         self.num_rows = num_rows
         self.max_len = max_len
 
-    def move(self, source: int, target: int, num_tokens: int) -> None:
-        """Copy one row over another, to keep the rows in use contiguous."""
-        self.data[:, :, target, :, :num_tokens] = self.data[:, :, source, :, :num_tokens]
+    def arrange(self, targets: Sequence[int], sources: Sequence[int], num_tokens: int) -> None:
+        """Copy rows over others at once, up to `num_tokens`; a row may be both a source and a target."""
+        self.data[:, :, list(targets), :, :num_tokens] = self.data[:, :, list(sources), :, :num_tokens]
 
 
 class Model:

@@ -96,6 +96,7 @@ class GenerateBody(RequestBody):
     ] = SamplingParams()
     rid: str | list[str] | None = None
     return_logprob: bool = False
+    return_sampling_mask: bool = False  # the reply has the log-probs under the cut distribution; SGLang adds its tokens
     logprob_start_len: Literal[-1] | None = None
     top_logprobs_num: Literal[0] | None = None
     stream: Literal[False] = False

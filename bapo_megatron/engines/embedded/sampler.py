@@ -26,23 +26,25 @@ def uniform(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
 
 def sample(
     logits_BV: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
-) -> tuple[list[int], list[float]]:
-    """Return one token per row, and its log-prob under the tempered, untruncated distribution (as SGLang does).
+) -> tuple[list[int], list[float], list[float]]:
+    """Return one token per row, and its log-prob under the tempered distribution and under the one sampled from.
 
     Args:
         logits_BV: float32, overwritten.
         params: a temperature below 1e-6 means greedy, with log-probs at temperature 1.
         seeds, positions: what the random number of each row is made of.
 
-    Returns token ids and log-probs; the log-prob of a row whose logits are not finite is nan.
+    Returns token ids; log-probs under the tempered distribution over all tokens; log-probs under that distribution cut
+    by top_k, top_p and min_p and renormalised (0 where greedy). A row whose logits are not finite has nan for both.
     """
     is_greedy = [p.temperature < _GREEDY_BELOW for p in params]
     temperature_B = torch.tensor([1.0 if g else p.temperature for g, p in zip(is_greedy, params, strict=True)])
     logprobs_BV = torch.log_softmax(logits_BV.div_(temperature_B[:, None]), dim=-1)
     token_ids_B = torch.empty(len(params), dtype=torch.int64)
+    is_cut = any(p.truncates for p in params)
     if not all(is_greedy):
         probs_BV = logprobs_BV.exp()
-        if any(p.truncates for p in params):
+        if is_cut:
             probs_BV = _truncate(probs_BV, params)
         cdf_BV = probs_BV.cumsum(-1, dtype=torch.float64)
         draw_B = torch.from_numpy(uniform(seeds, positions)) * cdf_BV[:, -1]
@@ -52,7 +54,13 @@ def sample(
     token_ids_B = token_ids_B.clamp_(max=logits_BV.shape[1] - 1)  # only nan logits reach the clamp
     logprobs_B = logprobs_BV.gather(1, token_ids_B[:, None])[:, 0]
     logprobs_B = torch.where(torch.isfinite(logprobs_B), logprobs_B, torch.nan)
-    return token_ids_B.tolist(), logprobs_B.tolist()
+    cut_logprobs_B = logprobs_B
+    if is_cut and not all(is_greedy):
+        renormalised_B = (logprobs_B - cdf_BV[:, -1].log()).clamp(max=0)
+        cut_logprobs_B = torch.where(torch.tensor([p.truncates for p in params]), renormalised_B, logprobs_B)
+    if any(is_greedy):
+        cut_logprobs_B = torch.where(torch.tensor(is_greedy), logprobs_B.clamp(min=0), cut_logprobs_B)
+    return token_ids_B.tolist(), logprobs_B.tolist(), cut_logprobs_B.tolist()
 
 
 def _truncate(probs_BV: Tensor, params: Sequence[SamplingParams]) -> Tensor:

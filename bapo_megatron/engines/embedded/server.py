@@ -97,7 +97,7 @@ class Server:
             self.engine.call(lambda: self.engine.abort(rids))
             raise
         latency_s = time.monotonic() - started
-        replies = [self._reply(s, body.return_logprob, latency_s) for s in sequences]
+        replies = [self._reply(s, body, latency_s) for s in sequences]
         return web.json_response(replies[0] if is_single else replies)
 
     async def abort_request(self, request: web.Request) -> web.Response:
@@ -231,21 +231,23 @@ class Server:
             return self._text.encode(body.text)
         return [self._text.encode(text) for text in body.text]
 
-    def _reply(self, sequence: Sequence, return_logprob: bool, latency_s: float) -> dict[str, Any]:
+    def _reply(self, sequence: Sequence, body: protocol.GenerateBody, latency_s: float) -> dict[str, Any]:
         meta: dict[str, Any] = {
             "id": sequence.rid,
             "finish_reason": sequence.finish_reason,
             "prompt_tokens": len(sequence.prompt_ids),
             "completion_tokens": len(sequence.output_ids),
-            "cached_tokens": 0,
+            "cached_tokens": sequence.num_cached_tokens,
             "weight_version": self.engine.version,
             "weight_versions": sequence.spans,
             "num_retractions": sequence.num_retractions,
             "e2e_latency": latency_s,
         }
-        if return_logprob:
+        if body.return_logprob:
             pairs = zip(sequence.logprobs, sequence.output_ids, strict=True)
             meta["output_token_logprobs"] = [(logprob, token_id, None) for logprob, token_id in pairs]
+        if body.return_sampling_mask:
+            meta["output_token_sampling_logprobs"] = sequence.cut_logprobs
         reply = {"output_ids": sequence.output_ids, "meta_info": meta}
         if self._text is not None:
             reply["text"] = self._text.tokenizer.decode(sequence.output_ids, skip_special_tokens=True)

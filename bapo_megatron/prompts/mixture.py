@@ -1,0 +1,103 @@
+"""Several prompt streams as one, mixed by weight: [[data.sources]].
+
+Of the first n prompts, a source with share p of the weights has given more than np - 1 and fewer than np + 1, for every
+n. The order of the sources depends on the weights alone; chance is in the order of each source's own prompts.
+"""
+
+from fractions import Fraction
+from typing import Annotated, Any
+
+from pydantic import Discriminator, Tag
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import TypedDict
+
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import CheckpointError
+from bapo_megatron.prompts import build_source
+from bapo_megatron.prompts.stream import PromptStream, StreamState
+from bapo_megatron.types import Prompt
+
+
+class MixtureState(TypedDict):
+    """A `PromptMixture` in a checkpoint."""
+
+    weights: dict[str, float]
+    streams: dict[str, StreamState]
+
+
+def _kind_of_prompts(state: Any) -> str:
+    return "mixed" if isinstance(state, dict) and "streams" in state else "single"
+
+
+PromptsState = Annotated[
+    Annotated[StreamState, Tag("single")] | Annotated[MixtureState, Tag("mixed")], Discriminator(_kind_of_prompts)
+]
+"""The prompts of training in a checkpoint."""
+
+
+class PromptMixture:
+    """The streams of [[data.sources]]. A prompt's source is the name of its entry; ids count over all sources.
+
+    Raises DataError for a source that cannot be read, and in `next` and `check` as `PromptStream`.
+    """
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._weights = {one.name: one.weight for one in config.data.sources}
+        exact = {name: Fraction(repr(weight)) for name, weight in self._weights.items()}  # 0.1 is a tenth
+        self._shares = {name: weight / sum(exact.values()) for name, weight in exact.items()}
+        self._streams: dict[str, PromptStream] = {}
+        for one in config.data.sources:
+            alone = config.with_prompts_of(one)
+            source = build_source(alone, f"data.sources.{one.name}")
+            self._streams[one.name] = PromptStream(alone, tokenizer, source)
+
+    @property
+    def num_skipped(self) -> int:
+        """Prompts skipped as empty or too long since the run began."""
+        return sum(stream.num_skipped for stream in self._streams.values())
+
+    def next(self) -> Prompt:
+        """Return the next good prompt, from the source whose turn it is."""
+        prompt_id = sum(stream.num_given for stream in self._streams.values())
+        name = self._whose_turn(prompt_id)
+        prompt = self._streams[name].next()
+        return Prompt(prompt_id, prompt.token_ids, prompt.text, prompt.answer, name)
+
+    def check(self) -> None:
+        """Find bad prompts of every source before a run starts; see `PromptStream.check`."""
+        for stream in self._streams.values():
+            stream.check()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a JSON value from which a mixture goes on with the very next prompt."""
+        return {
+            "weights": self._weights,
+            "streams": {name: stream.state_dict() for name, stream in self._streams.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the `MixtureState` was taken. Raises CheckpointError for other sources or weights."""
+        if (weights := state.get("weights")) != self._weights:
+            before = f"the weights {weights}" if weights else "a single source"
+            raise CheckpointError(
+                f"the checkpoint's prompts had {before}, this run's data.sources have {self._weights}: keep the "
+                "setting, or start a run with a new name"
+            )
+        for name, stream in self._streams.items():
+            stream.load_state_dict(state["streams"][name])
+
+    def _whose_turn(self, num_given: int) -> str:
+        """Return the source of prompt number `num_given`: among those whose share of the prompts up to that one is not
+        used up, the source that would be the first to fall a whole prompt behind (Balinski and Young's quota method).
+        """
+        due = {
+            name: (stream.num_given + 1) / self._shares[name]
+            for name, stream in self._streams.items()
+            if stream.num_given < self._shares[name] * (num_given + 1)
+        }
+        return min(due, key=lambda name: due[name])
+
+
+def prompts_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptStream | PromptMixture:
+    """Return the prompts of training."""
+    return PromptMixture(config, tokenizer) if config.data.sources else PromptStream(config, tokenizer)
