@@ -84,33 +84,45 @@ class Texts:
         return [self.texts[i[0]] for i in ids]
 
 
-def test_responses_that_are_no_answers_count_as_wrong_and_are_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("timeout_s", "rewards"),
+    [
+        (
+            60,
+            {
+                "\\boxed{8}": 1.0,
+                "": 0.0,
+                "8 " * 1_000_000: 1.0,
+                "\\boxed{\\frac{1}{": 0.0,
+                "}}{{\\boxed{\\sqrt[3}{$$\\left(}}": 0.0,
+                "\x00\ufffd\\boxed{8}": 1.0,
+            },
+        ),
+        (2, {"\\boxed{9^{9^{9^{9^9}}}}": 0.0}),
+    ],
+    ids=["answers", "tower-of-powers"],
+)
+def test_responses_that_are_no_answers_count_as_wrong_and_are_reported(
+    tmp_path: Path, timeout_s: int, rewards: dict[str, float]
+) -> None:
     path = tmp_path / "one.jsonl"
     path.write_text('{"prompt": "3+5=", "answer": 8}')
-    texts = [
-        "\\boxed{8}",
-        "",
-        "8 " * 1_000_000,
-        "\\boxed{\\frac{1}{",
-        "}}{{\\boxed{\\sqrt[3}{$$\\left(}}",
-        "\\boxed{9^{9^{9^{9^9}}}}",
-        "\x00\ufffd\\boxed{8}",
-    ]
-    config = eval_config(Path("demo"), [], ["reward.timeout_s=4", "reward.concurrency=2"], path, len(texts))
+    overrides = [f"reward.timeout_s={timeout_s}", "reward.concurrency=2"]
+    config = eval_config(Path("demo"), [], overrides, path, len(rewards))
     with RewardScorer(config) as scorer:
         asking = _Asking(config, demo_model_path(), scorer, None)
-        asking._tokenizer = Texts(texts)
+        asking._tokenizer = Texts(list(rewards))
         (prompt,) = asking._prompts
         samples = [
-            Trajectory(f"eval-0.{i}", prompt, (Segment(-1, 0, (i,), (-1.0,)),), "stop") for i in range(len(texts))
+            Trajectory(f"eval-0.{i}", prompt, (Segment(-1, 0, (i,), (-1.0,)),), "stop") for i in range(len(rewards))
         ]
         judged = asking._judge(samples)
         (problem,) = asking._problems([prompt], judged)
-    assert [response.verdict.reward for response in judged] == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
-    assert problem.num_passed == 3
-    assert problem.count("timeout") + problem.count("error") >= 1, "the tower of powers has no verdict"
-    assert problem.responses[5].problem in ("timeout", "error")
-    assert problem.responses[1].answer is None
+    assert [response.verdict.reward for response in judged] == list(rewards.values())
+    assert problem.num_passed == sum(rewards.values())
+    has_no_verdict = [response.problem in ("timeout", "error") for response in problem.responses]
+    assert has_no_verdict == [timeout_s == 2] * len(rewards)
+    assert all(r.answer is None for r, text in zip(problem.responses, rewards, strict=True) if not text)
 
 
 class SlowScorer:
