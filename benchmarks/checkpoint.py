@@ -1,17 +1,15 @@
 """Ways to save and load a training state: through rank 0, by torch.save on every rank, in shards, in the background.
 
-    python benchmarks/checkpoint.py [--layers 8] [--runs 3] [--distributed]
+    python -m benchmarks.checkpoint [--quick]
 
-A random Qwen3 at TP2 x DP2, four processes on this machine. All ways take turns in one run, write the same values to
-the same disk and wait for it (fsync); medians are compared. Loading reads what was just written, from the page cache.
+A random Qwen3 at TP2 x DP2, four processes on this machine. All ways write the same values to the same disk and wait
+for it (fsync); after each load the weights must be those that were saved. Loading reads what was just written, from the
+page cache. Times are seconds of the slowest rank.
 """
 
-import argparse
 import json
 import os
 import shutil
-import socket
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import save_file
 
 from bapo_megatron.checkpoint.store import CheckpointStore
@@ -31,8 +28,9 @@ from bapo_megatron.hf.shape import hf_tensors, model_shape
 from bapo_megatron.hf.writer import write_safetensors
 from bapo_megatron.learner.hf.convert import fill_parameters, gather_weights
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.learner.parallel import stop_processes
 from bapo_megatron.learner.split_model import PARTS
+from benchmarks.ranks import Ranks
+from benchmarks.side_by_side import Rows, Turns, main, same, take_turns
 
 MODEL = {
     "model_type": "qwen3",
@@ -121,45 +119,63 @@ def load_shards(learner: MegatronLearner, folder: Path) -> None:
     dist.barrier()
 
 
+BACKGROUND, SHARDS = "shards, in the background", "shards"
+RANK_0, TORCH = "every tensor through rank 0", "torch.save of what each rank holds"
 WAYS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
-    "through rank 0": (save_through_rank_0, load_from_whole_tensors),
-    "torch.save of each rank": (save_with_torch, load_with_torch),
-    "shards": (save_shards, load_shards),
+    SHARDS: (save_shards, load_shards),
+    RANK_0: (save_through_rank_0, load_from_whole_tensors),
+    TORCH: (save_with_torch, load_with_torch),
 }
 
 
-def timed(action: Callable[[], Any]) -> float:
-    """Return the slowest rank's seconds."""
+def on_ranks(folder: Path) -> Callable[..., dict[str, Turns]]:
+    return partial(measure, MegatronLearner(Config.model_validate({"parallel": LAYOUT}), folder / "model"), folder)
+
+
+def measure(learner: MegatronLearner, folder: Path, num_turns: int) -> dict[str, Turns]:
+    """Time saving, loading, and how long a background writer stops training."""
+
+    def saving(name: str) -> Callable[[], None]:
+        target = folder / name
+
+        def save() -> None:
+            WAYS[name][0](learner, fresh(target, learner.layout.rank))
+
+        return save
+
+    def loading(name: str) -> Callable[[], float]:
+        def load() -> float:
+            for parameter in learner.model.parameters():
+                parameter.data.zero_()
+            WAYS[name][1](learner, folder / name)
+            return sum(float(parameter.detach().double().sum()) for parameter in learner.model.parameters())
+
+        return load
+
+    saves = take_turns({name: saving(name) for name in WAYS}, num_turns, clock=together)
+    loads = take_turns({name: loading(name) for name in WAYS}, num_turns, agree=same(), clock=together)
+    return {"saving": saves, "loading": loads, "training waits for": background_turns(learner, folder, num_turns)}
+
+
+def background_turns(learner: MegatronLearner, folder: Path, num_turns: int) -> Turns:
+    """Time how long training waits for a save in the background, which is complete before the next turn."""
+    load_before = os.getloadavg()[0]
+    amounts: dict[str, list[float]] = {BACKGROUND: [], SHARDS: []}
+    for _ in range(num_turns):
+        for name in amounts:
+            target = fresh(folder / name, learner.layout.rank)
+            store = CheckpointStore(target, CheckpointConfig(asynchronous=name == BACKGROUND))
+            start = together()
+            store.save(1, {"learner": learner}, {})
+            amounts[name].append(together() - start)
+            store.close()
+    return Turns(amounts, load_before, os.getloadavg()[0])
+
+
+def together() -> float:
+    """Return the time once all ranks are here."""
     dist.barrier()
-    began = time.perf_counter()
-    action()
-    seconds = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return float(seconds)
-
-
-def measure(rank: int, port: int, folder: Path, num_runs: int, distributed: bool) -> None:
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), **address}
-    torch.set_num_threads(1)
-    config = Config.model_validate({"parallel": LAYOUT, "optimizer": {"distributed": distributed}})
-    learner = MegatronLearner(config, folder / "model")
-    seconds: dict[str, list[float]] = {}
-
-    def note(what: str, action: Callable[[], Any]) -> None:
-        seconds.setdefault(what, []).append(timed(action))
-
-    for _ in range(num_runs):
-        for name, (save, load) in WAYS.items():
-            target = fresh(folder / "saved", rank)
-            note(f"{name}: save", partial(save, learner, target))
-            note(f"{name}: load", partial(load, learner, target))
-        store = CheckpointStore(fresh(folder / "saved", rank), CheckpointConfig(asynchronous=True))
-        note("shards, in the background: training waits", partial(store.save, 1, {"learner": learner}, {}))
-        note("shards, in the background: until complete", store.close)
-    if rank == 0:
-        (folder / "seconds.json").write_text(json.dumps(seconds))
-    stop_processes()
+    return time.perf_counter()
 
 
 def fresh(folder: Path, rank: int) -> Path:
@@ -170,26 +186,19 @@ def fresh(folder: Path, rank: int) -> Path:
     return folder
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8, help="50 MB each, besides 100 MB of embedding")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--distributed", action="store_true", help="with a distributed optimizer")
-    parser.add_argument("--dir", type=Path, help="where to write (default: the temporary folder)")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=args.dir) as name, socket.socket() as probe:
+def rows(quick: bool) -> Rows:
+    """Compare shards with both other ways."""
+    num_layers, num_turns = (2, 3) if quick else (8, 5)
+    with tempfile.TemporaryDirectory(prefix="checkpoint-") as name:
         folder = Path(name)
         (folder / "model").mkdir()
-        num_bytes = write_model(folder / "model", args.layers)
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
-        mp.start_processes(measure, (port, folder, args.runs, args.distributed), NUM_RANKS, start_method="spawn")
-        found = json.loads((folder / "seconds.json").read_text())
-    print(f"{num_bytes / 1e6:.0f} MB, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {args.runs} runs")
-    for what, seconds in found.items():
-        print(f"{what:<45} {statistics.median(seconds):6.2f} s  ({min(seconds):.2f} - {max(seconds):.2f})")
+        num_bytes = write_model(folder / "model", num_layers)
+        with Ranks(NUM_RANKS, on_ranks, folder) as work:
+            for what, turns in work(num_turns).items():
+                ours, *others = turns.amounts
+                for other in others:
+                    yield turns.row(f"{what} {num_bytes / 1e6:.0f} MB, {ours}", other, unit="s")
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, rows)

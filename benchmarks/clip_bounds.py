@@ -1,71 +1,140 @@
-"""BAPO's bound search: one table against the literal loop of Algorithm 1, side by side in one run.
+"""The search for BAPO's bounds: one table against loops that read every token at every probe, on 1 and 4 ranks.
 
-    python benchmarks/clip_bounds.py [NUM_TOKENS]
+    python -m benchmarks.clip_bounds [--quick]
 
-The literal loop evaluates rho on all tokens at every probe (up to 52 at the paper's ranges), as the paper prints it;
-spread over data-parallel ranks it would also make one blocking all-reduce per probe, which is not counted here.
+Two loops are compared, each with our search at its settings: Algorithm 1 to the letter (contribution "gradient"), and
+the authors' recipe (contribution "official", the lower bound first). On several ranks each probe of a loop makes one
+blocking all-reduce of its two sums, as the recipe does; ours makes one for the whole search. All sides must find the
+same bounds. Times are CPU seconds on one rank, and seconds on four, which share the cores of this machine.
 """
 
-import statistics
-import sys
 import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.algorithms.clip_bounds import contribution_table, search_bounds
 from bapo_megatron.config.schema_loss import ClipBoundConfig
+from benchmarks.ranks import Ranks
+from benchmarks.side_by_side import LeftOut, Row, Rows, Turns, main, same, take_turns
 
-NUM_RUNS = 7
+NUM_RANKS = 4
+NUM_TURNS = 3
+TOKENS_OF_A_TURN = 200_000  # smaller searches are repeated until a turn has read as many
+OURS, LITERAL, AUTHORS = "one table", "literal loop of Algorithm 1", "authors' loop"
+STOPS_EARLY, SATURATES = "stops early", "saturates"
+CONFIGS = {  # by way and by what the loop does on these tokens
+    (LITERAL, STOPS_EARLY): ClipBoundConfig(rho0=0.4, contribution="gradient"),  # type: ignore[call-arg]
+    (LITERAL, SATURATES): ClipBoundConfig(rho0=0.9, contribution="gradient"),  # type: ignore[call-arg]
+    (AUTHORS, SATURATES): ClipBoundConfig(rho0=9.0, contribution="official", order="low_first"),  # type: ignore[call-arg]
+}
+
+Bounds = tuple[float, float]
 
 
-def literal_search(ratio: Tensor, advantages: Tensor, config: ClipBoundConfig) -> tuple[float, float, int]:
-    """Run Algorithm 1 with the gradient reading, on integer grids; return the bounds and the number of probes."""
+def add_up(sums: Tensor) -> Tensor:
+    """Return the sum over all ranks."""
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    return sums
+
+
+def one_table(ratio: Tensor, advantages: Tensor, config: ClipBoundConfig) -> Bounds:
+    mask = torch.ones_like(ratio, dtype=torch.bool)
+    bounds = search_bounds(add_up(contribution_table(ratio, advantages, mask, None, config)), config)
+    return bounds.low, bounds.high
+
+
+def literal_loop(ratio: Tensor, advantages: Tensor, config: ClipBoundConfig) -> Bounds:
+    """Run Algorithm 1 with the gradient reading, on integer grids."""
     highs, lows = config.high.points, config.low.points
     i = j = 0
-    num_probes = 0
     while True:
         positive = (ratio * advantages)[(advantages > 0) & (ratio < highs[i])].sum()
         negative = (ratio * -advantages)[(advantages < 0) & (ratio > lows[j])].sum()
-        num_probes += 1
-        reached = float(positive / (positive + negative)) >= config.rho0
-        if reached or j + 1 == len(lows):
-            return lows[j], highs[i], num_probes
+        p, n = add_up(torch.stack([positive, negative])).tolist()
+        if p / (p + n) >= config.rho0 or j + 1 == len(lows):
+            return lows[j], highs[i]
         if i + 1 < len(highs):
             i += 1
         else:
             j += 1
 
 
-def seconds(function: Callable[[], object]) -> float:
-    times = []
-    for _ in range(NUM_RUNS):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+def authors_loop(ratio: Tensor, advantages: Tensor, config: ClipBoundConfig) -> Bounds:
+    """Compare the clipped objective's positive and negative sums, raising the lower bound first."""
+    highs, lows = config.high.points, config.low.points
+
+    def is_reached(low: float, high: float) -> bool:
+        positive = (advantages * ratio.clamp(max=high))[advantages > 0].sum()
+        negative = (-advantages * ratio.clamp(min=low))[advantages < 0].sum()
+        p, n = add_up(torch.stack([positive, negative])).tolist()
+        return p / n >= config.rho0
+
+    for low in lows:
+        if is_reached(low, highs[0]):
+            return low, highs[0]
+    for high in highs[1:]:
+        if is_reached(lows[-1], high):
+            return lows[-1], high
+    return lows[-1], highs[-1]
 
 
-def main() -> None:
-    num_tokens = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
-    generator = torch.Generator().manual_seed(0)
+LOOPS = {LITERAL: literal_loop, AUTHORS: authors_loop}
+
+
+def search_turns(loop: str, end: str, num_tokens: int, num_turns: int) -> Turns:
+    """Let our search and a loop take turns over `num_tokens` tokens of this rank; collective if there is a group."""
+    config = CONFIGS[loop, end]
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    generator = torch.Generator().manual_seed(rank)
     ratio = torch.randn(num_tokens, generator=generator, dtype=torch.float64).mul(0.3).exp()
     advantages = torch.randn(num_tokens, generator=generator, dtype=torch.float64)
-    mask = torch.ones(num_tokens, dtype=torch.bool)
-    print(f"{num_tokens} tokens, {torch.get_num_threads()} threads, median of {NUM_RUNS}")
-    for rho0 in (0.4, 0.52, 0.9):
-        config = ClipBoundConfig(rho0=rho0, contribution="gradient")  # type: ignore[call-arg]
-        bounds = search_bounds(contribution_table(ratio, advantages, mask, None, config), config)
-        low, high, num_probes = literal_search(ratio, advantages, config)
-        assert (bounds.low, bounds.high) == (low, high), "the two searches disagree"
-        one_table = seconds(lambda c=config: search_bounds(contribution_table(ratio, advantages, mask, None, c), c))
-        literal = seconds(lambda c=config: literal_search(ratio, advantages, c))
-        print(
-            f"rho0 {rho0:.2f}: bounds [{low}, {high}], {num_probes} probes: one table {one_table * 1e3:.0f} ms, "
-            f"literal loop {literal * 1e3:.0f} ms, ratio {literal / one_table:.1f}"
-        )
+    num_repeats = max(1, TOKENS_OF_A_TURN // num_tokens)
+
+    def repeated(search: Callable[[Tensor, Tensor, ClipBoundConfig], Bounds]) -> Callable[[], Bounds]:
+        def run() -> Bounds:
+            if dist.is_initialized():
+                dist.barrier()
+            for _ in range(num_repeats):
+                bounds = search(ratio, advantages, config)
+            return bounds
+
+        return run
+
+    clock = time.perf_counter if dist.is_initialized() else time.process_time
+    ways = {OURS: repeated(one_table), loop: repeated(LOOPS[loop])}
+    return take_turns(ways, num_turns, agree=same(), clock=clock)
+
+
+def on_ranks() -> Callable[..., Turns]:
+    dist.init_process_group("gloo")
+    return search_turns
+
+
+def rows(quick: bool) -> Rows:
+    """Compare both loops from 1e5 to 1e7 tokens, those of all ranks together."""
+    cases = [(loop, end, n) for loop, end in CONFIGS for n in (100_000, 1_000_000, 10_000_000)]
+    if quick:  # the longest loops over the most tokens take minutes
+        cases = [case for case in cases if case[1] == STOPS_EARLY or case[2] <= 1_000_000]
+    for loop, end, num_tokens in cases:
+        yield describe(search_turns(loop, end, num_tokens, NUM_TURNS), loop, end, num_tokens, 1)
+    with Ranks(NUM_RANKS, on_ranks) as work:
+        for loop, end, num_tokens in cases:
+            turns = work(loop, end, num_tokens // NUM_RANKS, NUM_TURNS)
+            yield describe(turns, loop, end, num_tokens, NUM_RANKS)
+
+
+def describe(turns: Turns, loop: str, end: str, num_tokens: int, num_ranks: int) -> Row | LeftOut:
+    repeats = max(1, TOKENS_OF_A_TURN * num_ranks // num_tokens)
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    case = f"{num_tokens:.0e} tokens, {ranks}, the loop {end}".replace("e+0", "e")
+    if repeats > 1:
+        case += f"; {repeats} searches"
+    return turns.row(case, loop, unit="CPU s" if num_ranks == 1 else "s")
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, rows)

@@ -1,15 +1,13 @@
-"""Log-probs from hidden states: ours against full logits, in one run, with errors against float64.
+"""Log-probs and entropies from hidden states: ours against full logits, time and peak of memory.
 
-    python benchmarks/logprobs.py memory [TOKENS] [VOCAB]      peak of forward and backward (default 8192, 152064)
-    python benchmarks/logprobs.py time [TOKENS] [VOCAB]        time and error of each way (default 1024, 32000)
-    python benchmarks/logprobs.py time --size 7b --device cuda --backend both --output rows.json
-                                                               the same on a GPU, in bfloat16, both ways by turns,
-                                                               with the peak of memory; the rows as JSON too
+    python -m benchmarks.logprobs [--quick]
+    python -m benchmarks.logprobs time --size 7b --device cuda --backend both --output rows.json
+                                    torch's and Triton's chunks on a GPU, in bfloat16, with errors against float64
 
-Ways: ours (`algorithms/logprobs.py`, in chunks of so many rows, logits computed again in the backward pass); a plain
-vocabulary-parallel cross-entropy (whole logits, Megatron-Core's VocabParallelCrossEntropy, one rank, no entropy);
-Hugging Face's (whole logits, log_softmax, gather). The last two keep the logits: where free memory is short they are
-left out. Times on a CPU are CPU seconds: what an idle machine's clock would show, whatever else runs on this one.
+Ways: ours (`algorithms/logprobs.py`, in chunks of rows, logits computed again in the backward pass); Hugging Face's
+(whole logits, log_softmax, gather, the entropy of log_softmax); verl's functions for whole logits; Megatron-Core's
+vocabulary-parallel cross-entropy on one rank, which has no entropy, against ours without. Each makes log-probs and
+their gradients, which must agree. Times on a CPU are CPU seconds, forward and backward.
 
 Memory is the growth of this process's resident set over what it held before the call, its peak as Linux counts it
 (/proc/self/status), gradients included; each measurement runs in a process of its own.
@@ -24,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.algorithms.logprobs import VocabShard, token_log_probs
+from benchmarks.side_by_side import MIB, LeftOut, Rows, Turns, main, resident_bytes, same, take_turns
 
 HIDDEN_SIZE = 64  # small, so that the gradients of hidden states and weights do not hide the cost of logits
-CHUNK_TOKENS = (256, 512, 1024)
-GPU_CHUNK_TOKENS = (256, 1024, 4096)
+CHUNK_TOKENS = (256, 1024, 4096)  # on a GPU
 NUM_RUNS = 5
 GPU_HIDDEN_SIZE = 3584  # of a 7B model, for matrix products as in training
-MIB = 1 << 20
 # Tokens, vocabulary and hidden size of one rank: whole models, and one of eight tensor ranks of Qwen3-32B.
 SIZES = {
     "tiny": (64, 512, 32),
@@ -47,10 +45,10 @@ SIZES = {
     "32b-tp8": (16_384, 18_992, 5120),
 }
 
-Way = Callable[[Tensor, Tensor, Tensor], Tensor]
+Way = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden states, weights and targets to log-probs
 
 
-def ours(chunk_tokens: int, **options: Any) -> Way:
+def ours(chunk_tokens: int | None = None, **options: Any) -> Way:
     def way(hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor) -> Tensor:
         size = weight_VH.shape[0]
         shard = VocabShard(group=None, start=0, size=size, vocab_size=size)
@@ -66,18 +64,31 @@ def vocab_parallel(hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor) -> T
 
 
 def hugging_face(hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor) -> Tensor:
-    return (hidden_RH @ weight_VH.T).log_softmax(-1).gather(1, targets_R[:, None])[:, 0]
+    log_probs_RV = (hidden_RH @ weight_VH.T).log_softmax(-1)
+    with torch.no_grad():
+        -(log_probs_RV.exp() * log_probs_RV).sum(-1)
+    return log_probs_RV.gather(1, targets_R[:, None])[:, 0]
 
 
-def our_ways(title: str, chunks: tuple[int, ...], **options: Any) -> dict[str, Way]:
-    return {
-        **{f"{title}, {chunk}": ours(chunk, **options) for chunk in chunks},
-        f"{title}, {chunks[0]}, no entropy": ours(chunks[0], with_entropy=False, **options),
-    }
+def verl(hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor) -> Tensor:
+    from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
+
+    logits_RV = hidden_RH @ weight_VH.T
+    with torch.no_grad():
+        entropy_from_logits(logits_RV)
+    return logprobs_from_logits(logits_RV, targets_R)
 
 
-OTHER_WAYS: dict[str, Way] = {"vocab-parallel": vocab_parallel, "Hugging Face": hugging_face}
-WAYS = our_ways("ours", CHUNK_TOKENS) | OTHER_WAYS
+OURS, NO_ENTROPY = "ours", "ours, without entropy"
+HUGGING_FACE, VERL, MEGATRON = "Hugging Face: whole logits", "verl: whole logits", "Megatron-Core: cross-entropy alone"
+WAYS: dict[str, Way] = {
+    OURS: ours(),
+    NO_ENTROPY: ours(with_entropy=False),
+    HUGGING_FACE: hugging_face,
+    VERL: verl,
+    MEGATRON: vocab_parallel,
+}
+PAIRS = ((OURS, HUGGING_FACE), (OURS, VERL), (NO_ENTROPY, MEGATRON))
 
 
 def inputs(
@@ -111,16 +122,50 @@ def now(tensor: Tensor) -> float:
     return time.perf_counter()
 
 
-def resident_bytes(which: str) -> int:
-    """Return `VmRSS` (now) or `VmHWM` (peak) of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(which):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {which}: this benchmark needs Linux")
+def rows(quick: bool) -> Rows:
+    """Compare time, then memory, with each way that is installed."""
+    pairs = list(PAIRS)
+    try:
+        import_module("verl.utils.torch_functional")
+    except ImportError as error:
+        yield LeftOut("log-probs and entropy against verl's functions", f"verl cannot be imported ({error})")
+        pairs.remove((OURS, VERL))
+    ways = list(dict.fromkeys(name for pair in pairs for name in pair))
+    num_tokens, vocab_size, num_turns = (512, 32_000, 5) if quick else (1024, 32_000, 15)
+    start_one_rank()
+    turns = time_turns(ways, num_tokens, vocab_size, num_turns)
+    for mine, other in pairs:
+        yield turns.row(f"time, {num_tokens} tokens x {vocab_size}", other, ours=mine)
+    num_tokens, vocab_size, num_turns = (1024, 64_000, 1) if quick else (8192, 64_000, 3)
+    turns = memory_turns(ways, num_tokens, vocab_size, num_turns)
+    for mine, other in pairs:
+        yield turns.row(f"peak of memory, {num_tokens} tokens x {vocab_size}", other, ours=mine, unit="MiB")
+
+
+def time_turns(names: list[str], num_tokens: int, vocab_size: int, num_turns: int) -> Turns:
+    tensors = inputs(num_tokens, vocab_size)
+
+    def work(way: Way) -> Callable[[], tuple[Tensor | None, ...]]:
+        return lambda: (run(way, *tensors)[0], tensors[0].grad, tensors[1].grad)
+
+    return take_turns({name: work(WAYS[name]) for name in names}, num_turns, agree=same(1e-4))
+
+
+def memory_turns(names: list[str], num_tokens: int, vocab_size: int, num_turns: int) -> Turns:
+    load_before = os.getloadavg()[0]
+    peaks: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(num_turns):
+        for name in names:
+            command = [sys.executable, "-m", "benchmarks.logprobs", "peak", name, str(num_tokens), str(vocab_size)]
+            found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+            peaks[name].append(int(found.stdout.split()[-1]) / MIB)
+    return Turns(peaks, load_before, os.getloadavg()[0])
 
 
 def measure_memory(way: str, num_tokens: int, vocab_size: int) -> None:
     """Print the peak over the inputs, in bytes. Runs in its own process: a peak cannot be reset."""
+    if way == MEGATRON:
+        start_one_rank()
     tensors = inputs(num_tokens, vocab_size)
     run(WAYS[way], *inputs(8, 64))  # exclude libraries and threads that the first call loads
     before = resident_bytes("VmRSS")
@@ -128,17 +173,11 @@ def measure_memory(way: str, num_tokens: int, vocab_size: int) -> None:
     print(resident_bytes("VmHWM") - before)
 
 
-def memory(num_tokens: int, vocab_size: int) -> None:
-    logits = 4 * num_tokens * vocab_size
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    print(f"memory: {num_tokens} tokens x {vocab_size}; float32 logits {logits / MIB:.0f} MiB")
-    for way in WAYS:
-        if not way.startswith("ours") and 4 * logits > free:
-            print(f"{way:>22}: left out, may need four times the logits; choose a smaller size")
-            continue
-        command = [sys.executable, __file__, "measure-memory", way, str(num_tokens), str(vocab_size)]
-        peak = int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout)
-        print(f"{way:>22}: peak {peak / MIB:6.0f} MiB = {peak / logits:.3f} of the logits")
+def chunked_ways(title: str, **options: Any) -> dict[str, Way]:
+    return {
+        **{f"{title}, {chunk}": ours(chunk, **options) for chunk in CHUNK_TOKENS},
+        f"{title}, {CHUNK_TOKENS[0]}, no entropy": ours(CHUNK_TOKENS[0], with_entropy=False, **options),
+    }
 
 
 def timing(
@@ -192,38 +231,33 @@ def start_one_rank(device: str = "cpu") -> None:
     parallel_state.initialize_model_parallel()
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["measure-memory"]:
-        way, num_tokens, vocab_size = sys.argv[2:]
-        if way == "vocab-parallel":
-            start_one_rank()
-        return measure_memory(way, int(num_tokens), int(vocab_size))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=("memory", "time"), nargs="?", default="memory")
-    parser.add_argument("tokens", type=int, nargs="?")
-    parser.add_argument("vocab", type=int, nargs="?")
-    parser.add_argument("--size", choices=SIZES, help="time only: tokens, vocabulary and hidden size by name")
-    parser.add_argument("--output", type=Path, help="time only: file for the rows, as JSON")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="time only")
-    parser.add_argument("--backend", choices=("torch", "triton", "both"), default="torch", help="time only")
-    options = parser.parse_args()
-    defaults = (8192, 152_064) if options.mode == "memory" else (1024, 32_000)
-    num_tokens, vocab_size, hidden_size = SIZES[options.size] if options.size else (*defaults, None)
-    num_tokens, vocab_size = options.tokens or num_tokens, options.vocab or vocab_size
+def gpu_main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.logprobs time")
+    parser.add_argument("tokens", type=int, nargs="?", default=1024)
+    parser.add_argument("vocab", type=int, nargs="?", default=32_000)
+    parser.add_argument("--size", choices=SIZES, help="tokens, vocabulary and hidden size by name")
+    parser.add_argument("--output", type=Path, help="file for the rows, as JSON")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--backend", choices=("torch", "triton", "both"), default="torch")
+    options = parser.parse_args(argv)
+    size = SIZES[options.size] if options.size else (options.tokens, options.vocab, None)
     print(f"{platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
-    if options.mode == "memory":
-        return memory(num_tokens, vocab_size)
     if options.device == "cuda":
         print(torch.cuda.get_device_name())
-    chunks = GPU_CHUNK_TOKENS if options.device == "cuda" else CHUNK_TOKENS
-    ways = {} if options.backend == "triton" else our_ways("ours", chunks)
-    ways |= {} if options.backend == "torch" else our_ways("Triton", chunks, backend="triton")
+    ways = {} if options.backend == "triton" else chunked_ways("ours")
+    ways |= {} if options.backend == "torch" else chunked_ways("Triton", backend="triton")
+    ways |= {name: WAYS[name] for name in (HUGGING_FACE, MEGATRON)}
     start_one_rank(options.device)
-    rows = timing(num_tokens, vocab_size, options.device, ways | OTHER_WAYS, hidden_size)
+    found = timing(size[0], size[1], options.device, ways, size[2])
     if options.output:
-        options.output.write_text(json.dumps(rows, indent=1) + "\n")
-    return None
+        options.output.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["peak"]:
+        torch.set_num_threads(1)
+        measure_memory(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    elif sys.argv[1:2] == ["time"]:
+        gpu_main(sys.argv[2:])
+    else:
+        main(__doc__, rows)

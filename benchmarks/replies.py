@@ -1,17 +1,15 @@
 """Replies through the client of an engine: decoded, checked and handed over as trajectories, against plain Python.
 
-    python -m benchmarks.replies [--turns 5]
+    python -m benchmarks.replies [--quick]
 
 The bytes are what SGLang answers to /generate with log-probs. The plain way, json and loops over tokens, is the oracle
-of tests/unit/test_replies.py. Both take turns; the results are compared.
+of tests/unit/test_replies.py. Both must hand over the same trajectories. Times are CPU seconds.
 """
 
-import argparse
 import json
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,13 @@ import numpy as np
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.engines.http import _REPLIES, _decoded, parse_reply
 from bapo_megatron.types import Prompt, Segment, Trajectory
+from benchmarks.side_by_side import Rows, main, same, take_turns
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "unit"))
 
 from plain_reply import plain_parse
 
+PLAIN = "json and loops over tokens"
 VOCAB_SIZE = 151936
 PROMPT = Prompt(0, (1, 2, 3), "", "", "random")
 
@@ -71,29 +71,15 @@ def ours(raw: bytes, requests: Sequence[GenerateRequest]) -> list[Trajectory]:
     return [handed_over(parse_reply(r, q, VOCAB_SIZE)) for r, q in zip(replies, requests, strict=True)]
 
 
-def seconds(
-    way: Callable[[bytes, Sequence[GenerateRequest]], object], raw: bytes, requests: Sequence[GenerateRequest]
-) -> float:
-    start = time.thread_time()
-    way(raw, requests)
-    return time.thread_time() - start
-
-
-def main() -> None:
-    """Print a table of tokens per CPU second."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--turns", type=int, default=5)
-    turns = parser.parse_args().turns
-    print("| replies x tokens | plain, tokens/s | ours, tokens/s | ours / plain |\n|---|---|---|---|")
-    for num_replies, num_tokens in ((512, 64), (64, 1024), (32, 8192), (8, 32768)):
+def rows(quick: bool) -> Rows:
+    """Compare short and long responses."""
+    shapes = ((64, 64), (4, 8192)) if quick else ((512, 64), (64, 1024), (32, 8192), (8, 32768))
+    for num_replies, num_tokens in shapes:
         requests, raw = call(num_replies, num_tokens)
-        assert ours(raw, requests) == plain(raw, requests)
-        times = [(seconds(plain, raw, requests), seconds(ours, raw, requests)) for _ in range(turns)]
-        rates = [num_replies * num_tokens / statistics.median(column) for column in zip(*times, strict=True)]
-        factors = sorted(old / new for old, new in times)
-        factor = f"{statistics.median(factors):.1f} ({factors[0]:.1f} to {factors[-1]:.1f})"
-        print(f"| {num_replies} x {num_tokens} | {rates[0]:,.0f} | {rates[1]:,.0f} | {factor} |", flush=True)
+        ways = {"ours": partial(ours, raw, requests), PLAIN: partial(plain, raw, requests)}
+        turns = take_turns(ways, 5 if quick else 15, agree=same())
+        yield turns.row(f"{num_replies} replies of {num_tokens} tokens", PLAIN)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, rows)

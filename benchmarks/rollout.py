@@ -1,21 +1,22 @@
 """Synchronous, partial, over-sampled and overlapped rollouts of one engine, side by side in one run, and their bounds.
 
-    python benchmarks/rollout.py [--quick]
+    python -m benchmarks.rollout [--quick]
 
 One embedded engine process, the scheduler and the weight channel are the real ones. Three things are made up: response
 lengths are drawn from a long-tailed (log-normal) distribution, the same for every mode, and imposed on the engine's
 answers; prompts are random tokens of one length; and an optimizer step is a wait of a stated length that leaves the CPU
 to the engine, as a trainer on other devices would. Weights are really pushed after it.
 
-The bound beside it is derived in rollout_bound.py. Training takes a stated share of the synchronous rollout. Modes take
-turns, and each speed is compared with the synchronous turn before it, so that the comparison holds on a shared machine.
-Tokens of a few steps vary with their random lengths and the buffer; steps do not.
+The bound beside it is derived in rollout_bound.py. Training takes half of the synchronous rollout. Modes take turns,
+and each is compared with the synchronous turn before it. The rows are of a step's time; the tables of each turn are on
+the screen. Tokens of a few steps vary with their random lengths and the buffer; steps do not. Every trained response
+must have the length that the workload gives it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -27,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rollout_bound import CALIBRATION_TOKENS, Bound, StepCost, Workload, bound
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -42,6 +42,8 @@ from bapo_megatron.errors import EngineError
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.types import Prompt
+from benchmarks.rollout_bound import CALIBRATION_TOKENS, Bound, StepCost, Workload, bound
+from benchmarks.side_by_side import Rows, Turns, main
 
 TIMEOUT_S = 300.0
 VOCAB_SIZE = 128
@@ -166,8 +168,9 @@ async def measure_cost(engine: HttpEngine, pid: int, workload: Workload) -> Step
     return StepCost(rows, contexts, [[await step_s(n, c) for c in contexts] for n in rows])
 
 
+SYNCHRONOUS = "synchronous"
 MODES: dict[str, dict[str, Any]] = {
-    "synchronous": {},
+    SYNCHRONOUS: {},
     "partial": {"tokens_per_round": 32},
     "over-sampled": {"abort_tail": True},
     "overlapped": {"overlap": True, "max_staleness": MAX_STALENESS},
@@ -229,6 +232,8 @@ class ModeRun:
             waited_s = time.perf_counter() - asked_s
             measured.idle_s += waited_s
             measured.train_s += train_s(waited_s)
+            for trajectory in (t for group in groups for t in group.trajectories):
+                assert len(trajectory.versions) == bench.workload.length(trajectory.sample_id), "another length"
             measured.ages += [self._version - v for g in groups for t in g.trajectories for v in t.versions]
             time.sleep(train_s(waited_s))
             self._version += 1
@@ -274,27 +279,38 @@ class Bench:
         self.loop.close()
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Rollout modes of one engine, side by side.")
-    parser.add_argument("--quick", action="store_true", help="a small workload, few steps: does it run?")
-    parser.add_argument("--turns", type=int, default=5, help="how often each mode has its turn")
-    parser.add_argument("--steps", type=int, default=3, help="steps of a turn that count; one more comes before them")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before the first turn")
-    parser.add_argument("--train-share", type=float, default=0.5, help="training time / synchronous rollout time")
-    args = parser.parse_args(argv)
-    workload = Workload()
-    if args.quick:
-        args.turns, args.warmup, args.steps = 1, 0, 1
-        workload = Workload(prompts_per_step=2, max_response_tokens=48, median_tokens=6.0)
+@dataclass(frozen=True)
+class Plan:
+    """How long the modes run."""
+
+    workload: Workload
+    num_turns: int
+    num_steps: int  # of a turn that count; one more comes before them
+    num_warmup: int  # steps before the first turn
+
+
+TRAIN_SHARE = 0.5  # training time / synchronous rollout time
+PLAN = Plan(Workload(), num_turns=5, num_steps=3, num_warmup=5)
+QUICK_PLAN = Plan(Workload(prompts_per_step=4, max_response_tokens=128, median_tokens=16.0), 3, 2, 2)
+
+
+def rows(quick: bool) -> Rows:
+    """Compare a step of each mode with a synchronous one."""
+    plan = QUICK_PLAN if quick else PLAN
     with tempfile.TemporaryDirectory() as folder:
-        weights = save_model(Path(folder), workload.max_context)
-        with engine_process(Path(folder), workload) as (url, pid):
-            bench = Bench(workload, url, pid, weights)
-            compare(bench, args)
+        weights = save_model(Path(folder), plan.workload.max_context)
+        with engine_process(Path(folder), plan.workload) as (url, pid):
+            bench = Bench(plan.workload, url, pid, weights)
+            turns, theory = compare(bench, plan)
             bench.close()
+    for mode in MODES:
+        if mode != SYNCHRONOUS:
+            case = f"step of {mode} rollouts, bound {theory.speedup(mode):.2f}"
+            yield turns.row(case, SYNCHRONOUS, ours=mode, unit="s")
 
 
-def compare(bench: Bench, args: argparse.Namespace) -> None:
+def compare(bench: Bench, plan: Plan) -> tuple[Turns, Bound]:
+    """Print a table for each turn; return the seconds of a step, and the bound."""
     w = bench.workload
     lengths = w.lengths(500)
     print(
@@ -306,26 +322,27 @@ def compare(bench: Bench, args: argparse.Namespace) -> None:
     middle = (cost.contexts[0] + cost.contexts[-1]) // 2
     print(f"engine, tokens per second of its CPU time with responses of {middle} tokens, by running responses:")
     print("   " + "   ".join(f"{n}: {n / cost(n, middle):.0f}" for n in cost.rows))
-    theory = bound(w, cost, num_steps=NUM_BOUND_STEPS, train_share=args.train_share)
+    theory = bound(w, cost, num_steps=NUM_BOUND_STEPS, train_share=TRAIN_SHARE)
     runs = {mode: ModeRun(mode, bench) for mode in MODES}
     results: dict[str, list[Measured]] = {mode: [] for mode in MODES}
-    if args.warmup:
-        for run in runs.values():
-            run.turn(0, num_warmup=args.warmup, train_s=lambda waited_s: 0.0)
-    for _ in range(args.turns):
-        first = runs["synchronous"].turn(args.steps, train_s=lambda waited_s: args.train_share * waited_s)
-        train_s = first.train_s / args.steps
-        print(f"training takes {train_s:.2f} s a step: {args.train_share:g} x the rollout of a synchronous step")
+    for run in runs.values():
+        run.turn(0, num_warmup=plan.num_warmup, train_s=lambda waited_s: 0.0)
+    load_before = os.getloadavg()[0]
+    for _ in range(plan.num_turns):
+        first = runs[SYNCHRONOUS].turn(plan.num_steps, train_s=lambda waited_s: TRAIN_SHARE * waited_s)
+        train_s = first.train_s / plan.num_steps
+        print(f"training takes {train_s:.2f} s a step: {TRAIN_SHARE:g} x the rollout of a synchronous step")
         print_header()
         for mode, run in runs.items():
-            is_first = mode == "synchronous"
-            results[mode].append(first if is_first else run.turn(args.steps, train_s=lambda waited_s, s=train_s: s))
-            print_row(mode, results[mode][-1:], results["synchronous"][-1:], theory)
-    if args.turns > 1:
-        print(f"medians of {args.turns} turns (lowest to highest)")
-        print_header()
-        for mode, measured in results.items():
-            print_row(mode, measured, results["synchronous"], theory)
+            is_first = mode == SYNCHRONOUS
+            results[mode].append(first if is_first else run.turn(plan.num_steps, train_s=lambda waited_s, s=train_s: s))
+            print_row(mode, results[mode][-1:], results[SYNCHRONOUS][-1:], theory)
+    print(f"medians of {plan.num_turns} turns (lowest to highest)")
+    print_header()
+    for mode, measured in results.items():
+        print_row(mode, measured, results[SYNCHRONOUS], theory)
+    seconds = {mode: [m.wall_s / m.num_steps for m in measured] for mode, measured in results.items()}
+    return Turns(seconds, load_before, os.getloadavg()[0]), theory
 
 
 def print_header() -> None:
@@ -372,4 +389,4 @@ def _spread(values: Sequence[float], digits: int) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, rows)

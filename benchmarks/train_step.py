@@ -1,37 +1,27 @@
 """One optimizer update against plain Hugging Face and torch AdamW; and the two orders of forward and backward passes.
 
-    python benchmarks/train_step.py [hugging-face] [--turns 15]
-    python benchmarks/train_step.py schedules [--turns 15]
+    python -m benchmarks.train_step [--quick]
 
-hugging-face: a supervised update (maximum likelihood of the responses) and a BAPO update (scores, search for the
-bounds, loss, Adam) of the same sequences in the same micro-batches, one process, float32. Hugging Face's side is what
-a careful user writes: batches padded on the right to their longest sequence, without a mask (a causal query never
+Against Hugging Face: a supervised update (maximum likelihood of the responses) and a BAPO update (scores, search for
+the bounds, loss, Adam) of the same sequences in the same micro-batches, one process, float32. Hugging Face's side is
+what a careful user writes: batches padded on the right to their longest sequence, without a mask (a causal query never
 looks at padding), sdpa attention, logits of response rows only, clipping, fused AdamW. Both sides start from the
-sequences, search with the same function, and their losses are compared.
+sequences, search with the same function, and must have equal losses in every turn. Times are CPU seconds.
 
-schedules: the BAPO update with train.schedule "forwards_first" and "interleaved", and the peak of memory of each.
-
-Ways take turns; the result is the median over turns of the ratio within a turn. Times are CPU seconds of this process:
-with one thread they equal the wall time on an idle machine.
+Schedules: the BAPO update with train.schedule "forwards_first" and "interleaved", time and peak of memory.
 """
 
-import argparse
 import math
 import os
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from logprobs import resident_bytes
 from megatron.core import parallel_state
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -45,8 +35,8 @@ from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.schedule import Schedule
 from bapo_megatron.types import Batch, ClipBounds, MiniBatch
+from benchmarks.side_by_side import MIB, Row, Rows, Turns, main, resident_bytes, same, take_turns
 
-MIB = 1 << 20
 LR, BETAS, CLIP_GRAD = 1e-5, (0.9, 0.95), 1.0
 Update = Callable[[], float]  # one optimizer update; returns its loss
 
@@ -61,6 +51,10 @@ class Case:
     prompt_tokens: int
     response_tokens: tuple[int, int]  # shortest and longest
     max_tokens: int  # of a micro-batch
+
+    def part(self, num_parts: int) -> "Case":
+        """Return the case with a part of the sequences, in as many micro-batches."""
+        return replace(self, num_sequences=self.num_sequences // num_parts, max_tokens=self.max_tokens // num_parts)
 
     def batch(self, vocab_size: int) -> Batch:
         generator = torch.Generator().manual_seed(0)
@@ -83,12 +77,15 @@ class Case:
 
 
 ORDERS = ("forwards_first", "interleaved")
+UPDATES = {"sft": "supervised", "bapo": "BAPO"}
+HUGGING_FACE = "Hugging Face and torch AdamW"
 CASES = (
     Case("demo model, responses of 8 to 48 tokens", "demo", 64, 12, (8, 48), 8192),
     Case("demo model, all of 28 tokens", "demo", 64, 12, (28, 28), 8192),
     Case("256 x 4 layers, vocabulary 32k, 40 to 200 tokens", "larger", 16, 24, (40, 200), 1024),
     Case("256 x 4 layers, vocabulary 32k, all of 120 tokens", "larger", 16, 24, (120, 120), 1024),
 )
+SCHEDULE_CASE = Case("", "larger", 24, 24, (120, 120), 4096)
 
 
 def save_larger_model(folder: Path) -> None:
@@ -107,11 +104,12 @@ def save_larger_model(folder: Path) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
-def make_config(loss: str, case: Case, **train: Any) -> Config:
+def make_config(loss: str, case: Case, lr: float = LR, num_ranks: int = 1, **train: Any) -> Config:
     return Config.model_validate(
         {
             "loss": {"name": loss},
-            "optimizer": {"lr": LR, "beta1": BETAS[0], "beta2": BETAS[1], "clip_grad": CLIP_GRAD},
+            "optimizer": {"lr": lr, "beta1": BETAS[0], "beta2": BETAS[1], "clip_grad": CLIP_GRAD},
+            "parallel": {"data": num_ranks},
             "train": {"max_tokens_per_microbatch": case.max_tokens, **train},
         }
     )
@@ -121,16 +119,19 @@ def pack(batch: Batch, config: Config, share: Share) -> MiniBatch:
     return one_minibatch(batch, max_tokens=config.train.max_tokens_per_microbatch, share=share)
 
 
-def ours(config: Config, folder: Path, case: Case) -> Update:
-    learner = MegatronLearner(config, folder)
-    finder = BoundsFinder(config, learner)
-    batch = case.batch(learner.shape.vocab_size)
+def update_of(learner: MegatronLearner, batch: Batch) -> Update:
+    finder = BoundsFinder(learner.config, learner)
 
     def update() -> float:
-        minibatch = pack(batch, config, learner.share)
+        minibatch = pack(batch, learner.config, learner.share)
         return learner.step(minibatch, finder.find(minibatch)).metrics["loss/policy"]
 
     return update
+
+
+def ours(config: Config, folder: Path, case: Case) -> Update:
+    learner = MegatronLearner(config, folder)
+    return update_of(learner, case.batch(learner.shape.vocab_size))
 
 
 class HuggingFace:
@@ -206,67 +207,54 @@ class HuggingFace:
         return search_bounds(torch.stack(tables).sum(0), bapo)
 
 
-def take_turns(ways: dict[str, Update], num_turns: int, same: bool = True) -> dict[str, list[float]]:
-    """Return the seconds of each way's updates, without the first turn. `same`: the ways should have equal losses."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    losses: dict[str, float] = {}
-    for turn in range(num_turns + 1):
-        for name in sorted(ways, reverse=bool(turn % 2)):
-            start = time.process_time()
-            losses[name] = ways[name]()
-            if turn:
-                seconds[name].append(time.process_time() - start)
-        first, *others = losses.values()
-        assert not same or all(abs(x - first) < 1e-4 * max(1.0, abs(first)) for x in others), f"other updates: {losses}"
-    return seconds
+def rows(quick: bool) -> Rows:
+    """Compare updates with Hugging Face's, then the two schedules with each other."""
+    num_turns, parts = (3, 3) if quick else (15, 1)
+    with tempfile.TemporaryDirectory(prefix="train-step-") as folder:
+        root = Path(folder)
+        save_larger_model(root / "larger")
+        (root / "demo").symlink_to(demo_model_path())
+        for case in CASES:
+            size = parts if case.model == "larger" else 1
+            for loss in UPDATES:
+                yield against_hugging_face(root, case.part(size), loss, num_turns)
+        for recompute, max_tokens in ((False, 4096), (False, 1024), (True, 4096)):
+            if not quick or not recompute:
+                case = SCHEDULE_CASE.part(parts)
+                yield from against_interleaved(
+                    root, replace(case, max_tokens=max_tokens // parts), recompute, num_turns
+                )
 
 
-def ratio(of: list[float], to: list[float]) -> str:
-    """Format the median of the turns' ratios, and their middle half."""
-    ratios = [a / b for a, b in zip(of, to, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+def against_hugging_face(root: Path, case: Case, loss: str, num_turns: int) -> Row:
+    config = make_config(loss, case)
+    theirs = HuggingFace(config, root / case.model, case)
+    ways = {"ours": ours(config, root / case.model, case), HUGGING_FACE: theirs.update}
+    turns = take_turns(ways, num_turns, agree=same(1e-4))
+    parallel_state.destroy_model_parallel()
+    num_micro = len(theirs.parts)
+    batches = "1 micro-batch" if num_micro == 1 else f"{num_micro} micro-batches"
+    return turns.row(f"{UPDATES[loss]} update, {case.title}; {batches}", HUGGING_FACE)
 
 
-def compare_with_hugging_face(root: Path, num_turns: int, cases: list[Case]) -> None:
-    print("| model and sequences | update | ours, tokens/s | Hugging Face, tokens/s | ours / Hugging Face |")
-    print("|---|---|---|---|---|")
-    for case in cases:
-        for loss in ("sft", "bapo"):
-            config = make_config(loss, case)
-            theirs = HuggingFace(config, root / case.model, case)
-            ways = {"ours": ours(config, root / case.model, case), "Hugging Face": theirs.update}
-            seconds = take_turns(ways, num_turns)
-            num_tokens = int(theirs.batch.seq_lens_S.sum())
-            speeds = [num_tokens / statistics.median(seconds[name]) for name in ways]
-            print(
-                f"| {case.title}; {len(theirs.parts)} micro-batches | {'supervised' if loss == 'sft' else 'BAPO'} "
-                f"| {speeds[0]:.0f} | {speeds[1]:.0f} | {ratio(seconds['Hugging Face'], seconds['ours'])} |",
-                flush=True,
-            )
-            parallel_state.destroy_model_parallel()
+def against_interleaved(root: Path, case: Case, recompute: bool, num_turns: int) -> Rows:
+    """Yield the ratios of time and memory; the orders share a learner, whose updates go on, so losses differ."""
+    learner = schedule_learner(root, case, "auto", recompute)
+    batch = case.batch(learner.shape.vocab_size)
+    turns = take_turns({order: in_order(learner, batch, order) for order in ORDERS}, num_turns)
+    num_micro = len(pack(batch, learner.config, learner.share).micro_batches)
+    parallel_state.destroy_model_parallel()
+    title = f"forwards first, {num_micro} micro-batches, {'' if recompute else 'no '}recomputation"
+    title = title.replace("1 micro-batches", "1 micro-batch")
+    yield turns.row(f"time, {title}", "interleaved")
+    loads, peaks = [os.getloadavg()[0]], {}
+    for order in ORDERS:
+        peaks[order] = [measure_apart(root, case, order, recompute) / MIB]
+    yield Turns(peaks, *loads, os.getloadavg()[0]).row(f"peak of memory, {title}", "interleaved", unit="MiB")
 
 
-def compare_schedules(root: Path, num_turns: int) -> None:
-    print("| recompute | micro-batches | time, forwards_first / interleaved | peak MiB, forwards_first | interleaved |")
-    print("|---|---|---|---|---|")
-    for recompute in (False, True):
-        for max_tokens in (4096, 1024):
-            peaks = [measure_apart(root, order, recompute, max_tokens) / MIB for order in ORDERS]
-            learner, case = schedule_learner(root, "auto", recompute, max_tokens)
-            batch = case.batch(learner.shape.vocab_size)
-            ways = {order: in_order(learner, batch, order) for order in ORDERS}
-            seconds = take_turns(ways, num_turns, same=False)
-            num_micro = len(pack(batch, learner.config, learner.share).micro_batches)
-            times = ratio(seconds[ORDERS[0]], seconds[ORDERS[1]])
-            print(f"| {recompute} | {num_micro} | {times} | {peaks[0]:.0f} | {peaks[1]:.0f} |", flush=True)
-            parallel_state.destroy_model_parallel()
-
-
-def schedule_learner(root: Path, order: str, recompute: bool, max_tokens: int) -> tuple[MegatronLearner, Case]:
-    case = Case("", "larger", 24, 24, (120, 120), max_tokens)
-    config = make_config("bapo", case, schedule=order, recompute=recompute)
-    return MegatronLearner(config, root / case.model), case
+def schedule_learner(root: Path, case: Case, order: str, recompute: bool) -> MegatronLearner:
+    return MegatronLearner(make_config("bapo", case, schedule=order, recompute=recompute), root / case.model)
 
 
 def in_order(learner: MegatronLearner, batch: Batch, order: str) -> Update:
@@ -284,15 +272,16 @@ def in_order(learner: MegatronLearner, batch: Batch, order: str) -> Update:
     return update
 
 
-def measure_apart(root: Path, order: str, recompute: bool, max_tokens: int) -> int:
+def measure_apart(root: Path, case: Case, order: str, recompute: bool) -> int:
     """Return an update's peak bytes, measured in its own process."""
-    command = [sys.executable, __file__, "measure-memory", str(root), order, str(int(recompute)), str(max_tokens)]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout)
+    sizes = [str(case.num_sequences), str(case.max_tokens)]
+    command = [sys.executable, "-m", "benchmarks.train_step", "peak", str(root), order, str(int(recompute)), *sizes]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout.split()[-1])
 
 
-def measure_memory(root: Path, order: str, recompute: bool, max_tokens: int) -> None:
+def measure_memory(root: Path, case: Case, order: str, recompute: bool) -> None:
     """Print an update's peak growth in bytes; Adam's state exists already."""
-    learner, case = schedule_learner(root, order, recompute, max_tokens)
+    learner = schedule_learner(root, case, order, recompute)
     update = in_order(learner, case.batch(learner.shape.vocab_size), order)
     in_order(learner, replace(case, num_sequences=1).batch(learner.shape.vocab_size), order)()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
@@ -301,28 +290,11 @@ def measure_memory(root: Path, order: str, recompute: bool, max_tokens: int) -> 
     print(resident_bytes("VmHWM") - before)
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["measure-memory"]:
-        root, order, recompute, max_tokens = sys.argv[2:]
-        measure_memory(Path(root), order, bool(int(recompute)), int(max_tokens))
-        return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("hugging-face", "schedules"), default="hugging-face")
-    parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--cases", type=int, nargs="*", default=list(range(len(CASES))), help="of hugging-face")
-    args = parser.parse_args()
-    print(
-        f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {torch.get_num_threads()} "
-        f"threads, torch {torch.__version__}, transformers {transformers.__version__}, {args.turns} turns"
-    )
-    with tempfile.TemporaryDirectory(prefix="train-step-") as folder:
-        save_larger_model(Path(folder) / "larger")
-        (Path(folder) / "demo").symlink_to(demo_model_path())
-        if args.what == "schedules":
-            compare_schedules(Path(folder), args.turns)
-        else:
-            compare_with_hugging_face(Path(folder), args.turns, [CASES[i] for i in args.cases])
-
-
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["peak"]:
+        root, order, recompute, num_sequences, max_tokens = sys.argv[2:]
+        case = replace(SCHEDULE_CASE, num_sequences=int(num_sequences), max_tokens=int(max_tokens))
+        torch.set_num_threads(1)
+        measure_memory(Path(root), case, order, bool(int(recompute)))
+    else:
+        main(__doc__, rows)

@@ -1,22 +1,22 @@
 """Weight sync against a raw broadcast of the same bytes on the same group, side by side in one run.
 
-    python benchmarks/weight_sync.py [--engines 1] [--layers 9] [--bucket-mib 64] [--runs 7] [--channel broadcast]
+    python -m benchmarks.weight_sync [--quick]
 
-Real engine processes (embedded) and the real channel, on loopback. A push pauses, gathers, packs, announces,
-broadcasts, puts in place, digests on both sides, compares, and lets the engines go on. The raw broadcast sends buffers
-of the buckets' sizes to the same processes on the same group, announced once; they are received and forgotten.
-The two take turns; medians are compared.
+Real engine processes (embedded) and the real channels, on loopback. A push pauses, gathers, packs, announces,
+broadcasts, puts in place, digests on both sides, compares, and lets the engines go on; without equal digests it is an
+error. The raw broadcast sends buffers of the buckets' sizes to the same processes on the same group, announced once;
+they are received and forgotten. The disk channel writes files that the engines read. Times are seconds.
 """
 
-import argparse
 import asyncio
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import aiohttp
@@ -33,11 +33,12 @@ from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.hf.shape import hf_tensors, model_shape
-from bapo_megatron.sync.base import SyncStats
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.sync.disk import DiskChannel
+from benchmarks.side_by_side import MIB, Rows, main, take_turns
 
 TIMEOUT_S = 120.0
+PUSH, RAW, DISK = "push", "raw broadcast of the bytes", "push over the disk"
 MODEL = {
     "model_type": "qwen3",
     "architectures": ["Qwen3ForCausalLM"],
@@ -87,7 +88,16 @@ def write_model(folder: Path, num_layers: int) -> dict[str, Tensor]:
 
 def start_engines(model: Path, count: int) -> tuple[list[subprocess.Popen[bytes]], list[str]]:
     ready = [model / f"ready-{i}.json" for i in range(count)]
-    command = [sys.executable, __file__, "--serve", "--model-path", str(model), "--max-context", "64"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.weight_sync",
+        "--serve",
+        "--model-path",
+        str(model),
+        "--max-context",
+        "64",
+    ]
     command += ["--max-running", "1", "--exit-with-parent"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     started = [
@@ -99,8 +109,8 @@ def start_engines(model: Path, count: int) -> tuple[list[subprocess.Popen[bytes]
     return started, [f"http://127.0.0.1:{json.loads(file.read_text())['port']}" for file in ready]
 
 
-def raw_seconds(channel: BroadcastChannel, urls: list[str], loop: LoopThread, buffers: list[Tensor]) -> float:
-    """Measure from the announcement until every engine has received all buffers."""
+def broadcast_raw(channel: BroadcastChannel, urls: list[str], loop: LoopThread, buffers: list[Tensor]) -> None:
+    """Send the buffers to every engine, and wait until all are received."""
     group = channel._group
     assert group is not None
     body = {"group_name": group.name, "sizes": [data.numel() for data in buffers]}
@@ -110,38 +120,43 @@ def raw_seconds(channel: BroadcastChannel, urls: list[str], loop: LoopThread, bu
             replies = await asyncio.gather(*(session.post(f"{url}/receive_raw", json=body) for url in urls))
             assert all(reply.status == 200 for reply in replies)
 
-    began = time.perf_counter()
     announced = loop.submit(announce())
     for work in [group.broadcast(data) for data in buffers]:
         work.wait()
     announced.result(TIMEOUT_S)
-    return time.perf_counter() - began
 
 
-def measure(args: argparse.Namespace, folder: Path) -> None:
-    weights = write_model(folder, args.layers)
+@contextmanager
+def ways(folder: Path, num_layers: int, num_engines: int) -> Iterator[tuple[int, dict[str, Callable[[], None]]]]:
+    """Yield the bytes of the weights, and the ways to send them to running engines."""
+    weights = write_model(folder, num_layers)
     manifest = [TensorSpec.of(name, tensor) for name, tensor in weights.items()]
-    started, urls = start_engines(folder, args.engines)
+    started, urls = start_engines(folder, num_engines)
     loop = LoopThread()
     engines = [HttpEngine(url, request_timeout_s=TIMEOUT_S) for url in urls]
-    config = SyncConfig(bucket_mib=args.bucket_mib, timeout_s=TIMEOUT_S)
+    config = SyncConfig(timeout_s=TIMEOUT_S)
     channel = BroadcastChannel(EnginePool(engines), config, loop.submit)
     disk = DiskChannel(EnginePool(engines), config, loop.submit, folder=folder / "weights", hf_path=folder)
+    version = 0
+
+    def push(way: BroadcastChannel | DiskChannel) -> None:
+        nonlocal version
+        version += 1
+        assert way.push(iter(weights.items()), version).is_whole
+
     try:
         channel.connect(manifest)
         disk.connect(manifest)
-        channel.push(iter(weights.items()), 0)  # forms the group
+        push(channel)  # forms the group
         buffers = [torch.zeros(bucket.num_bytes, dtype=torch.uint8) for bucket in channel._plan]
-        raw: list[float] = []
-        pushes: list[SyncStats] = []
-        elapsed: list[float] = []
-        for version in range(1, args.runs + 1):
-            raw.append(raw_seconds(channel, urls, loop, buffers))
-            began = time.perf_counter()
-            pushes.append((disk if args.channel == "disk" else channel).push(iter(weights.items()), version))
-            elapsed.append(time.perf_counter() - began)
-            assert pushes[-1].is_whole
-        report(args, raw, elapsed, pushes)
+        yield (
+            sum(weight.nbytes for weight in weights.values()),
+            {
+                PUSH: lambda: push(channel),
+                RAW: lambda: broadcast_raw(channel, urls, loop, buffers),
+                DISK: lambda: push(disk),
+            },
+        )
         channel.close()
         for engine in engines:
             loop.run(engine.close(), TIMEOUT_S)
@@ -150,43 +165,22 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         processes.end(started)
 
 
-def report(args: argparse.Namespace, raw: list[float], elapsed: list[float], pushes: list[SyncStats]) -> None:
-    gib = pushes[0].num_bytes / 2**30
-    print(
-        f"{pushes[0].num_bytes / 2**20:.0f} MiB in {pushes[0].num_buckets} buckets to {args.engines} engine(s), "
-        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, median of {args.runs} (min - max)"
-    )
-    for name, seconds in (("raw broadcast", raw), (f"{args.channel} push", elapsed)):
-        rate = gib / statistics.median(seconds)
-        spread = f"{min(seconds):.3f} - {max(seconds):.3f}"
-        print(f"{name:<16} {statistics.median(seconds):7.3f} s  ({spread})  {rate:5.2f} GiB/s")
-    for stage in ("pause", "gather", "broadcast", "verify", "resume"):
-        print(f"  {stage:<14} {statistics.median(p.seconds[stage] for p in pushes):7.3f} s")
-    print(f"  {'gen. pause':<14} {statistics.median(p.generation_pause_s for p in pushes):7.3f} s")
-    ratios = sorted(r / e for r, e in zip(raw, elapsed, strict=True))
-    print(
-        f"ratio of rates   {statistics.median(raw) / statistics.median(elapsed):.2f} of medians, "
-        f"{statistics.median(ratios):.2f} median of pairs"
-    )
+def rows(quick: bool) -> Rows:
+    """Compare a push with both other ways, to one engine and to two."""
+    num_layers, num_turns = (2, 7) if quick else (9, 15)
+    for num_engines in (1,) if quick else (1, 2):
+        with tempfile.TemporaryDirectory(prefix="weight-sync-") as folder:
+            with ways(Path(folder), num_layers, num_engines) as (num_bytes, sends):
+                turns = take_turns(sends, num_turns, clock=time.perf_counter)
+            engines = "1 engine" if num_engines == 1 else f"{num_engines} engines"
+            for other in (RAW, DISK):
+                yield turns.row(f"{num_bytes / MIB:.0f} MiB to {engines}", other, unit="s")
 
 
-def main() -> None:
+if __name__ == "__main__":
     if "--serve" in sys.argv:
         sys.argv.remove("--serve")
         server.Server = RawServer  # type: ignore[misc]
         server.main()
-        return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", type=int, default=1)
-    parser.add_argument("--layers", type=int, default=9, help="38 MiB each, besides 64 MiB of embedding")
-    parser.add_argument("--bucket-mib", type=float, default=64.0)
-    parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--channel", choices=("broadcast", "disk"), default="broadcast")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="weight-sync-") as folder:
-        measure(args, Path(folder))
-
-
-if __name__ == "__main__":
-    main()
+    else:
+        main(__doc__, rows)

@@ -57,7 +57,7 @@ class Step:
 
 def logprobs(size: str, dry: bool = False) -> Step:
     file = f"logprobs-{size}.json"
-    base = ("benchmarks/logprobs.py", "time", "--output", str(FOLDER / file))
+    base = ("-m", "benchmarks.logprobs", "time", "--output", str(FOLDER / file))
     return Step(
         f"logprobs-{size}",
         (*base, "--size", size, "--device", "cuda", "--backend", "both"),

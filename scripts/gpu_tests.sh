@@ -28,4 +28,4 @@ say "tests"
 "$PY" -m pytest -rs -m gpu tests/gpu "$@"
 "$PY" -m pytest -rs tests/unit/test_logprobs_triton.py
 say "torch and Triton"
-"$PY" benchmarks/logprobs.py time --size 7b --device cuda --backend both
+"$PY" -m benchmarks.logprobs time --size 7b --device cuda --backend both

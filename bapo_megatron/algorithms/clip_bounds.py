@@ -53,20 +53,25 @@ def contribution_table(
             token_weight = "rollout_prob".
         weights: factor of each token's term in the objective, at least 0 (`losses.token_ratios`); None: all 1.
     """
-    table = []
+    table, counts = [], []
     is_broken = (mask & (ratio.isnan() | advantages.isnan())).any()
     for points, positive in ((config.high.points, True), (config.low.points, False)):
-        counted = mask & ((advantages > 0) if positive else (advantages < 0))
-        mass = advantages[counted].double().abs()
+        counted = (mask & ((advantages > 0) if positive else (advantages < 0))).flatten().nonzero()[:, 0]
+        mass = _select(advantages, counted).abs()
         if weights is not None:
-            mass = mass * weights[counted].double()
+            mass = mass * _select(weights, counted)
         if config.token_weight == "rollout_prob":
             assert behaviour_logprobs is not None, "token_weight = 'rollout_prob' needs the behaviour log-probs"
-            mass = mass * behaviour_logprobs[counted].double().exp()
+            mass = mass * _select(behaviour_logprobs, counted).exp()
         is_broken = is_broken | mass.isnan().any()
-        table.append(_side(ratio[counted].double(), mass, points, upper=positive, config=config))
-    counts = [(mask & (advantages > 0)).sum(), (mask & (advantages < 0)).sum()]
-    return torch.cat([*table, torch.stack(counts).double()]).masked_fill(is_broken, math.nan)
+        table.append(_side(_select(ratio, counted), mass, points, upper=positive, config=config))
+        counts.append(mass.numel())
+    return torch.cat([*table, table[0].new_tensor(counts)]).masked_fill(is_broken, math.nan)
+
+
+def _select(values: Tensor, counted: Tensor) -> Tensor:
+    """Return the values at flat indices, float64; on a CPU ten times as fast as indexing with a mask."""
+    return values.flatten().index_select(0, counted).double()
 
 
 def _side(ratio: Tensor, mass: Tensor, points: Sequence[float], upper: bool, config: ClipBoundConfig) -> Tensor:

@@ -76,7 +76,7 @@ IDLE = (
     Idle("reward.overlong_buffer_tokens", lambda c: c.reward.overlong_penalty > 0, "reward.overlong_penalty=1"),
     Idle("eval.*", lambda c: c.eval.interval_steps is not None, "eval.interval_steps=10"),
     Idle(
-        "eval.path eval.num_prompts eval.samples_per_prompt eval.temperature",
+        "eval.path eval.num_prompts eval.samples_per_prompt eval.temperature eval.top_p eval.top_k",
         lambda c: not c.eval.sets,
         "eval.sets=[]",
     ),

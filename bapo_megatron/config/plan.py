@@ -161,7 +161,7 @@ def runs_forwards_first(
 ) -> bool:
     """Decide whether all forward passes of a mini-batch come before its backward passes.
 
-    `auto` does so if it needs little more memory than the other order (measured in benchmarks/README.md): with one
+    `auto` does so if it needs little more memory than the other order (measured in docs/performance.md): with one
     micro-batch, or if only the layers' inputs are kept (`train.recompute`).
 
     Args:

@@ -8,6 +8,9 @@ compare = [["BAPO", "GRPO"]]                pairs of variants, judged seed by se
 [[variants]]
 name = "GRPO"
 settings = { loss = { name = "grpo" } }     over the study's
+[[regimes]]                                 or none: circumstances in which each variant is run and compared;
+name = "K = 4"                              its variants are called "GRPO, K = 4" and so on
+settings = { train = { ... } }              over the variant's
 [[plots]]
 metric = "loss/entropy"                     a metric of metrics.jsonl, or of results.DERIVED
 [quick]                                     what --quick changes
@@ -18,6 +21,7 @@ settings = { train = { num_steps = 2 } }
 from __future__ import annotations
 
 import tomllib
+from copy import deepcopy
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -26,7 +30,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, model_validator
 
 from bapo_megatron.config.base import Section
-from bapo_megatron.config.load import load_tables
+from bapo_megatron.config.load import load_tables, merge
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reproduce.identity import run_name
@@ -35,7 +39,7 @@ _BASE = "base"
 
 
 class Variant(Section):
-    """One curve."""
+    """One curve; or, as a regime, a part of several."""
 
     name: str
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -70,6 +74,7 @@ class Study(Section):
     seeds: Annotated[tuple[int, ...], Field(min_length=1)]
     settings: dict[str, Any] = Field(default_factory=dict)
     variants: Annotated[tuple[Variant, ...], Field(min_length=1)]
+    regimes: tuple[Variant, ...] = ()
     compare: tuple[tuple[str, str], ...] = ()
     plots: Annotated[tuple[Plot, ...], Field(min_length=1)]
     quick: Quick = Field(default_factory=Quick)
@@ -79,8 +84,9 @@ class Study(Section):
     @model_validator(mode="after")
     def _names_are_known_and_seeds_differ(self) -> Study:
         names = [variant.name for variant in self.variants]
-        if len(set(names)) < len(names):
-            raise ValueError("two variants have the same name")
+        for kind, of_kind in (("variants", names), ("regimes", [regime.name for regime in self.regimes])):
+            if len(set(of_kind)) < len(of_kind):
+                raise ValueError(f"two {kind} have the same name")
         for seeds in (self.seeds, self.quick.seeds):
             if len(set(seeds)) < len(seeds):
                 raise ValueError(f"the same seed twice in {list(seeds)}")
@@ -88,6 +94,25 @@ class Study(Section):
             if name not in names:
                 raise ValueError(f"there is no variant {name!r}")
         return self
+
+    def in_regimes(self) -> Study:
+        """Return the study with each variant in each regime as a variant of its own, and without regimes."""
+        if not self.regimes:
+            return self
+        return self.model_copy(
+            update={
+                "variants": tuple(
+                    Variant(name=f"{v.name}, {r.name}", settings=merge(deepcopy(v.settings), r.settings))
+                    for r in self.regimes
+                    for v in self.variants
+                ),
+                "compare": tuple((f"{a}, {r.name}", f"{b}, {r.name}") for r in self.regimes for a, b in self.compare),
+                "quick": self.quick.model_copy(
+                    update={"variants": tuple(f"{v}, {r.name}" for r in self.regimes for v in self.quick.variants)}
+                ),
+                "regimes": (),
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +131,7 @@ def shipped_studies() -> dict[str, Path]:
 
 
 def load_study(name: str) -> Study:
-    """Load a shipped study by its name, or one from a TOML file.
+    """Load a shipped study by its name, or one from a TOML file, with its variants in their regimes.
 
     Raises:
         ConfigError: no such study exists, or its file is wrong; names the place and the reason.
@@ -116,7 +141,7 @@ def load_study(name: str) -> Study:
     if not path.is_file():
         raise ConfigError(f"there is no study {name!r}; give a TOML file, all, or one of: {', '.join(shipped)}")
     try:
-        return Study.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        return Study.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))).in_regimes()
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
     except ValidationError as error:

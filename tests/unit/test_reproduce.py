@@ -67,6 +67,26 @@ def test_variants_over_settings_over_base(tmp_path: Path) -> None:
     assert (quick.variant, quick.seed, quick.config.train.num_steps) == ("wide", 7, 2)
 
 
+def test_each_variant_is_run_and_compared_in_each_regime(tmp_path: Path) -> None:
+    regimes = """
+[[regimes]]
+name = "K = 4"
+settings = { train = { minibatches_per_step = 4 } }
+[[regimes]]
+name = "K = 2"
+settings = { train = { minibatches_per_step = 2 }, loss = { clip_low = 0.7 } }
+"""
+    study = study_from(tmp_path, MINIMAL.replace("[[plots]]", regimes + "[[plots]]", 1))
+    assert [v.name for v in study.variants] == ["narrow, K = 4", "wide, K = 4", "narrow, K = 2", "wide, K = 2"]
+    assert study.compare == tuple((f"wide, {r}", f"narrow, {r}") for r in ("K = 4", "K = 2"))
+    assert study.quick.variants == ("wide, K = 4", "wide, K = 2")
+    runs = plan_runs(study, quick=False, runs_dir=tmp_path)[:4]
+    found = [(r.config.train.minibatches_per_step, r.config.loss.clip_low, r.config.loss.clip_high) for r in runs]
+    assert found == [(4, 0.8, 1.2), (4, 0.8, 2.0), (2, 0.7, 1.2), (2, 0.7, 2.0)]
+    with pytest.raises(ConfigError, match="two regimes have the same name"):
+        study_from(tmp_path, MINIMAL.replace("[[plots]]", regimes.replace("K = 2", "K = 4") + "[[plots]]", 1))
+
+
 def test_equal_settings_are_one_run_and_others_are_not(tmp_path: Path) -> None:
     here = plan_runs(study_from(tmp_path), quick=False, runs_dir=tmp_path / "a")
     renamed = MINIMAL.replace('"narrow"', '"thin"')

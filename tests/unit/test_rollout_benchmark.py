@@ -69,8 +69,10 @@ def test_lengths_have_the_stated_median_and_a_long_tail() -> None:
 @pytest.mark.slow
 def test_the_benchmark_runs() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "benchmarks/rollout.py", "--quick"]
+    command = [sys.executable, "-m", "benchmarks.rollout", "--quick"]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
     rows = [line.split(" | ")[0].strip("| ") for line in run.stdout.splitlines() if line.startswith("| ")]
-    assert rows == ["mode", "synchronous", "partial", "over-sampled", "overlapped"]
+    modes = ["synchronous", "partial", "over-sampled", "overlapped"]
+    assert rows[:6] == ["case", "mode", *modes]
+    assert [row.split(",")[0] for row in rows[-3:]] == [f"step of {mode} rollouts" for mode in modes[1:]]

@@ -1,0 +1,177 @@
+"""Regression gates: ratios and a seeded run's history against the committed baseline (benchmarks/baseline.json).
+
+    python -m benchmarks.gates [ratios|history]             exit code 1 and a line for each regression
+    python -m benchmarks.gates [ratios|history] --renew     measure again and write the baseline, on purpose
+
+A ratio is measured as in the benchmarks: ways take turns, CPU seconds, the median over the turns. It passes if one of
+three attempts reaches the baseline's `at_least`, which is the gate's band times the lowest of five measurements: 0.7
+for times and memory, nearly 1 for what is computed. A regression that matters, such as a loop over tokens, costs more.
+
+The history is that of `bapo demo`, with one thread. Sums in another order, on another CPU, change its values by at most
+1e-6: measured with AVX-512, AVX2, SSE and MKL's compatible kernels.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+BASELINE = Path(__file__).with_name("baseline.json")
+RENEW = "python -m benchmarks.gates --renew"
+MEASURED, COMPUTED = 0.7, 0.99  # bands
+NUM_TURNS = 3
+NUM_ATTEMPTS = 3
+NUM_MEASUREMENTS = 5  # of a renewal
+NUM_STEPS = 10
+TOLERANCE = 1e-4
+METRICS = ("reward/mean", "loss/policy", "loss/entropy", "bapo/low", "bapo/high", "optimizer/grad_norm")
+TIMEOUT_S = 900.0
+
+History = list[dict[str, float]]
+
+
+# Each gate returns the median ratio. The scripts are imported late: they import Megatron-Core.
+
+
+def replies() -> float:
+    from functools import partial
+
+    from benchmarks import replies as script
+    from benchmarks.side_by_side import same, take_turns
+
+    requests, raw = script.call(16, 8192)
+    ways = {"ours": partial(script.ours, raw, requests), script.PLAIN: partial(script.plain, raw, requests)}
+    return take_turns(ways, NUM_TURNS, agree=same()).row("", script.PLAIN).ratio
+
+
+def clip_bounds() -> float:
+    from benchmarks.clip_bounds import LITERAL, SATURATES, search_turns
+
+    return search_turns(LITERAL, SATURATES, 100_000, NUM_TURNS).row("", LITERAL).ratio
+
+
+def logprobs_time() -> float:
+    from benchmarks.logprobs import HUGGING_FACE, OURS, time_turns
+
+    return time_turns([OURS, HUGGING_FACE], 512, 32_000, NUM_TURNS).row("", HUGGING_FACE).ratio
+
+
+def logprobs_memory() -> float:
+    from benchmarks.logprobs import HUGGING_FACE, OURS, memory_turns
+
+    return memory_turns([OURS, HUGGING_FACE], 1024, 64_000, 1).row("", HUGGING_FACE).ratio
+
+
+def packing() -> float:
+    from benchmarks.packing import PADDED, padding_turns
+    from benchmarks.train_step import Case
+
+    return padding_turns(Case("", "demo", 64, 12, (2, 116), 8192), NUM_TURNS).row("", PADDED).ratio
+
+
+def balance() -> float:
+    from benchmarks.packing import BY_TOKENS, MODEL, balanced
+
+    return balanced(MODEL, 20).row("", BY_TOKENS).ratio
+
+
+GATES: dict[str, tuple[Callable[[], float], float]] = {  # measurement and band
+    "replies, against json and loops over tokens": (replies, MEASURED),
+    "search for bounds, against the literal loop": (clip_bounds, MEASURED),
+    "log-probs, time against whole logits": (logprobs_time, MEASURED),
+    "log-probs, memory against whole logits": (logprobs_memory, MEASURED),
+    "packing, time against padding": (packing, MEASURED),
+    "balance of data ranks, against fewest tokens": (balance, COMPUTED),
+}
+
+
+def check_ratio(name: str, baseline: dict[str, float], measure: Callable[[], float]) -> str | None:
+    """Return the complaint if no attempt reaches the baseline."""
+    found = []
+    for _ in range(NUM_ATTEMPTS):
+        found.append(measure())
+        print(f"{name}: {found[-1]:.2f}, at least {baseline['at_least']:.2f}", flush=True)
+        if found[-1] >= baseline["at_least"]:
+            return None
+    return (
+        f"{name}: the ratio is {max(found):.2f} at best, but the baseline is {baseline['ratio']:.2f} and "
+        f"{baseline['at_least']:.2f} the least; if that is intended: {RENEW}"
+    )
+
+
+def run_history() -> History:
+    """Run the demo with its seed; return the metrics that are compared, by step."""
+    with tempfile.TemporaryDirectory(prefix="history-") as folder:
+        command = [sys.executable, "-m", "bapo_megatron", "demo", "run.name=history", f"run.dir={folder}"]
+        command.append(f"train.num_steps={NUM_STEPS}")
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=TIMEOUT_S)
+        lines = (Path(folder) / "history" / "metrics.jsonl").read_text().splitlines()
+    return [{metric: json.loads(line)[metric] for metric in METRICS} for line in lines]
+
+
+def check_history(history: History, baseline: History) -> list[str]:
+    """Return a complaint for the first step that differs."""
+    if len(history) != len(baseline):
+        return [f"history: {len(history)} steps instead of {len(baseline)}"]
+    for step, (found, expected) in enumerate(zip(history, baseline, strict=True), 1):
+        differences = [
+            f"{metric} is {found[metric]:.8g} instead of {value:.8g}"
+            for metric, value in expected.items()
+            if not abs(found[metric] - value) <= TOLERANCE * abs(value)
+        ]
+        if differences:
+            return [f"history: step {step}: {', '.join(differences)}; if that is intended: {RENEW}"]
+    return []
+
+
+def measure_ratios() -> dict[str, dict[str, float]]:
+    """Measure each ratio several times; return the median, and the least that passes."""
+    ratios = {}
+    for name, (measure, band) in GATES.items():
+        found = [measure() for _ in range(NUM_MEASUREMENTS)]
+        ratios[name] = {"ratio": round(statistics.median(found), 3), "at_least": round(band * min(found), 3)}
+        print(f"{name}: {ratios[name]}", flush=True)
+    return ratios
+
+
+def renew(what: str) -> None:
+    """Measure all, the ratios or the history, and write the baseline."""
+    from benchmarks.__main__ import machine, versions
+
+    baseline = json.loads(BASELINE.read_text()) | {"machine": machine(), "versions": versions()}
+    if what != "history":
+        baseline["ratios"] = measure_ratios()
+    if what != "ratios":
+        baseline["history"] = run_history()
+    BASELINE.write_text(json.dumps(baseline, indent=1) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code: 1 after a regression."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("all", "ratios", "history"), default="all")
+    parser.add_argument("--renew", action="store_true", help="write the baseline")
+    args = parser.parse_args(argv)
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+    if args.renew:
+        renew(args.what)
+        return 0
+    baseline: dict[str, Any] = json.loads(BASELINE.read_text())
+    complaints: list[str] = []
+    if args.what != "history":
+        checked = [check_ratio(name, baseline["ratios"][name], measure) for name, (measure, _) in GATES.items()]
+        complaints += [complaint for complaint in checked if complaint]
+    if args.what != "ratios":
+        complaints += check_history(run_history(), baseline["history"])
+    print(*complaints, sep="\n", file=sys.stderr)
+    return 1 if complaints else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""The common shape of the benchmarks: ways to do one piece of work take turns, and a row is the ratio of two of them.
+
+A script of this folder yields its rows from `rows(quick)` and ends with `main(__doc__, rows)`: `python -m benchmarks`
+and `python -m benchmarks.SCRIPT` measure the same. A ratio is "other / ours" within one turn, so that whatever else the
+machine does slows both sides down; above 1, ours is faster, or takes less memory.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Result = TypeVar("Result")
+MIB = 1 << 20
+
+
+class DisagreementError(Exception):
+    """Two ways that should do the same work had different results."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The comparison of ours with one other way, in one case."""
+
+    case: str
+    other: str  # the way that ours is compared with
+    unit: str  # of ours and theirs
+    ratio: float  # theirs / ours, median over the turns
+    low: float  # lower end of the middle half of the turns
+    high: float
+    num_turns: int
+    ours: float  # median
+    theirs: float  # median
+    load_before: float  # load average of the last minute
+    load_after: float
+
+    def __str__(self) -> str:
+        return (
+            f"| {self.case} | {self.other} | {self.ratio:.2f} ({self.low:.2f} to {self.high:.2f}) | {self.num_turns} "
+            f"| {self.ours:.3g} {self.unit} | {self.theirs:.3g} {self.unit} "
+            f"| {self.load_before:.0f}, {self.load_after:.0f} |"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A comparison that this machine cannot make."""
+
+    case: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.case}: left out, {self.reason}"
+
+
+Rows = Iterator[Row | LeftOut]
+TABLE_HEAD = "| case | against | ratio (middle half) | turns | ours | other | load |\n|---|---|---|---|---|---|---|"
+
+
+@dataclass(slots=True)
+class Turns:
+    """What each way took in each turn: seconds or bytes. The first way is ours."""
+
+    amounts: dict[str, list[float]]
+    load_before: float
+    load_after: float
+
+    def row(self, case: str, other: str, *, ours: str | None = None, unit: str = "CPU s") -> Row:
+        """Compare `ours` (default: the first way) with another way, turn by turn."""
+        mine, theirs = self.amounts[ours or next(iter(self.amounts))], self.amounts[other]
+        ratios = [b / a for a, b in zip(mine, theirs, strict=True)]
+        low, middle, high = middle_half(ratios)
+        medians = statistics.median(mine), statistics.median(theirs)
+        return Row(case, other, unit, middle, low, high, len(ratios), *medians, self.load_before, self.load_after)
+
+
+def middle_half(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the lower quartile, the median and the upper quartile."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def take_turns(
+    ways: Mapping[str, Callable[[], Result]],
+    num_turns: int,
+    *,
+    agree: Callable[[Mapping[str, Result]], None] | None = None,
+    clock: Callable[[], float] = time.process_time,
+    warm_up: bool = True,
+) -> Turns:
+    """Time each way once per turn, in an order that reverses from turn to turn.
+
+    Args:
+        ways: by name; ours is the first.
+        agree: gets each turn's results by way, and raises DisagreementError.
+        clock: seconds; default: the CPU seconds of this process, those of an idle machine whatever else runs on it.
+        warm_up: whether one more turn comes first, uncounted, which loads libraries and fills caches.
+    """
+    load_before = os.getloadavg()[0]
+    amounts: dict[str, list[float]] = {name: [] for name in ways}
+    order = list(ways)
+    for turn in range(0 if warm_up else 1, num_turns + 1):
+        results: dict[str, Result] = {}
+        for name in order:
+            start = clock()
+            results[name] = ways[name]()
+            took = clock() - start
+            if turn:
+                amounts[name].append(took)
+        if agree:
+            agree(results)
+        order.reverse()
+    return Turns(amounts, load_before, os.getloadavg()[0])
+
+
+def same(tolerance: float = 0.0) -> Callable[[Mapping[str, Any]], None]:
+    """Make the check that all ways have the first one's result, numbers and tensors within a relative tolerance."""
+
+    def agree(results: Mapping[str, Any]) -> None:
+        (first, expected), *others = results.items()
+        for name, result in others:
+            if not _are_close(expected, result, tolerance):
+                raise DisagreementError(f"{first} and {name} disagree: {expected!r}, {result!r}")
+
+    return agree
+
+
+def _are_close(a: Any, b: Any, tolerance: float) -> bool:
+    if isinstance(a, Tensor):
+        return a.shape == b.shape and float((a - b).abs().max()) <= tolerance * float(a.abs().max())
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(_are_close(x, y, tolerance) for x, y in zip(a, b, strict=True))
+    if isinstance(a, float):
+        return abs(a - b) <= tolerance * max(1.0, abs(a))
+    return bool(a == b)
+
+
+def resident_bytes(which: str) -> int:
+    """Return `VmRSS` (now) or `VmHWM` (peak) of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(which):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {which}: this benchmark needs Linux")
+
+
+def main(doc: str, rows: Callable[[bool], Rows], argv: Sequence[str] | None = None) -> None:
+    """Run a script's comparisons on the command line: a table on the screen, and JSON in a file."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small cases and few turns: a minute")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="file for the rows")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    found: list[Row | LeftOut] = []
+    print(TABLE_HEAD, flush=True)
+    for row in rows(args.quick):
+        print(row, flush=True)
+        found.append(row)
+        if args.output:
+            args.output.write_text(json.dumps([asdict(each) for each in found], indent=1) + "\n")

@@ -1,0 +1,17 @@
+"""Speed against other ways, and a seeded run's history, have not become worse since the committed baseline."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["ratios", "history"])
+def test_the_baseline_holds(what: str) -> None:
+    command = [sys.executable, "-m", "benchmarks.gates", what]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+    assert run.returncode == 0, run.stderr[-2000:]

@@ -1,0 +1,130 @@
+"""The benchmarks' common parts: turns and ratios, the command, its page, and the comparison with the baseline."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks import gates
+from benchmarks.side_by_side import DisagreementError, Row, same, take_turns
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_ways_take_turns_in_alternating_order_and_a_row_is_the_median_of_the_turns_ratios() -> None:
+    now, order = 0.0, []
+
+    def way(name: str, seconds: list[float]) -> Callable[[], int]:
+        left = iter(seconds)
+
+        def run() -> int:
+            nonlocal now
+            now += next(left)
+            order.append(name)
+            return 7
+
+        return run
+
+    ways = {"ours": way("ours", [100.0, 1.0, 10.0, 1.0]), "other": way("other", [100.0, 2.0, 30.0, 5.0])}
+    turns = take_turns(ways, 3, agree=same(), clock=lambda: now)
+    assert order == ["ours", "other", "other", "ours", "ours", "other", "other", "ours"]
+    row = turns.row("some work", "other", unit="s")
+    assert (row.ratio, row.low, row.high, row.num_turns) == (3.0, 2.5, 4.0, 3)
+    assert (row.ours, row.theirs, row.unit) == (1.0, 5.0, "s")
+
+
+def test_a_row_whose_sides_disagree_is_an_error() -> None:
+    for ours, other in ((1.0, 1.1), (torch.ones(2), torch.tensor([1.0, 2.0])), ("a", "b"), ((1.0, 2.0), (1.0, 3.0))):
+        with pytest.raises(DisagreementError, match="first and second disagree"):
+            take_turns({"first": lambda x=ours: x, "second": lambda x=other: x}, 1, agree=same(0.01))
+    same(0.2)({"first": (1.0, torch.ones(2)), "second": (1.1, torch.tensor([1.0, 1.1]))})
+
+
+def test_one_row_as_json(tmp_path: Path) -> None:
+    output = tmp_path / "results.json"
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{command.BEGIN}\nold\n{command.END}\nafter\n")
+    assert command.main(["replies", "--quick", "--output", str(output), "--page", str(page)]) == 0
+    result = json.loads(output.read_text())
+    assert {"date", "quick", "seconds", "machine", "versions", "rows", "left_out", "failed"} == set(result)
+    assert {"cpu", "cores", "system"} == set(result["machine"])
+    assert {"python", "torch", "transformers"} <= set(result["versions"])
+    assert (result["quick"], result["left_out"], result["failed"]) == (True, [], [])
+    assert [row.pop("row") for row in result["rows"]] == ["replies", "replies"]
+    for row in (Row(**fields) for fields in result["rows"]):
+        assert 0 < row.low <= row.ratio <= row.high
+        assert row.num_turns == 5
+        assert min(row.ours, row.theirs) > 0
+        assert min(row.load_before, row.load_after) >= 0
+    text = page.read_text()
+    assert text.startswith(f"before\n{command.BEGIN}\n\n`python -m benchmarks --quick`, {result['date'][:10]}")
+    assert text.endswith(f"{command.END}\nafter\n")
+    assert "### replies\n\n| case | against |" in text
+    assert "old" not in text
+
+
+def test_an_unknown_row_is_refused_by_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["packing", "nonsense"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: there is no row nonsense; the rows are clip-bounds, logprobs, packing, ")
+    assert error.count("\n") == 1
+
+
+def test_a_failed_row_is_named_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(arguments: list[str], errors: Path) -> int:
+        errors.write_text("a traceback\nDisagreementError: ours and theirs disagree\n")
+        return 1
+
+    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setitem(command.ROWS, "no-script", "no_script")
+    output = tmp_path / "results.json"
+    assert command.main(["packing", "no-script", "replies", "--output", str(output)]) == 1
+    result = json.loads(output.read_text())
+    error = "DisagreementError: ours and theirs disagree"
+    assert result["failed"] == [{"row": "packing", "error": error}, {"row": "replies", "error": error}]
+    assert result["left_out"] == [{"row": "no-script", "case": "all", "reason": "there is no benchmarks/no_script.py"}]
+    assert "packing: failed" in capsys.readouterr().err
+
+
+def test_every_row_has_its_place_on_the_page() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text()
+    assert command.BEGIN in page
+    assert command.END in page
+    assert not [name for name in command.ROWS if f"\n- **{name}**: " not in page]
+
+
+def test_a_ratio_below_the_baseline_is_named_with_the_way_to_renew_it() -> None:
+    baseline = {"ratio": 5.0, "at_least": 3.0}
+    attempts = iter([2.0, 1.0, 2.5])
+    complaint = gates.check_ratio("replies", baseline, lambda: next(attempts))
+    assert complaint is not None
+    assert complaint.startswith("replies: the ratio is 2.50 at best, but the baseline is 5.00 and 3.00 the least")
+    assert complaint.endswith("python -m benchmarks.gates --renew")
+    attempts = iter([2.0, 3.0])  # the second attempt counts
+    assert gates.check_ratio("replies", baseline, lambda: next(attempts)) is None
+
+
+def test_a_history_that_differs_is_named_by_its_first_step() -> None:
+    baseline = [{"reward/mean": 0.5, "loss/policy": 0.1}, {"reward/mean": 0.25, "loss/policy": 0.2}]
+    assert gates.check_history([dict(step) for step in baseline], baseline) == []
+    nearly = [{**step, "loss/policy": step["loss/policy"] * (1 + 5e-5)} for step in baseline]
+    assert gates.check_history(nearly, baseline) == []
+    other = [baseline[0], {"reward/mean": 0.25, "loss/policy": 0.201}]
+    (complaint,) = gates.check_history(other, baseline)
+    assert complaint.startswith("history: step 2: loss/policy is 0.201 instead of 0.2; if that is intended: ")
+    (complaint,) = gates.check_history([{**baseline[0], "loss/policy": float("nan")}, baseline[1]], baseline)
+    assert "step 1: loss/policy is nan" in complaint
+    assert gates.check_history(baseline[:1], baseline) == ["history: 1 steps instead of 2"]
+
+
+def test_the_baseline_covers_every_gate() -> None:
+    baseline = json.loads(gates.BASELINE.read_text())
+    assert set(baseline["ratios"]) == set(gates.GATES)
+    assert len(baseline["history"]) == gates.NUM_STEPS
+    assert all(set(step) == set(gates.METRICS) for step in baseline["history"])
+    assert all(0 < ratio["at_least"] < ratio["ratio"] for ratio in baseline["ratios"].values())
