@@ -397,9 +397,15 @@ def _slurm(options: argparse.Namespace) -> int:
     return 0
 
 
+_DEMO_SHOWS = "every part at work; fixed wide bounds learn as much (docs/bapo.md)"
+
+
 def _demo(options: argparse.Namespace) -> int:
     name = time.strftime("run.name=demo-%Y%m%d-%H%M%S")
-    return _run(["demo", name, *options.arguments])
+    code = _run(["demo", name, *options.arguments])
+    if code == 0:
+        print(f"{'shows':<10} {_DEMO_SHOWS}")
+    return code
 
 
 def _run(arguments: Sequence[str]) -> int:
