@@ -6,6 +6,8 @@ import json
 import random
 import re
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,35 @@ def test_a_request_that_continues_another_needs_no_prefill(model: Model, monkeyp
         engine.call(lambda: engine.set_weights([])).result(10)
         engine.call(lambda: engine.publish("1")).result(10)
         assert not any(s.num_cached_tokens for s in grow(ids, 1)), "other weights"
+    finally:
+        stop(engine)
+
+
+def test_what_outlives_its_weights_is_not_continued(model: Model) -> None:
+    engine = BatchingEngine(model, max_running=2, max_context=64)
+    params = SamplingParams(temperature=0.0, max_new_tokens=30, ignore_eos=True)
+    is_paused = threading.Event()
+
+    def pause() -> None:
+        engine.pause("in_place")
+        is_paused.set()
+
+    def sample(ids: list[int], on_token: Callable[[], Any] | None = None) -> Sequence:
+        sequence = engine.new_sequence(str(len(ids)), ids, params)
+        sequence.on_token = on_token
+        engine.submit([sequence])
+        return sequence
+
+    try:
+        cut = sample([2, 3, 4, 5], lambda: is_paused.is_set() or engine.call(pause))
+        assert is_paused.wait(60)
+        engine.call(lambda: engine.set_weights([])).result(60)
+        for command in (lambda: engine.publish("new"), lambda: engine.abort(None), engine.resume):
+            engine.call(command).result(60)
+        ids = cut.done.result(60).token_ids
+        assert 4 < len(ids) < 34
+        again = sample(ids)
+        assert again.done.result(60).num_cached_tokens == 0
     finally:
         stop(engine)
 

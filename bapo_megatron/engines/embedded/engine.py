@@ -74,6 +74,7 @@ class Sequence:
     finish_reason: dict[str, Any] | None = None
     num_retractions: int = 0
     num_cached_tokens: int = 0  # of the prompt, found in the cache
+    outlived_weights: bool = False  # its row of the cache has entries of earlier weights
     on_token: Callable[[], None] | None = None  # called by the engine thread after each token
     done: Future[Sequence] = field(default_factory=Future)
 
@@ -225,6 +226,8 @@ class BatchingEngine:
         """Copy checked weights into place, when still; nothing is sampled until `publish`."""
         self.is_torn = True
         self._kept.clear()
+        for sequence in self._rows:
+            sequence.outlived_weights = True
         with torch.inference_mode():
             for name, tensor in tensors:
                 self.model.named_weights[name].copy_(tensor)
@@ -391,7 +394,8 @@ class BatchingEngine:
         ended, self._rows = self._rows[num_left:], self._rows[:num_left]
         for row, sequence in enumerate(ended, num_left):
             assert sequence.finish_reason is not None
-            if sequence.finish_reason["type"] != "stop" and not sequence.done.done():
+            was_cut = sequence.finish_reason["type"] != "stop" and not sequence.done.done()
+            if was_cut and not sequence.outlived_weights:
                 self._kept[tuple(sequence.token_ids[:-1])] = row
             self._finish(sequence)
 
