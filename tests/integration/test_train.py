@@ -80,6 +80,7 @@ def test_a_run_leaves_its_books(single_process: tuple[Path, list[dict[str, float
         "eval/",
         "critic/",
         "loss/kl_",
+        "loss/drift_masked_share",
         "profile/",
         "reward/running_std",
         "reward/clipped_share",
