@@ -281,7 +281,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Plan:
-    """How long the modes run."""
+    """A workload, and the numbers of turns and steps that it is measured for."""
 
     workload: Workload
     num_turns: int
