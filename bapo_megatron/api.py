@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Run:
     """A run that has trained.
 
-    Example: run("demo", "train.num_steps=20").metrics()[-1]["reward/mean"]
+    Example: `run("demo", "train.num_steps=20").metrics()[-1]["reward/mean"]`
     """
 
     config: Config
