@@ -2,6 +2,7 @@
 
 import contextlib
 import resource
+import shlex
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,10 +99,10 @@ def _planned(memory: TrainerMemory) -> str:
 def _suggestions(config: Config, shape: ModelShape, hf_config: dict[str, Any], gpu_bytes: int | None) -> Iterator[str]:
     """Suggest single changes; with a known cluster, layouts too, fastest first."""
     for number, change in enumerate(lighter(config, shape, hf_config, gpu_bytes), start=1):
-        yield f"try {number}: {' '.join(change.overrides)}, planned peak {amount(change.total)}"
+        yield f"try {number}: {shlex.join(change.overrides)}, planned peak {amount(change.total)}"
     if config.cluster.gpu is not None:
         for layout in suggest(config, hf_config, make_plan(config, shape), count=2):
-            yield f"or: {' '.join(layout.overrides)}, planned peak {amount(layout.plan.trainer.total)}"
+            yield f"or: {shlex.join(layout.overrides)}, planned peak {amount(layout.plan.trainer.total)}"
     if gpu_bytes is None:
         yield "or: a machine with more memory, or fewer engines beside the trainer (rollout.num_servers)"
 

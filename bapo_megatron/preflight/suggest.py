@@ -172,7 +172,13 @@ def lighter(config: Config, shape: ModelShape, hf_config: dict[str, Any], gpu_by
 def _changes(config: Config, shape: ModelShape, gpu_bytes: int | None) -> Iterator[Change]:
     p, t = config.parallel, config.train
     yield {"train": {"max_tokens_per_microbatch": max(1, microbatch_tokens(config) // 2)}}
-    yield {"train": {"recompute": True}}
+    if not t.recompute:
+        yield {"train": {"recompute": True}}
+        yield {"train": {"recompute": True, "recompute_modules": ("core_attn", "mlp")}}
+    elif t.recompute_modules:
+        yield {"train": {"recompute_modules": ()}}
+    elif t.recompute_layers is not None:
+        yield {"train": {"recompute_layers": shape.num_layers}}
     chunk_tokens = t.logprob_chunk_tokens or chunk_rows(
         shape.padded_vocab_size(p.tensor) // p.tensor, on_gpu=gpu_bytes is not None
     )

@@ -1,11 +1,16 @@
 """Values and reference levels that the report's figures derive from a run's metrics and settings."""
 
+import re
+
 import numpy as np
 
-from bapo_megatron.algorithms.diagnostics import BINS
+from bapo_megatron.metrics import METRICS
 from bapo_megatron.report.figures import Column, moving_average
 from bapo_megatron.report.history import History
 from bapo_megatron.report.panels import Level, Values
+
+BINS = tuple(key.removesuffix("_share") for key in METRICS if re.fullmatch(r"profile/p\d0_share", key))
+"""Prefixes of the metrics of each bin of the token profile, as `algorithms.diagnostics.BINS`."""
 
 
 def share_of(part: str, *others: str) -> Values:

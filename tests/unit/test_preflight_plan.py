@@ -19,7 +19,7 @@ from bapo_megatron.preflight.check import accepts_layout, load_checked
 from bapo_megatron.preflight.known import GIB, GPUS, KNOWN_MODELS, device_peak_flops
 from bapo_megatron.preflight.memory import forwards_under_way, model_parameters, trainer_memory
 from bapo_megatron.preflight.plan import balance, check_cluster, make_plan
-from bapo_megatron.preflight.suggest import best_split, suggest
+from bapo_megatron.preflight.suggest import best_split, lighter, suggest
 from bapo_megatron.preflight.work import decode_seconds, server_memory
 
 HF_CONFIG = KNOWN_MODELS["DeepSeek-R1-Distill-Qwen-7B"]
@@ -382,3 +382,21 @@ def test_the_peak_of_a_cpu_is_measured() -> None:
     measured = device_peak_flops("float32")
     assert measured is not None
     assert 1e8 < measured < 1e14
+
+
+@pytest.mark.parametrize(
+    ("present", "more"),
+    [
+        ("train.recompute=false", "train.recompute=true"),
+        ('train.recompute_modules=["mlp"]', "train.recompute_modules=[]"),
+        ("train.recompute_layers=2", f"train.recompute_layers={SHAPE.num_layers}"),
+    ],
+)
+def test_more_recomputation_is_suggested_where_memory_is_short(present: str, more: str) -> None:
+    config = recipe("train.recompute=true", present)
+    totals = {change.overrides: change.total for change in lighter(config, SHAPE, HF_CONFIG, GPU_BYTES)}
+    assert (more,) in totals
+    if not config.train.recompute:
+        parts = (more, 'train.recompute_modules=["core_attn", "mlp"]')
+        assert totals[more,] < totals[parts]
+        assert load_config([], [*parts]).train.recompute_modules == ("core_attn", "mlp")
