@@ -2,7 +2,7 @@
 
     python -m benchmarks [--quick] [ROW ...] [--output FILE.json] [--page docs/performance.md]
 
-A row is a script of this folder, run in a process of its own. --quick takes less than ten minutes on two cores.
+A row is a script of this folder, run in a process of its own. --quick takes about ten minutes on two cores.
 """
 
 import argparse
