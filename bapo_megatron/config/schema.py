@@ -239,7 +239,8 @@ class RolloutConfig(Section):
     """Over-sampling: once a step has its groups, abort the responses still being sampled; they keep their tokens and
     resume in the next step. Useful with groups_in_flight above prompts_per_step."""
     overlap: bool = False
-    """Sample while the trainer trains; running responses continue with new weights after each push."""
+    """Sample while the trainer trains; running responses continue with new weights after each push. For engines with
+    devices of their own: on cores that they share with the trainer it gains nothing."""
     max_staleness: Whole | None = None
     """Largest age of a token, in optimizer updates, in any update that trains it. Kept by admission: no response
     starts that might not be trained in time. Unset: no bound; overlap needs one."""

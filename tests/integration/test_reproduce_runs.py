@@ -121,9 +121,11 @@ def wait_for(is_true: Callable[[], bool], what: str, log: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_committed_point_comes_out_again(tmp_path: Path) -> None:
-    """BAPO at K = 16, seed 0: within three standard deviations over seeds, in pass rate and entropy."""
-    name, variant = "stale_rivals", "BAPO, K = 16"
+@pytest.mark.parametrize(
+    ("name", "variant"), [("stale_rivals", "BAPO, K = 16"), ("regimes", "BAPO, baseline 0.4, K = 16")]
+)
+def test_a_committed_point_comes_out_again(name: str, variant: str, tmp_path: Path) -> None:
+    """Seed 0 is within three standard deviations over seeds, in pass rate and entropy."""
     with (COMMITTED / f"{name}.csv").open() as table:
         finals = {row["figure"]: row for row in csv.DictReader(table) if row["variant"] == variant and not row["x"]}
     runs = plan_runs(load_study(name), quick=False, runs_dir=tmp_path)
