@@ -43,8 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _check_verb(arguments, _verbs(parser))
         options, unknown = parser.parse_known_args(arguments)
-        if unknown:
-            raise UserError(_explain_option(arguments, unknown[0], _verbs(parser)[arguments[0]]))
+        unknown_options = [text for text in unknown if text.startswith("-")]
+        if unknown_options or (unknown and not hasattr(options, "arguments")):
+            what = (unknown_options or unknown)[0]
+            raise UserError(_explain_option(arguments, what, _verbs(parser)[arguments[0]]))
+        if unknown:  # argparse ends the list of settings at the first option
+            options.arguments += unknown
         return options.verb(options)
     except UserError as error:
         for line in str(error).split("\n"):

@@ -41,6 +41,7 @@ def check(
     hf_config: dict[str, Any] | None,
     reference_config: dict[str, Any] | None = None,
     num_gpus: int = 0,
+    starts_here: bool = False,
     machine: precision.Machine | None = None,
     given: Collection[str] | None = None,
 ) -> list[Violation]:
@@ -50,6 +51,7 @@ def check(
         hf_config: the model's config.json; None leaves the model's own limits unchecked.
         reference_config: the config.json of `loss.reference_path`, if a KL term has one.
         num_gpus: GPUs of this machine that a run may use; 0 is a run on CPUs.
+        starts_here: whether the run starts on this machine: then it must have the GPUs that the run needs.
         machine: its facts for FP8; None leaves them unchecked.
         given: settings to warn of if they have no effect; None: all.
     """
@@ -82,9 +84,8 @@ def check(
         if reference_config is not None:
             found += check_reference(config, reference_config, hf_config)
     if config.model.dtype == "bfloat16" and not num_gpus:
-        found.append(
-            warning('model.dtype="bfloat16" is several times slower than float32 on a CPU; set model.dtype="float32"')
-        )
+        message = 'model.dtype="bfloat16" needs a GPU, and none is visible here: on CPUs set model.dtype="float32"'
+        found.append(Violation(message) if starts_here else warning(message))
     return found
 
 

@@ -39,14 +39,14 @@ class RunConfig(Section):
 
 
 class ModelConfig(Section):
-    """The policy: a Hugging Face checkpoint folder (Qwen2, Qwen3 or Llama, dense)."""
+    """The policy: a Hugging Face checkpoint of a dense model (docs/models.md)."""
 
     path: PathText = "demo"
     """Folder with config.json, safetensors and tokenizer; or a name on the Hugging Face hub, such as "Qwen/Qwen3-0.6B",
     which is downloaded, and pinned as "Qwen/Qwen3-0.6B@COMMIT" in the run's config.toml; "demo" is the small model that
     ships with the package."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and activations. Keep float32 on a CPU: bfloat16 is several times slower there."""
+    """Type of weights and activations. To train in bfloat16 takes a GPU."""
     implementation: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers of the trainer. transformer_engine: NVIDIA's kernels, for bfloat16 on GPUs, and the only ones with FP8;
     local: Megatron's own linears and our packed attention; auto: the first where it is installed and can be used."""
@@ -168,8 +168,8 @@ class RewardConfig(Section):
     """The judge of responses, and the shaping of its rewards."""
 
     kind: Annotated[str, AfterValidator(REWARD.known)] = "auto"
-    """auto: the verifier of the prompt source (math-verify for jsonl); or "chains", "reasoning_gym", "math"; code: runs
-    the response's program against tests; or a function of your own, "my_package.my_module:my_function"."""
+    """auto: the verifier of the prompt source, such as math-verify for jsonl; or "chains", "reasoning_gym", "math";
+    code: runs the response's program against tests; or a function of your own, "my_package.my_module:my_function"."""
     timeout_s: Positive = 10.0
     """Deadline of one verification; a response that exceeds it is judged wrong and counted."""
     concurrency: Count | None = None
@@ -407,7 +407,8 @@ class TrainConfig(Section):
     schedule: Literal["auto", "forwards_first", "interleaved"] = "auto"
     """The order of passes with scope exact: forwards_first runs all forward passes of an update, whose log-probs
     give the bounds, before its backward passes, and keeps all activations in between; interleaved scores in a pass of
-    its own. auto: the first with one micro-batch, or with recompute while layer inputs take under a tenth of memory."""
+    its own. auto: the first with one micro-batch, or with all layers recomputed while their inputs take under a tenth
+    of memory."""
 
     @property
     def recomputes_all(self) -> bool:
@@ -429,7 +430,7 @@ class ParallelConfig(Section):
     """The split of the trainer over processes. ranks = tensor x pipeline x context x data."""
 
     tensor: Processes = 1
-    """Ranks that share each layer; must divide attention heads and key-value heads."""
+    """Ranks that share each layer; must divide attention heads, key-value heads and feed-forward rows."""
     pipeline: Processes = 1
     """Number of pipeline stages; must divide the number of layers."""
     virtual_pipeline: Processes = 1
@@ -449,7 +450,7 @@ class ParallelConfig(Section):
     """Number of ranks that you mean to start; checked against the product."""
     threads_per_rank: Processes | None = None
     """CPU threads of one trainer process. Unset: cores / ranks, at least 1; with rollout.overlap half of the cores, as
-    the engines have the others."""
+    the engines have the others. In a SLURM job: the cores that it gives each task."""
     timeout_s: Positive = 600.0
     """Deadline of one collective between trainer ranks."""
 
@@ -523,12 +524,12 @@ class SlurmConfig(Section):
     are kept in the job's script, config.toml and report.html, and sent to W&B. sbatch hands on your own environment."""
     interface: str | None = None
     """Network interface over which the nodes talk, such as "ib0". Unset: what the host name of a node resolves to, and
-    NCCL's own choice."""
+    NCCL's own choice; loopback with one node."""
     stop_before_end_s: Count = 300
     """Seconds before the time limit at which the run is asked to save after its step and stop. Make it longer than a
     step and a checkpoint."""
     requeue: bool = True
-    """Queue the job again after such a stop; SLURM also does so after preemption and node failure."""
+    """Queue the job again after such a stop, with chain = 1; SLURM also does so after preemption and node failure."""
     chain: int = Field(1, gt=0, le=1000)
     """Jobs to submit instead of requeueing at the limit; each continues from the one before."""
     sweep: tuple[str, ...] = ()
@@ -611,7 +612,7 @@ class CheckpointConfig(Section):
     """Saving and resuming."""
 
     interval_steps: Count | None = 20
-    """Save after every so many steps, and after the last. Unset: never."""
+    """Save after every so many steps, and after the last. Unset: only if the run is stopped."""
     keep_last: Count = 2
     """Checkpoints kept; older ones are deleted after a newer one is complete."""
     asynchronous: bool = False

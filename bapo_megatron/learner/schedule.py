@@ -129,8 +129,8 @@ class Schedule:
     def _run(self, forward_step: Callable, data: list[Any], minibatch: MiniBatch, *, forward_only: bool) -> list[Any]:
         """Pass all micro-batches through Megatron's schedule; return what the loss functions keep, on the last stage.
 
-        Gradients are then summed over data and context ranks and over tied or replicated weights; the loss is divided
-        by the tokens of all ranks already.
+        Gradients are summed over data and context ranks and over tied or replicated weights; the loss is divided by
+        the tokens of all ranks already.
         """
         count = itertools.count(1)
 

@@ -225,7 +225,7 @@ class TrainedModel(SplitModel):
         self.restore(facts)
 
     def _wrap(self, chunk: Module, number: int) -> DistributedDataParallel:
-        """Wrap a part of the model for Megatron's schedules; `Schedule` sums gradients after the last backward pass."""
+        """Wrap a part of the model for Megatron's schedules; `Schedule` sums their gradients."""
         overlap, distributed = self.config.parallel.overlap_communication, self.config.optimizer.distributed
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,

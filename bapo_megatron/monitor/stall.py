@@ -153,7 +153,7 @@ class StallWatchdog:
 def whereabouts(frame: FrameType | None) -> str:
     """Describe where a thread is: the collective of torch.distributed, if any, and the innermost line of this package.
 
-    Example: "in all_reduce, called by learner/parallel.py:192 (reduce_over_data)"
+    Example: "in all_reduce, called by learner/parallel.py:223 (_all_reduce)"
     """
     collective = line = None
     while frame is not None and line is None:

@@ -57,12 +57,14 @@ def violations_of(
     """List every violation that can be found before the run starts.
 
     Args:
-        elsewhere: check for the configuration's cluster, if it names one, instead of this machine.
+        elsewhere: check for the configuration's cluster, if it names one, instead of this machine, on which the run
+            need not start.
         here: whether models and data must be on this machine; None: unless it is checked for a cluster.
         memory: whether exceeding the memory of the cluster's GPUs is a violation; if not, no data is read, either.
         given: see config/plan.py.
         read: findings about data and judge in earlier calls.
     """
+    starts_here = not elsewhere
     elsewhere = elsewhere and config.cluster.gpu is not None
     here = not elsewhere if here is None else here
     found: list[Violation] = []
@@ -83,6 +85,7 @@ def violations_of(
         hf_config=hf_config,
         reference_config=hf_configs.get("loss.reference_path"),
         num_gpus=num_gpus,
+        starts_here=starts_here,
         machine=this_machine() if num_gpus and not elsewhere else None,
         given=given,
     )

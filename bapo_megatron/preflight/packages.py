@@ -53,7 +53,8 @@ def requirements(group: str) -> list[Requirement]:
         return _read("sglang-cpu.txt")
     declared = [Requirement(text) for text in importlib.metadata.requires("bapo-megatron") or []]
     of_extra = [r for r in declared if r.marker is not None and r.marker.evaluate({"extra": _EXTRAS[group]})]
-    return [r for r in declared if r.marker is None] + of_extra if group == "core" else of_extra
+    of_base = [r for r in declared if r.marker is None] if group == "core" else []
+    return list({r.name: r for r in of_base + of_extra}.values())  # an extra may ask for more than the base
 
 
 def pins(stack: Stack) -> dict[str, str]:

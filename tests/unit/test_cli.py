@@ -151,6 +151,8 @@ print(code, [name for name in {HEAVY!r} if name in sys.modules])
          "see `bapo completion --help`"),
         ("check demo optimizer.lr 3e-4", "optimizer.lr needs a =: write optimizer.lr=3e-4"),
         ("check demo optimizer.lr", "optimizer.lr needs a =: write optimizer.lr=VALUE"),
+        ("slurm demo --dry-run optimizer.lr", "optimizer.lr needs a =: write optimizer.lr=VALUE"),
+        ("slurm demo --dry-run optimizer.lr=1 --xyzzy", "there is no option --xyzzy; see `bapo slurm --help`"),
         ("check demmo", "configuration demmo does not exist; did you mean demo?"),
         ("plan models/qwen3-32b-64k", "the shipped configuration models/qwen3-32b-64k is now recipes/qwen3-32b-64k"),
         ("check demo model=Qwen/Qwen3", 'model is a table of settings, got "Qwen/Qwen3" (override model=Qwen/Qwen3); '

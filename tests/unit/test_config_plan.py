@@ -138,6 +138,13 @@ def test_bfloat16_warns_on_a_cpu_only() -> None:
     assert check(config, hf_config=None, num_gpus=8) == []
 
 
+def test_a_run_in_bfloat16_does_not_start_without_a_gpu() -> None:
+    config = load_config([], ["model.dtype=bfloat16"])
+    (found,) = check(config, hf_config=None, starts_here=True)
+    assert found.severity == "error"
+    assert check(config, hf_config=None, starts_here=True, num_gpus=8) == []
+
+
 def test_summary_has_the_arithmetic() -> None:
     text = summarize(load_config([], ["train.minibatches_per_step=4", "parallel.pipeline=3", "parallel.data=2"]))
     assert "6 ranks = tensor 1 x pipeline 3 x context 1 x data 2" in text

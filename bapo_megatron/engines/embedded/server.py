@@ -319,7 +319,7 @@ def serve_text(text: TextModel, *, host: str, port: int) -> NoReturn:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bapo_megatron.engines.embedded", description=__doc__)
-    parser.add_argument("--model-path", required=True, help="Hugging Face checkpoint folder (Qwen2, Qwen3, Llama)")
+    parser.add_argument("--model-path", required=True, help="Hugging Face checkpoint folder")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: the system picks one; see --ready-file")
     parser.add_argument("--max-context", type=int, required=True, help="longest prompt + response, in tokens")
