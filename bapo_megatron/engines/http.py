@@ -23,7 +23,7 @@ from bapo_megatron.errors import BroadcastLostError, EngineError, RequestRefused
 
 _HEALTH_TIMEOUT_S = 5.0
 _ABORT_TIMEOUT_S = 20.0
-_IDLE_S = 1.0  # after which a connection is closed
+_IDLE_S = 1.0  # after which a connection is not used again: uvicorn closes it after 5 s, and would lose a request
 _LOGPROB_SLACK = 1e-4  # a log-prob of exactly 0 may come out this much above it
 _MAX_FLOAT = sys.float_info.max
 _UNVERSIONED = "default"  # a server's name of the weights it started with
@@ -245,8 +245,6 @@ class HttpEngine:
     ) -> bytes:
         """Return the body of the reply. Raises EngineError for any status but 200."""
         if self._session is None:
-            # A connection is not used again after a while: a server closes an idle one (uvicorn after 5 s), and if it
-            # did so just as a request came, the request would be lost.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S)
             self._session = aiohttp.ClientSession(connector=connector)
         base = self._router_url if self._router_url and path == "/generate" else self.url

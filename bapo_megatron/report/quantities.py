@@ -10,7 +10,7 @@ from bapo_megatron.report.history import History
 from bapo_megatron.report.panels import Level, Values
 
 BINS = tuple(key.removesuffix("_share") for key in METRICS if re.fullmatch(r"profile/p\d0_share", key))
-"""Prefixes of the metrics of each bin of the token profile, as `algorithms.diagnostics.BINS`."""
+"""Metric prefixes of the token profile's bins, such as "profile/p00"; without the torch of `algorithms.diagnostics`."""
 
 
 def share_of(part: str, *others: str) -> Values:
