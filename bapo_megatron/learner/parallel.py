@@ -16,14 +16,17 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from bapo_megatron.buffer.packing import Share
 from bapo_megatron.config.schema import ParallelConfig
 from bapo_megatron.engines.group import connect_store, host_store
 from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.learner import lean_import
 from bapo_megatron.runtime.ranks import gather_json
+
+with lean_import():
+    from megatron.core import parallel_state
 
 
 def device() -> torch.device:

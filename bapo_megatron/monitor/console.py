@@ -32,6 +32,7 @@ from bapo_megatron.monitor.summary import (
     mean,
     number,
     percent,
+    reward_metric,
     short_duration,
     summarize,
 )
@@ -187,7 +188,7 @@ def columns_of(metrics: Mapping[str, float], num_steps: int) -> list[Column]:
     digits = len(str(num_steps))
     columns = [
         Column("step", 2 * digits + 1, lambda row: f"{int(row['step']):>{digits}}/{num_steps}", 0),
-        Column("reward", 6, value("reward/mean"), 1),
+        Column("reward", 6, value(reward_metric(metrics)), 1),
         Column("entropy", 7, value("loss/entropy"), 3),
         Column("age", 4, value("staleness/mean", 1), 5),
     ]

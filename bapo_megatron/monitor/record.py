@@ -17,7 +17,7 @@ from bapo_megatron.metrics import reduce_updates
 from bapo_megatron.monitor.console import Console, shown_path
 from bapo_megatron.monitor.rundir import RunDir, read_metrics
 from bapo_megatron.monitor.sinks import BackgroundSink, open_sinks
-from bapo_megatron.monitor.summary import percent
+from bapo_megatron.monitor.summary import percent, reward_metric
 from bapo_megatron.preflight.known import device_peak_flops
 from bapo_megatron.rollout.recorded import write_groups
 from bapo_megatron.rollout.shared import Rollouts
@@ -148,9 +148,9 @@ class Recorder:
         if self._endpoint is not None:
             self._endpoint.collector.record(metrics)
         if step == 1:
-            self._console.note(
-                f"untrained pass rate {metrics['reward/mean']:.2f} ({metrics['rollout/num_samples']:.0f} responses)"
-            )
+            name = reward_metric(metrics)
+            num_responses = metrics["rollout/num_samples" if name == "reward/mean" else "reward/judged"]
+            self._console.note(f"untrained pass rate {metrics[name]:.2f} ({num_responses:.0f} responses)")
         self._console.step(metrics)
         if warning := self._stragglers.observe(metrics):
             self._console.warn(warning)

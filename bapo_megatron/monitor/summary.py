@@ -63,7 +63,7 @@ class Summary:
 def summarize(rows: Sequence[Row]) -> Summary:
     """Summarize the steps in `rows` (from `read_metrics`; at least one)."""
     assert rows, "a run without steps has no summary"
-    reward_first, reward_last = first_and_last(rows, "reward/mean")
+    reward_first, reward_last = first_and_last(rows, reward_metric(rows[-1]))
     return Summary(
         num_steps=len(rows),
         window_steps=_window(rows),
@@ -86,6 +86,11 @@ def summarize(rows: Sequence[Row]) -> Summary:
 def _window(rows: Sequence[Row]) -> int:
     """Return the number of steps at either end of a run that are averaged; the ends do not overlap."""
     return max(1, min(_WINDOW_STEPS, len(rows) // 2))
+
+
+def reward_metric(row: Mapping[str, float]) -> str:
+    """Return the name of the mean reward that shows the policy's skill: dropping groups moves that of the others."""
+    return "reward/judged_mean" if "reward/judged_mean" in row else "reward/mean"
 
 
 def first_and_last(rows: Sequence[Row], name: str) -> tuple[float, float]:

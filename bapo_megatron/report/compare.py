@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.monitor.summary import count, duration, first_and_last, mean, number, summarize
+from bapo_megatron.monitor.summary import count, duration, first_and_last, mean, number, reward_metric, summarize
 from bapo_megatron.report.history import History, read_history
 
 MAX_GROUPS = len(ascii_uppercase)
@@ -248,8 +248,8 @@ def _evaluation(prefix: str, label: str) -> _Outcome:
 
 _OUTCOMES = (
     _Outcome("steps", lambda run: run.rows[-1]["step"], lambda x: number(x, 0)),
-    _Outcome("reward, first", lambda run: first_and_last(run.rows, "reward/mean")[0], number),
-    _Outcome("reward, last", lambda run: first_and_last(run.rows, "reward/mean")[1], number),
+    _Outcome("reward, first", lambda run: first_and_last(run.rows, reward_metric(run.rows[-1]))[0], number),
+    _Outcome("reward, last", lambda run: first_and_last(run.rows, reward_metric(run.rows[-1]))[1], number),
     _Outcome("entropy, first", lambda run: first_and_last(run.rows, "loss/entropy")[0], number),
     _Outcome("entropy, last", lambda run: first_and_last(run.rows, "loss/entropy")[1], number),
     _evaluation("eval/", "evaluation, last"),

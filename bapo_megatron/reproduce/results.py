@@ -180,8 +180,10 @@ def _final(rows: Sequence[Row], metric: str, part: str) -> float:
 
 
 def _curve(seeds: Sequence[Sequence[Row]], metric: str) -> Curve:
-    updates = [row["version"] for row in seeds[0]]
-    return _spread(updates, [[value(row, metric) for row in rows] for rows in seeds])
+    """Return the metric of the steps that have it: an evaluation is not made in every step."""
+    steps = [(rows[0]["version"], [value(row, metric) for row in rows]) for rows in zip(*seeds, strict=True)]
+    recorded = [(x, values) for x, values in steps if any(map(math.isfinite, values))]
+    return _spread([x for x, _ in recorded], list(zip(*(values for _, values in recorded), strict=True)))
 
 
 def _spread(x: list[float], by_seed: Sequence[Sequence[float]]) -> Curve:

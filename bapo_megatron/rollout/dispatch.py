@@ -34,6 +34,7 @@ class RolloutStats:
     num_retries: int = 0  # requests that were repeated
     num_stale_groups: int = 0
     num_dropped_groups: int = 0  # judged, not worth training
+    rewards: list[float] = field(default_factory=list)  # of all judged responses, also those dropped
     num_fenced: int = 0  # engines fenced off since this attempt began
     errors: list[str] = field(default_factory=list)  # reasons for the repetitions
     told: set[tuple[str, str]] = field(default_factory=set)  # url and complaint of logged repetitions

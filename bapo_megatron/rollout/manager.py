@@ -1,5 +1,7 @@
 """Rollouts for the training loop: a blocking `next_batch` on trainer rank 0, with the engines' event loop behind it."""
 
+import math
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -164,8 +166,11 @@ class RolloutManager:
 
     def _metrics(self, stats: RolloutStats, elapsed_s: float) -> dict[str, float]:
         """Return the costs of a batch, under the names of docs/metrics.md."""
+        filtered = self.config.rollout.keep_group != "all"
+        judged_mean = statistics.fmean(stats.rewards) if stats.rewards else math.nan
         return {
             **self.judge.scorer.metrics(),
+            **({"reward/judged_mean": judged_mean} if filtered else {}),
             "rollout/num_rounds": float(stats.num_rounds),
             "rollout/num_retries": float(stats.num_retries),
             "rollout/num_stale_groups": float(stats.num_stale_groups),

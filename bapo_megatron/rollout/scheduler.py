@@ -161,6 +161,7 @@ class Scheduler:
         return await asyncio.to_thread(self._score, group.trajectories)
 
     def _settle(self, group: Group, rewards: Sequence[float]) -> None:
+        self._dispatcher.stats.rewards += rewards
         is_kept = self.book.settle(group, rewards, self._dispatcher.version)
         self._num_dropped_in_a_row = 0 if is_kept else self._num_dropped_in_a_row + 1
         if self._num_dropped_in_a_row >= _MAX_DROPPED_STEPS * self.config.prompts_per_step:

@@ -84,6 +84,7 @@ def test_a_run_leaves_its_books(single_process: tuple[Path, list[dict[str, float
         "profile/",
         "reward/running_std",
         "reward/clipped_share",
+        "reward/judged_mean",
         "straggler/",
         "monitor/",
     )

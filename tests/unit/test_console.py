@@ -184,6 +184,17 @@ def test_summary_covers_the_steps_before_a_resume() -> None:
     assert "clip       80 searches ended: 60 at the start, 0 inside, 20 at the limits" in text
 
 
+def test_the_pass_rate_of_filtered_groups_counts_those_dropped() -> None:
+    stream = io.StringIO()
+    console = Console("lines", 2, stream=stream)
+    for step, rate in ((1, 0.12), (2, 0.34)):
+        console.step({**STEP, "step": step, "reward/mean": 0.5, "reward/judged_mean": rate})
+    console.summary()
+    text = stream.getvalue()
+    assert "1/2    0.12" in text
+    assert "pass rate  0.12 -> 0.34 (mean reward, first and last step)" in text
+
+
 def test_a_run_without_a_step_says_so() -> None:
     stream = io.StringIO()
     Console("lines", 20, stream=stream).summary()

@@ -59,6 +59,17 @@ def test_the_compiler_is_for_gpus(monkeypatch: pytest.MonkeyPatch, has_gpu: bool
     assert trainer_variables({}).get("TORCHDYNAMO_DISABLE") == (None if has_gpu else "0")
 
 
+@pytest.mark.parametrize("disabled", ["0", "1"])
+def test_a_trainer_imports_no_compiler_where_it_is_disabled_and_no_wandb(disabled: str) -> None:
+    program = (
+        "import sys, torch; compile = torch.compile; import bapo_megatron.train; assert torch.compile is compile; "
+        "print([name in sys.modules for name in ('megatron.core', 'torch._inductor', 'wandb')])"
+    )
+    variables = os.environ | {"TORCHDYNAMO_DISABLE": disabled}
+    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=120)
+    assert (done.stdout.strip(), done.returncode) == (str([True, disabled == "0", False]), 0), done.stderr
+
+
 def test_the_user_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
     monkeypatch.setenv("NVTE_UNFUSED_ATTN", "1")

@@ -291,6 +291,19 @@ def test_a_metric_that_is_never_positive_can_be_plotted_logarithmically(tmp_path
     assert "optimizer/grad_norm [norm]" in (tmp_path / "out" / "mine.svg").read_text()
 
 
+def test_a_curve_of_evaluations_has_the_steps_that_were_evaluated(tmp_path: Path) -> None:
+    study = study_from(tmp_path, MINIMAL.replace('"clip_share"', '"eval/reward"'))
+    runs = plan_runs(study, quick=False, runs_dir=tmp_path / "runs")
+    for run in runs:
+        evaluated = {step: {"eval/reward": step / 8 + run.seed} for step in (2, 4)}
+        finish(run, [row(step, 0.5, 0.1) | evaluated.get(step, {}) for step in range(1, 5)])
+    curve = gather(study, runs).variants[0].curves["eval/reward"]
+    seeds = [run.seed for run in runs]
+    assert curve.x == [20, 40]
+    assert curve.low == [0.25 + min(seeds), 0.5 + min(seeds)]
+    assert curve.high == [0.25 + max(seeds), 0.5 + max(seeds)]
+
+
 @pytest.mark.parametrize("other", ["", '[[plots]]\nmetric = "clip_share"\n'])
 def test_differences_are_drawn_with_their_errors(other: str, tmp_path: Path) -> None:
     text = MINIMAL.replace('[[plots]]\nmetric = "clip_share"\n', other).replace('"reward/mean"', '"comparisons"')

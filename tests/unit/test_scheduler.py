@@ -256,11 +256,19 @@ def test_an_engine_restarted_with_old_weights_is_fenced_and_its_tokens_are_not_b
 
 def test_groups_that_are_not_worth_training_are_replaced_and_counted() -> None:
     engine = ScriptedEngine()
-    scheduler = make(engine, keep=lambda group: len(set(group.rewards)) > 1)
+    judged: list[float] = []
+
+    def keep(group: Group) -> bool:
+        judged.extend(group.rewards)
+        return len(set(group.rewards)) > 1
+
+    scheduler = make(engine, keep=keep)
     groups, stats = asyncio.run(scheduler.take(0, 0))
     assert groups is not None
     assert all(len(set(g.rewards)) == 2 for g in groups)
     assert stats.num_dropped_groups > 0
+    assert stats.rewards == judged
+    assert len(judged) == 3 * (len(groups) + stats.num_dropped_groups)
     assert scheduler.ledger.dropped == {"keep_group": 3 * stats.num_dropped_groups}
     scheduler.ledger.check(scheduler.book.buffered())
 
