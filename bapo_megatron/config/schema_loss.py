@@ -32,8 +32,8 @@ class BoundRange(Section):
     """Bound before the search."""
     stop: Positive
     """Largest value; a last step that would pass it is not taken."""
-    step: Positive
-    """Distance between two candidates."""
+    step: Annotated[float, Field(ge=1e-9, le=LARGEST)]
+    """Distance between two candidates, at least 1e-9: they are rounded to ten decimals."""
 
     @model_validator(mode="before")
     @classmethod

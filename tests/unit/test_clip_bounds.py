@@ -15,7 +15,7 @@ from bapo_megatron.algorithms.clip_bounds import (
     empty_table,
     search_bounds,
 )
-from bapo_megatron.config.schema_loss import PRESETS, ClipBoundConfig
+from bapo_megatron.config.schema_loss import PRESETS, BoundRange, ClipBoundConfig
 from tests.unit.loss_inputs import positive_share
 
 READINGS = ("gradient", "surrogate", "net", "official")
@@ -186,6 +186,33 @@ def test_the_last_step_of_the_paper_grid_is_reached():
     assert (bounds.low, bounds.high, bounds.num_moves, bounds.saturated) == (0.9, 3.0, 36 + 15, True)
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    start=st.floats(0.01, 2.0),
+    step=st.one_of(st.sampled_from([1e-9, 1e-3, 0.02, 0.05, 0.1, 1 / 3]), st.floats(1e-9, 2.0)),
+    num_steps=st.integers(0, 999),
+    seed=st.integers(0, 2**31),
+)
+def test_a_ratio_at_a_bound_or_beside_it_falls_on_its_side(start, step, num_steps, seed):
+    """Against a comparison with every bound."""
+    grid = {"start": start, "stop": start + num_steps * step, "step": step}
+    at = torch.tensor(BoundRange(**grid).points, dtype=torch.float64)
+    beside = [torch.nextafter(at, torch.tensor(end, dtype=torch.float64)) for end in (-math.inf, math.inf)]
+    anywhere = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 2 * at[-1]
+    ratio = torch.cat([at, *beside, anywhere, torch.tensor([0.0, 1e300], dtype=torch.float64)])
+    config = ClipBoundConfig(
+        low={"start": 1e-6, "stop": 1e-6, "step": 1.0}, high={"start": 1e9, "stop": 1e9, "step": 1.0}
+    )
+    for side, sign in (("high", 1.0), ("low", -1.0)):
+        of_side = config.model_copy(update={side: BoundRange(**grid)})
+        ones = torch.full_like(ratio, sign)
+        table = contribution_table(ratio, ones / ratio.clamp(min=1e-300), ones.bool(), None, of_side)
+        is_inside = ratio[:, None] < at if side == "high" else ratio[:, None] > at
+        found = table[: len(at)] if side == "high" else table[1:-2]
+        expected = (is_inside & (ratio[:, None] > 0)).sum(0)  # each token adds 1, that of ratio 0 nothing
+        torch.testing.assert_close(found, expected.double(), rtol=1e-9, atol=1e-6)
+
+
 def test_masked_values_and_unused_logprobs_do_no_harm():
     config = ClipBoundConfig()
     nan, inf = float("nan"), float("inf")
@@ -202,10 +229,7 @@ def test_masked_values_and_unused_logprobs_do_no_harm():
 @pytest.mark.parametrize("contribution", ["gradient", "surrogate"])
 @pytest.mark.parametrize(
     ("where", "advantage"),
-    [
-        *itertools.product(("ratio", "advantages", "behaviour_logprobs", "weights"), (1.0, -1.0)),
-        *itertools.product(("ratio", "advantages"), (0.0,)),  # the others are not read of a token that counts nowhere
-    ],
+    itertools.product(("ratio", "advantages", "behaviour_logprobs", "weights"), (1.0, -1.0, 0.0)),
 )
 def test_one_nan_of_a_trained_token_leaves_the_bounds_of_all_ranks_at_their_start(where, contribution, advantage):
     config = ClipBoundConfig(contribution=contribution, token_weight="rollout_prob", rho0=0.99)
@@ -259,7 +283,7 @@ def test_explicit_keys_override_the_preset():
         ({"low": [0.6, 1.1, 0.1]}, "low.stop"),
         ({"high": [0.9, 2.0, 0.1]}, "high.start"),
         ({"high": [2.0, 1.5, 0.1]}, "must not be above stop"),
-        ({"high": [1.2, 2.0, 0.0]}, "greater than 0"),
+        ({"high": [1.2, 2.0, 0.0]}, "greater than or equal to 0.000000001"),
         ({"rho0": 1.0}, "below 1"),
         ({"rho0": 0.0, "contribution": "official"}, "greater than 0"),
         ({"rho0": 0.0}, "greater than 0"),
