@@ -122,7 +122,12 @@ def wait_for(is_true: Callable[[], bool], what: str, log: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "variant"), [("stale_rivals", "BAPO, K = 16"), ("regimes", "BAPO, baseline 0.4, K = 16")]
+    ("name", "variant"),
+    [
+        ("stale_rivals", "BAPO, K = 16"),
+        ("regimes", "BAPO, baseline 0.4, K = 16"),
+        ("rivals_offpolicy", "GSPO, K = 16"),
+    ],
 )
 def test_a_committed_point_comes_out_again(name: str, variant: str, tmp_path: Path) -> None:
     """Seed 0 is within three standard deviations over seeds, in pass rate and entropy."""
