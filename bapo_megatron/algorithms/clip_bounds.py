@@ -102,7 +102,7 @@ def _buckets(ratio: Tensor, is_positive: Tensor, tops: Tensor, config: ClipBound
     The bounds of a range are equally spaced, but for their rounding to decimals. So a quotient finds the bucket or the
     one before it, and a comparison decides: a fraction of the time of a binary search.
     """
-    finite = ratio.nan_to_num()
+    finite = ratio.nan_to_num()  # in whichever bucket, a nan makes the whole table nan
     num_highs = len(config.high.points)
 
     def guess(side: BoundRange, first: int, last: int) -> Tensor:
