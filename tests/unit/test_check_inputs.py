@@ -87,7 +87,7 @@ def test_a_folder_is_no_file_of_prompts(tmp_path: Path, capsys: pytest.CaptureFi
         (["megatron.extra={bogus=1}"], "megatron.extra.bogus is not a setting of the installed TransformerConfig"),
         (["megatron.extra={num_layer=1}"], "did you mean megatron.extra.num_layers?"),
         (["rollout.engine=sglang", "sglang.extra={mem_fraction=0.5}"], "did you mean sglang.extra.mem_fraction_stati"),
-        (["bapo.low={start=0.6,stop=0.9,step=0.0000000001}"], "bapo.low.step must cut the range into at most 1000"),
+        (["bapo.low={start=0.6,stop=0.9,step=0.000000001}"], "bapo.low.step must cut the range into at most 1000"),
         (["parallel.tensor=99999999999999999999"], "parallel.tensor must be at most 65536, got 99999999999999999999"),
         (["parallel.tensor=65536", "parallel.data=65536"], "ranks, and there may be 1048576 at most"),
         (["cluster.gpu_memory_gib=1e300"], "cluster.gpu_memory_gib must be at most 100000, got 1e+300"),
