@@ -68,7 +68,7 @@ def contribution_table(
         mass.abs_()
         for weight in weights_of_chunk:
             mass *= weight
-        bucket = _buckets(r, is_positive, tops, config)
+        bucket = _buckets(r, is_positive, tops, len(highs), config)
         by_ratio.index_add_(0, bucket, mass * r)
         if config.contribution != "gradient":
             by_mass.index_add_(0, bucket, mass)
@@ -96,14 +96,13 @@ def _tops(highs: Tensor, lows: Tensor) -> Tensor:
     return torch.cat([highs, end, end, torch.nextafter(lows, end), end])
 
 
-def _buckets(ratio: Tensor, is_positive: Tensor, tops: Tensor, config: ClipBoundConfig) -> Tensor:
-    """Return the bucket of each token, int64.
+def _buckets(ratio: Tensor, is_positive: Tensor, tops: Tensor, num_highs: int, config: ClipBoundConfig) -> Tensor:
+    """Return the bucket of each token, int64, by its index in `_tops`.
 
     The bounds of a range are equally spaced, but for their rounding to decimals. So a quotient finds the bucket or the
     one before it, and a comparison decides: a fraction of the time of a binary search.
     """
     finite = ratio.nan_to_num()  # in whichever bucket, a nan makes the whole table nan
-    num_highs = len(config.high.points)
 
     def guess(side: BoundRange, first: int, last: int) -> Tensor:
         return (finite * (1.0 / side.step)).add_(first + 0.5 - side.start / side.step).clamp_(first, last)

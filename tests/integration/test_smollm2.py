@@ -6,7 +6,6 @@ The model is prepared once, into models/ of the checkout (or $BAPO_SMOLLM2), by 
 import asyncio
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -111,7 +110,10 @@ def test_a_real_model_trains_and_its_log_probs_are_served_exactly(smollm2: Path,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"untrained pass rate \d\.\d\d \(\d+ responses\)", done.stdout)
+    first = json.loads((tmp_path / "smollm2" / "metrics.jsonl").read_text().splitlines()[0])
+    judged = 4 * (2 + int(first["rollout/num_dropped_groups"]))  # responses of both kept groups and of those dropped
+    assert first["reward/judged"] == judged
+    assert f"untrained pass rate {first['reward/judged_mean']:.2f} ({judged} responses)" in done.stdout
     convert(tmp_path / "smollm2", tmp_path / "trained")
     check_log_probs(tmp_path / "trained", tmp_path / "after.ready")
 

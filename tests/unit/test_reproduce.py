@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bapo_megatron.config.load import load_config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reproduce.page import write
 from bapo_megatron.reproduce.pool import is_finished, run_path
@@ -56,6 +57,14 @@ def test_a_shipped_study_is_whole(name: str, tmp_path: Path) -> None:
     assert all(q.config.train.num_steps <= 3 for q in quick)
     if study.compare and study.needs is None:
         assert len(study.seeds) >= 3
+
+
+def test_the_shipped_configuration_of_smollm2_repeats_a_run_of_its_study(tmp_path: Path) -> None:
+    """In another layout, and with the books of a single run."""
+    ours = load_config(["smollm2_135m"], []).model_dump(exclude={"run", "parallel", "checkpoint", "monitor"})
+    runs = plan_runs(load_study("smollm2"), quick=False, runs_dir=tmp_path)
+    (run,) = [r for r in runs if (r.variant, r.seed) == ("BAPO", 0)]
+    assert run.config.model_dump(include=set(ours)) == ours
 
 
 def test_variants_over_settings_over_base(tmp_path: Path) -> None:
