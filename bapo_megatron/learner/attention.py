@@ -27,6 +27,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from bapo_megatron.buffer.packing import context_tokens
+from bapo_megatron.learner.elementwise import Rotation, rotate
 
 # argument of Transformer Engine's attention; left out, lengths with and without padding are compared in each layer, and
 # the CPU waits for the GPU
@@ -141,6 +142,7 @@ class PackedSequences(PackedSeqParams):
 
     blocks: list[Block] | None = None
     context_group: dist.ProcessGroup | None = None  # None: this rank holds whole sequences
+    rotation: Rotation | None = None  # of this rank's tokens, before attention; None: Megatron has applied it
 
     @classmethod
     def of(
@@ -283,6 +285,8 @@ class PackedAttention(_CoreAttention):
         """Return [T, 1, N * D]."""
         assert packed_seq_params.blocks is not None, "use PackedSequences.of"
         num_tokens = q_T1ND.shape[0]
+        if (rotation := packed_seq_params.rotation) is not None:
+            q_T1ND, k_T1KD = rotate(q_T1ND, rotation), rotate(k_T1KD, rotation)
         k_UKD, v_UKD = packed_seq_params.gather(k_T1KD, v_T1KD)
         out_TX = None
         for block in packed_seq_params.blocks:

@@ -3,7 +3,7 @@
 Layers consist either of Megatron's own modules, with our norm and packed attention, or of Transformer Engine's, whose
 linears apply the norm before them and hold its weight (`TELayerNormColumnParallelLinear`).
 
-Shape legend: T packed tokens, H hidden, V vocabulary rows of this rank, R response rows, D head dimension
+Shape legend: T packed tokens, H hidden, V vocabulary rows of this rank, R response rows, X half a head's dimensions
 """
 
 import copy
@@ -40,6 +40,8 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import ModelShape, rotary_frequencies
 from bapo_megatron.learner.attention import PackedAttention, PackedSequences, TransformerEngineAttention
+from bapo_megatron.learner.elementwise import GatedActivation, RMSNorm, rotation_of
+from bapo_megatron.learner.embedding import embed
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.learner.precision import fp8_fields, fusion_fields, uses_transformer_engine
 from bapo_megatron.types import MicroBatch
@@ -110,6 +112,9 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
             "[megatron.extra] batch_p2p_comm=true makes the chunks of parallel.virtual_pipeline mix up their messages "
             "over gloo, and train on wrong ones without an error: leave it out"
         )
+    is_plain = settings.glu_linear_offset == 0 and settings.activation_func_clamp_value is None
+    if settings.transformer_impl == "local" and not settings.bias_activation_fusion and is_plain:
+        settings.use_te_activation_func = True  # any module: GatedActivation. Set here, past a check for TE's own
     return settings
 
 
@@ -121,21 +126,6 @@ def _recompute_fields(config: Config) -> dict[str, Any]:
         return {"recompute_granularity": "selective", "recompute_modules": list(t.recompute_modules)}
     method, num_layers = ("uniform", 1) if t.recompute_layers is None else ("block", t.recompute_layers)
     return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": num_layers}
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, marked so that `finalize_model_grads` sums its gradient under sequence parallelism."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.plus_one = config.layernorm_zero_centered_gamma
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 (Parameter has no such field)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.plus_one:
-            return super().forward(x)
-        # in float32, as transformers' GemmaRMSNorm: bfloat16 would round 1 + weight
-        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
 
 
 def _with_bias(linear: type) -> type:
@@ -168,6 +158,7 @@ def _local(config: TransformerConfig) -> tuple[ModuleSpec, type]:
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    parts.mlp.submodules.activation_func = GatedActivation
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
@@ -245,13 +236,18 @@ class PolicyModel(GPTModel):
         self.context_group = layout.context_group
         is_engine = config.transformer_impl == "transformer_engine"
         self._describe_pack = PackedSequences.for_transformer_engine if is_engine else PackedSequences.of
+        self.rotates_in_attention = not is_engine and not config.apply_rope_fusion
         # not a buffer, which would become bfloat16 with the weights: too coarse for positions
         self.inverse_frequencies = rotary_frequencies(shape)[0].to(device())
         _mark_split_parameters(self)
         self.config = config
         if config.gradient_accumulation_fusion:
             _fuse_weight_gradients(self.decoder)
-        if self.post_process:  # called as a module, so that hooks which wait for its weight run
+        # called as modules, so that hooks which wait for their weights run
+        if self.pre_process:
+            words = self.embedding.word_embeddings
+            words.forward = lambda ids_1T: embed(words, ids_1T, hooks_need_grad=self._hooks_need_grad)
+        if self.post_process:
             self.output_layer.forward = partial(token_log_probs, shard=self.shard)
 
     def _set_attention_backend(self) -> None:
@@ -286,8 +282,13 @@ class PolicyModel(GPTModel):
             chunk_tokens=chunk_tokens,
             with_entropy=with_entropy,
             backend=backend,
-            hooks_need_grad=self.config.no_sync_func is not None,  # gradients are summed during the backward pass
+            hooks_need_grad=self._hooks_need_grad,
         )
+
+    @property
+    def _hooks_need_grad(self) -> bool:
+        """Return whether gradients are summed over data ranks during the backward pass."""
+        return self.config.no_sync_func is not None
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
         """Run this part's layers on the tokens, or on the previous part's hidden states: [T or T / tensor, 1, H]."""
@@ -296,12 +297,13 @@ class PolicyModel(GPTModel):
             hidden_states = self.embedding(batch.token_ids_T[None], None)
             if self.embedding_scale != 1:  # rounded to the weights' type, as in transformers
                 hidden_states = hidden_states * hidden_states.new_tensor(self.embedding_scale)
-        angles_TD = torch.outer(
-            batch.position_ids_T.float(), self.inverse_frequencies
-        )  # float32; two dimensions share one
+        pack = self._describe_pack(batch.cu_seqlens_S1, self.context_group, device())
+        angles_TX = torch.outer(batch.position_ids_T.float(), self.inverse_frequencies)  # two dimensions share one
+        rotary = None
+        if self.rotates_in_attention:
+            pack.rotation = rotation_of(angles_TX, self.config.params_dtype)
+        else:
+            rotary = torch.cat((angles_TX, angles_TX), dim=-1)[:, None, None]
         return self.decoder(
-            hidden_states=hidden_states,
-            attention_mask=None,
-            rotary_pos_emb=torch.cat((angles_TD, angles_TD), dim=-1)[:, None, None],
-            packed_seq_params=self._describe_pack(batch.cu_seqlens_S1, self.context_group, device()),
+            hidden_states=hidden_states, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=pack
         )

@@ -59,9 +59,14 @@ def critic_parameters(shape: ModelShape, *, tensor: int, pipeline: int, stage: i
     return count + shape.hidden_size - (0 if shares_embedding else embedding_parameters(shape, tensor))
 
 
+def largest_in_layer(shape: ModelShape, tensor: int) -> int:
+    """Count the values in the largest parameter of a rank's layers."""
+    return max(_values(e) // tensor for e in layer_entries(shape, 0))
+
+
 def largest_parameter(shape: ModelShape, tensor: int) -> int:
-    """Count the values in a rank's largest parameter, whose gradient briefly exists beside the gradient buffer."""
-    return max(embedding_parameters(shape, tensor), *(_values(e) // tensor for e in layer_entries(shape, 0)))
+    """Count the values in a rank's largest parameter."""
+    return max(embedding_parameters(shape, tensor), largest_in_layer(shape, tensor))
 
 
 def model_parameters(shape: ModelShape) -> int:
@@ -120,7 +125,7 @@ def trainer_memory(config: Config, shape: ModelShape, *, stage: int = 0, gpu_byt
     """Estimate the memory of a stage's fullest rank.
 
     Args:
-        gpu_bytes: memory of a GPU; None: a CPU, on which torch keeps more for a norm and has no context.
+        gpu_bytes: memory of a GPU; None: a CPU, which has no CUDA context.
     """
     on_gpu = gpu_bytes is not None
     p, item = config.parallel, ITEM_BYTES[config.model.dtype]
@@ -133,7 +138,9 @@ def trainer_memory(config: Config, shape: ModelShape, *, stage: int = 0, gpu_byt
         values = critic_parameters(shape, tensor=p.tensor, pipeline=p.pipeline, stage=stage)
         critic = values * (item + MASTER_BYTES) + -(-values // num_shards) * state
     layers = _Activations(config, shape, gpu_bytes)
-    working, logits = layers.backward() + largest_parameter(shape, p.tensor) * item, 0
+    # a parameter's gradient briefly exists beside the gradient buffer; without overlap, those of the vocabulary do not
+    largest = largest_parameter if p.overlap_communication else largest_in_layer
+    working, logits = layers.backward() + largest(shape, p.tensor) * item, 0
     if stage == p.pipeline - 1 and layers.rows() + layers.logits() > working:
         working, logits = layers.rows(), layers.logits()
     return TrainerMemory(
@@ -268,12 +275,14 @@ class _Activations:
     def layer(self) -> int:
         """Count the bytes of one layer for one micro-batch: two norms, attention, and the gated MLP."""
         hidden, num_heads = self._rows * self._H * self._item, self._heads()
-        norm = (1 if self._on_gpu else 2) * hidden + 4 * self._rows  # its input; on a CPU also the normalised one
+        norm = hidden + 4 * self._rows  # its input and 1 / rms
         if self._shape.norm_plus_one and self._item < MASTER_BYTES:
             norm += MASTER_BYTES * self._rows * self._H  # its input in float32
-        per_token = self._item * (4 * self._shape.head_dim + self._Q)  # cos and sin of q and k, input of proj
+        per_token = self._item * self._Q  # input of proj
+        if self._on_gpu:
+            per_token += self._item * 4 * self._shape.head_dim  # cos and sin of q and k
         if self._shape.qk_norm:
-            copies = self._Q + self._Q + 2 * self._K + (0 if self._on_gpu else self._Q + self._K)
+            copies = self._Q + self._Q + 2 * self._K
             per_token += self._item * copies + 4 * (num_heads + self._K // self._shape.head_dim)
         queries_keys_values = self._T * self._item * (self._Q + 2 * self._K)
         parts = self._core_attention() + self._mlp()
@@ -292,8 +301,8 @@ class _Activations:
         return self._Q // self._shape.head_dim
 
     def _mlp(self) -> int:
-        """Count the bytes of the gated MLP: fc1's output (2), the product; unfused also silu(gate), other half + 0."""
-        is_fused = self._on_gpu and self._shape.activation in FUSED_ACTIVATIONS
+        """Count the bytes of the gated MLP: fc1's output (2), the product; unfused also the active gate, up + 0."""
+        is_fused = not self._on_gpu or self._shape.activation in FUSED_ACTIVATIONS
         return (3 if is_fused else 5) * self._F * self._T * self._item
 
     def _recomputed_parts(self) -> int:
@@ -312,11 +321,12 @@ class _Activations:
         return int(pack / length * entries_of_one)
 
     def _shared(self) -> int:
-        """Count the bytes outside layers: final norm, token and position indices, boolean masks."""
+        """Count the bytes outside layers: final norm, token and position indices, rotation, boolean masks."""
         context = self._config.parallel.context
         indices = 8 * self._T * (2 + 2 + 2 * (context + 0.5 if context > 1 else 1))
         hidden = self._rows * self._H * self._item
-        return int((2 if self._on_gpu else 3) * hidden + indices + (self._mask() if context > 1 else 0))
+        rotation = 0 if self._on_gpu else 2 * self._shape.head_dim * self._T * self._item  # cos and sin for all layers
+        return int(2 * hidden + indices + rotation + (self._mask() if context > 1 else 0))
 
     def backward(self) -> int:
         """Count the extra bytes of differentiating a layer: MLP gradients and, if recomputed, its activations."""

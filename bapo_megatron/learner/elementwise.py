@@ -1,0 +1,160 @@
+"""Norm, rotary embedding and gated activation of Megatron's local layers, in fewer passes over memory on a CPU.
+
+torch computes them there one operation at a time, each of which writes a tensor for the next one, and keeps the
+intermediate ones for the backward pass. These functions keep their input alone, as the fused kernels of a GPU do; the
+rotary embedding keeps nothing.
+
+Shape legend: T rows (all dimensions before the last), H width of the norm, F feed-forward of this rank, D head
+    dimension, X = D / 2
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_TILE_ROWS = 128  # gate, up and their gradients stay in a core's cache
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm, marked so that `finalize_model_grads` sums its gradient under sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.plus_one = config.layernorm_zero_centered_gamma
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 (Parameter has no such field)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = self.weight
+        dtype = x.dtype
+        if self.plus_one:  # in float32, as transformers' GemmaRMSNorm: bfloat16 would round 1 + weight
+            x, weight = x.float(), 1 + weight.float()
+        if x.device.type == "cpu" and x.dtype == torch.float32:
+            out: Tensor = _RMSNorm.apply(x, weight, self.eps)
+        else:
+            out = F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        return out.to(dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """out = weight * x / rms(x), rms(x) = sqrt(mean(x^2) + eps); keeps x and 1 / rms."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        x_TH = x.reshape(-1, x.shape[-1])
+        inverse_T1 = torch.linalg.vector_norm(x_TH, dim=-1, keepdim=True)
+        inverse_T1.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, inverse_T1, weight_H)
+        return (x_TH * inverse_T1).mul_(weight_H).view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, inverse_T1, weight_H = ctx.saved_tensors
+        width = x.shape[-1]
+        grad_TH = grad.reshape(-1, width)
+        normal_TH = x.reshape(-1, width) * inverse_T1
+        product_TH = grad_TH * normal_TH
+        grad_weight_H = product_TH.sum(0)
+        dot_T1 = torch.mv(product_TH, weight_H)[:, None]
+        # dx = (weight * grad - normal * mean(weight * grad * normal)) / rms
+        grad_x_TH = torch.mul(grad_TH, weight_H, out=product_TH)
+        grad_x_TH.addcmul_(normal_TH, dot_T1, value=-1 / width).mul_(inverse_T1)
+        return grad_x_TH.view(x.shape), grad_weight_H, None
+
+
+Rotation = tuple[Tensor, Tensor]  # cosine and signed sine of every token's angles, each [T, 1, 1, D]
+
+
+def rotation_of(angles_TX: Tensor, dtype: torch.dtype) -> Rotation:
+    """Return the rotation of dimensions x and x + D / 2 by angles_TX[t, x] (float32)."""
+    cos_TX, sin_TX = angles_TX.cos(), angles_TX.sin()
+    both = torch.cat((cos_TX, cos_TX), dim=-1), torch.cat((-sin_TX, sin_TX), dim=-1)
+    return both[0].to(dtype)[:, None, None], both[1].to(dtype)[:, None, None]
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Apply rotary embeddings to x [T, 1, heads, D]."""
+    out: Tensor = _Rotate.apply(x, *rotation)
+    return out
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    out = x * cos
+    (out_1, out_2), (x_1, x_2), (sin_1, sin_2) = (y.chunk(2, dim=-1) for y in (out, x, sin))
+    out_1.addcmul_(x_2, sin_1, value=sign)
+    out_2.addcmul_(x_1, sin_2, value=sign)
+    return out
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotary embeddings; the gradient is turned back by the same angles."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, sin, -1), None, None
+
+
+class GatedActivation(torch.nn.Module):
+    """activation(gate) * up of [..., 2F], the gate first: the module that Megatron's MLP calls as its activation."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.is_silu = config.activation_func is F.silu  # the other one is gelu with tanh: hf/shape.py
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        out: Tensor = _GatedActivation.apply(gate_up, self.is_silu)
+        return out
+
+
+def _activate(gate: Tensor, is_silu: bool, out: Tensor) -> Tensor:
+    if is_silu:
+        return torch.ops.aten.silu.out(gate, out=out)
+    return torch.ops.aten.gelu.out(gate, approximate="tanh", out=out)
+
+
+def _differentiate(grad: Tensor, gate: Tensor, is_silu: bool, out: Tensor) -> Tensor:
+    """Write grad * activation'(gate) to `out`."""
+    if is_silu:
+        return torch.ops.aten.silu_backward.grad_input(grad, gate, grad_input=out)
+    return torch.ops.aten.gelu_backward.grad_input(grad, gate, approximate="tanh", grad_input=out)
+
+
+class _GatedActivation(torch.autograd.Function):
+    """A gated activation that keeps its input alone, and writes both halves of the gradient where they belong."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, is_silu: bool) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.is_silu = is_silu
+        width = gate_up.shape[-1] // 2
+        out = gate_up.new_empty(*gate_up.shape[:-1], width)
+        in_TX, out_TF = gate_up.reshape(-1, 2 * width), out.view(-1, width)
+        for in_tile, out_tile in zip(in_TX.split(_TILE_ROWS), out_TF.split(_TILE_ROWS), strict=True):
+            gate, up = in_tile.chunk(2, dim=-1)
+            _activate(gate, is_silu, out_tile).mul_(up)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (gate_up,) = ctx.saved_tensors
+        width = grad.shape[-1]
+        grad_in = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+        tiles = (x.split(_TILE_ROWS) for x in (gate_up.reshape(-1, 2 * width), grad.reshape(-1, width)))
+        for in_tile, grad_tile, grad_in_tile in zip(*tiles, grad_in.view(-1, 2 * width).split(_TILE_ROWS), strict=True):
+            (gate, up), (grad_gate, grad_up) = in_tile.chunk(2, dim=-1), grad_in_tile.chunk(2, dim=-1)
+            active = _activate(gate, ctx.is_silu, torch.empty_like(grad_tile))
+            torch.mul(grad_tile, active, out=grad_up)
+            _differentiate(torch.mul(grad_tile, up, out=active), gate, ctx.is_silu, grad_gate)
+        return grad_in, None
