@@ -64,6 +64,7 @@ def check(
         *_gpus(config, num_gpus),
         *_batch(config),
         *_rollout(config),
+        *_shared_cores(config, num_gpus),
         *_engines(config),
         *_cut(config),
         *_data(config),
@@ -289,6 +290,17 @@ def _nearest_divisor(number: int, wanted: int, at_most: int | None = None) -> in
     smaller = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     divisors = [n for small in smaller for n in (small, number // small) if n <= (at_most or number)]
     return min(divisors, key=lambda n: (abs(n - wanted), n))
+
+
+def _shared_cores(config: Config, num_gpus: int) -> Iterator[Violation]:
+    r = config.rollout
+    shares = r.num_started and not r.engine_kind.on_gpus and not num_gpus and config.cluster.gpu is None
+    if r.overlap and shares:
+        yield warning(
+            "rollout.overlap=true, but trainer and engines share the cores of this machine, which each of them keeps "
+            "busy by turns: steps take a little longer (docs/performance.md); set rollout.overlap=false, unless you "
+            "try out a run whose engines will have devices of their own"
+        )
 
 
 def _rollout(config: Config) -> Iterator[Violation]:

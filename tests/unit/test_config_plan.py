@@ -131,6 +131,16 @@ def test_a_critic_needs_no_groups() -> None:
     assert messages("advantage.kind=gae", "rollout.samples_per_prompt=1", "critic.lr=1e-4") == []
 
 
+def test_overlap_on_shared_cores_warns() -> None:
+    config = load_config([], ["rollout.overlap=true", "rollout.max_staleness=7"])
+    (found,) = check(config, hf_config=None)
+    assert found.severity == "warning"
+    assert "share the cores" in found.message
+    assert check(config, hf_config=None, num_gpus=8) == []
+    elsewhere = load_config([], ["rollout.overlap=true", "rollout.max_staleness=7", 'cluster.gpu="h100"'])
+    assert not any("share the cores" in other.message for other in check(elsewhere, hf_config=None))
+
+
 def test_bfloat16_warns_on_a_cpu_only() -> None:
     config = load_config([], ["model.dtype=bfloat16"])
     (found,) = check(config, hf_config=None)
