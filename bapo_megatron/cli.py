@@ -49,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(_explain_option(arguments, what, _verbs(parser)[arguments[0]]))
         if unknown:  # argparse ends the list of settings at the first option
             options.arguments += unknown
-        return options.verb(options)
+        code = options.verb(options)
+        sys.stdout.flush()  # at exit, nothing would catch that its reader is gone
+        return code
     except UserError as error:
         for line in str(error).split("\n"):
             print(f"bapo: {escaped(line)}", file=sys.stderr)

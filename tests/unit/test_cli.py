@@ -222,8 +222,12 @@ def test_completion_of_each_shell(capsys: pytest.CaptureFixture[str]) -> None:
         assert "bapo" in capsys.readouterr().out
 
 
-def test_a_reader_that_leaves_ends_the_output_without_a_traceback(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])  # the pipe breaks at the end, or at the first line
+def test_a_reader_that_leaves_ends_the_output_without_a_traceback(tmp_path: Path, unbuffered: str) -> None:
     command = f"{sys.executable} -m bapo_megatron plan recipes/qwen3-32b-64k algorithms/bapo clusters/16x8-h100"
     script = f"{command} | true; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert (done.stdout, done.stderr) == ("141\n", "")
