@@ -34,6 +34,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 on success, 2 for an error that the user can fix, 130 after Ctrl-C, 141 once nobody reads the output, else
         the verb's own exit code.
     """
+    try:
+        try:
+            return _main(argv)
+        finally:  # also of --help, which ends by SystemExit
+            sys.stdout.flush()  # at exit, nothing would catch that its reader is gone
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes what is left at exit
+        return EXIT_READER_GONE
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    """Run one verb, and say in a line why it could not."""
     parser = _parser()
     if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions
         import argcomplete
@@ -49,9 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(_explain_option(arguments, what, _verbs(parser)[arguments[0]]))
         if unknown:  # argparse ends the list of settings at the first option
             options.arguments += unknown
-        code = options.verb(options)
-        sys.stdout.flush()  # at exit, nothing would catch that its reader is gone
-        return code
+        return options.verb(options)
     except UserError as error:
         for line in str(error).split("\n"):
             print(f"bapo: {escaped(line)}", file=sys.stderr)
@@ -65,11 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("bapo: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        if not _reader_is_gone():
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes what is left at exit
-        return EXIT_READER_GONE
 
 
 def _reader_is_gone() -> bool:

@@ -166,14 +166,16 @@ class _TokenLogProbs(torch.autograd.Function):
             if shard.group is not None:
                 dist.all_reduce(grad_hidden_RH, group=shard.group)
             grad_hidden_RH = grad_hidden_RH.to(hidden_RH.dtype)
-        if grad_weight_VH is not None:
-            if not is_main:
-                grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
-            elif ctx.hooks_need_grad:
-                grad_weight_VH = torch.zeros_like(weight_VH)
-            else:
-                grad_weight_VH = None
+        if is_main:
+            grad_weight_VH = left_for_autograd(weight_VH, ctx.hooks_need_grad) if need_weight else None
+        elif grad_weight_VH is not None:
+            grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
         return grad_hidden_RH, grad_weight_VH, None, None, None, None, None, None, None
+
+
+def left_for_autograd(weight: Tensor, hooks_need_grad: bool) -> Tensor | None:
+    """Return the gradient that autograd gets of a weight whose own went to `main_grad`: see `token_log_probs`."""
+    return torch.zeros_like(weight) if hooks_need_grad else None
 
 
 def _chunks(num_rows: int, chunk_tokens: int) -> Iterator[slice]:

@@ -17,6 +17,8 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bapo_megatron.algorithms.logprobs import left_for_autograd
+
 
 def embed(layer: VocabParallelEmbedding, token_ids_1T: Tensor, *, hooks_need_grad: bool) -> Tensor:
     """Return what Megatron's `VocabParallelEmbedding.forward` returns: [1, T, H], or [T / tensor, 1, H] with sequence
@@ -62,6 +64,4 @@ class _Lookup(torch.autograd.Function):
             grad_VH.index_put_((rows_T,), grad_TH, accumulate=True)  # index_add_ adds in any order there
         else:
             grad_VH.index_add_(0, rows_T, grad_TH)
-        if not is_main:
-            return grad_VH, None, None, None
-        return torch.zeros_like(weight_VH) if ctx.hooks_need_grad else None, None, None, None
+        return left_for_autograd(weight_VH, ctx.hooks_need_grad) if is_main else grad_VH, None, None, None

@@ -1,7 +1,7 @@
 """The policy as a Megatron GPTModel whose last stage returns log-probs, never the logits of all tokens.
 
-Layers consist either of Megatron's own modules, with our norm and packed attention, or of Transformer Engine's, whose
-linears apply the norm before them and hold its weight (`TELayerNormColumnParallelLinear`).
+Layers consist either of Megatron's own modules, with our norm, rotary embedding, activation and packed attention, or of
+Transformer Engine's, whose linears apply the norm before them and hold its weight (`TELayerNormColumnParallelLinear`).
 
 Shape legend: T packed tokens, H hidden, V vocabulary rows of this rank, R response rows, X half a head's dimensions
 """

@@ -222,12 +222,21 @@ def test_completion_of_each_shell(capsys: pytest.CaptureFixture[str]) -> None:
         assert "bapo" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])  # the pipe breaks at the end, or at the first line
-def test_a_reader_that_leaves_ends_the_output_without_a_traceback(tmp_path: Path, unbuffered: str) -> None:
-    command = f"{sys.executable} -m bapo_megatron plan recipes/qwen3-32b-64k algorithms/bapo clusters/16x8-h100"
-    script = f"{command} | true; echo ${{PIPESTATUS[0]}}"
+@pytest.mark.parametrize(
+    ("command", "unbuffered", "code"),  # the pipe breaks at the end, or at the first line
+    [
+        ("plan recipes/qwen3-32b-64k algorithms/bapo clusters/16x8-h100", "", 141),
+        ("plan recipes/qwen3-32b-64k algorithms/bapo clusters/16x8-h100", "1", 141),
+        ("--help", "", 141),
+        ("--help", "1", 0),  # argparse ignores what happens to its help
+    ],
+)
+def test_a_reader_that_leaves_ends_the_output_without_a_traceback(
+    tmp_path: Path, command: str, unbuffered: str, code: int
+) -> None:
+    script = f"{sys.executable} -m bapo_megatron {command} | true; echo ${{PIPESTATUS[0]}}"
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     done = subprocess.run(
         ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )
-    assert (done.stdout, done.stderr) == ("141\n", "")
+    assert (done.stdout, done.stderr) == (f"{code}\n", "")
