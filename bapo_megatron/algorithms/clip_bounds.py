@@ -17,6 +17,7 @@ Shape legend: any shape [...] for token tensors (the same for all of them); K = 
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -59,45 +60,53 @@ def contribution_table(
     if config.token_weight == "rollout_prob":
         assert behaviour_logprobs is not None, "token_weight = 'rollout_prob' needs the behaviour log-probs"
         factors.append(behaviour_logprobs.double().exp())
-    highs, lows = (torch.tensor(side.points, dtype=torch.float64) for side in (config.high, config.low))
-    tops = _tops(highs, lows).to(ratio.device)
+    highs, lows, tops = (x.to(ratio.device) for x in _grid(config.high, config.low))
     by_ratio, by_mass, counts = (tops.new_zeros(size) for size in (len(tops), len(tops), 2))
     for r, mass, *weights_of_chunk in _chunks(mask, ratio, advantages, *factors):
         is_positive = mass > 0
-        counts += torch.stack([is_positive.sum(), (mass < 0).sum()])
-        mass.abs_()
+        num_positive = is_positive.count_nonzero()
+        counts += torch.stack([num_positive, mass.count_nonzero() - num_positive])
         for weight in weights_of_chunk:
-            mass *= weight
+            mass = mass * weight
         bucket = _buckets(r, is_positive, tops, len(highs), config)
-        by_ratio.index_add_(0, bucket, mass * r)
+        by_ratio.scatter_add_(0, bucket, mass * r)
         if config.contribution != "gradient":
-            by_mass.index_add_(0, bucket, mass)
-    # Bound k has the buckets 0..k on its left. Summing each side on its own keeps exact zeros exact.
+            by_mass.scatter_add_(0, bucket, mass)
+    # No bucket holds tokens of both signs. Bound k has the buckets 0..k on its left; summing each side on its own keeps
+    # exact zeros exact.
+    by_ratio.abs_(), by_mass.abs_()
     of_high, of_low = slice(0, len(highs) + 1), slice(len(highs) + 2, None)
-    positive = _left(by_ratio[of_high]) + highs.to(ratio.device) * _right(by_mass[of_high])
-    negative = _right(by_ratio[of_low]) + lows.to(ratio.device) * _left(by_mass[of_low])
+    positive, negative = _left(by_ratio[of_high]), _right(by_ratio[of_low])
+    if config.contribution != "gradient":
+        positive += highs * _right(by_mass[of_high])
+        negative += lows * _left(by_mass[of_low])
     return torch.cat([positive, negative, counts]).masked_fill_(by_ratio.sum().isnan(), math.nan)
 
 
 def _chunks(mask: Tensor, *values: Tensor) -> Iterator[list[Tensor]]:
     """Yield the values of as many tokens at a time as fit a processor's cache: flat, float64, 0 outside the mask."""
-    for parts in zip(*(x.flatten().split(_CHUNK_TOKENS) for x in (mask, *values)), strict=True):
-        yield [torch.where(parts[0], x, 0).double() for x in parts[1:]]
+    for inside, *parts in zip(*(x.flatten().split(_CHUNK_TOKENS) for x in (mask, *values)), strict=True):
+        if inside.count_nonzero() == inside.numel():  # the rule where sequences are packed
+            yield [x.double() for x in parts]
+        else:
+            yield [torch.where(inside, x, 0).double() for x in parts]
 
 
-def _tops(highs: Tensor, lows: Tensor) -> Tensor:
-    """Return the upper edge of each bucket, which is not in it: of the buckets of positive tokens, a bucket that stays
-    empty, and those of negative tokens.
+@lru_cache(maxsize=16)
+def _grid(high: BoundRange, low: BoundRange) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the points of both bounds, and the upper edge of each bucket, which is not in it: of the buckets of
+    positive tokens, a bucket that stays empty, and those of negative tokens. Not to be written to.
 
     Inside means r < c_high (positive) or r > c_low (negative): a ratio equal to a bound lies above an upper one, and
     below a lower one.
     """
+    highs, lows = (torch.tensor(side.points, dtype=torch.float64) for side in (high, low))
     end = torch.tensor([math.inf], dtype=torch.float64)
-    return torch.cat([highs, end, end, torch.nextafter(lows, end), end])
+    return highs, lows, torch.cat([highs, end, end, torch.nextafter(lows, end), end])
 
 
 def _buckets(ratio: Tensor, is_positive: Tensor, tops: Tensor, num_highs: int, config: ClipBoundConfig) -> Tensor:
-    """Return the bucket of each token, int64, by its index in `_tops`.
+    """Return the bucket of each token, int64, by its index in the upper edges of `_grid`.
 
     The bounds of a range are equally spaced, but for their rounding to decimals. So a quotient finds the bucket or the
     one before it, and a comparison decides: a fraction of the time of a binary search.
@@ -125,17 +134,17 @@ def search_bounds(table: Tensor, config: ClipBoundConfig) -> ClipBounds:
 
     If nothing contributes (P + N = 0), or the table is nan, rho is nan, and the search stops.
     """
-    high, low = config.high.points, config.low.points
-    assert table.shape == (len(high) + len(low) + 2,), "the table was made with other bounds"
+    highs, lows, _ = _grid(config.high, config.low)
+    assert table.shape == (len(highs) + len(lows) + 2,), "the table was made with other bounds"
     values = table.tolist()
-    positive, negative = values[: len(high)], values[len(high) : -2]
-    path = _search_path(len(high) - 1, len(low) - 1, config.order)
+    positive, negative = values[: len(highs)], values[len(highs) : -2]
+    path = _search_path(len(highs) - 1, len(lows) - 1, config.order)
     for num_moves, (i, j) in enumerate(path):  # noqa: B007 (read after the loop)
         rho = _rho(positive[i], negative[j], config)
         if config.scope == "fixed" or not rho < config.rho0:
             break
     saturated = rho < config.rho0 and config.scope != "fixed"
-    return ClipBounds(low=low[j], high=high[i], positive_share=rho, saturated=saturated, num_moves=num_moves)
+    return ClipBounds(lows[j].item(), highs[i].item(), rho, saturated, num_moves)
 
 
 def _search_path(num_high: int, num_low: int, order: str) -> list[tuple[int, int]]:
