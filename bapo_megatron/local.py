@@ -50,7 +50,7 @@ def train(arguments: Sequence[str], began_s: float) -> int:
     if not _announce(load_config(*split_arguments(arguments))):
         return 0
     Screen(sys.stdout).note("checking the configuration", "dim")
-    from bapo_megatron.preflight.check import load_checked  # imports torch, which takes seconds
+    from bapo_megatron.preflight.check import load_checked
 
     return _run(load_checked(arguments), began_s)
 

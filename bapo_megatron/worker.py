@@ -14,6 +14,7 @@ from typing import TextIO
 
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.runtime import starting
 from bapo_megatron.runtime.environment import trainer_variables
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 
@@ -71,13 +72,14 @@ def _train(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO | None,
         if terminal is not None:
             console = stack.enter_context(Console(config.monitor.progress, config.train.num_steps, stream=terminal))
 
-        from bapo_megatron.assets import resolve_model_path
-        from bapo_megatron.learner.parallel import stop_processes
-        from bapo_megatron.monitor.oom import explaining_out_of_memory
-        from bapo_megatron.monitor.record import Recorder, SilentRecorder
-        from bapo_megatron.monitor.stall import StallWatchdog
-        from bapo_megatron.runtime.ranks import StopFile
-        from bapo_megatron.train import train
+        with starting():
+            from bapo_megatron.assets import resolve_model_path
+            from bapo_megatron.learner.parallel import stop_processes
+            from bapo_megatron.monitor.oom import explaining_out_of_memory
+            from bapo_megatron.monitor.record import Recorder, SilentRecorder
+            from bapo_megatron.monitor.stall import StallWatchdog
+            from bapo_megatron.runtime.ranks import StopFile
+            from bapo_megatron.train import train
 
         recorder = Recorder(config, run_dir, console) if console else SilentRecorder()
         stop = StopFile(stop_file)

@@ -4,8 +4,9 @@
 
 Two loops are compared, each with our search at its settings: Algorithm 1 to the letter (contribution "gradient"), and
 the authors' recipe (contribution "official", the lower bound first). On several ranks each probe of a loop makes one
-blocking all-reduce of its two sums, as the recipe does; ours makes one for the whole search. All sides must find the
-same bounds. Times are CPU seconds on one rank, and seconds on four, which share the cores of this machine.
+blocking all-reduce of its two sums, as the recipe does; ours exchanges its table once for the whole search, as the
+learner does. All sides must find the same bounds. Times are CPU seconds on one rank, and seconds on four, which share
+the cores of this machine.
 """
 
 import time
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from bapo_megatron.algorithms.clip_bounds import contribution_table, search_bounds
 from bapo_megatron.config.schema_loss import ClipBoundConfig
+from bapo_megatron.runtime.ranks import combine
 from benchmarks.ranks import Ranks
 from benchmarks.side_by_side import LeftOut, Row, Rows, Turns, main, same, take_turns
 
@@ -43,7 +45,8 @@ def add_up(sums: Tensor) -> Tensor:
 
 def one_table(ratio: Tensor, advantages: Tensor, config: ClipBoundConfig) -> Bounds:
     mask = torch.ones_like(ratio, dtype=torch.bool)
-    bounds = search_bounds(add_up(contribution_table(ratio, advantages, mask, None, config)), config)
+    table = contribution_table(ratio, advantages, mask, None, config)
+    bounds = search_bounds(combine(table) if dist.is_initialized() else table, config)
     return bounds.low, bounds.high
 
 

@@ -23,7 +23,7 @@ from bapo_megatron.config.schema import ParallelConfig
 from bapo_megatron.engines.group import connect_store, host_store
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.learner import lean_import
-from bapo_megatron.runtime.ranks import gather_json
+from bapo_megatron.runtime.ranks import combine, gather_json
 
 with lean_import():
     from megatron.core import parallel_state
@@ -197,31 +197,26 @@ class ParallelLayout:
         return dist.get_global_rank(self.pipeline_group, stage)
 
     def reduce_over_data(self, table: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Combine over data x context ranks of the last stage, with one all-reduce; the result is on every rank.
+        """Combine over data x context ranks of the last stage, with one collective; the result is on every rank.
 
         Args:
             table: float64, this replica's part; off the last stage any values of the same shape.
         """
-        table = self._all_reduce(table, op) if self.is_last_stage else table.to(device(), copy=True)
+        table = self._combine(table, op) if self.is_last_stage else table.to(device(), copy=True)
         self.from_last_stage(table)
         return table
 
     def sum_over_last_stage(self, table: Tensor) -> Tensor:
         """Return the sum of `reduce_over_data`, for the ranks of the last stage alone, which call it together."""
-        table = self._all_reduce(table, dist.ReduceOp.SUM)
+        table = self._combine(table, dist.ReduceOp.SUM)
         if self.tensor_size > 1:  # one source for all, as in `from_last_stage`
             dist.broadcast(table, src=dist.get_global_rank(self.tensor_group, 0), group=self.tensor_group)
         return table
 
     def sum_over_context(self, table: Tensor) -> Tensor:
         """Return the sum of a float64 table over the context ranks, which call it together."""
-        if self.context_size > 1:
-            table = table.clone()
-            dist.all_reduce(table, group=self.context_group)
-        return table
+        return combine(table, self.context_group) if self.context_size > 1 else table
 
-    def _all_reduce(self, table: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+    def _combine(self, table: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         assert table.dtype == torch.float64
-        table = table.detach().clone().to(device())
-        dist.all_reduce(table, op, group=self.data_context_group)
-        return table
+        return combine(table.detach().to(device()), self.data_context_group, op)

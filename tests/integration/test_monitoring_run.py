@@ -137,7 +137,7 @@ def test_a_run_tells_its_numbers_its_slow_rank_and_where_it_hangs(engine: Engine
         (run.path / "hang").touch()
         begin_s = time.monotonic()
         run.wait(lambda: "time.sleep(1e6" in run.stall(1), "rank 1 reports")
-        run.wait(lambda: "in all_reduce" in run.stall(0), "rank 0 reports")
+        run.wait(lambda: "in all_to_all_single" in run.stall(0), "rank 0 reports")
         assert time.monotonic() - begin_s < 30 * STALL_S
         run.wait(lambda: "rank 1 in step" in run.shown(), "rank 0 tells")
         _check_stall(run)
@@ -180,7 +180,8 @@ def _check_scrape(run: Run) -> None:
 def _check_stall(run: Run) -> None:
     waiting, hung = run.stall(0), run.stall(1)
     assert re.search(r"^step \d+, (score|train): at ", hung.splitlines()[1])
-    assert re.search(r"^step \d+, (score|train): in all_reduce, called by learner/", waiting.splitlines()[1])
+    collective = "in all_to_all_single, called by runtime/ranks"
+    assert re.search(rf"^step \d+, (score|train): {collective}", waiting.splitlines()[1])
     assert "trainer: forward step 1 of" in hung
     assert "of the rollout loop" in waiting
     told = [line for line in run.shown().splitlines() if "rank 1 in step" in line][-1]
