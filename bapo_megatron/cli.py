@@ -574,7 +574,7 @@ def _model(options: argparse.Namespace, max_running: int) -> TextModel:
     from bapo_megatron.engines.embedded.text import TextModel
     from bapo_megatron.runtime import num_cores
 
-    torch.set_num_threads(options.threads or num_cores())
+    torch.set_num_threads(1)  # of this thread: the engine has one of its own
     with hf_folder(options.model) as (folder, _version):
         return TextModel.load(
             folder,
@@ -582,6 +582,7 @@ def _model(options: argparse.Namespace, max_running: int) -> TextModel:
             max_context=options.max_context,
             max_running=max_running,
             dtype=getattr(torch, options.dtype),
+            num_threads=options.threads or num_cores(),
         )
 
 

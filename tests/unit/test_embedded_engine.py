@@ -5,6 +5,7 @@ import asyncio
 import json
 import random
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -351,3 +352,29 @@ def test_broken_weights_on_disk_are_refused(tmp_path: Path, value: float) -> Non
         assert torch.equal(model.named_weights[name], before)
     finally:
         stop(engine)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="this system does not list a process's threads")
+def test_the_engine_thread_alone_has_the_threads() -> None:
+    """With a second pool, OpenMP counts more threads than cores, and puts those that wait to sleep."""
+    code = f"""if True:
+        import os, torch
+        torch.set_num_threads(1)
+        from bapo_megatron.engines.embedded.engine import BatchingEngine
+        from bapo_megatron.engines.embedded.model import Model
+        from bapo_megatron.engines.embedded.protocol import SamplingParams
+        def num_tasks():
+            return len(os.listdir("/proc/self/task"))
+        model = Model.from_pretrained({str(demo_model_path())!r}, max_len=64)
+        before = num_tasks()
+        engine = BatchingEngine(model, max_running=64, max_context=64, num_threads=3)
+        sequences = [engine.new_sequence(str(i), [3, 4], SamplingParams(max_new_tokens=2)) for i in range(64)]
+        engine.submit(sequences)
+        for sequence in sequences:
+            sequence.done.result(60)
+        torch.randn(1 << 20).exp()  # the main thread works alone
+        print(torch.get_num_threads(), engine.call(torch.get_num_threads).result(5), num_tasks() - before, flush=True)
+        os._exit(0)
+    """
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert run.stdout.split() == ["1", "3", "3"], run.stderr

@@ -324,7 +324,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=0, help="0: the system picks one; see --ready-file")
     parser.add_argument("--max-context", type=int, required=True, help="longest prompt + response, in tokens")
     parser.add_argument("--max-running", type=int, default=256, help="sequences decoded together; more wait")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads that sample")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--weight-version", default="default", help="version of the weights in --model-path")
     parser.add_argument(
@@ -335,14 +335,18 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     faulthandler.register(signal.SIGUSR1)  # a supervisor asks for the stacks of a hung engine
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)  # of this thread: see BatchingEngine
     sys.setswitchinterval(_GIL_SWITCH_S)
     try:
         model = Model.from_pretrained(args.model_path, max_len=args.max_context, dtype=getattr(torch, args.dtype))
     except UserError as problem:
         parser.exit(2, f"{problem}\n")
     engine = BatchingEngine(
-        model, max_running=args.max_running, max_context=args.max_context, version=args.weight_version
+        model,
+        max_running=args.max_running,
+        max_context=args.max_context,
+        version=args.weight_version,
+        num_threads=args.threads,
     )
     server = Server(engine, model_path=args.model_path, update_timeout_s=args.update_timeout_s)
     asyncio.run(

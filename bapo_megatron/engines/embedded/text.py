@@ -34,13 +34,21 @@ class TextModel:
 
     @classmethod
     def load(
-        cls, folder: Path, *, name: str, max_context: int | None, max_running: int, dtype: torch.dtype
+        cls,
+        folder: Path,
+        *,
+        name: str,
+        max_context: int | None,
+        max_running: int,
+        dtype: torch.dtype,
+        num_threads: int | None = None,
     ) -> TextModel:
         """Load a checkpoint folder and start its engine.
 
         Args:
             max_context: longest prompt and response together, in tokens; None: as long as the model allows.
             max_running: responses sampled at once; more wait.
+            num_threads: see `BatchingEngine`.
 
         Raises:
             CheckpointError: see `Model.from_pretrained`.
@@ -52,7 +60,7 @@ class TextModel:
             raise UserError(f"--max-context {context}: {name} allows at most {longest} tokens")
         model = Model.from_pretrained(folder, max_len=context, dtype=dtype)
         try:
-            engine = BatchingEngine(model, max_running=max_running, max_context=context)
+            engine = BatchingEngine(model, max_running=max_running, max_context=context, num_threads=num_threads)
         except OSError as error:
             raise UserError(
                 f"no memory for {max_running} responses of {context} tokens ({error.strerror}); lower --max-context"

@@ -129,7 +129,7 @@ class WeightUpdater:
                 opened = [
                     files.enter_context(safe_open(f, framework="pt")) for f in weight_files(Path(body.model_path))
                 ]
-                self._check_files(opened)
+                self._engine.call(lambda: self._check_files(opened)).result(self._timeout_s)  # it has the threads
             except (CheckpointError, OSError, SafetensorError) as problem:
                 raise BadRequestError(f"model_path: {problem}") from None
             if body.abort_all_requests:
