@@ -209,7 +209,7 @@ class HuggingFace:
 
 def rows(quick: bool) -> Rows:
     """Compare updates with Hugging Face's, then the two schedules with each other."""
-    num_turns, parts = (3, 3) if quick else (15, 1)
+    num_turns, parts = (5, 3) if quick else (15, 1)
     with tempfile.TemporaryDirectory(prefix="train-step-") as folder:
         root = Path(folder)
         save_larger_model(root / "larger")
