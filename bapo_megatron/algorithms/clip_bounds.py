@@ -74,7 +74,8 @@ def contribution_table(
             by_mass.scatter_add_(0, bucket, mass)
     # No bucket holds tokens of both signs. Bound k has the buckets 0..k on its left; summing each side on its own keeps
     # exact zeros exact.
-    by_ratio.abs_(), by_mass.abs_()
+    by_ratio.abs_()
+    by_mass.abs_()
     of_high, of_low = slice(0, len(highs) + 1), slice(len(highs) + 2, None)
     positive, negative = _left(by_ratio[of_high]), _right(by_ratio[of_low])
     if config.contribution != "gradient":

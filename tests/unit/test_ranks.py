@@ -88,9 +88,9 @@ def check_combine(rank: int, world_size: int) -> None:
         assert torch.equal(mine, tables[rank]), "the argument stays as it was"
     lost = torch.tensor([math.nan if rank == world_size - 1 else 1.0], dtype=torch.float64)
     assert ranks.combine(lost).isnan().all()
-    pair = dist.new_group([0])
+    alone = dist.new_group([0])
     if rank == 0:
-        assert ranks.combine(torch.ones(2, dtype=torch.float64), pair).tolist() == [1.0, 1.0]
+        assert ranks.combine(torch.ones(2, dtype=torch.float64), alone).tolist() == [1.0, 1.0]
 
 
 def _generator(seed: int) -> torch.Generator:
