@@ -223,20 +223,21 @@ def test_completion_of_each_shell(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "unbuffered", "code"),  # the pipe breaks at the end, or at the first line
+    ("command", "unbuffered", "codes"),  # the pipe breaks at the end, or at the first line
     [
-        ("plan recipes/qwen3-32b-64k algorithms/bapo clusters/16x8-h100", "", 141),
-        ("plan recipes/qwen3-32b-64k algorithms/bapo clusters/16x8-h100", "1", 141),
-        ("--help", "", 141),
-        ("--help", "1", 0),  # argparse ignores what happens to its help
+        ("plan recipes/qwen3-32b-64k algorithms/bapo clusters/16x8-h100", "", {"141\n"}),
+        ("plan recipes/qwen3-32b-64k algorithms/bapo clusters/16x8-h100", "1", {"141\n"}),
+        ("--help", "", {"141\n"}),
+        ("--help", "1", {"0\n", "141\n"}),  # argparse of some Pythons ignores what happens to its help
     ],
 )
 def test_a_reader_that_leaves_ends_the_output_without_a_traceback(
-    tmp_path: Path, command: str, unbuffered: str, code: int
+    tmp_path: Path, command: str, unbuffered: str, codes: set[str]
 ) -> None:
     script = f"{sys.executable} -m bapo_megatron {command} | true; echo ${{PIPESTATUS[0]}}"
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     done = subprocess.run(
         ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )
-    assert (done.stdout, done.stderr) == (f"{code}\n", "")
+    assert done.stdout in codes
+    assert not done.stderr
