@@ -1,5 +1,6 @@
 """What torch allocates in a real update: one process per rank, every allocation recorded."""
 
+import gc
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,6 +93,7 @@ def measure(rank: int, world_size: int, root: Path, cases: list[Case]) -> None:
 def _peak_of_update(config: Config, model: Path) -> int:
     """Largest sum of what torch has allocated, from before the model exists to the end of the second update."""
     batch = longest_batch()
+    gc.collect()  # or the model of the case before may be freed in the middle, and its bytes missing from the peak
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         learner = MegatronLearner(config, model)
         minibatch = one_minibatch(batch, max_tokens=config.train.max_tokens_per_microbatch, share=learner.share)
