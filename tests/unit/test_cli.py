@@ -1,5 +1,7 @@
 """The command line as a user meets it: a process, its output and its exit code."""
 
+import argparse
+import inspect
 import os
 import subprocess
 import sys
@@ -222,22 +224,25 @@ def test_completion_of_each_shell(capsys: pytest.CaptureFixture[str]) -> None:
         assert "bapo" in capsys.readouterr().out
 
 
+# argparse of Python 3.11.2 raises that nobody reads its help, that of 3.11.7 ignores it
+IGNORES_READER = "except" in inspect.getsource(argparse.ArgumentParser._print_message)
+
+
 @pytest.mark.parametrize(
-    ("command", "unbuffered", "codes"),  # the pipe breaks at the end, or at the first line
+    ("command", "unbuffered", "code"),  # the pipe breaks at the end, or at the first line
     [
-        ("plan recipes/qwen3-32b-64k algorithms/bapo clusters/16x8-h100", "", {"141\n"}),
-        ("plan recipes/qwen3-32b-64k algorithms/bapo clusters/16x8-h100", "1", {"141\n"}),
-        ("--help", "", {"141\n"}),
-        ("--help", "1", {"0\n", "141\n"}),  # argparse of some Pythons ignores what happens to its help
+        ("plan recipes/qwen3-32b-64k algorithms/bapo clusters/16x8-h100", "", 141),
+        ("plan recipes/qwen3-32b-64k algorithms/bapo clusters/16x8-h100", "1", 141),
+        ("--help", "", 141),
+        ("--help", "1", 0 if IGNORES_READER else 141),
     ],
 )
 def test_a_reader_that_leaves_ends_the_output_without_a_traceback(
-    tmp_path: Path, command: str, unbuffered: str, codes: set[str]
+    tmp_path: Path, command: str, unbuffered: str, code: int
 ) -> None:
     script = f"{sys.executable} -m bapo_megatron {command} | true; echo ${{PIPESTATUS[0]}}"
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     done = subprocess.run(
         ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )
-    assert done.stdout in codes
-    assert not done.stderr
+    assert (done.stdout, done.stderr) == (f"{code}\n", "")

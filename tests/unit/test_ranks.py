@@ -1,4 +1,4 @@
-"""How many cores a process counts on, how trainer and engines share them, and how ranks combine their tables."""
+"""The cores of a process, their division between trainer and engines, and the tables that ranks combine."""
 
 import math
 import os

@@ -111,7 +111,7 @@ class Sequence:
 
 
 class BatchingEngine:
-    """Samples many requests together from one model.
+    """Continuous batching of requests to one model.
 
     Args:
         num_threads: CPU threads of the engine thread; None: torch's default. Let no other thread of the process use
