@@ -20,7 +20,7 @@ BASE = [  # algorithms and plugins, for the environment of another framework
     "pydantic>=2.7",
     "typing-extensions>=4.12",  # which both of them need too
 ]
-TRAIN = [  # the framework
+TRAIN = [  # the framework; every package has wheels, so that no compiler is needed
     "torch>=2.13",  # the oldest tested; no upper end: an installed build must never be replaced
     "megatron-core==0.16.1",  # patches/ are written against it
     "transformers>=5",
@@ -34,12 +34,12 @@ TRAIN = [  # the framework
     "jinja2",
     "matplotlib",
     "math-verify",
-    "reasoning-gym",
     "xxhash>=3",
     "huggingface-hub>=1.0",
     "argcomplete>=3.5",
 ]
 PARQUET = ["pyarrow"]  # data.format: files that end in .parquet
+GYM = ["reasoning-gym"]  # data.source = "reasoning_gym"; needs pycosat, which has no wheels: a C compiler builds it
 GPU = [
     "transformer-engine[pytorch]>=2.9,<2.12",  # the range of megatron-core 0.16.1; compiled when installed
     "nvidia-ml-py",
@@ -108,6 +108,7 @@ EXTRAS = {
     "sglang": SGLANG,
     "gpu": GPU,
     "parquet": PARQUET,
+    "gym": GYM,
     **MONITOR,
     "monitor": ALL_OF_MONITOR,
     "docs": DOCS,
@@ -165,7 +166,10 @@ setup(
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
 )

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import os
 import re
-import select
 import sys
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 from bapo_megatron import __version__
 from bapo_megatron.errors import ConfigError, UserError, escaped
+from bapo_megatron.runtime.output import Output, lasting, open_closed_streams
 
 if TYPE_CHECKING:
     from bapo_megatron.engines.embedded.text import TextModel
@@ -34,16 +35,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 on success, 2 for an error that the user can fix, 130 after Ctrl-C, 141 once nobody reads the output, else
         the verb's own exit code.
     """
-    try:
+    if open_closed_streams():
+        print("bapo: standard output is closed; redirect it to a file or to /dev/null", file=sys.stderr)
+        return EXIT_USER_ERROR
+    output = Output(sys.stdout)
+    with contextlib.redirect_stdout(cast(TextIO, output)), contextlib.redirect_stderr(lasting(sys.stderr)):
         try:
-            return _main(argv)
-        finally:  # also of --help, which ends by SystemExit
-            sys.stdout.flush()  # at exit, nothing would catch that its reader is gone
-    except BrokenPipeError:
-        if not _reader_is_gone():
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes what is left at exit
-        return EXIT_READER_GONE
+            try:
+                return _main(argv)
+            finally:  # also of --help, which ends by SystemExit
+                output.flush()
+        except OSError as error:
+            if error is not output.problem:
+                raise
+            if isinstance(error, BrokenPipeError):
+                return EXIT_READER_GONE
+            what = f"cannot write to standard output: {error.strerror or error}"
+            print(f"bapo: {what}; redirect it to a file that has room, or to /dev/null", file=sys.stderr)
+            return EXIT_USER_ERROR
+        finally:
+            if output.problem is not None:
+                output.discard()
 
 
 def _main(argv: Sequence[str] | None) -> int:
@@ -63,6 +75,7 @@ def _main(argv: Sequence[str] | None) -> int:
             raise UserError(_explain_option(arguments, what, _verbs(parser)[arguments[0]]))
         if unknown:  # argparse ends the list of settings at the first option
             options.arguments += unknown
+        _check_working_folder()
         return options.verb(options)
     except UserError as error:
         for line in str(error).split("\n"):
@@ -79,11 +92,12 @@ def _main(argv: Sequence[str] | None) -> int:
         return EXIT_INTERRUPTED
 
 
-def _reader_is_gone() -> bool:
-    """Return whether standard output is a pipe that nobody reads any more, as in `bapo plan ... | head`."""
-    output = select.poll()
-    output.register(1, 0)
-    return any(event & select.POLLERR for _, event in output.poll(0))
+def _check_working_folder() -> None:
+    """Raise UserError if the folder that relative paths begin in was deleted."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise UserError(f"the working folder is gone ({error.strerror}); change to one that exists") from error
 
 
 def _modules_of_the_framework() -> set[str]:
@@ -96,7 +110,11 @@ def _modules_of_the_framework() -> set[str]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, like those of the verbs."""
+    """A parser whose errors are one line, like those of the verbs, and whose help does not hide that it is not read."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if message:
+            (file or sys.stdout).write(message)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see `{self.prog} --help`")
@@ -417,7 +435,9 @@ def _demo(options: argparse.Namespace) -> int:
     name = time.strftime("run.name=demo-%Y%m%d-%H%M%S")
     code = _run(["demo", name, *options.arguments])
     if code == 0:
-        print(f"{'shows':<10} {_DEMO_SHOWS}")
+        from bapo_megatron.monitor.console import Screen
+
+        Screen(sys.stdout).facts({"shows": _DEMO_SHOWS})
     return code
 
 

@@ -22,6 +22,12 @@ def escaped(text: str) -> str:
     )
 
 
+def plural(number: int, noun: str, spec: str = "") -> str:
+    """Return a number with its noun: "1 engine", "2 engines", "2 mini-batches"; `spec` formats the number."""
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
+    return f"{number:{spec}} {noun}{ending}"
+
+
 class UserError(ValueError):
     """Bad input or a bad environment, described so that the user can mend it."""
 
@@ -56,6 +62,10 @@ class EngineError(UserError):
 
 class RequestRefusedError(EngineError):
     """An engine that is well refuses what it is asked (HTTP 4xx): asking again, or another engine, would not help."""
+
+
+class KeyRefusedError(RequestRefusedError):
+    """An engine that asks for another key than the one it was sent, or for one at all (HTTP 401)."""
 
 
 class NoEngineLeftError(EngineError):

@@ -3,9 +3,11 @@
 bapo train -> run() -> engine processes (if the run starts any), under a supervisor
                     -> one process for each trainer rank: worker.py
 
-The first Ctrl-C asks the ranks to save and stop at the end of their step, the second ends them at once. Nothing here
-listens on any address but loopback.
+The first Ctrl-C, SIGTERM or SIGHUP asks the ranks to save and stop at the end of their step, the second ends them
+without waiting. Nothing here listens on any address but loopback.
 """
+
+from __future__ import annotations
 
 import contextlib
 import os
@@ -15,14 +17,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.load import load_config, split_arguments
 from bapo_megatron.config.plan import divide_cores, num_ranks
 from bapo_megatron.config.schema import Config
+from bapo_megatron.engines.key import KEY_VARIABLE, new_key
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables, reserved_ports
 from bapo_megatron.engines.start import started_engines
 from bapo_megatron.engines.supervisor import StartedEngines
@@ -34,10 +37,61 @@ from bapo_megatron.monitor.summary import duration
 from bapo_megatron.runtime import num_cores
 from bapo_megatron.worker import STOPPED
 
-INTERRUPTED = 130  # exit code after Ctrl-C
-
 _POLL_S = 0.1
 _END_TIMEOUT_S = 30.0  # from SIGTERM to SIGKILL
+
+
+class _Stop:
+    """Ctrl-C, SIGTERM and SIGHUP. A context manager around a run, with handlers only in the main thread.
+
+    The first one during training touches the run's stop file, which the ranks look for at the end of each step. A
+    second one, one at another time, and SIGQUIT raise KeyboardInterrupt; all later ones are ignored, because the
+    processes are being ended. A signal that was ignored at the start stays so: SIGHUP under nohup, SIGINT behind "&".
+    """
+
+    def __init__(self) -> None:
+        self.run_dir: RunDir | None = None  # once there is one
+        self._number = signal.SIGINT  # of the signal that came first
+        self._was_told = True
+        self._before: dict[int, Any] = {}
+
+    @property
+    def code(self) -> int:
+        """Exit code of the run once a signal, or somebody's stop file, has stopped it."""
+        return 128 + self._number
+
+    def tell(self, screen: Screen) -> None:
+        """Tell about the first signal, once. Not for the handler: it may have interrupted another message."""
+        if not self._was_told:
+            self._was_told = True
+            start = "\n" if screen.is_terminal and self._number == signal.SIGINT else ""  # "^C" stands there
+            what = "" if self._number == signal.SIGINT else f"{signal.Signals(self._number).name}: "
+            again = "Ctrl-C again" if self._number == signal.SIGINT else "a second one"
+            screen.note(f"{start}{what}saving at the end of this step, then stopping; {again} ends at once", "bold")
+
+    def __enter__(self) -> _Stop:
+        if threading.current_thread() is threading.main_thread():  # Python has handlers only there
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        run_dir = self.run_dir
+        if run_dir is None or not run_dir.stop_file.exists():
+            self._number = signal.Signals(number)
+        if number != signal.SIGQUIT and run_dir and run_dir.state == "training" and not run_dir.stop_file.exists():
+            with contextlib.suppress(OSError):  # a full disk: nothing could be saved either
+                run_dir.stop_file.touch()
+                self._was_told = False
+                return
+        for each in self._before:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
 
 
 def train(arguments: Sequence[str], began_s: float) -> int:
@@ -47,32 +101,51 @@ def train(arguments: Sequence[str], began_s: float) -> int:
         arguments: configurations and settings of the command line.
         began_s: start of the command on the monotonic clock.
     """
-    if not _announce(load_config(*split_arguments(arguments))):
-        return 0
-    Screen(sys.stdout).note("checking the configuration", "dim")
-    from bapo_megatron.preflight.check import load_checked
 
-    return _run(load_checked(arguments), began_s)
+    def checked(config: Config) -> Config:
+        Screen(sys.stdout).note("checking the configuration", "dim")
+        from bapo_megatron.preflight.check import load_checked
+
+        return load_checked(arguments)
+
+    return _run(lambda: load_config(*split_arguments(arguments)), checked, began_s)
 
 
 def run(config: Config) -> int:
     """Train on this machine until the configured number of steps.
 
     Returns:
-        0, INTERRUPTED, or the exit code of the trainer rank that failed first (2 for an error the user can fix).
+        0, 128 + the number of the signal that stopped the run, or the exit code of the trainer rank that failed first
+        (2 for an error the user can fix).
     """
-    began_s = time.monotonic()
-    return _run(config, began_s) if _announce(config) else 0
+    return _run(lambda: config, lambda config: config, time.monotonic())
+
+
+def _run(load: Callable[[], Config], check: Callable[[Config], Config], began_s: float) -> int:
+    with _Stop() as stop:
+        try:
+            config = load()
+            return _train_and_report(check(config), stop, began_s) if _announce(config) else 0
+        except KeyboardInterrupt:  # before there is a run
+            print("bapo: interrupted", file=sys.stderr)
+            return stop.code
 
 
 def _announce(config: Config) -> bool:
-    """Show what will run, and return True; or say that the run is finished. Raises ConfigError: see `RunDir.open`."""
+    """Show what will run, and return True; or say that the run is finished.
+
+    Raises:
+        ConfigError: see `RunDir.open`.
+        OSError: nothing can be shown, because of a full disk for instance. Later, that ends no run.
+    """
     coming = RunDir.preview(config)
+    screen = Screen(sys.stdout, is_lasting=False)
     if not coming.is_finished:
-        Screen(sys.stdout).facts(header(config, coming))
+        with contextlib.suppress(BrokenPipeError):  # `| head` may have seen enough already
+            screen.facts(header(config, coming))
         return True
     num_steps = config.train.num_steps
-    Screen(sys.stdout).facts(
+    screen.facts(
         {
             "finished": f"{shown_path(coming.path)}: all {num_steps} steps are done",
             "report": shown_path(coming.path / "report.html"),
@@ -82,34 +155,36 @@ def _announce(config: Config) -> bool:
     return False
 
 
-def _run(config: Config, began_s: float) -> int:
+def _train_and_report(config: Config, stop: _Stop, began_s: float) -> int:
     config = with_pinned_models(config)
     model_path = resolve_model_path(config.model.path)
     screen = Screen(sys.stdout, config.monitor.progress)
     with RunDir.open(config) as run_dir:
+        stop.run_dir = run_dir
+        is_complete = False  # nothing was cut off by a second signal
         try:
-            with _stopping_after_the_step(run_dir, screen):
-                count = num_ranks(config)
-                share = EngineShare(config.rollout.num_servers, first_gpu=count, num_ranks=count)
-                with started_engines(config, model_path, run_dir.log_dir, share) as engines:
-                    code = _train(config, run_dir, engines, screen)
-                if code in (0, STOPPED) and config.monitor.report:
-                    from bapo_megatron.report.page import write_report  # with matplotlib
+            count = num_ranks(config)
+            share = EngineShare(config.rollout.num_servers, first_gpu=count, num_ranks=count)
+            with started_engines(config, model_path, run_dir.log_dir, share, key := new_key()) as engines:
+                code = _train(config, run_dir, engines, key, stop, screen)
+            if code in (0, STOPPED) and config.monitor.report:
+                from bapo_megatron.report.page import write_report  # with matplotlib
 
-                    screen.facts({"report": shown_path(write_report(run_dir.path))})
+                screen.facts({"report": shown_path(write_report(run_dir.path))})
+            is_complete = True
         except KeyboardInterrupt:
-            code = INTERRUPTED
-        except BaseException as error:
-            run_dir.mark("interrupted" if isinstance(error, SystemExit) else "failed")
+            code = STOPPED
+        except BaseException:
+            run_dir.mark("failed")
             raise
-        if code in (STOPPED, INTERRUPTED):
+        if code == STOPPED:
             if run_dir.state != "finished":
                 run_dir.mark("interrupted")
             num_saved, num_steps = run_dir.num_steps_saved(), config.train.num_steps
             saved = f"saved: step {num_saved} of {num_steps}" if num_saved else "no step is saved: it starts over"
-            how = "at the end of the step" if code == STOPPED else "at once"
+            how = "at the end of the step" if is_complete else "at once"
             screen.facts({"stopped": f"{how}; {saved}", "resume": _resume_command(run_dir)})
-            code = INTERRUPTED
+            code = stop.code
         screen.facts({"total": f"{duration(time.monotonic() - began_s)} from start to end"})
         return code
 
@@ -118,32 +193,7 @@ def _resume_command(run_dir: RunDir) -> str:
     return shlex.join(["bapo", "train", shown_path(run_dir.config_path)])
 
 
-@contextlib.contextmanager
-def _stopping_after_the_step(run_dir: RunDir, screen: Screen) -> Iterator[None]:
-    """On Ctrl-C, ask the ranks to stop; raise KeyboardInterrupt if they have been asked, or do not train (yet)."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if run_dir.state == "training" and not run_dir.stop_file.exists():
-            run_dir.stop_file.touch()
-            start = "\n" if screen.is_terminal else ""  # "^C" stands there
-            screen.note(f"{start}saving at the end of this step, then stopping; Ctrl-C again ends at once", "bold")
-            return
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the processes are being ended
-        raise KeyboardInterrupt
-
-    before = signal.getsignal(signal.SIGINT)
-    is_in_background = before == signal.SIG_IGN  # as a script's command with "&" is
-    if is_in_background or threading.current_thread() is not threading.main_thread():  # Python has no handlers there
-        yield
-        return
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _train(config: Config, run_dir: RunDir, engines: StartedEngines, screen: Screen) -> int:
+def _train(config: Config, run_dir: RunDir, engines: StartedEngines, key: str, stop: _Stop, screen: Screen) -> int:
     """Run worker.py on every rank until all have ended or one has failed, for which the others would wait forever.
 
     The ranks import their modules while the engines start. Raises EngineError if an engine does not.
@@ -151,8 +201,9 @@ def _train(config: Config, run_dir: RunDir, engines: StartedEngines, screen: Scr
     codes: list[int | None] = []
     are_engines_healthy = False
     try:
-        with _ranks(config, run_dir, engines.urls) as ranks:
+        with _ranks(config, run_dir, engines.urls, key) as ranks:
             while True:
+                stop.tell(screen)
                 are_engines_healthy = are_engines_healthy or engines.are_healthy()
                 codes = [rank.poll() for rank in ranks]
                 failed = {rank: code for rank, code in enumerate(codes) if code not in (None, 0, STOPPED)}
@@ -181,8 +232,10 @@ def _train(config: Config, run_dir: RunDir, engines: StartedEngines, screen: Scr
 
 
 @contextlib.contextmanager
-def _ranks(config: Config, run_dir: RunDir, urls: Sequence[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _ranks(config: Config, run_dir: RunDir, urls: Sequence[str], key: str) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start the trainer ranks; stop those still running when the block ends, also after a signal to this process.
+
+    The first one talks to the engines, with this key.
 
     Each rank has its own session: Ctrl-C reaches this process only, and a rank's judge processes die with it.
     """
@@ -193,7 +246,7 @@ def _ranks(config: Config, run_dir: RunDir, urls: Sequence[str]) -> Iterator[lis
     for url in urls:
         command += ["--engine-url", url]
     ranks: list[subprocess.Popen[bytes]] = []
-    with _exiting_on_signals(), reserved_ports(1) as ports:  # rank 0's store can still listen on it
+    with reserved_ports(1) as ports:  # rank 0's store can still listen on it
         common = loopback_variables(urls) | {
             "OMP_NUM_THREADS": str(threads),
             "MASTER_ADDR": LOOPBACK,
@@ -204,6 +257,8 @@ def _ranks(config: Config, run_dir: RunDir, urls: Sequence[str]) -> Iterator[lis
         try:
             for rank in range(count):
                 environment = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                if rank == 0:
+                    environment[KEY_VARIABLE] = key
                 ranks.append(
                     subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True)
                 )
@@ -223,24 +278,3 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
         for rank in running:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 rank.wait(None if number == signal.SIGKILL else max(0.0, deadline - time.monotonic()))
-
-
-@contextlib.contextmanager
-def _exiting_on_signals() -> Iterator[None]:
-    """Turn signals that would kill this process into SystemExit, so that its ranks are stopped first."""
-
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():  # where Python handles no signals
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
-    for number, handler in before.items():
-        if handler != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -23,11 +23,17 @@ class Metric:
     unit: str  # "share" lies in 0..1
     meaning: str  # one sentence
     advice: str = ""  # how to read it
+    remedy: str = ""  # what to do if it is not as advice says, after "Otherwise"
     tokens: Literal["mean", "max"] | None = None  # reduction over an update's trained tokens; None: not made of tokens
     of: str = ""  # field of the loss's record that is reduced; "": the sum comes from a table (`learner.metrics`)
     updates: Literal["mean", "max", "sum", "last"] = "mean"  # reduction over the updates of a step
     per: str = ""  # metric that divides this one, once both are reduced
     panel: str = ""  # "section / title" of the figure that draws it; "": none
+
+    @property
+    def how_to_read(self) -> str:
+        """The advice with its remedy."""
+        return f"{self.advice} Otherwise {self.remedy}" if self.remedy else self.advice
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +85,7 @@ def page() -> str:
         parts.append(f"\n## {section.title}\n\n" + (f"{section.intro}\n" if section.intro else ""))
         parts.append("| Name | Unit | Meaning | How to read it |\n|---|---|---|---|\n")
         for metric in section.metrics:
-            cells = (f"`{metric.key}`", metric.unit, metric.meaning, metric.advice)
+            cells = (f"`{metric.key}`", metric.unit, metric.meaning, metric.how_to_read)
             parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
     return "".join(parts)
 

@@ -27,6 +27,7 @@ from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.buffer.packing import minibatches
 from bapo_megatron.checkpoint.store import CheckpointStore, Saveable
 from bapo_megatron.config.schema import Config
+from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.learner.base import Learner, UpdatesState
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
@@ -76,7 +77,14 @@ def train(
     first = _connect(config, model_path, urls) if learner.layout.rank == 0 else None
     rollouts = SharedRollouts(config, first, recorder.keep_samples)
     finder = BoundsFinder(config, learner)
-    store = CheckpointStore(run_dir.checkpoints_dir, config.checkpoint, warn=recorder.note, state_type=RunState)
+    store = CheckpointStore(
+        run_dir.checkpoints_dir,
+        config.checkpoint,
+        warn=recorder.note,
+        state_type=RunState,
+        run_id=run_dir.run_id,
+        vocab_size=load_hf_config(model_path)["vocab_size"],
+    )
     models: dict[str, Saveable] = {"learner": learner, **advantages.parts}
     HEARTBEAT.beat(TRAINER, "looking for a checkpoint")
     first_step = _restore(store.resume(models), learner, rollouts, finder)

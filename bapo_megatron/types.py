@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, NotRequired
 
 import torch
-from pydantic import AfterValidator, Field, TypeAdapter
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationInfo
 from torch import Tensor
 from typing_extensions import TypedDict
 
@@ -30,6 +30,8 @@ Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 """A count, version or id in JSON."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 """A finite number in JSON."""
+LogProb = Annotated[float, Field(strict=True, ge=-3.4028235e38, le=0.0)]
+"""A log-prob in JSON, as float32 can hold it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +122,32 @@ class Trajectory:
         return replace(self, segments=tuple(merged), finish_reason=finish_reason)
 
 
+def _in_vocabulary(token_ids: list[int], info: ValidationInfo) -> list[int]:
+    vocab_size = (info.context or {}).get("vocab_size")
+    if vocab_size is not None and token_ids and max(token_ids) >= vocab_size:
+        raise ValueError(f"token {max(token_ids)} is not in the model's vocabulary of {vocab_size}")
+    return token_ids
+
+
+TokenIds = Annotated[list[Count], AfterValidator(_in_vocabulary)]
+"""Tokens in JSON. With "vocab_size" in the context, it has a row for each."""
+
+
+def _not_newer(version: int, info: ValidationInfo) -> int:
+    newest = (info.context or {}).get("version")
+    if newest is not None and version > newest:
+        raise ValueError(f"weight version {version} is newer than the weights, which have version {newest}")
+    return version
+
+
 class SegmentJson(TypedDict):
     """A `Segment` in a file."""
 
-    version: Count
+    version: Annotated[Count, AfterValidator(_not_newer)]
     step: Count
-    token_ids: list[Count]
-    behaviour_logprobs: NotRequired[list[Number]]
-    logprobs: NotRequired[list[Number]]  # the name in older files
+    token_ids: TokenIds
+    behaviour_logprobs: NotRequired[list[LogProb]]
+    logprobs: NotRequired[list[LogProb]]  # the name in older files
 
 
 def _logprobs(segment: SegmentJson) -> list[float]:
@@ -153,7 +173,7 @@ class PromptJson(TypedDict):
     """A `Prompt` in a file."""
 
     prompt_id: Count
-    token_ids: list[Count]
+    token_ids: TokenIds
     text: str
     answer: Any
     source: str

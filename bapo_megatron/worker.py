@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from bapo_megatron.errors import UserError
+from bapo_megatron.errors import UserError, escaped
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.runtime import starting
 from bapo_megatron.runtime.environment import trainer_variables
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
+from bapo_megatron.runtime.output import lasting
 
 STOPPED = 75  # exit code of a run that stopped early and can resume (EX_TEMPFAIL)
 
@@ -110,13 +111,26 @@ def _exit_with_parent() -> None:
 
 def redirect_output(log: Path) -> TextIO:
     """Redirect this process's standard output and error to `log`; return the old standard output."""
-    terminal = os.fdopen(os.dup(1), "w", buffering=1)
+    terminal = lasting(os.fdopen(os.dup(1), "w", buffering=1))
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for target in (1, 2):
         os.dup2(descriptor, target)
     os.close(descriptor)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_EscapingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     return terminal
+
+
+class _EscapingFormatter(logging.Formatter):
+    """Lines that a terminal shows as they are: messages may hold what an engine or a judged program wrote."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = escaped(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, info: Any) -> str:
+        return "\n".join(map(escaped, super().formatException(info).split("\n")))
 
 
 def _discard_output() -> None:

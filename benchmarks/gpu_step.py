@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.nn import ModuleList, Parameter
 
 from bapo_megatron.buffer.packing import one_minibatch
-from bapo_megatron.config.precision import problems, this_machine
+from bapo_megatron.config.precision import check_precision, this_machine
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.group import UpdateGroup, host_store
 from bapo_megatron.hf.shape import ModelShape, model_shape
@@ -263,8 +263,8 @@ def row_of(name: str, options: argparse.Namespace, tokens: StepTokens) -> dict[s
     """Measure one variant, or say why this machine cannot run it."""
     hf_config = MODELS[options.model]
     config = make_config((*VARIANTS.get(name, _LAYERS["local"]), *options.settings), tokens)
-    if found := problems(config, shape=model_shape(hf_config), machine=this_machine()):
-        return {"missing": "; ".join(found)}
+    if found := check_precision(config, shape=model_shape(hf_config), machine=this_machine()):
+        return {"missing": "; ".join(v.message for v in found)}
     try:
         if name == TRANSFERS:
             return measure_transfers(config, hf_config, options.turns)

@@ -6,6 +6,7 @@ machine does slows both sides down; above 1, ours is faster, or takes less memor
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 Result = TypeVar("Result")
 MIB = 1 << 20
@@ -143,6 +145,24 @@ def _are_close(a: Any, b: Any, tolerance: float) -> bool:
     if isinstance(a, float):
         return abs(a - b) <= tolerance * max(1.0, abs(a))
     return bool(a == b)
+
+
+def peak_allocated(work: Callable[[], object]) -> int:
+    """Return the largest sum of bytes that torch has allocated on the CPU in a call, over what it held before.
+
+    Every allocation is recorded, so that neither other processes nor the system's own accounts matter.
+    """
+    gc.collect()  # or what an earlier call has left may be freed in the middle, and its bytes missing from the peak
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        work()
+    assert profiler.profiler is not None
+    allocations = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    allocations.sort(key=lambda e: e.start_ns())
+    held = peak = 0
+    for event in allocations:
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
 
 
 def resident_bytes(which: str) -> int:

@@ -172,6 +172,7 @@ class Soak:
         ]
         if not victims:
             return
+        self._sample(root, step)  # all that run now, also if the next sample is late
         role, victim = self._rng.choice(victims)
         number = {ENGINE_STOPPED: signal.SIGSTOP, ENGINE_HUNG: signal.SIGSTOP, TERMINATED: signal.SIGTERM}
         with contextlib.suppress(psutil.NoSuchProcess):

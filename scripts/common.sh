@@ -7,6 +7,7 @@
 #   BAPO_TORCH_INDEX package index for torch alone, such as PyTorch's own index of CPU builds
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+LOCKED_PYTHON=3.11  # of requirements/*.lock
 
 say() { printf '==> %s\n' "$*"; }
 
@@ -60,6 +61,12 @@ use_offline() {
         say "no setuptools here: bapo doctor cannot compare versions"
 }
 
+# Whether pip can compile a package: reasoning-gym needs one.
+can_compile() {
+    command -v cc >/dev/null &&
+        "$PY" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'
+}
+
 # Install torch, unless there is one: an installed CPU or CUDA build stays.
 install_torch() {
     if "$PY" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'; then
@@ -81,18 +88,48 @@ constraints() {
     printf '%s\n' "$file"
 }
 
-# Install the checkout with the given extras, such as "train", unless this has been done since setup.py last changed.
+# Set LOCKS to the locks of some extras, and fail if they do not hold here: they are of one Python and one processor, and
+# of packages that fit the tested torch.
+use_locks() {
+    local extra tested
+    tested="$(sed -n 's/^torch==//p' "$ROOT/requirements/cpu.txt")"
+    "$PY" - "$LOCKED_PYTHON" "$tested" <<'EOF' || return
+import platform, sys
+from importlib.metadata import version
+
+here = (platform.python_version().rpartition(".")[0], version("torch").partition("+")[0], platform.machine())
+sys.exit(here != (*sys.argv[1:], "x86_64"))
+EOF
+    LOCKS=("$ROOT/requirements/train.lock")
+    for extra in ${1//,/ }; do
+        [[ -e "$ROOT/requirements/$extra.lock" ]] || return
+        [[ "$extra" == train ]] || LOCKS+=("$ROOT/requirements/$extra.lock")
+    done
+}
+
+# Install the checkout with the given extras, such as "train", unless this has been done since setup.py last changed. Where
+# the locks hold, every package is as they say, checked by its digest; elsewhere the tested versions hold for the packages
+# that setup.py names.
 install_checkout() {
-    local extra="$1" stamp key
+    local extra="$1" stamp key lock
     stamp="$VIRTUAL_ENV/.bapo-installed-$extra"
-    key="$(cd "$ROOT" && cat setup.py pyproject.toml scripts/common.sh requirements/*.txt | cksum) $ROOT"
+    key="$(cd "$ROOT" && cat setup.py pyproject.toml scripts/common.sh requirements/*.{txt,lock} | cksum) $ROOT"
     if [[ -f "$stamp" && "$(<"$stamp")" == "$key" ]]; then
         say "packages are installed in $VIRTUAL_ENV"
         return
     fi
     install_torch
-    say "installing bapo-megatron[$extra] and what it needs"
-    "$PY" -m pip install --disable-pip-version-check -c "$(constraints)" -e "${ROOT}[$extra]"
+    if use_locks "$extra"; then
+        say "installing bapo-megatron[$extra] and what it needs, from requirements/*.lock"
+        for lock in "${LOCKS[@]}"; do  # the first has setuptools, which builds what comes after it
+            "$PY" -m pip install --disable-pip-version-check --no-deps --require-hashes --only-binary :all: \
+                --no-build-isolation -r "$lock"
+        done
+        "$PY" -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e "$ROOT"
+    else
+        say "installing bapo-megatron[$extra] and what it needs"
+        "$PY" -m pip install --disable-pip-version-check -c "$(constraints)" -e "${ROOT}[$extra]"
+    fi
     printf '%s\n' "$key" >"$stamp"
 }
 
@@ -102,7 +139,7 @@ install_sglang_cpu() {
     local stamp key torch_before
     install_checkout "${1:-train,sglang}"
     stamp="$VIRTUAL_ENV/.bapo-installed-sglang-packages"
-    key="$(cat "$ROOT"/requirements/*.txt | cksum)"
+    key="$(cat "$ROOT"/requirements/*.{txt,lock} | cksum)"
     if [[ -f "$stamp" && "$(<"$stamp")" == "$key" ]]; then
         say "SGLang is installed in $VIRTUAL_ENV"
         return

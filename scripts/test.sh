@@ -13,7 +13,13 @@ QUICK="not slow or quick"
 SHARED=(--numprocesses=3 --dist=loadfile --no-loadscope-reorder)  # tests wait for processes half of their time
 
 use_environment
-install_sglang_cpu dev,sglang  # the contract suite runs against real servers too
+extras=dev,sglang  # the contract suite runs against real servers too
+if can_compile; then
+    extras=dev,gym,sglang
+else
+    say "no C compiler, or no headers of Python: the tests of reasoning-gym are left out (apt install gcc python3-dev)"
+fi
+install_sglang_cpu "$extras"
 cd "$ROOT"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 

@@ -1,6 +1,8 @@
 """For all tests."""
 
+import importlib.util
 import os
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -10,6 +12,14 @@ import torch
 # Read when Triton is imported, which Megatron does where it is installed: without a GPU its kernels are interpreted.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# What a shell starts in the background ignores Ctrl-C, and after nohup a hangup. Processes of tests would inherit that,
+# but a signal that has a handler here has its default meaning in them.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+for number in (signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 # A busy machine is no failure: hypothesis allows an example 0.2 s otherwise.
 hypothesis.settings.register_profile("bapo", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -30,3 +40,8 @@ def threads_of_torch() -> Iterator[None]:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in _FIRST)
+    if importlib.util.find_spec("reasoning_gym") is None and "CI" not in os.environ:  # where they would fail
+        skip = pytest.mark.skip(reason="reasoning-gym is not installed: pip install -e '.[gym]', with a C compiler")
+        for item in items:
+            if item.get_closest_marker("gym"):
+                item.add_marker(skip)

@@ -1,10 +1,11 @@
-"""Runs a test body in several gloo processes on this machine, with a deadline and the child's own traceback."""
+"""Runs a test body in new processes: in several that share a gloo group, with a deadline and the child's traceback."""
 
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+HANG_S = 3600.0  # a deadline that only a hang misses: over ten times the longest wait on two cores at load 20
+
 # Seconds to import. The server that forks the children imports those that the tests of this session have imported.
 _SLOW_IMPORTS = ("torch.distributed", "transformers", "bapo_megatron.learner.megatron")
 # What the forked ranks and engines of killable.py run; there is one server for all.
 _RUNS = ("bapo_megatron.worker", "bapo_megatron.train", "bapo_megatron.engines.embedded.server")
 
 
-def run_distributed(fn: Callable[..., None], world_size: int, *args: Any, timeout_s: float = 120.0) -> None:
+def run_distributed(fn: Callable[..., None], world_size: int, *args: Any, timeout_s: float = HANG_S) -> None:
     """Calls `fn(rank, world_size, *args)` in `world_size` new processes that share a gloo process group.
 
     The processes are forked from a server that holds imported modules and nothing else: no thread, no group, no state.
@@ -29,7 +32,7 @@ def run_distributed(fn: Callable[..., None], world_size: int, *args: Any, timeou
     with tempfile.TemporaryDirectory(prefix="bapo-test-") as folder:
         context = forkserver()
         processes = [
-            context.Process(target=_child, args=(fn, rank, world_size, folder, timeout_s, args), daemon=True)
+            context.Process(target=_child, args=(fn, rank, world_size, folder, args), daemon=True)
             for rank in range(world_size)
         ]
         try:
@@ -50,6 +53,12 @@ def run_distributed(fn: Callable[..., None], world_size: int, *args: Any, timeou
             raise TimeoutError(f"ranks {unfinished} of {world_size} were still running after {timeout_s:g} s")
 
 
+def in_new_process(fn: Callable[..., Any], *args: Any) -> Any:
+    """What a module-level function returns in a process that ran nothing else, and so may fork in its turn."""
+    with ProcessPoolExecutor(1, mp_context=forkserver()) as pool:
+        return pool.submit(fn, *args).result(HANG_S)
+
+
 def forkserver() -> Any:
     """A multiprocessing context whose processes need not import what takes long."""
     context = mp.get_context("forkserver")
@@ -66,7 +75,7 @@ def _join(processes: list[Any], deadline: float) -> None:
         time.sleep(0.02)
 
 
-def _child(fn: Callable[..., None], rank: int, world_size: int, folder: str, timeout_s: float, args: tuple) -> None:
+def _child(fn: Callable[..., None], rank: int, world_size: int, folder: str, args: tuple) -> None:
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
@@ -74,7 +83,7 @@ def _child(fn: Callable[..., None], rank: int, world_size: int, folder: str, tim
             init_method=f"file://{folder}/rendezvous",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=2 * HANG_S),  # the parent's deadline comes first
         )
         fn(rank, world_size, *args)
         dist.barrier()

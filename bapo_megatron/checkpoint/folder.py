@@ -19,6 +19,7 @@ asynchronous save runs collectives in the background. The shards are plain safet
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
@@ -41,9 +42,11 @@ INDEX = "index.json"
 STATE = "state.json"  # of a whole checkpoint: store.py
 HF_CONFIG = "hf_config"
 WEIGHT = "weight"
-MOMENTS = ("exp_avg", "exp_avg_sq")
+SQUARES = "exp_avg_sq"
+MOMENTS = ("exp_avg", SQUARES)
 DIGEST = "xxh3_128"
 _CHUNK_BYTES = 8 << 20
+_DECODED_BYTES = 4  # memory for each byte of JSON, at least
 
 T = TypeVar("T")
 Manifest = dict[str, Any]  # JSON: {"files": {file: [bytes, digest]}, "tensors": {part: {name: Saved}}} of one rank
@@ -184,15 +187,15 @@ def read_sealed(file: Path) -> dict[str, Any]:
         CheckpointError: it has another format.
     """
     try:
-        body = json.loads(regular_file(file).read_bytes())
+        body = json.loads(_read_line(file))
         named = body.pop(DIGEST, None) if isinstance(body, dict) else None
         digest = _digest(body)
     except FileNotFoundError:
         raise TornCheckpointError(f"{file} is missing") from None
     except OSError as error:
         raise TornCheckpointError(f"cannot read {file}: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise TornCheckpointError(f"{file} is torn: {error}") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise TornCheckpointError(f"{file} is torn: {error or 'it does not fit into memory'}") from error
     if not isinstance(body, dict):
         raise TornCheckpointError(f"{file} is torn: it does not hold a JSON object")
     if body.get("format") == 1 and named is None:
@@ -204,14 +207,35 @@ def read_sealed(file: Path) -> dict[str, Any]:
     return body
 
 
-def checked(adapter: TypeAdapter[T], body: dict[str, Any], file: Path) -> T:
+def _read_line(file: Path) -> bytes:
+    """Read a file that holds one line of JSON, as far as it can be that: a crash may leave one with terabytes of zeros.
+
+    Raises:
+        OSError, ValueError: it cannot be read, is no line of text, or is larger than what this machine could decode.
+    """
+    num_bytes = regular_file(file).stat().st_size
+    if num_bytes > (most := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _DECODED_BYTES):
+        raise ValueError(f"it has {num_bytes} bytes, and this machine could decode {most}")
+    chunks: list[bytes] = []
+    with file.open("rb", buffering=0) as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            if b"\0" in chunk:
+                raise ValueError("it holds bytes that are not text")
+            chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def checked(adapter: TypeAdapter[T], body: dict[str, Any], file: Path, context: Mapping[str, Any] | None = None) -> T:
     """Return what a sealed file holds, with its types.
+
+    Args:
+        context: for validators that compare values with facts about the run.
 
     Raises:
         TornCheckpointError: names the file and each wrong field.
     """
     try:
-        return adapter.validate_python(body)
+        return adapter.validate_python(body, context=context)
     except ValidationError as error:
         raise TornCheckpointError(f"{file} is damaged: {wrong_fields(error)}") from error
 

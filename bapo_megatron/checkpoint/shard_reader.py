@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from bapo_megatron.checkpoint.folder import Box, Index, Saved
+from bapo_megatron.checkpoint.folder import SQUARES, Box, Index, Saved
 from bapo_megatron.errors import CheckpointError, TornCheckpointError
 from bapo_megatron.hf.reader import EVERYTHING, check_finite, list_some
 from bapo_megatron.hf.shape import ModelShape, hf_tensors
@@ -43,7 +43,7 @@ class ShardReader:
 
         Raises:
             TornCheckpointError: a file cannot be read, or does not hold what the index says.
-            CheckpointError: a value is nan or infinite.
+            CheckpointError: a value is nan or infinite, or a mean of squares negative.
         """
         saved = self._tensors[name]
         wanted = _ranges(saved, index)
@@ -62,7 +62,11 @@ class ShardReader:
             tensor[_within(common, [start for start, _ in wanted])] = values
         if tensor is None:
             return torch.empty(shape, dtype=getattr(torch, saved.dtype))
-        check_finite(tensor, f"{self._part} of {name} in {self._index.folder}")
+        what = f"{self._part} of {name} in {self._index.folder}"
+        check_finite(tensor, what)
+        if self._part == SQUARES and tensor.numel() and tensor.min() < 0:
+            problem = f"{what} holds a negative mean of squares: the checkpoint was altered"
+            raise CheckpointError(f"{problem}; remove its step folder to resume from the one before")
         return tensor
 
     def check(self, shape: ModelShape) -> None:

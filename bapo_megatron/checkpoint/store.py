@@ -42,6 +42,7 @@ class _Head(TypedDict):
 
     step: Count
     parts: NotRequired[dict[str, _Part]]  # none in a checkpoint of an earlier version
+    run: NotRequired[str]  # id of the run that saved it
 
 
 _HEAD = TypeAdapter(_Head)
@@ -60,6 +61,8 @@ class CheckpointStore:
     Args:
         warn: receives a message for each torn checkpoint that is skipped.
         state_type: a TypedDict that describes the whole state.json.
+        run_id: the run (`RunDir.run_id`) whose checkpoints these must be. None means any run.
+        vocab_size: of the model, for the tokens in state.json.
     """
 
     def __init__(
@@ -68,8 +71,12 @@ class CheckpointStore:
         config: CheckpointConfig,
         warn: Callable[[str], None] = print,
         state_type: Any = dict[str, Any],
+        run_id: str | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self.folder = folder
+        self._run_id = run_id
+        self._vocab_size = vocab_size
         self._state = TypeAdapter(state_type)
         self._config = config
         self._warn = warn
@@ -110,7 +117,8 @@ class CheckpointStore:
         self.close()
         final = self.folder / f"step-{step:06d}"
         partial = self.folder / f"{_PARTIAL}{final.name}"
-        body = json.loads(json.dumps({"format": FORMAT, "step": step, **(state or {})}))  # a copy: training goes on
+        run = {} if self._run_id is None else {"run": self._run_id}
+        body = json.loads(json.dumps({"format": FORMAT, "step": step, **run, **(state or {})}))  # a copy
         snapshots = {name: part.snapshot() for name, part in parts.items()}
         if self._config.asynchronous:
             for name, snapshot in snapshots.items():
@@ -236,7 +244,9 @@ class CheckpointStore:
         torn = unusable = None
         try:
             body = _read_state(path)
-            checked(self._state, body, path / STATE)
+            self._check_run(path, body.get("run"))
+            version = body.get("parts", {}).get("learner", {}).get("version")
+            checked(self._state, body, path / STATE, {"vocab_size": self._vocab_size, "version": version})
             for name in parts:
                 index, saved = read_index(path / name), body.get("parts", {}).get(name)
                 tied = (index.facts["version"], digest_of(path / name / INDEX))
@@ -255,6 +265,16 @@ class CheckpointStore:
         if (found := first_complaint(unusable)) is not None:
             raise CheckpointError(found)
         return first_complaint(torn)
+
+    def _check_run(self, path: Path, saved: str | None) -> None:
+        if saved is not None and self._run_id is not None and saved != self._run_id:
+            run = self.folder.parent
+            raise CheckpointError(
+                f"{path} was saved by another run: {STATE} names the run id {saved}, and {run / 'run-id.txt'} says "
+                f"{self._run_id}; remove it, or put the run's own there. To continue that other run here, write its "
+                f"id into run-id.txt; to start a new run with its weights, `bapo convert {path} FOLDER`, and set "
+                "model.path=FOLDER"
+            )
 
     def _candidates(self) -> list[Path] | None:
         """List the checkpoint named by `latest` and older ones, newest first; all if it names none.

@@ -1,6 +1,7 @@
 """The base of every configuration section, the ranges of its values, and the findings of checks."""
 
 import unicodedata
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -43,31 +44,51 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """Something wrong with one setting, or with several together. An error stops the run, a warning does not.
+
+    Example: Violation(("data.path", "data.source"), 'data.source="jsonl" needs data.path', "set it to a file")
+    """
+
+    settings: tuple[str, ...]
+    """All settings whose values make the problem, or tables of them; first the one that the remedy changes."""
+    problem: str
+    """The problem, with the values."""
+    remedy: str = ""
+    """The way out of it."""
+    severity: Literal["error", "warning"] = "error"
+
+    @property
+    def message(self) -> str:
+        """The line that users see. No code reads it."""
+        return f"{self.problem}; {self.remedy}" if self.remedy else self.problem
+
+    def depends_on(self, names: Iterable[str]) -> bool:
+        """Return whether the value of one of these settings or tables makes the problem."""
+        return overlap(self.settings, names)
+
+
+def warning(settings: tuple[str, ...], problem: str, remedy: str = "") -> Violation:
+    """Return a violation that does not stop the run."""
+    return Violation(settings, problem, remedy, "warning")
+
+
+def overlap(some: Iterable[str], others: Iterable[str]) -> bool:
+    """Return whether two lists of settings have one in common; a table stands for all that is in it."""
+    paths = [name.split(".") for name in others]
+    return any(one[: len(two)] == two[: len(one)] for one in (name.split(".") for name in some) for two in paths)
+
+
 class ContradictionError(ValueError):
     """Settings of one section that do not go together, for a pydantic validator.
 
     Args:
-        problems: what is wrong, by the settings concerned; the text follows the name of the first one.
+        violations: they name settings of the section; the text of a problem follows the name of the first one.
 
-    Example: ContradictionError({("rho0", "contribution"): "must be below 1, as it is the target of a share, got 1.4"})
+    Example: ContradictionError(Violation(("rho0", "contribution"), "must be below 1, as it is a share, got 1.4"))
     """
 
-    def __init__(self, problems: dict[tuple[str, ...], str]) -> None:
-        super().__init__("; ".join(f"{settings[0]} {text}" for settings, text in problems.items()))
-        self.problems = problems
-
-
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """Something wrong with a combination of settings. An error stops the run, a warning does not.
-
-    Example: Violation("parallel.num_ranks=3, but tensor x pipeline x context x data = 2 x 1 x 1 x 1 = 2; set ...")
-    """
-
-    message: str
-    severity: Literal["error", "warning"] = "error"
-
-
-def warning(message: str) -> Violation:
-    """Return a violation that does not stop the run."""
-    return Violation(message, "warning")
+    def __init__(self, *violations: Violation) -> None:
+        super().__init__("; ".join(f"{v.settings[0]} {v.message}" for v in violations))
+        self.violations = violations

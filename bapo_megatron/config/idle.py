@@ -15,96 +15,171 @@ from bapo_megatron.config.schema import ClipBoundConfig, Config
 class Idle:
     """Settings that only act under a condition.
 
-    Example: Idle("sglang.extra", lambda c: c.rollout.engine == "sglang", 'rollout.engine="sglang"')
+    Example: Idle("sglang.extra", "rollout.engine", lambda c: c.rollout.engine == "sglang", 'rollout.engine="sglang"')
     """
 
     settings: str  # names, separated by blanks; "bapo.*" is a whole section
+    on: str  # names of the settings that `act` reads
     act: Callable[[Config], bool]
     needed: str  # for them to act, as a user sets it
     refused: str | None = None  # why whoever sets them would be misled: an error in place of a warning
 
 
+_BOUNDS = "loss.name loss.search_bounds"
+
 IDLE = (
     Idle(
         "bapo.*",
+        "loss.name",
         lambda c: c.loss.name not in ("gspo", "gmpo"),
         'loss.name="bapo"',
         "the search chooses bounds of a token's ratio, but gspo and gmpo take the mean over a response",
     ),
-    Idle("bapo.*", lambda c: c.loss.bounds == "bapo", 'loss.name="bapo"'),
+    Idle("bapo.*", _BOUNDS, lambda c: c.loss.bounds == "bapo", 'loss.name="bapo"'),
     Idle(
         "bapo.rho0 bapo.contribution bapo.token_weight bapo.order",
+        f"bapo.scope {_BOUNDS}",
         lambda c: c.loss.bounds != "bapo" or c.bapo.scope != "fixed",
         'bapo.scope="exact"',
     ),
-    Idle("bapo.smoothing_updates", lambda c: c.bapo.scope == "smoothed", 'bapo.scope="smoothed"'),
-    Idle("loss.reference_path loss.kl_estimator", lambda c: c.loss.kl_coef > 0, "loss.kl_coef=0.001"),
-    Idle("loss.kl_horizon", lambda c: c.loss.kl_target is not None, "loss.kl_target"),
+    Idle("bapo.smoothing_updates", "bapo.scope", lambda c: c.bapo.scope == "smoothed", 'bapo.scope="smoothed"'),
+    Idle("loss.reference_path loss.kl_estimator", "loss.kl_coef", lambda c: c.loss.kl_coef > 0, "loss.kl_coef=0.001"),
+    Idle("loss.kl_horizon", "loss.kl_target", lambda c: c.loss.kl_target is not None, "loss.kl_target"),
     Idle(
         "loss.importance_level loss.importance_kind loss.importance_floor loss.importance_cap",
+        "loss.proximal",
         lambda c: c.loss.scores_proximal,
         'loss.proximal="learner"',
         "the ratio to the policy that sampled a token is its importance weight already",
     ),
     Idle(
         "optimizer.min_lr_ratio optimizer.total_updates",
+        "optimizer.schedule",
         lambda c: c.optimizer.schedule != "constant",
         'optimizer.schedule="cosine"',
     ),
-    Idle("train.recompute_layers train.recompute_modules", lambda c: c.train.recompute, "train.recompute=true"),
+    Idle(
+        "train.recompute_layers train.recompute_modules",
+        "train.recompute",
+        lambda c: c.train.recompute,
+        "train.recompute=true",
+    ),
     Idle(
         "parallel.overlap_communication",
+        "parallel.data parallel.context cluster.gpu",
         lambda c: c.parallel.data * c.parallel.context > 1 or c.cluster.gpu is not None,
         "parallel.data above 1",
     ),
-    Idle("critic.*", lambda c: not c.advantage.compares_responses, 'advantage.kind="gae" or "n_step"'),
     Idle(
-        "advantage.gamma advantage.whiten_tokens",
+        "critic.*",
+        "advantage.kind",
         lambda c: not c.advantage.compares_responses,
         'advantage.kind="gae" or "n_step"',
     ),
-    Idle("advantage.lam", lambda c: c.advantage.kind == "gae", 'advantage.kind="gae"'),
-    Idle("advantage.n_step", lambda c: c.advantage.kind == "n_step", 'advantage.kind="n_step"'),
+    Idle(
+        "advantage.gamma advantage.whiten_tokens",
+        "advantage.kind",
+        lambda c: not c.advantage.compares_responses,
+        'advantage.kind="gae" or "n_step"',
+    ),
+    Idle("advantage.lam", "advantage.kind", lambda c: c.advantage.kind == "gae", 'advantage.kind="gae"'),
+    Idle("advantage.n_step", "advantage.kind", lambda c: c.advantage.kind == "n_step", 'advantage.kind="n_step"'),
     Idle(
         "data.source data.format data.dataset data.options data.size",
+        "data.sources",
         lambda c: not c.data.sources,
         "data.sources=[]",
     ),
-    Idle("data.path data.format", lambda c: c.data.source == "jsonl" or bool(c.data.sources), 'data.source="jsonl"'),
-    Idle("data.dataset", lambda c: c.data.source == "reasoning_gym", 'data.source="reasoning_gym"'),
-    Idle("data.options data.size", lambda c: c.data.source != "jsonl", "a procedural data.source"),
-    Idle("reward.overlong_buffer_tokens", lambda c: c.reward.overlong_penalty > 0, "reward.overlong_penalty=1"),
-    Idle("eval.*", lambda c: c.eval.interval_steps is not None, "eval.interval_steps=10"),
+    Idle(
+        "data.path data.format",
+        "data.source data.sources",
+        lambda c: c.data.source == "jsonl" or bool(c.data.sources),
+        'data.source="jsonl"',
+    ),
+    Idle(
+        "data.dataset",
+        "data.source",
+        lambda c: c.data.source == "reasoning_gym",
+        'data.source="reasoning_gym"',
+    ),
+    Idle("data.options data.size", "data.source", lambda c: c.data.source != "jsonl", "a procedural data.source"),
+    Idle(
+        "reward.overlong_buffer_tokens",
+        "reward.overlong_penalty",
+        lambda c: c.reward.overlong_penalty > 0,
+        "reward.overlong_penalty=1",
+    ),
+    Idle("eval.*", "eval.interval_steps", lambda c: c.eval.interval_steps is not None, "eval.interval_steps=10"),
     Idle(
         "eval.path eval.num_prompts eval.samples_per_prompt eval.temperature eval.top_p eval.top_k",
+        "eval.sets",
         lambda c: not c.eval.sets,
         "eval.sets=[]",
     ),
-    Idle("eval.path", lambda c: c.eval.interval_steps is None or c.data.source == "jsonl", 'data.source="jsonl"'),
-    Idle("rollout.urls", lambda c: c.rollout.engine == "attach", 'rollout.engine="attach"'),
-    Idle("rollout.recorded_from", lambda c: c.rollout.engine == "recorded", 'rollout.engine="recorded"'),
+    Idle(
+        "eval.path",
+        "eval.interval_steps data.source",
+        lambda c: c.eval.interval_steps is None or c.data.source == "jsonl",
+        'data.source="jsonl"',
+    ),
+    Idle(
+        "rollout.urls rollout.api_key",
+        "rollout.engine",
+        lambda c: c.rollout.engine == "attach",
+        'rollout.engine="attach"',
+    ),
+    Idle(
+        "rollout.recorded_from",
+        "rollout.engine",
+        lambda c: c.rollout.engine == "recorded",
+        'rollout.engine="recorded"',
+    ),
     Idle(
         "rollout.num_servers rollout.max_restarts rollout.engine_threads rollout.engine_max_context",
+        "rollout.engine",
         lambda c: c.rollout.engine_kind.specs is not None,
         'an engine that the run starts, such as rollout.engine="embedded"',
     ),
-    Idle("sglang.extra", lambda c: c.rollout.engine == "sglang", 'rollout.engine="sglang"'),
-    Idle("sync.bucket_mib sync.backend", lambda c: c.sync.channel == "broadcast", 'sync.channel="broadcast"'),
+    Idle("sglang.extra", "rollout.engine", lambda c: c.rollout.engine == "sglang", 'rollout.engine="sglang"'),
+    Idle(
+        "sync.bucket_mib sync.backend",
+        "sync.channel",
+        lambda c: c.sync.channel == "broadcast",
+        'sync.channel="broadcast"',
+    ),
     Idle(
         "checkpoint.keep_last checkpoint.asynchronous checkpoint.timeout_s",
+        "checkpoint.interval_steps",
         lambda c: c.checkpoint.interval_steps is not None,
         "checkpoint.interval_steps=20",
     ),
-    Idle("monitor.wandb_project", lambda c: "wandb" in c.monitor.sinks, 'monitor.sinks=["wandb"]'),
-    Idle("monitor.prometheus_host", lambda c: c.monitor.prometheus_port is not None, "monitor.prometheus_port"),
-    Idle("monitor.profile_ranks", lambda c: bool(c.monitor.profile_steps), "monitor.profile_steps=[3]"),
+    Idle(
+        "monitor.wandb_project",
+        "monitor.sinks",
+        lambda c: "wandb" in c.monitor.sinks,
+        'monitor.sinks=["wandb"]',
+    ),
+    Idle(
+        "monitor.prometheus_host",
+        "monitor.prometheus_port",
+        lambda c: c.monitor.prometheus_port is not None,
+        "monitor.prometheus_port",
+    ),
+    Idle(
+        "monitor.profile_ranks",
+        "monitor.profile_steps",
+        lambda c: bool(c.monitor.profile_steps),
+        "monitor.profile_steps=[3]",
+    ),
     Idle(
         "monitor.token_profile",
+        "loss.name",
         lambda c: c.loss.name not in ("sft", "cispo", "sapo"),
         'a loss that clips, such as loss.name="bapo"',
     ),
     Idle(
         "cluster.gpus_per_node cluster.gpu_memory_gib cluster.network_gbit_per_s",
+        "cluster.gpu",
         lambda c: c.cluster.gpu is not None,
         'cluster.gpu="h100" or another kind',
     ),
@@ -133,8 +208,12 @@ def idle_settings(config: Config, given: Collection[str] | None = None) -> Itera
             settings = ", ".join(f"{name}={_shown(value)}" for name, value in changed.items())
             has, them = ("has", "it") if len(changed) == 1 else ("have", "them")
             reason = f" ({row.refused})" if row.refused else ""
-            message = f"{settings} {has} no effect without {row.needed}{reason}; set that, or leave {them} out"
-            yield Violation(message, "error" if row.refused else "warning")
+            yield Violation(
+                (*changed, *row.on.split()),
+                f"{settings} {has} no effect without {row.needed}{reason}",
+                f"set that, or leave {them} out",
+                "error" if row.refused else "warning",
+            )
 
 
 def _changed(config: Config, settings: str) -> Iterator[tuple[str, Any]]:

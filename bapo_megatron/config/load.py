@@ -15,7 +15,7 @@ import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -26,7 +26,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from bapo_megatron.config import earlier, paths
-from bapo_megatron.config.base import ContradictionError
+from bapo_megatron.config.base import ContradictionError, Violation, overlap
 from bapo_megatron.config.coming_from import meant_by
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_loss import LOSS_SECTIONS
@@ -56,14 +56,14 @@ class Reading:
     """A configuration without its invalid settings, and what is wrong with them."""
 
     config: Config
-    problems: tuple[str, ...]
-    dropped: frozenset[str]  # settings that have their defaults, as their values are invalid
+    violations: tuple[Violation, ...]
+    unread: frozenset[str]  # settings without the value that the user meant, as it could not be read
     given: frozenset[str]  # settings and tables from overrides and files of the user's own
 
     def valid(self) -> Config:
-        """Return the configuration. Raises ConfigError with all problems, one a line."""
-        if self.problems:
-            raise ConfigError("\n".join(self.problems))
+        """Return the configuration. Raises ConfigError with all violations, one a line."""
+        if self.violations:
+            raise ConfigError("\n".join(v.message for v in self.violations))
         return self.config
 
 
@@ -96,19 +96,24 @@ def read_config(files: Sequence[Path | str], overrides: Sequence[str] = ()) -> R
             unreadable.append(str(error))
     reading = _merged(tables, overrides)
     if unreadable:
-        raise ConfigError("\n".join((*unreadable, *reading.problems)))
+        raise ConfigError("\n".join((*unreadable, *(v.message for v in reading.violations))))
     return reading
 
 
 def load_tables(tables: Mapping[str, dict[str, Any]], overrides: Sequence[str] = ()) -> Config:
     """Merge tables in order, then overrides, and validate the result; the keys name the tables in errors."""
-    return _merged(list(tables.items()), overrides).valid()
+    return read_tables(tables, overrides).valid()
+
+
+def read_tables(tables: Mapping[str, dict[str, Any]], overrides: Sequence[str] = ()) -> Reading:
+    """Read what `load_tables` reads, and leave invalid settings out."""
+    return _merged(list(tables.items()), overrides)
 
 
 def _merged(tables: Sequence[tuple[str, dict[str, Any]]], overrides: Sequence[str]) -> Reading:
     merged: dict[str, Any] = {}
     origins: Origins = {}
-    problems: list[str] = []
+    found: list[Violation] = []
     for source, table in tables:
         _put_over(merged, table)
         origins |= dict.fromkeys(_leaves(table), source)
@@ -117,55 +122,69 @@ def _merged(tables: Sequence[tuple[str, dict[str, Any]]], overrides: Sequence[st
         try:
             parsed.append((text, *parse_override(text)))
         except ConfigError as error:
-            problems.append(str(error))
+            found.append(Violation((text.partition("=")[0].strip(),), str(error)))
     _forget_options(merged, [value for _, path_in_schema, value in parsed if path_in_schema == ("data", "source")])
     for text, path_in_schema, value in parsed:
         try:
             _set(merged, path_in_schema, value)
         except ConfigError as error:
-            problems.append(str(error))
+            found.append(Violation((".".join(path_in_schema),), str(error)))
             continue
         origins |= dict.fromkeys(_leaves(value, path_in_schema), f"override {escaped(text)}")
-    problems += _drop_earlier(merged, origins)
-    return _validated(merged, origins, problems)
+    unread = {setting for violation in found for setting in violation.settings}
+    found += _drop_earlier(merged, origins)
+    return _validated(merged, origins, found, unread)
 
 
-def _drop_earlier(merged: dict[str, Any], origins: Origins) -> Iterator[str]:
+def _drop_earlier(merged: dict[str, Any], origins: Origins) -> Iterator[Violation]:
     """Drop what earlier versions had; yield what to write instead, unless a retired setting has its default."""
     loss = merged.get("loss")
     if isinstance(loss, dict) and loss.get("name") == "clip_higher":
         advice = earlier.MOVED["loss", "clip_higher"](loss.pop("clip_higher", 1.28))
-        yield f'loss.name="clip_higher" is now {advice} ({_source(("loss", "name"), origins)})'
+        yield Violation(
+            ("loss.name",), f'loss.name="clip_higher" is now {advice} ({_source(("loss", "name"), origins)})'
+        )
         loss["name"] = "grpo"
     for name, (default, advice) in earlier.RETIRED.items():
         section, _, key = name.partition(".")
         table = merged.get(section)
         if isinstance(table, dict) and key in table and table.pop(key) != default:
-            yield f"{name} ({_source((section, key), origins)}) is no longer a setting; {advice}"
+            yield Violation((name,), f"{name} ({_source((section, key), origins)}) is no longer a setting", advice)
 
 
-def _validated(merged: dict[str, Any], origins: Origins, problems: list[str]) -> Reading:
-    """Validate, drop what is invalid, and validate again: pydantic compares settings once each of them is valid."""
-    dropped: set[paths.Path] = set()
+def _validated(merged: dict[str, Any], origins: Origins, found: list[Violation], unread: set[str]) -> Reading:
+    """Validate, drop what is invalid, and validate again: pydantic compares settings once each of them is valid.
+
+    Args:
+        found, unread: as in the Reading, so far.
+    """
+    dropped: set[str] = set()
     while True:
         try:
             config = Config.model_validate_json(json.dumps(_without_unset(merged), default=str), strict=True)
-            shipped = set(map(str, shipped_configs().values()))
-            given = (".".join(path) for path, source in origins.items() if source not in shipped)
-            return Reading(config, tuple(problems), frozenset(".".join(path) for path in dropped), frozenset(given))
         except ValidationError as error:
             mistakes = _mistakes([dict(details) for details in error.errors()], origins)
-        problems += [text for at, text in mistakes if text and not any(_overlap(p, d) for p in at for d in dropped)]
-        before = len(dropped)
-        for path in (path for at, _ in mistakes for path in at):
-            if (gone := _remove(merged, path)) is not None:
-                dropped |= {gone, path}
-        if len(dropped) == before:
-            raise ConfigError("\n".join(problems))
+        else:
+            shipped = set(map(str, shipped_configs().values()))
+            given = frozenset(".".join(path) for path, source in origins.items() if source not in shipped)
+            return Reading(config, tuple(found), frozenset(_with_derived(unread | dropped, merged)), given)
+        found += [v for _, violations in mistakes for v in violations if not v.depends_on(dropped)]
+        gone = [path for at, _ in mistakes for path in _remove(merged, at)]
+        if not gone:
+            raise ConfigError("\n".join(v.message for v in found))
+        dropped |= {".".join(path) for path in (*gone, *(path for at, _ in mistakes for path in at))}
 
 
-Mistake = tuple[tuple[paths.Path, ...], str]
-"""Settings to drop, and what is wrong with them; no text for what only follows from another mistake."""
+def _with_derived(unread: set[str], merged: dict[str, Any]) -> set[str]:
+    """Add parallel.data where the other settings of the layout choose it, and one of them could not be read."""
+    is_derived = "data" not in merged.get("parallel", {})
+    return unread | {"parallel.data"} if is_derived and overlap(unread, _CHOOSE_DATA) else unread
+
+
+_CHOOSE_DATA = ("parallel.num_ranks", "parallel.tensor", "parallel.pipeline", "parallel.context")
+
+Mistake = tuple[tuple[paths.Path, ...], Sequence[Violation]]
+"""Settings to drop, and what is wrong with them; nothing where it only follows from another mistake."""
 
 
 def _mistakes(errors: Sequence[dict[str, Any]], origins: Origins) -> list[Mistake]:
@@ -179,32 +198,33 @@ def _mistakes(errors: Sequence[dict[str, Any]], origins: Origins) -> list[Mistak
         if isinstance(contradiction, ContradictionError):
             found += _contradictions(path, contradiction, origins)
         elif not has_loss and error["type"] == "extra_forbidden" and path in paths.schema():
-            found.append(((path,), ""))  # a setting of the loss that was meant
+            found.append(((path,), ()))  # a setting of the loss that was meant
         else:
             found.append(((path,), _explain(error, path, loss, origins)))
-    return found if has_loss else [*found, ((("loss",),), "")]
+    return found if has_loss else [*found, ((("loss",),), ())]
 
 
 def _contradictions(section: paths.Path, error: ContradictionError, origins: Origins) -> Iterator[Mistake]:
     """Blame the first of the settings that was set, and name where."""
-    for settings, text in error.problems.items():
-        at = tuple((*section, *setting.split(".")) for setting in settings)
+    for violation in error.violations:
+        at = tuple((*section, *setting.split(".")) for setting in violation.settings)
+        names = tuple(".".join(path) for path in at)
         source = _source(next((path for path in at if path in origins), section), origins)
-        yield at, f"{'.'.join(at[0])} {text} ({source})"
+        yield at, [replace(violation, settings=names, problem=f"{names[0]} {violation.problem} ({source})")]
 
 
-def _overlap(one: paths.Path, other: paths.Path) -> bool:
-    shared = min(len(one), len(other))
-    return one[:shared] == other[:shared]
+def _remove(table: dict[str, Any], at: Sequence[paths.Path]) -> list[paths.Path]:
+    """Remove those of the settings that are there, else the nearest one around them; return what is gone."""
+    for depth in range(max(map(len, at)), 0, -1):
+        if gone := [path[:depth] for path in at if len(path) >= depth and _pop(table, path[:depth])]:
+            return gone
+    return []
 
 
-def _remove(table: dict[str, Any], path: paths.Path) -> paths.Path | None:
-    """Remove the setting at `path`, or the nearest one around it, and return its path; None if there is none."""
-    key, *rest = path
-    below = table.get(key)
-    if rest and isinstance(below, dict) and (gone := _remove(below, tuple(rest))) is not None:
-        return (key, *gone)
-    return None if table.pop(key, None) is None else (key,)
+def _pop(table: Any, path: paths.Path) -> bool:
+    for key in path[:-1]:
+        table = table.get(key) if isinstance(table, dict) else None
+    return isinstance(table, dict) and table.pop(path[-1], None) is not None
 
 
 def dump_config(config: Config) -> str:
@@ -356,8 +376,8 @@ _EXPECTED = {
 }
 
 
-def _explain(error: dict[str, Any], path: paths.Path, loss: str, origins: Origins) -> str:
-    """Describe one pydantic error in one line: what, where, what to do.
+def _explain(error: dict[str, Any], path: paths.Path, loss: str, origins: Origins) -> list[Violation]:
+    """Describe one pydantic error: what, where, what to do.
 
     Args:
         path: of the setting.
@@ -365,33 +385,48 @@ def _explain(error: dict[str, Any], path: paths.Path, loss: str, origins: Origin
     """
     name, source = escaped(".".join(path)), _source(path, origins)
     kind, context = error["type"], error.get("ctx", {})
+    if kind == "extra_forbidden" and path not in earlier.MOVED and not (loss and path in paths.schema()):
+        return [_unknown(wrong, origins) for wrong in _most_telling(path, error["input"])]
+    suggestion = meant_by(name) if kind == "model_type" else None
     if kind == "extra_forbidden":
         if path in earlier.MOVED:
-            return f"{name} is now {earlier.MOVED[path](error['input'])} ({source})"
-        if loss and path in paths.schema():
-            return f"{name} is not a setting of {_loss_name(loss)}, but of {_losses_with(path[1])} ({source})"
-        return "\n".join(_unknown(wrong, origins) for wrong in _most_telling(path, error["input"]))
-    if kind == "missing":
-        return f"{name} is missing ({source})"
-    got = _shown(error["input"])
-    if kind == "model_type" and (suggestion := meant_by(name)):
-        return f"{name} is a table of settings, got {got} ({source}); did you mean {suggestion}?"
+            problem = f"{name} is now {earlier.MOVED[path](error['input'])}"
+        else:
+            problem = f"{name} is not a setting of {_loss_name(loss)}, but of {_losses_with(path[1])}"
+    elif kind == "missing":
+        problem = f"{name} is missing"
+    elif kind == "value_error":  # its text follows the name
+        problem = f"{name} {context['error']}"
+    else:
+        problem = f"{name}{_expected(error, is_table=suggestion is not None)}, got {_shown(error['input'])}"
+    remedy = f"did you mean {suggestion}?" if suggestion else ""
+    return [Violation((".".join(path),), f"{problem} ({source})", remedy)]
+
+
+def _expected(error: dict[str, Any], *, is_table: bool) -> str:
+    """Return what a value must be, as the text after its name."""
+    kind, context = error["type"], error.get("ctx", {})
+    if is_table:
+        return " is a table of settings"
     if kind in _EXPECTED:
-        return f"{name} must be {_EXPECTED[kind]}, got {got} ({source})"
+        return f" must be {_EXPECTED[kind]}"
     if kind == "literal_error":
         choices = context["expected"].replace("'", '"')
-        return f"{name} must be {choices}, got {got} ({source})"
-    if kind == "value_error":
-        text = str(context["error"])
-        return f"{name}{'' if text.startswith('must') else ':'} {text} ({source})"
+        return f" must be {choices}"
     if kind == "string_pattern_mismatch":
-        return f"{name} must match {context['pattern']}, got {got} ({source})"
-    if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
-        relation = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-        (limit_kind, limit), *_ = context.items()
-        limit = f"{limit:g}" if isinstance(limit, float) else str(limit)
-        return f"{name} must be {relation[limit_kind]} {limit}, got {got} ({source})"
-    return f"{name}: {error['msg']}, got {got} ({source})"
+        return f" must match {context['pattern']}"
+    if kind in _RELATIONS:
+        (limit,) = context.values()
+        return f" must be {_RELATIONS[kind]} {f'{limit:g}' if isinstance(limit, float) else limit}"
+    return f": {error['msg']}"
+
+
+_RELATIONS = {
+    "greater_than": "above",
+    "greater_than_equal": "at least",
+    "less_than": "below",
+    "less_than_equal": "at most",
+}
 
 
 def _most_telling(path: paths.Path, value: Any) -> list[paths.Path]:
@@ -404,10 +439,10 @@ def _most_telling(path: paths.Path, value: Any) -> list[paths.Path]:
     return [leaf for key in value for leaf in _most_telling((*path, key), value[key])]
 
 
-def _unknown(path: paths.Path, origins: Origins) -> str:
-    suggestion = paths.suggest(path)
-    advice = f"; did you mean {suggestion}?" if suggestion else ""
-    return f"no such setting: {escaped('.'.join(path))} ({_source(path, origins)}){advice}"
+def _unknown(path: paths.Path, origins: Origins) -> Violation:
+    name, suggestion = ".".join(path), paths.suggest(path)
+    remedy = f"did you mean {suggestion}?" if suggestion else ""
+    return Violation((name,), f"no such setting: {escaped(name)} ({_source(path, origins)})", remedy)
 
 
 def _losses_with(setting: str) -> str:

@@ -5,11 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bapo_megatron.config.base import Violation, warning
-from bapo_megatron.config.plan import num_ranks
+from bapo_megatron.config.plan import RANKS, num_ranks
 from bapo_megatron.config.schema import Config, seconds_of
+from bapo_megatron.errors import plural
 
 WHOLE_NODES = '"--exclusive", "--mem=0"'
 _FEW_CPUS = 4  # of a process with a GPU
+_SERVERS = ("rollout.engine", "rollout.server_tensor_parallel", "cluster.gpu", "cluster.gpus_per_node")
+_NODES = ("slurm.rollout_nodes", "cluster.nodes", "rollout.num_servers", *_SERVERS)  # decide where engines are
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +76,9 @@ def check_placement(config: Config) -> list[Violation]:
 def several_nodes(config: Config) -> Violation:
     """Refuse a run on several nodes, for commands that start everything on this machine."""
     return Violation(
-        f"cluster.nodes={config.cluster.nodes}, and this would start everything on one machine; submit it with "
-        "`bapo slurm` and the same arguments (docs/slurm.md), or set cluster.nodes=1"
+        ("cluster.nodes",),
+        f"cluster.nodes={config.cluster.nodes}, and this would start everything on one machine",
+        "submit it with `bapo slurm` and the same arguments (docs/slurm.md), or set cluster.nodes=1",
     )
 
 
@@ -93,26 +97,31 @@ def _nodes(config: Config) -> Iterator[Violation]:
     ranks, servers = num_ranks(config), config.rollout.num_started
     if alone >= nodes:
         yield Violation(
-            f"slurm.rollout_nodes={alone} leaves none of cluster.nodes={nodes} to the trainer; set cluster.nodes="
-            f"{alone + 1} or more, or slurm.rollout_nodes=0"
+            _NODES,
+            f"slurm.rollout_nodes={alone} leaves none of cluster.nodes={nodes} to the trainer",
+            f"set cluster.nodes={alone + 1} or more, or slurm.rollout_nodes=0",
         )
         return
     if alone and not servers:
         yield Violation(
-            f"slurm.rollout_nodes={alone} would be idle: rollout.engine={config.rollout.engine!r} starts no engines; "
-            "set slurm.rollout_nodes=0"
+            _NODES,
+            f"slurm.rollout_nodes={alone} would be idle: rollout.engine={config.rollout.engine!r} starts no engines",
+            "set slurm.rollout_nodes=0",
         )
     if ranks % (nodes - alone):
         yield Violation(
-            f"{ranks} trainer ranks do not divide evenly over {nodes - alone} nodes (cluster.nodes={nodes} - "
-            f"slurm.rollout_nodes={alone}); change cluster.nodes or parallel.*, such as cluster.nodes={ranks + alone}"
+            ("cluster.nodes", "slurm.rollout_nodes", *RANKS, "rollout.num_servers", *_SERVERS),
+            f"{plural(ranks, 'trainer rank')} do not divide evenly over {plural(nodes - alone, 'node')} (cluster.nodes="
+            f"{nodes} - slurm.rollout_nodes={alone})",
+            f"change cluster.nodes or parallel.*, such as cluster.nodes={ranks + alone}",
         )
     on = alone or nodes
     if servers % on:
         yield Violation(
-            f"rollout.num_servers={servers} do not divide evenly over {on} nodes "
-            f"({'slurm.rollout_nodes' if alone else 'cluster.nodes'}); set rollout.num_servers="
-            f"{max(1, round(servers / on)) * on}"
+            ("rollout.num_servers", "cluster.nodes", "slurm.rollout_nodes", *_SERVERS),
+            f"rollout.num_servers={servers} do not divide evenly over {plural(on, 'node')} "
+            f"({'slurm.rollout_nodes' if alone else 'cluster.nodes'})",
+            f"set rollout.num_servers={max(1, round(servers / on)) * on}",
         )
 
 
@@ -121,56 +130,69 @@ def _gpus(config: Config) -> Iterator[Violation]:
     ranks, servers = placement.ranks_per_node, placement.servers_per_node
     if ranks % config.parallel.tensor:
         yield Violation(
-            f"parallel.tensor={config.parallel.tensor} does not divide the {ranks} trainer ranks of each node: "
-            "ranks that share layers would be on two machines; set slurm.rollout_nodes, or change parallel.*"
+            (*RANKS, *_NODES),
+            f"parallel.tensor={config.parallel.tensor} does not divide the {plural(ranks, 'trainer rank')} of each "
+            "node: ranks that share layers would be on two machines",
+            "set slurm.rollout_nodes, or change parallel.*",
         )
     on_servers = servers * r.server_tensor_parallel if r.engine_kind.on_gpus else 0
-    all_servers = f"{servers} {r.engine_kind.title}s x {r.server_tensor_parallel} GPUs"
-    nodes = [("trainer", f"{ranks} trainer ranks", ranks)]
+    all_servers = f"{plural(servers, r.engine_kind.title)} x {plural(r.server_tensor_parallel, 'GPU')}"
+    trainer_ranks = plural(ranks, "trainer rank")
+    nodes = [("trainer", trainer_ranks, ranks)]
     if _rollout_nodes(config):
         nodes.append(("rollout", all_servers, on_servers))
     elif on_servers:
-        nodes = [("trainer", f"{ranks} trainer ranks and {all_servers}", ranks + on_servers)]
+        nodes = [("trainer", f"{trainer_ranks} and {all_servers}", ranks + on_servers)]
+    settings = (*RANKS, *_NODES)
     for name, what, needed in nodes:
         if needed > gpus:
             yield Violation(
-                f"each {name} node has {what}, {needed} GPUs in all, and cluster.gpus_per_node={gpus}; raise "
-                "cluster.nodes, or lower parallel.* or rollout.num_servers"
+                settings,
+                f"each {name} node has {what}, {plural(needed, 'GPU')} in all, and cluster.gpus_per_node={gpus}",
+                "raise cluster.nodes, or lower parallel.* or rollout.num_servers",
             )
         elif needed < gpus:
-            yield warning(
-                f"each {name} node has {what}: {gpus - needed} of its cluster.gpus_per_node={gpus} GPUs are idle"
+            idle = (
+                f"{gpus - needed} of its cluster.gpus_per_node={gpus} GPUs {'is' if gpus - needed == 1 else 'are'} idle"
             )
+            yield warning(settings, f"each {name} node has {what}: {idle}")
 
 
 def _image(config: Config) -> Iterator[Violation]:
     runtime, image = config.slurm.runtime, config.slurm.container_image
+    settings = ("slurm.container_image", "slurm.runtime")
     if runtime == "venv":
         if image is not None:
             yield Violation(
-                'slurm.container_image needs slurm.runtime="pyxis" or "apptainer"; set one of them, or leave it out'
+                settings,
+                'slurm.container_image needs slurm.runtime="pyxis" or "apptainer"',
+                "set one of them, or leave it out",
             )
         return
     if image is None:
-        yield Violation(f'slurm.runtime="{runtime}" needs slurm.container_image; set it, or slurm.runtime="venv"')
+        problem = f'slurm.runtime="{runtime}" needs slurm.container_image'
+        yield Violation(settings, problem, 'set it, or slurm.runtime="venv"')
     elif "://" not in image and "#" not in image and not Path(image).exists():
         yield Violation(
-            f"slurm.container_image={image} does not exist (working folder: {Path.cwd()}); set it to an image's file, "
-            'or to an address such as "docker://registry/image:tag"'
+            settings,
+            f"slurm.container_image={image} does not exist (working folder: {Path.cwd()})",
+            'set it to an image\'s file, or to an address such as "docker://registry/image:tag"',
         )
 
 
 def _jobs(config: Config) -> Iterator[Violation]:
     if config.slurm.sweep and config.slurm.chain > 1:
         yield Violation(
-            f"slurm.sweep cannot be combined with slurm.chain={config.slurm.chain}; set slurm.chain=1: "
-            "with slurm.requeue each task goes on by itself"
+            ("slurm.chain", "slurm.sweep"),
+            f"slurm.sweep cannot be combined with slurm.chain={config.slurm.chain}",
+            "set slurm.chain=1: with slurm.requeue each task goes on by itself",
         )
 
     if config.checkpoint.interval_steps is None and (config.slurm.requeue or config.slurm.chain > 1):
         yield warning(
-            "checkpoint.interval_steps is unset: a job that is preempted or fails starts over; "
-            "set checkpoint.interval_steps=20"
+            ("checkpoint.interval_steps", "slurm.requeue", "slurm.chain"),
+            "checkpoint.interval_steps is unset: a job that is preempted or fails starts over",
+            "set checkpoint.interval_steps=20",
         )
 
 
@@ -180,18 +202,22 @@ def _shares(config: Config) -> Iterator[Violation]:
     cpus = config.slurm.cpus_per_rank or {"--exclusive", "--cpus-per-task", "-c", "--cpus-per-gpu"} & {*options}
     memory = {"--exclusive", "--mem", "--mem-per-cpu", "--mem-per-gpu"} & {*options}
     missing = [name for name, given in (("CPUs", cpus), ("memory", memory)) if not given]
+    settings = ("slurm.cpus_per_rank", "slurm.options", "cluster.gpu")
     if config.cluster.gpu is None:
         return
     if config.slurm.cpus_per_rank and config.slurm.cpus_per_rank < _FEW_CPUS and "--exclusive" not in options:
         yield warning(
+            settings,
             f"slurm.cpus_per_rank={config.slurm.cpus_per_rank}: a rank has threads for Python, NCCL, checkpoints and "
-            f"rewards, and an SGLang server has several processes; set slurm.cpus_per_rank={_FEW_CPUS} or more, or add "
-            f"{WHOLE_NODES} to slurm.options"
+            "rewards, and an SGLang server has several processes",
+            f"set slurm.cpus_per_rank={_FEW_CPUS} or more, or add {WHOLE_NODES} to slurm.options",
         )
     if missing:
         yield warning(
+            settings,
             f"the job asks for GPUs, and leaves {' and '.join(missing)} to the cluster's default, which is often one "
-            f"CPU a rank; add {WHOLE_NODES} to slurm.options for whole nodes, or set slurm.cpus_per_rank and --mem"
+            "CPU a rank",
+            f"add {WHOLE_NODES} to slurm.options for whole nodes, or set slurm.cpus_per_rank and --mem",
         )
 
 
@@ -203,19 +229,24 @@ def check_time(config: Config, step_s: float | None) -> Iterator[Violation]:
     limit_s = seconds_of(s.time_limit)
     if s.stop_before_end_s >= limit_s:
         yield Violation(
+            ("slurm.stop_before_end_s", "slurm.time_limit"),
             f"slurm.stop_before_end_s={s.stop_before_end_s} is not below slurm.time_limit={s.time_limit}, so that the "
-            f"run would be stopped as it starts; set slurm.stop_before_end_s={max(1, limit_s // 4)}, or a longer limit"
+            "run would be stopped as it starts",
+            f"set slurm.stop_before_end_s={max(1, limit_s // 4)}, or a longer limit",
         )
     elif step_s is not None:
         usable_s, needed_s = limit_s - s.stop_before_end_s, step_s * (interval or 1)
         if needed_s > limit_s:
             yield Violation(
+                ("checkpoint.interval_steps", "slurm.time_limit"),
                 f"slurm.time_limit={s.time_limit} is shorter than one checkpoint interval: checkpoint.interval_steps="
-                f"{interval or 1} x {step_s:.0f} s a step = {needed_s:.0f} s; set checkpoint.interval_steps="
-                f"{max(1, int(usable_s / step_s))}, or a longer limit"
+                f"{interval or 1} x {step_s:.0f} s a step = {needed_s:.0f} s",
+                f"set checkpoint.interval_steps={max(1, int(usable_s / step_s))}, or a longer limit",
             )
         elif step_s > s.stop_before_end_s:
             yield warning(
+                ("slurm.stop_before_end_s",),
                 f"slurm.stop_before_end_s={s.stop_before_end_s} is shorter than a step of {step_s:.0f} s, at the end "
-                f"of which the run saves and stops; set slurm.stop_before_end_s={int(1.5 * step_s)}"
+                "of which the run saves and stops",
+                f"set slurm.stop_before_end_s={int(1.5 * step_s)}",
             )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import packaging.version
 
+from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape
 
@@ -59,72 +60,90 @@ def tokens_multiple(config: Config) -> int:
     return RECIPES[config.precision.recipe].tokens_multiple if config.precision.uses_fp8 else 1
 
 
-def problems(config: Config, *, shape: ModelShape | None, machine: Machine | None) -> list[str]:
-    """List the reasons why these settings cannot be used; each says what to set instead.
+def check_precision(
+    config: Config, *, shape: ModelShape | None, machine: Machine | None, num_gpus: int | None = None
+) -> list[Violation]:
+    """Find settings that cannot be used, and those that are probably not intended.
 
     Args:
         shape: the model; None leaves its sizes unchecked.
         machine: where it runs; None leaves hardware and packages unchecked.
+        num_gpus: that a run may use; None leaves out the warnings, some of which depend on it.
     """
     found = [*_implementation(config, machine), *_masks(config, machine)]
-    if not config.precision.uses_fp8:
-        return found + list(_idle(config))
-    found += _settings(config)
-    if shape is not None:
-        found += _layers(config, shape)
-        found += _dimensions(config, shape)
-    if machine is not None:
-        found += _machine(config, machine)
-    return found
+    if config.precision.uses_fp8:
+        found += _settings(config)
+        if shape is not None:
+            found += _layers(config, shape)
+            found += _dimensions(config, shape)
+        if machine is not None:
+            found += _machine(config, machine)
+    else:
+        found += _idle(config)
+    return found if num_gpus is None else [*found, *_warnings(config, num_gpus)]
 
 
-def warnings(config: Config, *, num_gpus: int) -> list[str]:
-    """Find settings that work, but are probably not intended."""
-    p, found = config.precision, []
+def _warnings(config: Config, num_gpus: int) -> Iterator[Violation]:
+    p, r = config.precision, config.rollout
     if not num_gpus and p.uses_fp8:
-        found.append(
+        yield warning(
+            ("precision.fp8", "precision.recipe", "cluster.gpu"),
             f'precision.fp8="{p.fp8}" needs a GPU, and none is visible here: whether GPU, CUDA and Transformer Engine '
-            f'are fit for precision.recipe="{p.recipe}" is checked where the run starts'
+            f'are fit for precision.recipe="{p.recipe}" is checked where the run starts',
         )
-    r = config.rollout
     if p.uses_fp8 and r.num_started and not r.engine_kind.on_gpus:
-        found.append(
+        yield warning(
+            ("rollout.engine", "precision.fp8"),
             f'precision.fp8="{p.fp8}" with rollout.engine="{r.engine}": that engine samples on a CPU, from bfloat16 '
-            'weights; set rollout.engine="sglang"'
+            "weights",
+            'set rollout.engine="sglang"',
         )
     if p.uses_fp8 and p.recipe == "delayed":
-        found.append(
+        yield warning(
+            ("precision.recipe", "precision.fp8"),
             'precision.recipe="delayed" learns its scales from training passes, from 1 on, and checkpoints lack them: '
-            'log-probs before the first update of each start are coarse; set precision.recipe="tensorwise"'
+            "log-probs before the first update of each start are coarse",
+            'set precision.recipe="tensorwise"',
         )
     if not num_gpus and config.train.logprob_backend == "triton":
-        found.append('train.logprob_backend="triton" needs a GPU, and none is visible here; set it to "auto"')
-    return found
+        yield warning(
+            ("train.logprob_backend", "cluster.gpu"),
+            'train.logprob_backend="triton" needs a GPU, and none is visible here',
+            'set it to "auto"',
+        )
 
 
-def _implementation(config: Config, machine: Machine | None) -> Iterator[str]:
+def _implementation(config: Config, machine: Machine | None) -> Iterator[Violation]:
     implementation = config.model.implementation
     if implementation == "transformer_engine":
         if config.model.dtype != "bfloat16":
-            yield (
+            yield Violation(
+                ("model.dtype", "model.implementation"),
                 'model.implementation="transformer_engine" needs model.dtype="bfloat16": its attention has no kernels '
-                'for float32; set that, or model.implementation="auto"'
+                "for float32",
+                'set that, or model.implementation="auto"',
             )
         if machine is not None and machine.compute_capability is None:
-            yield 'model.implementation="transformer_engine" needs a GPU; set model.implementation="auto"'
+            yield Violation(
+                ("model.implementation", "cluster.gpu"),
+                'model.implementation="transformer_engine" needs a GPU',
+                'set model.implementation="auto"',
+            )
         elif machine is not None and machine.transformer_engine is None:
-            yield (
-                'model.implementation="transformer_engine", but Transformer Engine is not installed; install '
-                'bapo-megatron[gpu], or set model.implementation="auto"'
+            yield Violation(
+                ("model.implementation", "cluster.gpu"),
+                'model.implementation="transformer_engine", but Transformer Engine is not installed',
+                'install bapo-megatron[gpu], or set model.implementation="auto"',
             )
     if implementation == "local" and config.precision.uses_fp8:
-        yield (
-            f'model.implementation="local" has no FP8, and precision.fp8="{config.precision.fp8}" asks for it; set '
-            'model.implementation="auto" or precision.fp8="off"'
+        yield Violation(
+            ("model.implementation", "precision.fp8"),
+            f'model.implementation="local" has no FP8, and precision.fp8="{config.precision.fp8}" asks for it',
+            'set model.implementation="auto" or precision.fp8="off"',
         )
 
 
-def _masks(config: Config, machine: Machine | None) -> Iterator[str]:
+def _masks(config: Config, machine: Machine | None) -> Iterator[Violation]:
     """Refuse context parallelism of long sequences with local layers, whose attention keeps a mask in every layer."""
     context, is_float32 = config.parallel.context, config.model.dtype == "float32"
     lacks_engine = machine is not None and machine.compute_capability is not None and not machine.transformer_engine
@@ -136,57 +155,78 @@ def _masks(config: Config, machine: Machine | None) -> Iterator[str]:
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     mask_gib = longest / (2 * context) * longest * (4 if is_float32 else 2) / 2**30
     if mask_gib > _MAX_MASK_GIB:
-        yield (
+        yield Violation(
+            (
+                "model.implementation",
+                "model.dtype",
+                "parallel.context",
+                "data.max_prompt_tokens",
+                "rollout.max_response_tokens",
+            ),
             f"parallel.context={context} with sequences of {longest} tokens: local layers would keep a mask of "
-            f'{mask_gib:.1f} GiB each; set model.dtype="bfloat16" and model.implementation="transformer_engine", '
-            "whose attention needs none, or parallel.context=1"
+            f"{mask_gib:.1f} GiB each",
+            'set model.dtype="bfloat16" and model.implementation="transformer_engine", whose attention needs none, or '
+            "parallel.context=1",
         )
 
 
-def _idle(config: Config) -> Iterator[str]:
-    p = config.precision
-    given = [name for name in ("fp8_params", "bf16_layers_at_start", "bf16_layers_at_end") if getattr(p, name)]
-    if given:
-        names = ", ".join(f"precision.{name}" for name in given)
-        yield f'{names}: nothing is FP8 with precision.fp8="off"; set precision.fp8="hybrid", or leave it out'
+def _idle(config: Config) -> Iterator[Violation]:
+    names = tuple(
+        f"precision.{name}"
+        for name in ("fp8_params", "bf16_layers_at_start", "bf16_layers_at_end")
+        if getattr(config.precision, name)
+    )
+    if names:
+        yield Violation(
+            (*names, "precision.fp8"),
+            f'{", ".join(names)}: nothing is FP8 with precision.fp8="off"',
+            'set precision.fp8="hybrid", or leave it out',
+        )
 
 
-def _settings(config: Config) -> Iterator[str]:
+def _settings(config: Config) -> Iterator[Violation]:
     p = config.precision
     if config.model.dtype != "bfloat16":
-        yield (
-            f'precision.fp8="{p.fp8}" needs model.dtype="bfloat16" for all that is not FP8; set that, or '
-            'precision.fp8="off"'
+        yield Violation(
+            ("model.dtype", "precision.fp8"),
+            f'precision.fp8="{p.fp8}" needs model.dtype="bfloat16" for all that is not FP8',
+            'set that, or precision.fp8="off"',
         )
     if p.recipe == "delayed" and (p.bf16_layers_at_start or p.bf16_layers_at_end):
-        yield (
-            'precision.recipe="delayed" cannot leave layers in bfloat16: its scales are updated once for all layers; '
-            'set precision.recipe="tensorwise", or precision.bf16_layers_at_start=0 and bf16_layers_at_end=0'
+        yield Violation(
+            ("precision.recipe", "precision.bf16_layers_at_start", "precision.bf16_layers_at_end", "precision.fp8"),
+            'precision.recipe="delayed" cannot leave layers in bfloat16: its scales are updated once for all layers',
+            'set precision.recipe="tensorwise", or precision.bf16_layers_at_start=0 and bf16_layers_at_end=0',
         )
     if p.fp8_params and not config.optimizer.distributed:
-        yield (
+        yield Violation(
+            ("optimizer.distributed", "precision.fp8_params", "precision.fp8"),
             "precision.fp8_params=true needs optimizer.distributed=true: only the distributed optimizer of Megatron "
-            "quantises its float32 weights after an update"
+            "quantises its float32 weights after an update",
         )
     if p.fp8_params and p.recipe == "mxfp8":
-        yield (
+        yield Violation(
+            ("precision.fp8_params", "precision.recipe", "precision.fp8"),
             'precision.fp8_params=true is not supported with precision.recipe="mxfp8", whose parameters Megatron keeps '
-            "in the gradients' buffer; set precision.fp8_params=false"
+            "in the gradients' buffer",
+            "set precision.fp8_params=false",
         )
 
 
-def _layers(config: Config, shape: ModelShape) -> Iterator[str]:
+def _layers(config: Config, shape: ModelShape) -> Iterator[Violation]:
     layers, stages = shape.num_layers, config.parallel.pipeline
     at_most = layers // stages
     for name in ("bf16_layers_at_start", "bf16_layers_at_end"):
         if (number := getattr(config.precision, name)) > at_most:
-            yield (
+            yield Violation(
+                (f"precision.{name}", "parallel.pipeline", "model.path", "precision.fp8"),
                 f"precision.{name}={number} is more than the {layers} / {stages} = {at_most} layers of a pipeline "
-                f"stage; set precision.{name}={at_most} or less"
+                "stage",
+                f"set precision.{name}={at_most} or less",
             )
 
 
-def _dimensions(config: Config, shape: ModelShape) -> Iterator[str]:
+def _dimensions(config: Config, shape: ModelShape) -> Iterator[Violation]:
     """Check the sizes of the layers' matrices on one rank, as cuBLAS and the quantisers take them."""
     name, tensor = config.precision.recipe, config.parallel.tensor
     recipe = RECIPES[name]
@@ -197,19 +237,22 @@ def _dimensions(config: Config, shape: ModelShape) -> Iterator[str]:
         "(num_attention_heads + 2 x num_key_value_heads) x head_dim": (query + 2 * key_value, tensor),
         "intermediate_size": (shape.ffn_size, tensor),
     }
+    settings = ("precision.recipe", "precision.fp8", "parallel.tensor", "model.path")
     for what, (size, ranks) in sizes.items():
         if size % (ranks * recipe.dims_multiple):
             per_rank = f" / parallel.tensor={ranks} = {size / ranks:g}" if ranks > 1 else ""
-            yield (
-                f'precision.recipe="{name}" needs multiples of {recipe.dims_multiple}, but {what} = {size}{per_rank}; '
-                + _smaller(name, size, ranks)
+            yield Violation(
+                settings,
+                f'precision.recipe="{name}" needs multiples of {recipe.dims_multiple}, but {what} = {size}{per_rank}',
+                _smaller(name, size, ranks),
             )
     sequence = config.parallel.sequence and tensor > 1
     if sequence and not shape.hidden_size % recipe.dims_multiple and shape.hidden_size % recipe.gathered_multiple:
-        yield (
+        yield Violation(
+            (*settings, "parallel.sequence"),
             f'precision.recipe="{name}" with parallel.sequence=true gathers quantised activations and needs a '
-            f"hidden_size that is a multiple of {recipe.gathered_multiple}, but it is {shape.hidden_size}; set "
-            'parallel.sequence=false or precision.recipe="tensorwise"'
+            f"hidden_size that is a multiple of {recipe.gathered_multiple}, but it is {shape.hidden_size}",
+            'set parallel.sequence=false or precision.recipe="tensorwise"',
         )
 
 
@@ -224,24 +267,30 @@ def _smaller(recipe: str, size: int, ranks: int) -> str:
     return 'set precision.fp8="off"'
 
 
-def _machine(config: Config, machine: Machine) -> Iterator[str]:
+def _machine(config: Config, machine: Machine) -> Iterator[Violation]:
     p, capability, engine = config.precision, machine.compute_capability, machine.transformer_engine
     if capability is None:
-        yield f'precision.fp8="{p.fp8}" needs a GPU; set precision.fp8="off" on this machine'
+        problem = f'precision.fp8="{p.fp8}" needs a GPU'
+        yield Violation(("precision.fp8", "cluster.gpu"), problem, 'set precision.fp8="off" on this machine')
         return
     facts = (capability, machine.cuda or (), engine or (math.inf,))
+    settings = ("precision.recipe", "precision.fp8", "cluster.gpu")
     if reason := _hardware(p.recipe, *facts):
         instead = 'precision.fp8="off"' if _hardware("tensorwise", *facts) else 'precision.recipe="tensorwise"'
-        yield f'precision.recipe="{p.recipe}" {reason}; set {instead}'
+        yield Violation(settings, f'precision.recipe="{p.recipe}" {reason}', f"set {instead}")
     oldest = RECIPES[p.recipe].transformer_engine
     if engine is None:
-        yield (
-            f'precision.fp8="{p.fp8}" needs Transformer Engine; install bapo-megatron[gpu], or set precision.fp8="off"'
+        yield Violation(
+            ("precision.fp8", "cluster.gpu"),
+            f'precision.fp8="{p.fp8}" needs Transformer Engine',
+            'install bapo-megatron[gpu], or set precision.fp8="off"',
         )
     elif engine < oldest:
-        yield (
+        yield Violation(
+            settings,
             f'precision.recipe="{p.recipe}" needs Transformer Engine {_dotted(oldest)}, and {_dotted(engine)} is '
-            "installed; install a newer one"
+            "installed",
+            "install a newer one",
         )
 
 

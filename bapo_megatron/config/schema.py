@@ -18,11 +18,13 @@ from bapo_megatron.config.base import (
     Positive,
     Processes,
     Section,
+    Violation,
     Whole,
 )
 from bapo_megatron.config.dotted import ADVANTAGE, KEEP_GROUP, REWARD
 from bapo_megatron.config.engines import ENGINE, EngineKind, engine_kind
 from bapo_megatron.config.schema_loss import AnyLoss, BapoLoss, ClipBoundConfig
+from bapo_megatron.config.system_calls import known_calls
 
 
 class RunConfig(Section):
@@ -179,6 +181,9 @@ class RewardConfig(Section):
     """Data memory of one process that judges, in MiB; raise it for a judge that loads a model."""
     code_memory_mib: Count = 1024
     """code: address space of a program, in MiB."""
+    allowed_calls: Annotated[tuple[str, ...], AfterValidator(known_calls)] = ()
+    """code: system calls that programs may make although the sandbox refuses them, such as "chmod"; docs/security.md
+    has what they open."""
     overlong_penalty: NonNegative = 0.0
     """Subtracted from the reward of a truncated response, and linearly less of it over the last overlong_buffer_tokens
     before rollout.max_response_tokens (DAPO). Shapes advantages; the reward metrics show the verdict."""
@@ -262,6 +267,9 @@ class RolloutConfig(Section):
     router_url: str | None = None
     """attach: an sglang-router of yours in front of the servers in `urls`, such as "http://127.0.0.1:30001". Requests
     for tokens go through it, one by one; everything else goes to the servers themselves."""
+    api_key: PathText | None = None
+    """attach: file with the key that your servers (and router) ask for, such as SGLang's --api-key: a line that only
+    you should be able to read. Engines that the run starts get a new key by themselves."""
     engine_threads: Count | None = None
     """embedded, sglang: CPU threads of one engine process. Unset: its side's cores / processes. Trainer and engines
     take turns on all cores; with `overlap`, each side has half of them."""
@@ -418,8 +426,9 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.recompute_layers is not None and self.recompute_modules:
-            text = "chooses whole layers, and train.recompute_modules parts of all layers; leave one of them out"
-            raise ContradictionError({("recompute_layers", "recompute_modules"): text})
+            text = "chooses whole layers, and train.recompute_modules parts of all layers"
+            names = ("recompute_layers", "recompute_modules")
+            raise ContradictionError(Violation(names, text, "leave one of them out"))
         return self
 
 
@@ -472,7 +481,7 @@ class ParallelConfig(Section):
         if (ranks := math.prod(sizes.values())) > MAX_RANKS:
             product = " x ".join(f"{name} {size}" for name, size in sizes.items())
             text = f"is one factor of {product} = {ranks} ranks, and there may be {MAX_RANKS} at most"
-            raise ContradictionError({tuple(sorted(sizes, key=lambda name: -sizes[name])): text})
+            raise ContradictionError(Violation(tuple(sorted(sizes, key=lambda name: -sizes[name])), text))
         return self
 
 
@@ -542,7 +551,7 @@ class SlurmConfig(Section):
     @classmethod
     def _is_a_time(cls, text: str | None) -> str | None:
         if text is not None and seconds_of(text) == 0:
-            raise ValueError(f'should be a time above 0, as HH:MM:SS or D-HH:MM:SS, such as "08:00:00"; got "{text}"')
+            raise ValueError(f'must be a time above 0, as HH:MM:SS or D-HH:MM:SS, such as "08:00:00", got "{text}"')
         return text
 
     @field_validator("environment")
@@ -550,7 +559,7 @@ class SlurmConfig(Section):
     def _has_names(cls, environment: dict[str, str]) -> dict[str, str]:
         for name in environment:
             if not _VARIABLE.fullmatch(name):
-                raise ValueError(f'"{name}" is not a valid variable name')
+                raise ValueError(f'must have names of variables, such as NCCL_IB_HCA, got "{name}"')
         return environment
 
     @field_validator("options", "setup", "sweep", "container_mounts")
@@ -558,9 +567,9 @@ class SlurmConfig(Section):
     def _are_lines(cls, lines: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         for line in lines:
             if "\n" in line or not line.strip():
-                raise ValueError("each should be one line of text")
+                raise ValueError("must be lines of text, each in an entry of its own")
             if info.field_name == "options" and not line.startswith("-"):
-                raise ValueError(f'"{line}" is not an option of sbatch, such as "--constraint=nvlink"')
+                raise ValueError(f'must be options of sbatch, such as "--constraint=nvlink", got "{line}"')
         return lines
 
 

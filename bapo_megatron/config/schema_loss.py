@@ -17,7 +17,16 @@ from pydantic import (
     model_validator,
 )
 
-from bapo_megatron.config.base import LARGEST, ContradictionError, Count, NonNegative, PathText, Positive, Section
+from bapo_megatron.config.base import (
+    LARGEST,
+    ContradictionError,
+    Count,
+    NonNegative,
+    PathText,
+    Positive,
+    Section,
+    Violation,
+)
 from bapo_megatron.config.dotted import LOSS
 from bapo_megatron.errors import UserError
 
@@ -45,11 +54,11 @@ class BoundRange(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.start > self.stop:
-            raise ContradictionError({("start", "stop"): f"must not be above stop ({self.stop:g}), got {self.start:g}"})
+            text = f"must not be above stop ({self.stop:g}), got {self.start:g}"
+            raise ContradictionError(Violation(("start", "stop"), text))
         if (self.stop - self.start) / self.step > MAX_STEPS:
-            raise ContradictionError(
-                {("step", "start", "stop"): f"must cut the range into at most {MAX_STEPS} steps, got {self.step:g}"}
-            )
+            text = f"must cut the range into at most {MAX_STEPS} steps, got {self.step:g}"
+            raise ContradictionError(Violation(("step", "start", "stop"), text))
         return self
 
     @property
@@ -123,17 +132,18 @@ class ClipBoundConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        problems: dict[tuple[str, ...], str] = {}
+        found: list[Violation] = []
         if self.low.stop > 1:
-            problems["low.stop",] = f"must be at most 1, as it bounds the ratio from below, got {self.low.stop:g}"
+            text = f"must be at most 1, as it bounds the ratio from below, got {self.low.stop:g}"
+            found.append(Violation(("low.stop",), text))
         if self.high.start < 1:
-            problems["high.start",] = f"must be at least 1, as it bounds the ratio from above, got {self.high.start:g}"
+            text = f"must be at least 1, as it bounds the ratio from above, got {self.high.start:g}"
+            found.append(Violation(("high.start",), text))
         if self.contribution in ("gradient", "surrogate") and self.rho0 >= 1:
-            problems["rho0", "contribution"] = (
-                f'must be below 1, as contribution="{self.contribution}" compares it with a share, got {self.rho0:g}'
-            )
-        if problems:
-            raise ContradictionError(problems)
+            text = f'must be below 1, as contribution="{self.contribution}" compares it with a share, got {self.rho0:g}'
+            found.append(Violation(("rho0", "contribution", "preset"), text))
+        if found:
+            raise ContradictionError(*found)
         return self
 
     @property
@@ -198,7 +208,7 @@ class RatioLoss(LossConfig):
         if self.importance_kind == "mask" and self.importance_floor == self.importance_cap:
             names = ("importance_floor", "importance_cap", "importance_kind")
             problem = "must be below loss.importance_cap, as masks would leave no weight but exactly 1, got 1"
-            raise ContradictionError({names: problem})
+            raise ContradictionError(Violation(names, problem))
         return self
 
     @property

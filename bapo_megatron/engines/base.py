@@ -11,7 +11,8 @@ PauseMode = Literal["abort", "retract", "in_place"]
 
 Capability = Literal["weight_manifest", "weight_digests", "gloo_only"]
 """Additions of a server to SGLang's API, listed under "capabilities" in its `server_info`: `weights_manifest`
-answers; `weights_checksum` has a digest of each weight as it was sent (engines/wire.py); it receives over gloo only."""
+answers; `weights_checksum` has a digest of each weight as it was sent (engines/wire.py), and `update_weights` of each
+that it received; it receives over gloo only."""
 
 
 def can(info: Mapping[str, Any], capability: Capability) -> bool:
@@ -102,8 +103,10 @@ class Engine(Protocol):
     async def begin_weight_update(self) -> None: ...
     async def update_weights(
         self, specs: Sequence[TensorSpec], group_name: str, *, flat: bool, version: int | None
-    ) -> None:
+    ) -> dict[str, str]:
         """Announce weights; the trainer broadcasts them on the group while this call is under way.
+
+        Returns the digest of each weight as it arrived, if the server has capability "weight_digests".
 
         `flat`: as one buffer of bytes (see engines/wire.py), not one broadcast each. `version` is given with the last
         bucket only: it publishes the weights and flushes the cache.

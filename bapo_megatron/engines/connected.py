@@ -13,10 +13,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from bapo_megatron.config.schema import RolloutConfig
-from bapo_megatron.engines.base import Engine, EngineState
+from bapo_megatron.engines.base import EngineState
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
-from bapo_megatron.errors import EngineError
+from bapo_megatron.errors import EngineError, KeyRefusedError
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 
 T = TypeVar("T")
@@ -81,16 +81,20 @@ class ConnectedEngines:
         self._watches: list[concurrent.futures.Future[None]] = []
 
     @classmethod
-    def connect(cls, config: RolloutConfig, urls: Sequence[str], vocab_size: int) -> ConnectedEngines:
-        """Return the engines at these urls once all are healthy.
+    def connect(cls, config: RolloutConfig, urls: Sequence[str], vocab_size: int, key: str | None) -> ConnectedEngines:
+        """Return the engines at these urls, which ask for this key, once all are healthy.
 
         Raises:
-            EngineError: an engine is not healthy within rollout.startup_timeout_s.
+            EngineError: an engine refuses the key, or is not healthy within rollout.startup_timeout_s.
         """
         timeout_s = config.startup_limit_s
         clients = [
             HttpEngine(
-                url, request_timeout_s=config.request_timeout_s, vocab_size=vocab_size, generate_url=config.router_url
+                url,
+                request_timeout_s=config.request_timeout_s,
+                vocab_size=vocab_size,
+                generate_url=config.router_url,
+                key=key,
             )
             for url in urls
         ]
@@ -131,17 +135,21 @@ class ConnectedEngines:
         return EngineState(client.url, True, is_live, version, num_running, num_waiting)
 
 
-async def wait_healthy(engine: Engine, timeout_s: float) -> None:
+async def wait_healthy(engine: HttpEngine, timeout_s: float) -> None:
     """Return once the engine answers its health check.
 
     Raises:
-        EngineError: it does not within `timeout_s`.
+        EngineError: it does not within `timeout_s`, or refuses the key.
     """
     deadline = time.monotonic() + timeout_s
-    while not await engine.health():
-        if time.monotonic() > deadline:
-            raise EngineError(
-                f"{engine.url} is not healthy after rollout.startup_timeout_s = {timeout_s:g} s; is a server running "
-                "there?"
-            )
+    while True:
+        try:
+            return await engine.check_health()
+        except KeyRefusedError:
+            raise
+        except EngineError as problem:
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"{engine.url} is not healthy after rollout.startup_timeout_s = {timeout_s:g} s ({problem})"
+                ) from None
         await asyncio.sleep(0.2)

@@ -22,6 +22,7 @@ GroupBackend = Literal["gloo", "nccl"]
 
 _BACKLOG = 2048  # ranks that may connect at once, as torch has it
 _CONNECT_S = 30.0  # a process reaches its own store at once, unless the machine is busy
+_PROBE_INTERVAL_S = 1.0
 _NCCL_SLACK = 10.0  # over NCCL torch's watchdog ends the process at its deadline: the sender's own has to come first
 
 
@@ -48,6 +49,23 @@ def host_store(host: str, world_size: int, timeout_s: float, port: int = 0) -> d
 def connect_store(host: str, port: int, world_size: int, timeout_s: float) -> dist.TCPStore:
     """Connect to the store that rank 0 hosts. Raises dist.DistStoreError if nothing answers in time."""
     return dist.TCPStore(host, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+def reach_store(host: str, port: int, world_size: int, timeout_s: float) -> dist.TCPStore:
+    """Connect to a store that is hosted already, as an engine that is told to join a group does.
+
+    torch would try again and again to reach one that is gone: the sender has called the rendezvous off.
+
+    Raises:
+        RuntimeError: the store is gone, or the others do not come in time.
+    """
+    reached = in_thread("reach-store", lambda: connect_store(host, port, world_size, timeout_s))
+    while not wait([reached], _PROBE_INTERVAL_S).done:
+        try:
+            socket.create_connection((host, port), timeout_s).close()
+        except OSError as problem:
+            raise RuntimeError(f"nobody waits at {host}:{port} any more: {problem}") from problem
+    return reached.result()
 
 
 def in_thread(name: str, call: Callable[[], T]) -> Future[T]:

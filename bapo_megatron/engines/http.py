@@ -6,8 +6,8 @@ of a step (benchmarks/replies.py).
 """
 
 import asyncio
-import contextlib
 import json
+import reprlib
 import sys
 from collections.abc import Sequence
 from operator import attrgetter
@@ -19,7 +19,14 @@ import numpy as np
 
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult, PauseMode, VersionSpan
 from bapo_megatron.engines.wire import TensorSpec
-from bapo_megatron.errors import BroadcastLostError, EngineError, RequestRefusedError, UnreachableEngineError
+from bapo_megatron.errors import (
+    BroadcastLostError,
+    EngineError,
+    KeyRefusedError,
+    RequestRefusedError,
+    UnreachableEngineError,
+    escaped,
+)
 
 _HEALTH_TIMEOUT_S = 5.0
 _ABORT_TIMEOUT_S = 20.0
@@ -31,6 +38,15 @@ _REFUSALS = (400, 401, 403, 404, 405, 413, 422)  # the request is wrong; 408 and
 _LOST_BROADCAST = "Failed to receive weights"  # SGLang's words (srt/managers/scheduler_components/weight_updater.py)
 _FINISH_REASONS = ("stop", "length", "abort")
 _JSON_HEADERS = {"Content-Type": "application/json"}
+_MAX_DIGITS = 18  # of a weight version
+_MAX_SHOWN = 1000  # bytes of an answer in a message
+# The longest valid replies, in bytes, with room to spare:
+_MAX_REPLY = 4 << 20  # SGLang's /server_info repeats its arguments for each data-parallel rank, 20 kB each
+_MAX_WEIGHTS_REPLY = 64 << 20  # a name and a digest of each weight, for each rank: experts of 100 B take 24 MiB
+_MAX_REPLY_BASE = 16 << 10  # of one request: all that does not grow with its tokens
+_MAX_REPLY_TOKEN = 256  # of an output token: its id twice, its log-probs and its text
+_MAX_REPLY_KEPT = 12  # of a token that a cut keeps: SGLang lists their ids
+_MAX_KEPT = 4096  # of them per output token: SGLang's limit
 
 
 class _Entry(msgspec.Struct, array_like=True, gc=False):
@@ -59,6 +75,8 @@ class _Reply(TypedDict, total=False):
     meta_info: _Meta
 
 
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 80
 _REPLY = msgspec.json.Decoder(_Reply)
 _REPLIES = msgspec.json.Decoder(list[_Reply])
 
@@ -67,16 +85,26 @@ class HttpEngine:
     """A client of one server. Belongs to the event loop of its first call."""
 
     def __init__(
-        self, url: str, *, request_timeout_s: float, vocab_size: int | None = None, generate_url: str | None = None
+        self,
+        url: str,
+        *,
+        request_timeout_s: float,
+        vocab_size: int | None = None,
+        generate_url: str | None = None,
+        key: str | None = None,
     ) -> None:
-        """`vocab_size`, if known, bounds the token ids that are accepted.
+        """Make a client that connects with its first call.
 
-        `generate_url`: a router that passes /generate on to a server of its choice; all else goes to `url`.
+        Args:
+            vocab_size: bounds the token ids that are accepted. None means that it is unknown.
+            generate_url: a router that passes /generate on to a server of its choice; all else goes to `url`.
+            key: what the server and the router ask for. None means that they ask for nothing.
         """
         self.url = url.rstrip("/")
         self._router_url = generate_url.rstrip("/") if generate_url else None
         self._timeout_s = request_timeout_s
         self._vocab_size = vocab_size
+        self._headers = {"Accept-Encoding": "identity"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -86,7 +114,8 @@ class HttpEngine:
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         self._check_vocabulary(request)
-        raw = await self._send("POST", "/generate", _generate_body(request), what=f"request {request.rid}")
+        what, max_bytes = f"request {request.rid}", _max_reply([request])
+        raw = await self._send("POST", "/generate", _generate_body(request), what=what, max_bytes=max_bytes)
         result = self._result(_decoded(raw, _REPLY), request)
         if isinstance(result, EngineError):
             raise result
@@ -107,7 +136,7 @@ class HttpEngine:
         body["return_logprob"] = True
         if any(request.is_cut for request in requests):
             body["return_sampling_mask"] = True
-        raw = await self._send("POST", "/generate", body, what=what)
+        raw = await self._send("POST", "/generate", body, what=what, max_bytes=_max_reply(requests))
         decoded = _decoded(raw, _REPLIES)
         if not isinstance(decoded, list) or len(decoded) != len(requests):
             raise EngineError(f"{self.url}, {what}: the reply is not a list of {len(requests)} results")
@@ -132,16 +161,20 @@ class HttpEngine:
         await self._call("POST", "/continue_generation", {})
 
     async def health(self) -> bool:
-        """Return whether the server and its engine answer; never raises.
+        """Return whether the server and its engine answer; never raises."""
+        try:
+            await self.check_health()
+        except EngineError:
+            return False
+        return True
+
+    async def check_health(self) -> None:
+        """Ask the server and its engine for a sign of life; raise EngineError without one.
 
         SGLang's /health samples a token, which a paused server cannot do: after a failed push it would never be healthy
         again. /server_info asks the engine too.
         """
-        try:
-            await self._call("GET", "/server_info", timeout_s=_HEALTH_TIMEOUT_S)
-        except EngineError:
-            return False
-        return True
+        await self._call("GET", "/server_info", timeout_s=_HEALTH_TIMEOUT_S)
 
     async def server_info(self) -> dict[str, Any]:
         """Return the server's description of itself, always with `weight_version`."""
@@ -182,7 +215,7 @@ class HttpEngine:
 
     async def update_weights(
         self, specs: Sequence[TensorSpec], group_name: str, *, flat: bool, version: int | None
-    ) -> None:
+    ) -> dict[str, str]:
         body: dict[str, Any] = {
             "names": [spec.name for spec in specs],
             "dtypes": [spec.dtype for spec in specs],
@@ -194,7 +227,10 @@ class HttpEngine:
         if version is not None:
             body["weight_version"] = str(version)
         what = f"{len(specs)} weights from {specs[0].name} to {specs[-1].name}"  # SGLang's refusal has no name
-        await self._call("POST", "/update_weights_from_distributed", body, what=what)
+        reply = _as_dict(await self._call("POST", "/update_weights_from_distributed", body, what=what))
+        if reply.get("success") is not True:
+            raise EngineError(f"{self.url}/update_weights_from_distributed, {what}: the reply does not confirm them")
+        return _as_dict(reply.get("digests"))
 
     async def end_weight_update(self) -> None:
         await self._call("POST", "/end_weight_update", {})
@@ -213,16 +249,19 @@ class HttpEngine:
         await self._call("POST", "/stop_profile")
 
     async def weights_checksum(self) -> dict[str, Any]:
-        return _as_dict(await self._call("POST", "/weights_checker", {"action": "checksum"}))
+        return _as_dict(await self._weights("checksum"))
 
     async def weights_manifest(self) -> list[TensorSpec]:
-        reply = _as_dict(await self._call("POST", "/weights_checker", {"action": "manifest"}))
+        reply = _as_dict(await self._weights("manifest"))
         try:
             return [
                 TensorSpec(str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in reply["weights"]
             ]
         except (KeyError, TypeError, ValueError):
             raise EngineError(f"{self.url}/weights_checker: the reply is no list of weights") from None
+
+    async def _weights(self, action: str) -> Any:
+        return await self._call("POST", "/weights_checker", {"action": action}, max_bytes=_MAX_WEIGHTS_REPLY)
 
     def _check_vocabulary(self, request: GenerateRequest) -> None:
         """Check the token ids: SGLang would read past its embedding. Raises EngineError."""
@@ -235,18 +274,40 @@ class HttpEngine:
         )
 
     async def _call(
-        self, method: str, path: str, body: Any = None, *, what: str | None = None, timeout_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        what: str | None = None,
+        timeout_s: float | None = None,
+        max_bytes: int = _MAX_REPLY,
     ) -> Any:
-        """Return the decoded reply, None if it is not JSON. Raises as `_send`."""
-        return _plain(await self._send(method, path, body, what=what, timeout_s=timeout_s))
+        """Return the decoded reply, None if it is not JSON. Raises as `_send`, also if it denies success."""
+        raw = await self._send(method, path, body, what=what, timeout_s=timeout_s, max_bytes=max_bytes)
+        reply = _plain(raw)
+        if _as_dict(reply).get("success") is False:
+            raise self._failure(f"{self.url}{path}" + (f", {what}" if what else ""), 200, raw)
+        return reply
 
     async def _send(
-        self, method: str, path: str, body: Any = None, *, what: str | None = None, timeout_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        max_bytes: int,
+        what: str | None = None,
+        timeout_s: float | None = None,
     ) -> bytes:
-        """Return the body of the reply. Raises EngineError for any status but 200."""
+        """Return the body of the reply. It may come from this server alone, as it is, in at most `max_bytes`.
+
+        Raises:
+            EngineError: any status but 200, another encoding, or more bytes; follows no redirect.
+        """
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S)
-            self._session = aiohttp.ClientSession(connector=connector)
+            self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False, headers=self._headers)
         base = self._router_url if self._router_url and path == "/generate" else self.url
         where = f"{base}{path}" + (f", {what}" if what else "")
         deadline_s = timeout_s or self._timeout_s
@@ -257,20 +318,62 @@ class HttpEngine:
                 data=None if body is None else msgspec.json.encode(body),
                 headers=None if body is None else _JSON_HEADERS,
                 timeout=aiohttp.ClientTimeout(total=deadline_s),
+                allow_redirects=False,
             ) as response:
-                raw = await response.read()
+                if (encoding := response.headers.get("Content-Encoding", "identity").lower()) != "identity":
+                    raise EngineError(
+                        f"{where}: the reply is packed ({escaped(encoding[:20])}), which was not asked for"
+                    )
+                if 300 <= response.status < 400:
+                    target = escaped(response.headers.get("Location", "nowhere")[:200])
+                    raise EngineError(
+                        f"{where}: HTTP {response.status}: the server redirects to {target}, which is not followed; is "
+                        "the URL right?"
+                    )
+                if response.status != 200:
+                    raise self._failure(where, response.status, await _start_of(response.content, _MAX_SHOWN))
+                raw = await _start_of(response.content, max_bytes + 1)
         except asyncio.TimeoutError:  # noqa: UP041 - the name that aiohttp documents
             raise UnreachableEngineError(f"{where}: no answer within {deadline_s:g} s") from None
         except aiohttp.ClientError as problem:
             raise UnreachableEngineError(
-                f"{where}: {type(problem).__name__}: {problem}; is the server running?"
+                f"{where}: {type(problem).__name__}: {escaped(str(problem))[:_MAX_SHOWN]}; is the server running?"
             ) from None
-        if response.status != 200:
-            message = raw[:1000].decode(errors="replace")
-            kind = RequestRefusedError if response.status in _REFUSALS else EngineError
-            kind = BroadcastLostError if _LOST_BROADCAST in message else kind
-            raise kind(f"{where}: HTTP {response.status}: {message}")
+        if len(raw) > max_bytes:
+            raise EngineError(f"{where}: the reply is longer than any valid one, which has at most {max_bytes} bytes")
         return raw
+
+    def _failure(self, where: str, status: int, raw: bytes) -> EngineError:
+        """Return the error of a request that the server refused or could not do."""
+        message = escaped(raw[:_MAX_SHOWN].decode(errors="replace"))
+        if status == 401:
+            return KeyRefusedError(
+                f"{where}: HTTP 401: {message}; set rollout.api_key to the file with the server's key"
+            )
+        kind = RequestRefusedError if status in _REFUSALS else EngineError
+        kind = BroadcastLostError if _LOST_BROADCAST in message else kind
+        return kind(f"{where}: HTTP {status}: {message}")
+
+
+def _max_reply(requests: Sequence[GenerateRequest]) -> int:
+    """Return the most bytes that a valid reply to these requests has."""
+    return sum(
+        _MAX_REPLY_BASE
+        + request.max_new_tokens
+        * (_MAX_REPLY_TOKEN + (_MAX_REPLY_KEPT * (request.top_k or _MAX_KEPT) if request.is_cut else 0))
+        for request in requests
+    )
+
+
+async def _start_of(content: aiohttp.StreamReader, num_bytes: int) -> bytes:
+    """Read to the end, or until there are this many bytes, which are then cut off."""
+    parts, missing = [], num_bytes
+    async for part in content.iter_any():
+        parts.append(part[:missing])
+        missing -= len(parts[-1])
+        if missing <= 0:
+            break
+    return b"".join(parts)
 
 
 def _decoded(raw: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
@@ -321,18 +424,18 @@ def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) ->
     if not isinstance(token_ids, list):
         raise _BadReplyError("the reply has no output_ids")
     if (rid := meta.get("id", request.rid)) != request.rid:
-        raise _BadReplyError(f"the reply is of request {rid!r}")
+        raise _BadReplyError(f"the reply is of request {shown(rid)}")
     finish = meta.get("finish_reason")
     reason = finish.get("type") if isinstance(finish, dict) else None
     if reason not in _FINISH_REASONS:
-        raise _BadReplyError(f"finish_reason {finish!r} is not one of {_FINISH_REASONS}")
+        raise _BadReplyError(f"finish_reason {shown(finish)} is not one of {_FINISH_REASONS}")
     if len(token_ids) > request.max_new_tokens:
         raise _BadReplyError(f"{len(token_ids)} tokens were returned, at most {request.max_new_tokens} were asked for")
     if not token_ids and reason != "abort":
-        raise _BadReplyError(f"no token was returned, and finish_reason is {reason!r}")
+        raise _BadReplyError(f"no token was returned, and finish_reason is {shown(reason)}")
     if not _are_tokens(token_ids, vocab_size):
         foreign = next(i for i in token_ids if not _are_tokens([i], vocab_size))
-        raise _BadReplyError(f"token id {foreign!r} is outside the vocabulary of {vocab_size}")
+        raise _BadReplyError(f"token id {shown(foreign)} is outside the vocabulary of {vocab_size}")
     num_prompt_tokens = _count(meta, "prompt_tokens", len(request.token_ids))
     if num_prompt_tokens != len(request.token_ids):
         raise _BadReplyError(f"it continues {num_prompt_tokens} prompt tokens, but {len(request.token_ids)} were sent")
@@ -351,7 +454,7 @@ def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) ->
 def _count(meta: dict[str, Any], name: str, default: int) -> int:
     value = meta.get(name, default)
     if type(value) is not int or value < 0:
-        raise _BadReplyError(f"{name} {value!r} is not a count")
+        raise _BadReplyError(f"{name} {shown(value)} is not a count")
     return value
 
 
@@ -411,13 +514,13 @@ def _bad_entry(entries: list[Any], token_ids: list[int]) -> _BadReplyError:
     """Name the first entry that is no log-prob of its token."""
     for index, (token_id, entry) in enumerate(zip(token_ids, entries, strict=True)):
         if not isinstance(entry, list) or len(entry) < 2 or type(entry[1]) is not int or entry[1] != token_id:
-            shown = entry[:2] if isinstance(entry, list) else entry
+            start = entry[:2] if isinstance(entry, list) else entry
             return _BadReplyError(
-                f"log-prob entry {shown!r} at output token {index} does not belong to token {token_id}"
+                f"log-prob entry {shown(start)} at output token {index} does not belong to token {token_id}"
             )
         logprob = entry[0]
         if type(logprob) not in (int, float) or not -_MAX_FLOAT <= logprob <= _LOGPROB_SLACK:
-            return _BadReplyError(f"log-prob {logprob!r} at output token {index} is not a finite number <= 0")
+            return _BadReplyError(f"log-prob {shown(logprob)} at output token {index} is not a finite number <= 0")
     raise AssertionError("every entry is good")
 
 
@@ -425,7 +528,7 @@ def _spans(meta: dict[str, Any], num_tokens: int) -> tuple[VersionSpan, ...]:
     raw = meta.get("weight_versions")
     if not isinstance(raw, list):
         raise _BadReplyError("the reply has no weight_versions; the server is older than SGLang 0.5.23")
-    uncovered = f"weight_versions {raw!r} do not cover the {num_tokens} output tokens in order"
+    uncovered = f"weight_versions {shown(raw)} do not cover the {num_tokens} output tokens in order"
     spans: list[VersionSpan] = []
     covered = 0
     for entry in raw:
@@ -444,10 +547,16 @@ def parse_version(version: object) -> int:
     """Return a server's weight version as a number, -1 for the weights it started with. Raises _BadReplyError."""
     if version == _UNVERSIONED:
         return -1
-    if type(version) in (int, str):
-        with contextlib.suppress(ValueError):
-            return int(version)  # type: ignore[call-overload]
-    raise _BadReplyError(f"weight version {version!r} is not a whole number")
+    if type(version) is int and 0 <= version < 10**_MAX_DIGITS:
+        return version
+    if isinstance(version, str) and version.isascii() and version.isdecimal() and len(version) <= _MAX_DIGITS:
+        return int(version)
+    raise _BadReplyError(f"weight version {shown(version)} is not a whole number")
+
+
+def shown(value: object) -> str:
+    """Return the representation of what a server sent, shortened."""
+    return _SHORT.repr(value)
 
 
 def _as_dict(value: Any) -> dict[str, Any]:

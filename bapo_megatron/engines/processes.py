@@ -152,10 +152,11 @@ def loopback_variables(urls: Sequence[str] = ()) -> dict[str, str]:
     return {name: os.environ.get(name, interface) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
 
 
-def answers(url: str, timeout_s: float = 5.0) -> bool:
+def answers(url: str, timeout_s: float = 5.0, key: str | None = None) -> bool:
     """Tell whether GET answers 200 in time."""
+    request = urllib.request.Request(url, headers={} if key is None else {"Authorization": f"Bearer {key}"})
     try:
-        with _OPENER.open(url, timeout=timeout_s) as response:
+        with _OPENER.open(request, timeout=timeout_s) as response:
             return response.status == 200
     except (OSError, http.client.HTTPException):  # refused, reset, late, not HTTP, or another status
         return False

@@ -2,7 +2,7 @@
 
 SGLang's own entry point, and around it: the CPU compatibility and stacks on SIGUSR1, in this process and in the
 schedulers that SGLang spawns (multiprocessing imports the main module of a parent again in its children), a store on
-loopback where the schedulers meet, and an end when standard input closes.
+loopback where the schedulers meet, the key of the run, and an end when standard input closes.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from typing import Any
 from bapo_megatron_patches.sglang import apply_cpu_compat
 
 from bapo_megatron.engines.group import host_store
+from bapo_megatron.engines.key import take_key
 from bapo_megatron.engines.processes import LOOPBACK
 
 _STORE_TIMEOUT_S = 300.0  # of the store's own requests; torch's default
@@ -34,12 +35,26 @@ def main() -> None:
 
     threading.Thread(target=_end_when_stdin_closes, name="parent-watch", daemon=True).start()
     load_plugins()
+    key = take_key()
     arguments = prepare_server_args(sys.argv[1:])
     try:
         with _store_on_loopback(arguments):
+            if key is not None:
+                _ask_for_key(key)
             run_server(arguments)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _ask_for_key(key: str) -> None:
+    """Answer only clients that send the key, except on /health, /ready and /metrics, by SGLang's own middleware.
+
+    As an argument (`--api-key`) the server would print it at its start and tell it at /server_info.
+    """
+    from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.utils.auth import add_api_key_middleware
+
+    add_api_key_middleware(app, api_key=key, admin_api_key=None)
 
 
 @contextlib.contextmanager

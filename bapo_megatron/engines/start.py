@@ -1,6 +1,7 @@
 """Start one machine's share of a run's engines, under a supervisor."""
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -16,18 +17,23 @@ from bapo_megatron.runtime import num_cores
 
 
 @contextlib.contextmanager
-def running_engines(config: Config, model_path: Path, log_dir: Path, share: EngineShare) -> Iterator[list[str]]:
+def running_engines(
+    config: Config, model_path: Path, log_dir: Path, share: EngineShare, key: str
+) -> Iterator[list[str]]:
     """Yield the URLs of engines as `started_engines` does, once they are healthy. Raises UserError, EngineError."""
-    with started_engines(config, model_path, log_dir, share) as engines:
+    with started_engines(config, model_path, log_dir, share, key) as engines:
         engines.wait()
         yield engines.urls
 
 
 @contextlib.contextmanager
-def started_engines(config: Config, model_path: Path, log_dir: Path, share: EngineShare) -> Iterator[StartedEngines]:
+def started_engines(
+    config: Config, model_path: Path, log_dir: Path, share: EngineShare, key: str
+) -> Iterator[StartedEngines]:
     """Yield a run's engines: those of rollout.urls, or of this machine's share, which this starts.
 
-    Started engines are looked after until the block ends, and end with this process.
+    Started engines are looked after until the block ends, and end with this process. They answer only clients that send
+    `key`.
     """
     r = config.rollout
     if r.engine_kind.specs is None:
@@ -38,7 +44,7 @@ def started_engines(config: Config, model_path: Path, log_dir: Path, share: Engi
     with (
         processes.reserved_ports(share.count, share.host) as ports,
         supervised(
-            make_specs(config, model_path, logs, ports, share),
+            [dataclasses.replace(spec, key=key) for spec in make_specs(config, model_path, logs, ports, share)],
             startup_timeout_s=r.startup_limit_s,
             max_restarts=r.max_restarts,
             hang_timeout_s=r.hang_timeout_s,

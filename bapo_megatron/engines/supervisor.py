@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bapo_megatron.engines import processes
+from bapo_megatron.engines.key import KEY_VARIABLE
 from bapo_megatron.errors import UserError
 
 _POLL_S = 0.2
@@ -43,6 +44,8 @@ class EngineSpec:
     command: Sequence[str]
     log: Path
     environment: Mapping[str, str] = field(default_factory=dict)
+    key: str | None = field(default=None, repr=False)
+    """What the engine asks its clients for; it gets it as BAPO_ENGINE_KEY."""
 
 
 @contextlib.contextmanager
@@ -104,7 +107,7 @@ class StartedEngines:
             EngineError: an engine ended, or was not healthy in time.
         """
         for engine in self._engines[self._num_healthy :]:
-            if not processes.answers(f"{engine.spec.url}/health"):
+            if not processes.answers(f"{engine.spec.url}/health", key=engine.spec.key):
                 processes.check_start(engine.process, engine.log, self._began_s, engine.startup_timeout_s)
                 return False
             self._num_healthy += 1
@@ -147,7 +150,8 @@ class _Engine:
         self.log = self.spec.log
 
     def start(self) -> None:
-        self.process = processes.start(self.spec.command, self.log, self.spec.environment)
+        secret = {} if self.spec.key is None else {KEY_VARIABLE: self.spec.key}
+        self.process = processes.start(self.spec.command, self.log, {**self.spec.environment, **secret})
 
     def look_after(self) -> None:
         """Restart it when needed, until the run ends or no restart is left."""
@@ -180,7 +184,7 @@ class _Engine:
                 return True
             if time.monotonic() < probe_at:
                 continue
-            if processes.answers(probe, min(_PROBE_TIMEOUT_S, self.hang_timeout_s)):
+            if processes.answers(probe, min(_PROBE_TIMEOUT_S, self.hang_timeout_s), self.spec.key):
                 limit_s, name = self.hang_timeout_s, "rollout.hang_timeout_s"
                 answered_at = time.monotonic()
                 self.problem = None

@@ -16,6 +16,7 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.convert import hf_folder, is_hf
 from bapo_megatron.engines.connected import ConnectedEngines
+from bapo_megatron.engines.key import new_key
 from bapo_megatron.engines.start import EngineShare, running_engines
 from bapo_megatron.errors import UserError
 from bapo_megatron.evaluation.results import Answered, Evaluation, Problem
@@ -81,8 +82,9 @@ def evaluate(
         asked = _Asking(config, model_path, scorer, limit)
         (output / "logs").mkdir()
         share = EngineShare(count=config.rollout.num_servers, first_gpu=0)  # there is no trainer
-        with running_engines(config, model_path, output / "logs", share) as urls:
-            problems = asked.ask(urls, output / "responses.jsonl", tell)
+        key = new_key()
+        with running_engines(config, model_path, output / "logs", share, key) as urls:
+            problems = asked.ask(urls, key, output / "responses.jsonl", tell)
     r = config.rollout
     facts = {
         "checkpoint": str(checkpoint),
@@ -117,7 +119,7 @@ class _Asking:
         self._prompts = stream.in_order(limit or (None if is_file else config.eval.num_prompts))
         self.num_skipped = stream.num_skipped
 
-    def ask(self, urls: Sequence[str], responses: Path, tell: Callable[[str], None]) -> tuple[Problem, ...]:
+    def ask(self, urls: Sequence[str], key: str, responses: Path, tell: Callable[[str], None]) -> tuple[Problem, ...]:
         """Ask as many problems at a time as the engines sample concurrently; write each response once judged.
 
         Raises:
@@ -129,7 +131,7 @@ class _Asking:
         stop = (int(self._tokenizer.eos_token_id),)
         problems: list[Problem] = []
         writer = JsonlWriter(responses)
-        engines = ConnectedEngines.connect(config.rollout, urls, self._vocab_size)
+        engines = ConnectedEngines.connect(config.rollout, urls, self._vocab_size, key)
         with contextlib.closing(writer), contextlib.closing(engines):
             for start in range(0, len(self._prompts), num_at_once):
                 prompts = self._prompts[start : start + num_at_once]

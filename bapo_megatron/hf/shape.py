@@ -160,13 +160,20 @@ def model_shape(hf_config: dict[str, Any], where: str | Path | None = None) -> M
 
 def unsupported(hf_config: dict[str, Any]) -> list[str]:
     """Return the reasons why this model can be neither trained nor served; empty if it can."""
-    family = hf_config.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
-        return [
-            f"model_type {family!r} is not supported; supported are {', '.join(sorted(FAMILIES))} (dense); "
-            "docs/models.md says how to add one"
-        ]
+    if (problem := unknown_family(hf_config)) is not None:
+        return [problem]
     return list(_unsupported_options(_Settings(hf_config)))
+
+
+def unknown_family(hf_config: dict[str, Any]) -> str | None:
+    """Return the problem with a model whose family is not supported; None if it is."""
+    family = hf_config.get("model_type")
+    if isinstance(family, str) and family in FAMILIES:
+        return None
+    return (
+        f"model_type {family!r} is not supported; supported are {', '.join(sorted(FAMILIES))} (dense); "
+        "docs/models.md says how to add one"
+    )
 
 
 class _Settings:
@@ -312,10 +319,17 @@ def validate_layout(hf_config: dict[str, Any], tensor: int, pipeline: int, virtu
         pipeline: pipeline-parallel size (parallel.pipeline).
         virtual_pipeline: chunks of each stage (parallel.virtual_pipeline).
     """
-    problems = unsupported(hf_config)
-    if problems:
-        return problems
-    shape = model_shape(hf_config)
+    split = (
+        {} if (problems := unsupported(hf_config)) else layout_problems(hf_config, tensor, pipeline, virtual_pipeline)
+    )
+    return problems + [f"{problem}; {remedy}" for problem, remedy in split.values()]
+
+
+def layout_problems(
+    hf_config: dict[str, Any], tensor: int, pipeline: int, virtual_pipeline: int
+) -> dict[str, tuple[str, str]]:
+    """Return problems and remedies by the setting of [parallel] that does not fit a supported model."""
+    shape, problems = model_shape(hf_config), {}
     split = {
         "attention heads": shape.num_heads,
         "key-value heads": shape.num_kv_heads,
@@ -324,18 +338,16 @@ def validate_layout(hf_config: dict[str, Any], tensor: int, pipeline: int, virtu
     heads, layers, stage = shape.num_heads, shape.num_layers, shape.num_layers // pipeline
     if bad := [f"{count} {what}" for what, count in split.items() if count % tensor]:
         works = _choices(n for n in range(1, heads + 1) if all(count % n == 0 for count in split.values()))
-        problems.append(f"parallel.tensor={tensor} does not divide {', '.join(bad)}; parallel.tensor can be {works}")
+        problem = f"parallel.tensor={tensor} does not divide {', '.join(bad)}"
+        problems["tensor"] = (problem, f"parallel.tensor can be {works}")
     if layers % pipeline:
         works = _choices(n for n in range(1, layers + 1) if layers % n == 0)
-        problems.append(
-            f"parallel.pipeline={pipeline} does not divide {layers} layers; parallel.pipeline can be {works}"
-        )
+        problem = f"parallel.pipeline={pipeline} does not divide {layers} layers"
+        problems["pipeline"] = (problem, f"parallel.pipeline can be {works}")
     elif stage % virtual_pipeline:
         works = _choices(n for n in range(1, stage + 1) if stage % n == 0)
-        problems.append(
-            f"parallel.virtual_pipeline={virtual_pipeline} does not divide the {stage} layers of a stage; "
-            f"it can be {works}"
-        )
+        problem = f"parallel.virtual_pipeline={virtual_pipeline} does not divide the {stage} layers of a stage"
+        problems["virtual_pipeline"] = (problem, f"it can be {works}")
     return problems
 
 

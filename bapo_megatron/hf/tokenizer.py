@@ -4,19 +4,23 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.hf.shape import load_hf_config
+from bapo_megatron.hf.shape import load_hf_config, unknown_family
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load a checkpoint's tokenizer and check that it fits the model.
+    """Load a checkpoint's tokenizer and check that it fits the model. No code of the folder is run, or offered to be.
 
     Raises:
-        CheckpointError: the tokenizer can produce an id without a row in the model's embedding.
+        CheckpointError: the model's family is not supported, or the tokenizer can produce an id without a row in its
+            embedding.
     """
+    hf_config = load_hf_config(folder)
+    if (problem := unknown_family(hf_config)) is not None:
+        raise CheckpointError(f"{folder / 'config.json'}: {problem}")
     from transformers import AutoTokenizer  # takes seconds
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    check_tokenizer(tokenizer, load_hf_config(folder)["vocab_size"])
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    check_tokenizer(tokenizer, hf_config["vocab_size"])
     return tokenizer
 
 

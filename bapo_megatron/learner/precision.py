@@ -8,7 +8,7 @@ import importlib.util
 from typing import Any
 
 from bapo_megatron.algorithms.logprobs import Backend
-from bapo_megatron.config.precision import FUSED_ACTIVATIONS, Machine, problems
+from bapo_megatron.config.precision import FUSED_ACTIVATIONS, Machine, check_precision
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import ModelShape
@@ -20,7 +20,7 @@ def check_machine(config: Config, shape: ModelShape, machine: Machine) -> None:
     Raises:
         ConfigError: it cannot, because of `[precision]`, `model.implementation` or `train.logprob_backend`; says why.
     """
-    found = problems(config, shape=shape, machine=machine)
+    found = [v.message for v in check_precision(config, shape=shape, machine=machine)]
     if config.train.logprob_backend == "triton" and machine.compute_capability is None:
         found.append('train.logprob_backend="triton" needs a GPU; set train.logprob_backend="auto" on this machine')
     if found:

@@ -37,6 +37,7 @@ from bapo_megatron.monitor.summary import (
     summarize,
 )
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER, Heartbeat
+from bapo_megatron.runtime.output import lasting
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config
@@ -59,12 +60,13 @@ class Screen:
 
     Args:
         progress: "bar", "lines", or "auto": a live last line if the stream is a terminal.
+        is_lasting: continue without its reader, see `runtime.output`; else that is an OSError.
     """
 
-    def __init__(self, stream: TextIO, progress: Progress = "auto") -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, progress: Progress = "auto", *, is_lasting: bool = True) -> None:
+        self._stream = lasting(stream) if is_lasting else stream
         self._rich = RichConsole(
-            file=stream,
+            file=self._stream,
             force_terminal=True if progress == "bar" else None,
             width=_DEFAULT_COLUMNS,
             markup=False,
@@ -164,7 +166,7 @@ def header(config: Config, run_dir: RunDir) -> dict[str, str]:
 
 def shown_path(path: Path) -> str:
     """Return a path as short as it can be typed here."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OSError):  # the working folder may have been deleted
         return str(path.relative_to(Path.cwd()))
     return str(path)
 

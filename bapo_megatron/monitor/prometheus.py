@@ -10,9 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, MetricsHandler
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -21,6 +20,7 @@ from bapo_megatron.engines.base import EngineState
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.metrics import declared
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, Heartbeat
+from bapo_megatron.runtime.web import GuardedHandler, GuardedServer
 
 _PREFIX = "bapo_"
 COUNTERS = {
@@ -167,15 +167,17 @@ class PrometheusEndpoint:
         self.collector = RunCollector(run, GPUFacts())
         registry = CollectorRegistry()
         registry.register(self.collector)
-        self._server: WSGIServer
+        handler = type("_Handler", (GuardedHandler, MetricsHandler), {"registry": registry})
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            self._server = GuardedServer(host, port, handler)
         except OSError as error:
             raise ConfigError(
                 f"monitor.prometheus_port={port}: cannot listen on {host} ({error.strerror or error}); set another "
                 "port, 0 for any free one, or monitor.prometheus_host"
             ) from error
         self.url = f"http://{host}:{self._server.server_port}/metrics"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         self._server.shutdown()

@@ -3,6 +3,7 @@
     runs/<name>/
         config.toml  command.txt  environment.json  git.diff     of the latest attempt
         metrics.jsonl  samples.jsonl  rollouts/  report.html  checkpoints/  of the whole run
+        run-id.txt                                               random: whose checkpoints these are
         logs/attempt-N/                                          logs of one attempt, with its own copy of the above
             state.txt                                            its `State`
             judge.txt                                            first failure of a judge that fails often
@@ -20,6 +21,7 @@ import math
 import os
 import platform
 import re
+import secrets
 import shlex
 import shutil
 import socket
@@ -38,7 +40,7 @@ from bapo_megatron.assets import hub
 from bapo_megatron.config.earlier import RETIRED, updated
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.runtime import num_cores
-from bapo_megatron.runtime.files import explaining_os_errors, read_jsonl, write_atomically
+from bapo_megatron.runtime.files import explaining_os_errors, read_jsonl, step_of, write_atomically
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config
@@ -72,6 +74,7 @@ RESUMABLE_SETTINGS = (
     "rollout.max_staleness",
     "rollout.urls",
     "rollout.router_url",
+    "rollout.api_key",
     "rollout.num_servers",
     "rollout.server_tensor_parallel",
     "rollout.max_concurrent_requests",
@@ -92,7 +95,9 @@ _PACKAGES = (
     "numpy",
     "pydantic",
 )
+_RUN_ID = "run-id.txt"
 _MAX_DIFF_BYTES = 1 << 20
+_MAX_FLOAT32 = 3.4028235e38
 _GIT_TIMEOUT_S = 10.0
 
 State = Literal["starting", "training", "finished", "interrupted", "failed"]
@@ -141,6 +146,8 @@ class RunDir:
                 run.log_dir.mkdir(parents=True)
                 run.checkpoints_dir.mkdir(exist_ok=True)
             run._record_facts(config_text)
+            if run.run_id is None:
+                write_atomically(path / _RUN_ID, f"{secrets.token_hex(8)}\n")
             run.mark("starting")
         except BaseException:
             lock.close()
@@ -193,6 +200,14 @@ class RunDir:
     @property
     def rollouts_dir(self) -> Path:
         return self.path / "rollouts"
+
+    @property
+    def run_id(self) -> str | None:
+        """Random id of the run, which its checkpoints name; None before its first attempt."""
+        try:
+            return (self.path / _RUN_ID).read_text(encoding="utf-8", errors="replace").strip() or None
+        except FileNotFoundError:
+            return None
 
     def log_path(self, role: str, rank: int) -> Path:
         """Return the log file of one process of this attempt, such as logs/attempt-2/trainer-0.log."""
@@ -247,14 +262,25 @@ class RunDir:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Read the steps in a metrics.jsonl in ascending order, null as NaN. The later line of a repeated step counts."""
-    rows = {row["step"]: row for row in map(_as_floats, read_jsonl(path)) if "step" in row}
+    """Read the steps in a metrics.jsonl in ascending order, null as NaN. The later line of a repeated step counts.
+
+    A line without a step is skipped, and logged.
+    """
+    rows: dict[int, dict[str, float]] = {}
+    for record in read_jsonl(path):
+        step = step_of(record)
+        if step is None:
+            logger.warning("%s: skipped a line without a step: %.80r", path, record.get("step"))
+        else:
+            rows[step] = _as_floats(record) | {"step": float(step)}
     return [rows[step] for step in sorted(rows)]
 
 
 def _as_floats(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers in a line. One that no metric can have, beyond float32, is NaN like one that is not finite."""
     row = {name: math.nan if value is None else value for name, value in record.items()}
-    return {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
+    numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+    return {name: float(value) if abs(value) <= _MAX_FLOAT32 else math.nan for name, value in numbers.items()}
 
 
 def describe_environment() -> dict[str, Any]:

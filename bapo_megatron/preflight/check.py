@@ -1,22 +1,24 @@
 """A configuration from the command line, checked for this machine or for the cluster that it names."""
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.config.base import Violation
+from bapo_megatron.config.base import Violation, overlap
 from bapo_megatron.config.load import read_config, split_arguments
-from bapo_megatron.config.plan import check
+from bapo_megatron.config.plan import check, check_functions
 from bapo_megatron.config.plan_slurm import check_placement, several_nodes
 from bapo_megatron.config.precision import this_machine
-from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema import Config, RolloutConfig
 from bapo_megatron.errors import ConfigError, UserError, escaped
-from bapo_megatron.hf.shape import load_hf_config
+from bapo_megatron.hf.shape import load_hf_config, unknown_family
 from bapo_megatron.preflight.inputs import Memory, read_inputs
 from bapo_megatron.preflight.known import known_config
-from bapo_megatron.preflight.plan import check_cluster
+from bapo_megatron.preflight.machine_checks import check_open_files
+from bapo_megatron.preflight.plan import MEMORY, SPLIT, check_machines, check_memory, check_unused
 from bapo_megatron.runtime.environment import has_gpu_driver
 
 _ENOUGH_GPUS = 1_000_000  # the number of ranks stays as it is
@@ -30,19 +32,36 @@ def load_checked(
     Args:
         elsewhere, here, memory: see `violations_of`.
     """
-    reading = read_config(*split_arguments(arguments))
-    config, found = reading.config, [Violation(problem) for problem in reading.problems]
-    if config.cluster.nodes > 1 and not elsewhere:
-        found.append(several_nodes(config))
-    else:
-        told = violations_of(config, elsewhere=elsewhere, here=here, memory=memory, given=reading.given)
-        found += [v for v in told if not any(name in v.message for name in reading.dropped)]
+    config, found = read_and_check(arguments, elsewhere=elsewhere, here=here, memory=memory)
     for violation in found:
         if violation.severity == "warning":
             print(f"bapo: warning: {escaped(violation.message)}", file=sys.stderr)
     if errors := [v.message for v in found if v.severity == "error"]:
         raise ConfigError("\n".join(errors))
     return config
+
+
+def read_and_check(
+    arguments: Sequence[str], *, elsewhere: bool = False, here: bool | None = None, memory: bool = True
+) -> tuple[Config, list[Violation]]:
+    """Return a configuration without its invalid settings, and all that is wrong with what was given.
+
+    Args:
+        elsewhere, here, memory: see `violations_of`.
+    """
+    reading = read_config(*split_arguments(arguments))
+    found = violations_of(
+        reading.config, elsewhere=elsewhere, here=here, memory=memory, given=reading.given, unread=reading.unread
+    )
+    return reading.config, [*reading.violations, *found]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One look at the settings. It is left out if an error found before asks for a change of a setting it needs."""
+
+    find: Callable[[], Iterable[Violation]]
+    needs: tuple[str, ...] = ()  # settings, or tables of them
 
 
 def violations_of(
@@ -52,9 +71,12 @@ def violations_of(
     here: bool | None = None,
     memory: bool = True,
     given: Collection[str] | None = None,
+    unread: Collection[str] = frozenset(),
     read: Memory | None = None,
 ) -> list[Violation]:
     """List every violation that can be found before the run starts.
+
+    A setting whose value is unknown has its default here: what depends on that value is not told.
 
     Args:
         elsewhere: check for the configuration's cluster, if it names one, instead of this machine, on which the run
@@ -62,42 +84,61 @@ def violations_of(
         here: whether models and data must be on this machine; None: unless it is checked for a cluster.
         memory: whether exceeding the memory of the cluster's GPUs is a violation; if not, no data is read, either.
         given: see config/plan.py.
+        unread: settings of which only the default is known, as their values could not be read.
         read: findings about data and judge in earlier calls.
     """
     starts_here = not elsewhere
-    elsewhere = elsewhere and config.cluster.gpu is not None
+    nodes = config.cluster.nodes
+    elsewhere = (elsewhere or nodes > 1) and config.cluster.gpu is not None
     here = not elsewhere if here is None else here
-    found: list[Violation] = []
+    found = [*([several_nodes(config)] if starts_here and nodes > 1 else []), *check_functions(config)]
+    found = [v for v in found if not v.depends_on(unread)]
+    if any(v.depends_on(["rollout.engine"]) for v in found):
+        config, unread = _with_default_engine(config), {*unread, "rollout.engine"}
     known = known_config(config.model.path) if elsewhere and not here else None
     model = None if known else _model(config.model.path, "model.path", found)
-    hf_config = known or _hf_config(model, found)
+    hf_config = known or _hf_config(model, "model.path", found)
     critic = None if config.advantage.compares_responses else config.critic.path
     reference = config.loss.reference_path if config.loss.kl_coef else None
     others = {"critic.path": critic, "loss.reference_path": reference}
     hf_configs = {
-        setting: (known and known_config(path)) or _hf_config(_model(path, setting, found), found)
+        setting: (known and known_config(path)) or _hf_config(_model(path, setting, found), setting, found)
         for setting, path in others.items()
         if path is not None
     }
-    num_gpus = config.cluster.nodes * config.cluster.gpus_per_node if elsewhere else num_visible_gpus()
-    found += check(
-        config,
-        hf_config=hf_config,
-        reference_config=hf_configs.get("loss.reference_path"),
-        num_gpus=num_gpus,
-        starts_here=starts_here,
-        machine=this_machine() if num_gpus and not elsewhere else None,
-        given=given,
-    )
-    if any(v.message.startswith("rollout.engine=") for v in found):
-        return found  # the other checks ask what the engine can do
-    if config.cluster.nodes > 1:
-        found += check_placement(config)
-    if memory:
-        found += read_inputs(config, model, {} if read is None else read, here=here)
-    if not any(v.severity == "error" for v in found):  # memory needs a possible layout
-        found += check_cluster(config, hf_config, memory=memory)
+    num_gpus = nodes * config.cluster.gpus_per_node if elsewhere else num_visible_gpus()
+    is_known = hf_config is None or unknown_family(hf_config) is None  # otherwise its tokenizer is not loaded
+    tokenizer_from = model if is_known else None
+    checks = [
+        Check(
+            lambda: check(
+                config,
+                hf_config=hf_config,
+                reference_config=hf_configs.get("loss.reference_path"),
+                num_gpus=num_gpus,
+                starts_here=starts_here and nodes == 1,
+                machine=this_machine() if num_gpus and not elsewhere else None,
+                given=given,
+            )
+        ),
+        Check(lambda: check_placement(config) if nodes > 1 else (), needs=("cluster.nodes",)),
+        Check(lambda: read_inputs(config, tokenizer_from, {} if read is None else read, here=here) if memory else ()),
+        Check(lambda: check_open_files(config) if nodes == 1 and not elsewhere else ()),
+        Check(lambda: check_machines(config)),
+        Check(lambda: check_memory(config, hf_config) if memory and hf_config else (), needs=MEMORY),
+        Check(lambda: check_unused(config), needs=(*SPLIT, "cluster")),
+    ]
+    for one in checks:
+        wrong = {v.settings[0] for v in found if v.severity == "error"}
+        if not overlap(one.needs, wrong):
+            found += [v for v in one.find() if not v.depends_on(unread)]
     return found
+
+
+def _with_default_engine(config: Config) -> Config:
+    """Return the configuration with the default engine in place of one that cannot be loaded."""
+    engine = RolloutConfig.model_fields["engine"].default
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
 
 
 def accepts_layout(config: Config, hf_config: dict[str, Any], *, on_gpus: bool) -> bool:
@@ -109,20 +150,20 @@ def accepts_layout(config: Config, hf_config: dict[str, Any], *, on_gpus: bool) 
 
 
 def _model(path: str, setting: str, found: list[Violation]) -> Path | None:
-    """Return the folder of a model; add problems with it to `found`."""
+    """Return the folder of the model that `setting` names; add problems with it to `found`."""
     try:
         return resolve_model_path(path, setting=setting, weights=False)
     except UserError as error:
-        found.append(Violation(str(error)))
+        found.append(Violation((setting,), str(error)))
         return None
 
 
-def _hf_config(folder: Path | None, found: list[Violation]) -> dict[str, Any] | None:
-    """Return the config.json of a model; add problems with it to `found`."""
+def _hf_config(folder: Path | None, setting: str, found: list[Violation]) -> dict[str, Any] | None:
+    """Return the config.json of the model that `setting` names; add problems with it to `found`."""
     try:
         return None if folder is None else load_hf_config(folder)
     except UserError as error:
-        found.append(Violation(str(error)))
+        found.append(Violation((setting,), str(error)))
         return None
 
 

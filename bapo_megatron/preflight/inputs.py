@@ -8,7 +8,6 @@ import difflib
 import functools
 import importlib.util
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from bapo_megatron.assets import SHIPPED_MODELS
 from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.config.dotted import REWARD
 from bapo_megatron.config.schema import Config, MixedSource, SourceConfig
+from bapo_megatron.engines.key import read_key
 from bapo_megatron.errors import UserError
 from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.base import PromptSource, Question
@@ -49,11 +49,26 @@ def read_inputs(config: Config, model: Path | None, memory: Memory, *, here: boo
         values = [section.model_dump_json() for section in sections]
         key = json.dumps([config.run.seed, config.model.path, *values, here])
         if key not in memory:
-            memory[key] = list(_prompts_and_judge(config, model, here))
+            memory[key] = list(dict.fromkeys(_prompts_and_judge(config, model, here)))
         found += memory[key]
     else:
         found += _recording(config, here)
-    return [*found, *_passed_on(config)]
+    return [*found, *_key(config, here), *_passed_on(config)]
+
+
+def _key(config: Config, here: bool) -> Iterator[Violation]:
+    """Read the key of attached servers."""
+    path = config.rollout.api_key
+    if path is None or config.rollout.engine != "attach":
+        return
+    if not here and not Path(path).expanduser().exists():
+        problem = f"rollout.api_key={path} is not on this machine, and was not read"
+        yield warning(("rollout.api_key",), problem, "the run needs it")
+        return
+    try:
+        read_key(path)
+    except UserError as error:
+        yield Violation(("rollout.api_key",), str(error))
 
 
 def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterator[Violation]:
@@ -61,25 +76,43 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
     questions: list[Asked] = []
     is_complete = True
     for table, one in _sources_read(config).items():
-        alone = config.with_prompts_of(one)
+        alone, settings = config.with_prompts_of(one), _settings_of(config, table)
         if one.source == "jsonl" and one.path is None:
             is_complete = False  # config/plan.py reports it
             continue
-        if one.source == "jsonl" and not here and not os.path.exists(os.path.expanduser(one.path or "")):
+        if one.source == "jsonl" and not (path := Path(one.path or "").expanduser()).exists():
             is_complete = False
-            if model is not None:  # else this machine has neither, and is none of the cluster's
-                yield warning(f"{table}.path={one.path} is not on this machine, and was not read; the run needs it")
+            named = tuple(name for name in settings if not name.endswith(".format"))
+            if here:
+                yield Violation(named, f"{table}.path: there is no file {path.absolute()}")
+            elif model is not None:  # else this machine has neither, and is none of the cluster's
+                problem = f"{table}.path={one.path} is not on this machine, and was not read"
+                yield warning(named, problem, "the run needs it")
             continue
         try:
-            source = _read_source(alone, model, table)
-            is_trained = table in config.prompt_sources
-            name = one.name if isinstance(one, MixedSource) else source.name
-            questions.append((config if is_trained else alone, name, source[0]))
+            source = build_source(alone, table)
+            first = [source[i] for i in range(min(NUM_ROWS, len(source)))]
         except UserError as error:
             is_complete = False
-            yield Violation(str(error))
-    if is_complete or config.reward.kind not in REWARD.names:  # a judge of ours may need what could not be read
-        yield from _judge(config, questions)
+            yield Violation(settings, str(error))
+            continue
+        is_trained = table in config.prompt_sources
+        name = one.name if isinstance(one, MixedSource) else source.name
+        if not (is_trained and config.reward.kind == "code" and one.source != "jsonl"):  # config/plan.py reports it
+            questions.append((config if is_trained else alone, name, source[0]))
+        yield from _lengths(alone, model, source, first, settings)
+    yield from _judge(config, questions, is_complete=is_complete)
+
+
+def _settings_of(config: Config, table: str) -> tuple[str, ...]:
+    """Return the settings that describe the prompts of a table."""
+    source = (config.prompt_sources | config.eval_sets)[table].source
+    fields = {"jsonl": ("path", "source", "format"), "reasoning_gym": ("options", "dataset", "source")}.get(
+        source, ("options", "source")
+    )
+    if table == "eval":  # the kind of prompts is that of [data]
+        return (*(f"{'eval' if field == 'path' else 'data'}.{field}" for field in fields), "eval.sets")
+    return (*(f"{table}.{field}" for field in fields), *(["data.sources"] if table == "data" else []))
 
 
 def _sources_read(config: Config) -> dict[str, SourceConfig]:
@@ -89,32 +122,57 @@ def _sources_read(config: Config) -> dict[str, SourceConfig]:
     return {**config.prompt_sources, **config.eval_sets}
 
 
-def _read_source(config: Config, model: Path | None, table: str) -> PromptSource:
-    """Return a source whose first prompts have the right lengths. Raises UserError."""
-    source = build_source(config, table)
-    questions = [source[i] for i in range(min(NUM_ROWS, len(source)))]
+def _lengths(
+    config: Config, model: Path | None, source: PromptSource, first: list[Question], settings: tuple[str, ...]
+) -> Iterator[Violation]:
+    """Check that the first prompts have the right lengths, and that the tokenizer can put them.
+
+    Args:
+        config: with the prompts of this source.
+        settings: that describe the source.
+    """
+    data = config.data
     # No token of a shipped model is shorter than a byte; loading a tokenizer takes seconds.
-    is_short = all(0 < len(question.text.encode()) <= config.data.max_prompt_tokens for question in questions)
-    is_plain = not config.data.chat_template and config.data.system_prompt is None
-    if model is None or (config.model.path in SHIPPED_MODELS and is_short and is_plain):
-        return source
+    is_short = all(0 < len(question.text.encode()) <= data.max_prompt_tokens for question in first)
+    if model is None or (config.model.path in SHIPPED_MODELS and is_short and not data.chat_template):
+        return
     from bapo_megatron.hf.tokenizer import load_tokenizer
     from bapo_megatron.prompts.stream import PromptStream
 
     try:
         tokenizer = load_tokenizer(model)
-    except UserError:
-        raise
+    except UserError as error:
+        yield Violation(("model.path",), str(error))
+        return
     except Exception as error:  # transformers raises many kinds for a damaged file
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise UserError(f"model.path={config.model.path}: its tokenizer cannot be loaded: {reason[:300]}") from error
-    PromptStream(config, tokenizer, source).check(NUM_ROWS)
-    return source
+        problem = f"model.path={config.model.path}: its tokenizer cannot be loaded: {reason[:300]}"
+        yield Violation(("model.path",), problem)
+        return
+    if not data.chat_template:  # without one, config/plan.py reports a system prompt
+        config = config.model_copy(update={"data": data.model_copy(update={"system_prompt": None})})
+    try:
+        stream = PromptStream(config, tokenizer, source)
+    except UserError as error:
+        yield Violation(("data.chat_template", "model.path"), str(error))
+        return
+    try:
+        stream.check(NUM_ROWS)
+    except UserError as error:
+        how = ("data.max_prompt_tokens", "data.on_bad_prompt", "data.chat_template", "data.system_prompt", "model.path")
+        yield Violation((*settings, *how), str(error))
 
 
-def _judge(config: Config, questions: list[Asked]) -> Iterator[Violation]:
-    """Build each judge once, and let it score its questions with their own answers as the responses."""
+def _judge(config: Config, questions: list[Asked], *, is_complete: bool) -> Iterator[Violation]:
+    """Build each judge once, and let it score its questions with their own answers as the responses.
+
+    Args:
+        is_complete: whether all sources could be read.
+    """
     by_spec: list[tuple[JudgeSpec, list[tuple[str, Question]]]] = []
+    kind = config.reward.kind
+    asked_about = ("source", "format") if kind == "auto" else ("source",) if kind in REWARD.names else ()
+    settings = ("reward.kind", *(f"{table}.{field}" for table in _sources_read(config) for field in asked_about))
     try:
         by_spec.append((JudgeSpec.of(config), []))
         for alone, name, question in questions:
@@ -124,25 +182,28 @@ def _judge(config: Config, questions: list[Asked]) -> Iterator[Violation]:
                 by_spec.append((spec, asked := []))
             asked.append((name, question))
     except UserError as error:
-        yield Violation(str(error))
+        yield Violation((*settings, "data.sources"), str(error))
         return
     for spec, asked in by_spec:
-        yield from _judge_of(spec, asked)
+        if is_complete or not spec.datasets:  # else it would fail for what could not be read
+            yield from _judge_of(spec, asked, settings)
 
 
-def _judge_of(spec: JudgeSpec, questions: list[tuple[str, Question]]) -> Iterator[Violation]:
+def _judge_of(spec: JudgeSpec, questions: list[tuple[str, Question]], settings: tuple[str, ...]) -> Iterator[Violation]:
     if spec.kind in EXACT:
         return
     try:
         verdicts = _verdicts(spec, questions)
     except (UserError, RuntimeError) as error:  # RuntimeError: no judge process stays alive
-        yield Violation(str(error))
+        yield Violation(settings, str(error))
         return
     for (_, question), verdict in zip(questions, verdicts, strict=True):
         if verdict.problem is not None:
             yield Violation(
+                (*settings, "reward.timeout_s", "reward.process_memory_mib", "reward.code_memory_mib"),
                 f'reward.kind="{spec.kind}" cannot judge a first sample, {question.where} with its own answer as the '
-                f"response: {verdict.message}; correct the judge, or the answer"
+                f"response: {verdict.message}",
+                "correct the judge, or the answer",
             )
 
 
@@ -171,17 +232,18 @@ def _recording(config: Config, here: bool) -> Iterator[Violation]:
     """Read the first recorded step, and see that the last one is there."""
     if config.rollout.recorded_from is None:
         return  # config/plan.py reports it
-    folder = Path(config.rollout.recorded_from).expanduser()
+    folder, settings = Path(config.rollout.recorded_from).expanduser(), ("rollout.recorded_from", "rollout.engine")
     if not here and not folder.exists():
-        yield warning(f"rollout.recorded_from={folder} is not on this machine, and was not read")
+        yield warning(settings, f"rollout.recorded_from={folder} is not on this machine, and was not read")
         return
     from bapo_megatron.rollout.recorded import read_groups
 
-    try:
-        read_groups(folder, 1)
-        read_groups(folder, config.train.num_steps)
-    except UserError as error:
-        yield Violation(str(error))
+    for step, decided_by in ((1, settings), (config.train.num_steps, (*settings, "train.num_steps"))):
+        try:
+            read_groups(folder, step)
+        except UserError as error:
+            yield Violation(decided_by, str(error))
+            return
 
 
 def _passed_on(config: Config) -> Iterator[Violation]:
@@ -189,14 +251,19 @@ def _passed_on(config: Config) -> Iterator[Violation]:
     if config.megatron.extra:
         yield from _unknown("megatron.extra", config.megatron.extra, "TransformerConfig", transformer_settings())
     if config.sglang.extra and config.rollout.engine == "sglang":
-        yield from _unknown("sglang.extra", config.sglang.extra, "ServerArgs", server_arguments())
+        yield from _unknown(
+            "sglang.extra", config.sglang.extra, "ServerArgs", server_arguments(), also=("rollout.engine",)
+        )
 
 
-def _unknown(setting: str, given: dict[str, Any], owner: str, known: frozenset[str]) -> Iterator[Violation]:
-    for name in given.keys() - known if known else ():
+def _unknown(
+    setting: str, given: dict[str, Any], owner: str, known: frozenset[str], *, also: tuple[str, ...] = ()
+) -> Iterator[Violation]:
+    for name in sorted(given.keys() - known) if known else ():
         close = difflib.get_close_matches(name, known, n=1)
-        advice = f"; did you mean {setting}.{close[0]}?" if close else ""
-        yield Violation(f"{setting}.{name} is not a setting of the installed {owner}{advice}")
+        remedy = f"did you mean {setting}.{close[0]}?" if close else ""
+        problem = f"{setting}.{name} is not a setting of the installed {owner}"
+        yield Violation((f"{setting}.{name}", *also), problem, remedy)
 
 
 @functools.cache

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 Stack = Literal["cpu", "gpu"]
 State = Literal["exact", "allowed", "not allowed", "missing"]
 
-GROUPS = ("core", "parquet", "gpu", "sglang", "sglang-needs")
-_EXTRAS = {"core": "train", "parquet": "parquet", "gpu": "gpu", "sglang-needs": "sglang"}  # of setup.py
+GROUPS = ("core", "parquet", "gym", "gpu", "sglang", "sglang-needs")
+_EXTRAS = {"core": "train", "parquet": "parquet", "gym": "gym", "gpu": "gpu", "sglang-needs": "sglang"}  # of setup.py
 _MODULES = {"megatron-core": "megatron"}  # else the distribution's name, with underscores
 _STACKS = {"cpu": "as tested", "gpu": "as docker/Dockerfile.gpu has them, untested"}
 

@@ -6,12 +6,13 @@ usually reach (COMPUTE_SHARE, LINK_SHARE), which is assumed, not measured.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bapo_megatron.config.base import Violation, warning
-from bapo_megatron.config.plan import max_microbatches, num_ranks
+from bapo_megatron.config.plan import RANKS, max_microbatches, num_ranks
 from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import plural
 from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.preflight import work
 from bapo_megatron.preflight.known import GIB, GPU, GPUS
@@ -21,6 +22,57 @@ from bapo_megatron.preflight.work import ServerMemory, decode_seconds, server_me
 COMPUTE_SHARE = 0.4  # of the peak rate of matrix products
 LINK_SHARE = 0.7  # of NVLink, network and GPU memory bandwidth
 FULL = 0.95  # usable share of the memory; the allocator's fragments may take the rest
+
+SPLIT = (*RANKS, "rollout.engine", "rollout.num_servers", "rollout.server_tensor_parallel")
+"""Settings that decide how many GPUs trainer and servers take."""
+MEMORY = (
+    *SPLIT,
+    "model.path",
+    "model.dtype",
+    "precision.fp8",
+    "precision.fp8_params",
+    "parallel.virtual_pipeline",
+    "parallel.sequence",
+    "parallel.overlap_communication",
+    "cluster",
+    "slurm.rollout_nodes",
+    "train.minibatches_per_step",
+    "train.max_tokens_per_microbatch",
+    "train.logprob_chunk_tokens",
+    "train.recompute",
+    "train.recompute_layers",
+    "train.recompute_modules",
+    "train.schedule",
+    "rollout.prompts_per_step",
+    "rollout.samples_per_prompt",
+    "rollout.max_response_tokens",
+    "data.max_prompt_tokens",
+    "loss.name",
+    "loss.kl_coef",
+    "loss.proximal",
+    "loss.search_bounds",
+    "bapo.scope",
+    "advantage.kind",
+    "optimizer.distributed",
+    "sync.bucket_mib",
+    "sglang.extra.mem_fraction_static",
+)
+"""Settings that the plan of memory computes with."""
+SERVER_MEMORY = (
+    "rollout.server_tensor_parallel",
+    "rollout.engine",
+    "rollout.engine_max_context",
+    "rollout.max_response_tokens",
+    "data.max_prompt_tokens",
+    "eval.sets",
+    "eval.interval_steps",
+    "model.path",
+    "model.dtype",
+    "cluster.gpu",
+    "cluster.gpu_memory_gib",
+    "sglang.extra.mem_fraction_static",
+)
+"""Settings that decide whether a server has room for one response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,67 +158,75 @@ def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = N
     )
 
 
-def check_cluster(config: Config, hf_config: dict[str, Any] | None, *, memory: bool = True) -> list[Violation]:
-    """Check the layout against nodes, and memory against GPUs; empty without `cluster.gpu`.
-
-    Args:
-        hf_config: the model's config.json; None leaves memory unchecked.
-    """
-    if config.cluster.gpu is None:
-        return []
-    found = list(_placement(config))
-    if not found and memory and hf_config is not None:
-        plan = make_plan(config, model_shape(hf_config))
-        found = [f"{problem}; `bapo plan` shows what it is made of" for problem in memory_problems(config, plan)]
-    return [*map(Violation, found), *_unused(config)]
-
-
-def _unused(config: Config) -> Iterator[Violation]:
-    """Warn of GPUs of one machine that neither trainer nor servers use; `check_placement` counts those of several."""
-    c, r = config.cluster, config.rollout
-    idle = c.gpus_per_node - num_ranks(config) - r.num_server_gpus
-    if r.num_started and not r.engine_kind.on_gpus:
-        yield warning(
-            f'rollout.engine="{r.engine}" samples on CPUs, beside {c.gpu.upper() if c.gpu else ""} GPUs; set '
-            'rollout.engine="sglang"'
-        )
-    if c.nodes == 1 and idle > 0:
-        yield warning(
-            f"{idle} of cluster.gpus_per_node={c.gpus_per_node} GPUs are idle; raise parallel.data"
-            f"{' or rollout.num_servers' if r.engine_kind.on_gpus else ''}, or set cluster.gpus_per_node="
-            f"{c.gpus_per_node - idle}"
-        )
-
-
-def _placement(config: Config) -> Iterator[str]:
+def check_machines(config: Config) -> Iterator[Violation]:
     """Check that one machine can hold a tensor-parallel group and a server; `check_placement` keeps them whole."""
     c, r = config.cluster, config.rollout
+    if c.gpu is None:
+        return
     sizes = {"parallel.tensor": config.parallel.tensor}
     if r.engine_kind.on_gpus:
         sizes["rollout.server_tensor_parallel"] = r.server_tensor_parallel
     for setting, size in sizes.items():
         if size > c.gpus_per_node:
-            yield (
+            yield Violation(
+                (setting, "cluster.gpus_per_node", "cluster.gpu"),
                 f"{setting}={size} is more than cluster.gpus_per_node={c.gpus_per_node}: ranks that share layers would "
-                f"be on two machines, whose network is too slow for it; set it to {c.gpus_per_node} or less"
+                "be on two machines, whose network is too slow for it",
+                f"set it to {c.gpus_per_node} or less",
             )
 
 
-def memory_problems(config: Config, plan: Plan) -> list[str]:
+def check_memory(config: Config, hf_config: dict[str, Any]) -> list[Violation]:
+    """Check the memory of the cluster's GPUs against a run whose layout is possible."""
+    if config.cluster.gpu is None:
+        return []
+    found = memory_problems(config, make_plan(config, model_shape(hf_config)))
+    return [replace(v, remedy=f"{v.remedy}; `bapo plan` shows what it is made of") for v in found]
+
+
+def check_unused(config: Config) -> Iterator[Violation]:
+    """Warn of GPUs of one machine that neither trainer nor servers use; `check_placement` counts those of several."""
+    c, r = config.cluster, config.rollout
+    if c.gpu is None:
+        return
+    idle = c.gpus_per_node - num_ranks(config) - r.num_server_gpus
+    if r.num_started and not r.engine_kind.on_gpus:
+        yield warning(
+            ("rollout.engine", "cluster.gpu"),
+            f'rollout.engine="{r.engine}" samples on CPUs, beside {c.gpu.upper()} GPUs',
+            'set rollout.engine="sglang"',
+        )
+    if c.nodes == 1 and idle > 0:
+        yield warning(
+            (*SPLIT, "cluster"),
+            f"{idle} of cluster.gpus_per_node={c.gpus_per_node} GPUs {'is' if idle == 1 else 'are'} idle",
+            f"raise parallel.data{' or rollout.num_servers' if r.engine_kind.on_gpus else ''}, or set "
+            f"cluster.gpus_per_node={c.gpus_per_node - idle}",
+        )
+
+
+def memory_problems(config: Config, plan: Plan) -> list[Violation]:
     """List what exceeds the memory, with numbers; empty if everything fits."""
     found, r = [], config.rollout
     need, have = plan.trainer.total / GIB, FULL * plan.gpu_memory_gib
     if need > have:
         found.append(
-            f"a trainer rank needs {need:.1f} GiB, and {FULL:.0%} of one {plan.gpu.name} are {have:.1f} GiB; split the "
-            "model over more ranks, or set train.recompute=true or a smaller train.max_tokens_per_microbatch"
+            Violation(
+                MEMORY,
+                f"a trainer rank needs {need:.1f} GiB, and {FULL:.0%} of one {plan.gpu.name} are {have:.1f} GiB",
+                "split the model over more ranks, or set train.recompute=true or a smaller "
+                "train.max_tokens_per_microbatch",
+            )
         )
     if plan.server is not None and plan.server.concurrency == 0:
         longest = config.data.max_prompt_tokens + r.max_response_tokens
         found.append(
-            f"a server of rollout.server_tensor_parallel={r.server_tensor_parallel} GPUs has room for "
-            f"{plan.server.kv_tokens} tokens beside the weights, and one response takes {longest}; raise "
-            "rollout.server_tensor_parallel or sglang.extra.mem_fraction_static"
+            Violation(
+                SERVER_MEMORY,
+                f"a server of rollout.server_tensor_parallel={plural(r.server_tensor_parallel, 'GPU')} has room for "
+                f"{plural(plan.server.kv_tokens, 'token')} beside the weights, and one response takes {longest}",
+                "raise rollout.server_tensor_parallel or sglang.extra.mem_fraction_static",
+            )
         )
     return found
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, plural
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight.known import GIB, planned_config
 from bapo_megatron.preflight.memory import TrainerMemory, fullest_rank
@@ -30,7 +30,7 @@ def explain(config: Config, response_tokens: int | None = None) -> tuple[str, li
         return "\n".join(_memory(fullest_rank(config, shape), "process on CPUs")), []
     plan = make_plan(config, shape, response_tokens)
     lines = [*_lines(config, plan), *_suggestions(suggest(config, hf_config, plan))]
-    return "\n".join(lines), memory_problems(config, plan)
+    return "\n".join(lines), [v.message for v in memory_problems(config, plan)]
 
 
 def explain_best(config: Config, response_tokens: int | None = None) -> tuple[str, str]:
@@ -63,7 +63,8 @@ def explain_best(config: Config, response_tokens: int | None = None) -> tuple[st
 def _split(name: str, config: Config, plan: Plan) -> Iterator[str]:
     r = config.rollout
     yield (
-        f"{name:<10} trainer {num_ranks(config)} GPUs, servers {r.num_servers} x {r.server_tensor_parallel} GPUs: "
+        f"{name:<10} trainer {plural(num_ranks(config), 'GPU')}, servers {r.num_servers} x "
+        f"{plural(r.server_tensor_parallel, 'GPU')}: "
         f"train {amount(plan.train.expected)}, rollout {amount(plan.rollout.expected if plan.rollout else 0.0)}"
     )
     yield from _balance(config, plan)
@@ -81,14 +82,14 @@ def _lines(config: Config, plan: Plan) -> Iterator[str]:
     c, r, tokens = config.cluster, config.rollout, plan.tokens
     on_servers = r.num_servers * r.server_tensor_parallel if plan.server else 0
     yield (
-        f"cluster    {c.nodes} x {c.gpus_per_node} {plan.gpu.name}: {num_ranks(config)} GPUs for the trainer, "
-        f"{on_servers} for servers, {c.nodes * c.gpus_per_node - num_ranks(config) - on_servers} idle"
+        f"cluster    {c.nodes} x {c.gpus_per_node} {plan.gpu.name}: {plural(num_ranks(config), 'GPU')} for the trainer"
+        f", {on_servers} for servers, {c.nodes * c.gpus_per_node - num_ranks(config) - on_servers} idle"
     )
     yield from _memory(plan.trainer, "trainer GPU", f"of {plan.gpu_memory_gib:.1f}")
     if s := plan.server:
         yield (
             f"server     {s.weights / GIB:.1f} GiB weights and {max(0, s.kv_cache) / GIB:.1f} GiB KV cache on a GPU: "
-            f"{s.kv_tokens:,} tokens, {s.concurrency} responses of full length at once"
+            f"{plural(s.kv_tokens, 'token', ',')}, {plural(s.concurrency, 'response')} of full length at once"
         )
     yield (
         f"work       {tokens.total / 1e6:.1f}M tokens a step, {tokens.response} a response; "

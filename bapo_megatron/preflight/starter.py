@@ -197,14 +197,14 @@ def _on_gpus(table: Table, hf_config: Table, shape: ModelShape, machine: Machine
         config = load_tables({"": table})
         present = make_plan(config, shape)
         if present.server is None or present.server.concurrency == 0:
-            problems = memory_problems(config, present)
+            problems = [v.message for v in memory_problems(config, present)]
             continue
         better = suggest(config, hf_config, present, count=1)
         if better:
             for path, value in map(parse_override, better[0].overrides):
                 merge(table, {path[0]: {path[1]: value}})
         elif not present.fits:
-            problems = memory_problems(config, present)
+            problems = [v.message for v in memory_problems(config, present)]
             continue
         if machine.gpu is None:
             del table["cluster"]

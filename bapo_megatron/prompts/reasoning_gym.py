@@ -17,7 +17,9 @@ def create_dataset(name: str | None, size: int, seed: int, options: dict[str, An
         from reasoning_gym.factory import create_dataset as create
     except ImportError as error:
         raise DataError(
-            f"data.source = 'reasoning_gym' cannot be imported ({error}): pip install reasoning-gym"
+            f"data.source = 'reasoning_gym' needs reasoning-gym, which cannot be imported ({error}); run "
+            "`pip install 'bapo-megatron[gym]'`, which compiles one package, pycosat, and so needs a C compiler and "
+            "Python's headers (Debian, Ubuntu: apt install gcc python3-dev)"
         ) from error
     if name not in DATASETS:
         close = difflib.get_close_matches(str(name), DATASETS, n=3)

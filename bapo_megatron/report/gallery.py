@@ -73,7 +73,7 @@ def _with_declared(figures: tuple[Panel, ...]) -> tuple[Panel, ...]:
     ]
     for name, keys in missing.items():
         section, title = name.split(" / ")
-        how_to_read = " ".join(f"{key}: {METRICS[key].meaning} {METRICS[key].advice}".strip() for key in keys)
+        how_to_read = " ".join(f"{key}: {METRICS[key].meaning} {METRICS[key].how_to_read}".strip() for key in keys)
         panels.append(Panel(section, title, METRICS[keys[0]].unit, _plain_curves(keys), how_to_read))
     sections = list(dict.fromkeys(panel.section for panel in panels))
     return tuple(sorted(panels, key=lambda panel: sections.index(panel.section)))
@@ -122,6 +122,6 @@ def _of_sources(names: Sequence[str]) -> list[Panel]:
     rewards = tuple(Curve(name, f"data/{name}/reward", row=f"{name}, mean reward") for name in names)
     shares = tuple(Curve(name, f"data/{name}/prompt_share", percent=True, row=f"{name}, %") for name in names)
     return [
-        Panel("Learning", "Reward by source", "mean reward", rewards, f"{reward.meaning} {reward.advice}"),
-        Panel("Learning", "Prompts by source", "% of the prompts", shares, f"{share.meaning} {share.advice}"),
+        Panel("Learning", "Reward by source", "mean reward", rewards, f"{reward.meaning} {reward.how_to_read}"),
+        Panel("Learning", "Prompts by source", "% of the prompts", shares, f"{share.meaning} {share.how_to_read}"),
     ]

@@ -1,6 +1,7 @@
 """The sampled responses of a run, as the report shows them."""
 
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,8 +10,11 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.report.history import History
-from bapo_megatron.runtime.files import read_jsonl
+from bapo_megatron.runtime.files import read_jsonl, step_of
 
+logger = logging.getLogger(__name__)
+
+_MAX_NUMBER = 1e15
 _MAX_SAMPLES = 200
 _MAX_TOTAL_CHARS = 250_000
 _MAX_TEXT_CHARS = 4000
@@ -37,22 +41,27 @@ class Sample:
 
 
 def read_samples(run: History) -> list[Sample]:
-    """Read samples.jsonl; tolerant, because other tools may write such lines."""
+    """Read samples.jsonl; tolerant, because other tools may write such lines. One with odd segments is skipped."""
     versions = {int(row["step"]): row["version"] for row in run.rows if math.isfinite(row.get("version", math.nan))}
     before = {step + 1: int(version) for step, version in versions.items()} | {1: 0}
-    records = read_jsonl(run.path / "samples.jsonl")
-    return [_sample(f"{record.get('step')}-{i}", record, before) for i, record in enumerate(records)]
+    path, samples = run.path / "samples.jsonl", []
+    for i, record in enumerate(read_jsonl(path)):
+        try:
+            samples.append(_sample(f"{step_of(record)}-{i}", record, before))
+        except (TypeError, AttributeError) as error:
+            logger.warning("%s: skipped a line, not a sample: %s", path, error)
+    return samples
 
 
 def _sample(key: str, record: Mapping[str, Any], version_before: Mapping[int, int]) -> Sample:
     """Read a line; `version_before` has the weight version that each step trained."""
     segments = record.get("segments") or [{"text": record.get("response", "")}]
-    versions = [int(number) for segment in segments if (number := _number(segment.get("version"))) is not None]
-    step, num_tokens = _number(record.get("step")), _number(record.get("num_tokens"))
-    trained = version_before.get(int(step)) if step is not None else None
+    versions = [version for segment in segments if (version := _version(segment)) is not None]
+    step, num_tokens = step_of(record), _number(record.get("num_tokens"))
+    trained = version_before.get(step) if step is not None else None
     return Sample(
         key=key,
-        step=None if step is None else int(step),
+        step=step,
         reward=_number(record.get("reward")),
         num_tokens=None if num_tokens is None else int(num_tokens),
         age=trained - versions[0] if trained is not None and versions else None,
@@ -60,7 +69,7 @@ def _sample(key: str, record: Mapping[str, Any], version_before: Mapping[int, in
         is_truncated=record.get("finish_reason") == "length",
         prompt=_shortened(str(record.get("prompt", ""))),
         answer="" if record.get("answer") is None else _shortened(_plain(record["answer"])),
-        segments=[(segment.get("version"), _shortened(str(segment.get("text", "")))) for segment in segments],
+        segments=[(_version(segment), _shortened(str(segment.get("text", "")))) for segment in segments],
     )
 
 
@@ -74,8 +83,14 @@ def choose_samples(samples: Sequence[Sample]) -> list[Sample]:
         num = num * 3 // 4
 
 
+def _version(segment: Mapping[str, Any]) -> int | None:
+    version = _number(segment.get("version"))
+    return None if version is None else int(version)
+
+
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    """Return a finite number of a size that can be shown; None for anything different."""
+    return float(value) if isinstance(value, int | float) and abs(value) < _MAX_NUMBER else None
 
 
 def _plain(value: Any) -> str:

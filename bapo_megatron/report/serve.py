@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -15,9 +14,9 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.rundir import RunDir, is_in_use
 from bapo_megatron.report.history import read_history
 from bapo_megatron.report.page import render_run
+from bapo_megatron.runtime.web import GuardedHandler, GuardedServer
 
 LOOPBACK = "127.0.0.1"
-_LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")  # in a request's Host: other names may be another site's
 
 
 def serve(run_dir: Path, port: int, tell: Callable[[str], None]) -> None:
@@ -27,7 +26,7 @@ def serve(run_dir: Path, port: int, tell: Callable[[str], None]) -> None:
     """
     page = _LivePage(run_dir)
     try:
-        server = ThreadingHTTPServer((LOOPBACK, port), partial(_Handler, page))
+        server = GuardedServer(LOOPBACK, port, partial(_Handler, page))
     except OSError as error:
         raise UserError(
             f"cannot listen on port {port} of {LOOPBACK}: {error.strerror}; choose another --port"
@@ -61,7 +60,7 @@ class _LivePage:
         return f'"{hashlib.sha256(repr((state, logs, is_in_use(self.run_dir))).encode()).hexdigest()[:16]}"'
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(GuardedHandler):
     """Answers requests for the page, and for the run's logs."""
 
     def __init__(self, page: _LivePage, *arguments: object) -> None:
@@ -69,14 +68,11 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*arguments)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:
-        host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
         path = unquote(urlsplit(self.path).path)
-        if host not in _LOCAL_NAMES:
-            self.send_error(HTTPStatus.FORBIDDEN)
-        elif path == "/":
+        if path == "/":
             self._send_page()
         else:
-            self._send_log((self._page.run_dir / path.lstrip("/")).resolve())
+            self._send_log(path.lstrip("/"))
 
     def _send_page(self) -> None:
         try:
@@ -94,16 +90,18 @@ class _Handler(BaseHTTPRequestHandler):
         if not is_known:
             self.wfile.write(html)
 
-    def _send_log(self, path: Path) -> None:
-        if not (path.is_relative_to(self._page.run_dir / "logs") and path.suffix == ".log" and path.is_file()):
+    def _send_log(self, name: str) -> None:
+        try:
+            path = (self._page.run_dir / name).resolve()
+            if not (path.is_relative_to(self._page.run_dir / "logs") and path.suffix == ".log" and path.is_file()):
+                raise FileNotFoundError(name)
+            log = path.open("rb")
+        except (ValueError, OSError):  # no such file, or a name that none can have
             self.send_error(HTTPStatus.NOT_FOUND)
             return
-        self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", "text/plain; charset=utf-8")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.end_headers()
-        with path.open("rb") as log:
+        with log:
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", "text/plain; charset=utf-8")
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.end_headers()
             shutil.copyfileobj(log, self.wfile)
-
-    def log_message(self, format: str, *arguments: object) -> None:
-        """Keep the terminal free of requests."""

@@ -59,6 +59,7 @@ class _Watched:
 _WATCHED = (
     _Watched("reward/errors", "judge errors", is_running_total=True),
     _Watched("reward/timeouts", "judge timeouts", is_running_total=True),
+    _Watched("reward/refused_calls", "programs that failed after a refused system call", is_running_total=True),
     _Watched("mismatch/alarms", "updates with a mismatch", is_running_total=False),
     _Watched("optimizer/grad_alarms", "gradient spikes", is_running_total=False),
     _Watched("optimizer/skipped", "skipped updates", is_running_total=True),
@@ -119,5 +120,5 @@ def _count(run: History, watched: _Watched) -> Alarm:
 
 def _advice(key: str) -> str:
     """Return what to do about a count above 0."""
-    advice = re.sub(r"^Should be 0\.\s*(Otherwise )?", "", METRICS[key].advice)
-    return (advice[:1].upper() + advice[1:]).replace("`", "")
+    remedy = METRICS[key].remedy.replace("`", "")
+    return remedy[:1].upper() + remedy[1:]

@@ -19,6 +19,7 @@ from threading import Event
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import processes
+from bapo_megatron.engines.key import new_key
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.rundir import RunDir, read_metrics
 
@@ -114,7 +115,7 @@ def _train(config: Config, forks: _Forks, stop: Event, deadline: float) -> None:
     def is_ready(url: str, engine: ForkServerProcess) -> bool:
         if engine.exitcode is not None:
             raise UserError(f"the engine of {run.path} ended with exit code {engine.exitcode}; its log: {engine_log}")
-        return processes.answers(f"{url}/health", timeout_s=1.0)
+        return processes.answers(f"{url}/health", timeout_s=1.0, key=key)
 
     def wait(is_done: Callable[[], bool]) -> None:
         while not is_done():
@@ -124,12 +125,13 @@ def _train(config: Config, forks: _Forks, stop: Event, deadline: float) -> None:
                 raise UserError(f"the run {run.path} was not done in time; its log: {run.log_path('trainer', 0)}")
             time.sleep(_POLL_S)
 
+    key = new_key()
     with RunDir.open(config) as run, processes.reserved_ports(1) as ports:
         engine_log = run.log_path("engine", 0)
         url = f"http://{processes.LOOPBACK}:{ports[0]}"
-        with forks.running("serve", _engine_arguments(config, ports[0]), engine_log) as engine:
+        with forks.running("serve", _engine_arguments(config, ports[0]), engine_log, key) as engine:
             wait(lambda: is_ready(url, engine))
-            with forks.running("train", run.path, url) as trainer:
+            with forks.running("train", run.path, url, key) as trainer:
                 wait(lambda: trainer.exitcode is not None)
                 if trainer.exitcode != 0:
                     raise UserError(_complaint(run, trainer.exitcode))

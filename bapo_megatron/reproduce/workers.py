@@ -13,23 +13,26 @@ import bapo_megatron.monitor.record
 import bapo_megatron.runtime.ranks
 import bapo_megatron.train  # noqa: F401  run_rank imports these late
 from bapo_megatron.engines.embedded import server
+from bapo_megatron.engines.key import KEY_VARIABLE
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.worker import redirect_output, run_rank
 
 
-def serve(lifeline: Connection, arguments: list[str], log: Path) -> None:
+def serve(lifeline: Connection, arguments: list[str], log: Path, key: str) -> None:
     """Run an embedded engine until SIGTERM."""
     _end_with(lifeline)
+    os.environ[KEY_VARIABLE] = key
     redirect_output(log)
     server.main(arguments)
 
 
-def train(lifeline: Connection, run_path: Path, url: str) -> None:
+def train(lifeline: Connection, run_path: Path, url: str, key: str) -> None:
     """Run the training loop of `bapo train` as its only rank, in a run directory that the parent has opened.
 
     The process ends with the exit code of `run_rank`.
     """
     _end_with(lifeline)
+    os.environ[KEY_VARIABLE] = key
     run_dir = RunDir.attach(run_path)
     redirect_output(run_dir.log_path("trainer", 0))
     os._exit(run_rank(run_dir, [url]))

@@ -12,27 +12,38 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import re
 import secrets
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from bapo_megatron.config.system_calls import calls_of
 from bapo_megatron.errors import UserError
+from bapo_megatron.rewards.refusals import Refusals
 from bapo_megatron.rewards.scratch import exceeds, scratch_folder
 
 log = logging.getLogger(__name__)
 
 MAX_VERDICTS_KEPT = 1 << 16
 MAX_FILE_BYTES = 16 << 20  # for each file that a program writes, its output included
-MAX_BYTES = 64 << 20  # for all of them together
+MAX_BYTES = 64 << 20  # for all of them together, and for shared memory
 MAX_ENTRIES = 1024  # files and folders
 MAX_THREADS = 256
+_BOUNDS = {
+    "max_entries": MAX_ENTRIES,
+    "max_bytes": MAX_BYTES,
+    "max_file_bytes": MAX_FILE_BYTES,
+    "max_threads": MAX_THREADS,
+}
 _WATCH_S = 0.05
 _SANDBOX = str(Path(__file__).with_name("sandbox.py"))
 _BLOCK = re.compile(r"^([ \t]*)```(?:python3?|py)[ \t]*\r?\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
@@ -56,52 +67,92 @@ def _outdented(indent: str, block: str) -> str:
     return "\n".join(line.removeprefix(indent) for line in lines)
 
 
+class ProgramReward(float):
+    """Reward of a program, and the system calls that the sandbox refused it if it failed."""
+
+    refused_calls: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, reward: float, refused: Iterable[str]) -> "ProgramReward":
+        found = cls(reward)
+        found.refused_calls = () if reward == 1.0 else tuple(refused)
+        return found
+
+
+class ProgramTimeoutError(TimeoutError):
+    """End of a program by its deadline; `refused_calls` are the system calls that the sandbox refused it."""
+
+    def __init__(self, message: str, refused: Iterable[str]) -> None:
+        super().__init__(message)
+        self.refused_calls = tuple(refused)
+
+
 class CodeJudge:
     """Runs programs one after the other; warns once about protection that the operating system lacks."""
 
-    def __init__(self, timeout_s: float, memory_bytes: int) -> None:
+    def __init__(self, timeout_s: float, memory_bytes: int, allowed_calls: Collection[str] = ()) -> None:
         """Judge within `timeout_s` per response, with `memory_bytes` of address space per process."""
         self.timeout_s = timeout_s
         self.memory_bytes = memory_bytes
+        self._calls = calls_of(platform.machine(), allowed_calls)
         self._has_warned = False
-        self._verdicts: dict[bytes, float] = {}  # by digest of program and answer
+        self._verdicts: dict[bytes, ProgramReward] = {}  # by digest of program and answer
 
-    def judge(self, answer: Any, response: str) -> float:
-        """Return 1.0 if the program passes every test, else 0.0.
+    def judge(self, answer: Any, response: str) -> ProgramReward:
+        """Return 1.0 if the program passes every test, else 0.0 with the system calls that it was refused.
 
         Raises:
             UserError: the answer has no tests that can be run.
-            TimeoutError: the tests did not end in time.
+            ProgramTimeoutError: the tests did not end in time.
         """
         tests, cases = _tests_of(answer)
         program = last_program(response)
         if program is None:
-            return 0.0
+            return ProgramReward(0.0)
         digest = hashlib.sha256(json.dumps([program, answer]).encode()).digest()
         if digest not in self._verdicts:
             if len(self._verdicts) == MAX_VERDICTS_KEPT:
                 self._verdicts.clear()
-            self._verdicts[digest] = float(self._passes(program, tests, cases))
+            refused: dict[str, None] = {}
+            try:
+                passes = self._passes(program, tests, cases, refused)
+            except TimeoutError as error:
+                raise ProgramTimeoutError(str(error), refused) from None
+            self._verdicts[digest] = ProgramReward.of(float(passes), refused)
         return self._verdicts[digest]
 
-    def _passes(self, program: str, tests: str | None, cases: list[dict[str, str]]) -> bool:
+    def _passes(self, program: str, tests: str | None, cases: list[dict[str, str]], refused: dict[str, None]) -> bool:
         deadline_s = time.monotonic() + self.timeout_s
-        if tests is not None and not self._passes_tests(program, tests, deadline_s):
+        if tests is not None and not self._passes_tests(program, tests, refused, deadline_s):
             return False
-        return all(self._passes_case(program, case, deadline_s) for case in cases)
+        return all(self._passes_case(program, case, refused, deadline_s) for case in cases)
 
-    def _passes_tests(self, program: str, tests: str, deadline_s: float) -> bool:
+    def _passes_tests(self, program: str, tests: str, refused: dict[str, None], deadline_s: float) -> bool:
         token = secrets.token_hex(16)  # read after the tests, so that leaving early with exit code 0 is no pass
-        code, _, result = self._run({"program": program, "tests": tests, "stdin": ""}, token, deadline_s)
+        job = {"program": program, "tests": tests, "stdin": ""}
+        code, _, result = self._run(job, token, refused, deadline_s)
         return code == 0 and result == token.encode()
 
-    def _passes_case(self, program: str, case: dict[str, str], deadline_s: float) -> bool:
-        code, stdout, _ = self._run({"program": program, "stdin": case["stdin"]}, "", deadline_s)
+    def _passes_case(self, program: str, case: dict[str, str], refused: dict[str, None], deadline_s: float) -> bool:
+        code, stdout, _ = self._run({"program": program, "stdin": case["stdin"]}, "", refused, deadline_s)
         return code == 0 and same_output(stdout.decode(errors="replace"), case["stdout"])
 
-    def _run(self, job: dict[str, Any], token: str, deadline_s: float) -> tuple[int, bytes, bytes]:
-        """Run one sandboxed interpreter in a folder of its own; return its exit code, output and result."""
-        limits = {"memory_bytes": self.memory_bytes, "cpu_s": int(self.timeout_s) + 1, "file_bytes": MAX_FILE_BYTES}
+    def _run(
+        self, job: dict[str, Any], token: str, refused: dict[str, None], deadline_s: float
+    ) -> tuple[int, bytes, bytes]:
+        """Run one sandboxed interpreter in a folder of its own; return its exit code, output and result.
+
+        Adds the names of refused system calls to `refused`.
+        """
+        surroundings = {
+            "memory_bytes": self.memory_bytes,
+            "cpu_s": int(self.timeout_s) + 1,
+            "file_bytes": MAX_FILE_BYTES,
+            "machine": platform.machine(),
+            "calls": self._calls,
+            "judge": os.getpid(),
+        }
+        ours, theirs = socket.socketpair()
         with (
             scratch_folder("bapo-program-") as folder,
             tempfile.TemporaryFile() as stdin,
@@ -109,48 +160,71 @@ class CodeJudge:
             tempfile.TemporaryFile() as stderr,
             tempfile.TemporaryFile() as result,
             _pipe_holding(token) as token_fd,
+            contextlib.closing(Refusals(ours, platform.machine(), self._calls)) as refusals,
         ):
-            stdin.write(json.dumps({**job, **limits}).encode())
+            stdin.write(json.dumps(job | surroundings).encode())
             stdin.seek(0)
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-B", _SANDBOX, str(result.fileno()), str(token_fd)],
-                stdin=stdin,
-                stdout=stdout,
-                stderr=stderr,
-                pass_fds=(result.fileno(), token_fd),
-                cwd=folder,
-                env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
-                start_new_session=True,
-            )
+            fds = (result.fileno(), token_fd, theirs.fileno())
+            with theirs:
+                process = subprocess.Popen(
+                    [sys.executable, "-I", "-B", _SANDBOX, *map(str, fds)],
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=stderr,
+                    pass_fds=fds,
+                    cwd=folder,
+                    env={
+                        "PATH": os.defpath,
+                        "HOME": folder,
+                        "TMPDIR": folder,
+                        "LANG": "C.UTF-8",
+                        "OMP_NUM_THREADS": "1",
+                    },
+                    start_new_session=True,
+                )
             try:
-                code = self._wait(process, folder, deadline_s)
+                has_ended = self._wait(process, folder, refusals, deadline_s)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-            self._report_protection(stderr)
+                refused.update(refusals.names)
+            self._report_protection(refusals)
+            if not has_ended:
+                return -signal.SIGKILL, b"", b""
             for file in (stdout, result):
                 file.seek(0)
-            return code, stdout.read(), result.read()
+            return process.returncode, stdout.read(), result.read()
 
-    def _wait(self, process: subprocess.Popen[bytes], folder: str, deadline_s: float) -> int:
-        """Return the exit code, -SIGKILL for a program over its limits. Raises TimeoutError."""
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(min(left_s, _WATCH_S))
-            if exceeds(folder, process.pid, max_entries=MAX_ENTRIES, max_bytes=MAX_BYTES, max_threads=MAX_THREADS):
-                return -signal.SIGKILL
-        raise TimeoutError(f"the program did not end in {self.timeout_s:g} s")
+    def _wait(self, process: subprocess.Popen[bytes], folder: str, refusals: Refusals, deadline_s: float) -> bool:
+        """Return whether the program ended by itself, False if it went over its limits. Raises TimeoutError."""
+        ended = os.pidfd_open(process.pid)
+        try:
+            poller = select.poll()
+            poller.register(ended, select.POLLIN)
+            refusals.register(poller)
+            next_watch_s = time.monotonic() + _WATCH_S
+            while (now_s := time.monotonic()) < deadline_s:
+                events = dict(poller.poll(max(0.0, min(deadline_s, next_watch_s) - now_s) * 1000))
+                if ended in events:
+                    return True
+                for fd, event in events.items():
+                    refusals.on_event(fd, event, poller)
+                if time.monotonic() >= next_watch_s:
+                    if exceeds(folder, process.pid, **_BOUNDS):
+                        return False
+                    next_watch_s = time.monotonic() + _WATCH_S
+            raise TimeoutError(f"the program did not end in {self.timeout_s:g} s")
+        finally:
+            os.close(ended)
 
-    def _report_protection(self, stderr: IO[bytes]) -> None:
-        """Log the first line of stderr if the sandbox names missing protection there."""
-        if self._has_warned:
-            return
-        stderr.seek(0)
-        missing = stderr.readline(1000).decode(errors="replace").partition("sandbox lacks: ")[2].strip()
-        if missing:
+    def _report_protection(self, refusals: Refusals) -> None:
+        """Log what the sandbox says that the system lacks."""
+        refusals.read_report()
+        if refusals.lacking and not self._has_warned:
+            missing = ", ".join(refusals.lacking)
             log.warning("reward.kind = 'code': this system protects from programs only in part: %s", missing)
-        self._has_warned = True
+            self._has_warned = True
 
 
 @contextlib.contextmanager

@@ -43,6 +43,7 @@ class JudgeSpec:
     timeout_s: float
     process_memory_bytes: int
     code_memory_bytes: int
+    allowed_calls: tuple[str, ...]  # system calls that programs may make beside the usual ones
 
     @classmethod
     def of(cls, config: Config) -> JudgeSpec:
@@ -67,6 +68,7 @@ class JudgeSpec:
             timeout_s=reward.timeout_s,
             process_memory_bytes=reward.process_memory_mib << 20,
             code_memory_bytes=reward.code_memory_mib << 20,
+            allowed_calls=reward.allowed_calls,
         )
 
 
@@ -156,7 +158,7 @@ def _built_in(spec: JudgeSpec) -> Callable[..., float] | None:
         case "code":
             from bapo_megatron.rewards.code import CodeJudge
 
-            return CodeJudge(spec.timeout_s, spec.code_memory_bytes).judge
+            return CodeJudge(spec.timeout_s, spec.code_memory_bytes, spec.allowed_calls).judge
     return None
 
 

@@ -30,14 +30,16 @@ from typing import Any, Literal
 
 from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.judges import OWN_DEADLINE, JudgeSpec
-from bapo_megatron.rewards.scratch import delete_folder
+from bapo_megatron.rewards.scratch import delete_abandoned, scratch_folder
 from bapo_megatron.runtime import num_cores
 
 MAX_STARTS = 3
 MAX_PROCESSES = 8
 ASYNC_CONCURRENCY = 64
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 600.0  # a judge may load a model
 GRACE_S = 5.0  # beyond the deadline, for judges that keep it themselves
+_END_TIMEOUT_S = 60.0  # for a process that was killed
+_PREFIXES = ("bapo-rewards-", "bapo-program-")  # of temporary folders: a pool's, and those of programs
 _WATCH_S = 0.1
 _MAX_REPLY_BYTES = 1 << 20
 
@@ -51,6 +53,7 @@ class Verdict:
     message: str
     waited_s: float  # since the call, including the queue
     traceback: str = ""  # of a judge that raised
+    refused_calls: tuple[str, ...] = ()  # system calls that a program which failed was refused
 
 
 class WorkerLost(Exception):  # noqa: N818
@@ -80,7 +83,9 @@ class Worker:
             WorkerLost: the process ended before it was ready, or was not ready after START_TIMEOUT_S.
         """
         ours, theirs = socket.socketpair()
+        ours.setblocking(False)
         with theirs:
+            streams = await asyncio.open_connection(sock=ours, limit=_MAX_REPLY_BYTES)
             process = subprocess.Popen(
                 [sys.executable, "-m", "bapo_megatron.rewards.worker", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -89,12 +94,11 @@ class Worker:
                 start_new_session=True,  # keeps Ctrl-C away, and lets `kill` end the judge's own processes
                 env=os.environ | {"TMPDIR": scratch},
             )
-        ours.setblocking(False)
-        worker = cls(process, *await asyncio.open_connection(sock=ours, limit=_MAX_REPLY_BYTES))
+        worker = cls(process, *streams)
         try:
             hello = await asyncio.wait_for(worker._hello(spec), START_TIMEOUT_S)
         except BaseException as error:
-            worker.kill()
+            await worker.ended()
             if isinstance(error, TimeoutError):
                 raise WorkerLost(f"it was not ready after {START_TIMEOUT_S:g} s") from None
             raise
@@ -138,9 +142,10 @@ class Worker:
                 future.set_exception(WorkerLost("it hung" if code is None else f"it ended with code {code}"))
 
     async def ended(self) -> None:
-        """Kill the process and wait for its end."""
+        """Kill the process and wait for its end; nothing more can be done about one that stays in the kernel."""
         self.kill()
-        await asyncio.wait_for(self._tasks[0], GRACE_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._exit(), _END_TIMEOUT_S)
 
     async def _hello(self, spec: JudgeSpec) -> dict[str, Any]:
         self._writer.write(json.dumps(dataclasses.asdict(spec)).encode() + b"\n")
@@ -171,9 +176,12 @@ class Worker:
 
     async def _watch(self) -> None:
         """Watch the process itself: a child that the judge forked may hold the socket open."""
+        await self._exit()
+        self.kill()
+
+    async def _exit(self) -> None:
         while self._process.poll() is None:
             await asyncio.sleep(_WATCH_S)
-        self.kill()
 
 
 class WorkerPool:
@@ -182,11 +190,14 @@ class WorkerPool:
     def __init__(self, spec: JudgeSpec, concurrency: int | None) -> None:
         """Start a first process, so that a judge that cannot work fails now. Raises UserError, RuntimeError."""
         self._spec = spec
-        self._scratch = tempfile.mkdtemp(prefix="bapo-rewards-")
+        delete_abandoned(tempfile.gettempdir(), *_PREFIXES)
+        self._resources = contextlib.ExitStack()
+        self._scratch = self._resources.enter_context(scratch_folder(_PREFIXES[0]))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
         self._thread.start()
         self._is_closed = False
+        self._gate = threading.Lock()  # between a call that arrives and a loop that ends
         self._workers: set[Worker] = set()
         self._idle: list[Worker] = []
         self._shared: Worker | None = None
@@ -207,20 +218,23 @@ class WorkerPool:
 
     def close(self) -> None:
         """End the processes; pending calls raise RuntimeError. Safe to call twice."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+        with self._gate:
+            if self._is_closed:
+                return
+            self._is_closed = True
         asyncio.run_coroutine_threadsafe(self._end_all(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        delete_folder(self._scratch)
+        self._resources.close()
 
     def _run(self, coroutine: Any) -> Any:
-        if self._is_closed:
-            coroutine.close()
-            raise RuntimeError("the judge processes were closed")
+        with self._gate:
+            if self._is_closed:
+                coroutine.close()
+                raise RuntimeError("the judge processes were closed")
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+            return future.result()
         except concurrent.futures.CancelledError:
             raise RuntimeError("the judge processes were closed") from None
 
@@ -253,8 +267,10 @@ class WorkerPool:
         if "user_error" in reply:
             raise UserError(reply["user_error"])
         waited_s = time.monotonic() - began_s
-        message, trace = reply.get("message", ""), reply.get("traceback", "")
-        return Verdict(reply.get("reward", 0.0), reply.get("problem"), message, waited_s, trace)
+        refused = tuple(reply.get("refused_calls", ()))
+        parts = [reply.get("message", ""), f"the sandbox refused the program {', '.join(refused)}" if refused else ""]
+        message, trace = "; ".join(filter(None, parts)), reply.get("traceback", "")
+        return Verdict(reply.get("reward", 0.0), reply.get("problem"), message, waited_s, trace, refused)
 
     async def _ask_shared(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Ask the process that many responses share. Raises WorkerLost for all of them, though one is to blame."""
@@ -300,6 +316,7 @@ class WorkerPool:
 
     async def _start(self) -> Worker:
         reasons = []
+        delete_abandoned(self._scratch, *_PREFIXES)  # of a judge that was killed before
         for _ in range(MAX_STARTS):
             if self._is_closed:
                 raise RuntimeError("the judge processes were closed")

@@ -1,52 +1,76 @@
-"""Run one untrusted program: `python -I sandbox.py RESULT_FD TOKEN_FD < job.json`, started by `rewards/code.py`.
+"""Run one untrusted program: `python -I sandbox.py RESULT_FD TOKEN_FD REPORT_FD < job`, started by `rewards/code.py`.
 
 The process gives up, for good and in this order: resources (rlimits), capabilities, changes to files outside its
-working directory and signals to other processes (Landlock), network, other processes and everything else that reaches
-them (seccomp). Landlock needs Linux 5.13, seccomp x86_64 or aarch64; the first line of stderr names what is missing.
-docs/security.md lists the attacks tried. The limits are no wall against an attack on the kernel.
+working directory and signals to other processes (Landlock), and every system call that honest programs do not need
+(seccomp). Landlock needs Linux 5.13, seccomp x86_64 or aarch64. The socket REPORT_FD gets {"lacking": [...]}, with what
+the system refuses to take away, and the descriptor from which the judge learns of refused calls; it closes before the
+program starts. docs/security.md lists the attacks tried. The limits are no wall against an attack on the kernel.
 
 Standard library only: this program imports nothing of the package.
 """
 
+import _socket
 import builtins
 import contextlib
 import ctypes
+import errno
 import json
 import os
-import platform
 import resource
 import signal
 import struct
 import sys
 import types
+from collections.abc import Iterable
 from typing import Any
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _SECCOMP_MODE_FILTER = 2
+_SECCOMP = {"x86_64": 317, "aarch64": 277}  # number of the system call
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # as seccomp calls them
 
 MAX_LANDLOCK_ABI = 6  # the newest one that this program uses
+MAX_OPEN_FILES = 64
+_REPORT_FD = MAX_OPEN_FILES  # sendmsg is allowed on this descriptor alone, which the program can never open
+_MAX_SIGNALS_PENDING = 64  # the system counts them per user
+MAX_SHARED_BYTES = 16 << 20  # of a shared mapping
 
-_TABLE = os.path.join(os.path.dirname(__file__), "system_calls.txt")
-# Numbers of system calls by machine: (x86_64, aarch64).
-_OWN_PID_ONLY = {"kill": (62, 129), "tgkill": (234, 131), "prlimit64": (302, 261)}  # prlimit64 also for 0, itself
-_FCNTL, _IOCTL = (72, 25), (16, 29)
-_REFUSED_FCNTL = (8, 10, 15, 1024)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals to others; F_SETLEASE: blocks others
-_REFUSED_IOCTL = (0x8901, 0x8902, 0x5412, 0x540E, 0x541C)  # FIOSETOWN, SIOCSPGRP; TIOCSTI, TIOCSCTTY, TIOCLINUX
-_CLONE, _CLONE3 = (56, 220), (435, 435)
-_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+_ALL = 0xFFFFFFFF
+_STREAM = (1, 1 | 0x800, 1 | 0x80000, 1 | 0x80800)  # SOCK_STREAM, with SOCK_NONBLOCK and SOCK_CLOEXEC
+_ACCESS, _ACCESSES = 0x203, (0, 1, 2, 0x201, 0x202)  # O_TRUNC is for writing: Landlock misses it before Linux 6.2
+# Arguments that are allowed: (argument, its bits that count, their values). mmap and calls on process ids: `_filter`.
+_CHECKS: dict[str, list[tuple[int, int, tuple[int, ...]]]] = {
+    "open": [(1, _ACCESS, _ACCESSES)],
+    "openat": [(2, _ACCESS, _ACCESSES)],
+    # the flags of a thread, in glibc and musl: threads share their descriptors
+    "clone": [(0, _ALL, (0x3D0F00, 0x7D0F00))],
+    # F_DUPFD to F_SETLKW, F_OFD_GETLK to F_OFD_SETLKW, F_DUPFD_CLOEXEC, F_GETPIPE_SZ
+    "fcntl": [(1, _ALL, (*range(8), *range(36, 39), 1030, 1032))],
+    # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, TCGETS2
+    "ioctl": [(1, _ALL, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x802C542A))],
+    # PR_GET_ PDEATHSIG, DUMPABLE, NAME, SECCOMP, NO_NEW_PRIVS; PR_SET_NAME, PR_CAPBSET_READ, PR_SET_VMA
+    "prctl": [(0, _ALL, (2, 3, 16, 21, 39, 15, 23, 0x53564D41))],
+    # none or CLOSE_RANGE_CLOEXEC: descriptors of a thread's own would hide what they hold
+    "close_range": [(2, _ALL, (0, 4))],
+    # not FALLOC_FL_KEEP_SIZE, which RLIMIT_FSIZE does not bound
+    "fallocate": [(1, _ALL, (0,))],
+    # AF_UNIX streams: a datagram socket can be aimed at another process
+    "socketpair": [(0, _ALL, (1,)), (1, _ALL, _STREAM)],
+    # no address
+    "sendto": [(5, _ALL, (0,))],
+    # it could hide open files in a socket
+    "sendmsg": [(0, _ALL, (_REPORT_FD,))],
+}
 
 
 def main() -> None:
     job = json.load(sys.stdin.buffer)
-    result_fd, token_fd = map(int, sys.argv[1:])
+    result_fd, token_fd, report_fd = map(int, sys.argv[1:])
     for fd in (result_fd, token_fd):
         os.set_inheritable(fd, False)
     _replace_stdin(job["stdin"])
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    lacking = confine(job["memory_bytes"], job["cpu_s"], job["file_bytes"])
-    if lacking:
-        os.write(2, f"sandbox lacks: {', '.join(lacking)}\n".encode())
+    confine(job, report_fd)
     if "tests" in job:
         _run_tests(job["program"], job["tests"], token_fd, result_fd)
     else:
@@ -54,31 +78,59 @@ def main() -> None:
         _execute(job["program"], "__main__")
 
 
-def confine(memory_bytes: int, cpu_s: int, file_bytes: int) -> list[str]:
-    """Give up what a program must not have. Return what the system refuses to take away."""
+def confine(job: dict[str, Any], report_fd: int) -> None:
+    """Give up what a program must not have, and report to the judge what the system refuses to take away."""
+    report = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, _moved(report_fd))
+    lacking = []
+    _limit_resources(job["memory_bytes"], job["cpu_s"], job["file_bytes"])
+    _drop_capabilities()
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # after the capabilities: a change of credentials may clear it
+    if os.getppid() != job["judge"]:
+        os._exit(1)  # the judge ended before that
+    if _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+        lacking.append("no_new_privs")
+    if not _confine_files(os.getcwd()):
+        lacking.append("files elsewhere may be changed (no Landlock)")
+    is_confined, listener = _confine_calls(job["machine"], job["calls"])
+    if not is_confined:
+        lacking.append("network and other processes are open (no seccomp)")
+        with contextlib.suppress(OSError, ValueError):  # second best: it counts all processes of the user
+            resource.setrlimit(resource.RLIMIT_NPROC, (256, 256))
+    elif listener is None:
+        lacking.append("refused system calls go unnamed (no seccomp notification)")
+    descriptors = [] if listener is None else [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack("i", listener))]
+    report.sendmsg([json.dumps({"lacking": lacking}).encode()], descriptors)
+    report.close()
+    if listener is not None:
+        os.close(listener)
+
+
+def _moved(report_fd: int) -> int:
+    """Move a descriptor to _REPORT_FD if the limit of open files allows it."""
+    try:
+        fd = os.dup2(report_fd, _REPORT_FD, inheritable=False)
+    except OSError:
+        os.set_inheritable(report_fd, False)
+        return report_fd
+    os.close(report_fd)
+    return fd
+
+
+def _limit_resources(memory_bytes: int, cpu_s: int, file_bytes: int) -> None:
     limits = {
         resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_CPU: cpu_s,
         resource.RLIMIT_FSIZE: file_bytes,
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
+        resource.RLIMIT_SIGPENDING: _MAX_SIGNALS_PENDING,
+        resource.RLIMIT_MSGQUEUE: 0,
     }
     for limit, wanted in limits.items():
         hard = resource.getrlimit(limit)[1]
         value = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(limit, (value, value))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # an OSError tells more
-    lacking = []
-    _drop_capabilities()
-    if _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
-        lacking.append("no_new_privs")
-    if not _confine_files(os.getcwd()):
-        lacking.append("files elsewhere may be changed (no Landlock)")
-    if not _confine_calls():
-        lacking.append("network and other processes are open (no seccomp)")
-        with contextlib.suppress(OSError, ValueError):  # second best: it counts all processes of the user
-            resource.setrlimit(resource.RLIMIT_NPROC, (256, 256))
-    return lacking
 
 
 def _replace_stdin(text: str) -> None:
@@ -155,44 +207,89 @@ def _confine_files(folder: str) -> bool:
     return is_confined
 
 
-def _refused_calls(column: int) -> list[int]:
-    """Read the numbers of refused system calls from the column of a machine."""
-    with open(_TABLE, encoding="utf-8") as table:
-        rows = [line.split() for line in table if line.strip() and not line.startswith("#")]
-    return [int(number) for _, *numbers in rows if (number := numbers[column]) != "-"]
+def _confine_calls(machine: str, calls: dict[str, dict[str, int]]) -> tuple[bool, int | None]:
+    """Refuse system calls (seccomp). Threads are allowed, processes are not.
+
+    Args:
+        calls: numbers by answer ("allow", "check", "missing", "refuse") and name; empty for an unknown machine.
+
+    Returns:
+        (whether calls are refused, the descriptor that tells the judge which, or None where the system has none).
+    """
+    if not calls or sys.byteorder != "little":
+        return False, None
+    told = 0x7FC00000  # the judge answers, with the same numbers as below
+    code = _filter(machine, calls, refused=told, unknown=told)
+    new_listener = 1 << 3
+    program, _instructions = _loadable(code)
+    listener = _LIBC.syscall(_SECCOMP[machine], 1, new_listener, program)
+    if listener >= 0:
+        return True, listener
+    code = _filter(machine, calls, refused=0x50000 | errno.EPERM, unknown=0x50000 | errno.ENOSYS)
+    program, _instructions = _loadable(code)
+    return _LIBC.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, program, 0, 0) == 0, None
 
 
-def _confine_calls() -> bool:
-    """Refuse system calls (seccomp). Threads are allowed, processes are not. False where seccomp is missing."""
-    column, architecture = _ARCHITECTURES.get(platform.machine(), (None, 0))
-    if column is None or sys.byteorder != "little":
-        return False
-    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF: ld [k]; jeq; jge; jset; ret
-    allow, refuse, missing, kill = 0x7FFF0000, 0x50000 | 1, 0x50000 | 38, 0x80000000  # EPERM, ENOSYS
-    nr, arch, argument0, argument1 = 0, 4, 16, 24  # offsets in struct seccomp_data; the low halves of arguments
-    code = [(load, 0, 0, arch), (equal, 1, 0, architecture), (answer, 0, 0, kill), (load, 0, 0, nr)]
-    code += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse)]  # x32: the same calls under other numbers
+def _filter(
+    machine: str, calls: dict[str, dict[str, int]], refused: int, unknown: int
+) -> list[tuple[int, int, int, int]]:
+    """Return BPF that allows calls by number and arguments, and answers `refused` or `unknown` to the others.
 
-    def add(number: int, argument: int, values: tuple[int, ...], if_listed: int, otherwise: int) -> None:
-        nonlocal code
-        tests = [(equal, len(values) - i, 0, value) for i, value in enumerate(values)]
-        rule = [(load, 0, 0, argument), *tests, (answer, 0, 0, otherwise), (answer, 0, 0, if_listed)]
-        code += [(equal, 0, len(rule), number), *rule]
+    Nothing is killed: a call of another architecture, or under an x32 number, is an unknown one.
+    """
+    load, mask, equal, above, any_bit, answer = 0x20, 0x54, 0x15, 0x25, 0x45, 0x06  # ld [k], and, jeq, jgt, jset, ret
+    at_least = 0x35
+    allowed, missing = 0x7FFF0000, 0x50000 | errno.ENOSYS
+    code = [(load, 0, 0, 4), (equal, 1, 0, ARCHITECTURES[machine]), (answer, 0, 0, unknown), (load, 0, 0, 0)]
 
-    for number in _refused_calls(column):
-        code += [(equal, 0, 1, number), (answer, 0, 0, refuse)]
-    code += [(equal, 0, 1, _CLONE3[column]), (answer, 0, 0, missing)]  # its flags are out of sight: use clone
-    code += [(equal, 0, 4, _CLONE[column]), (load, 0, 0, argument0), (any_bit, 1, 0, 0x10000)]  # CLONE_THREAD
-    code += [(answer, 0, 0, refuse), (answer, 0, 0, allow)]
-    for name, numbers in _OWN_PID_ONLY.items():
-        own = (os.getpid(), 0) if name == "prlimit64" else (os.getpid(),)  # kill(0) reaches the whole group
-        add(numbers[column], argument0, own, allow, refuse)
-    add(_FCNTL[column], argument1, _REFUSED_FCNTL, refuse, allow)
-    add(_IOCTL[column], argument1, _REFUSED_IOCTL, refuse, allow)
-    code.append((answer, 0, 0, allow))
+    def low(argument: int) -> int:
+        return 16 + 8 * argument  # offset in struct seccomp_data
+
+    def add_all(kind: str, value: int) -> None:
+        for first, last in _ranges(calls[kind].values()):
+            code.extend([(at_least, 0, 2, first), (above, 1, 0, last), (answer, 0, 0, value)])
+
+    def add(number: int, rule: list[tuple[int, int, int, int]]) -> None:
+        code.extend([(equal, 0, len(rule), number), *rule])
+
+    add_all("allow", allowed)
+    own = os.getpid()
+    checks = _CHECKS | {name: [(0, _ALL, (own,))] for name in ("kill", "tgkill")}  # kill(0) reaches the whole group
+    checks["prlimit64"] = [(0, _ALL, (own, 0))]
+    for name, number in calls["check"].items():
+        if name == "mmap":
+            huge_or_locked, shared = 0x40000 | 0x2000, 1
+            rule = [(load, 0, 0, low(3)), (any_bit, 6, 0, huge_or_locked), (any_bit, 0, 4, shared)]
+            rule += [(load, 0, 0, low(1) + 4), (equal, 0, 3, 0), (load, 0, 0, low(1)), (above, 1, 0, MAX_SHARED_BYTES)]
+            rule += [(answer, 0, 0, allowed), (answer, 0, 0, refused)]
+        else:
+            rule = []
+            for argument, bits, values in checks[name]:
+                tests = [(equal, len(values) - i, 0, value) for i, value in enumerate(values)]
+                rule += [(load, 0, 0, low(argument)), (mask, 0, 0, bits), *tests, (answer, 0, 0, refused)]
+            rule.append((answer, 0, 0, allowed))
+        add(number, rule)
+    add_all("missing", missing)
+    add_all("refuse", refused)
+    return [*code, (answer, 0, 0, unknown)]
+
+
+def _ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the sorted numbers as ranges. Example: [3, 1, 2, 7] is [(1, 3), (7, 7)]"""
+    ranges: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1] = (ranges[-1][0], number)
+        else:
+            ranges.append((number, number))
+    return ranges
+
+
+def _loadable(code: list[tuple[int, int, int, int]]) -> tuple[Any, Any]:
+    """Return struct sock_fprog and the instructions that it points to, which must live as long."""
     instructions = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in code))
     program = ctypes.create_string_buffer(struct.pack("@HP", len(code), ctypes.addressof(instructions)))
-    return _LIBC.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, program, 0, 0) == 0
+    return program, instructions
 
 
 if __name__ == "__main__":

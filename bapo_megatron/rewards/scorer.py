@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_MAX_CALLS_NAMED = 64  # in the log: a hostile program can try every number
 _NUM_FIRST = 32  # verdicts of an attempt that show whether the judge works at all, or a step's if they are fewer
 
 
@@ -33,6 +34,7 @@ class RewardScorer:
         self.num_judged = 0
         self.num_timeouts = 0
         self.num_errors = 0
+        self.num_refused = 0  # responses whose program failed after a refused system call
         self.recent_failure: Verdict | None = None
         """The first failure among the verdicts that the latest `metrics` are about."""
         self._first_failure: Verdict | None = None
@@ -42,6 +44,7 @@ class RewardScorer:
         self._num_pending = 0
         self._waited_s = 0.0
         self._num_waited = 0
+        self._refused_calls: set[str] = set()  # all names so far
         self._lock = threading.Lock()  # guards the counts
         spec = JudgeSpec.of(config)
         self._kind = spec.kind
@@ -91,6 +94,7 @@ class RewardScorer:
                 "reward/timeouts": float(self.num_timeouts),
                 "reward/errors": float(self.num_errors),
                 "reward/failed_share": failed_share,
+                "reward/refused_calls": float(self.num_refused),
                 "reward/wait_s": wait_s,
             }
 
@@ -110,14 +114,26 @@ class RewardScorer:
             self.num_judged += 1
             self.num_timeouts += verdict.problem == "timeout"
             self.num_errors += verdict.problem == "error"
+            self.num_refused += bool(verdict.refused_calls)
+            new_calls = [name for name in verdict.refused_calls if name not in self._refused_calls]
+            new_calls = new_calls[: _MAX_CALLS_NAMED - len(self._refused_calls)]
+            self._refused_calls.update(new_calls)
             self._waited_s += verdict.waited_s
             self._num_waited += 1
-            if verdict.problem is None:
-                return
-            self._num_recent_failures += 1
-            self._first_recent_failure = self._first_recent_failure or verdict
-            is_first = self._first_failure is None
-            self._first_failure = self._first_failure or verdict
+            is_first = verdict.problem is not None and self._first_failure is None
+            if verdict.problem is not None:
+                self._num_recent_failures += 1
+                self._first_recent_failure = self._first_recent_failure or verdict
+                self._first_failure = self._first_failure or verdict
+        if new_calls:
+            log.warning(
+                "reward: the sandbox refused %s to the program of a response to prompt %d, which failed; if honest "
+                "programs need a call, add it to reward.allowed_calls (each call is named once)",
+                ", ".join(new_calls),
+                prompt.prompt_id,
+            )
+        if verdict.problem is None:
+            return
         log.warning("reward: %s on a response to prompt %d: %s", verdict.problem, prompt.prompt_id, verdict.message)
         if is_first and verdict.traceback:
             log.warning("%s", verdict.traceback)

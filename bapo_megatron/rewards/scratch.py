@@ -1,9 +1,10 @@
-"""Folders that hostile code may fill: measured while it runs, deleted however deep they are.
+"""Folders that hostile code may fill: measured while it runs, deleted however deep they are and whoever was killed.
 
 Standard library only, and no recursion: the code that fills a folder chooses its depth.
 """
 
 import contextlib
+import fcntl
 import itertools
 import os
 import secrets
@@ -11,17 +12,60 @@ import stat
 import tempfile
 from collections.abc import Iterator
 
+_LOCK = "lock"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @contextlib.contextmanager
 def scratch_folder(prefix: str) -> Iterator[str]:
-    """Make a temporary folder, and delete it with all contents at the end."""
-    folder = tempfile.mkdtemp(prefix=prefix)
+    """Make a temporary folder, and delete it with all contents at the end.
+
+    It is the folder `files` of one that also holds a locked file: if this process is killed, the lock ends with it, and
+    `delete_abandoned` finds the folder.
+    """
+    holder = tempfile.mkdtemp(prefix=prefix)
     try:
-        yield folder
+        with _locked(os.path.join(holder, "unlocked"), os.O_CREAT | os.O_EXCL):
+            os.rename(os.path.join(holder, "unlocked"), os.path.join(holder, _LOCK))  # never there without its lock
+            files = os.path.join(holder, "files")
+            os.mkdir(files, 0o700)
+            yield files
     finally:
-        delete_folder(folder)
+        delete_folder(holder)
+
+
+def delete_abandoned(folder: str, *prefixes: str) -> None:
+    """Delete what `scratch_folder` made in a folder and its process, which was killed, left there. Never raises.
+
+    Leaves folders of other users, links, and folders without a lock file, whatever their names.
+    """
+    for name in _listed(folder):
+        holder = os.path.join(folder, name)
+        if not name.startswith(prefixes):
+            continue
+        with contextlib.suppress(OSError):
+            status = os.lstat(holder)
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                with _locked(os.path.join(holder, _LOCK), 0):
+                    delete_folder(holder)
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+@contextlib.contextmanager
+def _locked(path: str, flags: int) -> Iterator[None]:
+    """Open and lock a file. Raises BlockingIOError if another process holds the lock, OSError if there is no file."""
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)
 
 
 def delete_folder(folder: str) -> None:
@@ -71,15 +115,18 @@ def _is_deleted(entry: str, fd: int) -> bool:
     return True
 
 
-def exceeds(folder: str, pid: int, *, max_entries: int, max_bytes: int, max_threads: int) -> bool:
+def exceeds(folder: str, pid: int, *, max_entries: int, max_bytes: int, max_file_bytes: int, max_threads: int) -> bool:
     """Return whether a process and its folder hold more entries, disk blocks or threads than allowed.
 
-    Counts deleted files that the process still holds open. A path too long to list counts as too many entries.
+    Counts deleted files that the process still holds open or mapped; of the latter nobody but root can ask the size, so
+    each counts as `max_file_bytes`. A path too long to list counts as too many entries, and so does a folder that can
+    be filled but not listed.
     """
-    num_entries, num_bytes, pending = 0, _held_bytes(pid), [folder]
+    num_entries, num_bytes, pending = 0, _held_bytes(pid, max_file_bytes), [folder]
     while pending:
+        path = pending.pop()
         try:
-            with os.scandir(pending.pop()) as entries:
+            with os.scandir(path) as entries:
                 for entry in entries:
                     num_entries += 1
                     if num_entries > max_entries:
@@ -88,23 +135,50 @@ def exceeds(folder: str, pid: int, *, max_entries: int, max_bytes: int, max_thre
                         num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
                         if entry.is_dir(follow_symlinks=False):
                             pending.append(entry.path)
-        except (FileNotFoundError, PermissionError):  # gone meanwhile; or made without rights, and so empty
+        except FileNotFoundError:  # gone meanwhile
             continue
+        except PermissionError:
+            if _can_be_filled(path):
+                return True
         except OSError:
             return True
     return num_bytes > max_bytes or _num_threads(pid) > max_threads
 
 
-def _held_bytes(pid: int) -> int:
-    """Return the disk blocks of deleted files that a process holds open, and of its output."""
-    total = 0
+def _can_be_filled(folder: str) -> bool:
+    """Return whether a folder has its owner's rights to make entries; a program cannot change rights later."""
+    try:
+        return os.lstat(folder).st_mode & 0o300 == 0o300
+    except OSError:  # gone meanwhile
+        return False
+
+
+def _held_bytes(pid: int, max_file_bytes: int) -> int:
+    """Return the disk blocks of deleted files that a process holds open or mapped, and of its output.
+
+    All threads share one table of descriptors: the sandbox refuses them any other.
+    """
+    blocks: dict[tuple[int, int], int] = {}  # by device and inode
+    open_files = set()
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
                 status = os.stat(f"/proc/{pid}/fd/{name}")
                 if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
-                    total += status.st_blocks * 512
-    return total
+                    blocks[status.st_dev, status.st_ino] = status.st_blocks
+                    open_files.add((status.st_ino, os.readlink(f"/proc/{pid}/fd/{name}")))
+    return sum(blocks.values()) * 512 + len(_deleted_mappings(pid) - open_files) * max_file_bytes
+
+
+def _deleted_mappings(pid: int) -> set[tuple[int, str]]:
+    """Return inode and path of files that a process has mapped and nobody can open: deleted, or shared memory."""
+    found = set()
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
+        for line in maps:
+            if line.endswith(b" (deleted)\n"):
+                _, _, _, _, inode, path = line.decode(errors="surrogateescape").rstrip("\n").split(maxsplit=5)
+                found.add((int(inode), path))
+    return found
 
 
 def _num_threads(pid: int) -> int:

@@ -3,7 +3,8 @@
 The socket FD carries one JSON object a line.
     in:   the JudgeSpec, then {"id": n, "fields": {...}} for each response
     out:  {"is_async": b, "place": p}, then for each id {"reward": x} or
-          {"problem": "timeout" or "error", "message": m, "traceback": t}; {"user_error": m} instead of any of these
+          {"problem": "timeout" or "error", "message": m, "traceback": t}, with the judge "code" either may also have
+          "refused_calls": [names]; {"user_error": m} instead of any of these
 
 A judge of this package touches the system only to run programs. If that raises an OSError, something has spoilt the
 process (a limit was lowered, descriptors ran out), so it ends, and the pool judges the response again in a fresh one.
@@ -66,11 +67,18 @@ def _line(message: dict[str, Any]) -> bytes:
 
 def _verdict(judge: Judge, fields: dict[str, Any], *, is_built_in: bool) -> dict[str, Any]:
     try:
-        return {"reward": as_reward(judge(fields))}
+        value = judge(fields)
+        return {"reward": as_reward(value), **_refused_calls(value, is_built_in)}
     except (Exception, SystemExit) as error:  # arbitrary text can make a judge raise anything
         if is_built_in and isinstance(error, OSError) and not isinstance(error, TimeoutError):
             raise
-        return _failure(error, judge)
+        return _failure(error, judge) | _refused_calls(error, is_built_in)
+
+
+def _refused_calls(outcome: object, is_built_in: bool) -> dict[str, Any]:
+    """Return what the judge of programs tells about refused system calls, as part of a reply."""
+    names = getattr(outcome, "refused_calls", ()) if is_built_in else ()
+    return {"refused_calls": names} if names else {}
 
 
 async def _verdict_async(judge: Judge, fields: dict[str, Any], timeout_s: float) -> dict[str, Any]:

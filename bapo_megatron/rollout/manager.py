@@ -12,6 +12,7 @@ from bapo_megatron.buffer.batch import BatchBuilder, BuilderState
 from bapo_megatron.config.schema import Config, EvalSet
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.engines.connected import ConnectedEngines
+from bapo_megatron.engines.key import client_key
 from bapo_megatron.errors import CheckpointError, NoEngineLeftError
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.hf.tokenizer import load_tokenizer
@@ -189,12 +190,13 @@ def connect_rollouts(config: Config, model_path: Path, urls: Sequence[str]) -> R
     Raises:
         UserError: the prompts, the judge or an engine are not fit; names which.
     """
+    key = client_key(config.rollout)  # before judges inherit the environment
     tokenizer = load_tokenizer(model_path)
     stop_token_ids = (int(tokenizer.eos_token_id),)
     prompts = prompts_of(config, tokenizer)
     prompts.check()
     judge = Judge(RewardScorer(config), tokenizer)
-    engines = ConnectedEngines.connect(config.rollout, urls, load_hf_config(model_path)["vocab_size"])
+    engines = ConnectedEngines.connect(config.rollout, urls, load_hf_config(model_path)["vocab_size"], key)
     scheduler = Scheduler(
         config.rollout,
         pool=engines.pool,

@@ -77,7 +77,9 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         for line_number, line in enumerate(file, start=1):
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:
+                if "\\ud" in line.lower():  # half of a pair of surrogates is not text
+                    json.dumps(record, ensure_ascii=False).encode()
+            except (ValueError, RecursionError):  # also of a number with thousands of digits
                 record = None
             if isinstance(record, dict):
                 records.append(record)
@@ -90,11 +92,19 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 def truncate_after(path: Path, step: int) -> int:
     """Drop the objects whose "step" exceeds `step`, atomically, and return their number."""
     records = read_jsonl(path)
-    kept = [record for record in records if record.get("step", 0) <= step]
+    kept = [record for record in records if (step_of(record) or 0) <= step]
     if len(kept) < len(records):
         text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept)
         write_atomically(path, text)
     return len(records) - len(kept)
+
+
+def step_of(record: Mapping[str, Any]) -> int | None:
+    """Return the step of a line of metrics or samples; None if it has none that can be one."""
+    step = record.get("step")
+    if not isinstance(step, int | float) or not 0 <= step < 2**53:
+        return None
+    return int(step) if step == int(step) else None
 
 
 def write_atomically(path: Path, text: str, advice: str = _ADVICE) -> None:

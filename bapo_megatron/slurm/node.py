@@ -8,6 +8,7 @@ folder that all nodes share:
 
     run.json          by trainer rank 0: the run directory and the ranks' rendezvous, or that the run is finished
     engines-<i>.json  by engine node i: the URLs of its healthy engines; when all are there, training begins
+    key               by trainer rank 0: the key of the engines, for this user's eyes only, until all are healthy
     end.json          by trainer rank 0: the run has ended or stopped, and engine nodes end their engines
     stop              by the batch script or the user: save and stop at the end of the current step (runtime/ranks.py)
     stopped           by trainer rank 0: the run was saved and stopped
@@ -33,12 +34,13 @@ from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.plan_slurm import place
 from bapo_megatron.config.schema import Config
+from bapo_megatron.engines.key import KEY_VARIABLE, new_key
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables, reserved_ports
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.console import Screen, header
 from bapo_megatron.monitor.rundir import RunDir
-from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.files import explaining_os_errors, write_atomically
 from bapo_megatron.worker import STOPPED, run_rank
 
 RUN, END = "run", "end"
@@ -63,6 +65,26 @@ class Meeting:
     @property
     def stopped_file(self) -> Path:
         return self.folder / "stopped"
+
+    def share_key(self, key: str) -> None:
+        """Hand the engines' key to the nodes that start them."""
+        with explaining_os_errors(self._key_file):
+            self.forget_key()
+            descriptor = os.open(self._key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(key)
+
+    def shared_key(self) -> str:
+        """Return the engines' key; it is there before the file `run.json`."""
+        return self._key_file.read_text()
+
+    def forget_key(self) -> None:
+        """Remove the file of the key: every engine has it."""
+        self._key_file.unlink(missing_ok=True)
+
+    @property
+    def _key_file(self) -> Path:
+        return self.folder / "key"
 
     def tell(self, name: str, facts: dict[str, Any]) -> None:
         write_atomically(self._path(name), json.dumps(facts) + "\n")
@@ -130,10 +152,11 @@ def _run_trainer(config: Config, meeting: Meeting, rank: int) -> int:
             meeting.tell(RUN, {"is_finished": True})
             return 0
         Screen(sys.stdout).facts(header(config, run_dir))
-        host = node_address(config)
+        host, key = node_address(config), new_key()
+        meeting.share_key(key)
         with reserved_ports(1, host) as ports:  # torch's store sets SO_REUSEADDR: it can still bind
             meeting.tell(RUN, {"run_dir": str(run_dir.path), "host": host, "port": ports[0]})
-            code = _run_rank(config, meeting, rank)
+            code = _run_rank(config, meeting, rank, key)
         if code == STOPPED:
             meeting.stopped_file.touch()
             return 0
@@ -144,11 +167,15 @@ def _run_trainer(config: Config, meeting: Meeting, rank: int) -> int:
         return code
 
 
-def _run_rank(config: Config, meeting: Meeting, rank: int) -> int:
+def _run_rank(config: Config, meeting: Meeting, rank: int, key: str | None = None) -> int:
+    """Run a rank once all engines are there. The first one has their key."""
     run = meeting.wait(RUN, "trainer rank 0", config.slurm.startup_timeout_s, _SETTING)
     if "is_finished" in run:
         return 0
     urls = _await_engines(config, meeting)
+    if key is not None:
+        meeting.forget_key()
+        os.environ[KEY_VARIABLE] = key
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(_from_slurm("SLURM_LOCALID")),
@@ -192,7 +219,8 @@ def _run_engines(config: Config, meeting: Meeting, node: int) -> int:
             host=node_address(config),
         )
         log_dir = RunDir.attach(Path(run["run_dir"])).log_dir
-        with running_engines(config, resolve_model_path(config.model.path), log_dir, share) as urls:
+        key = meeting.shared_key()
+        with running_engines(config, resolve_model_path(config.model.path), log_dir, share, key) as urls:
             meeting.tell(_engines(node), {"urls": urls})
             while not meeting.has(END):  # no deadline: SLURM ends this process with the job
                 time.sleep(_END_POLL_S)

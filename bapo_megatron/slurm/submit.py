@@ -17,14 +17,14 @@ import statistics
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from bapo_megatron.config.base import Violation
-from bapo_megatron.config.load import dump_config, load_tables
+from bapo_megatron.config.load import dump_config, read_tables
 from bapo_megatron.config.plan_slurm import check_slurm, place
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError, UserError
@@ -217,18 +217,19 @@ def tasks_of(config: Config, *, here: bool | None = None) -> tuple[list[list[str
         name = f"{config.run.name}-{index}"
         try:
             settings = [f"run.name={name}", *_split(line)]
-            task = load_tables(tables, settings)
-            wrong = _check(task, here, read)
+            reading = read_tables(tables, settings)
         except UserError as error:
-            wrong = [Violation(message) for message in str(error).splitlines()]
+            wrong = [Violation(("slurm.sweep",), str(error))]
         else:
             tasks.append(settings)
-            if task.run.name != name:
-                wrong.append(Violation(f"the run of this task is {name}; leave run.name out"))
+            task = reading.config
+            wrong = [*reading.violations, *_check(task, here, read, reading.unread)]
+            if task.run.name != name and "run.name" not in reading.unread:
+                wrong.append(Violation(("run.name",), f"the run of this task is {name}", "leave run.name out"))
             if not any(v.severity == "error" for v in wrong):  # else it may have no placement
                 wrong += _not_of_this_job(config, task)
         told = (v for v in wrong if v not in known)
-        found += [dataclasses.replace(v, message=f"slurm.sweep[{index}] = {line!r}: {v.message}") for v in told]
+        found += [dataclasses.replace(v, problem=f"slurm.sweep[{index}] = {line!r}: {v.problem}") for v in told]
     return tasks, found
 
 
@@ -251,12 +252,14 @@ def _split(line: str) -> list[str]:
         raise ConfigError(str(error)) from error
 
 
-def _check(config: Config, here: bool | None, read: Memory) -> list[Violation]:
-    """List the violations of a run and of its job, without duplicates."""
-    found = [
-        *violations_of(config, elsewhere=True, here=here, read=read),
-        *check_slurm(config, step_s=known_step_s(config)),
-    ]
+def _check(config: Config, here: bool | None, read: Memory, unread: Collection[str] = frozenset()) -> list[Violation]:
+    """List the violations of a run and of its job, without duplicates.
+
+    Args:
+        unread: settings of which only the default is known.
+    """
+    found = violations_of(config, elsewhere=True, here=here, read=read, unread=unread)
+    found += [v for v in check_slurm(config, step_s=known_step_s(config)) if not v.depends_on(unread)]
     return list(dict.fromkeys(found))
 
 
@@ -268,14 +271,17 @@ def _not_of_this_job(job: Config, task: Config) -> Iterator[Violation]:
     ]
     if differ:
         yield Violation(
-            f"the tasks of a job share one script, and this one needs {', '.join(differ)}; submit it on its own"
+            ("slurm.sweep",),
+            f"the tasks of a job share one script, and this one needs {', '.join(differ)}",
+            "submit it on its own",
         )
     there = mounts(job)
     missing = [mount for mount in mounts(task) if not any(Path(mount).is_relative_to(other) for other in there)]
     if job.slurm.runtime != "venv" and missing:
         yield Violation(
-            f"the tasks of a job share one list of mounts, and this one reads files in {', '.join(missing)}; add that "
-            "to slurm.container_mounts, or submit it on its own"
+            ("slurm.container_mounts", "slurm.sweep"),
+            f"the tasks of a job share one list of mounts, and this one reads files in {', '.join(missing)}",
+            "add that to slurm.container_mounts, or submit it on its own",
         )
 
 

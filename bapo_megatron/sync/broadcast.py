@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -71,7 +71,8 @@ class BroadcastChannel:
         members.all("begin the weight update", _begin)
         group = self._join(members, infos, new)
         stats.lap("pause")
-        sender = _Sender(members, group, version, stats, with_digests=_any(infos, "weight_digests"))
+        proving = {url for url, info in infos.items() if can(info, "weight_digests")}
+        sender = _Sender(members, group, version, stats, proving)
         try:
             sender.send(self._plan, weights)
         except _TornError as torn:
@@ -155,7 +156,7 @@ class _Sender:
     group: UpdateGroup
     version: int
     stats: SyncStats
-    with_digests: bool
+    proving: Set[str]  # urls of engines that tell the digests of what they received
     digests: dict[str, str] = field(default_factory=dict)
     flights: list[_Flight] = field(default_factory=list)  # at most two: engines take one while another arrives
 
@@ -172,7 +173,7 @@ class _Sender:
                     self.flights = [last]
                 self._start(bucket, tensors, is_last=bucket is plan[-1])
                 for spec, tensor in zip(bucket.specs, tensors, strict=True):
-                    self.digests[spec.name] = digest(tensor) if self.with_digests else ""
+                    self.digests[spec.name] = digest(tensor) if self.proving else ""
             self._wait(lambda: all(flight.has_arrived() for flight in self.flights))
         finally:
             self.stats.num_tensors = len(self.digests)
@@ -195,10 +196,17 @@ class _Sender:
             data = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._device)
             pack(bucket, tensors, data)
             tensors = [data]
-        replies = self.members.start(
-            f"take the bucket with {bucket.specs[0].name}",
-            lambda e: e.update_weights(bucket.specs, self.group.name, flat=flat, version=version),
-        )
+        names = {spec.name for spec in bucket.specs}
+
+        async def take(engine: Engine) -> None:
+            received = await engine.update_weights(bucket.specs, self.group.name, flat=flat, version=version)
+            if engine.url in self.proving and received.keys() != names:
+                raise EngineError(
+                    f"{engine.url} confirms the bucket with {bucket.specs[0].name}, and not that it received it: is "
+                    "the engine itself answering?"
+                )
+
+        replies = self.members.start(f"take the bucket with {bucket.specs[0].name}", take)
         # Over gloo sooner than the replies' deadline: a hung engine ends the broadcast, the others are free to say so.
         timeout_s = self.members.session.timeout_s / 2
         self.flights.append(_Flight(replies, [self.group.broadcast(tensor, timeout_s) for tensor in tensors]))
@@ -226,17 +234,24 @@ class _Sender:
     def _break_off(self, problem: Exception | None) -> dict[str, EngineError]:
         """Leave the group, wait for the engines' replies, and return the failures of those to blame.
 
-        An engine that only lost the broadcast is not; an engine that does not answer is, even if it waits for another.
+        An engine that does not answer is, even if it waits for another; one that only lost the broadcast is not. If
+        there is nobody else, it is those that confirmed a bucket without a proof that they received it: the broadcast
+        did not end. If all of them have proofs, it is those that lost what others received.
         """
         self.group.abandon()
         failures: dict[str, EngineError] = {}
         for flight in self.flights:
             failures = flight.replies.collect()[1] | failures
-        to_blame = {url: error for url, error in failures.items() if not isinstance(error, BroadcastLostError)}
-        if not to_blame:
-            lost = next(iter(failures.values()), problem or "it did not end in time, though all engines answered")
-            raise EngineError(f"broadcasting the weights failed: {lost}")
-        return to_blame
+        if to_blame := {url: error for url, error in failures.items() if not isinstance(error, BroadcastLostError)}:
+            return to_blame
+        confirmed = {engine.url for engine in self.members.engines} - failures.keys()
+        if unproven := confirmed - self.proving:
+            why = "confirmed weights whose broadcast did not end: did it receive them?"
+            return {url: EngineError(f"{url} {why}") for url in unproven}
+        if confirmed and failures:
+            return {url: EngineError(f"{error}; others received it") for url, error in failures.items()}
+        lost = next(iter(failures.values()), problem or "it did not end in time, though all engines answered")
+        raise EngineError(f"broadcasting the weights failed: {lost}")
 
 
 def form_group(members: Members, num_ranks: Mapping[str, int], *, host: str, backend: GroupBackend) -> UpdateGroup:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.engines.base import Engine, can
+from bapo_megatron.engines.http import shown
 from bapo_megatron.engines.wire import DIGEST, TensorSpec
 from bapo_megatron.errors import CheckpointError, EngineError
 from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape
@@ -44,7 +45,7 @@ def check_weights(
 ) -> None:
     """Compare one engine's version and checksum with those sent. Raises EngineError naming a difference."""
     if str(info.get("weight_version")) != str(version):
-        raise EngineError(f"{url} reports weight version {info.get('weight_version')!r} after {version} was sent")
+        raise EngineError(f"{url} reports weight version {shown(info.get('weight_version'))} after {version} was sent")
 
     if checksum.get("algorithm") != DIGEST:
         _check_names(url, list(digests), checksum)

@@ -49,16 +49,17 @@ class HangError(BaseException):
 
 
 @contextlib.contextmanager
-def deadline(seconds: float) -> Iterator[None]:
-    """Raise HangError in the main thread after some seconds."""
+def deadline(seconds: float, timer: int = signal.ITIMER_REAL) -> Iterator[None]:
+    """Raise HangError in the main thread after some seconds, or seconds of a core with ITIMER_PROF."""
 
     def ring(number: int, frame: FrameType | None) -> None:
         raise HangError(f"not done in {seconds:g} s")
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    number = signal.SIGALRM if timer == signal.ITIMER_REAL else signal.SIGPROF
+    before = signal.signal(number, ring)
+    signal.setitimer(timer, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(timer, 0)
+        signal.signal(number, before)

@@ -22,6 +22,7 @@ from bapo_megatron.checkpoint.folder import (
     DIGEST,
     INDEX,
     MOMENTS,
+    SQUARES,
     STATE,
     WEIGHT,
     digest_of,
@@ -46,6 +47,7 @@ from bapo_megatron.rollout.staleness import StalenessBound
 from bapo_megatron.train import RunState
 from bapo_megatron.types import Segment
 from tests.attacks.conftest import HangError, Outcomes, deadline
+from tests.distributed import HANG_S
 from tests.unit.test_hf_convert import make_shape, random_weights
 
 pytestmark = pytest.mark.slow
@@ -176,6 +178,7 @@ class Checkpoints:
             for name, model in models.items():
                 model.version = 2 * step
                 model.tensors = {part: random_weights(model.shape) for part in PARTS}
+                model.tensors[SQUARES] = {name: tensor.square() for name, tensor in model.tensors[SQUARES].items()}
                 model.save(path / name)
                 parts[name] = {"version": model.version, "index": digest_of(path / name / INDEX)}
             (path / STATE).write_text(seal({"format": 2, "step": step, **state, "parts": parts}))
@@ -190,7 +193,7 @@ class Checkpoints:
         models, said = self.models(), []
         store = CheckpointStore(folder, CheckpointConfig(), said.append, state_type=RunState)
         try:
-            with deadline(20):
+            with deadline(HANG_S):
                 state = store.resume(models)
                 if state is None:
                     return "silent", "started over without a word"

@@ -30,6 +30,7 @@ from bapo_megatron.report.page import write_report
 from bapo_megatron.rollout.recorded import read_groups
 from bapo_megatron.types import Group, Prompt, Segment, Trajectory
 from tests.attacks.conftest import HangError, Outcomes, deadline
+from tests.distributed import HANG_S
 from tests.unit.run_folders import step as metrics_of
 from tests.unit.saveable import TinyModel
 from tests.unit.test_full_disk import full_disk
@@ -151,7 +152,7 @@ def check(config: Config, saved: list[int]) -> str | None:
 def attempt(config: Config, fault: contextlib.AbstractContextManager[object]) -> tuple[str, str | None]:
     saved: list[int] = []
     try:
-        with deadline(120), fault:
+        with deadline(HANG_S), fault:
             run(config, saved)
         outcome, why = "goes on", None
     except UserError as error:

@@ -19,6 +19,7 @@ from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rollout.recorded import read_groups, write_groups
 from bapo_megatron.types import Group, Prompt, Segment, Trajectory
 from tests.attacks.conftest import HangError, Outcomes, deadline
+from tests.distributed import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -147,7 +148,7 @@ def test_files_of_prompts(tmp_path: Path, outcomes: Outcomes) -> None:
 
 def attempt(kind: str, name: str, expected: Expected, file: Path) -> tuple[str, str, str | None]:
     try:
-        with deadline(60):
+        with deadline(HANG_S):
             source = JsonlSource(str(file))
     except DataError as error:
         if not isinstance(expected, str):
@@ -249,7 +250,7 @@ def changed(content: bytes, place: int) -> bytes:
 
 def replay(folder: Path, file: Path, name: str, why: str | None) -> tuple[str, str, str | None]:
     try:
-        with deadline(60):
+        with deadline(HANG_S):
             groups = read_groups(folder, 1)
     except DataError as error:
         wrong = "refused" if why is None else clear(error, why, file)

@@ -29,19 +29,22 @@ from bapo_megatron.config.schema import Config, SyncConfig
 from bapo_megatron.engines import processes
 from bapo_megatron.engines.group import UpdateGroup, host_store
 from bapo_megatron.engines.http import HttpEngine
+from bapo_megatron.engines.key import KEY_VARIABLE
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.sync.broadcast import BroadcastChannel
+from tests.distributed import HANG_S
 
 ROOT = Path(__file__).parents[2]
 STARTUP_TIMEOUT_S = 900.0  # on a busy machine an SGLang server takes minutes
-HANG_S = 300.0  # later than any answer of a busy machine
 MAX_CONTEXT = {"embedded": 2048, "sglang": 512, "sglang-tp2": 512}
 MAX_RUNNING = 8
 VOCAB_SIZE = 96
 EOS = 1
+KEY = "the-key-of-this-suite"
+AUTHORIZATION = {"Authorization": f"Bearer {KEY}"}
 
 Launcher = Callable[[Path, Path], AbstractContextManager[list[str]]]
 
@@ -77,6 +80,7 @@ class Servers:
     pool: EnginePool = field(default_factory=lambda: EnginePool([]))
     channel: BroadcastChannel | None = None
     version: int = 0
+    num_long: int = 450  # tokens of a response that a test can meet halfway
 
     @property
     def url(self) -> str:
@@ -85,11 +89,6 @@ class Servers:
     @property
     def max_context(self) -> int:
         return MAX_CONTEXT[self.kind]
-
-    @property
-    def num_long(self) -> int:
-        """Tokens of a response that is still running when the test comes to it, on a busy machine, too (seconds)."""
-        return self.max_context - 62
 
     @property
     def engine(self) -> HttpEngine:
@@ -118,13 +117,13 @@ class Servers:
         tensors = [t.contiguous() for t in self.models[model].state_dict().values()]
         self.version += 1
         world_size = 1 + int(self.loop.run(self.engine.server_info())["tp_size"])
-        store = host_store("127.0.0.1", world_size, 60)
+        store = host_store("127.0.0.1", world_size, HANG_S)
         group_name = f"raw-{self.version}"
         address = {"master_address": "127.0.0.1", "master_port": store.port, "group_name": group_name}
         joining = self.post_later(
             "/init_weights_update_group", address | {"rank_offset": 1, "world_size": world_size, "backend": "gloo"}
         )
-        group = UpdateGroup(group_name, store=store, rank=0, world_size=world_size, backend="gloo", timeout_s=60)
+        group = UpdateGroup(group_name, store=store, rank=0, world_size=world_size, backend="gloo", timeout_s=HANG_S)
         assert joining.result(HANG_S)[0] == 200
         assert self.post("/pause_generation", {"mode": "in_place"})[0] == 200
         assert self.post("/begin_weight_update")[0] == 200
@@ -145,13 +144,14 @@ class Servers:
 
     def get(self, path: str, timeout_s: float = HANG_S) -> Any:
         """JSON of the first server's answer."""
-        with urllib.request.urlopen(self.url + path, timeout=timeout_s) as response:
+        request = urllib.request.Request(self.url + path, headers=AUTHORIZATION)
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
             return json.loads(response.read())
 
     def post(self, path: str, body: Any = None, timeout_s: float = HANG_S) -> tuple[int, Any]:
         """Status and JSON (or text) of a raw request to the first server."""
         data = json.dumps(body if body is not None else {}).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"} | AUTHORIZATION)
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as response:
                 status, raw = response.status, response.read()
@@ -168,15 +168,30 @@ class Servers:
 
         return self.loop.submit(call())
 
-    def wait_until_running(self, count: int, timeout_s: float = HANG_S) -> None:
-        """Until `count` requests are being decoded: each has a token at least."""
-        deadline = time.monotonic() + timeout_s
+    def num_running(self) -> int:
+        """Requests that are being decoded: each has a token at least."""
+        return int(self.get("/v1/loads")["loads"][0]["num_running_reqs"])
+
+    def held(self, begin: Callable[[], list[Future[Any]]]) -> list[Future[Any]]:
+        """Responses that are begun and unfinished, held by a pause in place; if one ends too soon, all begin again."""
+        deadline = time.monotonic() + HANG_S
         while time.monotonic() < deadline:
-            if self.get("/v1/loads")["loads"][0]["num_running_reqs"] >= count:
-                time.sleep(0.05)  # a few tokens
-                return
+            pending = begin()
+            self.wait_until_running(pending)
+            assert self.post("/pause_generation", {"mode": "in_place"})[0] == 200
+            if self.num_running() == len(pending):
+                return pending
+            assert self.post("/continue_generation", {})[0] == 200
+            for future in pending:
+                future.result(HANG_S)
+        raise AssertionError("no response could be held")
+
+    def wait_until_running(self, pending: list[Future[Any]]) -> None:
+        """Until all these requests are being decoded, or one has ended."""
+        deadline = time.monotonic() + HANG_S
+        while self.num_running() < len(pending) and not any(future.done() for future in pending):
+            assert time.monotonic() < deadline, f"{len(pending)} requests were not running after {HANG_S:g} s"
             time.sleep(0.01)
-        raise AssertionError(f"{count} requests were not running after {timeout_s:g} s")
 
 
 def tiny_model(folder: Path, seed: int, max_context: int) -> Qwen3ForCausalLM:
@@ -207,8 +222,8 @@ def embedded(checkpoint: Path, folder: Path) -> Iterator[list[str]]:
     """Two embedded engines."""
     command = [sys.executable, "-m", "bapo_megatron.engines.embedded", "--model-path", str(checkpoint)]
     command += ["--max-context", str(MAX_CONTEXT["embedded"]), "--max-running", str(MAX_RUNNING)]
-    command += ["--update-timeout-s", "60", "--exit-with-parent"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command += ["--update-timeout-s", f"{HANG_S:g}", "--exit-with-parent"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), KEY_VARIABLE: KEY}
     ready = [folder / f"ready-{i}.json" for i in range(2)]
     started = [subprocess.Popen([*command, "--ready-file", str(f)], stdin=subprocess.PIPE, env=env) for f in ready]
     try:
@@ -236,7 +251,7 @@ def sglang_servers(num_servers: int, tensor_parallel: int) -> Launcher:
             "max_restarts": 0,
         }
         config = Config.model_validate({"rollout": rollout})
-        with running_engines(config, checkpoint, folder, EngineShare(count=num_servers, first_gpu=0)) as urls:
+        with running_engines(config, checkpoint, folder, EngineShare(count=num_servers, first_gpu=0), KEY) as urls:
             yield urls
 
     return launch
@@ -275,7 +290,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         stack.callback(loop.stop)
         urls = stack.enter_context(LAUNCHERS[request.param](folder / "a", folder))
         servers = Servers(request.param, loop, urls, models)
-        servers.engines = [HttpEngine(url, request_timeout_s=HANG_S, vocab_size=VOCAB_SIZE) for url in urls]
+        servers.engines = [HttpEngine(url, request_timeout_s=HANG_S, vocab_size=VOCAB_SIZE, key=KEY) for url in urls]
         for engine in servers.engines:
             stack.callback(lambda engine=engine: loop.run(engine.close()))
         servers.connect()

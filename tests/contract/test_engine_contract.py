@@ -2,18 +2,20 @@
 
 import contextlib
 import gzip
+import http.client
 import json
 import re
+import select
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
-from conftest import EOS, HANG_S, VOCAB_SIZE, Servers
+from conftest import AUTHORIZATION, EOS, VOCAB_SIZE, Servers
 from torch import Tensor
 
 from bapo_megatron.config.engines import ENGINES
@@ -21,13 +23,16 @@ from bapo_megatron.config.schema import SyncConfig
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult, VersionSpan
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
+from bapo_megatron.engines.processes import reserved_ports
 from bapo_megatron.engines.wire import TensorSpec, plan_buckets
 from bapo_megatron.errors import EngineError, RequestRefusedError
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.sync.disk import DiskChannel
+from tests.distributed import HANG_S
 
 PROMPT = [5, 9, 33, 70, 12, 8]
 TOLERANCE = 1e-4
+T = TypeVar("T")
 
 
 def reference_logprobs(model: Any, prompt: list[int], output: list[int], temperature: float = 1.0) -> Tensor:
@@ -71,6 +76,21 @@ def ask_later(servers: Servers, rid: str, n: int | None = None, **sampling: Any)
     return servers.post_later(
         "/generate", {"rid": rid, "input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
     )
+
+
+def until_caught(servers: Servers, act: Callable[[], T], count: int = 1) -> tuple[T, list[dict[str, Any]]]:
+    """Act on the server while it decodes responses, and end these. If one ended by itself, all begin again."""
+    deadline = time.monotonic() + HANG_S
+    while time.monotonic() < deadline:
+        pending = [ask_later(servers, f"caught-{i}") for i in range(count)]
+        servers.wait_until_running(pending)
+        found = act()
+        servers.loop.run(servers.engine.abort())
+        replies = [future.result(HANG_S) for future in pending]
+        if all(status == 200 and r["meta_info"]["finish_reason"]["type"] == "abort" for status, r in replies):
+            return found, [reply for _, reply in replies]
+        servers.loop.run(servers.engine.resume())
+    raise AssertionError("no response could be aborted")
 
 
 def first_tokens(servers: Servers, seeds: range, **sampling: Any) -> list[int]:
@@ -126,8 +146,7 @@ def test_cut_logprobs_outlast_a_retraction(servers: Servers) -> None:
     cut = {"top_p": 0.8, "top_k": 12, "temperature": 1.0}
     sampling = {"max_new_tokens": servers.num_long, "ignore_eos": True, "sampling_seed": 3} | cut
     body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "return_sampling_mask": True}
-    pending = servers.post_later("/generate", body)
-    servers.wait_until_running(1)
+    (pending,) = servers.held(lambda: [servers.post_later("/generate", body)])
     servers.loop.run(servers.engine.pause("retract"))
     servers.loop.run(servers.engine.resume())
     status, reply = pending.result(HANG_S)
@@ -182,8 +201,7 @@ def test_push_reports_what_it_did(servers: Servers) -> None:
 
 def test_retracted_requests_go_on_with_the_new_weights(servers: Servers) -> None:
     before = servers.version
-    pending = [ask_later(servers, f"retract-{i}") for i in range(3)]
-    servers.wait_until_running(3)
+    pending = servers.held(lambda: [ask_later(servers, f"retract-{i}") for i in range(3)])
     after = servers.push("b")
     for future in pending:
         status, reply = future.result(HANG_S)
@@ -201,9 +219,7 @@ def test_retracted_requests_go_on_with_the_new_weights(servers: Servers) -> None
 
 
 def test_in_place_pause_keeps_the_cache(servers: Servers) -> None:
-    pending = ask_later(servers, "in-place")
-    servers.wait_until_running(1)
-    assert servers.post("/pause_generation", {"mode": "in_place"})[0] == 200
+    (pending,) = servers.held(lambda: [ask_later(servers, "in-place")])
     assert servers.post("/flush_cache")[0] == 400
     assert servers.post("/continue_generation", {})[0] == 200
     status, reply = pending.result(HANG_S)
@@ -213,8 +229,7 @@ def test_in_place_pause_keeps_the_cache(servers: Servers) -> None:
 
 
 def test_retract_pause_frees_the_cache_and_changes_nothing(servers: Servers) -> None:
-    pending = ask_later(servers, "paused", temperature=1.0, sampling_seed=3)
-    servers.wait_until_running(1)
+    (pending,) = servers.held(lambda: [ask_later(servers, "paused", temperature=1.0, sampling_seed=3)])
     assert servers.post("/pause_generation", {"mode": "retract"})[0] == 200
     assert servers.post("/flush_cache")[0] == 200
     assert servers.post("/continue_generation", {})[0] == 200
@@ -227,55 +242,65 @@ def test_retract_pause_frees_the_cache_and_changes_nothing(servers: Servers) -> 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 def test_new_requests_wait_while_paused(servers: Servers, mode: str) -> None:
     assert servers.post("/pause_generation", {"mode": mode})[0] == 200
-    pending = ask_later(servers, f"waits-{mode}", n=4)
-    time.sleep(0.3)
-    assert not pending.done()
-    assert servers.post("/continue_generation", {})[0] == 200
-    status, reply = pending.result(30)
-    assert status == 200
+    connection = http.client.HTTPConnection(servers.url.removeprefix("http://"), timeout=HANG_S)
+    sampling = {"max_new_tokens": 4, "ignore_eos": True}
+    body = json.dumps({"input_ids": PROMPT, "sampling_params": sampling})
+    with contextlib.closing(connection):
+        connection.request("POST", "/generate", body, {"Content-Type": "application/json"} | AUTHORIZATION)
+        if servers.kind == "embedded":  # SGLang counts those only that have come to its scheduler
+            while servers.get("/v1/loads")["loads"][0]["num_waiting_reqs"] == 0:
+                assert not select.select([connection.sock], [], [], 0.01)[0], "it has been answered"
+        assert servers.num_running() == 0
+        version = servers.push("b")
+        reply = json.loads(connection.getresponse().read())
     assert reply["meta_info"]["finish_reason"]["type"] == "length"
+    assert [span["version"] for span in reply["meta_info"]["weight_versions"]] == [str(version)], "sampled in the pause"
 
 
 def test_abort_pause_returns_what_there_is(servers: Servers) -> None:
-    pending = [ask_later(servers, f"partial-{i}") for i in range(3)]
-    servers.wait_until_running(3)
-    assert servers.post("/pause_generation", {"mode": "abort"})[0] == 200
-    for future in pending:
-        status, reply = future.result(30)
-        assert status == 200
-        assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+    (status, _), replies = until_caught(servers, lambda: servers.post("/pause_generation", {"mode": "abort"}), 3)
+    assert status == 200
+    for reply in replies:
         assert 0 < len(reply["output_ids"]) < servers.num_long
         assert_matches(servers, "a", reply)
 
 
 def test_abort_one_then_all(servers: Servers) -> None:
-    n = servers.num_long
-    first, second = (servers.loop.submit(servers.engine.generate(request(rid, n=n))) for rid in ("one", "two"))
-    servers.wait_until_running(2)
-    servers.loop.run(servers.engine.abort("one"))
-    result = first.result(30)
+    run, engine, n = servers.loop.run, servers.engine, servers.num_long
+
+    def begin() -> list[Future[Any]]:
+        return [servers.loop.submit(engine.generate(request(rid, n=n))) for rid in ("one", "two")]
+
+    first, second = servers.held(begin)
+    run(engine.abort("one"))
+    run(engine.resume())
+    result = first.result(HANG_S)
     assert result.finish_reason == "abort"
     assert 0 < len(result.token_ids) == len(result.behaviour_logprobs) < n
-    assert not second.done()
-    servers.loop.run(servers.engine.abort())
-    assert second.result(30).finish_reason == "abort"
-    assert 0 < len(second.result().token_ids) < n
+    assert second.result(HANG_S).finish_reason in ("length", "stop")
+    both = servers.held(begin)
+    run(engine.abort())
+    run(engine.resume())
+    for future in both:
+        assert future.result(HANG_S).finish_reason == "abort"
+        assert 0 < len(future.result().token_ids) < n
 
 
 def test_abort_needs_the_exact_rid(servers: Servers) -> None:
-    pending = servers.loop.submit(servers.engine.generate(request("whole-name", n=60)))
-    servers.loop.run(servers.engine.abort("whole"))
-    assert pending.result(30).finish_reason in ("length", "stop")
+    run, engine = servers.loop.run, servers.engine
+    (pending,) = servers.held(lambda: [servers.loop.submit(engine.generate(request("whole-name", n=200)))])
+    run(engine.abort("whole"))
+    run(engine.resume())
+    assert pending.result(HANG_S).finish_reason in ("length", "stop")
 
 
 def test_flush_is_refused_while_busy_and_works_when_idle(servers: Servers) -> None:
-    pending = ask_later(servers, "busy")
-    servers.wait_until_running(1)
-    status, message = servers.post("/flush_cache")
-    assert (status, pending.done()) == (400, False), message
-    servers.loop.run(servers.engine.abort())
-    pending.result(30)
-    assert servers.post("/flush_cache")[0] == 200
+    (status, message), _ = until_caught(servers, lambda: servers.post("/flush_cache"))
+    assert status == 400, message
+    deadline = time.monotonic() + HANG_S
+    while servers.post("/flush_cache")[0] != 200:  # SGLang is idle a little after its last answer
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_batches_and_samples_come_back_in_order(servers: Servers) -> None:
@@ -374,8 +399,7 @@ def test_stop_tokens_end_a_response_and_are_part_of_it(servers: Servers) -> None
 def test_weights_updated_in_place_take_over_at_the_next_token(servers: Servers) -> None:
     channel = servers.channel
     assert channel is not None
-    pending = ask_later(servers, "in-place-update")
-    servers.wait_until_running(1)
+    (pending,) = servers.held(lambda: [ask_later(servers, "in-place-update")])
     before, version = servers.version, servers.push_in_place("b")
     status, reply = pending.result(HANG_S)
     assert status == 200
@@ -389,23 +413,22 @@ def test_weights_updated_in_place_take_over_at_the_next_token(servers: Servers) 
 
 
 def test_a_client_that_leaves_frees_its_row(servers: Servers) -> None:
-    leaving = servers.loop.submit(servers.engine.generate(request("leaves", n=servers.num_long)))
-    servers.wait_until_running(1)
+    asked = request("leaves", n=servers.num_long)
+    (leaving,) = servers.held(lambda: [servers.loop.submit(servers.engine.generate(asked))])
     leaving.cancel()
-    deadline = time.monotonic() + 10
-    while servers.post("/flush_cache")[0] != 200:
+    if servers.kind != "embedded":  # SGLang ends no request in a pause
+        servers.loop.run(servers.engine.resume())
+    deadline = time.monotonic() + HANG_S
+    while servers.num_running():
         assert time.monotonic() < deadline, "the request of a client that left is still running"
         time.sleep(0.02)
 
 
 def test_a_rid_in_use_is_refused(servers: Servers) -> None:
-    pending = ask_later(servers, "twice")
-    servers.wait_until_running(1)
-    body = {"rid": "twice", "input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
-    status, reply = servers.post("/generate", body)
-    servers.loop.run(servers.engine.abort())
-    assert (status, pending.result(30)[0]) == (400, 200)
-    assert "twice" in str(reply)
+    body = {"rid": "caught-0", "input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
+    (status, reply), _ = until_caught(servers, lambda: servers.post("/generate", body))
+    assert status == 400
+    assert "caught-0" in str(reply)
 
 
 @pytest.mark.parametrize(
@@ -436,7 +459,7 @@ def test_client_reports_a_refusal_with_server_and_request(servers: Servers) -> N
 
 def test_update_without_begin_is_refused(servers: Servers) -> None:
     body = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]], "group_name": "nobody"}
-    status, reply = servers.post("/update_weights_from_distributed", body, timeout_s=20)
+    status, reply = servers.post("/update_weights_from_distributed", body)
     assert status == 400
     assert "begin_weight_update" in str(reply)
 
@@ -449,7 +472,7 @@ def test_foreign_weights_are_refused_before_anything_is_sent(
 ) -> None:
     """By the handshake; the servers go on with what they have."""
     manifest = {spec.name: spec for spec in servers.manifest("a")} | {name: TensorSpec(name, "float32", shape)}
-    channel = BroadcastChannel(servers.pool, SyncConfig(timeout_s=30), servers.loop.submit)
+    channel = BroadcastChannel(servers.pool, SyncConfig(timeout_s=HANG_S), servers.loop.submit)
     with pytest.raises(EngineError, match=re.escape(name)) as raised:
         channel.connect(list(manifest.values()))
     assert servers.url in str(raised.value)
@@ -461,14 +484,14 @@ def test_a_vocabulary_of_another_size_is_named(servers: Servers) -> None:
         TensorSpec(s.name, s.dtype, (s.shape[0] + 32, *s.shape[1:])) if s.shape[0] == VOCAB_SIZE else s
         for s in servers.manifest("a")
     ]
-    channel = BroadcastChannel(servers.pool, SyncConfig(timeout_s=30), servers.loop.submit)
+    channel = BroadcastChannel(servers.pool, SyncConfig(timeout_s=HANG_S), servers.loop.submit)
     with pytest.raises(EngineError, match=rf"vocabulary has {VOCAB_SIZE} tokens, the policy's {VOCAB_SIZE + 32}"):
         channel.connect(manifest)
 
 
 def test_another_dtype_is_named(servers: Servers) -> None:
     manifest = [TensorSpec(s.name, "bfloat16", s.shape) for s in servers.manifest("a")]
-    channel = BroadcastChannel(servers.pool, SyncConfig(timeout_s=30), servers.loop.submit)
+    channel = BroadcastChannel(servers.pool, SyncConfig(timeout_s=HANG_S), servers.loop.submit)
     with pytest.raises(EngineError, match=r"float32.*bfloat16"):
         channel.connect(manifest)
 
@@ -480,11 +503,10 @@ def test_weights_that_all_servers_refuse_end_a_push_at_once(servers: Servers) ->
     wrong = TensorSpec("model.norm.weight", "float32", (63,))
     channel._plan = plan_buckets([wrong], 2**20)
     channel._session.manifest = (wrong,)
-    started = time.monotonic()
     try:
-        with pytest.raises(EngineError, match=r"model\.norm\.weight"):
+        with pytest.raises(EngineError, match=r"model\.norm\.weight") as raised:
             channel.push(iter([(wrong.name, torch.zeros(wrong.shape))]), servers.version + 1)
-        assert time.monotonic() - started < 60, "the deadline of the push"
+        assert "waited" not in str(raised.value), "the deadline of the push"
         assert servers.pool.live() == servers.engines, "nobody is fenced for what is the trainer's fault"
     finally:
         for engine in servers.engines:
@@ -506,7 +528,7 @@ def test_an_incomplete_push_is_noticed(servers: Servers) -> None:
 def test_weights_from_disk_replace_those_of_all_servers(servers: Servers, tmp_path: Path) -> None:
     hf_path = Path(servers.get("/model_info")["model_path"])
     channel = DiskChannel(
-        servers.pool, SyncConfig(timeout_s=60), servers.loop.submit, folder=tmp_path / "weights", hf_path=hf_path
+        servers.pool, SyncConfig(timeout_s=HANG_S), servers.loop.submit, folder=tmp_path / "weights", hf_path=hf_path
     )
     channel.connect(servers.manifest("b"))
     for model in ("b", "a", "b"):
@@ -522,12 +544,13 @@ def test_weights_from_disk_replace_those_of_all_servers(servers: Servers, tmp_pa
 
 
 def test_connecting_to_nobody_names_who_is_missing(servers: Servers) -> None:
-    absent = HttpEngine("http://127.0.0.1:9", request_timeout_s=5)
-    pool = EnginePool([servers.engine, absent])
-    channel = BroadcastChannel(pool, SyncConfig(timeout_s=10), servers.loop.submit)
-    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9"):
-        channel.connect(servers.manifest("a"))
-    servers.loop.run(absent.close())
+    with reserved_ports(1) as (port,):
+        absent = HttpEngine(f"http://127.0.0.1:{port}", request_timeout_s=HANG_S)
+        pool = EnginePool([servers.engine, absent])
+        channel = BroadcastChannel(pool, SyncConfig(timeout_s=HANG_S), servers.loop.submit)
+        with pytest.raises(EngineError, match=rf"127\.0\.0\.1:{port}"):
+            channel.connect(servers.manifest("a"))
+        servers.loop.run(absent.close())
 
 
 def test_a_paused_server_is_healthy(servers: Servers) -> None:

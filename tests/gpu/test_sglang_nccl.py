@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bapo_megatron.runtime.environment import trainer_variables
+from tests.distributed import HANG_S
 from tests.gpu.updates import SIZES, save_model
 from tests.integration.learner_reference import BOUNDS
 
@@ -18,6 +19,7 @@ NUM_NEW = 24
 SGLANG = ("rollout.engine=sglang", "model.dtype=bfloat16")
 TOLERANCE_NATS = 0.02  # mean over tokens: both compute in bfloat16, with kernels of their own
 
+KEY = "a-key-of-these-tests"
 Exchange = tuple[str, list[float], list[float]]  # the group's backend, log-probs of the engine and of the trainer
 
 
@@ -38,8 +40,8 @@ def exchanges(folder: Path, settings: tuple[str, ...]) -> list[Exchange]:
     config = load_config([], [*settings, *lengths, "optimizer.lr=1e-2"])
     learner = MegatronLearner(config, folder)
     found: list[Exchange] = []
-    with running_engines(config, folder, folder, EngineShare(count=1, first_gpu=1)) as urls:
-        engines = ConnectedEngines.connect(config.rollout, urls, SIZES["vocab_size"])
+    with running_engines(config, folder, folder, EngineShare(count=1, first_gpu=1), KEY) as urls:
+        engines = ConnectedEngines.connect(config.rollout, urls, SIZES["vocab_size"], KEY)
         channel = BroadcastChannel(engines.pool, config.sync, engines.loop.submit)
         channel.connect(learner.weight_specs())
         for version in (1, 2):
@@ -47,7 +49,7 @@ def exchanges(folder: Path, settings: tuple[str, ...]) -> list[Exchange]:
             assert channel._group is not None
             (engine,) = engines.pool.live()
             request = GenerateRequest(f"ask-{version}", PROMPT, NUM_NEW, 1.0, (), seed=1)
-            reply = engines.loop.run(engine.generate(request), 300.0)
+            reply = engines.loop.run(engine.generate(request), HANG_S)
             assert {span.version for span in reply.spans} == {version}
             tokens_T = torch.tensor([*PROMPT, *reply.token_ids])
             mask_T = torch.arange(len(tokens_T)) >= len(PROMPT)
@@ -74,7 +76,7 @@ def exchanges(folder: Path, settings: tuple[str, ...]) -> list[Exchange]:
 def test_a_server_samples_from_the_weights_that_came_over_nccl(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model")
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        before, after = pool.submit(exchanges, folder, SGLANG).result(timeout=2400)
+        before, after = pool.submit(exchanges, folder, SGLANG).result(timeout=HANG_S)
     for backend, engine, trainer in (before, after):
         assert backend == "nccl"
         assert (torch.tensor(engine) - torch.tensor(trainer)).abs().mean() < TOLERANCE_NATS

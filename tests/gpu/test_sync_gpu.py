@@ -8,12 +8,13 @@ import torch.distributed as dist
 
 from bapo_megatron.checkpoint.host_buffer import HostBuffer
 from bapo_megatron.engines.group import Launch, UpdateGroup, host_store
+from tests.distributed import HANG_S
 
 BUSY_CYCLES = 200_000_000  # about 0.1 s
 
 
 def finish(work: dist.Work) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while not work.is_completed():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -22,7 +23,7 @@ def finish(work: dist.Work) -> None:
 
 def test_a_broadcast_sees_what_its_caller_packed_on_a_busy_stream() -> None:
     store = host_store("127.0.0.1", 1, 60)
-    alone = UpdateGroup("alone", store=store, rank=0, world_size=1, backend="nccl", timeout_s=60)
+    alone = UpdateGroup("alone", store=store, rank=0, world_size=1, backend="nccl", timeout_s=HANG_S)
     for value in range(3):
         with torch.cuda.stream(torch.cuda.Stream()):
             data, seen = torch.zeros(2**20, device="cuda"), torch.zeros(2**20, device="cuda")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.monitor.rundir import read_metrics
+from tests.distributed import HANG_S
 
 SMALL = (
     "train.num_steps=2",
@@ -30,7 +31,7 @@ def test_two_steps(dtype: str, tmp_path: Path) -> None:
         [sys.executable, "-m", "bapo_megatron", "train", "demo", *settings],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_S,
         env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
         check=False,
     )

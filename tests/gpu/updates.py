@@ -12,8 +12,9 @@ from torch import Tensor
 
 from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.config.load import load_config
-from bapo_megatron.config.precision import problems, this_machine
+from bapo_megatron.config.precision import check_precision, this_machine
 from bapo_megatron.hf.shape import load_hf_config, model_shape
+from tests.distributed import HANG_S
 from tests.integration.learner_reference import BOUNDS, TEMPERATURE, random_batch
 
 # Every size of a layer is a multiple of 128: fit for each FP8 recipe.
@@ -50,13 +51,14 @@ def save_model(folder: Path) -> Path:
 def refusals(folder: Path, *overrides: str) -> list[str]:
     """Why this machine cannot run these settings."""
     shape = model_shape(load_hf_config(folder))
-    return problems(load_config([], [*SETTINGS, *overrides]), shape=shape, machine=this_machine())
+    config = load_config([], [*SETTINGS, *overrides])
+    return [v.message for v in check_precision(config, shape=shape, machine=this_machine())]
 
 
 def one_update(folder: Path, *overrides: str) -> Result:
     """What a learner with these settings does; in a new process, since Megatron's groups belong to the process."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_one_update, folder, overrides).result(timeout=600)
+        return pool.submit(_one_update, folder, overrides).result(timeout=HANG_S)
 
 
 def _one_update(folder: Path, overrides: tuple[str, ...]) -> Result:

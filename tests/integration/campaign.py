@@ -37,6 +37,7 @@ from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.sync.base import push_until_whole
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.types import Trajectory
+from tests.distributed import HANG_S
 from tests.integration.faulty_proxy import FAULTS, Answer, FaultyProxy
 from tests.integration.nursery import is_running, kill_session
 
@@ -138,7 +139,7 @@ class Site:
     async def post(self, path: str, body: Any) -> None:
         """From a third party, past the proxy."""
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session,
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=HANG_S)) as session,
             session.post(self.url + path, json=body),
         ):
             pass

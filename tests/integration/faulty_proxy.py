@@ -73,7 +73,9 @@ class FaultyProxy:
     async def __aenter__(self) -> FaultyProxy:
         app = web.Application(client_max_size=2**26)
         app.add_routes([web.route("*", "/{path:.*}", self._forward)])
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+        )
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
@@ -134,7 +136,7 @@ class FaultyProxy:
             case "garbage":
                 return web.Response(body=b'{"output_ids": [3, \xff')
             case "deep garbage":
-                return web.Response(body=b"[" * 200_000)
+                return web.Response(body=b"[" * 16_000)  # no longer than a valid reply
             case "truncated":
                 return web.Response(body=reply[: len(reply) // 2])
             case "cut off":
@@ -143,7 +145,7 @@ class FaultyProxy:
                 await response.write(reply[: len(reply) // 2])
                 return self._hang_up(request, response)
             case "silence":
-                await asyncio.sleep(600)
+                await asyncio.Event().wait()  # until the client has left
         return self._hang_up(request)
 
     @staticmethod

@@ -9,7 +9,8 @@ from pathlib import Path
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.monitor.rundir import read_metrics
-from tests.integration.killable import Attempt, Engine
+from tests.distributed import HANG_S
+from tests.integration.killable import PATIENT, Attempt, Engine
 
 SMALL = (
     "rollout.prompts_per_step=4",
@@ -17,21 +18,21 @@ SMALL = (
     "rollout.groups_in_flight=6",
     "train.minibatches_per_step=2",
     "monitor.progress=lines",
+    *PATIENT,
 )
-TIMEOUT_S = 240.0
 
 
 def train(engine: Engine, folder: Path, name: str, *settings: str) -> list[dict[str, float]]:
     """Metrics of a run of the demo, from its start or its last checkpoint to its end."""
     with Attempt(_config(folder, name, settings), engine) as attempt:
-        attempt.finish(TIMEOUT_S)
+        attempt.finish()
         return read_metrics(attempt.run_dir / "metrics.jsonl")
 
 
 def refusal(engine: Engine, folder: Path, name: str, *settings: str) -> str:
     """What the user is told by a run that cannot go on."""
     with Attempt(_config(folder, name, settings), engine) as attempt:
-        attempt.ranks[0].join(TIMEOUT_S)
+        attempt.ranks[0].join(HANG_S)
         assert attempt.ranks[0].exitcode == 2, attempt.complaints()
         return attempt.errors()
 

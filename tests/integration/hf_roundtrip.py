@@ -15,7 +15,7 @@ from bapo_megatron.config.schema import CheckpointConfig, Config
 from bapo_megatron.convert import convert
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.types import MicroBatch, MiniBatch
-from tests.distributed import run_distributed
+from tests.distributed import HANG_S, run_distributed
 
 TEMPERATURE = 0.8
 SEQ_LENS = (41, 1, 12)
@@ -26,7 +26,7 @@ PADDING_VALUE = 9.0  # of rows of the vocabulary that no token has: a logit of t
 def make_config(layout: dict[str, Any]) -> Config:
     return Config.model_validate(
         {
-            "parallel": {"timeout_s": 60, **layout},
+            "parallel": {"timeout_s": HANG_S, **layout},
             "rollout": {"temperature": TEMPERATURE},
             "train": {"logprob_chunk_tokens": 13},
         }
@@ -156,6 +156,6 @@ def check_models(root: Path, names: list[str], layout: dict[str, Any], tolerance
         tolerance: of logits and log-probs, absolute.
     """
     num_processes = layout.get("tensor", 1) * layout.get("pipeline", 1)
-    run_distributed(check_models_of_rank, num_processes, root, names, layout, tolerance, timeout_s=300)
+    run_distributed(check_models_of_rank, num_processes, root, names, layout, tolerance)
     for name in names:
         check_saved(root / name)

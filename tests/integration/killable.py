@@ -6,11 +6,11 @@ and checkpoints are made from: every batch that was handed out, every update's b
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -24,14 +24,15 @@ from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
+from bapo_megatron.engines.processes import reserved_ports
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.runtime.files import JsonlWriter, read_jsonl
 from bapo_megatron.types import ClipBounds, MiniBatch
-from tests.distributed import forkserver
+from tests.distributed import HANG_S, forkserver
+from tests.integration.gates import Gates, build
 
 _POLL_S = 0.004
 _FROZEN_REPLY_S = 2.0  # an engine that says nothing for so long is inside a broadcast that its trainer has left
-_START_S = 180.0
 
 
 class Engine:
@@ -45,7 +46,7 @@ class Engine:
             target=_serve, args=(ready, folder / "engine.log"), daemon=True
         )
         self.process.start()
-        _wait(ready.exists, self.process, _START_S, "the engine started")
+        _wait(ready.exists, self.process, "the engine started")
         self.url = f"http://127.0.0.1:{json.loads(ready.read_text())['port']}"
 
     def info(self, timeout_s: float) -> dict[str, Any] | None:
@@ -64,19 +65,20 @@ class Engine:
 class Attempt:
     """One attempt of a run: all its ranks, which can be frozen, let go on, and killed. A context manager."""
 
-    def __init__(self, config: Config, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, config: Config, engine: Engine, gates: Gates | None = None) -> None:
+        self.engine, self.gates = engine, gates
         self._lock = RunDir.open(config)
         self.run_dir = self._lock.path
         self.first_step = _latest_step(self.run_dir)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        self._stack = contextlib.ExitStack()
+        (port,) = self._stack.enter_context(reserved_ports(1))  # rank 0's store can still listen on it
         self._journal = self.run_dir / "journal" / f"attempt-{self._lock.attempt:03d}.jsonl"
         size = num_ranks(config)
         self.ranks: list[BaseProcess] = [
             forkserver().Process(
-                target=_train, args=(rank, size, port, self.run_dir, engine.url, self._journal), daemon=True
+                target=_train,
+                args=(rank, size, port, self.run_dir, engine.url, self._journal, gates.environment if gates else {}),
+                daemon=True,
             )
             for rank in range(size)
         ]
@@ -88,6 +90,7 @@ class Attempt:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+        self._stack.close()
         self._lock.close()
 
     def has_ended(self) -> bool:
@@ -96,10 +99,10 @@ class Attempt:
         assert all(code in (None, 0) for code in codes), f"exit codes {codes}: {self.complaints()}"
         return None not in codes
 
-    def finish(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+    def finish(self) -> None:
+        deadline = time.monotonic() + HANG_S
         while not self.has_ended():
-            assert time.monotonic() < deadline, f"{self.run_dir.name} did not end in {timeout_s:g} s"
+            assert time.monotonic() < deadline, f"{self.run_dir.name} did not end"
             time.sleep(0.05)
 
     def signal(self, number: signal.Signals) -> None:
@@ -113,12 +116,18 @@ class Attempt:
         for rank in self.ranks:
             rank.join()
 
-    def kill_when(self, condition: Callable[[], bool], timeout_s: float = 240.0) -> bool:
+    def kill_at_gate(self, step: int) -> None:
+        """Kill all ranks when one of them has come to the gate before a step."""
+        assert self.gates is not None
+        self.gates.wait(step, lambda: not self.has_ended(), self.complaints)
+        self.kill()
+
+    def kill_when(self, condition: Callable[[], bool]) -> bool:
         """Kill all ranks at a moment at which `condition` holds while they stand still; False if the run ended first.
 
         Who is stopped cannot leave the moment again before it is killed.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + HANG_S
         while not self.has_ended():
             if condition():
                 self.signal(signal.SIGSTOP)
@@ -126,7 +135,7 @@ class Attempt:
                     self.kill()
                     return True
                 self.signal(signal.SIGCONT)
-            assert time.monotonic() < deadline, f"waited {timeout_s:g} s for the moment to kill {self.run_dir.name}"
+            assert time.monotonic() < deadline, f"waited for the moment to kill {self.run_dir.name}"
             time.sleep(_POLL_S)
         return False
 
@@ -161,6 +170,16 @@ class Attempt:
         return "\n".join(log.read_text()[-2000:] for log in logs)
 
 
+PATIENT = (
+    "rollout.startup_timeout_s=3600",
+    "rollout.request_timeout_s=3600",
+    "rollout.hang_timeout_s=7200",
+    "sync.timeout_s=3600",
+    "parallel.timeout_s=14400",
+    "reward.timeout_s=3600",
+)
+"""Deadlines that no busy machine misses, for runs that are not about them."""
+
 SMALL = (
     "rollout.prompts_per_step=4",
     "rollout.samples_per_prompt=4",
@@ -169,7 +188,7 @@ SMALL = (
     "train.minibatches_per_step=2",
     "parallel.threads_per_rank=1",
     "sync.bucket_mib=0.5",
-    "sync.timeout_s=120",
+    *PATIENT,
     "checkpoint.interval_steps=1",
     "checkpoint.keep_last=1000",
     "monitor.samples_per_step=1000",
@@ -223,11 +242,11 @@ def _latest_step(run_dir: Path) -> int:
     return int(latest.read_text().removeprefix("step-")) if latest.exists() else 0
 
 
-def _wait(condition: Callable[[], bool], process: BaseProcess, timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
+def _wait(condition: Callable[[], bool], process: BaseProcess, what: str) -> None:
+    deadline = time.monotonic() + HANG_S
     while not condition():
         assert process.exitcode is None, f"{process.name} ended with exit code {process.exitcode} before {what}"
-        assert time.monotonic() < deadline, f"waited {timeout_s:g} s until {what}"
+        assert time.monotonic() < deadline, f"waited until {what}"
         time.sleep(0.02)
 
 
@@ -239,10 +258,10 @@ def _serve(ready: Path, log: Path) -> None:
 
     _write_to(log)
     arguments = ["--model-path", str(demo_model_path()), "--max-context", "64", "--max-running", "64"]
-    main([*arguments, "--update-timeout-s", "120", "--ready-file", str(ready)])
+    main([*arguments, "--update-timeout-s", str(HANG_S), "--ready-file", str(ready)])
 
 
-def _train(rank: int, size: int, port: int, run_dir: Path, url: str, journal: Path) -> None:
+def _train(rank: int, size: int, port: int, run_dir: Path, url: str, journal: Path, of_gates: dict[str, str]) -> None:
     import torch
 
     from bapo_megatron import worker
@@ -253,6 +272,9 @@ def _train(rank: int, size: int, port: int, run_dir: Path, url: str, journal: Pa
     _write_to(Path(os.devnull))
     if rank == 0:
         _keep_journal(journal)
+    if of_gates:
+        os.environ |= of_gates
+        build()
     raise SystemExit(worker.main(["--run-dir", str(run_dir), "--engine-url", url]))
 
 

@@ -17,7 +17,7 @@ from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
-from tests.distributed import run_distributed
+from tests.distributed import HANG_S, run_distributed
 from tests.integration.learner_reference import (
     ADAM_EPS,
     SEARCH,
@@ -55,7 +55,7 @@ class Layout:
     def config(self, rho0: float = SEARCH.rho0) -> Config:
         return Config.model_validate(
             {
-                "parallel": {"timeout_s": 240, **self.parallel},
+                "parallel": {"timeout_s": HANG_S, **self.parallel},
                 "rollout": {"temperature": TEMPERATURE},
                 "optimizer": {"lr": LR, "eps": ADAM_EPS, "clip_grad": CLIP_GRAD, "distributed": self.distributed},
                 "bapo": {**SEARCH.model_dump(), "rho0": rho0},
@@ -161,7 +161,7 @@ def measure_all(root: Path) -> dict[str, dict[str, Difference]]:
     for family in FAMILIES:
         save_random_model(family, root / family)
     for world_size in sorted({layout.num_processes for layout in LAYOUTS}):
-        run_distributed(measure, world_size, root, timeout_s=600)
+        run_distributed(measure, world_size, root)
 
     def load(family: str, number: int) -> dict[str, list[Any]]:
         return torch.load(root / f"{family}-{number}.pt", weights_only=True)

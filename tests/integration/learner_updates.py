@@ -12,6 +12,7 @@ from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.types import MiniBatch
+from tests.distributed import HANG_S
 from tests.integration.learner_reference import ADAM_EPS, BOUNDS, LR, TEMPERATURE, random_batch
 
 NUM_UPDATES = 3
@@ -27,7 +28,7 @@ class Update:
 
 
 def make_config(*, distributed: bool = False, train: dict[str, Any] | None = None, **sections: Any) -> Config:
-    parallel = {"timeout_s": 60, **sections.pop("parallel", {})}
+    parallel = {"timeout_s": HANG_S, **sections.pop("parallel", {})}
     return Config.model_validate(
         {
             "rollout": {"temperature": TEMPERATURE},

@@ -43,7 +43,7 @@ class Nursery:
         for pid in self._pids:
             kill_session(pid, signal.SIGKILL)
         self._process.kill()
-        self._process.wait(20)
+        self._process.wait()  # killed
 
 
 def kill_session(pid: int, number: signal.Signals) -> None:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.types import Batch
+from benchmarks.side_by_side import peak_allocated
+from tests.distributed import HANG_S
 from tests.integration.learner_reference import BOUNDS
 
 SIZES: dict[str, Any] = {
@@ -44,7 +45,7 @@ class Case:
         return Config.model_validate(
             {
                 "data": {"max_prompt_tokens": PROMPT_TOKENS},
-                "parallel": {"timeout_s": 240, **self.parallel},
+                "parallel": {"timeout_s": HANG_S, **self.parallel},
                 "rollout": {
                     "engine": "recorded",
                     "prompts_per_step": 1,
@@ -93,17 +94,12 @@ def measure(rank: int, world_size: int, root: Path, cases: list[Case]) -> None:
 def _peak_of_update(config: Config, model: Path) -> int:
     """Largest sum of what torch has allocated, from before the model exists to the end of the second update."""
     batch = longest_batch()
-    gc.collect()  # or the model of the case before may be freed in the middle, and its bytes missing from the peak
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+
+    def update() -> None:
         learner = MegatronLearner(config, model)
         minibatch = one_minibatch(batch, max_tokens=config.train.max_tokens_per_microbatch, share=learner.share)
         for _ in range(2):
+            gc.collect()  # what the update before has left in cycles is freed here, and not at some moment of the next
             learner.step(minibatch, BOUNDS)
-    assert profiler.profiler is not None
-    allocations = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    allocations.sort(key=lambda e: e.start_ns())
-    held = peak = 0
-    for event in allocations:
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+
+    return peak_allocated(update)

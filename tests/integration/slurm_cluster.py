@@ -7,17 +7,18 @@ import os
 import secrets
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
+from bapo_megatron.engines.processes import reserved_ports
 from tests.debian import which
+from tests.distributed import HANG_S
 
 PACKAGES = ("munge", "slurm-client", "slurmctld", "slurmd")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 _SBIN = "/usr/sbin:/usr/local/sbin:/sbin"
-_START_TIMEOUT_S = 60.0
-_END_TIMEOUT_S = 15.0
 
 _CONF = """
 ClusterName=test
@@ -66,8 +67,9 @@ class Cluster:
         self.folder = folder
         self.environment = os.environ | {
             "SLURM_CONF": str(folder / "slurm.conf"),
-            "PATH": f"{os.environ['PATH']}:{_SBIN}",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}:{_SBIN}",
         }
+        self._stack = contextlib.ExitStack()
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Cluster:
@@ -84,12 +86,13 @@ class Cluster:
             daemon.terminate()
         for daemon in self._daemons:
             try:
-                daemon.wait(_END_TIMEOUT_S)
+                daemon.wait(HANG_S)
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+        self._stack.close()
 
-    def run(self, *command: str, timeout_s: float = _START_TIMEOUT_S) -> str:
+    def run(self, *command: str, timeout_s: float = HANG_S) -> str:
         """A command of SLURM; fails with what it said."""
         done = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=timeout_s, check=False
@@ -107,7 +110,7 @@ class Cluster:
 
     def _cancel_jobs(self) -> None:
         """Those that a failed test leaves: their processes would outlive the daemons."""
-        deadline = time.monotonic() + _END_TIMEOUT_S
+        deadline = time.monotonic() + HANG_S
         with contextlib.suppress(subprocess.SubprocessError):  # a cluster that did not start has none
             while time.monotonic() < deadline and self._ask("squeue", "--noheader").strip():
                 self._ask("scancel", "--user=root")
@@ -116,14 +119,14 @@ class Cluster:
     def _ask(self, *command: str) -> str:
         """What a command of SLURM says. Raises subprocess.SubprocessError where it fails, or is late."""
         return subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=_END_TIMEOUT_S, check=True
+            command, env=self.environment, capture_output=True, text=True, timeout=HANG_S, check=True
         ).stdout
 
     def _start(self) -> None:
         folder = self.folder
         for name in ("state", "spool-n1", "spool-n2"):
             (folder / name).mkdir(parents=True)
-        controller, n1, n2 = _free_ports(3)
+        controller, n1, n2 = self._stack.enter_context(reserved_ports(3, "0.0.0.0"))  # the daemons can listen there
         text = _CONF.format(host=socket.gethostname(), folder=folder, controller=controller, n1=n1, n2=n2)
         (folder / "slurm.conf").write_text(text)
         (folder / "gres.conf").write_text(_GPUS.format(folder=folder))
@@ -157,19 +160,8 @@ class Cluster:
             )
 
 
-def _free_ports(count: int) -> Sequence[int]:
-    holders = [socket.socket() for _ in range(count)]
-    try:
-        for holder in holders:
-            holder.bind(("127.0.0.1", 0))
-        return [holder.getsockname()[1] for holder in holders]
-    finally:
-        for holder in holders:
-            holder.close()
-
-
 def _wait(condition: Callable[[], bool], what: str, logs: Callable[[], str] = str) -> None:
-    deadline = time.monotonic() + _START_TIMEOUT_S
+    deadline = time.monotonic() + HANG_S
     while not condition():
-        assert time.monotonic() < deadline, f"waited {_START_TIMEOUT_S:g} s for {what}\n{logs()}"
+        assert time.monotonic() < deadline, f"waited for {what}\n{logs()}"
         time.sleep(0.1)

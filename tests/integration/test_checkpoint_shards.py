@@ -100,7 +100,7 @@ def test_all_ranks_together_save_weights_and_moments_bit_for_bit(tmp_path: Path)
         Layout("PP2 x VPP2", {"pipeline": 2, "virtual_pipeline": 2}),
         Layout("CP2, distributed optimizer", {"context": 2}, distributed=True),
     ]
-    run_distributed(check_saved, 2, tmp_path, layouts, timeout_s=240)
+    run_distributed(check_saved, 2, tmp_path, layouts)
 
 
 def reindexed(folder: Path, change: Any) -> None:
@@ -159,4 +159,4 @@ def check_refused(rank: int, world_size: int, root: Path) -> None:
 
 def test_bad_tensors_are_one_error_on_all_ranks(tmp_path: Path) -> None:
     save_random_model("qwen2", tmp_path / "model")
-    run_distributed(check_refused, 2, tmp_path, timeout_s=180)
+    run_distributed(check_refused, 2, tmp_path)

@@ -20,7 +20,7 @@ from bapo_megatron.learner.critic import Critic
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.values import ValueAdvantages
 from bapo_megatron.types import Batch
-from tests.distributed import run_distributed
+from tests.distributed import HANG_S, run_distributed
 from tests.integration.learner_reference import ADAM_EPS, load_float64, random_batch, save_random_model
 
 NUM_UPDATES = 3
@@ -122,7 +122,7 @@ def make_config(folder: Path | None, layout: dict[str, Any], max_tokens: int = 6
     parallel = {name: value for name, value in layout.items() if name != "distributed"}
     return Config.model_validate(
         {
-            "parallel": {"timeout_s": 60, **parallel},
+            "parallel": {"timeout_s": HANG_S, **parallel},
             "advantage": {"kind": "gae", "gamma": GAMMA, "lam": LAM, "whiten_tokens": False},
             "critic": {"path": folder and str(folder), "lr": LR, "clip": CLIP, "epochs_per_step": NUM_UPDATES},
             "optimizer": {"eps": ADAM_EPS, "clip_grad": 1e9, "distributed": layout.get("distributed", False)},
@@ -275,7 +275,7 @@ def check_refusals(root: Path) -> None:
 
 
 def test_one_process_equals_reference(folder: Path) -> None:
-    run_distributed(check_one_process, 1, folder, timeout_s=180)
+    run_distributed(check_one_process, 1, folder)
 
 
 @pytest.mark.slow
@@ -288,7 +288,7 @@ def test_two_processes_equal_reference(folder: Path) -> None:
         ("qwen3", {"context": 2}, 30),
         ("qwen2", {"data": 2, "distributed": True}, 60),
     ]
-    run_distributed(check_steps, 2, folder, cases, timeout_s=240)
+    run_distributed(check_steps, 2, folder, cases)
 
 
 def check_resumed(rank: int, world_size: int, root: Path) -> None:
@@ -334,8 +334,8 @@ def check_skips(rank: int, world_size: int, root: Path) -> None:
 
 
 def test_a_critic_that_only_skips_ends_the_run(folder: Path) -> None:
-    run_distributed(check_skips, 2, folder, timeout_s=120)
+    run_distributed(check_skips, 2, folder)
 
 
 def test_it_is_saved_with_the_policy_and_resumes_at_any_layout(folder: Path) -> None:
-    run_distributed(check_resumed, 2, folder, timeout_s=180)
+    run_distributed(check_resumed, 2, folder)

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.runtime.files import read_jsonl
+from tests.integration.gates import Gates
 from tests.integration.killable import Attempt, Engine, small_run
-from tests.integration.test_kill_resume import TIMEOUT_S, metrics_of
+from tests.integration.test_kill_resume import metrics_of
 
 NUM_STEPS = 4
 SETTINGS = (
@@ -29,12 +30,12 @@ def test_a_killed_run_with_a_critic_goes_on_bit_for_bit(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "engine")
     try:
         with Attempt(small_run(tmp_path, "alone", *SETTINGS), engine) as alone:
-            alone.finish(TIMEOUT_S)
+            alone.finish()
         config = small_run(tmp_path, "killed", *SETTINGS)
-        with Attempt(config, engine) as first:
-            assert first.kill_when(lambda: first.num_done() >= 2, TIMEOUT_S), "killed too late"
+        with Attempt(config, engine, Gates(tmp_path / "gates", 3)) as first:
+            first.kill_at_gate(3)
         with Attempt(config, engine) as second:
-            second.finish(TIMEOUT_S)
+            second.finish()
     finally:
         engine.kill()
     rows = read_jsonl(alone.run_dir / "metrics.jsonl")

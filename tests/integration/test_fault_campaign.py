@@ -17,6 +17,7 @@ import torch.distributed as dist
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import processes, sglang
 from bapo_megatron.engines.processes import EngineShare
+from tests.distributed import HANG_S
 from tests.integration.campaign import ROLLOUT, Campaign, Fault, Timeouts
 from tests.integration.campaign_faults import JUDGE, PUSHES, REPLIES, SAMPLING, spoilt
 from tests.integration.nursery import Nursery, kill_session
@@ -31,7 +32,6 @@ LEGS: dict[str, dict[str, Any]] = {
     "both, 9": {"overlap": True, "abort_tail": True, "tokens_per_round": 9},
 }
 STEPS_PER_LEG = 7
-LIMIT_S = 1200.0  # a tenth of it on two idle cores
 SEED = 5
 
 
@@ -107,7 +107,6 @@ def deal(num_legs: int, seed: int) -> list[list[list[Fault]]]:
 def fight(
     campaign: Campaign,
     plans: dict[str, list[list[Fault]]],
-    limit_s: float,
     expected: Sequence[Fault],
     capsys: pytest.CaptureFixture[str],
 ) -> int:
@@ -118,7 +117,6 @@ def fight(
     began_s = time.monotonic()
     for name, plan in plans.items():
         campaign.run_leg(name, LEGS[name], plan)
-        assert time.monotonic() - began_s < limit_s
     for attempt in range(2):
         if missing := {f.kind: f for f in expected if f.kind not in campaign.kinds}:
             campaign.run_leg(f"again {attempt + 1}", {"tokens_per_round": 9}, [[f] for f in missing.values()])
@@ -142,11 +140,11 @@ def fight(
 def test_no_fault_makes_a_run_hang_lose_samples_or_train_what_is_not_as_claimed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    timeouts = Timeouts(request_s=4.0, sync_s=5.0, startup_s=120.0, step_s=150.0)
+    timeouts = Timeouts(request_s=10.0, sync_s=10.0, startup_s=HANG_S, step_s=HANG_S)
     expected = [*SAMPLING, *PUSHES, *REPLIES]
     with opened(Embedded(timeouts), 3, tmp_path, timeouts) as campaign:
         plans = dict(zip(LEGS, deal(len(LEGS), SEED), strict=True))
-        assert fight(campaign, plans, LIMIT_S, expected, capsys) >= 30
+        assert fight(campaign, plans, expected, capsys) >= 30
         assert campaign.kinds >= set(JUDGE)
 
 
@@ -178,6 +176,6 @@ def test_real_sglang_servers_under_fire(tmp_path: Path, capsys: pytest.CaptureFi
         ],
     }
     expected = [each for plan in plans.values() for faults in plan for each in faults]
-    timeouts = Timeouts(request_s=30.0, sync_s=60.0, startup_s=600.0, step_s=400.0)
+    timeouts = Timeouts(request_s=30.0, sync_s=60.0, startup_s=HANG_S, step_s=HANG_S)
     with opened(SGLang(tmp_path), 2, tmp_path, timeouts) as campaign:
-        assert fight(campaign, plans, 900.0, expected, capsys) >= 5
+        assert fight(campaign, plans, expected, capsys) >= 5

@@ -91,7 +91,7 @@ def check_stand_ins(rank: int, world_size: int, root: Path) -> None:
 
 
 def test_the_same_updates(root: Path) -> None:
-    run_distributed(check_stand_ins, 1, root, timeout_s=300)
+    run_distributed(check_stand_ins, 1, root)
 
 
 def watch_backward(chunk: torch.nn.Module) -> list[int]:
@@ -127,7 +127,7 @@ def test_backward_passes_keep_the_order_of_forward_passes(root: Path) -> None:
         ({}, {"schedule": "forwards_first"}),
         ({}, {"recompute": True}),
     ]
-    run_distributed(check_backward_order, 1, root, cases, timeout_s=120)
+    run_distributed(check_backward_order, 1, root, cases)
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_backward_order_of_pipelines(root: Path) -> None:
         ({"pipeline": 2}, {}),
         ({"pipeline": 2, "virtual_pipeline": 2}, {"recompute": True}),
     ]
-    run_distributed(check_backward_order, 2, root, cases, timeout_s=300)
+    run_distributed(check_backward_order, 2, root, cases)
 
 
 def test_fused_linears_are_marked_but_not_the_output_layer() -> None:

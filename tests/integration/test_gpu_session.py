@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import gpu_session
 import pytest
 import torch
+
+from tests.distributed import HANG_S
 
 ROOT = Path(__file__).parents[2]
 HOPPER = {"torch": "2.14.1", "cuda": "13.0", "num_gpus": 1, "capability": [9, 0]}
@@ -31,7 +34,7 @@ def session(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **nowhere, **variables, "BAPO_WHEELS": str(folder)},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_S,
         check=False,
     )
 
@@ -124,7 +127,19 @@ def test_a_machine_without_transformer_engine_goes_on(tmp_path: Path, monkeypatc
 
 def test_a_step_that_fails_or_is_late_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_session, "FOLDER", tmp_path)
-    slow, broken = "import time; print('begun', flush=True); time.sleep(60)", "raise SystemExit('wrong values')"
+    slow, broken = "import time; print('begun', flush=True); time.sleep(1e6)", "raise SystemExit('wrong values')"
+    wait = subprocess.Popen.wait
+
+    def until_it_has_begun(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout != 2:
+            return wait(process, timeout)
+        deadline = time.monotonic() + HANG_S
+        while "begun" not in (tmp_path / "mine.log").read_text().splitlines():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", until_it_has_begun)
     steps = (
         gpu_session.Step("broken", ("-c", broken), needs=()),
         gpu_session.Step("late", ("-c", slow), needs=(), limit_s=2),
@@ -158,7 +173,7 @@ def test_the_offline_script_installs_nothing(tmp_path: Path) -> None:
         env={**os.environ, "VENV": sys.prefix, "BAPO_WHEELS": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -188,10 +203,10 @@ def test_what_is_compiled_can_be_imported(tmp_path: Path, monkeypatch: pytest.Mo
     with tarfile.open(tmp_path / "wheels" / f"{source.name}.tar.gz", "w:gz") as archive:
         archive.add(source, source.name)
     gpu_session.start_build()
-    assert gpu_session.built_problem(wait_s=120) == ""
-    subprocess.run([sys.executable, *gpu_session.install_command()], check=True, capture_output=True, timeout=120)
+    assert gpu_session.built_problem(wait_s=HANG_S) == ""
+    subprocess.run([sys.executable, *gpu_session.install_command()], check=True, capture_output=True, timeout=HANG_S)
     assert (tmp_path / "links" / f"{name}.py").read_text() == "ANSWER = 42"
 
     (tmp_path / "wheels" / f"{source.name}.tar.gz").write_bytes(b"torn")
     gpu_session.start_build()
-    assert gpu_session.built_problem(wait_s=120) == f"the build failed: {tmp_path}/built/build.log"
+    assert gpu_session.built_problem(wait_s=HANG_S) == f"the build failed: {tmp_path}/built/build.log"

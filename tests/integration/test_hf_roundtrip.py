@@ -140,7 +140,7 @@ def test_starting_from_a_converted_or_a_spoilt_checkpoint(tmp_path: Path) -> Non
     weights = weights_of(tmp_path / "spoilt")
     weights["model.layers.3.self_attn.q_proj.weight"][-1, -1] = torch.nan
     save_file(weights, tmp_path / "spoilt" / "model.safetensors")
-    run_distributed(check_start_and_refusals, 2, tmp_path, timeout_s=120)
+    run_distributed(check_start_and_refusals, 2, tmp_path)
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ def test_checkpoints_move_between_layouts(tmp_path: Path) -> None:
     ]
     seen: list[dict[str, Any]] = []
     for layout, load, save in chain:
-        run_distributed(check_resumed, layout.num_processes, tmp_path, layout, load, save, timeout_s=240)
+        run_distributed(check_resumed, layout.num_processes, tmp_path, layout, load, save)
         seen.append(json.loads((tmp_path / f"losses-{save}.json").read_text()))
     for before, after in pairwise(seen):
         (version,) = before.keys() & after.keys()

@@ -27,7 +27,7 @@ from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.model import transformer_config
 from bapo_megatron.types import Batch, MiniBatch
-from tests.distributed import run_distributed
+from tests.distributed import HANG_S, run_distributed
 from tests.integration.learner_reference import (
     ADAM_EPS,
     BOUNDS,
@@ -69,7 +69,7 @@ def make_config(layout: dict[str, Any], **train: Any) -> Config:
     parallel = {name: value for name, value in layout.items() if name != "distributed"}
     return Config.model_validate(
         {
-            "parallel": {"timeout_s": 60, **parallel},
+            "parallel": {"timeout_s": HANG_S, **parallel},
             "rollout": {"temperature": TEMPERATURE},
             "optimizer": {
                 "lr": LR,
@@ -176,7 +176,7 @@ def check_one_process(rank: int, world_size: int, root: Path, cases: list[Case])
 
 def test_one_process_equals_reference_and_refuses_impossible_settings(folder: Path) -> None:
     cases: list[Case] = [(family, {}, max_tokens) for family in FAMILIES for max_tokens in (1000, 50)]
-    run_distributed(check_one_process, 1, folder, cases, timeout_s=180)
+    run_distributed(check_one_process, 1, folder, cases)
 
 
 @pytest.mark.slow
@@ -195,7 +195,7 @@ def test_two_processes_equal_reference(folder: Path) -> None:
         ("qwen2", {"pipeline": 2, "virtual_pipeline": 2}, 60),
         ("qwen2", {"data": 2, "distributed": True}, 60),
     ]
-    run_distributed(check_layouts, 2, folder, cases, timeout_s=240)
+    run_distributed(check_layouts, 2, folder, cases)
 
 
 def check_fewer_sequences_than_ranks(rank: int, world_size: int, root: Path) -> None:
@@ -219,7 +219,7 @@ def check_fewer_sequences_than_ranks(rank: int, world_size: int, root: Path) -> 
 
 
 def test_fewer_sequences_than_ranks(folder: Path) -> None:
-    run_distributed(check_fewer_sequences_than_ranks, 2, folder, timeout_s=180)
+    run_distributed(check_fewer_sequences_than_ranks, 2, folder)
 
 
 @pytest.mark.slow
@@ -230,7 +230,7 @@ def test_four_processes_equal_reference(folder: Path) -> None:
         ("llama", {"tensor": 2, "pipeline": 2}, 1000),
         ("qwen3", {"tensor": 2, "data": 2}, 60),
     ]
-    run_distributed(check_layouts, 4, folder, cases, timeout_s=300)
+    run_distributed(check_layouts, 4, folder, cases)
 
 
 def check_resume(rank: int, world_size: int, root: Path, model: str, layouts: list[dict[str, Any]]) -> None:
@@ -261,7 +261,7 @@ def check_resume(rank: int, world_size: int, root: Path, model: str, layouts: li
 @pytest.mark.slow
 def test_resume_at_another_layout(folder: Path) -> None:
     layouts = [{"tensor": 2}, {"tensor": 2}, {"pipeline": 2}, {"data": 2}]
-    run_distributed(check_resume, 2, folder, "llama", layouts, timeout_s=120)
+    run_distributed(check_resume, 2, folder, "llama", layouts)
     convert(folder / "saved-llama" / "step-000001", folder / "exported-llama")
     assert load_float64(folder / "exported-llama").state_dict(), "transformers loads what is exported"
 
@@ -341,7 +341,7 @@ def check_two_process_details(rank: int, world_size: int, root: Path) -> None:
 
 @pytest.mark.slow
 def test_details(folder: Path) -> None:
-    run_distributed(check_two_process_details, 2, folder, timeout_s=180)
+    run_distributed(check_two_process_details, 2, folder)
 
 
 def check_refusals(root: Path) -> None:

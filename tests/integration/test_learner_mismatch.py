@@ -183,16 +183,16 @@ def check_layouts(rank: int, world_size: int, folder: Path, cases: list[tuple[di
 
 
 def test_one_process(folder: Path) -> None:
-    run_distributed(check_layouts, 1, folder, [({}, 1000), ({}, 50)], timeout_s=180)
+    run_distributed(check_layouts, 1, folder, [({}, 1000), ({}, 50)])
 
 
 @pytest.mark.slow
 def test_two_processes(folder: Path) -> None:
     cases = [({"tensor": 2, "sequence": True}, 60), ({"pipeline": 2}, 60), ({"data": 2}, 60)]
-    run_distributed(check_layouts, 2, folder, cases, timeout_s=240)
+    run_distributed(check_layouts, 2, folder, cases)
 
 
 @pytest.mark.slow
 def test_four_processes(folder: Path) -> None:
     cases = [({"tensor": 2, "pipeline": 2}, 60), ({"pipeline": 2, "data": 2}, 1000)]
-    run_distributed(check_layouts, 4, folder, cases, timeout_s=300)
+    run_distributed(check_layouts, 4, folder, cases)

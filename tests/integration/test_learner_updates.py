@@ -133,7 +133,7 @@ def check_one_process(rank: int, world_size: int, root: Path) -> None:
 
 
 def test_one_process(folder: Path) -> None:
-    run_distributed(check_one_process, 1, folder, timeout_s=180)
+    run_distributed(check_one_process, 1, folder)
 
 
 def whole_state(learner: MegatronLearner) -> dict[str, Tensor]:
@@ -198,4 +198,4 @@ def check_two_processes(rank: int, world_size: int, root: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes(folder: Path) -> None:
-    run_distributed(check_two_processes, 2, folder, timeout_s=240)
+    run_distributed(check_two_processes, 2, folder)

@@ -42,7 +42,7 @@ def models(tmp_path: Path) -> Path:
 
 def check_cases(models: Path, cases: list[Case], num_processes: int) -> None:
     """Ranks of one stage have one plan; the largest of their peaks counts, since what overlaps depends on the load."""
-    run_distributed(measure, num_processes, models, cases, timeout_s=300)
+    run_distributed(measure, num_processes, models, cases)
     peaks = [json.loads((models / f"peaks-{num_processes}-{rank}.json").read_text()) for rank in range(num_processes)]
     far = []
     for case in cases:

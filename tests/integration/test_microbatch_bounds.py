@@ -132,7 +132,7 @@ def check_layouts(rank: int, world_size: int, root: Path, cases: list[Case]) -> 
 
 @pytest.mark.slow
 def test_one_process(folder: Path) -> None:
-    run_distributed(check_layouts, 1, folder, [({}, SMALL)], timeout_s=240)
+    run_distributed(check_layouts, 1, folder, [({}, SMALL)])
 
 
 @pytest.mark.slow
@@ -144,4 +144,4 @@ def test_two_processes(folder: Path) -> None:
         ({"pipeline": 2}, SMALL),
         ({"pipeline": 2, "virtual_pipeline": 2}, SMALL),
     ]
-    run_distributed(check_layouts, 2, folder, cases, timeout_s=240)
+    run_distributed(check_layouts, 2, folder, cases)

@@ -81,11 +81,11 @@ def test_two_data_ranks(root: Path) -> None:
         ("qwen2", {"data": 2}, True, {"schedule": "forwards_first"}),
         ("qwen2", {"data": 2}, False, {"recompute": True}),
     ]
-    run_distributed(check, 2, root, cases, timeout_s=300)
+    run_distributed(check, 2, root, cases)
 
 
 def test_readers_wait_for_the_gathering(root: Path) -> None:
-    run_distributed(check_readers, 2, root, timeout_s=300)
+    run_distributed(check_readers, 2, root)
 
 
 @pytest.mark.slow
@@ -95,4 +95,4 @@ def test_four_ranks(root: Path) -> None:
         ("qwen3", {"data": 2, "pipeline": 2, "virtual_pipeline": 2}, True, {"recompute": True}),
         ("qwen3", {"context": 2, "tensor": 2, "sequence": True}, True, {}),
     ]
-    run_distributed(check, 4, root, cases, timeout_s=500)
+    run_distributed(check, 4, root, cases)

@@ -13,6 +13,8 @@ import pytest
 import torch
 from bapo_megatron_patches.megatron_core import v0_16_1
 
+from tests.distributed import HANG_S
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is patched where CUDA is there")
 
 
@@ -50,6 +52,7 @@ tensor_type = torch.Tensor.type
 import bapo_megatron_patches.megatron_core as patches
 import megatron.core
 import megatron.core.pipeline_parallel.schedules as schedules
+from tests.distributed import HANG_S
 names = set(before[0])
 patches.apply_cpu_compat()
 assert schedules.torch is not torch
@@ -61,7 +64,7 @@ assert torch.Tensor.type is tensor_type
 assert torch.zeros(1).type() == "torch.FloatTensor"
 assert torch.cuda.current_device is before[2]["current_device"]
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=HANG_S)
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

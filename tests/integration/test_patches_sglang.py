@@ -12,6 +12,8 @@ import pytest
 import torch
 from bapo_megatron_patches.sglang import v0_5_23
 
+from tests.distributed import HANG_S
+
 needs_sglang = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None,
     reason="SGLang is not installed; scripts/install_sglang_cpu.sh does that",
@@ -85,9 +87,10 @@ for name in ("no_such_package", "math.no_such_module"):
         continue
     raise SystemExit(f"{name} was imported")
 import json, math
+from tests.distributed import HANG_S
 assert not isinstance(json, patch._StubModule)
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=HANG_S)
 
 
 def murmur3_x86_32(data: bytes) -> int:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.distributed import HANG_S
 from tests.integration.engines import EngineProcess, start_engines
+from tests.integration.gates import Gates
+from tests.integration.killable import PATIENT
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,11 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EnginePro
 
 def descendants(pid: int) -> dict[int, str]:
     """Process ids and command lines of all processes below one."""
-    return {child.pid: " ".join(child.cmdline()) for child in psutil.Process(pid).children(recursive=True)}
+    found = {}
+    for child in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # one that ends just now
+            found[child.pid] = " ".join(child.cmdline())
+    return found
 
 
 def is_running(pid: int) -> bool:
@@ -39,10 +45,10 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + HANG_S
     while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s:g} s until {what}"
+        assert time.monotonic() < deadline, f"waited until {what}"
         time.sleep(0.1)
 
 
@@ -58,32 +64,34 @@ def test_a_run_that_is_ended_leaves_no_process_behind(
     command = [sys.executable, "-m", "bapo_megatron", "train", "demo", f"run.dir={tmp_path}", "run.name=ended"]
     command += ["monitor.progress=lines", "parallel.tensor=2", f"rollout.engine={engine}"]
     command += [f'rollout.urls=["{servers[0].url}"]'] if engine == "attach" else []
+    command += PATIENT
+    gates = Gates(tmp_path / "gates", "import")
     with (tmp_path / "output").open("wb") as output:
-        run = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        environment = os.environ | gates.environment
+        run = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
     started: dict[int, str] = {}
     try:
-        logs = tmp_path / "ended" / "logs"
-        ranks = ["trainer-0.log", "trainer-1.log"]
-        wait_until(
-            lambda: run.poll() is not None or all(list(logs.rglob(name)) for name in ranks), 60, "the ranks started"
-        )
-        assert run.poll() is None, (tmp_path / "output").read_text()
-        started = descendants(run.pid)
-        assert sum("bapo_megatron.worker" in args for args in started.values()) >= 2
+
+        def have_ranks_started() -> bool:
+            started.update(descendants(run.pid))
+            return run.poll() is not None or sum("bapo_megatron.worker" in args for args in started.values()) >= 2
+
+        wait_until(have_ranks_started, "the ranks started")
+        gates.wait("import", lambda: run.poll() is None, (tmp_path / "output").read_text)
         assert any("engines.embedded" in args for args in started.values()) == (engine == "embedded")
         if number == signal.SIGINT:
             os.killpg(run.pid, number)
         else:
             run.send_signal(number)
-        assert run.wait(20) == code
-        wait_until(lambda: not any(map(is_running, started)), 10, f"{started} ended")
+        assert run.wait(HANG_S) == code
+        wait_until(lambda: not any(map(is_running, started)), f"{started} ended")
         text = (tmp_path / "output").read_text()
         assert "Traceback" not in text, text
     finally:
         for pid in (run.pid, *started):
             if is_running(pid):
                 os.kill(pid, signal.SIGKILL)
-        run.wait(10)
+        run.wait()
 
 
 @dataclass
@@ -100,22 +108,21 @@ def watch_sockets(pid: int, seen: dict[int, Watched]) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                known = seen.setdefault(process.pid, Watched("", {}))
-                # Both become others by exec (the command also by SGLang's title), and are empty while a process ends.
-                known.command = " ".join(process.cmdline()) or known.command
-                known.environment = process.environ() or known.environment
+                # Both become others by exec, are empty while a process ends, and make room for SGLang's title.
+                command, environment = " ".join(process.cmdline()), process.environ()
                 sockets = process.net_connections(kind="tcp")
+                known = seen.setdefault(process.pid, Watched("", {}))
+                known.command, known.environment = command or known.command, environment or known.environment
                 known.addresses |= {s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN}
 
 
 @pytest.mark.parametrize(
-    ("settings", "parts", "limit_s"),
+    ("settings", "parts"),
     [
-        pytest.param(["rollout.engine=embedded"], ["engines.embedded"], 600, id="embedded", marks=pytest.mark.slow),
+        pytest.param(["rollout.engine=embedded"], ["engines.embedded"], id="embedded", marks=pytest.mark.slow),
         pytest.param(
-            ["rollout.engine=sglang", "rollout.server_tensor_parallel=2", "rollout.startup_timeout_s=900"],
+            ["rollout.engine=sglang", "rollout.server_tensor_parallel=2"],
             ["engines.sglang_server", "sglang::scheduler_TP0", "sglang::scheduler_TP1"],
-            1200,
             id="sglang",
             marks=[
                 pytest.mark.slow,
@@ -124,28 +131,35 @@ def watch_sockets(pid: int, seen: dict[int, Watched]) -> None:
         ),
     ],
 )
-def test_a_local_run_listens_on_loopback_only(
-    tmp_path: Path, settings: list[str], parts: list[str], limit_s: float
-) -> None:
+def test_a_local_run_listens_on_loopback_only(tmp_path: Path, settings: list[str], parts: list[str]) -> None:
     """Whoever reaches one of torch's stores can change what it holds.
 
+    All parts are looked at while the run waits before its second step, and time and again before and after.
     The variables are looked at too: where the host's name means loopback, gloo listens there without them.
     """
     command = [sys.executable, "-m", "bapo_megatron", "train", "demo", f"run.dir={tmp_path}", "run.name=quiet"]
-    command += ["monitor.progress=lines", "parallel.tensor=2", "train.num_steps=1", "rollout.prompts_per_step=4"]
+    command += ["monitor.progress=lines", "parallel.tensor=2", "train.num_steps=2", "rollout.prompts_per_step=4"]
+    command += PATIENT
     command += ["reward.kind=bapo_megatron.rewards.answers:judge_chain", *settings]  # in judge processes
+    gates = Gates(tmp_path / "gates", 2)
     with (tmp_path / "output").open("wb") as output:
-        run = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        environment = os.environ | gates.environment
+        run = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
     seen: dict[int, Watched] = {}
+
+    def is_running_and_watched() -> bool:
+        watch_sockets(run.pid, seen)
+        return run.poll() is None
+
     try:
-        deadline = time.monotonic() + limit_s
-        while run.poll() is None and time.monotonic() < deadline:
-            watch_sockets(run.pid, seen)
-            time.sleep(0.2)
-        assert run.poll() == 0, (tmp_path / "output").read_text()
+        gates.wait(2, is_running_and_watched, (tmp_path / "output").read_text)
+        watch_sockets(run.pid, seen)
+        gates.open(2)
+        wait_until(lambda: not is_running_and_watched(), "the run had ended")
+        assert run.wait() == 0, (tmp_path / "output").read_text()
     finally:
         run.send_signal(signal.SIGTERM)
-        run.wait(30)
+        run.wait(HANG_S)
     for part in ("bapo_megatron.worker", "rewards.worker", *parts):
         assert any(part in each.command for each in seen.values()), f"no {part} in {seen}"
     assert {address for each in seen.values() for address in each.addresses} == {"127.0.0.1"}, seen
@@ -153,12 +167,25 @@ def test_a_local_run_listens_on_loopback_only(
     assert [each.environment.get("GLOO_SOCKET_IFNAME") for each in in_groups] == ["lo"] * len(in_groups), in_groups
 
 
-def is_sampling(engine: str) -> bool:
-    """Whether the engine with this command line has requests under way."""
-    port = engine.split("--port ")[1].split()[0]
-    with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/loads", timeout=5) as reply:
-        return any(part["num_running_reqs"] for part in json.load(reply)["loads"])
-    return False
+KILLED_IN_AN_EVALUATION = """\
+import os, signal, sys
+from pathlib import Path
+
+def build():
+    from bapo_megatron.engines.embedded.engine import BatchingEngine
+    submit, killed = BatchingEngine.submit, Path(__file__).with_name("was-killed")
+
+    def submit_and_end(self, sequences):
+        submit(self, sequences)
+        if any(s.rid.startswith("eval-") for s in sequences) and not killed.exists():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    BatchingEngine.submit = submit_and_end
+
+if any("engines.embedded" in word for word in sys.orig_argv):
+    build()
+"""
 
 
 @pytest.mark.slow
@@ -166,24 +193,13 @@ def test_the_only_engine_killed_in_an_evaluation_costs_time_and_nothing_else(tmp
     """It is started again, pushed to, and asked for the rest. The first thing that it samples is an evaluation."""
     command = [sys.executable, "-m", "bapo_megatron", "train", "demo", f"run.dir={tmp_path}", "run.name=killed"]
     command += ["monitor.progress=lines", "parallel.tensor=2", "train.num_steps=1"]
-    command += ["eval.interval_steps=1", "eval.num_prompts=400"]
+    command += ["eval.interval_steps=1", "eval.num_prompts=400", *PATIENT]
+    (tmp_path / "sitecustomize.py").write_text(KILLED_IN_AN_EVALUATION)  # which Python runs as it starts
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     with (tmp_path / "output").open("wb") as output:
-        run = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-    started: dict[int, str] = {}
+        run = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
     try:
-
-        def is_evaluating() -> bool:
-            with contextlib.suppress(psutil.Error):  # one that ends just now
-                started.update(descendants(run.pid))
-            engines = [args for args in started.values() if "engines.embedded" in args]
-            return run.poll() is not None or any(map(is_sampling, engines))
-
-        wait_until(is_evaluating, 120, "the evaluation before training began")
-        assert run.poll() is None, (tmp_path / "output").read_text()
-        for pid, args in started.items():
-            if "engines.embedded" in args:
-                os.kill(pid, signal.SIGKILL)
-        assert run.wait(180) == 0, (tmp_path / "output").read_text()
+        assert run.wait(HANG_S) == 0, (tmp_path / "output").read_text()
         (log,) = (tmp_path / "killed" / "logs").rglob("trainer-0.log")
         fenced = [line for line in log.read_text().splitlines() if "is fenced off" in line]
         assert len(fenced) == 1
@@ -191,7 +207,5 @@ def test_the_only_engine_killed_in_an_evaluation_costs_time_and_nothing_else(tmp
         (row,) = map(json.loads, (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines())
         assert row["eval/num_samples"] == 400
     finally:
-        for pid in (run.pid, *started):
-            if is_running(pid):
-                os.kill(pid, signal.SIGKILL)
-        run.wait(10)
+        run.kill()  # the others end with it
+        run.wait()

@@ -7,6 +7,7 @@ import pytest
 
 import bapo_megatron
 from bapo_megatron.errors import ConfigError, UserError
+from tests.integration.killable import PATIENT
 
 SETTINGS = (
     "parallel.tensor=1",
@@ -14,6 +15,7 @@ SETTINGS = (
     "rollout.prompts_per_step=2",
     "rollout.samples_per_prompt=2",
     "rollout.groups_in_flight=2",
+    *PATIENT,
 )
 
 

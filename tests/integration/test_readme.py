@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.assets import demo_model_path
+from tests.distributed import HANG_S
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 900
 HUB_NAME = "Qwen/Qwen2.5-0.5B-Instruct"
 SHORTER = {  # arguments added to those commands that train or sample
     "scripts/quickstart.sh": "train.num_steps=2",
@@ -31,11 +31,10 @@ def commands() -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3 * TIMEOUT_S)
 def test_every_command_of_the_readme(tmp_path: Path) -> None:
     clone, venv = tmp_path / "clone", tmp_path / "venv"
-    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True, timeout=60)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=60)
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True, timeout=HANG_S)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=HANG_S)
     packages = venv / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
     (packages / "packages_of_the_tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
     rows = [{"prompt": f"{a}+{b}=", "answer": (a + b) % 10} for a in range(8) for b in range(8)]
@@ -56,7 +55,7 @@ def test_every_command_of_the_readme(tmp_path: Path) -> None:
             input="3+4=\n",
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_S,
+            timeout=HANG_S,
             check=False,
         )
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

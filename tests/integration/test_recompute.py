@@ -37,12 +37,12 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_a_layer_and_a_part_of_each(root: Path) -> None:
-    run_distributed(check, 1, root, ["qwen3"], WAYS[1:3], {}, timeout_s=120)
+    run_distributed(check, 1, root, ["qwen3"], WAYS[1:3], {})
 
 
 @pytest.mark.slow
 def test_one_process(root: Path) -> None:
-    run_distributed(check, 1, root, ["qwen3", "gemma"], WAYS, {}, timeout_s=300)
+    run_distributed(check, 1, root, ["qwen3", "gemma"], WAYS, {})
 
 
 @pytest.mark.slow
@@ -52,4 +52,4 @@ def test_one_process(root: Path) -> None:
     ids=["PP2 x VPP2", "TP2 + SP", "CP2"],
 )
 def test_layouts(root: Path, parallel: dict[str, Any]) -> None:
-    run_distributed(check, 2, root, ["qwen3"], WAYS[:-1], parallel, timeout_s=300)
+    run_distributed(check, 2, root, ["qwen3"], WAYS[:-1], parallel)

@@ -17,6 +17,7 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.rundir import read_metrics
 from bapo_megatron.reproduce.pool import is_finished, run_path, train_all
 from bapo_megatron.reproduce.study import Run, load_study, plan_runs
+from tests.distributed import HANG_S
 
 COMMITTED = Path(__file__).parents[2] / "docs" / "reproduction"
 
@@ -41,7 +42,7 @@ metric = "reward/mean"
 
 
 def train(runs: Sequence[Run]) -> None:
-    train_all([r.config for r in runs], num_jobs=2, timeout_s=300, tell=lambda *_: None)
+    train_all([r.config for r in runs], num_jobs=2, timeout_s=HANG_S, tell=lambda *_: None)
 
 
 def own_children() -> set[int]:
@@ -85,19 +86,17 @@ def test_a_run_that_fails_ends_the_others_and_names_its_log(tmp_path: Path) -> N
 
 
 def test_a_run_has_a_deadline(tmp_path: Path) -> None:
-    (tmp_path / "short.toml").write_text(STUDY)
-    runs = plan_runs(load_study(str(tmp_path / "short.toml")), quick=False, runs_dir=tmp_path / "runs")
-    started = time.monotonic()
+    (tmp_path / "long.toml").write_text(STUDY.replace("num_steps = 2", "num_steps = 1_000_000"))
+    runs = plan_runs(load_study(str(tmp_path / "long.toml")), quick=False, runs_dir=tmp_path / "runs")
     with pytest.raises(UserError, match=r"was not done in time; its log: .*trainer-0.log"):
         train_all([r.config for r in runs], num_jobs=1, timeout_s=0.5, tell=lambda *_: None)
-    assert time.monotonic() - started < 180
     assert own_children() == set()
     assert not any(is_finished(r.config) for r in runs)
 
 
 @pytest.mark.slow
 def test_nothing_outlives_a_study_that_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "long.toml").write_text(STUDY.replace("num_steps = 2", "num_steps = 500"))
+    (tmp_path / "long.toml").write_text(STUDY.replace("num_steps = 2", "num_steps = 1_000_000"))
     command = [sys.executable, "-m", "bapo_megatron", "reproduce", str(tmp_path / "long.toml")]
     with (tmp_path / "log").open("w") as log:
         study = subprocess.Popen([*command, "--runs", str(tmp_path / "runs")], stdout=log, stderr=log)
@@ -107,14 +106,14 @@ def test_nothing_outlives_a_study_that_is_killed(tmp_path: Path) -> None:
         assert len(family) >= 4
     finally:
         study.kill()
-        study.wait(30)
-    gone, alive = psutil.wait_procs(family, timeout=60)
+        study.wait()
+    gone, alive = psutil.wait_procs(family, timeout=HANG_S)
     assert alive == []
     assert gone
 
 
 def wait_for(is_true: Callable[[], bool], what: str, log: Path) -> None:
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + HANG_S
     while not is_true():
         assert time.monotonic() < deadline, f"not in time: {what}\n{log.read_text()}"
         time.sleep(0.1)

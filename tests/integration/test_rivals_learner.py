@@ -171,7 +171,7 @@ def check_layouts(rank: int, world_size: int, root: Path, cases: list[Case]) -> 
 
 @pytest.mark.slow
 def test_one_process(folder: Path) -> None:
-    run_distributed(check_layouts, 1, folder, [({}, SMALL), ({}, LARGE)], timeout_s=480)
+    run_distributed(check_layouts, 1, folder, [({}, SMALL), ({}, LARGE)])
 
 
 @pytest.mark.slow
@@ -182,4 +182,4 @@ def test_two_processes(folder: Path) -> None:
         ({"context": 2}, SMALL // 2),
         ({"pipeline": 2}, SMALL),
     ]
-    run_distributed(check_layouts, 2, folder, cases, timeout_s=480)
+    run_distributed(check_layouts, 2, folder, cases)

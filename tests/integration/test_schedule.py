@@ -17,7 +17,7 @@ from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.whole_batch import with_proximal_logprobs
 from bapo_megatron.types import ClipBounds, MiniBatch
-from tests.distributed import run_distributed
+from tests.distributed import HANG_S, run_distributed
 from tests.integration.learner_reference import ADAM_EPS, LR, SEARCH, TEMPERATURE, random_batch, save_random_model
 
 NUM_UPDATES = 2
@@ -38,7 +38,7 @@ def make_config(layout: dict[str, Any], max_tokens: int, proximal: str = "behavi
     parallel = {name: value for name, value in layout.items() if name != "distributed"}
     return Config.model_validate(
         {
-            "parallel": {"timeout_s": 60, **parallel},
+            "parallel": {"timeout_s": HANG_S, **parallel},
             "rollout": {"temperature": TEMPERATURE},
             "loss": {"proximal": proximal},
             "optimizer": {"lr": LR, "eps": ADAM_EPS, "distributed": layout.get("distributed", False)},

@@ -19,6 +19,8 @@ from bapo_megatron.engines import processes
 from bapo_megatron.runtime.files import read_jsonl
 from bapo_megatron.slurm.submit import prepare
 from tests import debian
+from tests.distributed import HANG_S
+from tests.integration.gates import Gates
 from tests.integration.killable import SMALL
 from tests.integration.slurm_cluster import PACKAGES, PROGRAMS, Cluster
 from tests.integration.test_kill_resume import assert_same
@@ -28,7 +30,6 @@ pytestmark = pytest.mark.slow
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 NUM_STEPS = 8
-TIMEOUT_S = 300.0
 SETTINGS = (*SMALL, f"train.num_steps={NUM_STEPS}", "rollout.num_servers=2")
 TWO_NODES = ("cluster.nodes=2", "slurm.interface=lo", "slurm.time_limit=01:00:00")
 
@@ -42,13 +43,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield started
 
 
-def bapo(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+def bapo(cluster: Cluster, *arguments: str, gates: Gates | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "bapo_megatron", *arguments],
-        env=cluster.environment,
+        env=cluster.environment | (gates.environment if gates else {}),
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=HANG_S,
         check=False,
     )
 
@@ -70,12 +71,12 @@ def listening_addresses(job: str) -> set[str]:
 
 
 def wait_for(condition: Callable[[], bool], what: str, cluster: Cluster, run: Path) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + HANG_S
     while not condition():
         if time.monotonic() > deadline:
             logs = [*run.glob("slurm/*.log"), *run.glob("logs/*/*.log")]
             said = "\n".join(f"== {log}\n{log.read_text()[-2000:]}" for log in logs)
-            raise AssertionError(f"waited {TIMEOUT_S:g} s until {what}\n{said}\n{cluster.logs()}")
+            raise AssertionError(f"waited until {what}\n{said}\n{cluster.logs()}")
         time.sleep(0.1)
 
 
@@ -84,23 +85,29 @@ def test_a_run_over_two_nodes_is_requeued_and_loses_nothing(cluster: Cluster, tm
     reference = ThreadPoolExecutor(1).submit(
         bapo, cluster, "train", "demo", f"run.dir={tmp_path}", "run.name=alone", *SETTINGS
     )
-    submitted = bapo(cluster, "slurm", "demo", f"run.dir={tmp_path}", "run.name=two", *SETTINGS, *TWO_NODES, "--submit")
+    gates = Gates(tmp_path / "gates", 2, 4)
+    command = ("slurm", "demo", f"run.dir={tmp_path}", "run.name=two", *SETTINGS, *TWO_NODES, "--submit")
+    submitted = bapo(cluster, *command, gates=gates)
     assert submitted.returncode == 0, submitted.stderr
     (job,) = [line.split()[1] for line in submitted.stdout.splitlines() if line.startswith("submitted")]
 
-    # Taken off its nodes at once, as by preemption.
-    wait_for(lambda: num_saved(run) >= 1, "the first checkpoint", cluster, run)
+    def is_running() -> bool:
+        return cluster.job(job)["JobState"] not in ("COMPLETED", "FAILED", "CANCELLED")
+
+    # Taken off its nodes in its second step, as by preemption.
+    gates.wait(2, is_running, cluster.logs)
     cluster.run("scontrol", "requeue", job)
     wait_for(lambda: cluster.job(job)["Restarts"] == "1", "the job was requeued", cluster, run)
-    saved = num_saved(run)
-    assert saved < NUM_STEPS, "requeued too late"
+    gates.open(2)
 
-    # Told to stop, as before its time limit: it saves, and queues itself again.
-    wait_for(lambda: num_saved(run) > saved, "the second attempt's first checkpoint", cluster, run)
+    # Told to stop in its fourth step, as before its time limit: it saves, and queues itself again.
+    gates.wait(4, is_running, cluster.logs)
+    assert num_saved(run) == 3
     assert listening_addresses(job) == {"127.0.0.1"}, "slurm.interface is lo"
     cluster.run("scancel", "--batch", "--signal=TERM", job)
+    wait_for((run / "slurm" / f"job-{job}-1" / "stop").exists, "the job was told to stop", cluster, run)
+    gates.open(4)
     wait_for(lambda: cluster.job(job)["Restarts"] == "2", "the job has requeued itself", cluster, run)
-    assert num_saved(run) < NUM_STEPS, "stopped too late"
     assert (run / "slurm" / f"job-{job}-1" / "stopped").exists()
 
     wait_for(lambda: cluster.job(job)["JobState"] == "COMPLETED", "the job was done", cluster, run)
@@ -117,7 +124,7 @@ def test_a_run_over_two_nodes_is_requeued_and_loses_nothing(cluster: Cluster, tm
         assert [len(facts["urls"]) for facts in told] == [1, 1]
 
     # The same machine, left alone, without SLURM: bit for bit the same run.
-    alone = reference.result(TIMEOUT_S)
+    alone = reference.result(HANG_S)
     assert alone.returncode == 0, alone.stderr
     assert len(read_jsonl(run / "metrics.jsonl")) == NUM_STEPS
     assert_same(run, tmp_path / "alone", NUM_STEPS)
@@ -153,9 +160,7 @@ def test_what_sbatch_refuses_is_told_in_its_own_words(
 def test_the_thin_script_submits_from_a_node(cluster: Cluster, tmp_path: Path) -> None:
     settings = (f"run.dir={tmp_path}", "run.name=held", *SETTINGS, *TWO_NODES, 'slurm.options=["--hold"]')
     log = tmp_path / "log"
-    cluster.run(
-        "sbatch", "--wait", f"--output={log}", str(SCRIPTS / "submit.sbatch"), "demo", *settings, timeout_s=TIMEOUT_S
-    )
+    cluster.run("sbatch", "--wait", f"--output={log}", str(SCRIPTS / "submit.sbatch"), "demo", *settings)
     (job,) = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("submitted")]
     assert cluster.job(job)["NumNodes"] == "2-2"
     assert cluster.job(job)["TimeLimit"] == "01:00:00"
@@ -169,7 +174,7 @@ def test_the_doctors_of_all_nodes_meet_and_tell_of_a_port_in_use(cluster: Cluste
         options = ["--wait", f"--output={log}", f"--nodes={num_nodes}"]
         command = ["sbatch", *options, str(SCRIPTS / "doctor.sbatch"), *arguments]
         environment = cluster.environment | {"BAPO_DOCTOR_PORT": str(port)}
-        return subprocess.run(command, env=environment, capture_output=True, timeout=TIMEOUT_S, check=False).returncode
+        return subprocess.run(command, env=environment, capture_output=True, timeout=HANG_S, check=False).returncode
 
     with processes.reserved_ports(1, "0.0.0.0") as (free,):
         code = examine(2, free, "demo", f"run.dir={tmp_path}")

@@ -18,20 +18,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bapo_megatron.convert import convert
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.engines.http import HttpEngine
+from tests.distributed import HANG_S
 from tests.integration.hf_roundtrip import check_models, write_reference
+from tests.integration.killable import PATIENT
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = ("What is 3 + 4?", "What is 7 - 5?", "Name a colour.", "2 * 9 =")
 TEMPERATURES = (1.0, 0.6)
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.gym, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
     folder = Path(os.environ.get("BAPO_SMOLLM2", ROOT / "models" / "SmolLM2-135M-Instruct"))
     script = ROOT / "scripts" / "prepare_smollm2.py"
-    subprocess.run([sys.executable, str(script), str(folder)], check=True, timeout=900)
+    subprocess.run([sys.executable, str(script), str(folder)], check=True, timeout=HANG_S)
     return folder
 
 
@@ -41,20 +43,20 @@ def serve(model: Path, ready: Path, requests: list[GenerateRequest]) -> list[Gen
     command += ["--max-context", "256", "--threads", "2", "--ready-file", str(ready), "--exit-with-parent"]
     server = subprocess.Popen(command, stdin=subprocess.PIPE)
     try:
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + HANG_S
         while not ready.exists():
             assert server.poll() is None, "the engine ended"
-            assert time.monotonic() < deadline, "the engine is not ready after 180 s"
+            assert time.monotonic() < deadline, "the engine is not ready"
             time.sleep(0.2)
         return asyncio.run(ask(f"http://127.0.0.1:{json.loads(ready.read_text())['port']}", requests))
     finally:
         assert server.stdin is not None
         server.stdin.close()
-        server.wait(timeout=30)
+        server.wait(timeout=HANG_S)
 
 
 async def ask(url: str, requests: list[GenerateRequest]) -> list[GenerateResult]:
-    engine = HttpEngine(url, request_timeout_s=300)
+    engine = HttpEngine(url, request_timeout_s=HANG_S)
     try:
         return await asyncio.gather(*(engine.generate(request) for request in requests))
     finally:
@@ -91,6 +93,7 @@ def test_a_real_model_trains_and_its_log_probs_are_served_exactly(smollm2: Path,
         "rollout.samples_per_prompt=4",
         "eval.num_prompts=8",
         "optimizer.lr=1e-4",
+        *PATIENT,
     )
     done = subprocess.run(
         [
@@ -106,7 +109,7 @@ def test_a_real_model_trains_and_its_log_probs_are_served_exactly(smollm2: Path,
         ],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

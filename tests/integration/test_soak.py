@@ -1,17 +1,42 @@
 """A short soak: an engine and a rank are killed, the run is resumed, and each step is recorded once."""
 
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
+from benchmarks import soak
 from benchmarks.soak import Soak, Strike
 from benchmarks.soak_verdict import ENGINE_KILLED, RANK_KILLED, Outcome, check_run, fault_table, lives, read_samples
+from tests.distributed import HANG_S
+from tests.integration.gates import Gates
+from tests.integration.killable import PATIENT
+
+
+class SoakAtGates(Soak):
+    """Strikes while the run waits before the next step, and lets it go on."""
+
+    def __init__(self, gates: Gates, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._gates = gates
+
+    def _strike(self, root: psutil.Process, step: int) -> None:
+        num_before = len(self.faults)
+        super()._strike(root, step)
+        if len(self.faults) > num_before:
+            self._gates.open(self.faults[-1].step + 1)
 
 
 @pytest.mark.slow
-def test_a_short_soak_survives_its_faults(tmp_path: Path) -> None:
+def test_a_short_soak_survives_its_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     strikes = [Strike(ENGINE_KILLED, 3), Strike(RANK_KILLED, 8)]
-    Soak(tmp_path, 20, strikes, ["checkpoint.interval_steps=4"], seed=0).run()
+    monkeypatch.setattr(soak, "ORPHAN_TIMEOUT_S", HANG_S)
+    monkeypatch.setattr(soak, "STUCK_TIMEOUT_S", HANG_S)
+    gates = Gates(tmp_path / "gates", *(strike.step + 1 for strike in strikes))  # where the run waits to be struck
+    for name, value in gates.environment.items():
+        monkeypatch.setenv(name, value)
+    SoakAtGates(gates, tmp_path, 20, strikes, ["checkpoint.interval_steps=4", *PATIENT], seed=0).run()
     outcome = Outcome.read(tmp_path)
     assert [check for check in check_run(tmp_path, outcome) if not check.holds] == []
     assert [(fault.kind, fault.exit_code) for fault in outcome.faults] == [(ENGINE_KILLED, None), (RANK_KILLED, 1)]

@@ -4,13 +4,13 @@ import contextlib
 import importlib.util
 import json
 import math
-import os
 import re
-import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import types
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,8 +26,7 @@ from bapo_megatron.engines import start as launch_engines
 from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.engines.supervisor import EngineSpec, supervised
 from bapo_megatron.errors import EngineError, UserError
-
-STARTUP_TIMEOUT_S = 180.0
+from tests.distributed import HANG_S
 
 
 @pytest.fixture(autouse=True)
@@ -69,85 +68,134 @@ def engines(
 ) -> Iterator[list[str]]:
     with processes.reserved_ports(count) as ports:
         specs = [kind(port, folder / f"engine-{i}.log") for i, port in enumerate(ports)]
-        options = {"startup_timeout_s": STARTUP_TIMEOUT_S, "max_restarts": 3} | options
+        options = {"startup_timeout_s": HANG_S, "max_restarts": 3} | options
         with supervised(specs, tell=told.append, **options) as started:
             started.wait()
             yield started.urls
 
 
-def pid_of(url: str) -> int:
-    """The process below ours that serves on this URL's port."""
-    pid = find_pid(url)
-    assert pid is not None, f"nobody serves on {url}"
-    return pid
+def server_of(url: str) -> psutil.Process:
+    """The process below ours that serves on this URL's port, known by its start as well: its id may be given again."""
+    found = find_server(url)
+    assert found is not None, f"nobody serves on {url}"
+    return found
 
 
-def find_pid(url: str) -> int | None:
+def find_server(url: str) -> psutil.Process | None:
     port = int(url.rsplit(":", 1)[1])
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if any(c.laddr.port == port for c in child.net_connections("inet") if c.status == psutil.CONN_LISTEN):
-                return child.pid
+                return child
     return None
 
 
 def version_of(url: str) -> str:
-    with urllib.request.urlopen(f"{url}/model_info", timeout=10) as response:
+    with urllib.request.urlopen(f"{url}/model_info", timeout=HANG_S) as response:
         return json.loads(response.read())["weight_version"]
 
 
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = STARTUP_TIMEOUT_S) -> None:
-    deadline = time.monotonic() + timeout_s
+def wait_until(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + HANG_S
     while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s:g} s until {what}"
+        assert time.monotonic() < deadline, f"waited {HANG_S:g} s until {what}"
         time.sleep(0.1)
 
 
-def is_up_again(url: str, old_pid: int) -> bool:
-    return find_pid(url) not in (None, old_pid) and processes.answers(f"{url}/health")
+def is_up_again(url: str, old: psutil.Process) -> bool:
+    return find_server(url) not in (None, old) and processes.answers(f"{url}/health")
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """A zombie waits for whoever is to reap it, and has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+class Probes:
+    """The supervisor's clock, which ticks once a second whenever it is read, and its questions to an engine.
+
+    An engine that works has all the time that it needs for an answer, however busy the machine is.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_answered = 0
+        self.is_hung = False  # the engine cannot answer: do not wait for it
+        self._now_s, self._answers = time.monotonic(), processes.answers
+        monkeypatch.setattr(supervisor, "time", types.SimpleNamespace(monotonic=self._tick, sleep=time.sleep))
+        monkeypatch.setattr(processes, "answers", self._ask)
+
+    def _tick(self) -> float:
+        self._now_s += 1.0
+        return self._now_s
+
+    def _ask(self, url: str, timeout_s: float = 0.0, key: str | None = None) -> bool:
+        has_answered = self._answers(url, 0.1 if self.is_hung else HANG_S, key)
+        self.num_answered += has_answered
+        return has_answered
+
+    def wait_for_more(self, count: int) -> None:
+        """Return after so many more answers, each at least a second after the one before."""
+        first = self.num_answered
+        wait_until(lambda: self.num_answered >= first + count, "the engine had answered")
 
 
 def test_a_killed_engine_comes_back_on_its_url_with_the_weights_of_the_start(tmp_path: Path) -> None:
     told: list[str] = []
     with engines(tmp_path, told, count=2) as (url, other):
-        first, untouched = pid_of(url), pid_of(other)
-        os.kill(first, signal.SIGKILL)
+        first, untouched = server_of(url), server_of(other)
+        first.kill()
         wait_until(lambda: is_up_again(url, first), "the engine was up again")
         assert version_of(url) == "default"
-        assert pid_of(other) == untouched
-        second = pid_of(url)
+        assert server_of(other) == untouched
+        second = server_of(url)
     assert len(told) == 1
     for part in (url, "exit code -9", "restart 1 of 3", "engine-0.log", "engine-0.restart-1.log"):
         assert part in told[0]
     assert (tmp_path / "engine-0.restart-1.log").read_text().startswith("serving on")
-    assert not any(map(psutil.pid_exists, (first, second, untouched)))
+    assert not any(process.is_running() for process in (first, second, untouched))
 
 
 @pytest.mark.slow
-def test_a_hung_engine_is_killed_and_started_again(tmp_path: Path) -> None:
+def test_a_hung_engine_is_killed_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    with engines(tmp_path, told, hang_timeout_s=3.0) as (url,):
-        first = pid_of(url)
-        time.sleep(5)  # answering all the while
+    kill, probes = processes.kill, Probes(monkeypatch)
+
+    def has_stacks() -> bool:
+        log = (tmp_path / "engine-0.log").read_text()
+        of_its_thread = re.search(r"^Thread 0x.*?/embedded/engine\.py.* in _obey\n", log, re.MULTILINE | re.DOTALL)
+        return bool(of_its_thread and re.search(r"^Current thread 0x.* \(most recent call first\):", log, re.MULTILINE))
+
+    def kill_after_its_stacks(process: subprocess.Popen[bytes]) -> None:
+        wait_until(has_stacks, "the engine had written its stacks")
+        probes.is_hung = False
+        kill(process)
+
+    with engines(tmp_path, told, hang_timeout_s=3.0, startup_timeout_s=1e9) as (url,):
+        first = server_of(url)
+        probes.wait_for_more(10)
         assert told == []
-        os.kill(first, signal.SIGSTOP)
-        wait_until(lambda: is_up_again(url, first), "the engine was up again")
-        assert not psutil.pid_exists(first)
+        with monkeypatch.context() as held:
+            held.setattr(processes, "kill", kill_after_its_stacks)
+            first.suspend()
+            probes.is_hung = True
+            wait_until(lambda: is_up_again(url, first), "the engine was up again")
+        assert not first.is_running()
     assert len(told) == 1
     assert "did not answer for rollout.hang_timeout_s = 3 s, was asked for its stacks and killed" in told[0]
-    log = Path(told[0].split("its log: ")[1].split(")")[0]).read_text()
-    assert re.search(r"^Thread 0x.*?/embedded/engine\.py.* in _obey\n", log, re.MULTILINE | re.DOTALL), log
-    assert re.search(r"^Current thread 0x.* \(most recent call first\):", log, re.MULTILINE), log
+    assert told[0].split("its log: ")[1].split(")")[0] == str(tmp_path / "engine-0.log")
 
 
 @pytest.mark.slow
-def test_a_paused_engine_does_not_count_as_hung(tmp_path: Path) -> None:
+def test_a_paused_engine_does_not_count_as_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    with engines(tmp_path, told, hang_timeout_s=3.0) as (url,):
+    probes = Probes(monkeypatch)
+    with engines(tmp_path, told, hang_timeout_s=3.0, startup_timeout_s=1e9) as (url,):
         body = json.dumps({"mode": "retract"}).encode()
         request = urllib.request.Request(f"{url}/pause_generation", body, {"Content-Type": "application/json"})
-        urllib.request.urlopen(request, timeout=10).close()
-        time.sleep(5)
+        urllib.request.urlopen(request, timeout=HANG_S).close()
+        probes.wait_for_more(10)
     assert told == []
 
 
@@ -156,14 +204,16 @@ def test_an_engine_without_restarts_left_stays_away_and_is_named(tmp_path: Path)
 
     def run() -> None:
         with engines(tmp_path, told, count=2, kind=stub, max_restarts=1) as (url, other):
-            first = pid_of(url)
-            os.kill(first, signal.SIGKILL)
+            (looking_after,) = [t for t in threading.enumerate() if t.name == "engine-0"]
+            first = server_of(url)
+            first.kill()
             wait_until(lambda: is_up_again(url, first), "the engine was up again")
-            os.kill(pid_of(url), signal.SIGKILL)
-            wait_until(lambda: len(told) == 2, "the engine was given up")
-            time.sleep(1)
-            assert find_pid(url) is None
-            assert processes.answers(f"{other}/health")
+            server_of(url).kill()
+            looking_after.join(HANG_S)
+            assert not looking_after.is_alive(), "nobody is left to start it"
+            assert len(told) == 2
+            assert find_server(url) is None
+            assert processes.answers(f"{other}/health", HANG_S)
             raise UserError("no engine is left")
 
     with pytest.raises(UserError) as raised:
@@ -177,10 +227,19 @@ def test_an_engine_without_restarts_left_stays_away_and_is_named(tmp_path: Path)
     assert str(tmp_path / "engine-0.restart-1.log") in lines[1]
 
 
-def test_a_port_that_someone_else_has_taken_uses_up_the_restarts(tmp_path: Path) -> None:
+def test_a_port_that_someone_else_has_taken_uses_up_the_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[str] = []
+    start, is_taken = processes.start, threading.Event()
+
+    def start_when_taken(*spec: Any) -> subprocess.Popen[bytes]:
+        assert is_taken.wait(HANG_S)
+        return start(*spec)
+
     with engines(tmp_path, told, kind=stub, max_restarts=1) as (url,), socket.socket() as thief:
-        os.kill(pid_of(url), signal.SIGKILL)
+        monkeypatch.setattr(processes, "start", start_when_taken)
+        server_of(url).kill()
         thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
         def take() -> bool:
@@ -190,7 +249,8 @@ def test_a_port_that_someone_else_has_taken_uses_up_the_restarts(tmp_path: Path)
                 return True
             return False
 
-        wait_until(take, "the port was taken", 5)
+        wait_until(take, "the port was taken")
+        is_taken.set()
         wait_until(lambda: len(told) == 2, "the engine was given up")
     assert "ended with exit code" in told[1]
     assert "Address already in use" in (tmp_path / "engine-0.restart-1.log").read_text()
@@ -199,10 +259,10 @@ def test_a_port_that_someone_else_has_taken_uses_up_the_restarts(tmp_path: Path)
 def test_a_restart_that_finds_no_process_left_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     with engines(tmp_path, told, kind=stub) as (url,):
-        first, start = pid_of(url), processes.start
+        first, start = server_of(url), processes.start
         failures = [BlockingIOError(11, "Resource temporarily unavailable")]
         monkeypatch.setattr(processes, "start", lambda *spec: start(*spec) if not failures else _raise(failures.pop()))
-        os.kill(first, signal.SIGKILL)
+        first.kill()
         wait_until(lambda: is_up_again(url, first), "the engine was up again")
     assert len(told) == 3
     assert "ended with" in told[0]
@@ -227,7 +287,7 @@ def test_a_full_disk_or_a_closed_terminal_does_not_end_the_supervisor(
 def test_a_failure_at_the_first_start_is_an_error_at_once(tmp_path: Path) -> None:
     told: list[str] = []
     bad = EngineSpec("http://127.0.0.1:9", [sys.executable, "-c", "raise SystemExit(7)"], tmp_path / "engine-0.log")
-    with supervised([bad], startup_timeout_s=30, max_restarts=3, tell=told.append) as started:
+    with supervised([bad], startup_timeout_s=HANG_S, max_restarts=3, tell=told.append) as started:
         with pytest.raises(EngineError, match=r"exit code 7.*engine-0\.log"):
             started.wait()
         assert not started.threads, "nobody looks after it"
@@ -238,24 +298,26 @@ def test_a_failure_at_the_first_start_is_an_error_at_once(tmp_path: Path) -> Non
 def test_nothing_is_left_behind_by_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     """Also not an engine that was restarted."""
     code = (
-        "import sys, time; from pathlib import Path\n"
+        "import sys; from pathlib import Path\n"
         "from tests.integration.test_supervisor import engines\n"
-        "with engines(Path(sys.argv[1]), []) as (url,): print(url, flush=True); time.sleep(120)"
+        "with engines(Path(sys.argv[1]), []) as (url,): print(url, flush=True); sys.stdin.read()"
     )
-    owner = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert owner.stdout is not None
         url = owner.stdout.readline().strip()
-        first = pid_of(url)
-        os.kill(first, signal.SIGKILL)
+        first = server_of(url)
+        first.kill()
         wait_until(lambda: is_up_again(url, first), "the engine was up again")
-        second = pid_of(url)
+        second = server_of(url)
         owner.kill()
-        owner.wait(10)
-        wait_until(lambda: not psutil.pid_exists(second), "the engine had ended", 10)
+        owner.wait()
+        wait_until(lambda: not is_alive(second), "the engine had ended")
     finally:
         owner.kill()
-        owner.wait(10)
+        owner.communicate()
 
 
 @pytest.mark.slow
@@ -267,14 +329,14 @@ def test_a_killed_sglang_server_comes_back(tmp_path: Path) -> None:
         logs = [tmp_path / "engine-0.log"]
         engines = sglang.engine_specs(config, demo_model_path(), logs, ports, EngineShare(count=1, first_gpu=0))
         with supervised(
-            engines, startup_timeout_s=240, max_restarts=1, hang_timeout_s=math.inf, tell=told.append
+            engines, startup_timeout_s=HANG_S, max_restarts=1, hang_timeout_s=math.inf, tell=told.append
         ) as started:
             started.wait()
             urls = started.urls
-            first = pid_of(urls[0])
-            below = [child.pid for child in psutil.Process(first).children(recursive=True)]
-            os.kill(first, signal.SIGKILL)
-            wait_until(lambda: is_up_again(urls[0], first), "the server was up again", 240)
+            first = server_of(urls[0])
+            below = first.children(recursive=True)
+            first.kill()
+            wait_until(lambda: is_up_again(urls[0], first), "the server was up again")
             assert version_of(urls[0]) == "default"
-            assert not any(map(psutil.pid_exists, (first, *below)))
+            wait_until(lambda: not any(map(is_alive, (first, *below))), "all of the first server had ended")
     assert len(told) == 1

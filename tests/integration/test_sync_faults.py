@@ -1,7 +1,8 @@
 """Weight pushes to real engine processes that are killed, stopped, started again, or are the wrong ones."""
 
-import asyncio
+import contextlib
 import http.server
+import itertools
 import signal
 import threading
 import time
@@ -20,15 +21,16 @@ from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
+from bapo_megatron.engines.processes import reserved_ports
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import CheckpointError, EngineError
 from bapo_megatron.hf.tokenizer import check_tokenizer
-from bapo_megatron.sync import base, open_channel
+from bapo_megatron.sync import base, broadcast, open_channel
 from bapo_megatron.sync.base import Channel, SyncStats, push_until_whole
+from tests.distributed import HANG_S
 from tests.integration.engines import EngineProcess, start_engines
 
-TIMEOUT_S = 10.0  # also on a busy machine, an engine that is well answers in time
-UPDATE_TIMEOUT = ("--update-timeout-s", str(TIMEOUT_S))
+HUNG_S = 30.0  # deadline of each stage of a push in which an engine hangs: for one that is well, a matter of a second
 REQUEST = GenerateRequest("ask", (3, 4, 5), 8, 1.0, (), 1)
 
 
@@ -61,7 +63,7 @@ class World:
     def __init__(self, processes: list[EngineProcess], folder: Path, channel: str, timeout_s: float) -> None:
         self.processes = processes
         self.loop = LoopThread()
-        self.engines = [HttpEngine(p.url, request_timeout_s=20) for p in processes]
+        self.engines = [HttpEngine(p.url, request_timeout_s=HANG_S) for p in processes]
         self.pool = EnginePool(self.engines)
         self.learner = Learner()
         config = SyncConfig(channel=channel, bucket_mib=0.25, timeout_s=timeout_s)  # type: ignore[call-arg, arg-type]
@@ -75,7 +77,7 @@ class World:
         return push_until_whole(self.channel, self.learner)  # type: ignore[arg-type]
 
     def ask(self, engine: HttpEngine) -> GenerateResult:
-        return self.loop.run(engine.generate(REQUEST), 20)
+        return self.loop.run(engine.generate(REQUEST), HANG_S)
 
     def assert_live(self, *indices: int) -> None:
         """These engines alone are asked, and what they say is of the learner's version."""
@@ -85,18 +87,18 @@ class World:
         for i in indices:
             assert {span.version for span in self.ask(self.engines[i]).spans} == {self.learner.version}
 
-    def wait_until_back(self, timeout_s: float = 120.0) -> None:
+    def wait_until_back(self) -> None:
         watching = self.loop.submit(self.pool.watch())
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + HANG_S
         while not self.pool.back():
-            assert time.monotonic() < deadline, f"not back after {timeout_s:g} s: {self.pool.describe()}"
+            assert time.monotonic() < deadline, f"not back: {self.pool.describe()}"
             time.sleep(0.05)
         watching.cancel()
 
     def close(self) -> None:
         self.channel.close()
         for engine in self.engines:
-            self.loop.run(engine.close(), 10)
+            self.loop.run(engine.close(), HANG_S)
         self.loop.close()
         for process in self.processes:
             process.process.send_signal(signal.SIGCONT)
@@ -106,22 +108,24 @@ class World:
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
     monkeypatch.setattr(base, "share_flag", lambda value: value)  # one trainer process, without a group
-    worlds = []
+    with contextlib.ExitStack() as stack:
 
-    def build(num_engines: int = 2, channel: str = "broadcast", timeout_s: float = TIMEOUT_S) -> World:
-        processes = start_engines(tmp_path / "engines", num_engines, *UPDATE_TIMEOUT)
-        worlds.append(World(processes, tmp_path, channel, timeout_s))
-        return worlds[-1]
+        def build(num_engines: int = 2, channel: str = "broadcast", timeout_s: float = HANG_S) -> World:
+            ports = stack.enter_context(reserved_ports(num_engines))  # also while no engine listens
+            update = ("--update-timeout-s", str(timeout_s))
+            processes = start_engines(tmp_path / "engines", num_engines, *update, ports=ports)
+            world = World(processes, tmp_path, channel, timeout_s)
+            stack.callback(world.close)
+            return world
 
-    yield build
-    for world in worlds:
-        world.close()
+        yield build
 
 
 def restart(world: World, index: int, folder: Path) -> None:
     """A new process on the old port, with the weights of the beginning."""
     port = world.processes[index].url.rsplit(":", 1)[1]
-    world.processes[index] = start_engines(folder / "again", 1, *UPDATE_TIMEOUT, "--port", port)[0]
+    update = ("--update-timeout-s", str(HANG_S))
+    world.processes[index] = start_engines(folder / "again", 1, *update, ports=[int(port)])[0]
     assert world.processes[index].url == world.engines[index].url
 
 
@@ -140,7 +144,7 @@ def test_killed_engines_are_fenced_and_admitted_again_with_verified_weights(
     restart(world, 1, tmp_path)
     world.wait_until_back()
     assert world.pool.live() == world.engines[:1]
-    assert world.loop.run(world.engines[1].server_info(), 10)["weight_version"] == "0"
+    assert world.loop.run(world.engines[1].server_info(), HANG_S)["weight_version"] == "0"
     world.push()
     world.assert_live(0, 1)
 
@@ -150,7 +154,7 @@ def test_killed_engines_are_fenced_and_admitted_again_with_verified_weights(
 def test_an_engine_that_ends_or_hangs_in_a_push_tears_it_for_nobody_else(
     make: Callable[..., World], number: signal.Signals, index: int
 ) -> None:
-    world = make(2)
+    world = make(2, timeout_s=HUNG_S if number == signal.SIGSTOP else HANG_S)
     world.push()
     middle = len(world.learner.weights) // 2
     others = [i for i in range(2) if i != index]
@@ -161,9 +165,7 @@ def test_an_engine_that_ends_or_hangs_in_a_push_tears_it_for_nobody_else(
 
     world.learner.while_gathering = strike
     world.learner.num_read = 0
-    began_s = time.monotonic()
     world.push()
-    assert time.monotonic() - began_s < 9 * TIMEOUT_S
     assert world.learner.num_read == 2 * len(world.learner.weights), "broken off, read to its end, and repeated"
     world.assert_live(*others)
     assert world.engines[index].url in world.pool.describe()
@@ -180,12 +182,10 @@ def test_who_waits_for_a_hung_member_gets_out_of_the_torn_group_and_takes_part_a
     make: Callable[..., World],
 ) -> None:
     """gloo sends along a tree: the third engine receives from the first one, which hangs."""
-    world = make(3)
+    world = make(3, timeout_s=HUNG_S)
     world.push()
     world.learner.while_gathering = lambda i: world.processes[0].process.send_signal(signal.SIGSTOP) if i == 5 else None
-    began_s = time.monotonic()
     world.push()
-    assert time.monotonic() - began_s < 12 * TIMEOUT_S
     assert world.engines[1] in world.pool.live()
     assert world.engines[0] not in world.pool.live()
     world.learner.while_gathering = lambda i: None
@@ -195,17 +195,44 @@ def test_who_waits_for_a_hung_member_gets_out_of_the_torn_group_and_takes_part_a
     world.assert_live(1, 2)
 
 
-def test_an_engine_that_cannot_join_does_not_hold_up_the_others(make: Callable[..., World]) -> None:
-    world = make(2, timeout_s=60.0)
+@pytest.mark.slow
+@pytest.mark.parametrize("bucket", [0, 1])
+@pytest.mark.parametrize("reply", ['{"success": true, "message": "Success"}', '{"success": false}'])
+def test_an_engine_that_confirms_weights_which_it_did_not_receive_is_fenced(
+    make: Callable[..., World], reply: str, bucket: int
+) -> None:
+    """A proxy, or a half-dead server: the healthy engine's broadcast fails, and the run must go on with that one."""
+    world = make(2, timeout_s=HUNG_S)  # the broadcast that one does not take part in ends by it
+    world.push()
+    healthy, liar = world.engines
+    send, taken = liar._send, itertools.count()
+
+    async def lie(method: str, path: str, *arguments: Any, **options: Any) -> bytes:
+        if path == "/update_weights_from_distributed" and next(taken) == bucket:
+            return reply.encode()
+        return await send(method, path, *arguments, **options)
+
+    liar._send = lie  # type: ignore[method-assign]
+    world.push()
+    world.assert_live(0)
+    assert healthy.url not in world.pool.describe()
+    world.wait_until_back()
+    world.push()
+    world.assert_live(0, 1)
+
+
+def test_an_engine_that_cannot_join_does_not_hold_up_the_others(
+    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one is let go, also where it comes to a rendezvous that was called off: no deadline passes here."""
+    monkeypatch.setattr(broadcast, "_RELEASE_S", HANG_S)
+    world = make(2)
 
     async def refuse(*_: Any) -> None:
-        await asyncio.sleep(0.2)
         raise EngineError(f"{world.engines[1].url}: HTTP 400: no more groups")
 
     world.engines[1].init_update_group = refuse  # type: ignore[method-assign]
-    began_s = time.monotonic()
     world.push()
-    assert time.monotonic() - began_s < 60.0, "the other one waited in the rendezvous, and was let go"
     world.assert_live(0)
     assert "no more groups" in world.pool.describe()
 
@@ -228,12 +255,12 @@ def loop() -> Iterator[LoopThread]:
 
 
 def connect(url: str, specs: list[TensorSpec], loop: LoopThread, folder: Path, channel: str = "broadcast") -> None:
-    engine = HttpEngine(url, request_timeout_s=5)
-    config = SyncConfig(channel=channel, timeout_s=8)  # type: ignore[call-arg, arg-type]
+    engine = HttpEngine(url, request_timeout_s=HANG_S)
+    config = SyncConfig(channel=channel, timeout_s=HANG_S)  # type: ignore[call-arg, arg-type]
     try:
         open_channel(config, EnginePool([engine]), loop.submit, folder=folder, hf_path=demo_model_path()).connect(specs)
     finally:
-        loop.run(engine.close(), 5)
+        loop.run(engine.close(), HANG_S)
 
 
 def with_spec(specs: list[TensorSpec], which: str, **changes: Any) -> list[TensorSpec]:
@@ -272,8 +299,8 @@ def test_another_model_is_one_clear_error(
 
 
 def test_nobody_at_the_url(loop: LoopThread, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:9/.*is the server running\?"):
-        connect("http://127.0.0.1:9", Learner().weight_specs(), loop, tmp_path)
+    with reserved_ports(1) as (port,), pytest.raises(EngineError, match=rf":{port}/.*is the server running\?"):
+        connect(f"http://127.0.0.1:{port}", Learner().weight_specs(), loop, tmp_path)
 
 
 @pytest.mark.parametrize(("status", "body"), [(200, b"<html>hello</html>"), (200, b"[1, 2]"), (404, b"not here")])
@@ -321,13 +348,18 @@ def test_an_engine_that_is_torn_samples_nothing_until_a_whole_push(make: Callabl
     world.learner.weights = {n: torch.cat([t, t]) if n == NORM else t for n, t in world.learner.weights.items()}
     with pytest.raises(EngineError):
         world.push()  # the stream no longer is what the manifest says
-    world.loop.run(engine.resume(), 10)
+    world.loop.run(engine.resume(), HANG_S)
     asking = world.loop.submit(engine.generate(REQUEST))
-    time.sleep(0.5)
-    assert not asking.done()
+    deadline = time.monotonic() + HANG_S
+    while not (waiting := world.loop.run(engine.server_info(), HANG_S)["num_waiting_reqs"]):
+        assert not asking.done()
+        assert time.monotonic() < deadline
+    for _ in range(3):  # each call is answered by the engine's thread, between two steps
+        info = world.loop.run(engine.server_info(), HANG_S)
+        assert (info["num_waiting_reqs"], info["num_running_reqs"], asking.done()) == (waiting, 0, False)
     world.learner = Learner()
     world.learner.step()
     world.push()
-    after = asking.result(20)
+    after = asking.result(HANG_S)
     assert {span.version for span in after.spans} == {2}
     assert after.behaviour_logprobs != before.behaviour_logprobs

@@ -11,6 +11,7 @@ import pytest
 
 from bapo_megatron.metrics import METRICS
 from bapo_megatron.monitor.rundir import read_metrics
+from tests.distributed import HANG_S
 from tests.integration import forked
 from tests.integration.forked import SMALL
 from tests.integration.killable import Engine
@@ -18,7 +19,7 @@ from tests.integration.killable import Engine
 SAME = ("loss/policy", "loss/entropy", "bapo/low", "bapo/high", "optimizer/grad_norm", "reward/mean", "staleness/mean")
 
 
-def bapo(*arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+def bapo(*arguments: str, timeout_s: float = HANG_S) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "bapo_megatron", *arguments],
         capture_output=True,

@@ -126,7 +126,7 @@ def test_there_and_back_bit_for_bit_and_logits(layout: dict[str, Any], tmp_path:
     names = ["llama-biases", "qwen2-tied-linear", "qwen3-tied-yarn", "gemma"]
     for name in names:
         write_reference(save_model(name, tmp_path / name, num_hidden_layers=2), tmp_path / name)
-    run_distributed(check_with_stand_ins, layout.get("tensor", 1), tmp_path, names, layout, timeout_s=300)
+    run_distributed(check_with_stand_ins, layout.get("tensor", 1), tmp_path, names, layout)
     for name in names:
         check_saved(tmp_path / name)
 

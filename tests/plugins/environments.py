@@ -10,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+PATIENCE_S = 7200.0  # pip, and a real training, under any load
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +22,14 @@ class Environment:
     def python(self) -> str:
         return str(self.folder / "bin" / "python")
 
-    def run(self, *command: str, cwd: Path, timeout_s: float = 600, **environment: str) -> str:
+    def run(self, *command: str, cwd: Path, timeout_s: float = PATIENCE_S, **environment: str) -> str:
         """Run a command of the environment; return its output. It must succeed."""
         done = self.attempt(*command, cwd=cwd, timeout_s=timeout_s, **environment)
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
     def attempt(
-        self, *command: str, cwd: Path, timeout_s: float = 600, **environment: str
+        self, *command: str, cwd: Path, timeout_s: float = PATIENCE_S, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         path = f"{self.folder / 'bin'}:/usr/bin:/bin"
         env = {"PATH": path, "HOME": str(cwd), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **environment}
@@ -96,6 +97,6 @@ def _with_requirements(names: Iterable[str]) -> dict[str, importlib.metadata.Dis
 
 
 def _call(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     return done.stdout

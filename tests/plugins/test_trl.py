@@ -35,7 +35,6 @@ def check_cases(result: dict[str, Any], num_ranks: int, num_updates: int = 5) ->
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_environment_has_nothing_of_the_framework(environment: Environment, tmp_path: Path) -> None:
     assert "trl-1.16.0" in environment.log
     assert "megatron" not in environment.log.replace("bapo_megatron", "").replace("bapo-megatron", "")
@@ -43,7 +42,6 @@ def test_the_environment_has_nothing_of_the_framework(environment: Environment, 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_one_rank(environment: Environment, tmp_path: Path) -> None:
     environment.run(environment.python, RUN, "out.json", cwd=tmp_path)
     result = json.loads((tmp_path / "out.json").read_text())
@@ -63,7 +61,6 @@ def test_one_rank(environment: Environment, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_two_ranks(environment: Environment, tmp_path: Path) -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     environment.run(environment.python, *launch, RUN, "out.json", cwd=tmp_path)
@@ -71,7 +68,6 @@ def test_two_ranks(environment: Environment, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_lines_of_the_page_train_ten_steps(environment: Environment, tmp_path: Path) -> None:
     (lines,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     printed = environment.run(environment.python, "-c", lines, cwd=tmp_path)

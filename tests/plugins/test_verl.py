@@ -39,7 +39,6 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Enviro
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_one_rank(environment: Environment, tmp_path: Path) -> None:
     assert "megatron" not in environment.log.replace("bapo_megatron", "").replace("bapo-megatron", "")
     environment.run(environment.python, RUN, "out.json", "300", cwd=tmp_path)
@@ -65,7 +64,6 @@ def test_one_rank(environment: Environment, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_two_ranks(environment: Environment, tmp_path: Path) -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     environment.run(environment.python, *launch, RUN, "out.json", "60", cwd=tmp_path)

@@ -51,6 +51,17 @@ def sums_of(tokens: TokenLoss, *, with_profile: bool = False) -> dict[str, float
         return {key: float(value) for key, value in token_sums(tokens, with_profile=with_profile).items()}
 
 
+def float32_sum_error(values_R: Tensor, num_roundings: int | None = None) -> float:
+    """Bound how far the float32 sum of some values, float64 [R], is from their sum, whatever the order.
+
+    A value is rounded at most `num_roundings` times (default: once itself, and in each addition), each time by at most
+    2^-24 of a partial sum, or 2^-150 where it is tiny.
+    """
+    num_roundings = values_R.numel() if num_roundings is None else num_roundings
+    relative = num_roundings * 2.0**-24
+    return relative / (1 - relative) * float(values_R.double().abs().sum()) + values_R.numel() * 2.0**-150
+
+
 def maxima_of(tokens: TokenLoss) -> dict[str, float]:
     with torch.no_grad():
         return {key: float(value) for key, value in token_maxima(tokens).items()}

@@ -3,14 +3,18 @@
 import asyncio
 import ctypes
 import os
+import signal
 import sys
-import time
 from functools import partial
 
 from bapo_megatron.errors import UserError
 
 NOT_CALLABLE = 3
+NUM_TOGETHER = 60
+NUM_BESIDE_A_CRASH = 5
 _judging: list[str] = []
+_all_are_here = asyncio.Event()
+_pipes = []
 
 
 def plain(answer, response):
@@ -18,27 +22,60 @@ def plain(answer, response):
     return act(response, answer)
 
 
+def killed_once(response):
+    """Wait for the end of the process where the response says so, and judge it the next time."""
+    number, _, what = response.partition(": ")
+    if what and _is_first_time(number):
+        act(what)
+    return act(number)
+
+
 def with_torch(response):
     return float("torch" in sys.modules)
 
 
-async def in_time(response):
-    await asyncio.sleep(0.3)
-    return act(response)
-
-
 async def together(response):
-    """Return once 60 responses are being judged at the same time."""
-    _judging.append(response)
-    while len(_judging) < 60:
-        await asyncio.sleep(0.01)
+    """Return once so many responses are being judged at the same time."""
+    await _others(response, NUM_TOGETHER)
     return act(response)
+
+
+async def beside_a_crash(response):
+    """Judge none before all are here. A number then waits for the end of the process, and is judged the next time."""
+    if _is_first_time(response):
+        await _others(response, NUM_BESIDE_A_CRASH)
+        if response.isdecimal():
+            await asyncio.Event().wait()
+    return act(response)
+
+
+async def _others(response, number):
+    _judging.append(response)
+    if len(_judging) == number:
+        _all_are_here.set()
+    await _all_are_here.wait()
+
+
+def _is_first_time(response):
+    """Return whether no process was asked this before; for all processes with the same folder SEEN."""
+    try:
+        os.close(os.open(os.path.join(os.environ["SEEN"], response), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _say(line):
+    """Tell the test, through the pipe SAID if there is one, which this process and its children then hold open."""
+    if path := os.environ.get("SAID"):
+        _pipes.append(open(path, "w"))  # noqa: SIM115
+        print(line, file=_pipes[-1], flush=True)
 
 
 async def networked(response, **everything):
     assert set(everything) >= {"prompt", "answer", "source"}
     if response == "wait":
-        await asyncio.sleep(1000)
+        await asyncio.Event().wait()
     return act(response)
 
 
@@ -69,10 +106,11 @@ def positional(response, /):
 def act(response, answer=None):
     match response:
         case "hang":
+            _say(os.getpid())
             while True:
                 pass
         case "block":
-            time.sleep(1000)
+            signal.pause()
         case "exit":
             os._exit(3)
         case "exit without an error":
@@ -83,12 +121,13 @@ def act(response, answer=None):
             return len(bytearray(1 << 33))
         case "half a GiB":
             return len(bytearray(1 << 29)) >> 29
+        case "wait to be killed":
+            _say(os.getpid())
+            signal.pause()
         case "leave a child behind":
-            if (child := os.fork()) == 0:
-                time.sleep(1000)
-            if path := os.environ.get("CHILDREN"):
-                with open(path, "a") as file:
-                    file.write(f"{child}\n")
+            _say("one")
+            if os.fork() == 0:
+                signal.pause()
             os._exit(1)
         case "raise":
             raise RuntimeError("on purpose")

@@ -98,15 +98,20 @@ def test_every_row_has_its_place_on_the_page() -> None:
     assert not [name for name in command.ROWS if f"\n- **{name}**: " not in page]
 
 
-def test_a_ratio_below_the_baseline_is_named_with_the_way_to_renew_it() -> None:
-    baseline = {"ratio": 5.0, "at_least": 3.0}
-    attempts = iter([2.0, 1.0, 2.5])
-    complaint = gates.check_ratio("replies", baseline, lambda: next(attempts))
-    assert complaint is not None
-    assert complaint.startswith("replies: the ratio is 2.50 at best, but the baseline is 5.00 and 3.00 the least")
-    assert complaint.endswith("python -m benchmarks.gates --renew")
-    attempts = iter([2.0, 3.0])  # the second attempt counts
-    assert gates.check_ratio("replies", baseline, lambda: next(attempts)) is None
+def test_a_count_below_the_baseline_is_named_with_the_way_to_renew_it() -> None:
+    complaint = gates.check_count("balance", 1.05, 1.083)
+    assert complaint == "balance: 1.050, but the baseline is 1.083; if that is intended: " + gates.RENEW
+    assert gates.check_count("balance", 1.08, 1.083) is None
+
+
+def test_speed_is_reported_without_a_verdict(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gates, "RATIOS", dict.fromkeys(gates.RATIOS, lambda: 0.01))
+    assert gates.main(["ratios"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[0] for line in lines] == list(gates.RATIOS)
+    assert all(": 0.01, baseline " in line for line in lines)
 
 
 def test_a_history_that_differs_is_named_by_its_first_step() -> None:
@@ -124,7 +129,7 @@ def test_a_history_that_differs_is_named_by_its_first_step() -> None:
 
 def test_the_baseline_covers_every_gate() -> None:
     baseline = json.loads(gates.BASELINE.read_text())
-    assert set(baseline["ratios"]) == set(gates.GATES)
+    assert baseline["ratios"].keys() == gates.RATIOS.keys()
+    assert baseline["counts"].keys() == gates.COUNTS.keys()
     assert len(baseline["history"]) == gates.NUM_STEPS
     assert all(set(step) == set(gates.METRICS) for step in baseline["history"])
-    assert all(0 < ratio["at_least"] < ratio["ratio"] for ratio in baseline["ratios"].values())

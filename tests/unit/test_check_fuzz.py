@@ -1,4 +1,4 @@
-"""Thousands of wrong configurations: each gets an answer, soon, and no traceback.
+"""Thousands of wrong configurations: each gets an answer, and no traceback.
 
 python -m tests.unit.test_check_fuzz [NUMBER [SEED]]      more of them
 """
@@ -8,6 +8,7 @@ import contextlib
 import io
 import os
 import random
+import signal
 import sys
 import time
 import traceback
@@ -19,10 +20,10 @@ import pytest
 from bapo_megatron import cli
 from bapo_megatron.config.load import shipped_configs
 from bapo_megatron.config.paths import schema
+from tests.attacks.conftest import deadline
 
 NUM_MUTATIONS = 2000
-MAX_ANSWER_S = 10.0
-MAX_ALL_S = 120.0  # half of that on a quiet machine
+MAX_ANSWER_S = 10.0  # of a core: sixty times the slowest
 BASES = (
     ("demo",),
     ("demo", "algorithms/grpo"),
@@ -96,9 +97,9 @@ def fuzz(number: int, seed: int) -> Figures:
 
 
 def answer(arguments: Sequence[str]) -> tuple[int, str]:
-    """Return the exit code and the output; -1 and the traceback of anything that escapes."""
+    """Return the exit code and the output; -1 and the traceback of anything that escapes, or takes for ever."""
     out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), deadline(MAX_ANSWER_S, signal.ITIMER_PROF):
         try:
             return cli.main(list(arguments)), out.getvalue()
         except BaseException:
@@ -106,17 +107,12 @@ def answer(arguments: Sequence[str]) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_every_mutation_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    began_s, began_cpu_s = time.monotonic(), time.process_time()
     figures = fuzz(NUM_MUTATIONS, seed=0)
-    took_s, cpu_s = time.monotonic() - began_s, time.process_time() - began_cpu_s
-    print(f"\n{figures}; {took_s:.0f} s in all, {cpu_s:.0f} s of a core, load {os.getloadavg()[0]:.0f}")
+    print(f"\n{figures}")
     assert figures.tracebacks == []
     assert figures.control_characters == []
-    assert figures.slowest_s < MAX_ANSWER_S
-    assert cpu_s < MAX_ALL_S
     assert set(figures.codes) == {0, 2}
 
 

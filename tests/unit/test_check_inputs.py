@@ -2,16 +2,20 @@
 
 import gzip
 import json
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from bapo_megatron import cli
+from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.load import load_config, read_config
 from bapo_megatron.config.plan import check_monitor
 from bapo_megatron.errors import escaped
 from bapo_megatron.preflight import inputs
+from tests.distributed import HANG_S
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
 
@@ -61,7 +65,11 @@ def test_a_folder_is_no_file_of_prompts(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("settings", "part"),
     [
-        (["data.source=reasoning_gym", "data.dataset=nope"], "data.dataset = 'nope' is not one of"),
+        pytest.param(
+            ["data.source=reasoning_gym", "data.dataset=nope"],
+            "data.dataset = 'nope' is not one of",
+            marks=pytest.mark.gym,
+        ),
         (["data.options={min_terms=9,max_terms=2}"], "max_terms (2) is smaller than min_terms (9)"),
         (["data.max_prompt_tokens=4"], "tokens, more than data.max_prompt_tokens = 4"),
         (["data.system_prompt=Hi"], "set data.chat_template = true"),
@@ -77,9 +85,10 @@ def test_a_folder_is_no_file_of_prompts(tmp_path: Path, capsys: pytest.CaptureFi
             ["eval.interval_steps=5", 'eval.sets=[{name="a"},{name="b",options={min_terms=60,max_terms=60}}]'],
             "chains item 0: the prompt has 120 tokens, more than data.max_prompt_tokens = 16",
         ),
-        (
+        pytest.param(
             ["eval.interval_steps=5", 'eval.sets=[{name="a",source="reasoning_gym",dataset="nope"}]'],
             "eval.sets.a: data.dataset = 'nope' is not one of",
+            marks=pytest.mark.gym,
         ),
         (["rollout.engine=recorded", "rollout.recorded_from=/nope"], "/nope holds 0 recorded steps"),
         (["advantage.kind=gae", "critic.path=/nope"], "critic.path = '/nope': there is no folder /nope"),
@@ -103,6 +112,26 @@ def test_one_line_for(settings: list[str], part: str, tmp_path: Path, capsys: py
     assert part in line
 
 
+@pytest.mark.parametrize(
+    ("settings", "start"),
+    [
+        (["data.source=reasoning_gym", "data.dataset=basic_arithmetic"], "data.source"),
+        (
+            ["eval.interval_steps=5", 'eval.sets=[{name="a",source="reasoning_gym",dataset="chain_sum"}]'],
+            "eval.sets.a: ",
+        ),
+    ],
+)
+def test_a_missing_reasoning_gym_tells_the_command(
+    settings: list[str], start: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("reasoning_gym", "reasoning_gym.factory"):
+        monkeypatch.setitem(sys.modules, name, None)
+    (line,) = answer(capsys, *settings)
+    assert line.startswith(start)
+    assert "run `pip install 'bapo-megatron[gym]'`, which compiles one package, pycosat, and so needs a C" in line
+
+
 def test_a_recording_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with gzip.open(tmp_path / "step-000001.jsonl.gz", "wt") as file:
         file.write("not JSON\n")
@@ -115,7 +144,7 @@ JUDGES = {
     "nothing": ("def judge(response):\n    pass", "TypeError"),
     "text": ("def judge(response):\n    return 'good'", "a judge returns a number"),
     "table": ("def judge(response):\n    return {'score': 1.0}", "TypeError"),
-    "sleeps": ("import time\ndef judge(response):\n    time.sleep(60)", "no verdict in 1 s"),
+    "sleeps": ("import signal\ndef judge(response):\n    signal.pause()", "no verdict in 1 s"),
     "signature": ("def judge(reply):\n    return 1.0", "it asks for reply"),
 }
 
@@ -127,7 +156,7 @@ def test_the_judge_is_called_once(
     text, part = JUDGES[name]
     (tmp_path / f"judge_{name}.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (line,) = answer(capsys, f"reward.kind=judge_{name}:judge", "reward.timeout_s=1")
+    (line,) = answer(capsys, f"reward.kind=judge_{name}:judge", f"reward.timeout_s={1 if name == 'sleeps' else HANG_S}")
     assert f'reward.kind="judge_{name}:judge"' in line
     assert part in line
 
@@ -155,17 +184,33 @@ def test_all_stages_answer_at_once_and_blame_the_right_source(capsys: pytest.Cap
     assert lines[3].endswith("got 1.4 (override bapo.rho0=1.4)")
 
 
+def test_an_engine_without_urls_hides_neither_the_missing_file_nor_the_judge(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = ["rollout.engine=attach", "data.source=jsonl", "data.path=/nope.jsonl", "reward.kind=nomod:judge"]
+    lines = answer(capsys, *settings)
+    assert [line.split(" ")[0] for line in lines] == [
+        'rollout.engine="attach"', "data.path:", 'reward.kind="nomod:judge":',
+    ]  # fmt: skip
+
+
+def test_a_judge_of_programs_without_tests_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = answer(capsys, "reward.kind=code")
+    assert "needs prompts with tests" in line
+
+
 def test_what_only_follows_from_another_mistake_is_not_told() -> None:
     reading = read_config([], ["loss.name=ppo", "loss.clip_high=1.3", "bapo.contribution=x", "bapo.rho0=1.4"])
-    assert len(reading.problems) == 2
-    assert {"loss", "bapo.contribution"} <= reading.dropped
+    assert [v.settings for v in reading.violations] == [("loss.name",), ("bapo.contribution",)]
+    assert {"loss", "bapo.contribution"} <= reading.unread
     assert reading.config.loss.name == "bapo"
 
 
 def test_the_first_given_of_two_settings_that_contradict_each_other_is_blamed() -> None:
-    (problem,) = read_config([], ["bapo.preset=official", "bapo.contribution=gradient"]).problems
-    assert problem.startswith("bapo.rho0 must be below 1")
-    assert problem.endswith("(override bapo.contribution=gradient)")
+    (violation,) = read_config([], ["bapo.preset=official", "bapo.contribution=gradient"]).violations
+    assert violation.settings == ("bapo.rho0", "bapo.contribution", "bapo.preset")
+    assert violation.message.startswith("bapo.rho0 must be below 1")
+    assert violation.message.endswith("(override bapo.contribution=gradient)")
 
 
 def test_control_characters_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,3 +265,29 @@ def test_every_file_of_sources_and_sets_is_read_to_its_end(tmp_path: Path, capsy
     lines = answer(capsys, mixed, "eval.interval_steps=5", sets)
     assert [line.split(": ")[0] for line in lines] == [f"{bad}:3", f"{bad}:3"]
     assert answer(capsys, mixed.replace(bad, good), "eval.interval_steps=5", sets.replace(bad, good)) == []
+
+
+@pytest.mark.parametrize("is_known_family", [False, True])
+def test_no_code_of_a_model_folder_is_run_or_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_known_family: bool
+) -> None:
+    """Somebody who answers "y" to every question is asked none."""
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
+    folder = tmp_path / "evil"
+    shutil.copytree(demo_model_path(), folder)
+    (folder / "evil.py").write_text(f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n")
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "evil.C", "AutoTokenizer": ["evil.T", "evil.T"]}
+    if not is_known_family:
+        config["model_type"] = "evil"
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    del tokenizer["tokenizer_class"]  # so that the model's configuration is looked at
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    lines = answer(capsys, f"model.path={folder}")
+    assert not (tmp_path / "ran").exists()
+    assert asked == []
+    if not is_known_family:
+        (line,) = lines
+        assert line.startswith("model_type 'evil' is not supported")

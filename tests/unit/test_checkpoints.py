@@ -1,24 +1,32 @@
 """Checkpoints of a whole run: which are kept, which is the latest, and that whatever is torn is passed over."""
 
+import functools
+import itertools
 import json
-import multiprocessing
 import os
-import random
 import re
+import resource
 import shutil
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from typing_extensions import TypedDict
 
-from bapo_megatron.checkpoint.folder import DIGEST, Manifest, seal
-from bapo_megatron.checkpoint.shards import Snapshot
+from bapo_megatron.checkpoint.folder import DIGEST, SQUARES, Manifest, read_index, seal
+from bapo_megatron.checkpoint.saving import Saving
+from bapo_megatron.checkpoint.shard_reader import ShardReader
+from bapo_megatron.checkpoint.shards import Piece, Snapshot
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.types import GroupJson
+from tests.distributed import HANG_S, in_new_process
 from tests.unit.saveable import TinyModel, save_whole, settings
 
 
@@ -35,41 +43,67 @@ def resume(folder: Path, warn: Callable[[str], None] = print) -> float:
     return model.value
 
 
-def save_for_ever(folder: Path, asynchronous: bool, saved: Connection) -> None:
-    model = TinyModel(resume(folder))
-    store = CheckpointStore(folder, settings(asynchronous=asynchronous))
-    while True:
-        model.weight += 1
-        step = int(model.value)
-        store.save(step, {"learner": model}, {"also": step})
-        saved.send(step - 1 if asynchronous else step)
+def save_until_killed(folder: Path, asynchronous: bool, kill: Callable[[], None]) -> list[int]:
+    """Steps that were saved before a process was killed. Whoever goes on has the last of them, or one more."""
+    newest, (reader, writer) = int(resume(folder)), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(int(HANG_S))
+        model, store = TinyModel(newest), CheckpointStore(folder, settings(asynchronous=asynchronous))
+        kill()
+        for step in itertools.count(newest + 1):
+            model.weight += 1
+            store.save(step, {"learner": model}, {"also": step})
+            os.write(writer, bytes([step - 1 if asynchronous else step]))
+    os.close(writer)
+    with os.fdopen(reader, "rb") as saved:
+        steps = list(saved.read())
+    assert -os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (signal.SIGKILL, signal.SIGXFSZ)
+    newest = max([newest, *steps])
+    assert resume(folder) in (newest, newest + 1)
+    return steps
+
+
+def before_file_operation(number: int) -> None:
+    """Have this process killed before the `number`-th time that it opens, makes, renames or removes a file."""
+    left = number
+
+    def hook(event: str, arguments: tuple) -> None:
+        nonlocal left
+        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod"):
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def inside_file(num_bytes: int) -> None:
+    """Have this process killed when it writes more than `num_bytes` of a file."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+
+
+def kill_in_all_places(folder: Path, asynchronous: bool) -> int:
+    """Kill a save before each file operation and inside files; return how often it left a torn folder."""
+    torch.set_num_threads(1)  # a forked process waits for ever for threads that torch started before
+    num_torn = 0
+    for number in range(200):
+        steps = save_until_killed(folder, asynchronous, functools.partial(before_file_operation, number))
+        num_torn += any(folder.glob(".writing-*"))
+        if len(steps) > 1:  # so each operation of a whole save has had its turn
+            break
+    for num_bytes in (0, 1, 9, 100, 1000, 4000):
+        save_until_killed(folder, asynchronous, functools.partial(inside_file, num_bytes))
+        assert any(folder.glob(".writing-*"))
+    assert number < 199
+    return num_torn
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
 def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path: Path, asynchronous: bool) -> None:
-    """Whoever is killed while saving goes on after the last save that was completed, or the one under way."""
-    rng = random.Random(0)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bapo_megatron.checkpoint.store"])
-    last = num_torn = num_kills = 0
-    while num_kills < 6 or (not num_torn and num_kills < 60):
-        num_kills += 1
-        reader, writer = context.Pipe(duplex=False)
-        process = context.Process(target=save_for_ever, args=(tmp_path, asynchronous, writer), daemon=True)
-        process.start()
-        writer.close()
-        assert reader.poll(60), "no checkpoint was saved in 60 s"
-        time.sleep(rng.uniform(0.0, 0.02))
-        process.kill()
-        process.join()
-        try:
-            while True:
-                last = reader.recv()
-        except EOFError:
-            pass
-        num_torn += any(tmp_path.glob(".writing-*"))
-        assert resume(tmp_path) in (last, last + 1)
-    assert num_torn > 0, "no kill came in the middle of a save"
+    assert in_new_process(kill_in_all_places, tmp_path, asynchronous) > 10
 
 
 def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
@@ -213,14 +247,14 @@ class Gate:
         original = Snapshot.write
 
         def write(snapshot: Snapshot, folder: Path) -> Manifest:
-            assert self.is_open.wait(60)
+            assert self.is_open.wait(HANG_S)
             return original(snapshot, folder)
 
         monkeypatch.setattr(Snapshot, "write", write)
 
 
 def poll_until(condition: Callable[[], Any], store: CheckpointStore) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline
         store.poll()
@@ -253,9 +287,15 @@ def test_the_next_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pyt
     gate = Gate(monkeypatch)
     store = CheckpointStore(tmp_path, settings(asynchronous=True, keep_last=5))
     store.save(1, {"learner": TinyModel(1)}, {"also": 1})
-    opener = threading.Timer(0.3, gate.is_open.set)
-    opener.start()
-    assert not (tmp_path / "latest").exists()
+    original = Saving.wait
+
+    def wait(saving: Saving) -> None:
+        if not gate.is_open.is_set():
+            assert not (tmp_path / "latest").exists()
+            gate.is_open.set()
+        original(saving)
+
+    monkeypatch.setattr(Saving, "wait", wait)
     store.save(2, {"learner": TinyModel(2)}, {"also": 2})
     assert gate.is_open.is_set()
     assert (tmp_path / "latest").read_text() == "step-000001"
@@ -333,15 +373,16 @@ def test_memory_that_a_late_writer_reads_is_left_to_it(tmp_path: Path, monkeypat
         if not late.is_set():
             late.set()
             (piece,) = snapshot._pieces
-            assert go_on.wait(60)
+            assert go_on.wait(HANG_S)
             read.append(float(piece.values.sum()) / piece.values.numel())
         return original(snapshot, folder)
 
     monkeypatch.setattr(Snapshot, "write", write)
     store = CheckpointStore(tmp_path, settings(asynchronous=True, timeout_s=0.2))
+    store.save(1, {"learner": TinyModel(1)}, None)
+    assert late.wait(HANG_S)
     with pytest.raises(CheckpointError, match="has not taken"):
-        save_whole(store, 1, 1.0)
-    assert late.is_set()
+        store.close()
     store._config = settings(asynchronous=True)
     save_whole(store, 2, 2.0, state={"also": 2})
     go_on.set()
@@ -401,3 +442,94 @@ def test_a_checkpoint_from_before_its_parts_were_tied_is_used(tmp_path: Path) ->
     del body["parts"], body[DIGEST]
     (path / "state.json").write_text(seal(body))
     assert resume(tmp_path) == 1
+
+
+# what a digest does not notice
+
+
+@pytest.mark.parametrize("name", ["state.json", "learner/index.json"])
+def test_a_file_that_has_grown_is_torn_however_large_it_is(tmp_path: Path, name: str) -> None:
+    """Sparse, as a crash may leave it: the first is larger than any machine's memory, the second than none."""
+    save(tmp_path, 1, keep_last=2)
+    file = save(tmp_path, 2, keep_last=2) / name
+    for num_bytes in (1 << 43, 32 << 20):
+        os.truncate(file, num_bytes)
+        said: list[str] = []
+        assert resume(tmp_path, said.append) == 1
+        assert re.fullmatch(
+            rf"warning: passing over step-000002: {re.escape(str(file))} is torn: it .*bytes.*", said[0]
+        )
+
+
+def test_the_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
+    def store(run: str, run_id: str) -> CheckpointStore:
+        return CheckpointStore(tmp_path / run, settings(keep_last=2), print, run_id=run_id)
+
+    for run, run_id in (("mine", "a1"), ("other", "b2")):
+        for step in (1, 2):
+            store(run, run_id).save(step, {"learner": TinyModel(step)}, {})
+    assert store("mine", "a1").resume({"learner": TinyModel(0)}) is not None
+    shutil.rmtree(tmp_path / "mine" / "step-000002")
+    shutil.copytree(tmp_path / "other" / "step-000002", tmp_path / "mine" / "step-000002")
+    with pytest.raises(CheckpointError, match=r"mine/step-000002 was saved by another run: .* b2, and .* says a1"):
+        store("mine", "a1").resume({"learner": TinyModel(0)})
+    model = TinyModel(0)
+    assert store("mine", "b2").resume({"learner": model}) is not None, "on purpose: run-id.txt was changed"
+    assert model.value == 2
+
+
+class Groups(TypedDict):
+    """A state.json with samples."""
+
+    groups: list[GroupJson]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("token_ids", [3, 20], "token_ids: Value error, token 20 is not in the model's vocabulary of 20"),
+        ("token_ids", [3, 10**18], "token 1000000000000000000 is not in the model's vocabulary of 20"),
+        ("behaviour_logprobs", [-0.5, 5.0], "behaviour_logprobs.1: Input should be less than or equal to 0"),
+        ("behaviour_logprobs", [-0.5, -1e308], "behaviour_logprobs.1: Input should be greater than or equal to -34028"),
+        ("behaviour_logprobs", [-0.5, float("nan")], "behaviour_logprobs.1: Input should be"),
+        ("version", 1, "version: Value error, weight version 1 is newer than the weights, which have version 0"),
+    ],
+)
+def test_values_that_no_run_saves_are_named_with_file_and_field(
+    tmp_path: Path, field: str, value: Any, said: str
+) -> None:
+    segment = {"version": 0, "step": 0, "token_ids": [3, 19], "behaviour_logprobs": [-0.5, 0.0]}
+    prompt = {"prompt_id": 0, "token_ids": [1], "text": "", "answer": "", "source": "chains"}
+    trajectory = {"sample_id": "0.0", "segments": [segment], "finish_reason": None, "reward": None}
+    group = {"prompt": prompt, "trajectories": [trajectory]}
+
+    def store() -> CheckpointStore:
+        return CheckpointStore(tmp_path, settings(), print, state_type=Groups, vocab_size=20)
+
+    path = store().save(1, {"learner": TinyModel(1)}, {"groups": [group]})
+    assert store().resume({"learner": TinyModel(0)}) is not None
+    body = json.loads((path / "state.json").read_text())
+    del body[DIGEST]
+    body["groups"][0]["trajectories"][0]["segments"][0][field] = value
+    (path / "state.json").write_text(seal(body))
+    with pytest.raises(CheckpointError) as raised:
+        store().resume({"learner": TinyModel(0)})
+    place = f"{path}/state.json is damaged: groups.0.trajectories.0.segments.0."
+    assert place in str(raised.value)
+    assert said in str(raised.value)
+
+
+def test_a_negative_mean_of_squares_is_refused(tmp_path: Path) -> None:
+    for number, value in enumerate((0.0, -1.0)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        facts = {"version": 1, "skipped_updates": 0, "model": {}}
+        snapshot = Snapshot([Piece.whole(SQUARES, "w", torch.full((3,), value))], facts)
+        snapshot.complete(folder, [snapshot.write(folder)])
+    with ShardReader(read_index(tmp_path / "0"), SQUARES) as read:
+        assert read("w").tolist() == [0.0] * 3
+    with (
+        ShardReader(read_index(tmp_path / "1"), SQUARES) as read,
+        pytest.raises(CheckpointError, match=r"exp_avg_sq of w in .*/1 holds a negative mean of squares"),
+    ):
+        read("w")

@@ -45,7 +45,7 @@ def test_only_generate_goes_through_the_router(with_router: bool) -> None:
         at_server: list[tuple[str, Any]] = []
         async with TestServer(recorder(at_router)) as router, TestServer(recorder(at_server)) as server:
             router_url = str(router.make_url("")) if with_router else None
-            engine = HttpEngine(str(server.make_url("")), request_timeout_s=10, generate_url=router_url)
+            engine = HttpEngine(str(server.make_url("")), request_timeout_s=600, generate_url=router_url)
             assert (await engine.generate(request("a"))).token_ids == (7,)
             if with_router:
                 first, second, third = await engine.generate_many([request("b"), request("bad"), request("c")])

@@ -1,34 +1,42 @@
 """Programs against their tests, and what the sandbox keeps them from. With real processes."""
 
+import contextlib
+import json
 import os
 import resource
-import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 import bapo_megatron.rewards.code as code_module
+import bapo_megatron.rewards.sandbox as sandbox_module
+from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
+from bapo_megatron.config.system_calls import system_calls
 from bapo_megatron.errors import UserError
-from bapo_megatron.rewards import RewardScorer
+from bapo_megatron.rewards import RewardScorer, pool
 from bapo_megatron.rewards.code import CodeJudge, last_program, same_output
-from bapo_megatron.rewards.scratch import delete_folder
+from bapo_megatron.rewards.refusals import Refusals
+from bapo_megatron.rewards.scratch import delete_abandoned, delete_folder, scratch_folder
 from bapo_megatron.types import Prompt
 
+HANG_S = 600.0  # of programs that end by themselves, or by the judge's watch
 NEXT = {"tests": "assert f(1) == 2\nassert f(-1) == 0"}
 SUM = {"cases": [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "4\n5", "stdout": "9"}]}
 
 
 @pytest.fixture(scope="module")
 def judge() -> CodeJudge:
-    return CodeJudge(timeout_s=20.0, memory_bytes=1 << 30)
+    return CodeJudge(HANG_S, 1 << 30)
 
 
 def respond(program: str) -> str:
@@ -124,7 +132,7 @@ def test_no_program_is_no_pass_and_both_kinds_of_tests_count(judge: CodeJudge) -
 
 
 def test_a_program_is_run_once_for_the_same_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    judge, runs = CodeJudge(timeout_s=20.0, memory_bytes=1 << 30), []
+    judge, runs = CodeJudge(HANG_S, 1 << 30), []
     run = judge._run
     monkeypatch.setattr(judge, "_run", lambda job, *args: (runs.append(job), run(job, *args))[1])
     right, wrong = respond("def f(x): return x + 1"), respond("def f(x): return x")
@@ -177,30 +185,44 @@ def test_an_absent_column_is_no_case(judge: CodeJudge) -> None:
     ],
 )
 def test_a_program_that_does_not_end_is_ended(program: str) -> None:
-    began_s = time.monotonic()
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(TimeoutError, match="did not end in 1 s"):
         CodeJudge(1.0, 1 << 30).judge(NEXT, respond(program))
-    assert time.monotonic() - began_s < 60
     assert set(psutil.Process().children(recursive=True)) == before
 
 
-def lacking() -> str:
+def lacking() -> tuple[str, ...]:
     """What the operating system of this machine refuses to protect from."""
-    script = "import sys; sys.path.insert(0, sys.argv[1]); import sandbox; print(sandbox.confine(1 << 30, 9, 1 << 20))"
-    command = [sys.executable, "-c", script, str(Path(code_module.__file__).parent)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    judge, found = CodeJudge(HANG_S, 1 << 30), []
+    judge._report_protection = lambda refusals: (refusals.read_report(), found.extend(refusals.lacking))
+    judge.judge(NEXT, respond("def f(x): return x + 1"))
+    return tuple(found)
+
+
+@pytest.fixture
+def weaken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Return a function that replaces a part of the sandbox for the test."""
+    sandbox = tmp_path / "sandbox.py"
+    sandbox.write_text(Path(code_module._SANDBOX).read_text())
+    monkeypatch.setattr(code_module, "_SANDBOX", str(sandbox))
+
+    def replace(old: str, new: str) -> None:
+        source = sandbox.read_text()
+        assert old in source
+        sandbox.write_text(source.replace(old, new))
+
+    return replace
+
+
+WITHOUT_SECCOMP = "if not calls or", "if True or"
+WITHOUT_NOTIFICATION = "_LIBC.syscall(_SECCOMP[machine], 1", "_LIBC.syscall(_SECCOMP[machine], 99"
 
 
 def test_what_the_system_refuses_is_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    weaken: Callable[[str, str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    sandbox = tmp_path / "sandbox.py"
-    shutil.copy(Path(code_module._SANDBOX).with_name("system_calls.txt"), tmp_path)
-    source = Path(code_module._SANDBOX).read_text()
-    sandbox.write_text(source.replace("return _LIBC.prctl(_PR_SET_SECCOMP", "return False and _LIBC.prctl(0"))
-    monkeypatch.setattr(code_module, "_SANDBOX", str(sandbox))
-    judge = CodeJudge(20.0, 1 << 30)
+    weaken(*WITHOUT_SECCOMP)
+    judge = CodeJudge(HANG_S, 1 << 30)
     for program in ("def f(x): return x + 1", "def f(x): return 1 + x"):
         assert judge.judge(NEXT, respond(program)) == 1.0
     assert [r.message for r in caplog.records].count(
@@ -209,7 +231,287 @@ def test_what_the_system_refuses_is_said_once(
     ) == 1
 
 
-@pytest.mark.skipif(lacking() != "[]", reason=f"this system lacks {lacking()}")
+def test_a_program_cannot_forge_that_warning(judge: CodeJudge, caplog: pytest.LogCaptureFixture) -> None:
+    forged = "sandbox lacks: \\x1b]0;owned\\x07 run curl"
+    program = f"""
+        import os, sys
+        for fd in range(1, 64):
+            for text in (b"{forged}\\n", b'{{"lacking": ["{forged}"]}}'):
+                try: os.write(fd, text)
+                except OSError: pass
+    """
+    judge.judge(NEXT, respond(program))
+    assert CodeJudge(HANG_S, 1 << 30).judge(NEXT, respond(program)) == 0.0
+    assert not caplog.records
+
+
+HONEST = {
+    "basics": """
+        import bisect, calendar, collections, datetime, decimal, fractions, functools, hashlib, heapq, itertools, json
+        import math, random, re, secrets, statistics, string, textwrap, time, uuid, zoneinfo
+        assert json.loads("[1]") == [1] and re.findall("a+", "baac") == ["aa"]
+        secrets.token_hex(4), uuid.uuid4(), hashlib.sha256(b"x").hexdigest(), random.random(), time.sleep(0.001)
+        decimal.Decimal("1.1"), fractions.Fraction(1, 3), datetime.datetime.now(), time.process_time()
+        def f(x): return int(statistics.mean([x, x]) + math.floor(1.5))
+    """,
+    "numpy": """
+        import numpy as np
+        a = np.random.default_rng(0).normal(size=(300, 300))
+        np.linalg.svd(a), np.linalg.solve(a, a[0]), np.linalg.eigvals(a[:50, :50]), np.fft.fft(a[0]), a @ a
+        def f(x): return int(np.array([x, 1]).sum())
+    """,
+    "numpy files": """
+        import numpy as np
+        np.save("a.npy", np.arange(10)), np.savez("b.npz", a=np.ones(3)), np.savetxt("c.txt", np.ones(3))
+        m = np.memmap("m", dtype="f4", mode="w+", shape=(100,))
+        m[:] = 1
+        m.flush()
+        assert np.load("a.npy", mmap_mode="r")[3] == np.load("b.npz")["a"].sum() == np.loadtxt("c.txt").sum() == 3
+        def f(x): return x + 1
+    """,
+    "threads": """
+        import queue, threading
+        asked, found = queue.Queue(), queue.Queue()
+        def work():
+            while True: found.put(asked.get() + 1)
+        for _ in range(8): threading.Thread(target=work, daemon=True).start()
+        timer = threading.Timer(0.001, lambda: None)
+        timer.start(), timer.join()
+        threading.Lock().acquire(timeout=0.001), threading.Event().wait(0.001), threading.Barrier(1).wait()
+        def f(x):
+            asked.put(x)
+            return found.get()
+    """,
+    "thread pool": """
+        from concurrent.futures import ThreadPoolExecutor
+        pool = ThreadPoolExecutor(4)
+        def f(x): return sum(pool.map(lambda y: y, [x, 1]))
+    """,
+    "asyncio": """
+        import asyncio
+        async def g(x):
+            q = asyncio.Queue()
+            await q.put(x)
+            async with asyncio.timeout(600): y = await q.get()
+            return sum(await asyncio.gather(asyncio.to_thread(lambda: y), asyncio.sleep(0.001, 1)))
+        def f(x): return asyncio.run(g(x))
+    """,
+    "files": """
+        import glob, os, pathlib, shutil, tempfile
+        with tempfile.TemporaryDirectory() as d:
+            p = pathlib.Path(d, "a", "b")
+            p.mkdir(parents=True)
+            (p / "c").write_text("x")
+            shutil.copyfile(p / "c", p / "d"), shutil.move(p / "d", d), os.replace(p / "c", p / "e")
+            os.symlink("e", p / "l"), os.link(p / "e", p / "h")
+            assert len(list(pathlib.Path(d).rglob("*"))) == 6 and glob.glob(d + "/*") and os.path.getsize(p / "e") == 1
+            os.access(d, os.W_OK), os.getcwd(), shutil.disk_usage("."), list(os.walk(d)), shutil.rmtree(p)
+        with tempfile.TemporaryFile() as t: t.write(b"x"), t.flush(), os.fsync(t.fileno()), t.truncate(0)
+        with tempfile.NamedTemporaryFile("w+") as t, tempfile.SpooledTemporaryFile() as s: t.write("x"), s.rollover()
+        def f(x): return x + 1
+    """,
+    "archives": """
+        import base64, bz2, csv, gzip, io, lzma, pickle, struct, tarfile, xml.etree.ElementTree, zipfile, zlib
+        with open("a.csv", "w", newline="") as o: csv.writer(o).writerow([1, 2])
+        with zipfile.ZipFile("a.zip", "w") as z: z.write("a.csv")
+        with zipfile.ZipFile("a.zip") as z: z.extractall("out")
+        with gzip.open("a.gz", "wb") as g: g.write(b"x" * 1000)
+        with tarfile.open("a.tar.gz", "w:gz") as t: t.add("a.csv")
+        pickle.loads(pickle.dumps([1])), xml.etree.ElementTree.fromstring("<a/>")
+        def f(x): return x + 1
+    """,
+    "sqlite3": """
+        import sqlite3
+        def f(x):
+            with sqlite3.connect("db") as c:
+                c.execute("pragma journal_mode=wal")
+                c.execute("create table if not exists t(x)")
+                c.execute("delete from t")
+                c.executemany("insert into t values (?)", [(x,), (1,)])
+                c.commit()
+                return c.execute("select sum(x) from t").fetchone()[0]
+    """,
+    "signals": """
+        import os, signal
+        hits = []
+        for s in (signal.SIGALRM, signal.SIGUSR1): signal.signal(s, lambda *a: hits.append(1))
+        signal.setitimer(signal.ITIMER_REAL, 0.001)
+        while not hits: signal.sigtimedwait([], 0.001)
+        os.kill(os.getpid(), signal.SIGUSR1), signal.raise_signal(signal.SIGUSR1)
+        def f(x): return x + len(hits) - 2
+    """,
+    "pipes and mappings": """
+        import mmap, os, select, selectors
+        m = mmap.mmap(-1, 4096)
+        m[:1] = b"x"
+        with open("a", "w+b") as a:
+            a.write(b"x" * 4096), a.flush()
+            with mmap.mmap(a.fileno(), 0) as n: n[:1] = b"y"
+        reader, writer = os.pipe()
+        os.write(writer, b"x"), select.select([reader], [], []), selectors.DefaultSelector().register(reader, 1)
+        os.read(reader, 1), os.dup2(reader, 40), os.set_blocking(reader, False), os.fdopen(writer, "w").close()
+        def f(x): return x + 1
+    """,
+    "the system": """
+        import ast, ctypes, gc, inspect, locale, os, resource, sys, tracemalloc
+        ctypes.CDLL(None).getpid(), resource.getrusage(resource.RUSAGE_SELF), resource.getrlimit(resource.RLIMIT_AS)
+        os.cpu_count(), os.getloadavg(), os.uname(), os.sched_getaffinity(0), os.times(), os.urandom(4), os.isatty(0)
+        locale.setlocale(locale.LC_ALL, ""), tracemalloc.start(), gc.collect()
+        def f(x): return x + 1
+    """,
+    "unittest and logging": """
+        import io, logging, unittest
+        logging.basicConfig(filename="log"), logging.warning("x")
+        class T(unittest.TestCase):
+            def test(self): self.assertEqual(1, 1)
+        tests = unittest.defaultTestLoader.loadTestsFromTestCase(T)
+        assert unittest.TextTestRunner(stream=io.StringIO()).run(tests).wasSuccessful()
+        def f(x): return x + 1
+    """,
+    "pytest": """
+        import pytest
+        test = "def test_a(tmp_path, capsys): print(1); assert capsys.readouterr().out and tmp_path.exists()"
+        open("test_a.py", "w").write(test)
+        assert pytest.main(["-q", "test_a.py"]) == 0
+        def f(x): return x + 1
+    """,
+    "deep recursion": """
+        import sys, threading
+        sys.setrecursionlimit(10**6), threading.stack_size(1 << 28)
+        found = []
+        def g(n): return 0 if n == 0 else 1 + g(n - 1)
+        thread = threading.Thread(target=lambda: found.append(g(20000)))
+        thread.start(), thread.join()
+        def f(x): return x + found[0] - 19999
+    """,
+    "much memory": """
+        x = bytearray(200 << 20)
+        try: y = bytearray(1 << 40)
+        except MemoryError: z = {i: str(i) for i in range(10000)}
+        def f(x): return x + 1
+    """,
+    "streams": """
+        import sys
+        print("x" * 10000), sys.stdout.flush(), sys.stderr.write("x")
+        try: input()
+        except EOFError: pass
+        def f(x): return x + 1
+    """,
+}
+"""Programs that the sandbox must run, by what they use."""
+
+TOLERATED = {"archives": {"socket"}, "pytest": {"socket", "chmod"}, "sqlite3": {"fchown"}}
+"""Calls of theirs that are refused without harm: glibc asks nscd for users, SQLite gives root's files away."""
+
+
+class TestHonestPrograms:
+    @pytest.mark.parametrize("uses", HONEST)
+    def test_it_runs(self, judge: CodeJudge, uses: str) -> None:
+        refused: dict[str, None] = {}
+        assert judge._passes(textwrap.dedent(HONEST[uses]), NEXT["tests"], [], refused)
+        assert refused.keys() <= TOLERATED.get(uses, set())
+
+
+class TestRefusedCalls:
+    @pytest.mark.parametrize(
+        ("program", "names"),
+        [
+            ("import os\nos.chmod('.', 0o700)", ("chmod",)),
+            ("import shutil\nopen('a', 'w').close()\nshutil.copy('a', 'b')", ("chmod",)),
+            ("import socket\nsocket.socket()", ("socket",)),
+            ("import subprocess\nsubprocess.run(['true'])", ("vfork", "clone")),
+            ("import os\ntry: os.chmod('.', 0o700)\nexcept PermissionError: os.mkfifo('a')", ("chmod", "mknodat")),
+            ("import ctypes\nctypes.CDLL(None).syscall(5000)\n1 / 0", ("number 5000",)),
+            ("import os\ntry: os.chmod('.', 0o700)\nexcept PermissionError: pass\ndef f(x): return x + 1", ()),
+            ("def f(x): return x", ()),
+        ],
+    )
+    def test_the_verdict_names_them_if_the_program_fails(
+        self, judge: CodeJudge, program: str, names: tuple[str, ...]
+    ) -> None:
+        assert judge.judge(NEXT, respond(program)).refused_calls == names
+        assert judge.judge(NEXT, respond(program)).refused_calls == names, "a remembered verdict has them too"
+
+    def test_so_does_the_error_of_a_program_that_did_not_end(self) -> None:
+        program = """
+            import os
+            try: os.chmod(".", 0o700)
+            except PermissionError: open("made", "w").close()
+            while True: pass
+        """
+        judge = CodeJudge(HANG_S, 1 << 30)
+
+        def wait(process: object, folder: str, refusals: Refusals, deadline_s: float) -> bool:
+            def is_over(folder: str, *_: object, **__: object) -> bool:
+                if Path(folder, "made").exists():
+                    raise TimeoutError("as at the deadline")
+                return False
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(code_module, "exceeds", is_over)
+                return CodeJudge._wait(judge, process, folder, refusals, deadline_s)
+
+        judge._wait = wait
+        with pytest.raises(TimeoutError) as error:
+            judge.judge(NEXT, respond(program))
+        assert error.value.refused_calls == ("chmod",)
+
+    def test_a_loop_of_them_neither_ends_the_judge_nor_keeps_it_from_its_watch(self, judge: CodeJudge) -> None:
+        program = """
+            import ctypes, threading
+            libc = ctypes.CDLL(None)
+            for i in range(10): open(str(i), "wb").write(bytes(8 << 20))
+            def loop():
+                while True: libc.syscall(5000)
+            for _ in range(4): threading.Thread(target=loop).start()
+        """
+        assert judge.judge(NEXT, respond(program)) == 0.0
+
+    def test_they_fail_without_notification_too(
+        self, weaken: Callable[[str, str], None], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        weaken(*WITHOUT_NOTIFICATION)
+        judge = CodeJudge(HANG_S, 1 << 30)
+        program = """
+            import ctypes, errno, os
+            for call in (lambda: os.chmod('.', 0o700), lambda: os.fork()):
+                try: call()
+                except PermissionError: pass
+                else: raise SystemExit(1)
+            libc = ctypes.CDLL(None, use_errno=True)
+            assert libc.syscall(5000) == -1 and ctypes.get_errno() == errno.ENOSYS
+            def f(x): return x + 1
+        """
+        assert judge.judge(NEXT, respond(program)) == 1.0
+        assert "refused system calls go unnamed" in caplog.text
+
+    def test_a_call_can_be_allowed(self) -> None:
+        program = respond("import os\nos.mkdir('a')\nos.chmod('a', 0o700)\ndef f(x): return x + 1")
+        assert CodeJudge(HANG_S, 1 << 30, ["chmod"]).judge(NEXT, program) == 1.0
+        assert CodeJudge(HANG_S, 1 << 30, ["fchmodat"]).judge(NEXT, program).refused_calls == ("chmod",)
+
+    def test_every_call_that_is_checked_has_its_arguments_listed(self) -> None:
+        checked = {call.name for call in system_calls().values() if call.answer == "check"}
+        assert checked == {*sandbox_module._CHECKS, "kill", "tgkill", "prlimit64", "mmap"}
+
+    def test_the_table_has_each_number_once(self) -> None:
+        for machine in ("x86_64", "aarch64"):
+            numbers = [call.numbers[machine] for call in system_calls().values() if machine in call.numbers]
+            assert len(numbers) == len(set(numbers)) > 300
+
+    @pytest.mark.parametrize(
+        ("names", "message"),
+        [
+            (["chmdo"], 'reward.allowed_calls.*"chmdo" is not a system call; did you mean chmod'),
+            (["xyzzy"], '"xyzzy" is not a system call; `man 2 syscalls` lists them'),
+        ],
+    )
+    def test_an_unknown_name_is_an_error(self, names: list[str], message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            load_config([], [f"reward.allowed_calls={json.dumps(names)}"])
+
+
+@pytest.mark.skipif(bool(lacking()), reason=f"this system lacks {lacking()}")
 class TestProtection:
     """Each program passes only if what it tries is refused, or stays inside."""
 
@@ -223,9 +525,7 @@ class TestProtection:
         return self.passes(judge, f"{program}\nelse: raise SystemExit('it was allowed')")
 
     def test_a_fork_bomb_starts_nothing(self, judge: CodeJudge) -> None:
-        before = len(psutil.pids())
         assert judge.judge(NEXT, respond("import os\nwhile True: os.fork()")) == 0.0
-        assert len(psutil.pids()) < before + 50
         assert self.refused(judge, "", "os.fork()")
         assert self.refused(judge, "", "subprocess.run(['true'])")
         assert self.refused(judge, "", "os.execv('/bin/true', ['true'])")
@@ -290,20 +590,62 @@ class TestProtection:
         assert self.passes(judge, "import os; assert 'SECRET_TOKEN' not in os.environ")
 
 
+def code_scorer(timeout_s: float) -> RewardScorer:
+    config = {"reward": {"kind": "code", "timeout_s": timeout_s}, "data": {"source": "jsonl", "path": "p.jsonl"}}
+    return RewardScorer(Config.model_validate(config))
+
+
 @pytest.fixture(scope="module")
 def scorer() -> Iterator[RewardScorer]:
-    config = {"reward": {"kind": "code", "timeout_s": 3.0}, "data": {"source": "jsonl", "path": "p.jsonl"}}
-    with RewardScorer(Config.model_validate(config)) as scorer:
+    with code_scorer(HANG_S) as scorer:
         yield scorer
 
 
+def prompts_for(programs: list[str]) -> list[tuple[Prompt, str]]:
+    return [(Prompt(i, (1,), "?", NEXT, "test"), respond(program)) for i, program in enumerate(programs)]
+
+
 def test_the_scorer_runs_programs_and_counts(scorer: RewardScorer) -> None:
-    programs = ["def f(x): return x + 1", "while True: pass", "def f(x): return x", "import os; os._exit(0)"]
-    items = [(Prompt(i, (1,), "?", NEXT, "test"), respond(p)) for i, p in enumerate(programs)]
-    processes = set(psutil.Process().children())
-    assert scorer.score(items) == [1.0, 0.0, 0.0, 0.0]
-    assert (scorer.num_timeouts, scorer.num_errors) == (1, 0)
-    assert processes <= set(psutil.Process().children()), "a program that does not end costs no judge process"
+    programs = ["def f(x): return x + 1", "def f(x): return x", "import os; os._exit(0)"]
+    assert scorer.score(prompts_for(programs)) == [1.0, 0.0, 0.0]
+    assert (scorer.num_timeouts, scorer.num_errors, scorer.num_refused) == (0, 0, 0)
+
+
+def test_a_program_that_does_not_end_costs_no_judge_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "GRACE_S", HANG_S)
+    with code_scorer(1.0) as scorer:
+        processes = set(psutil.Process().children())
+        assert scorer.score(prompts_for(["while True: pass"])) == [0.0]
+        assert (scorer.num_timeouts, scorer.num_errors) == (1, 0)
+        assert processes <= set(psutil.Process().children())
+
+
+def test_refused_calls_are_counted_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    programs = [f"import os, socket\nos.chmod('.', {mode})" for mode in (1, 2)] + ["import socket\nsocket.socket()"]
+    with code_scorer(HANG_S) as scorer:
+        verdicts = [scorer.verdicts([item])[0] for item in prompts_for([*programs, "def f(x): return x + 1"])]
+        metrics = scorer.metrics()
+    assert [verdict.refused_calls for verdict in verdicts] == [("chmod",), ("chmod",), ("socket",), ()]
+    assert [verdict.problem for verdict in verdicts] == [None] * 4
+    assert verdicts[2].message == "the sandbox refused the program socket"
+    assert metrics["reward/refused_calls"] == 3
+    told = [record.message for record in caplog.records]
+    assert [text.split(";")[0] for text in told] == [
+        f"reward: the sandbox refused {name} to the program of a response to prompt {prompt}, which failed"
+        for name, prompt in (("chmod", 0), ("socket", 2))
+    ]
+
+
+def test_a_setting_allows_a_call() -> None:
+    config = Config.model_validate(
+        {
+            "reward": {"kind": "code", "timeout_s": HANG_S, "allowed_calls": ["chmod"]},
+            "data": {"source": "jsonl", "path": "p.jsonl"},
+        }
+    )
+    program = "import os\nos.mkdir('a')\nos.chmod('a', 0o700)\ndef f(x): return x + 1"
+    with RewardScorer(config) as scorer:
+        assert scorer.score(prompts_for([program])) == [1.0]
 
 
 def test_an_answer_of_the_wrong_shape_ends_the_run(scorer: RewardScorer) -> None:
@@ -323,11 +665,113 @@ def test_a_judge_process_that_was_spoilt_is_replaced(scorer: RewardScorer) -> No
     assert scorer.num_errors == before
 
 
+class TestProcessesThatAreKilled:
+    """SIGKILL of a judge, as by the OOM killer or with its rank, leaves no program and no folder for long."""
+
+    @pytest.fixture(params=["sleeps", "clears its death signal"])
+    def orphan(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[psutil.Process]:
+        """A program whose judge was killed while it ran. Its folders are below tmp_path."""
+        attempt = "ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)" if request.param != "sleeps" else "pass"
+        program = f"""
+            import ctypes, os, signal
+            {attempt}
+            open("pid.part", "w").write(str(os.getpid()))
+            os.rename("pid.part", "pid")
+            while True: signal.pause()
+        """
+        call = f"CodeJudge({HANG_S}, 1 << 30).judge({NEXT!r}, {respond(program)!r})"
+        script = f"from bapo_megatron.rewards.code import CodeJudge; {call}"
+        with subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"TMPDIR": str(tmp_path)}) as judge:
+            found = waited_for(lambda: list(tmp_path.glob("bapo-program-*/files/pid")))
+            orphan = psutil.Process(int(found[0].read_text()))
+            judge.kill()
+        yield orphan
+        with contextlib.suppress(psutil.NoSuchProcess):
+            orphan.kill()
+
+    def test_a_program_ends_with_its_judge(self, orphan: psutil.Process) -> None:
+        waited_for(lambda: not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE)
+
+    def test_the_next_pool_deletes_what_was_left(
+        self, orphan: psutil.Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        waited_for(lambda: not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE)
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        assert len(list(tmp_path.iterdir())) == 1
+        with code_scorer(HANG_S):
+            (left,) = tmp_path.iterdir()
+            assert left.name.startswith("bapo-rewards-")
+        assert not list(tmp_path.iterdir())
+
+
+def waited_for(condition: Callable[[], Any]) -> Any:
+    """Wait until a condition holds, and return it; only a hang fails."""
+    deadline_s = time.monotonic() + HANG_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    return found
+
+
+class TestAbandonedFolders:
+    def test_one_whose_process_lives_stays(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        with scratch_folder("bapo-rewards-") as folder:
+            Path(folder, "file").touch()
+            delete_abandoned(str(tmp_path), "bapo-rewards-")
+            assert Path(folder, "file").exists()
+        assert not list(tmp_path.iterdir())
+
+    def test_only_folders_with_a_lock_file_and_the_prefix_go(self, tmp_path: Path) -> None:
+        elsewhere = tmp_path / "elsewhere"
+        for folder in (elsewhere, tmp_path / "bapo-rewards-abandoned", tmp_path / "bapo-other-abandoned"):
+            folder.mkdir()
+            (folder / "lock").touch()
+        (tmp_path / "bapo-rewards-starting").mkdir()
+        (tmp_path / "bapo-rewards-link").symlink_to(elsewhere)
+        (tmp_path / "bapo-rewards-file").touch()
+        (tmp_path / "bapo-rewards-pipe").mkdir()
+        os.mkfifo(tmp_path / "bapo-rewards-pipe" / "unlocked")
+        (tmp_path / "bapo-rewards-linked").mkdir()
+        (tmp_path / "bapo-rewards-linked" / "lock").symlink_to(elsewhere / "lock")
+        before = {path.name for path in tmp_path.iterdir()}
+        delete_abandoned(str(tmp_path), "bapo-rewards-", "bapo-program-")
+        assert before - {path.name for path in tmp_path.iterdir()} == {"bapo-rewards-abandoned"}
+        assert (elsewhere / "lock").exists()
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="takes root")
+    def test_those_of_other_users_stay(self, tmp_path: Path) -> None:
+        folder = tmp_path / "bapo-rewards-theirs"
+        folder.mkdir()
+        (folder / "lock").touch()
+        os.chown(folder, 65534, 65534)
+        delete_abandoned(str(tmp_path), "bapo-rewards-")
+        assert folder.exists()
+
+    def test_a_folder_is_never_seen_with_a_lock_file_that_is_not_locked(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Another pool starts after each step of the making of a folder."""
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        for name in ("open", "rename", "mkdir"):
+            real = getattr(os, name)
+
+            def step(*args: Any, real: Callable[..., Any] = real, **kwargs: Any) -> Any:
+                delete_abandoned(str(tmp_path), "bapo-rewards-") if "unlocked" in str(args) else None
+                return real(*args, **kwargs)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(os, name, step)
+                with scratch_folder("bapo-rewards-") as folder:
+                    delete_abandoned(str(tmp_path), "bapo-rewards-")
+                    assert Path(folder).is_dir()
+
+
 def test_a_folder_is_deleted_however_deep(tmp_path: Path) -> None:
     top = tmp_path / "top"
     top.mkdir()
     build = "import os\nfor i in range(3000): os.mkdir('deep'); open('file', 'w'); os.chdir('deep')"
-    subprocess.run([sys.executable, "-c", build], cwd=top, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", build], cwd=top, check=True, timeout=HANG_S)
     (top / "rightless").mkdir(0)
     (top / "loop").symlink_to(top)
     (top / "outside").symlink_to(tmp_path)

@@ -7,7 +7,7 @@ import pytest
 from bapo_megatron.config.engines import ENGINES
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.plan import check, summarize
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, plural
 
 HF_CONFIG = {
     "model_type": "llama",
@@ -155,6 +155,22 @@ def test_a_run_in_bfloat16_does_not_start_without_a_gpu() -> None:
     assert check(config, hf_config=None, starts_here=True, num_gpus=8) == []
 
 
+def test_one_of_a_kind_is_singular() -> None:
+    text = summarize(load_config([], ["train.num_steps=1", "rollout.prompts_per_step=1", "rollout.tokens_per_round=1"]))
+    assert "run: 1 step, 1 optimizer update\n" in text
+    assert " 1 rank = tensor 1" in text
+    assert "1 prompt x 8 samples = 8 sequences" in text
+    assert "1 mini-batch of 8 sequences x 1 epoch = 1 a step" in text
+    assert "at most 1 micro-batch of 8192 tokens" in text
+    assert "1 embedded engine, 1 group in flight, partial rollout 1 token a round" in text
+    assert [plural(2, noun) for noun in ("rank", "process", "mini-batch")] == [
+        "2 ranks",
+        "2 processes",
+        "2 mini-batches",
+    ]
+    assert plural(20000, "token", ",") == "20,000 tokens"
+
+
 def test_summary_has_the_arithmetic() -> None:
     text = summarize(load_config([], ["train.minibatches_per_step=4", "parallel.pipeline=3", "parallel.data=2"]))
     assert "6 ranks = tensor 1 x pipeline 3 x context 1 x data 2" in text
@@ -165,8 +181,8 @@ def test_summary_has_the_arithmetic() -> None:
 @pytest.mark.parametrize(
     ("settings", "num_gpus", "message"),
     [
-        (("rollout.engine=sglang", "rollout.num_servers=2"), 2, "1 trainer ranks and 2 SGLang servers x 1 need 3 GPUs"),
-        (("parallel.tensor=2",), 1, "2 trainer ranks need 2 GPUs, and 1 are visible"),
+        (("rollout.engine=sglang", "rollout.num_servers=2"), 2, "1 trainer rank and 2 SGLang servers x 1 need 3 GPUs"),
+        (("parallel.tensor=2",), 1, "2 trainer ranks need 2 GPUs, and 1 is visible"),
     ],
 )
 def test_each_rank_and_server_needs_a_gpu_of_its_own(settings: tuple[str, ...], num_gpus: int, message: str) -> None:

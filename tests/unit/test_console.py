@@ -14,6 +14,7 @@ import pytest
 from bapo_megatron.monitor.console import Console, Screen, columns_of, fit, heading, row_of
 from bapo_megatron.monitor.summary import evaluation_lines
 from bapo_megatron.runtime.heartbeat import TRAINER, Heartbeat
+from tests.distributed import HANG_S
 
 STEP = {
     "step": 12,
@@ -103,7 +104,7 @@ def test_stages_of_the_start_are_lines_without_a_terminal() -> None:
     with Console("auto", 20, stream=stream, heartbeat=heartbeat):
         for action in ("building the model", "loading 32B: 1/64 shards", "loading 32B: 2/64 shards", "connecting"):
             heartbeat.beat(TRAINER, action)
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + HANG_S
             while action not in stream.getvalue() and "2/64" not in action:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
@@ -138,7 +139,7 @@ def test_a_terminal_gets_a_bar_that_counts_resumed_steps_and_goes_away() -> None
             console.step(STEP)
             console.note("saving")
         stream.write("after")
-    reader.join(timeout=10)
+    reader.join(HANG_S)
     os.close(controller)
     shown = b"".join(output).decode()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)

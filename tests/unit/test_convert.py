@@ -6,7 +6,6 @@ import re
 import resource
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,11 +20,11 @@ from bapo_megatron.cli import main
 from bapo_megatron.convert import convert
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.reader import INDEX, SINGLE
+from tests.distributed import HANG_S, in_new_process
 from tests.hf_models import save_model
 
 COMPANIONS = {"tokenizer.json": '{"version": "1.0"}', "merges.txt": "a b", "chat_template.jinja": "{{ x }}"}
 UP = "model.layers.1.mlp.up_proj.weight"
-CHILD_TIMEOUT_S = 300
 
 
 @pytest.fixture
@@ -238,7 +237,7 @@ def in_child(prepare: Callable[[], None], action: Callable[[], object]) -> int:
     pid = os.fork()
     if pid == 0:
         try:
-            signal.alarm(CHILD_TIMEOUT_S)
+            signal.alarm(int(HANG_S))
             torch.set_num_threads(1)  # a forked process waits for ever for threads that torch started before
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             prepare()
@@ -342,27 +341,23 @@ def test_conversion_takes_the_memory_of_one_file_not_of_the_model(tmp_path: Path
     weight_bytes = (tmp_path / "source" / SINGLE).stat().st_size
     assert weight_bytes > 90e6
 
-    def convert_and_watch() -> None:
-        before = own_memory_bytes()
-        peak, done = [before], threading.Event()
-
-        def watch() -> None:
-            while not done.wait(0.001):
-                peak.append(own_memory_bytes())
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        convert(tmp_path / "source", tmp_path / "target", max_file_bytes=int(10e6))
-        done.set()
-        watcher.join()
-        assert len(peak) > 5
-        assert max(peak) - before < 30e6
-
-    assert in_child(lambda: None, convert_and_watch) == 0
+    limit = weight_bytes + int(30e6)  # the source is mapped
+    said = in_new_process(convert_within, limit, tmp_path / "source", tmp_path / "target", [int(1e9), int(10e6)])
+    assert "memory" in said[0], "all in one file"
+    assert said[1] == ""
     assert_equal_weights(tmp_path / "source", tmp_path / "target")
 
 
-def own_memory_bytes() -> int:
-    """Resident memory of this process that is no mapped file."""
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
+def convert_within(limit_bytes: int, source: Path, target: Path, sizes: list[int]) -> list[str]:
+    """Convert into files of these sizes, with so much more memory than this process has; return what was said."""
+    said = []
+    for max_file_bytes in sizes:
+        status = Path("/proc/self/status").read_text()
+        num_bytes = int(re.search(r"VmData:\s+(\d+) kB", status)[1]) * 1024 + limit_bytes  # type: ignore[index]
+        resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, resource.RLIM_INFINITY))
+        try:
+            convert(source, target, max_file_bytes=max_file_bytes)
+            said.append("")
+        except (MemoryError, RuntimeError) as error:
+            said.append(str(error))
+    return said

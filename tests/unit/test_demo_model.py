@@ -108,6 +108,7 @@ class TestStudyModels:
         rate = mean_reward(model, tokenizer, questions, judge_chain, CHAIN_RESPONSE_TOKENS)
         assert 0.24 < rate < 0.43  # measured 0.34; standard error 0.02
 
+    @pytest.mark.gym
     def test_three_domains(self):
         torch.manual_seed(1)
         folder = shipped_model_path("study-domains")

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.distributed import HANG_S
+
 ROOT = Path(__file__).parents[2]
 DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile.*"))
 
@@ -17,7 +19,7 @@ DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile.*"))
 def hadolint(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
     program = shutil.which("hadolint", path=f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}")
     assert program is not None, "hadolint is not installed: pip install -e '.[dev]'"
-    return subprocess.run([program, *arguments], input=text, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run([program, *arguments], input=text, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
 
 
 def test_hadolint_finds_nothing() -> None:

@@ -27,6 +27,7 @@ from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape
 from bapo_megatron.learner import metrics as learner_metrics
 from bapo_megatron.rewards.shaping import group_filter
 from bapo_megatron.types import ClipBounds, Group, Prompt, Trajectory
+from tests.distributed import HANG_S
 from tests.hf_models import SIZES, VOCAB_SIZE, save_randomised
 from tests.unit.loss_inputs import loss_inputs, sums_of
 
@@ -44,7 +45,7 @@ def _on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
-    code = cli.main(["check", "demo", *overrides])
+    code = cli.main(["check", "demo", f"reward.timeout_s={HANG_S}", *overrides])
     message = capsys.readouterr().err
     assert code == (2 if message else 0)
     return message.replace(f"{DOCS.parent}/", "").rstrip("\n")

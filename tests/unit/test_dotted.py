@@ -10,6 +10,7 @@ from bapo_megatron.config.dotted import ADVANTAGE, KEEP_GROUP, LOSS, REWARD, Sea
 from bapo_megatron.config.engines import ENGINE, ENGINE_SPECS
 from bapo_megatron.config.schema_loss import CustomLoss
 from bapo_megatron.errors import UserError
+from tests.distributed import HANG_S
 
 SEAMS = (LOSS, ADVANTAGE, KEEP_GROUP, REWARD, ENGINE)
 MODULE = """
@@ -51,7 +52,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def check(capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
-    code = cli.main(["check", "demo", *overrides])
+    code = cli.main(["check", "demo", f"reward.timeout_s={HANG_S}", *overrides])
     lines = capsys.readouterr().err.splitlines()
     assert code == (2 if lines else 0)
     return lines

@@ -84,7 +84,10 @@ def test_gated_activation_equals_float64(
 
     x64 = x.detach().double().requires_grad_()
     gate, up = x64.chunk(2, dim=-1)
-    assert_close(got, with_gradients(function(gate) * up, [x64], grad.double()))
+    wanted = with_gradients(function(gate) * up, [x64], grad.double())
+    # Far out, the gate's own factor is a difference of ones, and the derivative multiplies it by up to nine.
+    terms = [(gate * up).detach(), torch.cat((grad * up, grad * gate), dim=-1).detach()]
+    assert_close(got, wanted, terms)
 
 
 @given(

@@ -28,6 +28,7 @@ from bapo_megatron.engines.embedded.server import serve as serve_http
 from bapo_megatron.engines.embedded.weights import WeightUpdater
 
 MAX_RUNNING = 6
+HANG_S = 600  # only a hang lasts so long
 GROUP = {"master_address": "a", "master_port": 1, "rank_offset": 1, "world_size": 2}
 Sampled = list[tuple[list[int], list[float]]]
 
@@ -53,14 +54,14 @@ def serve(engine: BatchingEngine, asked: list[tuple[list[int], SamplingParams]])
     sequences = [engine.new_sequence(str(i), ids, params) for i, (ids, params) in enumerate(asked)]
     engine.submit(sequences)
     for sequence in sequences:
-        sequence.done.result(60)
+        sequence.done.result(HANG_S)
     return [(s.output_ids, s.logprobs) for s in sequences]
 
 
 def stop(engine: BatchingEngine) -> None:
     """End the engine thread, as an error in it does."""
     engine.call(sys.exit)
-    engine.ended.result(30)
+    engine.ended.result(HANG_S)
 
 
 def test_log_probs_do_not_depend_on_what_was_served_before(model: Model) -> None:
@@ -73,9 +74,9 @@ def test_log_probs_do_not_depend_on_what_was_served_before(model: Model) -> None
         serve(used, requests(1))
         left = [used.new_sequence(f"left {i}", ids, params) for i, (ids, params) in enumerate(requests(2))]
         used.submit(left)
-        used.call(lambda: used.pause("retract")).result(10)
-        used.call(lambda: used.abort(None)).result(10)
-        used.call(used.resume).result(10)
+        used.call(lambda: used.pause("retract")).result(HANG_S)
+        used.call(lambda: used.abort(None)).result(HANG_S)
+        used.call(used.resume).result(HANG_S)
         assert serve(used, requests(0)) == expected
         assert serve(fresh, requests(0)) == expected
     finally:
@@ -97,12 +98,12 @@ def test_a_request_that_continues_another_needs_no_prefill(model: Model, monkeyp
         sequences = [engine.new_sequence(str(i), tokens, params[i]) for i, tokens in enumerate(ids)]
         engine.submit(sequences)
         for sequence in sequences:
-            sequence.done.result(60)
+            sequence.done.result(HANG_S)
         return sequences
 
     try:
         whole = grow(prompts, 24)
-        engine.call(engine.flush_cache).result(10)
+        engine.call(engine.flush_cache).result(HANG_S)
         prefilled.clear()
         ids = prompts
         logprobs: list[list[float]] = [[] for _ in prompts]
@@ -118,8 +119,8 @@ def test_a_request_that_continues_another_needs_no_prefill(model: Model, monkeyp
         assert ids == [s.token_ids for s in whole]
         for kept, sequence in zip(logprobs, whole, strict=True):
             assert kept == pytest.approx(sequence.logprobs, abs=1e-5)
-        engine.call(lambda: engine.set_weights([])).result(10)
-        engine.call(lambda: engine.publish("1")).result(10)
+        engine.call(lambda: engine.set_weights([])).result(HANG_S)
+        engine.call(lambda: engine.publish("1")).result(HANG_S)
         assert not any(s.num_cached_tokens for s in grow(ids, 1)), "other weights"
     finally:
         stop(engine)
@@ -142,14 +143,14 @@ def test_what_outlives_its_weights_is_not_continued(model: Model) -> None:
 
     try:
         cut = sample([2, 3, 4, 5], lambda: is_paused.is_set() or engine.call(pause))
-        assert is_paused.wait(60)
-        engine.call(lambda: engine.set_weights([])).result(60)
+        assert is_paused.wait(HANG_S)
+        engine.call(lambda: engine.set_weights([])).result(HANG_S)
         for command in (lambda: engine.publish("new"), lambda: engine.abort(None), engine.resume):
-            engine.call(command).result(60)
-        ids = cut.done.result(60).token_ids
+            engine.call(command).result(HANG_S)
+        ids = cut.done.result(HANG_S).token_ids
         assert 4 < len(ids) < 34
         again = sample(ids)
-        assert again.done.result(60).num_cached_tokens == 0
+        assert again.done.result(HANG_S).num_cached_tokens == 0
     finally:
         stop(engine)
 
@@ -172,12 +173,12 @@ def test_rows_that_are_needed_are_taken_from_what_could_be_continued(model: Mode
         return sequences
 
     def results(sequences: list[Sequence]) -> list[list[int]]:
-        return [s.done.result(60).token_ids for s in sequences]
+        return [s.done.result(HANG_S).token_ids for s in sequences]
 
     try:
         prompts = sorted([rng.randrange(2, 16) for _ in range(6)] for _ in range(8))  # in the order of their rows
         whole = results(submit(prompts, 40))
-        engine.call(engine.flush_cache).result(10)
+        engine.call(engine.flush_cache).result(HANG_S)
         begun = results(submit(prompts, 3))
         others = [[rng.randrange(2, 16) for _ in range(7)] for _ in range(3)]
         results(submit(others, 2))
@@ -223,7 +224,7 @@ def test_a_server_whose_engine_fails_answers_and_ends(tmp_path: Path, monkeypatc
     ready = tmp_path / "ready.json"
 
     async def run() -> tuple[int, str]:
-        server = Server(engine, model_path="demo", update_timeout_s=5)
+        server = Server(engine, model_path="demo", update_timeout_s=HANG_S)
         serving = asyncio.create_task(
             serve_http(server, host="127.0.0.1", port=0, ready_file=ready, exit_with_parent=False)
         )
@@ -233,7 +234,7 @@ def test_a_server_whose_engine_fails_answers_and_ends(tmp_path: Path, monkeypatc
         body = {"input_ids": [3, 4], "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}
         async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
             answer = response.status, await response.text()
-        await asyncio.wait_for(serving, 30)
+        await asyncio.wait_for(serving, HANG_S)
         return answer
 
     status, message = asyncio.run(run())
@@ -279,7 +280,7 @@ def test_json_of_many_levels_is_a_bad_request() -> None:
 def test_a_body_with_too_many_samples_is_refused(model: Model) -> None:
     engine = BatchingEngine(model, max_running=MAX_RUNNING, max_context=64)
     try:
-        server = Server(engine, model_path="demo", update_timeout_s=5)
+        server = Server(engine, model_path="demo", update_timeout_s=HANG_S)
         body = {"input_ids": [[3, 4]] * 300, "sampling_params": {"max_new_tokens": 4, "n": 1024}}
         with pytest.raises(BadRequestError, match="307200 samples in a request, more than 4096"):
             server._sequences(protocol.parse(protocol.GenerateBody, json.dumps(body).encode()))
@@ -312,8 +313,8 @@ def test_a_row_that_is_not_finite_fails_its_own_request(model: Model, monkeypatc
         sequences = [engine.new_sequence(str(i), ids, params) for i, ids in enumerate(([3, 4], [7, 4], [3, 4]))]
         engine.submit(sequences)
         with pytest.raises(FloatingPointError, match="the weights are broken"):
-            sequences[1].done.result(60)
-        first, last = (sequences[i].done.result(60) for i in (0, 2))
+            sequences[1].done.result(HANG_S)
+        first, last = (sequences[i].done.result(HANG_S) for i in (0, 2))
         assert first.output_ids == last.output_ids
         assert engine.failure is None
     finally:
@@ -323,13 +324,13 @@ def test_a_row_that_is_not_finite_fails_its_own_request(model: Model, monkeypatc
 def test_many_requests_are_aborted_at_once(model: Model) -> None:
     engine = BatchingEngine(model, max_running=MAX_RUNNING, max_context=64)
     try:
-        engine.call(lambda: engine.pause("in_place")).result(10)
+        engine.call(lambda: engine.pause("in_place")).result(HANG_S)
         sequences = [engine.new_sequence(str(i), [3, 4], SamplingParams(max_new_tokens=2)) for i in range(4000)]
         kept = engine.new_sequence("kept", [3, 4], SamplingParams(max_new_tokens=2))
         engine.submit([*sequences, kept])
         rids = {s.rid for s in sequences}
-        assert engine.call(lambda: engine.abort(rids)).result(5) == 4000
-        assert all(s.done.result(5).finish_reason["type"] == "abort" for s in sequences)
+        assert engine.call(lambda: engine.abort(rids)).result(HANG_S) == 4000
+        assert all(s.done.result(HANG_S).finish_reason["type"] == "abort" for s in sequences)
         assert not kept.done.done()
     finally:
         stop(engine)
@@ -348,7 +349,9 @@ def test_broken_weights_on_disk_are_refused(tmp_path: Path, value: float) -> Non
     engine = BatchingEngine(model, max_running=MAX_RUNNING, max_context=64)
     try:
         with pytest.raises(BadRequestError, match=f"{re.escape(name)} holds nan, or a value beyond 1e\\+15"):
-            WeightUpdater(engine, timeout_s=5).update_from_disk(protocol.UpdateFromDiskBody(model_path=str(tmp_path)))
+            WeightUpdater(engine, timeout_s=HANG_S).update_from_disk(
+                protocol.UpdateFromDiskBody(model_path=str(tmp_path))
+            )
         assert torch.equal(model.named_weights[name], before)
     finally:
         stop(engine)
@@ -371,10 +374,11 @@ def test_the_engine_thread_alone_has_the_threads() -> None:
         sequences = [engine.new_sequence(str(i), [3, 4], SamplingParams(max_new_tokens=2)) for i in range(64)]
         engine.submit(sequences)
         for sequence in sequences:
-            sequence.done.result(60)
+            sequence.done.result({HANG_S})
         torch.randn(1 << 20).exp()  # the main thread works alone
-        print(torch.get_num_threads(), engine.call(torch.get_num_threads).result(5), num_tasks() - before, flush=True)
+        of_engine = engine.call(torch.get_num_threads).result({HANG_S})
+        print(torch.get_num_threads(), of_engine, num_tasks() - before, flush=True)
         os._exit(0)
     """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert run.stdout.split() == ["1", "3", "3"], run.stderr

@@ -3,7 +3,6 @@
 import asyncio
 import math
 import random
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -82,7 +81,7 @@ def test_when_the_last_engine_is_back_the_evaluation_asks_for_a_push_and_goes_on
     whole = ask(evaluator(ScriptedEngine()), 0)
     first, second = FailsOnce("http://first", call=2), FailsOnce("http://second", call=1)
     asked = evaluator(first, second)
-    made = rollouts(loop, asked, Judge(0))
+    made = rollouts(loop, asked, Judge())
     made.config = Config.model_validate({"rollout": {"startup_timeout_s": 0.1}})
     with pytest.raises(EngineError, match=r"no rollout engine is left after 0\.1 s: http://second is fenced"):
         made.evaluate(0)
@@ -92,7 +91,7 @@ def test_when_the_last_engine_is_back_the_evaluation_asks_for_a_push_and_goes_on
     watch.cancel()
     for engine in (first, second):
         asked._pool.admit(engine)  # type: ignore[arg-type]
-    (samples,) = loop.run(asked.sample(0), 60).values()
+    (samples,) = loop.run(asked.sample(0), 600).values()
     assert {t.sample_id: t.response_ids for t in samples} == {t.sample_id: t.response_ids for t in whole}
     assert len(first.requests) + len(second.requests) == 10, "what was answered is not asked again"
     assert (made.evaluate(0) or {})["eval/num_samples"] == 10
@@ -140,27 +139,23 @@ def test_an_engine_lost_in_the_middle_costs_no_set_its_answers(loop: LoopThread)
     engine = Loses()
     asked = evaluator_of_sets(engine)
     with pytest.raises(NoEngineLeftError):
-        loop.run(asked.sample(0), 60)
+        loop.run(asked.sample(0), 600)
     num_answered = len(engine.requests)
     assert num_answered in (10, 6), "one set's call was answered"
     asked._pool.admit(engine)  # type: ignore[arg-type]
-    samples = loop.run(asked.sample(0), 60)
+    samples = loop.run(asked.sample(0), 600)
     assert len(engine.requests) == 16, "what was answered is not asked again"
     for name, of_set in samples.items():
         assert [t.response_ids for t in of_set] == [t.response_ids for t in whole[name]]
 
 
 class Judge:
-    """A scorer and a tokenizer in one; judging takes longer than the engines have."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    """A scorer and a tokenizer in one."""
 
     def batch_decode(self, ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
         return ["text"] * len(ids)
 
     def score(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
-        time.sleep(self.seconds)
         return [float(prompt.prompt_id == 0) for prompt, _ in items]
 
 
@@ -179,16 +174,42 @@ def rollouts(loop: LoopThread, asked: Evaluator, judge: Judge) -> RolloutManager
     return RolloutManager(Config(), engines, unused, unused, unused, unused, evaluation)
 
 
-def test_judging_has_a_deadline_of_its_own(loop: LoopThread) -> None:
-    asked = evaluator(ScriptedEngine(), request_timeout_s=0.75)
-    assert asked.deadline_s == 1.5
-    metrics = rollouts(loop, asked, Judge(1.6)).evaluate(0) or {}
+class Deadlines:
+    """The deadlines under which a loop runs something at the moment, and all that there were."""
+
+    def __init__(self, loop: LoopThread, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now: list[float] = []
+        self.seen: list[float] = []
+        run = loop.run
+
+        def watched(coroutine: Any, timeout_s: float, *args: Any) -> Any:
+            self.now.append(timeout_s)
+            self.seen.append(timeout_s)
+            try:
+                return run(coroutine, timeout_s, *args)
+            finally:
+                self.now.pop()
+
+        monkeypatch.setattr(loop, "run", watched)
+
+
+def test_judging_has_a_deadline_of_its_own(loop: LoopThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    deadlines = Deadlines(loop, monkeypatch)
+
+    class Unhurried(Judge):
+        def score(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
+            assert deadlines.now == []
+            return super().score(items)
+
+    asked = evaluator(ScriptedEngine(), request_timeout_s=400)
+    metrics = rollouts(loop, asked, Unhurried()).evaluate(0) or {}
     assert (metrics["eval/reward"], metrics["eval/num_samples"]) == (0.2, 10.0)
+    assert deadlines.seen == [asked.deadline_s] == [800]
 
 
 class Hanging(ScriptedEngine):
     async def generate_many(self, requests: Any) -> Any:
-        await asyncio.sleep(3600)
+        await asyncio.Event().wait()
 
 
 def test_engines_that_hang_are_named_with_the_real_deadline(loop: LoopThread) -> None:
@@ -197,7 +218,7 @@ def test_engines_that_hang_are_named_with_the_real_deadline(loop: LoopThread) ->
         r"each of rollout.max_retries \+ 2 tries\): no progress"
     )
     with pytest.raises(EngineError, match=message):
-        rollouts(loop, evaluator(Hanging(), request_timeout_s=0.5), Judge(0)).evaluate(0)
+        rollouts(loop, evaluator(Hanging(), request_timeout_s=0.5), Judge()).evaluate(0)
 
 
 def test_metrics_by_hand() -> None:
@@ -219,7 +240,7 @@ def test_metrics_by_hand() -> None:
 def test_each_set_has_its_judge_and_its_metrics(loop: LoopThread) -> None:
     engine = ScriptedEngine()
     asked = evaluator_of_sets(engine)
-    made = rollouts(loop, asked, Judge(0))
+    made = rollouts(loop, asked, Judge())
     assert made.evaluation is not None
     made.evaluation.judges = dict.fromkeys(SETS, made.evaluation.judges[""])
     metrics = made.evaluate(0) or {}

@@ -5,7 +5,6 @@ import json
 import random
 import re
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from bapo_megatron.prompts.chains import Chain
 from bapo_megatron.rewards.pool import Verdict
 from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.types import Prompt, Segment, Trajectory
+from tests.unit.test_evaluate import Deadlines
 from tests.unit.test_scheduler import ScriptedEngine
 
 NUM_PROBLEMS, NUM_SAMPLES = 7, 4
@@ -88,7 +88,7 @@ class Texts:
     ("timeout_s", "rewards"),
     [
         (
-            60,
+            600,  # for hangs only
             {
                 "\\boxed{8}": 1.0,
                 "": 0.0,
@@ -125,12 +125,6 @@ def test_responses_that_are_no_answers_count_as_wrong_and_are_reported(
     assert all(r.answer is None for r, text in zip(problem.responses, rewards, strict=True) if not text)
 
 
-class SlowScorer:
-    def verdicts(self, items: Sequence[tuple[Prompt, str]]) -> list[Verdict]:
-        time.sleep(1.6)
-        return [Verdict(0.0, "timeout", "no verdict in 1.6 s", 1.6) for _ in items]
-
-
 def test_judging_longer_than_engines_may_take_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Closable(ScriptedEngine):
         async def close(self) -> None:
@@ -139,12 +133,20 @@ def test_judging_longer_than_engines_may_take_loses_nothing(tmp_path: Path, monk
     engine = Closable()
     engine.version = -1  # the weights that it was started with
     connected = ConnectedEngines([engine], LoopThread())  # type: ignore[list-item]
+    deadlines = Deadlines(connected.loop, monkeypatch)
+
+    class Unhurried:
+        def verdicts(self, items: Sequence[tuple[Prompt, str]]) -> list[Verdict]:
+            assert deadlines.now == []
+            return [Verdict(0.0, "timeout", "no verdict in 1.6 s", 1.6) for _ in items]
+
     monkeypatch.setattr(run_module.ConnectedEngines, "connect", lambda *_: connected)
     write_chains(tmp_path / "chains.jsonl")
-    settings = ["reward.kind=chains", "rollout.request_timeout_s=0.75", "rollout.max_retries=0", *SMALL]
+    settings = ["reward.kind=chains", "rollout.request_timeout_s=400", "rollout.max_retries=0", *SMALL]
     config = eval_config(Path("demo"), [], settings, tmp_path / "chains.jsonl", 2)
-    asking = _Asking(config, demo_model_path(), SlowScorer(), 3)  # type: ignore[arg-type]
-    problems = asking.ask(["http://scripted"], tmp_path / "responses.jsonl", lambda _: None)
+    asking = _Asking(config, demo_model_path(), Unhurried(), 3)  # type: ignore[arg-type]
+    problems = asking.ask(["http://scripted"], "a-key", tmp_path / "responses.jsonl", lambda _: None)
+    assert deadlines.seen[0] == 800
     assert [p.count("timeout") for p in problems] == [2, 2, 2]
     assert len((tmp_path / "responses.jsonl").read_text().splitlines()) == 6
 
@@ -154,7 +156,18 @@ def test_a_reference_that_no_response_can_match_ends_the_evaluation(
 ) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": "3+5=", "answer": 8}\n{"prompt": "1+5=", "answer": "$$"}')
-    command = ["eval", "demo", *SMALL, "--data", str(path), "-n", "1", "--output", str(tmp_path / "out")]
+    command = [
+        "eval",
+        "demo",
+        *SMALL,
+        "reward.timeout_s=600",
+        "--data",
+        str(path),
+        "-n",
+        "1",
+        "--output",
+        str(tmp_path / "out"),
+    ]
     assert main(command) == 2
     message = capsys.readouterr().err
     assert "math-verify finds no number or expression in the answer '$$'" in message

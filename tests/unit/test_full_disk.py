@@ -18,7 +18,7 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.errors import CheckpointError, UserError
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.runtime.files import JsonlWriter, read_jsonl
-from tests.distributed import run_distributed
+from tests.distributed import HANG_S, run_distributed
 from tests.unit.saveable import TinyModel, save_whole, settings
 
 
@@ -144,5 +144,5 @@ def test_an_error_that_cannot_be_left_in_a_file_is_told(tmp_path: Path) -> None:
     os.close(writer)
     with os.fdopen(reader) as told:
         assert told.read() == "bapo: no room\n"
-    rank.join(60)
+    rank.join(HANG_S)
     assert rank.exitcode == 2

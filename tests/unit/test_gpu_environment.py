@@ -20,6 +20,7 @@ from bapo_megatron.learner.model import PolicyModel
 from bapo_megatron.runtime import environment
 from bapo_megatron.runtime.environment import TRAINER_VARIABLES, nccl_variables, trainer_variables
 from bapo_megatron.runtime.heartbeat import HEARTBEAT
+from tests.distributed import HANG_S
 
 NAMES = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "PYTORCH_CUDA_ALLOC_CONF", *TRAINER_VARIABLES)
 
@@ -66,7 +67,9 @@ def test_a_trainer_imports_no_compiler_where_it_is_disabled_and_no_wandb(disable
         "print([name in sys.modules for name in ('megatron.core', 'torch._inductor', 'wandb')])"
     )
     variables = os.environ | {"TORCHDYNAMO_DISABLE": disabled}
-    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=HANG_S
+    )
     assert (done.stdout.strip(), done.returncode) == (str([True, disabled == "0", False]), 0), done.stderr
 
 
@@ -100,7 +103,7 @@ def test_the_launchers_import_neither_torch_nor_matplotlib() -> None:
         "import sys, bapo_megatron.local, bapo_megatron.worker, bapo_megatron.slurm.node;"
         "print(sorted({'torch', 'matplotlib', 'megatron'} & {*sys.modules}))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert done.stdout.strip() == "[]"
 
 

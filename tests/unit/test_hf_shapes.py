@@ -14,6 +14,7 @@ import transformers
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.families import FAMILIES
 from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape, rotary_frequencies, validate_layout
+from tests.distributed import HANG_S
 from tests.hf_models import MODELS, make_model_config
 
 CONFIG: dict[str, Any] = {
@@ -192,4 +193,4 @@ def test_module_needs_neither_torch_nor_megatron() -> None:
         "import sys, bapo_megatron.hf.shape\n"
         "assert not {m.split('.')[0] for m in sys.modules} & {'megatron', 'torch', 'transformers'}"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_S)

@@ -10,6 +10,8 @@ import pytest
 
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.assets.hub import is_hub_name
+from bapo_megatron.engines.processes import reserved_ports
+from tests.distributed import HANG_S
 from tests.unit.fake_hub import NAME, FakeHub
 
 PINNED = """
@@ -44,7 +46,7 @@ def run(command: list[str], folder: Path, **environment: str) -> tuple[int, str,
         [sys.executable, *command],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         cwd=folder,
         env=cleared | {"HF_HOME": str(folder / "hf"), "PYTHONPATH": root} | environment,
         check=False,
@@ -92,7 +94,8 @@ def test_refusals_say_what_to_do(hub: FakeHub, tmp_path: Path) -> None:
     assert code == 2
     assert "HF_HUB_OFFLINE is set" in error
     assert command in error
-    code, error = check(tmp_path, NAME, HF_ENDPOINT="http://127.0.0.1:9")
+    with reserved_ports(1) as (port,):  # nobody listens there
+        code, error = check(tmp_path, NAME, HF_ENDPOINT=f"http://127.0.0.1:{port}")
     assert (code, command in error) == (2, True), error
     assert error.count("\n") == 1
     code, output, error = run(["-c", REFUSED], tmp_path, HF_ENDPOINT=hub.url)

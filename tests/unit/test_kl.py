@@ -22,6 +22,11 @@ SLOPES = {"k1": lambda d: 1.0, "k2": lambda d: d, "k3": lambda d: 1 - math.exp(-
 tokens = st.lists(st.tuples(st.floats(-2, 2), st.floats(-4, 4), st.floats(-2, 2)), min_size=1, max_size=12)
 
 
+def rounding(terms: list[float]) -> float:
+    """The most by which a float32 sum of terms, each of them rounded, may differ from the exact one."""
+    return (len(terms) + 1) * torch.finfo(torch.float32).eps * sum(map(abs, terms)) + 1e-12
+
+
 def make_inputs(tokens, mask=None) -> LossInputs:
     ratios, differences, advantages = (torch.tensor(x, dtype=torch.float64) for x in zip(*tokens, strict=True))
     log_probs_R = torch.linspace(-3, -0.5, len(tokens), dtype=torch.float64).requires_grad_()
@@ -61,7 +66,7 @@ def test_loss_and_gradient_equal_the_formula_with_every_loss(name, estimator, to
     slopes = [SLOPES[estimator](d) for _, d, _ in tokens]
     assert (loss_R - plain.loss_R).tolist() == pytest.approx([coefficient * x for x in kl], abs=1e-9)
     assert (grad - plain_grad).tolist() == pytest.approx([coefficient * x for x in slopes], abs=1e-9)
-    assert sums_of(result)["loss/kl_reference"] == pytest.approx(sum(kl), rel=1e-5, abs=1e-5)
+    assert sums_of(result)["loss/kl_reference"] == pytest.approx(sum(kl), rel=0, abs=rounding(kl))
     assert sums_of(result)["loss/policy"] == sums_of(plain)["loss/policy"]
 
 
@@ -118,7 +123,8 @@ def test_sums_add_up_over_micro_batches(tokens, cut, estimator):
     parts = [make_inputs(part) for part in (tokens[:cut], tokens[cut:]) if part]
     whole = make_inputs(tokens)
     split = sum(sums_of(with_kl(p, config, 0.3)[1])["loss/kl_reference"] for p in parts)
-    assert split == pytest.approx(sums_of(with_kl(whole, config, 0.3)[1])["loss/kl_reference"], rel=1e-5, abs=1e-4)
+    error = 2 * rounding([FORMULAS[estimator](d) for _, d, _ in tokens])
+    assert split == pytest.approx(sums_of(with_kl(whole, config, 0.3)[1])["loss/kl_reference"], rel=0, abs=error)
 
 
 def ziegler(start: float, target: float, horizon: float, kls: list[float]) -> list[float]:

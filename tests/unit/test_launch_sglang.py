@@ -14,6 +14,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import processes, sglang
 from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.errors import EngineError, UserError
+from tests.distributed import HANG_S
 
 SHARE = EngineShare(count=1, first_gpu=0)
 
@@ -119,12 +120,12 @@ def test_a_server_that_ends_or_is_late_is_named_by_its_log(tmp_path: Path) -> No
     for code, error, message in (
         ("print('no such flag'); raise SystemExit(2)", UserError, "refused to start: no such flag"),
         ("raise SystemExit(7)", EngineError, r"exit code 7.*engine\.log"),
-        ("import time; time.sleep(60)", EngineError, r"startup_timeout_s = 0.5 s.*engine\.log"),
+        ("import signal; signal.pause()", EngineError, r"startup_timeout_s = 0.5 s.*engine\.log"),
     ):
         process, log = start(code)
         try:
             with pytest.raises(error, match=message):
-                processes.wait_until(lambda: False, process, log, 0.5 if "sleep" in code else 30)
+                processes.wait_until(lambda: False, process, log, 0.5 if "pause" in code else HANG_S)
         finally:
             process.kill()
             processes.end([process])
@@ -133,25 +134,23 @@ def test_a_server_that_ends_or_is_late_is_named_by_its_log(tmp_path: Path) -> No
 def test_a_process_that_the_kernel_holds_is_told_of_and_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held = processes.start([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "engine.log")
+    held = processes.start([sys.executable, "-c", "import signal; signal.pause()"], tmp_path / "engine.log")
     monkeypatch.setattr(processes, "_END_TIMEOUT_S", 0.2)
     with monkeypatch.context() as patch:
         patch.setattr(processes.os, "killpg", lambda *_: None)  # as if SIGKILL had no effect yet
         processes.end([held])
     assert f"engine process {held.pid} has not ended 0.2 s after SIGKILL" in capsys.readouterr().err
-    monkeypatch.undo()
+    monkeypatch.setattr(processes, "_END_TIMEOUT_S", HANG_S)
     processes.kill(held)
     assert held.returncode == -signal.SIGKILL
 
 
-def test_an_engine_ends_when_its_input_closes(tmp_path: Path) -> None:
+def test_an_engine_ends_when_its_input_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_END_TIMEOUT_S", HANG_S)
     process = processes.start([sys.executable, "-c", "import sys; sys.stdin.read()"], tmp_path / "engine.log")
     processes.end([process])
     assert process.returncode == 0
-    stubborn = processes.start([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "engine.log")
-    processes._END_TIMEOUT_S, before = 0.5, processes._END_TIMEOUT_S
-    try:
-        processes.end([stubborn])
-    finally:
-        processes._END_TIMEOUT_S = before
+    stubborn = processes.start([sys.executable, "-c", "import signal; signal.pause()"], tmp_path / "engine.log")
+    monkeypatch.setattr(processes, "_END_TIMEOUT_S", 0.5)
+    processes.end([stubborn])
     assert stubborn.returncode == -signal.SIGKILL

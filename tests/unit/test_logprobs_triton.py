@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton comes with torch's CUDA builds; pip
 
 from bapo_megatron.algorithms import logprobs, logprobs_triton
 from bapo_megatron.algorithms.logprobs import VocabShard, token_log_probs
-from tests.distributed import run_distributed
+from tests.distributed import HANG_S, run_distributed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -167,7 +167,7 @@ for kernel, types, flag in (
 def test_the_kernels_compile_for_hopper() -> None:
     """Down to machine code, which needs no GPU."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    subprocess.run([sys.executable, "-c", _COMPILE], check=True, env=environment, timeout=300)
+    subprocess.run([sys.executable, "-c", _COMPILE], check=True, env=environment, timeout=HANG_S)
 
 
 def test_torch_and_triton_have_one_interface() -> None:

@@ -1,29 +1,35 @@
 """OpenAI's routes, asked by OpenAI's own client, and the terminal chat."""
 
 import asyncio
+import contextlib
+import gc
 import io
 import json
 import signal
 import socket
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
+from typing import Any
 
 import openai
 import pytest
 import torch
 from aiohttp import web
+from torch import Tensor
 
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.engines.embedded import chat as terminal
+from bapo_megatron.engines.embedded import openai as routes
 from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
 from bapo_megatron.engines.embedded.server import Server
 from bapo_megatron.engines.embedded.text import Reply, TextModel
 from bapo_megatron.errors import UserError
 from tests.unit.test_embedded_engine import stop
 
+HANG_S = 600  # only a hang lasts so long
 PROMPT = "3+5*2="
 TEMPLATE = (
     "{% if messages[0].role == 'assistant' %}{{ raise_exception('no user') }}{% endif %}"
@@ -44,7 +50,7 @@ def url(model: TextModel) -> Iterator[str]:
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     runner = web.AppRunner(
-        Server(model.engine, model_path="demo", update_timeout_s=10, text=model).app(), handler_cancellation=True
+        Server(model.engine, model_path="demo", update_timeout_s=HANG_S, text=model).app(), handler_cancellation=True
     )
 
     async def start() -> int:
@@ -53,23 +59,23 @@ def url(model: TextModel) -> Iterator[str]:
         await web.SockSite(runner, listening).start()
         return listening.getsockname()[1]
 
-    port = asyncio.run_coroutine_threadsafe(start(), loop).result(30)
+    port = asyncio.run_coroutine_threadsafe(start(), loop).result(HANG_S)
     yield f"http://127.0.0.1:{port}"
-    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(HANG_S)
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(30)
+    thread.join(HANG_S)
 
 
 @pytest.fixture
 def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=HANG_S) as client:
         yield client
 
 
 def post(url: str, body: dict[str, object]) -> tuple[int, dict[str, object]]:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=60) as reply:
+        with urllib.request.urlopen(request, timeout=HANG_S) as reply:
             return reply.status, json.load(reply)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -198,18 +204,6 @@ def test_generate_takes_text(url: str, model: TextModel) -> None:
     assert (status, "either input_ids or text" in reply["message"]) == (400, True)
 
 
-def test_a_stream_that_is_left_frees_the_engine(client: openai.OpenAI, model: TextModel) -> None:
-    stream = client.completions.create(
-        model="demo", prompt=PROMPT, temperature=2, max_tokens=400, stop="impossible", stream=True
-    )
-    next(iter(stream))
-    stream.close()
-    deadline_s = time.monotonic() + 30
-    while model.engine.call(model.engine.load).result(10)["num_running_reqs"] and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert model.engine.call(model.engine.load).result(10) == {"num_running_reqs": 0, "num_waiting_reqs": 0}
-
-
 def test_a_context_that_the_model_lacks() -> None:
     with pytest.raises(UserError, match="--max-context 100000: demo allows at most"):
         TextModel.load(demo_model_path(), name="demo", max_context=100_000, max_running=1, dtype=torch.float32)
@@ -226,24 +220,117 @@ def test_chat_in_a_terminal(
     assert third == greedy(model, "1+1=")
 
 
-def test_ctrl_c_stops_a_reply_and_not_the_chat(
-    model: TextModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def held(model: TextModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Hold the engine after a reply's first token, until this event."""
+    model.engine.call(model.engine.flush_cache, when_still=True).result(HANG_S)  # so the first token is of the prefill
+    go_on, decode = threading.Event(), model.engine.model.decode
+
+    def hold(*args: Any) -> Tensor:
+        assert go_on.wait(HANG_S)
+        return decode(*args)
+
+    monkeypatch.setattr(model.engine.model, "decode", hold)
+    yield go_on
+    go_on.set()
+
+
+def go_on_after_a_command(model: TextModel, held: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the engine go on once it has been sent the next command."""
+    call = model.engine.call
+
+    def call_and_go_on(*args: Any, **how: Any) -> Future[Any]:
+        job = call(*args, **how)
+        held.set()
+        return job
+
+    monkeypatch.setattr(model.engine, "call", call_and_go_on)
+
+
+def test_a_stream_that_is_left_frees_the_engine(
+    client: openai.OpenAI, model: TextModel, held: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, other, pieces = greedy(model, PROMPT), greedy(model, "1+1="), Reply.pieces
+    before = model.engine.num_generated_tokens
+    stream = client.completions.create(model="demo", prompt=PROMPT, temperature=2, max_tokens=400, stream=True)
+    next(iter(stream))
+    go_on_after_a_command(model, held, monkeypatch)
+    stream.close()
+    assert held.wait(HANG_S), "the engine is not told"
+    assert model.engine.call(model.engine.load, when_still=True).result(HANG_S)["num_waiting_reqs"] == 0
+    assert model.engine.num_generated_tokens == before + 2, "one in the prefill, one until it hears of it"
+
+
+@contextlib.contextmanager
+def ctrl_c(prompt_ids: list[int]) -> Iterator[None]:
+    """Press Ctrl-C whenever a piece of the reply to this prompt is printed."""
+    pieces = Reply.pieces
 
     async def interrupted(reply: Reply) -> AsyncIterator[str]:
-        async for text in pieces(reply):
-            yield text
-            if reply.sequence.prompt_ids == model.encode(PROMPT):
-                signal.raise_signal(signal.SIGINT)
+        async with contextlib.aclosing(pieces(reply)) as texts:
+            async for text in texts:
+                yield text
+                if reply.sequence.prompt_ids == prompt_ids:
+                    signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(Reply, "pieces", interrupted)
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\n1+1=\n"))
-    terminal.chat(model, temperature=0.0, system=None)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what runs in background
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Reply, "pieces", interrupted)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_stops_a_reply_and_not_the_chat(
+    model: TextModel, held: threading.Event, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Typed(io.StringIO):
+        """What is typed; the second message after the first reply has ended."""
+
+        def readline(self, *args: Any) -> str:
+            if self.tell():
+                held.set()
+            return super().readline(*args)
+
+    monkeypatch.setattr("sys.stdin", Typed(f"{PROMPT}\n1+1=\n"))
+    with ctrl_c(model.encode(PROMPT)):
+        terminal.chat(model, temperature=0.0, system=None)
     first, second = capsys.readouterr().out.splitlines()
-    assert (first, second) == (whole[: len(first)], other)
-    assert len(first) < len(whole)
+    assert (first, second) == (greedy(model, PROMPT)[:1], greedy(model, "1+1="))
     assert model.engine.failure is None
+
+
+def test_chat_ends_after_the_step_of_a_stopped_reply(
+    model: TextModel, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C, and Ctrl-D before the engine has seen it: Python would end under a thread inside torch, which aborts."""
+
+    class Typed(io.StringIO):
+        def readline(self, *args: Any) -> str:
+            line = super().readline(*args)
+            if not line:
+                go_on_after_a_command(model, held, monkeypatch)
+            return line
+
+    monkeypatch.setattr("sys.stdin", Typed(f"{PROMPT}\n"))
+    with ctrl_c(model.encode(PROMPT)):
+        terminal.chat(model, temperature=0.0, system=None)
+    assert held.is_set(), "the chat has ended, and the engine is in the middle of a step"
+    assert model.engine.load() == {"num_running_reqs": 0, "num_waiting_reqs": 0}
+
+
+def test_replies_that_are_left_leave_no_exception_behind(model: TextModel, held: threading.Event) -> None:
+    problems: list[dict[str, Any]] = []
+
+    async def leave() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
+        replies = [Reply(model, model.encode(PROMPT), SamplingParams(max_new_tokens=40)) for _ in range(2)]
+        async with contextlib.aclosing(routes._merged(replies)) as pieces:
+            await anext(pieces)
+
+    asyncio.run(leave())
+    gc.collect()  # an exception is told when its future goes
+    assert problems == []
 
 
 def test_an_engine_outlives_the_loop_of_a_reply(model: TextModel) -> None:

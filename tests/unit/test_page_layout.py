@@ -18,11 +18,12 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from bapo_megatron.report.page import write_comparison, write_report
 from bapo_megatron.runtime.files import JsonlWriter
 from tests import debian
+from tests.distributed import HANG_S
 from tests.unit.run_folders import CONFIG, make_run, plain, steps
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 WIDTHS_PX = (400, 1280)
-TIMEOUT_MS = 60_000
+TIMEOUT_MS = 1000 * HANG_S
 FAULTS = """() => {
   const inside = (a, b) => a.left >= b.left - 1 && a.right <= b.right + 1
     && a.top >= b.top - 1 && a.bottom <= b.bottom + 1;
@@ -57,9 +58,10 @@ FAULTS = """() => {
 def browser() -> Iterator[Browser]:
     if not (found := next(filter(None, map(shutil.which, BROWSERS)), None)):
         debian.require(("chromium",), ("chromium",))
+    expect.set_options(timeout=TIMEOUT_MS)
     with sync_playwright() as playwright:
         launched = playwright.chromium.launch(
-            executable_path=found or shutil.which("chromium"), args=["--no-sandbox"], timeout=5 * TIMEOUT_MS
+            executable_path=found or shutil.which("chromium"), args=["--no-sandbox"], timeout=TIMEOUT_MS
         )
         yield launched
         launched.close()
@@ -138,7 +140,7 @@ def test_the_state_of_a_run_is_on_top(browser: Browser, tmp_path: Path, state: s
             assert page.evaluate(FAULTS) == []
             page.screenshot(path=tmp_path / f"{state}-{width_px}.png", full_page=True)
             page.get_by_role("link", name="trainer-0").click()
-            assert page.url == (run / "logs" / "attempt-1" / "trainer-0.log").as_uri()
+            expect(page).to_have_url((run / "logs" / "attempt-1" / "trainer-0.log").as_uri())
 
 
 def test_a_figure_answers_the_pointer(browser: Browser, tmp_path: Path) -> None:
@@ -221,12 +223,14 @@ def test_a_live_page_follows_its_run(browser: Browser, tmp_path: Path) -> None:
             expect(page.locator("header")).to_contain_text("judge errors: 3, the latest in step 5")
             expect(page.locator(".figure output").first).to_have_text("0.125")
             assert page.locator(".sample").nth(3).get_attribute("open") is not None
-        with urllib.request.urlopen(match.group(1) + "logs/attempt-1/trainer-0.log", timeout=60) as answer:
+        with urllib.request.urlopen(match.group(1) + "logs/attempt-1/trainer-0.log", timeout=HANG_S) as answer:
             assert b"started" in answer.read()
         for path in ("config.toml", "logs/../config.toml", "logs%2f..%2f.lock"):
             with pytest.raises(urllib.error.HTTPError, match="404"):
-                urllib.request.urlopen(match.group(1) + path, timeout=60)
+                urllib.request.urlopen(match.group(1) + path, timeout=HANG_S)
         with pytest.raises(urllib.error.HTTPError, match="403"):
-            urllib.request.urlopen(urllib.request.Request(match.group(1), headers={"Host": "evil.example"}), timeout=60)
+            urllib.request.urlopen(
+                urllib.request.Request(match.group(1), headers={"Host": "evil.example"}), timeout=HANG_S
+            )
         server.send_signal(signal.SIGINT)
-        assert server.wait(timeout=60) == 0
+        assert server.wait(timeout=HANG_S) == 0

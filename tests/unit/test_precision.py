@@ -8,7 +8,7 @@ import torch
 from bapo_megatron.buffer.packing import minibatches
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.plan import check
-from bapo_megatron.config.precision import RECIPES, Machine, problems, tokens_multiple, version_numbers, warnings
+from bapo_megatron.config.precision import RECIPES, Machine, check_precision, tokens_multiple, version_numbers
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.learner.precision import check_machine, fp8_fields, logprob_backend, uses_transformer_engine
@@ -35,7 +35,7 @@ def shape(**change: Any) -> ModelShape:
 
 def found(overrides: str, machine: Machine | None = None, **change: Any) -> list[str]:
     config = load_config([], f"{FP8} {overrides}".split())
-    return problems(config, shape=shape(**change), machine=machine)
+    return [v.message for v in check_precision(config, shape=shape(**change), machine=machine)]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -126,7 +126,8 @@ def test_the_advice_works() -> None:
         for recipe in RECIPES:
             for message in found(f"precision.recipe={recipe}", machine):
                 advice = message.rsplit("set ", 1)[1].replace('"', "")
-                assert problems(load_config([], f"{FP8} {advice}".split()), shape=shape(), machine=machine) == []
+                config = load_config([], f"{FP8} {advice}".split())
+                assert check_precision(config, shape=shape(), machine=machine) == []
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_the_advice_works() -> None:
 )
 def test_transformer_engine_on_demand(overrides: str, machine: Machine, part: str | None) -> None:
     config = load_config([], f"model.implementation=transformer_engine {overrides}".split())
-    messages = problems(config, shape=None, machine=machine)
+    messages = [v.message for v in check_precision(config, shape=None, machine=machine)]
     assert [part in m for m in messages] == [True] * (part is not None), messages
 
 
@@ -178,18 +179,20 @@ def test_check_names_what_can_be_known_without_a_gpu() -> None:
 
 
 def test_warnings() -> None:
-    delayed = load_config([], f"{FP8} precision.recipe=delayed rollout.engine=sglang".split())
-    assert ["scales" in message for message in warnings(delayed, num_gpus=1)] == [True]
-    embedded = load_config([], FP8.split())
-    assert ["embedded" in m for m in warnings(embedded, num_gpus=1)] == [True]
-    assert "triton" in warnings(load_config([], ["train.logprob_backend=triton"]), num_gpus=0)[0]
-    assert warnings(load_config([], []), num_gpus=0) == []
+    def warnings(settings: str, num_gpus: int) -> list[str]:
+        found = check_precision(load_config([], settings.split()), shape=None, machine=None, num_gpus=num_gpus)
+        return [v.message for v in found if v.severity == "warning"]
+
+    assert ["scales" in m for m in warnings(f"{FP8} precision.recipe=delayed rollout.engine=sglang", 1)] == [True]
+    assert ["embedded" in m for m in warnings(FP8, 1)] == [True]
+    assert "triton" in warnings("train.logprob_backend=triton", 0)[0]
+    assert warnings("", 0) == []
 
 
 def test_settings_of_fp8_without_fp8_are_an_error() -> None:
     config = load_config([], ["precision.bf16_layers_at_end=2", "precision.fp8_params=true"])
-    (message,) = problems(config, shape=None, machine=None)
-    assert "precision.fp8_params, precision.bf16_layers_at_end" in message
+    (violation,) = check_precision(config, shape=None, machine=None)
+    assert "precision.fp8_params, precision.bf16_layers_at_end" in violation.message
 
 
 def test_a_learner_refuses_in_one_message() -> None:
@@ -282,5 +285,6 @@ def test_long_sequences_are_not_split_with_local_attention(
     settings: str, machine: Machine | None, is_refused: bool
 ) -> None:
     split = "model.dtype=bfloat16 parallel.context=2 rollout.max_response_tokens=65000"
-    messages = problems(load_config([], f"{split} {settings}".split()), shape=None, machine=machine)
+    config = load_config([], f"{split} {settings}".split())
+    messages = [v.message for v in check_precision(config, shape=None, machine=machine)]
     assert ["local layers would keep a mask of" in m for m in messages] == [True] * is_refused

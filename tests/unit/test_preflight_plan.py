@@ -18,7 +18,7 @@ from bapo_megatron.preflight import work
 from bapo_megatron.preflight.check import accepts_layout, load_checked
 from bapo_megatron.preflight.known import GIB, GPUS, KNOWN_MODELS, device_peak_flops
 from bapo_megatron.preflight.memory import forwards_under_way, model_parameters, trainer_memory
-from bapo_megatron.preflight.plan import balance, check_cluster, make_plan
+from bapo_megatron.preflight.plan import balance, check_machines, check_memory, check_unused, make_plan
 from bapo_megatron.preflight.suggest import best_split, lighter, suggest
 from bapo_megatron.preflight.work import decode_seconds, server_memory
 
@@ -170,7 +170,8 @@ def test_sync() -> None:
 )
 def test_what_does_not_fit_is_told_with_the_numbers(overrides: str, parts: list[str]) -> None:
     config = recipe(*overrides.split())
-    text = "\n".join(v.message for v in check_cluster(config, HF_CONFIG))
+    found = list(check_machines(config)) or check_memory(config, HF_CONFIG)
+    text = "\n".join(v.message for v in found)
     assert all(part in text for part in parts), text
 
 
@@ -183,7 +184,8 @@ def test_suggestions_fit_and_are_faster() -> None:
         changed = make_plan(recipe(*s.overrides), SHAPE)
         assert changed.fits
         assert changed.train.expected < present.train.expected
-        assert check_cluster(recipe(*s.overrides), HF_CONFIG) == []
+        fitting = recipe(*s.overrides)
+        assert [*check_machines(fitting), *check_memory(fitting, HF_CONFIG), *check_unused(fitting)] == []
         assert changed.train == s.plan.train, "the overrides give what was promised"
 
 
@@ -239,7 +241,7 @@ def test_no_accepted_layout_splits_a_server_or_a_tensor_group() -> None:
             }
         )
         found = check(config, hf_config=None, num_gpus=nodes * gpus)
-        found += [*(check_placement(config) if nodes > 1 else []), *check_cluster(config, None)]
+        found += [*(check_placement(config) if nodes > 1 else []), *check_machines(config)]
         if any(v.severity == "error" for v in found):
             continue
         accepted += 1

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -81,13 +80,11 @@ def test_bad_options(options: dict[str, int], message: str) -> None:
         ProgramSource(10, 0, options)
 
 
-@pytest.fixture(scope="module")
-def scorer() -> Iterator[RewardScorer]:
-    with RewardScorer(Config.model_validate({"data": {"source": "programs"}, "reward": {"timeout_s": 5.0}})) as scorer:
-        yield scorer
+def scorer_of(timeout_s: float) -> RewardScorer:
+    return RewardScorer(Config.model_validate({"data": {"source": "programs"}, "reward": {"timeout_s": timeout_s}}))
 
 
-def test_the_judge_of_programs(scorer: RewardScorer) -> None:
+def test_the_judge_of_programs() -> None:
     """reward.kind = "auto" runs them."""
     config = Config.model_validate({"data": {"source": "programs", "size": 3}})
     question = build_source(config)[0]
@@ -102,9 +99,11 @@ def test_the_judge_of_programs(scorer: RewardScorer) -> None:
         solution(right).removesuffix("```"): 0.0,  # cut off
         solution(f"{right} if x in {task.inputs} else 0"): 0.0,  # learnt by heart
         solution("__import__('os')._exit(0)"): 0.0,
-        solution("9**9**9**9"): 0.0,
         solution("f(x)"): 0.0,
     }
     items = [(Prompt(i, (1,), question.text, question.answer, "programs"), text) for i, text in enumerate(verdicts)]
-    assert scorer.score(items) == list(verdicts.values())
-    assert scorer.num_timeouts <= 1  # that power is the only one that may not end
+    with scorer_of(timeout_s=600) as scorer:  # for hangs only
+        assert scorer.score(items) == list(verdicts.values())
+        assert scorer.num_timeouts == 0
+    with scorer_of(timeout_s=1) as scorer:  # which a power like this may need or not
+        assert scorer.score([(items[0][0], solution("9**9**9**9"))]) == [0.0]

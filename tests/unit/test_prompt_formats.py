@@ -172,6 +172,7 @@ def test_what_the_judge_of_reasoning_gym_judges_is_the_answer(
     assert final_answer("reasoning_gym", {"index": 0, "answer": reference}, response) == answer
 
 
+@pytest.mark.gym
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(["<answer>", "</answer>", "EsenihC", "esenih", "1", "\\boxed{", " ", "\n", "."])))
 def test_the_judge_of_reasoning_gym_scores_what_is_grouped(spell_backward: SpellBackward, pieces: list[str]) -> None:
@@ -190,6 +191,7 @@ def test_long_answers_are_equal_by_their_digest() -> None:
     assert final_answer("reasoning_gym", reference, "\ud800" * 5000) is not None
 
 
+@pytest.mark.gym
 def test_the_majority_of_bare_wrong_texts_wins(spell_backward: SpellBackward) -> None:
     _, judge, answer = spell_backward
     texts = [answer["answer"], *["esenih"] * 15]

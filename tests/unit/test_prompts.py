@@ -137,6 +137,7 @@ class TestJsonl:
             JsonlSource(str(tmp_path / "latin1.jsonl"))
 
 
+@pytest.mark.gym
 class TestReasoningGym:
     OPTIONS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  # noqa: RUF012
 

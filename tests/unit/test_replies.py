@@ -24,7 +24,30 @@ odd = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(-3, 12),
-    st.sampled_from([-(10**400), 2**64, 2**63, -1, "7", "", [], {}, [None], -0.0, 1e-5, 2e-4, 1e-400]),
+    st.sampled_from(
+        [
+            -(10**400),
+            10**18,
+            "1_0",
+            " 3 ",
+            "٣",
+            "9" * 18,
+            "9" * 19,
+            "-1",
+            2**64,
+            2**63,
+            -1,
+            "7",
+            "",
+            [],
+            {},
+            [None],
+            -0.0,
+            1e-5,
+            2e-4,
+            1e-400,
+        ]
+    ),
     st.floats(),
 )
 logprobs = st.floats(max_value=1e-4, allow_nan=False, allow_infinity=False) | st.integers(-(2**70), 0)
@@ -108,7 +131,7 @@ def test_one_bad_reply_of_a_call_spares_the_others() -> None:
         app = web.Application()
         app.router.add_post("/generate", answer)
         async with TestServer(app) as server:
-            engine = HttpEngine(str(server.make_url("")), request_timeout_s=10, vocab_size=10)
+            engine = HttpEngine(str(server.make_url("")), request_timeout_s=600, vocab_size=10)
             requests = [
                 GenerateRequest(f"r{i}", (1, 2), max_new_tokens=6, temperature=1.0, stop_token_ids=(), seed=0)
                 for i in range(4)
@@ -179,7 +202,7 @@ def test_a_server_without_log_probs_of_a_cut_is_refused_at_once(together: bool) 
         app = web.Application()
         app.router.add_post("/generate", answer)
         async with TestServer(app) as server:
-            engine = HttpEngine(str(server.make_url("")), request_timeout_s=60, vocab_size=10)
+            engine = HttpEngine(str(server.make_url("")), request_timeout_s=600, vocab_size=10)
             asking: Any = engine.generate_many([CUT]) if together else engine.generate(CUT)
             with pytest.raises(RequestRefusedError, match=rf"{engine.url}, request r: .*that top_p and top_k need"):
                 await asking

@@ -11,7 +11,8 @@ import pytest
 from bapo_megatron.errors import UserError
 from bapo_megatron.report.gallery import FIGURES, PANELS
 from bapo_megatron.report.history import read_history
-from bapo_megatron.report.page import write_report
+from bapo_megatron.report.page import render_run, write_report
+from bapo_megatron.report.samples import read_samples
 from bapo_megatron.report.status import State, find_alarms, read_status
 from bapo_megatron.runtime.files import JsonlWriter
 from tests.unit.page import NUM_SCRIPTS, Page, check_self_contained
@@ -169,6 +170,7 @@ def test_alarms_are_counted_over_all_attempts(tmp_path: Path) -> None:
     ]
     found = {alarm.name: alarm for alarm in find_alarms(read_history(make_run(tmp_path / "run", rows)))}
     assert (found["judge errors"].count, found["judge errors"].latest_step) == (3, 5)
+    assert found["judge errors"].advice == "The log of trainer 0 names the verifier's error."
     assert (found["updates with a mismatch"].count, found["updates with a mismatch"].latest_step) == (4, 5)
     assert set(found) == {"judge errors", "updates with a mismatch"}, "only what was recorded"
 
@@ -217,3 +219,67 @@ def test_a_steps_time_is_stacked_by_its_parts(tmp_path: Path) -> None:
         *("rollout", "score", "forward", "backward", "optimizer", "sync", "checkpoint"),
         *shared[1:],
     ]
+
+
+ODD_METRICS = {
+    "400 digits": '{"step": 2, "reward/mean": 1' + "0" * 400 + "}",
+    "5000 digits": '{"step": 2, "reward/mean": 1' + "0" * 5000 + "}",
+    "1e308": '{"step": 2, "reward/mean": 1e308, "loss/entropy": -1e308, "time/step_s": 1e308}',
+    "float32": '{"step": 2, "reward/mean": 3e38, "loss/entropy": -3e38, "time/step_s": 3e38, "train/tokens": 3e38}',
+    "not finite": '{"step": 2, "reward/mean": NaN, "time/step_s": Infinity}',
+    "brackets": '{"step": 2, "reward/mean": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    "step in digits": '{"step": 1' + "0" * 400 + "}",
+    "step inf": '{"step": Infinity, "reward/mean": 1}',
+    "step nan": '{"step": NaN, "reward/mean": 1}',
+    "step text": '{"step": "two", "reward/mean": 1}',
+    "step half": '{"step": 2.5, "reward/mean": 1}',
+    "surrogate": '{"step": 2, "reward/\\ud800": 1}',
+    "list": "[1, 2]",
+}
+SAMPLE = '{"step": 1, "prompt": "p", "answer": "a", "reward": 1.0, "num_tokens": 2, "segments": [{"version": 0}]}'
+ODD_SAMPLES = {
+    "segments text": SAMPLE.replace('[{"version": 0}]', '"text"'),
+    "segments list of text": SAMPLE.replace('{"version": 0}', '"text"'),
+    "segments list of lists": SAMPLE.replace('{"version": 0}', "[1]"),
+    "segments number": SAMPLE.replace('[{"version": 0}]', "7"),
+    "step inf": SAMPLE.replace('"step": 1', '"step": Infinity'),
+    "step nan": SAMPLE.replace('"step": 1', '"step": NaN'),
+    "version inf": SAMPLE.replace('"version": 0', '"version": Infinity'),
+    "version in digits": SAMPLE.replace('"version": 0', '"version": 1' + "0" * 400),
+    "tokens inf": SAMPLE.replace('"num_tokens": 2', '"num_tokens": 1e999'),
+    "reward in digits": SAMPLE.replace('"reward": 1.0', '"reward": 1' + "0" * 400),
+    "reward nan": SAMPLE.replace('"reward": 1.0', '"reward": NaN'),
+    "surrogate": SAMPLE.replace('"p"', '"\\ud800"'),
+    "brackets": SAMPLE.replace('"p"', "[" * 100_000 + "]" * 100_000),
+    "answer of objects": SAMPLE.replace('"a"', '{"b": [1, NaN]}'),
+}
+SEGMENTS = {"segments text", "segments list of text", "segments list of lists", "segments number"}
+LEFT_OUT = SEGMENTS | {"surrogate", "brackets"}
+
+
+def test_odd_lines_of_metrics_are_skipped_or_shown_as_far_as_they_can_be(tmp_path: Path) -> None:
+    """Each alone, since a later line may hide what an earlier one breaks; and all figures of all of them at once."""
+    rows = {}
+    for name, line in ODD_METRICS.items():
+        run = make_run(tmp_path / name, steps(1))
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(line + "\n")
+        history = read_history(run)
+        rows[name] = [row["step"] for row in history.rows]
+        render_run(history, links_from=run, live=True)
+    two = {"400 digits", "1e308", "float32", "not finite"}
+    assert rows == {name: [1.0, 2.0] if name in two else [1.0] for name in ODD_METRICS}
+    run = make_run(tmp_path / "all", steps(3))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(line + "\n" for line in ODD_METRICS.values())
+    assert "<svg" in write_report(run).read_text()
+
+
+def test_odd_samples_are_skipped_or_shown_as_far_as_they_can_be(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(tmp_path / "run", steps(1))
+    (run / "samples.jsonl").write_text("".join(f"{line}\n" for line in (SAMPLE, *ODD_SAMPLES.values())))
+    assert len(read_samples(read_history(run))) == 1 + len(ODD_SAMPLES.keys() - LEFT_OUT)
+    assert sum("samples.jsonl" in record.getMessage() for record in caplog.records) == len(LEFT_OUT)
+    assert "<svg" in write_report(run).read_text(encoding="utf-8")

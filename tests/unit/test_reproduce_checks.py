@@ -12,6 +12,7 @@ from bapo_megatron.reproduce.checks import problems_of
 from bapo_megatron.reproduce.pool import run_path, train_all
 from bapo_megatron.reproduce.run import Options, reproduce
 from bapo_megatron.reproduce.study import load_study, plan_runs, shipped_studies
+from tests.distributed import HANG_S
 
 GOOD = """
 title = "A title"
@@ -95,7 +96,9 @@ def test_a_study_without_comparison_needs_no_evaluation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name == "domains" else ())  # starts judges for each of its domains
+        pytest.param(
+            name, marks=[pytest.mark.gym, pytest.mark.slow] if name == "domains" else ()
+        )  # judges of its domains
         for name in shipped_studies()
         if name != "smollm2"
     ],
@@ -140,7 +143,7 @@ def test_a_run_folder_of_other_settings_is_one_clear_error(tmp_path: Path) -> No
     (folder / "config.toml").write_text(dump_config(config).replace("clip_high = 2.0", "clip_high = 1.3"))
     (folder / "metrics.jsonl").write_text('{"step": 0}\n')
     with pytest.raises(ConfigError, match=r"cannot resume the run .*\n.*loss.clip_high: 1.3 -> 2.0"):
-        train_all([config], num_jobs=1, timeout_s=60, tell=lambda *_: None)
+        train_all([config], num_jobs=1, timeout_s=HANG_S, tell=lambda *_: None)
 
 
 def test_a_run_that_another_process_trains_is_one_clear_error(tmp_path: Path) -> None:
@@ -150,4 +153,4 @@ def test_a_run_that_another_process_trains_is_one_clear_error(tmp_path: Path) ->
         RunDir.open(config),
         pytest.raises(UserError, match=r"the run .* is in use by process"),
     ):
-        train_all([config], num_jobs=1, timeout_s=60, tell=lambda *_: None)
+        train_all([config], num_jobs=1, timeout_s=HANG_S, tell=lambda *_: None)

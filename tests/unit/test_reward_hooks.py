@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -10,8 +11,9 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,10 +21,13 @@ from pydantic import ValidationError
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
-from bapo_megatron.rewards import RewardScorer
+from bapo_megatron.rewards import RewardScorer, pool
+from bapo_megatron.rewards.pool import Worker
 from bapo_megatron.types import Prompt
+from tests.unit.reward_hooks import NUM_BESIDE_A_CRASH, NUM_TOGETHER
 
 HERE = Path(__file__).parent
+HANG_S = 600.0  # only a hang lasts so long
 
 
 @pytest.fixture(autouse=True)
@@ -30,20 +35,69 @@ def hooks_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]))
 
 
+@pytest.fixture(autouse=True)
+def deadlines_are_for_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("START_TIMEOUT_S", "GRACE_S", "_END_TIMEOUT_S"):
+        monkeypatch.setattr(pool, name, HANG_S)
+
+
+@pytest.fixture
+def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The pipe through which judges speak to the test."""
+    os.mkfifo(tmp_path / "said")
+    reader = os.open(tmp_path / "said", os.O_RDONLY | os.O_NONBLOCK)
+    monkeypatch.setenv("SAID", str(tmp_path / "said"))
+    yield reader
+    os.close(reader)
+
+
+@pytest.fixture
+def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the responses that were judged before."""
+    (tmp_path / "seen").mkdir()
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    return tmp_path / "seen"
+
+
+def read_line(reader: int) -> str:
+    """Return what a judge says next; "" once all that have spoken are dead."""
+    line = b""
+    while not line.endswith(b"\n"):
+        assert select.select([reader], [], [], HANG_S)[0], "no judge says a word"
+        if not (byte := os.read(reader, 1)):
+            break
+        line += byte
+    return line.decode().strip()
+
+
+def strike_only(response: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set a short deadline for this response, which is never answered; a busy machine costs the others nothing."""
+    ask = Worker.ask
+
+    async def ask_with(worker: Worker, fields: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        return await ask(worker, fields, 0.5 if fields["response"] == response else limit_s)
+
+    monkeypatch.setattr(Worker, "ask", ask_with)
+
+
 @contextlib.contextmanager
 def scorer_of(function: str, **reward: float) -> Iterator[RewardScorer]:
     before = judges()
-    with RewardScorer(Config.model_validate({"reward": {"kind": f"reward_hooks:{function}", **reward}})) as scorer:
+    config = {"reward": {"kind": f"reward_hooks:{function}", "timeout_s": HANG_S, **reward}}
+    with RewardScorer(Config.model_validate(config)) as scorer:
         yield scorer
-    assert judges() == before, "a judge process outlives its scorer"
+    assert judges() <= before, "a judge process outlives its scorer"
 
 
 def judges() -> set[psutil.Process]:
-    return {
-        p
-        for p in psutil.Process().children(recursive=True)
-        if p.status() != psutil.STATUS_ZOMBIE and "bapo_megatron.rewards.worker" in p.cmdline()
-    }
+    return {p for p in psutil.Process().children(recursive=True) if is_judge(p)}
+
+
+def is_judge(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and "bapo_megatron.rewards.worker" in process.cmdline()
+    except psutil.NoSuchProcess:  # gone, or a zombie, meanwhile
+        return False
 
 
 def items(*responses: str) -> list[tuple[Prompt, str]]:
@@ -73,6 +127,23 @@ class TestStart:
             with pytest.raises(UserError, match=f"importing broken_hooks failed: {message}"):
                 RewardScorer(Config.model_validate({"reward": {"kind": "broken_hooks:judge"}}))
 
+    def test_a_judge_that_cannot_be_built_has_ended(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Also if it does not end by itself."""
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
+        (tmp_path / "stubborn_hooks.py").write_text(
+            "import os, signal\nos._exit = lambda code: signal.pause()\n1 / 0\n"
+        )
+        processes, start = [], subprocess.Popen
+
+        def popen(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+            processes.append(start(*args, **options))
+            return processes[-1]
+
+        monkeypatch.setattr(pool.subprocess, "Popen", popen)
+        with pytest.raises(UserError, match="ZeroDivisionError"):
+            RewardScorer(Config.model_validate({"reward": {"kind": "stubborn_hooks:judge"}}))
+        assert [process.returncode for process in processes] == [-signal.SIGKILL]
+
     @pytest.mark.parametrize("kind", ["maths", "my_module", "my_module:", ":f", "my-module:f", "a:b:c", ""])
     def test_other_names_are_refused_by_the_configuration(self, kind: str) -> None:
         with pytest.raises(ValidationError, match=r'must be "auto", .* or a path like'):
@@ -95,12 +166,13 @@ class TestStart:
 
 
 class TestPlain:
-    def test_each_failure_costs_its_own_sample(self) -> None:
+    def test_each_failure_costs_its_own_sample(self, monkeypatch: pytest.MonkeyPatch) -> None:
         raising = ("raise", "leave", "nan", "text", "nothing", "memory bomb")
         dying = ("exit", "segfault", "leave a child behind", "exit without an error")
         bad = [*raising, *dying, "hang"]
         mixed = [text for i, text in enumerate(bad) for text in (str(i), text)]
-        with scorer_of("plain", timeout_s=8.0) as scorer:
+        strike_only("hang", monkeypatch)
+        with scorer_of("plain") as scorer:
             assert scorer.score(items(*mixed)) == [x for i in range(len(bad)) for x in (float(i), 0.0)]
             assert (scorer.num_errors, scorer.num_timeouts) == (len(raising) + len(dying), 1)
             metrics = scorer.metrics()
@@ -109,16 +181,10 @@ class TestPlain:
             assert metrics["reward/wait_s"] > 0
             assert scorer.metrics()["reward/wait_s"] == 0, "the mean is since the last call"
 
-    def test_what_it_leaves_running_ends_with_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("CHILDREN", str(tmp_path / "children"))
-        with scorer_of("plain", timeout_s=60.0) as scorer:
+    def test_what_it_leaves_running_ends_with_it(self, said: int) -> None:
+        with scorer_of("plain") as scorer:
             assert scorer.score(items("leave a child behind")) == [0.0]
-        children = [int(pid) for pid in (tmp_path / "children").read_text().split()]
-        assert len(children) == 2, "judged once more, as its process died"
-        deadline_s = time.monotonic() + 60
-        while any(is_alive(pid) for pid in children):
-            assert time.monotonic() < deadline_s, "a child of a dead judge lives on"
-            time.sleep(0.05)
+        assert [read_line(said) for _ in range(3)] == ["one", "one", ""], "judged twice, and both children have ended"
 
     def test_bad_data_stops_the_run(self) -> None:
         with scorer_of("plain") as scorer, pytest.raises(UserError, match=r"^the data is wrong$"):
@@ -134,68 +200,91 @@ class TestPlain:
             with scorer_of("plain", process_memory_mib=memory_mib) as scorer:
                 assert scorer.score(items("half a GiB")) == [reward]
 
-    def test_callers_in_many_threads_keep_their_verdicts_while_processes_are_killed(self) -> None:
-        done = threading.Event()
-        num_killed = 0
+    def test_callers_in_many_threads_keep_their_verdicts_while_processes_are_killed(
+        self, said: int, seen: Path
+    ) -> None:
+        """One process of each caller is killed while it judges; and at the end all of them, while they do not."""
+        parts = [[100 * caller + i for i in range(100)] for caller in range(12)]
+        responses = [[f"{x}: wait to be killed" if x % 100 == 50 else str(x) for x in part] for part in parts]
 
-        def kill_some() -> None:
-            """Kill the oldest process, once some response was judged since the last kill: on a busy machine a process
-            that is killed while it starts would be no fault of the pool's."""
-            nonlocal num_killed
-            num_seen = 0
-            while not done.is_set():
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    running = sorted(judges(), key=lambda process: process.create_time())
-                    if running and scorer.num_judged > num_seen:
-                        num_seen = scorer.num_judged
-                        running[0].send_signal(signal.SIGKILL)
-                        num_killed += 1
-                time.sleep(0.5)
+        def kill_each() -> None:
+            with open(os.environ["SAID"], "w"):  # the pipe does not end with a judge
+                for _ in parts:
+                    os.kill(int(read_line(said)), signal.SIGKILL)
 
-        with scorer_of("plain", concurrency=4) as scorer, ThreadPoolExecutor(6) as callers:
-            killer = threading.Thread(target=kill_some)
-            killer.start()
-            try:
-                parts = [[str(100 * caller + i) for i in range(100)] for caller in range(12)]
-                found = list(callers.map(lambda part: scorer.score(items(*part)), parts, timeout=600))
-            finally:
-                done.set()
-                killer.join()
+        with scorer_of("killed_once", concurrency=4) as scorer, ThreadPoolExecutor(7) as threads:
+            killing = threads.submit(kill_each)
+            found = list(threads.map(lambda part: scorer.score(items(*part)), responses, timeout=HANG_S))
+            killing.result(HANG_S)
             assert found == [[float(x) for x in part] for part in parts]
-            assert num_killed
-            assert scorer.num_judged == 1200
+            assert len(list(seen.iterdir())) == 12
+            for process in (idle := judges()):
+                process.kill()
+            assert idle
+            wait_until_none(judges)
+            assert scorer.score(items("1", "2")) == [1.0, 2.0]
+            assert scorer.num_judged == 1202
             assert (scorer.num_errors, scorer.num_timeouts) == (0, 0)
 
-    def test_close_ends_a_call_that_waits(self) -> None:
-        with scorer_of("plain", timeout_s=100.0) as scorer, ThreadPoolExecutor(1) as caller:
+    def test_close_ends_a_call_that_waits(self, said: int) -> None:
+        with scorer_of("plain") as scorer, ThreadPoolExecutor(1) as caller:
             waiting = caller.submit(scorer.score, items("hang"))
-            while not scorer.metrics()["reward/pending"]:
-                time.sleep(0.01)
+            read_line(said)
+            assert scorer.metrics()["reward/pending"] == 1
             scorer.close()
             with pytest.raises(RuntimeError, match="closed"):
-                waiting.result(timeout=60)
+                waiting.result(timeout=HANG_S)
 
-    def test_judges_end_with_a_trainer_that_is_killed(self) -> None:
-        program = """
-            import os
+    def test_close_ends_a_call_that_arrives_meanwhile(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The call has found the pool open; then another thread closes it, or tries to."""
+        submit = pool.asyncio.run_coroutine_threadsafe
+        at_the_gate = threading.Event()
+
+        class Gate:
+            """A lock that tells when a thread must wait for it."""
+
+            def __init__(self) -> None:
+                self._lock = threading.Lock()
+
+            def __enter__(self) -> None:
+                if not self._lock.acquire(blocking=False):
+                    at_the_gate.set()
+                    self._lock.acquire()
+
+            def __exit__(self, *_: object) -> None:
+                self._lock.release()
+
+        with scorer_of("plain") as scorer, ThreadPoolExecutor(2) as threads:
+
+            def close_first(coroutine: Any, loop: Any) -> Future[Any]:
+                monkeypatch.setattr(pool.asyncio, "run_coroutine_threadsafe", submit)
+                closing = threads.submit(scorer.close)
+                closing.add_done_callback(lambda _: at_the_gate.set())
+                assert at_the_gate.wait(HANG_S)
+                return submit(coroutine, loop)
+
+            monkeypatch.setattr(scorer._pool, "_gate", Gate(), raising=False)
+            monkeypatch.setattr(pool.asyncio, "run_coroutine_threadsafe", close_first)
+            waiting = threads.submit(scorer.score, items("hang"))
+            with pytest.raises(RuntimeError, match="closed"):
+                waiting.result(timeout=HANG_S)
+
+    def test_judges_end_with_a_trainer_that_is_killed(self, said: int) -> None:
+        program = f"""
             from bapo_megatron.config.schema import Config
-            from bapo_megatron.rewards import RewardScorer
+            from bapo_megatron.rewards import RewardScorer, pool
             from bapo_megatron.types import Prompt
             if __name__ == "__main__":
-                scorer = RewardScorer(Config.model_validate({"reward": {"kind": "reward_hooks:plain"}}))
-                print("ready", flush=True)
+                pool.START_TIMEOUT_S = {HANG_S}
+                reward = {{"kind": "reward_hooks:plain", "timeout_s": {HANG_S}}}
+                scorer = RewardScorer(Config.model_validate({{"reward": reward}}))
                 scorer.score([(Prompt(0, (1,), "", "", "test"), "hang")])
         """
-        with subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE) as trainer:
-            assert trainer.stdout is not None
-            assert trainer.stdout.readline() == b"ready\n"
-            (judge,) = psutil.Process(trainer.pid).children()
-            before_s = judge.cpu_times().user
-            while judge.cpu_times().user < before_s + 0.1:  # it hangs in a loop by then
-                time.sleep(0.01)
+        with subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)]) as trainer:
+            judge = read_line(said)
+            assert [str(process.pid) for process in psutil.Process(trainer.pid).children()] == [judge]
             trainer.kill()
-        _, alive = psutil.wait_procs([judge], timeout=60)
-        assert not alive
+        assert read_line(said) == "", "it ends, and with it what it says"
 
 
 class TestOnlyFailures:
@@ -216,7 +305,7 @@ class TestOnlyFailures:
     )
     def test_all_first_verdicts_failing_ends_the_run(self, function: str, text: str, said: str) -> None:
         config = {
-            "reward": {"kind": f"reward_hooks:{function}", "timeout_s": 0.5 if text in ("block", "wait") else 60.0}
+            "reward": {"kind": f"reward_hooks:{function}", "timeout_s": 0.5 if text in ("block", "wait") else HANG_S}
         }
         config["rollout"] = {"prompts_per_step": 1, "samples_per_prompt": 4}
         with RewardScorer(Config.model_validate(config)) as scorer:
@@ -243,41 +332,53 @@ class TestOnlyFailures:
             assert scorer.recent_failure is None
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+def wait_until_none(find: Any) -> None:
+    deadline_s = time.monotonic() + HANG_S
+    while found := find():
+        assert time.monotonic() < deadline_s, found
+        time.sleep(0.01)
 
 
 class TestAsync:
     def test_many_are_judged_at_once(self) -> None:
-        with scorer_of("together", timeout_s=60.0) as scorer:
-            assert scorer.score(items(*map(str, range(60)))) == [float(i) for i in range(60)]
+        with scorer_of("together") as scorer:
+            assert scorer.score(items(*map(str, range(NUM_TOGETHER)))) == [float(i) for i in range(NUM_TOGETHER)]
             assert len(judges()) == 1
 
-    def test_concurrency_bounds_how_many(self) -> None:
-        with scorer_of("in_time", concurrency=2) as scorer:
-            began_s = time.monotonic()
-            scorer.score(items(*"1234"))
-            assert time.monotonic() - began_s >= 2 * 0.3
+    def test_concurrency_bounds_how_many(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ask, asked, most = Worker.ask, 0, 0
+
+        async def counted(worker: Worker, fields: dict[str, Any], limit_s: float) -> dict[str, Any]:
+            nonlocal asked, most
+            asked += 1
+            most = max(most, asked)
+            try:
+                return await ask(worker, fields, limit_s)
+            finally:
+                asked -= 1
+
+        monkeypatch.setattr(Worker, "ask", counted)
+        with scorer_of("networked", concurrency=2) as scorer:
+            assert scorer.score(items(*"1234")) == [1.0, 2.0, 3.0, 4.0]
+        assert most == 2
 
     def test_each_has_its_own_deadline(self) -> None:
-        with scorer_of("networked", timeout_s=2.0) as scorer:
-            began_s = time.monotonic()
+        with scorer_of("networked", timeout_s=0.5) as scorer:
             assert scorer.score(items("wait", "1", "raise", "wait", "2", "nan")) == [0.0, 1.0, 0.0, 0.0, 2.0, 0.0]
             assert (scorer.num_timeouts, scorer.num_errors) == (2, 2)
-            assert time.monotonic() - began_s < 60
             assert len(judges()) == 1, "a deadline that the judge keeps costs no process"
 
-    def test_a_crash_costs_its_own_sample_only(self) -> None:
-        with scorer_of("in_time") as scorer:
-            assert scorer.score(items("1", "exit", "2", "segfault", "3")) == [1.0, 0.0, 2.0, 0.0, 3.0]
+    def test_a_crash_costs_its_own_sample_only(self, seen: Path) -> None:
+        with scorer_of("beside_a_crash") as scorer:
+            texts = ("1", "exit", "2", "segfault", "3")
+            assert len(texts) == NUM_BESIDE_A_CRASH
+            assert scorer.score(items(*texts)) == [1.0, 0.0, 2.0, 0.0, 3.0]
             assert (scorer.num_errors, scorer.num_timeouts) == (2, 0)
+            (seen / "4").touch()
             assert scorer.score(items("4")) == [4.0]
 
-    @pytest.mark.slow
-    def test_blocking_the_event_loop_costs_its_own_sample_only(self) -> None:
-        with scorer_of("in_time", timeout_s=1.0) as scorer:
+    def test_blocking_the_event_loop_costs_its_own_sample_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        strike_only("block", monkeypatch)
+        with scorer_of("networked") as scorer:
             assert scorer.score(items("1", "block", "2")) == [1.0, 0.0, 2.0]
             assert (scorer.num_errors, scorer.num_timeouts) == (0, 1)

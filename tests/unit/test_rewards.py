@@ -1,16 +1,12 @@
 """Judges, and the scorer that runs them under a deadline."""
 
-import os
 import re
-import signal
-import time
 from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
 import math_verify
-import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,6 +22,7 @@ from bapo_megatron.rewards.judges import JudgeSpec
 from bapo_megatron.rewards.math import judge_math
 from bapo_megatron.rewards.reasoning_gym import build_judge, build_judge_of_all, final_answer
 from bapo_megatron.types import Prompt
+from tests.unit.test_reward_hooks import HANG_S, judges, strike_only
 
 HANGS = "$9^{9^{9^9}}$"
 ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -36,7 +33,7 @@ def prompt(answer: Any, prompt_id: int = 0) -> Prompt:
 
 
 def make_config(reward: dict[str, Any] | None = None, **data: Any) -> Config:
-    return Config.model_validate({"reward": reward or {}, "data": data})
+    return Config.model_validate({"reward": {"timeout_s": HANG_S, **(reward or {})}, "data": data})
 
 
 @pytest.mark.parametrize(
@@ -160,6 +157,7 @@ def test_final_answer(response, is_number, answer):
     assert final_answer(response, is_number=is_number) == answer
 
 
+@pytest.mark.gym
 class TestReasoningGymJudge:
     def test_every_reference_answer_gets_the_full_score(self):
         source = ReasoningGymSource("basic_arithmetic", 100, 3, ONE_DIGIT)
@@ -207,28 +205,22 @@ class TestKinds:
             with pytest.raises(UserError, match=r"cannot judge prompts of data.source = 'reasoning_gym'"):
                 JudgeSpec.of(make_config({"kind": kind}, source="reasoning_gym", dataset="basic_arithmetic"))
 
+    @pytest.mark.gym
     def test_bad_data_set_is_told_at_once(self):
         with pytest.raises(UserError, match="not one of reasoning-gym's"):
             RewardScorer(make_config(source="reasoning_gym", dataset="nonsense"))
 
 
-def test_exact_judges_need_no_process():
-    children = psutil.Process().children()
+def test_exact_judges_need_no_process(monkeypatch):
+    monkeypatch.setattr(pool_module.subprocess, "Popen", lambda *_, **__: pytest.fail("a process"))
     with RewardScorer(make_config()) as scorer:
         assert scorer.score([(prompt("2"), "1*2=2,"), (prompt("2"), "1*2=3,")]) == [1.0, 0.0]
         assert scorer.score([]) == []
-    assert psutil.Process().children() == children
-
-
-def worker_processes() -> list[psutil.Process]:
-    children = psutil.Process().children()
-    return [p for p in children if p.status() != psutil.STATUS_ZOMBIE and "bapo_megatron.rewards.worker" in p.cmdline()]
 
 
 @pytest.fixture(scope="module")
 def math_scorer() -> Iterator[RewardScorer]:
-    with RewardScorer(make_config({"timeout_s": 2.0}, source="jsonl", path="p.jsonl")) as scorer:
-        assert scorer.score([(prompt("1"), "1")]) == [1.0]  # workers are up: what follows measures judging only
+    with RewardScorer(make_config(source="jsonl", path="p.jsonl")) as scorer:
         yield scorer
 
 
@@ -237,26 +229,27 @@ class TestScorer:
         items = [(prompt(i), str(i if i % 3 else i + 1)) for i in range(60)]
         assert math_scorer.score(items) == [float(i % 3 != 0) for i in range(60)]
 
-    def test_a_hang_costs_its_own_sample_only(self, math_scorer):
+    def test_a_hang_costs_its_own_sample_only(self, math_scorer, monkeypatch):
+        strike_only(HANGS, monkeypatch)
         before = math_scorer.num_timeouts
-        started = time.monotonic()
         items = [(prompt("5"), HANGS), *((prompt(str(i)), f"\\boxed{{{i}}}") for i in range(20)), (prompt("5"), HANGS)]
         assert math_scorer.score(items) == [0.0, *[1.0] * 20, 0.0]
         assert math_scorer.num_timeouts == before + 2
-        assert time.monotonic() - started < 60
 
-    def test_a_worker_killed_while_idle_costs_nothing(self, math_scorer):
-        before = math_scorer.num_errors, math_scorer.num_timeouts
-        assert math_scorer.score([(prompt("1"), "1")]) == [1.0]  # one at least is idle now
-        os.kill(worker_processes()[0].pid, signal.SIGKILL)
-        assert math_scorer.score([(prompt(str(i)), str(i)) for i in range(20)]) == [1.0] * 20
-        assert (math_scorer.num_errors, math_scorer.num_timeouts) == before
+    def test_a_worker_killed_while_idle_costs_nothing(self):
+        others = judges()
+        with RewardScorer(make_config(source="jsonl", path="p.jsonl")) as scorer:
+            (idle,) = judges() - others
+            idle.kill()
+            assert scorer.score([(prompt(str(i)), str(i)) for i in range(20)]) == [1.0] * 20
+            assert (scorer.num_errors, scorer.num_timeouts) == (0, 0)
 
     def test_processes_that_never_live_are_told(self, monkeypatch):
         monkeypatch.setattr(pool_module.sys, "executable", "/bin/false")
         with pytest.raises(RuntimeError, match="no process that judges responses could be started: it ended before"):
             RewardScorer(make_config(source="jsonl", path="p.jsonl"))
 
+    @pytest.mark.gym
     def test_an_exception_is_counted(self):
         config = make_config(source="reasoning_gym", dataset="basic_arithmetic", options=ONE_DIGIT)
         with RewardScorer(config) as scorer:
@@ -268,18 +261,19 @@ class TestScorer:
             math_scorer.score([(prompt("1"), "1"), (prompt(""), "1")])
         assert math_scorer.score([(prompt("1"), "1")]) == [1.0]
 
+    @pytest.mark.gym
     def test_data_of_another_run_stops_this_one(self):
         config = make_config(source="reasoning_gym", dataset="basic_arithmetic", options=ONE_DIGIT)
         with RewardScorer(config) as scorer, pytest.raises(UserError, match="item 0 changed"):
             scorer.score([(prompt({"index": 0, "answer": "none of these"}), "1")])
 
     def test_close_ends_the_processes(self):
-        others = set(worker_processes())
+        others = judges()
         scorer = RewardScorer(make_config(source="jsonl", path="p.jsonl"))
-        assert set(worker_processes()) - others
+        assert judges() - others
         scorer.close()
         scorer.close()
-        assert set(worker_processes()) == others
+        assert judges() <= others
         with pytest.raises(RuntimeError, match="closed"):
             scorer.score([(prompt("1"), "1")])
 
@@ -288,6 +282,7 @@ GYM = {"source": "reasoning_gym", "size": 10}
 
 
 class TestMixtures:
+    @pytest.mark.gym
     def test_data_sets_of_reasoning_gym_are_told_apart_by_the_source(self):
         sources = (
             {"name": "sums", "dataset": "basic_arithmetic", "options": ONE_DIGIT, **GYM},

@@ -1,7 +1,9 @@
 """Who is waited for may take as long as it shows progress, and no longer than its deadline without."""
 
 import asyncio
+import concurrent.futures
 import contextlib
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,7 @@ from tests.unit.test_evaluate import evaluator
 from tests.unit.test_scheduler import ScriptedEngine
 
 SHORT_S = 0.05
+HANG_S = 600  # only a hang lasts so long
 
 
 @pytest.fixture(scope="module")
@@ -42,27 +45,37 @@ class Progress:
             await asyncio.sleep(0.01)
 
 
-def test_progress_extends_the_deadline_and_its_end_ends_the_wait(loop: LoopThread) -> None:
+def test_progress_extends_the_deadline_and_its_end_ends_the_wait(
+    loop: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
     progress = Progress(10**6)
     loop.run(progress.until_looked_at(6), SHORT_S, "a slow one", lambda: (progress.look(),))
     assert progress.num_looks >= 6, "five deadlines have passed"
 
-    cancelled = []
+    begun, cancelled = threading.Event(), threading.Semaphore(0)
+    wait = concurrent.futures.wait
 
     async def forever() -> None:
         try:
-            await asyncio.sleep(600)
+            begun.set()
+            await asyncio.Event().wait()
         finally:
-            cancelled.append(True)
+            cancelled.release()
 
+    def wait_from_its_start(futures: Any, timeout: float) -> Any:
+        assert begun.wait(HANG_S)
+        return wait(futures, timeout)
+
+    monkeypatch.setattr(concurrent.futures, "wait", wait_from_its_start)
     progress = Progress(3)
     with pytest.raises(EngineError, match=r"waited 0.05 s for a hung one: no progress"):
         loop.run(forever(), SHORT_S, "a hung one", lambda: (progress.look(),))
     assert progress.num_looks == 4
+    assert cancelled.acquire(timeout=HANG_S)
+    begun.clear()
     with pytest.raises(EngineError, match=r"waited 0.05 s for a silent one: no answer"):
         loop.run(forever(), SHORT_S, "a silent one")
-    loop.run(asyncio.sleep(0), 60)
-    assert cancelled == [True, True]
+    assert cancelled.acquire(timeout=HANG_S)
 
 
 def test_an_error_of_the_coroutine_is_its_own(loop: LoopThread) -> None:
@@ -70,7 +83,7 @@ def test_an_error_of_the_coroutine_is_its_own(loop: LoopThread) -> None:
         raise TimeoutError("of a socket")
 
     with pytest.raises(TimeoutError, match="of a socket"):
-        loop.run(fail(), 60)
+        loop.run(fail(), HANG_S)
 
 
 def manager(loop: LoopThread, take: Any, **counts: Any) -> RolloutManager:
@@ -118,7 +131,7 @@ def test_a_batch_may_take_any_time_while_something_moves(loop: LoopThread, sign:
 
 def test_a_batch_that_hangs_is_named(loop: LoopThread) -> None:
     async def hang(step: int, version: int) -> Any:
-        await asyncio.sleep(600)
+        await asyncio.Event().wait()
 
     with pytest.raises(EngineError, match=r"waited 0\.2 s for the rollouts of step 3: no progress"):
         manager(loop, hang).next_batch(3, 0)

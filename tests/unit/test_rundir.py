@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.monitor import rundir
 from bapo_megatron.monitor.rundir import RunDir, different_settings
+from tests.distributed import HANG_S
 
 CONFIG = """
 [run]
@@ -162,7 +164,7 @@ def test_a_second_process_is_told_who_holds_the_run_until_that_one_ends(tmp_path
             RunDir.open_path(tmp_path / "demo", CONFIG)
     finally:
         holder.kill()  # a crash must give the lock back too
-        holder.communicate(timeout=30)
+        holder.communicate(timeout=HANG_S)
     with RunDir.open_path(tmp_path / "demo", CONFIG) as run:
         assert run.attempt == 2
 
@@ -191,10 +193,13 @@ def test_a_run_directory_that_cannot_be_created_says_so(tmp_path: Path) -> None:
 
 
 def test_git_state_holds_commit_and_bounded_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rundir, "_GIT_TIMEOUT_S", HANG_S)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)  # of whoever runs the tests
+
     def git(*args: str) -> str:
         identity = ("-c", "user.name=a", "-c", "user.email=a@b")
         command = ["git", "-C", str(tmp_path), *identity, *args]
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=HANG_S).stdout
 
     assert rundir._git_state(tmp_path) == (None, "")
     git("init", "-q")

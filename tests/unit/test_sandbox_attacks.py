@@ -1,17 +1,19 @@
 """Hostile programs against the sandbox, as a table: the attack of each, and the verdict it must get.
 
-Every attack runs as root (where the tests do) and as an ordinary user, with the newest Landlock and with one that lacks
-signal scopes. After each, a victim process of the same user must live on with its limits and scheduling, a precious
-file must be intact, and nothing may be left behind. `python test_sandbox_attacks.py ABI` runs the table as this user.
+Every attack runs as root (where the tests do) and as an ordinary user, with the newest Landlock, with one that lacks
+signal scopes, and with the one of Linux 6.1. After each, a victim process of the same user must live on with its limits
+and scheduling, a precious file, queues and shared memory must be intact, no datagram may have arrived, and nothing may
+be left behind. `python test_sandbox_attacks.py ABI` runs the table as this user.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import platform
 import resource
-import shutil
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -29,53 +31,87 @@ from bapo_megatron.rewards.code import CodeJudge
 pytestmark = pytest.mark.slow
 
 NOBODY = 65534
-NEWEST_ABI, ABI_WITHOUT_SCOPES = 6, 5
+NEWEST_ABI, ABI_WITHOUT_SCOPES, ABI_OF_LINUX_6_1 = 6, 5, 2
+HANG_S = 600.0  # of a program that ends by itself, or by the judge's watch
 ANSWER = {"tests": "assert f(1) == 2\nassert f(-1) == 0"}
 SOLUTION = "\ndef f(x): return x + 1\n"
 
 # (x86_64, aarch64), written down here so that a wrong number in the sandbox shows
 NUMBERS = {
+    "add_key": (248, 217),
+    "bpf": (321, 280),
+    "chmod": (90, None),
     "clone": (56, 220),
     "clone3": (435, 435),
+    "close_range": (436, 436),
+    "connect": (42, 203),
     "execve": (59, 221),
+    "fallocate": (285, 47),
+    "fanotify_init": (300, 262),
     "fchmodat2": (452, 452),
     "fcntl": (72, 25),
+    "file_setattr": (469, 469),
     "futimesat": (261, None),
+    "inotify_init1": (294, 26),
+    "io_setup": (206, 0),
     "io_uring_setup": (425, 425),
     "ioprio_set": (251, 30),
-    "add_key": (248, 217),
+    "keyctl": (250, 219),
     "memfd_create": (319, 279),
     "migrate_pages": (256, 238),
+    "mlock": (149, 228),
     "mount": (165, 40),
+    "mq_getsetattr": (245, 185),
+    "mq_notify": (244, 184),
     "mq_open": (240, 180),
+    "mq_timedreceive": (243, 183),
+    "mq_timedsend": (242, 182),
+    "mq_unlink": (241, 181),
+    "msgctl": (71, 187),
     "msgget": (68, 186),
+    "msgrcv": (70, 188),
+    "msgsnd": (69, 189),
+    "openat2": (437, 437),
     "perf_event_open": (298, 241),
     "pidfd_getfd": (438, 438),
+    "prctl": (157, 167),
     "prlimit64": (302, 261),
     "process_madvise": (440, 440),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
     "ptrace": (101, 117),
-    "bpf": (321, 280),
-    "keyctl": (250, 219),
+    "quotactl": (179, 60),
     "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240),
     "sched_setattr": (314, 274),
     "sched_setparam": (142, 118),
+    "semctl": (66, 191),
     "semget": (64, 190),
+    "semop": (65, 193),
+    "semtimedop": (220, 192),
+    "sendmmsg": (307, 269),
+    "sendmsg": (46, 211),
     "setns": (308, 268),
     "setxattr": (188, 5),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "shmdt": (67, 197),
     "shmget": (29, 194),
+    "splice": (275, 76),
+    "sync": (162, 81),
+    "syncfs": (306, 267),
     "tgkill": (234, 131),
+    "timer_create": (222, 107),
     "tkill": (200, 130),
     "unshare": (272, 97),
     "userfaultfd": (323, 282),
+    "vmsplice": (278, 75),
 }
 
 PRELUDE = """
 import array, builtins, ctypes, errno, fcntl, gc, mmap, os, resource, signal, socket, struct, subprocess, sys, threading
 libc = ctypes.CDLL(None, use_errno=True)
-VICTIM, JUDGE, PORT, PRECIOUS, NR = @
+VICTIM, JUDGE, PORT, PRECIOUS, NR, IDS, SOCKET = @
 def call(name, *arguments):
     result = libc.syscall(NR[name], *arguments) if NR[name] is not None else (ctypes.set_errno(errno.EPERM), -1)[1]
     if result < 0: raise OSError(ctypes.get_errno(), name)
@@ -97,7 +133,7 @@ class Attack:
     name: str
     program: str
     reward: float | None = 1.0
-    timeout_s: float = 30.0
+    timeout_s: float = HANG_S
     answer: Any = None
 
 
@@ -114,6 +150,11 @@ def confined(kind: str, name: str, program: str) -> Attack:
 def fails(kind: str, name: str, program: str, **more: Any) -> Attack:
     """Return an attack that must get reward 0."""
     return Attack(kind, name, textwrap.dedent(program), 0.0, **more)
+
+
+def holds(name: str, program: str) -> Attack:
+    """Return an attack that the judge must end, though it waits for ever."""
+    return Attack("holding", name, f"{program}\nwhile True: signal.pause()", 0.0)
 
 
 def hangs(name: str, program: str) -> Attack:
@@ -133,6 +174,26 @@ def f(x):
                 os._exit(0)
         frame = frame.f_back
     return 0
+"""
+UNLINKED = """
+libc.mmap.restype = ctypes.c_void_p
+def filled(fd):
+    os.posix_fallocate(fd, 0, 8 << 20)
+    return fd
+def unlinked():
+    fd = filled(os.open("x", os.O_CREAT | os.O_RDWR))
+    os.unlink("x")
+    return fd
+def mapped(fd, flags, length=4096, protection=3):
+    found = libc.mmap(None, ctypes.c_size_t(length), protection, flags, fd, ctypes.c_long(0))
+    assert found != ctypes.c_void_p(-1).value, os.strerror(ctypes.get_errno())
+    if fd >= 0: os.close(fd)
+    return found
+"""
+LIBC_CALL = """
+def libc_call(number):
+    ctypes.set_errno(0)
+    if libc.syscall(number, 0, 0, 0, 0, 0, 0) < 0: raise OSError(ctypes.get_errno(), number)
 """
 PIPE = "reader, writer = os.pipe()"
 PAIR = "left, right = socket.socketpair()"
@@ -232,6 +293,99 @@ ATTACKS = (
     refuse("kernel", "bpf", "call('bpf', 0, b'\\0' * 64, 64)"),
     refuse("kernel", "perf", "call('perf_event_open', b'\\0' * 128, 0, -1, -1, 0)"),
     refuse("kernel", "userfaultfd", "call('userfaultfd', 1)"),
+    refuse("network", "aim a datagram socket", "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)"),
+    refuse(
+        "network",
+        "send to a datagram socket",
+        "left.sendto(b'secret', SOCKET)",
+        "left.connect(SOCKET)",
+        "left.bind('mine')",
+        "left.listen()",
+        "left.sendmsg([b'secret'], [], 0, SOCKET)",
+        setup=PAIR,
+    ),
+    refuse("network", "sequenced packets", "socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)"),
+    # objects of others
+    refuse(
+        "objects",
+        "shared memory",
+        "call('shmat', IDS['shm'], None, 0)",
+        "call('shmctl', IDS['shm'], 0, None)",
+        "call('shmdt', None)",
+    ),
+    refuse(
+        "objects",
+        "semaphores",
+        "call('semctl', IDS['sem'], 0, 0)",
+        "call('semop', IDS['sem'], struct.pack('hhh', 0, 1, 0), 1)",
+        "call('semtimedop', IDS['sem'], struct.pack('hhh', 0, 1, 0), 1, None)",
+    ),
+    refuse(
+        "objects",
+        "message queue",
+        "call('msgctl', IDS['msg'], 0, None)",
+        "call('msgsnd', IDS['msg'], struct.pack('l', 1), 0, 0o4000)",
+        "call('msgrcv', IDS['msg'], b'\\0' * 64, 8, 0, 0o4000)",
+    ),
+    refuse(
+        "objects",
+        "POSIX queue",
+        "call('mq_unlink', IDS['mq'])",
+        "call('mq_open', IDS['mq'], 2, 0, None)",
+        *(f"call('{name}', 3, b'x', 1, 0, None)" for name in ("mq_timedsend", "mq_timedreceive", "mq_getsetattr")),
+    ),
+    # attributes that Landlock does not guard
+    *(
+        refuse("attributes", name, f"fcntl.ioctl(os.open(PRECIOUS, 0), {number}, b'\\x80' * 40)")
+        for name, number in (
+            ("FS_IOC_SETFLAGS", 0x40086602),
+            ("FS_IOC_FSSETXATTR", 0x401C5820),
+            ("FS_IOC_SETVERSION", 0x40087602),
+            ("EXT4_IOC_SETVERSION", 0x40086604),
+            ("EXT4_IOC_MIGRATE", 0x6609),
+            ("FS_IOC_ENABLE_VERITY", 0x40806685),
+            ("FICLONE", 0x40049409),
+        )
+    ),
+    refuse("attributes", "file_setattr", "call('file_setattr', -100, PRECIOUS.encode(), b'\\0' * 24, 24, 0)"),
+    refuse(
+        "files",
+        "truncate by opening",
+        "os.open(PRECIOUS, os.O_RDONLY | os.O_TRUNC)",
+        "os.open(PRECIOUS, 3 | os.O_TRUNC)",
+        "call('openat2', -100, PRECIOUS.encode(), struct.pack('QQQ', os.O_TRUNC, 0, 0), 24)",
+    ),
+    # what keeps a program from outliving its judge
+    refuse(
+        "survival", "no signal when the judge ends", "call('prctl', 1, 0, 0, 0, 0)", "call('prctl', 1, 19, 0, 0, 0)"
+    ),
+    refuse("survival", "other options", "call('prctl', 4, 0, 0, 0, 0)", "call('prctl', 36, 1, 0, 0, 0)"),
+    # limits of the user and of the machine
+    refuse("shared limits", "file watches", "call('inotify_init1', 0)", "call('fanotify_init', 0, 0)"),
+    refuse("shared limits", "asynchronous operations", "call('io_setup', 100, b'\\0' * 8)"),
+    refuse("shared limits", "disks", "call('sync')", "call('syncfs', 0)", "call('quotactl', 0, None, 0, None)"),
+    refuse("shared limits", "timers", "call('timer_create', 0, None, b'\\0' * 8)"),
+    refuse("shared limits", "locked memory", "call('mlock', None, 0)"),
+    confined(
+        "shared limits",
+        "pending signals",
+        """
+        import re
+        def pending(): return int(re.search("SigQ:\\s*(\\d+)", open("/proc/self/status").read())[1])
+        before = pending()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {40})
+        for i in range(1000): os.kill(os.getpid(), 40)
+        assert pending() - before <= 64 or before > 64, pending()
+        """,
+    ),
+    # calls by other names
+    refuse(
+        "kernel",
+        "calls of later kernels",
+        *(f"libc_call({number})" for number in (470, 511, 600, 1000, 2**31 - 1)),
+        setup=LIBC_CALL,
+    ),
+    refuse("kernel", "x32 calls", "libc_call(0x40000000 | 39)", "libc_call(0x40000000 | 62)", setup=LIBC_CALL),
     # memory of others
     refuse("ptrace", "attach", "call('ptrace', 16, VICTIM, 0, 0)", "call('ptrace', 0x4206, JUDGE, 0, 0)"),
     refuse("ptrace", "read memory", "call('process_vm_readv', VICTIM, None, 0, None, 0, 0)"),
@@ -261,30 +415,37 @@ ATTACKS = (
         assert os.path.getsize("big") <= 16 << 20
         """,
     ),
-    fails(
-        "output",
-        "many large files",
-        """
-        import itertools, time
-        for i in itertools.count():
-            open(str(i % 100), 'wb').write(bytes(8 << 20))
-            time.sleep(0.02)
-        """,
+    # The watch must end those that hold more than they may: each of them then waits for ever.
+    holds("large files", "for i in range(10): open(str(i), 'wb').write(bytes(8 << 20))"),
+    holds("deleted files", f"{UNLINKED}kept = [unlinked() for _ in range(10)]"),
+    holds("mapped files", f"{UNLINKED}for i in range(10): mapped(unlinked(), 1)"),
+    holds("privately mapped files", f"{UNLINKED}for i in range(10): mapped(unlinked(), 2)"),
+    holds("mapped files without a name", f"{UNLINKED}for i in range(10): mapped(filled(os.open('.', 0o20200002)), 1)"),
+    holds(
+        "shared memory",
+        f"{UNLINKED}for i in range(10):\n    m = mapped(-1, 0x21, 16 << 20)\n    ctypes.memset(m, 1, 16 << 20)\n"
+        "    libc.munmap(ctypes.c_void_p(m + 4096), ctypes.c_size_t((16 << 20) - 4096))",
     ),
-    fails(
-        "output",
-        "deleted files",
-        """
-        import time
-        kept = []
-        for i in range(40):
-            kept.append(open('x', 'wb', 0))
-            kept[-1].write(bytes(8 << 20))
-            os.remove('x')
-            time.sleep(0.02)
-        time.sleep(5)
-        def f(x): return x + 1
-        """,
+    holds(
+        "files in folders that cannot be listed",
+        "os.mkdir('a', 0o300)\nfor i in range(10): open(f'a/{i}', 'wb').write(bytes(8 << 20))",
+    ),
+    refuse("holding", "large shared memory", "mmap.mmap(-1, 17 << 20)", "mmap.mmap(-1, 1 << 32)"),
+    refuse("holding", "huge pages", "mmap.mmap(-1, 1 << 21, flags=0x40022)", "mmap.mmap(-1, 1 << 12, flags=0x2022)"),
+    refuse("holding", "descriptors of a thread's own", "call('close_range', 1000, 1000, 2)"),
+    refuse("holding", "threads that share no descriptors", "call('clone', 0x3D0B00, 0, 0, 0, 0)"),
+    refuse(
+        "holding",
+        "blocks beyond the end",
+        "call('fallocate', x, 1, ctypes.c_long(0), ctypes.c_long(1 << 30))",
+        setup="x = os.open('x', os.O_CREAT | os.O_RDWR)",
+    ),
+    refuse(
+        "holding",
+        "pages in a pipe",
+        "call('vmsplice', 1, None, 0, 0)",
+        "fcntl.fcntl(reader, 1031, 1 << 20)",
+        setup=PIPE,
     ),
     fails("output", "many files", "import itertools\nfor i in itertools.count(): open(str(i), 'w').close()"),
     hangs("loop", "while True: pass"),
@@ -362,7 +523,7 @@ ATTACKS = (
     fails(
         "leftovers",
         "bottomless folders",
-        "import time\nfor i in range(3000):\n    os.mkdir('deep')\n    os.chdir('deep')\ntime.sleep(5)" + SOLUTION,
+        "for i in range(3000):\n    os.mkdir('deep')\n    os.chdir('deep')\nwhile True: signal.pause()",
     ),
     confined(
         "leftovers",
@@ -401,7 +562,62 @@ def file_state(file: Path) -> tuple[int, ...]:
     return status.st_mode, status.st_uid, status.st_gid, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def outcome(attack: Attack, facts: tuple[Any, ...]) -> tuple[str, str]:
+class Objects:
+    """SysV objects, a POSIX queue and a datagram socket of this process, as a neighbour of the programs has them."""
+
+    def __init__(self, folder: str) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.shmat.restype = ctypes.c_void_p
+        self.ids: dict[str, Any] = {
+            "shm": self._libc.shmget(0, 4096, 0o1600),
+            "sem": self._libc.semget(0, 1, 0o1600),
+            "msg": self._libc.msgget(0, 0o1600),
+            "mq": f"bapo-attacks-{os.getpid()}".encode(),
+        }
+        assert min(self.ids[name] for name in ("shm", "sem", "msg")) >= 0, os.strerror(ctypes.get_errno())
+        self._memory = self._libc.shmat(self.ids["shm"], None, 0)
+        ctypes.memmove(self._memory, b"precious", 8)
+        self._queue = self._libc.mq_open(b"/" + self.ids["mq"], os.O_CREAT | os.O_RDWR | os.O_NONBLOCK, 0o600, None)
+        self._send()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket_path = f"{folder}/datagrams"
+        self._socket.bind(self.socket_path)
+        self._socket.setblocking(False)
+
+    def harm(self) -> str:
+        """Return what an attack did to them, "" for nothing."""
+        message, buffer, status = map(ctypes.create_string_buffer, (64, 8192, 256))
+        taken = self._libc.msgrcv(self.ids["msg"], message, 16, 0, 0o4000), message.raw[8:16]
+        received = self._libc.mq_receive(self._queue, buffer, 8192, None), buffer.raw[:8]
+        self._send()
+        found = {
+            "memory": ctypes.string_at(self._memory, 8) == b"precious",
+            "its segment": self._libc.shmctl(self.ids["shm"], 2, status) == 0 and not status.raw[21] & 0o2,  # SHM_DEST
+            "semaphore": self._libc.semctl(self.ids["sem"], 0, 12) == 0,  # GETVAL
+            "message": taken == (8, b"precious"),
+            "message of the POSIX queue": received == (8, b"precious"),
+            "POSIX queue": self._libc.mq_close(self._libc.mq_open(b"/" + self.ids["mq"], os.O_RDWR)) == 0,
+        }
+        changed = [name for name, is_whole in found.items() if not is_whole]
+        with contextlib.suppress(BlockingIOError):
+            changed.append(f"a datagram came: {self._socket.recv(100)!r}")
+        return ", ".join(changed)
+
+    def _send(self) -> None:
+        message = struct.pack("=q8s", 1, b"precious")
+        assert self._libc.msgsnd(self.ids["msg"], message, 8, 0o4000) == 0
+        assert self._libc.mq_send(self._queue, b"precious", 8, 0) == 0
+
+    def close(self) -> None:
+        """Remove them."""
+        self._libc.shmctl(self.ids["shm"], 0, None)
+        self._libc.semctl(self.ids["sem"], 0, 0)
+        self._libc.msgctl(self.ids["msg"], 0, None)
+        self._libc.mq_unlink(b"/" + self.ids["mq"])
+        self._socket.close()
+
+
+def outcome(attack: Attack, facts: tuple[Any, ...], objects: Objects) -> tuple[str, str]:
     """Return an attack's verdict and the harm done, "" for none."""
     judge = CodeJudge(attack.timeout_s, 1 << 30)
     program = PRELUDE.replace("@", repr(facts), 1) + attack.program
@@ -420,6 +636,7 @@ def outcome(attack: Attack, facts: tuple[Any, ...]) -> tuple[str, str]:
     except OSError as error:
         harm.append(f"another process is gone: {error}")
     harm += [] if precious.read_text() == "data" and file_state(precious) == status else ["the precious file changed"]
+    harm += [f"objects of another process: {changed}"] if (changed := objects.harm()) else []
     now = sorted(os.listdir(precious.parent))
     harm += [] if now == listing else [f"left behind: {now}"]
     return verdict, "; ".join(harm)
@@ -429,25 +646,29 @@ def main(abi: int) -> None:
     """Run the table as this user, and print each outcome as a JSON object."""
     column = {"x86_64": 0, "aarch64": 1}[platform.machine()]
     numbers = {name: pair[column] for name, pair in NUMBERS.items()}
-    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        socket.create_server(("127.0.0.1", 0)) as server,
+        contextlib.closing(Objects(folder)) as objects,
+    ):
         tempfile.tempdir = folder
         precious, sandbox = Path(folder) / "precious", Path(folder) / "sandbox.py"
         precious.write_text("data")
-        shutil.copy(Path(code_module._SANDBOX).with_name("system_calls.txt"), folder)
         source = Path(code_module._SANDBOX).read_text()
+        assert f"MAX_LANDLOCK_ABI = {NEWEST_ABI}" in source
         sandbox.write_text(source.replace(f"MAX_LANDLOCK_ABI = {NEWEST_ABI}", f"MAX_LANDLOCK_ABI = {abi}"))
         code_module._SANDBOX = str(sandbox)
-        outcomes = {}
+        port, outcomes = server.getsockname()[1], {}
         for attack in ATTACKS:
             with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as victim:
-                facts = (victim.pid, os.getpid(), server.getsockname()[1], str(precious), numbers)
-                outcomes[f"{attack.kind}: {attack.name}"] = outcome(attack, facts)
+                facts = (victim.pid, os.getpid(), port, str(precious), numbers, objects.ids, objects.socket_path)
+                outcomes[f"{attack.kind}: {attack.name}"] = outcome(attack, facts, objects)
                 victim.kill()
     print(json.dumps(outcomes))
 
 
 USERS = ("root", "nobody") if os.geteuid() == 0 else ("this user",)
-VARIANTS = [(user, abi) for user in USERS for abi in (NEWEST_ABI, ABI_WITHOUT_SCOPES)]
+VARIANTS = [(user, abi) for user in USERS for abi in (NEWEST_ABI, ABI_WITHOUT_SCOPES, ABI_OF_LINUX_6_1)]
 
 
 @pytest.fixture(scope="module")
@@ -467,7 +688,7 @@ def runs() -> Iterator[dict[tuple[str, int], subprocess.Popen[str]]]:
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: f"{variant[0]}, Landlock {variant[1]}")
 def outcomes(request: pytest.FixtureRequest, runs: dict[Any, subprocess.Popen[str]]) -> dict[str, tuple[str, str]]:
-    stdout, stderr = runs[request.param].communicate(timeout=600)
+    stdout, stderr = runs[request.param].communicate(timeout=6 * HANG_S)
     assert stdout, stderr
     return json.loads(stdout.splitlines()[-1])
 

@@ -4,8 +4,10 @@ import asyncio
 import json
 import math
 import random
-from collections.abc import Sequence
-from typing import Any
+import selectors
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -22,6 +24,51 @@ from bapo_megatron.rollout.staleness import StalenessBound
 from bapo_megatron.types import Group, Prompt, Segment, Trajectory
 
 STOP = 9
+T = TypeVar("T")
+
+
+class ClockLoop(asyncio.SelectorEventLoop):
+    """An event loop with a clock of its own, which jumps to the next timer when nothing else is left to do.
+
+    What is sent to a thread is done at once, and its result comes as many seconds later as it said with `work`.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._work_s = 0.0
+        super().__init__(_ClockSelector(self))
+
+    def time(self) -> float:
+        return self.now_s
+
+    def work(self, seconds: float) -> None:
+        self._work_s += seconds
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        done, self._work_s = self.create_future(), 0.0
+        try:
+            finish = partial(done.set_result, func(*args))
+        except Exception as error:
+            finish = partial(done.set_exception, error)
+        self.call_later(self._work_s, lambda: done.done() or finish())
+        return done
+
+
+class _ClockSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+    def __init__(self, loop: ClockLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> Any:
+        assert timeout is not None, "all wait for each other"
+        self._loop.now_s += timeout
+        return super().select(0)
+
+
+def run_on_clock(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run it on a `ClockLoop`: what comes first depends on the coroutine alone, not on the machine."""
+    with asyncio.Runner(loop_factory=ClockLoop) as runner:
+        return runner.run(coroutine)
 
 
 class CountingPrompts:
@@ -122,7 +169,7 @@ def test_partial_responses_are_resumed_with_later_weights_and_keep_every_token()
             engine.version += 1
         return out
 
-    trained = asyncio.run(run())
+    trained = run_on_clock(run())
     assert len(trained) == 12 * 2 * 3
     assert len({t.sample_id for t in trained}) == len(trained)
     for t in trained:
@@ -139,7 +186,7 @@ def test_partial_responses_are_resumed_with_later_weights_and_keep_every_token()
 def test_without_a_budget_one_round_finishes_everything() -> None:
     engine = ScriptedEngine()
     scheduler = make(engine)
-    groups, stats = asyncio.run(scheduler.take(0, 0))
+    groups, stats = run_on_clock(scheduler.take(0, 0))
     assert groups is not None
     assert stats.num_rounds == 1
     assert [g.prompt.prompt_id for g in groups] == [0, 1]
@@ -150,16 +197,16 @@ def test_a_failed_request_is_repeated_then_loud_and_nothing_is_lost() -> None:
     engine = ScriptedEngine()
     scheduler = make(engine)
     engine.failures = 1
-    _, stats = asyncio.run(scheduler.take(0, 0))
+    _, stats = run_on_clock(scheduler.take(0, 0))
     assert stats.num_retries == 6, "all six responses of the call"
     engine.failures = 100
     with pytest.raises(EngineError, match=r"HTTP 500 .* \(gave up after 2 attempts\)"):
-        asyncio.run(scheduler.take(1, 0))
+        run_on_clock(scheduler.take(1, 0))
     scheduler.ledger.check(scheduler.book.buffered())
     assert scheduler.ledger.counts()["queued"] == 6
     engine.failures = 0
     scheduler.pool.admit(engine)  # type: ignore[arg-type]
-    groups, _ = asyncio.run(scheduler.take(1, 0))
+    groups, _ = run_on_clock(scheduler.take(1, 0))
     assert groups is not None
     assert [g.prompt.prompt_id for g in groups] == [2, 3]
 
@@ -176,7 +223,7 @@ def test_why_requests_are_repeated_is_logged_once_for_all_that_fail_alike(caplog
     engine = Failing()
     scheduler = make(engine, max_retries=3)
     engine.failures = 3
-    _, stats = asyncio.run(scheduler.take(0, 0))
+    _, stats = run_on_clock(scheduler.take(0, 0))
     assert len(stats.errors) == 3
     where = "a request is repeated: http://scripted/generate, request 0.0-s0"
     assert caplog.messages == [f"{where}c0: HTTP 503: no", f"{where}c1: HTTP 500: no"]
@@ -186,7 +233,7 @@ def test_a_failing_engine_is_fenced_and_the_others_take_over() -> None:
     good, bad = ScriptedEngine(url="http://good"), ScriptedEngine(url="http://bad")
     bad.failures = 100
     scheduler = make(good, bad)
-    groups, stats = asyncio.run(scheduler.take(0, 0))
+    groups, stats = run_on_clock(scheduler.take(0, 0))
     assert groups is not None
     assert [g.prompt.prompt_id for g in groups] == [0, 1]
     assert all(t.response_ids == expected(good, t) for g in groups for t in g.trajectories)
@@ -212,7 +259,7 @@ def test_an_engine_that_is_back_gets_weights_before_it_is_asked() -> None:
         assert len(stats.errors) == 1
         return groups
 
-    groups = asyncio.run(run())
+    groups = run_on_clock(run())
     assert groups is not None
     assert [g.prompt.prompt_id for g in groups] == [0, 1]
 
@@ -228,7 +275,7 @@ def test_one_bad_result_of_many_costs_its_own_request_only() -> None:
             return super().answer(request)
 
     engine = Garbling()
-    groups, stats = asyncio.run(make(engine).take(0, 0))
+    groups, stats = run_on_clock(make(engine).take(0, 0))
     assert groups is not None
     assert stats.num_retries == 1
     assert len(engine.requests) == 6
@@ -241,7 +288,7 @@ def test_a_refused_request_ends_the_run_at_once() -> None:
 
     scheduler = make(Refusing())
     with pytest.raises(RequestRefusedError, match="too long"):
-        asyncio.run(scheduler.take(0, 0))
+        run_on_clock(scheduler.take(0, 0))
     scheduler.ledger.check(scheduler.book.buffered())
 
 
@@ -250,7 +297,7 @@ def test_an_engine_restarted_with_old_weights_is_fenced_and_its_tokens_are_not_b
     engine.version = -1
     scheduler = make(engine)
     with pytest.raises(EngineError, match="weight version -1, but version 4 was sent there"):
-        asyncio.run(scheduler.take(0, 4))
+        run_on_clock(scheduler.take(0, 4))
     assert scheduler.ledger.num_tokens["generated"] == 0
 
 
@@ -263,7 +310,7 @@ def test_groups_that_are_not_worth_training_are_replaced_and_counted() -> None:
         return len(set(group.rewards)) > 1
 
     scheduler = make(engine, keep=keep)
-    groups, stats = asyncio.run(scheduler.take(0, 0))
+    groups, stats = run_on_clock(scheduler.take(0, 0))
     assert groups is not None
     assert all(len(set(g.rewards)) == 2 for g in groups)
     assert stats.num_dropped_groups > 0
@@ -276,14 +323,14 @@ def test_groups_that_are_not_worth_training_are_replaced_and_counted() -> None:
 def test_prompts_that_never_teach_anything_end_the_run_with_advice() -> None:
     scheduler = make(ScriptedEngine(), keep=lambda group: False)
     with pytest.raises(UserError, match=r"40 groups in a row were dropped \(keep_group\).*keep_group=\"all\""):
-        asyncio.run(scheduler.take(0, 0))
+        run_on_clock(scheduler.take(0, 0))
 
 
 def test_tokens_of_an_unknown_version_stop_the_run() -> None:
     engine = ScriptedEngine()
     engine.version = 5
     with pytest.raises(EngineError, match="tokens of weight version 5, but the trainer is at 2"):
-        asyncio.run(make(engine).take(0, 2))
+        run_on_clock(make(engine).take(0, 2))
 
 
 def test_an_engine_that_returns_nothing_is_an_error_not_a_hang() -> None:
@@ -292,17 +339,17 @@ def test_an_engine_that_returns_nothing_is_an_error_not_a_hang() -> None:
             return GenerateResult(request.rid, (), (), (), "abort", 3, 0)
 
     with pytest.raises(EngineError, match="3 rounds in a row returned no token from http://scripted"):
-        asyncio.run(make(Silent()).take(0, 0))
+        run_on_clock(make(Silent()).take(0, 0))
 
 
 def test_stale_groups_are_dropped_and_counted() -> None:
     engine = ScriptedEngine()
     before = make(engine, groups_in_flight=8)
-    asyncio.run(before.take(0, 0))
+    run_on_clock(before.take(0, 0))
     after = make(engine, groups_in_flight=8, max_staleness=2)  # the bound is new in the resumed run
     after.load_state_dict(before.state_dict())
     engine.version = 3
-    groups, stats = asyncio.run(after.take(1, 3))
+    groups, stats = run_on_clock(after.take(1, 3))
     assert groups is not None
     assert stats.num_stale_groups == 6
     assert min(v for g in groups for t in g.trajectories for v in t.versions) == 3
@@ -336,7 +383,7 @@ def test_a_restored_scheduler_goes_on_exactly() -> None:
         out = []
         for step in steps:
             engine.version = step
-            groups, _ = asyncio.run(scheduler.take(step, step))
+            groups, _ = run_on_clock(scheduler.take(step, step))
             assert groups is not None
             out += [t for g in groups for t in g.trajectories]
         return out
@@ -360,7 +407,7 @@ def test_conservation_under_random_aborts(chaos: int, budget: int, in_flight: in
     num_trained_tokens = 0
     for step in range(4):
         engine.version = step
-        groups, _ = asyncio.run(scheduler.take(step, step))
+        groups, _ = run_on_clock(scheduler.take(step, step))
         assert groups is not None
         num_trained_tokens += sum(t.num_response_tokens for g in groups for t in g.trajectories)
         for t in (t for g in groups for t in g.trajectories):

@@ -8,10 +8,11 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -33,6 +34,7 @@ from bapo_megatron.runtime.ranks import StopFile
 from bapo_megatron.slurm import node
 from bapo_megatron.slurm.node import END, RUN, Meeting
 from bapo_megatron.slurm.submit import known_step_s, prepare
+from tests.distributed import HANG_S
 from tests.slurm_kinds import KINDS, settings_of
 
 GPUS = ("cluster.gpu=h100", "rollout.engine=sglang")
@@ -177,15 +179,21 @@ def test_a_bad_task_of_a_sweep_is_named() -> None:
 
 
 def test_the_script_means_what_was_set_however_it_is_written(tmp_path: Path) -> None:
-    """bash runs the script with srun, scontrol replaced by programs that write down what they are given."""
+    """bash runs the script with srun, scontrol replaced by programs that write down what they are given.
+
+    The trainer ends after the engines have done so, which wait to be ended by the script.
+    """
     folder = tmp_path / 'it\'s $HOME; a "folder"'
     tools = tmp_path / "tools"
     tools.mkdir()
-    said = tmp_path / "said"
+    said, meet = tmp_path / "said", tmp_path / "meet"
+    os.mkfifo(meet)
     for name in ("srun", "scontrol"):
         (tools / name).write_text(
-            f"#!{sys.executable}\nimport json, os, sys\n"
+            f"#!{sys.executable}\nimport json, os, signal, sys\n"
             f"with open({str(said)!r}, 'a') as f: f.write(json.dumps([sys.argv, os.environ.get('NOTE')]) + '\\n')\n"
+            f"if 'engines' in sys.argv: open({str(meet)!r}, 'w'), signal.pause()\n"
+            f"if 'trainer' in sys.argv: open({str(meet)!r})\n"
         )
         (tools / name).chmod(0o755)
     settings = (
@@ -199,7 +207,7 @@ def test_the_script_means_what_was_set_however_it_is_written(tmp_path: Path) -> 
     job.write()
     environment = {"PATH": f"{tools}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "3"}
     done = subprocess.run(
-        ["bash", str(job.script_path)], env=environment, capture_output=True, text=True, timeout=60, check=False
+        ["bash", str(job.script_path)], env=environment, capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert done.returncode == 0, done.stderr
     calls = [json.loads(line) for line in said.read_text().splitlines()]
@@ -232,7 +240,7 @@ def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
         scripts.append(job.script_path)
     command = [shellcheck, "--external-sources", f"--source-path={root / 'scripts'}", *map(str, scripts)]
     command += ["--exclude=SC2016"]  # values of settings are meant as they are written
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.stdout + done.stderr == ""
     assert done.returncode == 0
 
@@ -279,17 +287,22 @@ def test_check_places_a_run_on_its_nodes(capsys: pytest.CaptureFixture[str]) -> 
 # what runs on the nodes
 
 
-def test_who_is_late_is_named_and_who_failed_says_why(tmp_path: Path) -> None:
+def test_who_is_late_is_named_and_who_failed_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meeting = Meeting(tmp_path)
     with pytest.raises(
         UserError, match=r"waited 0.3 s for engine node 1: no .*engines-1.json.*slurm.startup_timeout_s"
     ):
         meeting.wait("engines-1", "engine node 1", 0.3, "slurm.startup_timeout_s")
-    threading.Timer(0.2, lambda: meeting.tell("engines-1", {"urls": ["http://a"]})).start()
-    assert meeting.wait("engines-1", "engine node 1", 60.0, "x") == {"urls": ["http://a"]}
+
+    def tell(pause_s: float) -> None:
+        meeting.tell("engines-1", {"urls": ["http://a"]})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node, "time", SimpleNamespace(monotonic=time.monotonic, sleep=tell))
+        assert meeting.wait("engines-1", "engine node 1", HANG_S, "x") == {"urls": ["http://a"]}
     meeting.tell(RUN, {"error": "the run is in use"})
     with pytest.raises(UserError, match="trainer rank 0: the run is in use"):
-        meeting.wait(RUN, "trainer rank 0", 60.0, "x")
+        meeting.wait(RUN, "trainer rank 0", HANG_S, "x")
     with pytest.raises(UserError, match="on a file system that all nodes share"):
         Meeting(tmp_path / "elsewhere")
 
@@ -322,11 +335,12 @@ def test_a_port_that_is_in_use_on_an_engine_node_is_told_to_all_with_the_log(
 
     monkeypatch.setattr("bapo_megatron.engines.processes.reserved_ports", taken)
     monkeypatch.setenv("SLURM_PROCID", "0")
-    config = configured(f"run.dir={tmp_path}")
+    config = configured(f"run.dir={tmp_path}", f"rollout.startup_timeout_s={HANG_S}")
     job, _ = prepare(config)
     job.write()
     meeting = Meeting(tmp_path)
     with RunDir.open(config) as run_dir:
+        meeting.share_key("a-key")
         meeting.tell(RUN, {"run_dir": str(run_dir.path), "host": "127.0.0.1", "port": 1})
         assert node.main(["engines", "--config", str(job.config_path), "--meeting", str(tmp_path)]) == 2
         log = run_dir.log_dir / "engine-0.log"
@@ -337,7 +351,7 @@ def test_a_port_that_is_in_use_on_an_engine_node_is_told_to_all_with_the_log(
     assert "Address already in use" in told
     assert str(log) in told
     with pytest.raises(UserError, match=r"engine node 0: the rollout engine refused to start: cannot listen on 127"):
-        meeting.wait("engines-0", "engine node 0", 60.0, "x")
+        meeting.wait("engines-0", "engine node 0", HANG_S, "x")
 
 
 def test_outside_of_a_step_a_node_says_what_it_is_for(
@@ -361,7 +375,17 @@ def test_a_host_name_that_stands_for_loopback_is_refused(monkeypatch: pytest.Mon
         node.node_address(configured("cluster.nodes=2"))
 
 
-def test_the_weight_group_meets_where_remote_engines_reach_it() -> None:
+def test_the_weight_group_meets_where_remote_engines_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a resolver: whether one answers, and when, is the network's affair."""
+    known = ("127.0.0.1", "localhost")
+    look_up = socket.getaddrinfo
+
+    def resolve(host: str, *rest: Any, **options: Any) -> Any:
+        if host not in known:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return look_up(host, *rest, **options)
+
+    monkeypatch.setattr(processes.socket, "getaddrinfo", resolve)
     assert own_address([]) == "127.0.0.1"
     assert own_address(["http://127.0.0.1:1", "http://localhost:2", "http://nowhere.invalid:3"]) == "127.0.0.1"
 

@@ -15,6 +15,7 @@ from bapo_megatron.preflight import starter
 from bapo_megatron.preflight.check import violations_of
 from bapo_megatron.preflight.known import KNOWN_MODELS
 from bapo_megatron.preflight.starter import Machine, write_config
+from tests.distributed import HANG_S
 
 CPU = Machine(0, "", 0.0, 64.0)
 PLAIN = {"prompt": "3+5*2=", "answer": "3+5=1,1*2=2,"}
@@ -64,7 +65,7 @@ def test_the_format_is_recognised_and_the_check_passes(
     table = tomllib.loads(Path("demo.toml").read_text())
     assert table["data"]["format"] == format_name
     assert table["run"]["name"] == "demo"
-    assert cli.main(["check", "demo.toml"]) == 0
+    assert cli.main(["check", "demo.toml", f"reward.timeout_s={HANG_S}"]) == 0
 
 
 def test_lengths_follow_the_prompts(tmp_path: Path, data: Path) -> None:

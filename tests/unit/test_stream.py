@@ -1,10 +1,9 @@
-"""Sampling without rounds, against an engine that takes time: over-sampling, overlap, fencing, the staleness bound."""
+"""Sampling without rounds, with an engine that takes time of the test's own clock: over-sampling, overlap, fencing,
+the staleness bound."""
 
 import asyncio
 import json
 import random
-import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from bapo_megatron.errors import EngineError
 from bapo_megatron.rollout.dispatch import sample_seed
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.types import Group, Trajectory
-from tests.unit.test_scheduler import STOP, ScriptedEngine, make
+from tests.unit.test_scheduler import STOP, ClockLoop, ScriptedEngine, make, run_on_clock
 
 
 class TimedEngine(ScriptedEngine):
@@ -123,7 +122,7 @@ def test_an_event_loop_that_ends_early_leaves_no_request_behind() -> None:
         raise ArithmeticError("the trainer's own")
 
     with pytest.raises(ArithmeticError):
-        asyncio.run(fail())
+        run_on_clock(fail())
     assert engine.num_running == 0
 
 
@@ -131,7 +130,7 @@ def test_an_event_loop_that_ends_early_leaves_no_request_behind() -> None:
 def test_the_tail_is_aborted_and_resumed_with_newer_weights(budget: int | None) -> None:
     engine = TimedEngine()
     scheduler = make(engine, abort_tail=True, tokens_per_round=budget, **OPTIONS)
-    batches = asyncio.run(train(scheduler, [engine], num_steps=12, updates=1))
+    batches = run_on_clock(train(scheduler, [engine], num_steps=12, updates=1))
     check(scheduler, [g for batch in batches for g in batch])
     assert engine.num_running == 0, "nothing is left running between steps"
     trained = [t for batch in batches for g in batch for t in g.trajectories]
@@ -147,7 +146,7 @@ def test_a_step_does_not_wait_for_the_tail() -> None:
     engine.halt_at = 30
     scheduler = make(engine, abort_tail=True, samples_per_prompt=1, groups_in_flight=16, max_response_tokens=48)
 
-    groups, _ = asyncio.run(asyncio.wait_for(scheduler.take(0, 0), 60))
+    groups, _ = run_on_clock(asyncio.wait_for(scheduler.take(0, 0), 60))
     assert groups is not None
     begun = [*(t for g in groups for t in g.trajectories), *scheduler.book.buffered()]
     assert all(t.num_response_tokens < 40 for t in begun)
@@ -168,13 +167,13 @@ def test_sampling_goes_on_while_the_trainer_trains(abort_tail: bool) -> None:
         await scheduler.close()
         check(scheduler, groups)
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    run_on_clock(asyncio.wait_for(run(), 60))
 
 
 def test_responses_go_on_through_a_push_and_know_both_versions() -> None:
     engine = TimedEngine(token_s=0.001)
     scheduler = make(engine, overlap=True, max_staleness=6, **OPTIONS)
-    batches = asyncio.run(train(scheduler, [engine], num_steps=15, updates=1))
+    batches = run_on_clock(train(scheduler, [engine], num_steps=15, updates=1))
     check(scheduler, [g for batch in batches for g in batch])
     trained = [t for batch in batches for g in batch for t in g.trajectories]
     assert any(len(set(t.versions)) > 1 for t in trained)
@@ -183,7 +182,7 @@ def test_responses_go_on_through_a_push_and_know_both_versions() -> None:
 def test_slots_are_refilled_one_by_one_and_never_overfilled() -> None:
     engine = TimedEngine()
     scheduler = make(engine, overlap=True, max_staleness=9, max_concurrent_requests=5, **OPTIONS)
-    asyncio.run(train(scheduler, [engine], num_steps=10, updates=1))
+    run_on_clock(train(scheduler, [engine], num_steps=10, updates=1))
     assert engine.max_running == 5
 
 
@@ -201,7 +200,7 @@ def test_a_hung_engine_is_fenced_and_its_samples_move_on() -> None:
         await scheduler.close()
         return groups
 
-    check(scheduler, asyncio.run(run()))
+    check(scheduler, run_on_clock(run()))
 
 
 def test_engines_that_return_nothing_are_an_error_not_a_busy_loop() -> None:
@@ -211,7 +210,7 @@ def test_engines_that_return_nothing_are_an_error_not_a_busy_loop() -> None:
 
     scheduler = make(Silent(), abort_tail=True, **OPTIONS)
     with pytest.raises(EngineError, match="replies in a row from http://timed held no token"):
-        asyncio.run(asyncio.wait_for(scheduler.take(0, 0), 60))
+        run_on_clock(asyncio.wait_for(scheduler.take(0, 0), 60))
 
 
 def test_a_failing_judge_is_loud() -> None:
@@ -222,15 +221,16 @@ def test_a_failing_judge_is_loud() -> None:
 
     scheduler._score = broken
     with pytest.raises(RuntimeError, match="no verdict"):
-        asyncio.run(asyncio.wait_for(scheduler.take(0, 0), 60))
+        run_on_clock(asyncio.wait_for(scheduler.take(0, 0), 60))
 
 
 def test_a_failure_between_two_batches_is_told_once_by_the_next() -> None:
     scheduler = make(TimedEngine(), overlap=True, max_staleness=9, **OPTIONS)
-    judge, lock = scheduler._score, threading.Lock()
+    judge, failed = scheduler._score, []
 
     def fails_once(trajectories: Any) -> Sequence[float]:
-        if lock.acquire(blocking=False):
+        if not failed:
+            failed.append(trajectories)
             raise RuntimeError("no verdict")
         return judge(trajectories)
 
@@ -248,7 +248,7 @@ def test_a_failure_between_two_batches_is_told_once_by_the_next() -> None:
         assert groups is not None
         await scheduler.close()
 
-    asyncio.run(run())
+    run_on_clock(run())
 
 
 def test_state_saved_while_sampling_goes_on_loses_and_repeats_nothing() -> None:
@@ -269,7 +269,7 @@ def test_state_saved_while_sampling_goes_on_loses_and_repeats_nothing() -> None:
         return trained, saved
 
     engine = TimedEngine()
-    head, saved = asyncio.run(first(engine, make(engine, **options)))
+    head, saved = run_on_clock(first(engine, make(engine, **options)))
     second = make(engine, **options)
     second.load_state_dict(json.loads(saved))
     assert second.ledger.counts()["running"] == 0
@@ -284,7 +284,7 @@ def test_state_saved_while_sampling_goes_on_loses_and_repeats_nothing() -> None:
         await second.close()
         return trained
 
-    check(second, head + asyncio.run(rest()))
+    check(second, head + run_on_clock(rest()))
 
 
 @pytest.mark.parametrize("judge_s", [0.0, 0.1])
@@ -293,13 +293,15 @@ def test_a_bound_that_is_lowered_between_runs_holds_from_then_on(judge_s: float)
     options = {**OPTIONS, "overlap": True, "samples_per_prompt": 2, "groups_in_flight": 12, "tokens_per_round": 6}
     engine = TimedEngine()
     first = make(engine, max_staleness=12, **options)
-    head = asyncio.run(train(first, [engine], num_steps=4, updates=1))
+    head = run_on_clock(train(first, [engine], num_steps=4, updates=1))
     second = make(engine, max_staleness=2, **options)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     score = second._score
 
     def judge(trajectories: Sequence[Trajectory]) -> Sequence[float]:
-        time.sleep(judge_s if trajectories[0].prompt.prompt_id % 3 else 0.0)
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, ClockLoop)
+        loop.work(judge_s if trajectories[0].prompt.prompt_id % 3 else 0.0)
         return score(trajectories)
 
     second._score = judge
@@ -319,7 +321,7 @@ def test_a_bound_that_is_lowered_between_runs_holds_from_then_on(judge_s: float)
         await second.close()
         return batches
 
-    tail = asyncio.run(rest())
+    tail = run_on_clock(rest())
     for step, groups in enumerate(tail, start=4):
         assert max(step - v for g in groups for t in g.trajectories for v in t.versions) <= 2
     samples = [t for groups in (*head, *tail) for g in groups for t in g.trajectories]
@@ -348,7 +350,7 @@ def test_groups_dropped_while_the_trainer_trains_are_counted_in_the_next_batch()
         await scheduler.close()
         return counts
 
-    assert sum(asyncio.run(run())) > 0
+    assert sum(run_on_clock(run())) > 0
 
 
 def test_the_trainer_waits_for_a_slow_request_before_its_tokens_are_too_old() -> None:
@@ -364,7 +366,7 @@ def test_the_trainer_waits_for_a_slow_request_before_its_tokens_are_too_old() ->
 
     engine = SlowFirst(token_s=0.0)
     scheduler = make(engine, overlap=True, max_staleness=4, samples_per_prompt=1, **OPTIONS | {"groups_in_flight": 8})
-    batches = asyncio.run(train(scheduler, [engine], num_steps=12, updates=1, train_s=0.001))
+    batches = run_on_clock(train(scheduler, [engine], num_steps=12, updates=1, train_s=0.001))
     assert not scheduler.ledger.dropped
     steps = [step for step, groups in enumerate(batches) for g in groups if g.prompt.prompt_id == 0]
     assert len(steps) == 1
@@ -398,7 +400,7 @@ def test_the_staleness_bound_is_never_passed_and_nothing_is_dropped(
         overlap=overlap,
         max_response_tokens=48,
     )
-    batches = asyncio.run(train(scheduler, engines, num_steps=8, updates=updates, train_s=rng.random() * 0.004))
+    batches = run_on_clock(train(scheduler, engines, num_steps=8, updates=updates, train_s=rng.random() * 0.004))
     for step, groups in enumerate(batches):
         last_update = (step + 1) * updates - 1
         assert len(groups) == 2

@@ -6,9 +6,11 @@ The process group is replaced by one inside this process; what is tested is who 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -20,15 +22,55 @@ from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import DIGEST, TensorSpec, digest
 from bapo_megatron.errors import BroadcastLostError, EngineError, RequestRefusedError, UnreachableEngineError
-from bapo_megatron.sync import broadcast
+from bapo_megatron.sync import broadcast, session
 from bapo_megatron.sync.base import push_until_whole
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.sync.session import Members
+from tests.distributed import HANG_S
 
-TIMEOUT_S = 1.0
-FOR_EVER_S = 60.0
+TIMEOUT_S = HANG_S
 NAMES = [f"w{i}" for i in range(6)]
 STAGES = ["pause", "begin", "first bucket", "middle bucket", "last bucket", "end", "checksum", "resume"]
+
+
+class Clock:
+    """The clock of pushes, which skips the time in which all engines wait in vain."""
+
+    def __init__(self) -> None:
+        self._skipped_s = 0.0
+        self._num_waiting = 0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._skipped_s
+
+    sleep = staticmethod(time.sleep)
+
+    def wait(self, futures: Collection[Future[Any]], timeout_s: float, return_when: str) -> None:
+        """Stand in for that of concurrent.futures."""
+        deadline = self.monotonic() + timeout_s
+        while self.monotonic() < deadline:
+            _, missing = concurrent.futures.wait(futures, 0.001, return_when)
+            if not missing or (return_when == concurrent.futures.FIRST_EXCEPTION and any(map(has_failed, futures))):
+                return
+
+    async def wait_in_vain(self) -> None:
+        """Skip some time if no other call is on its way."""
+        self._num_waiting += 1
+        try:
+            for _ in range(3):  # one that has just been submitted becomes a task in between
+                await asyncio.sleep(0.001)
+                if len(asyncio.all_tasks()) > self._num_waiting:
+                    return
+            self._skipped_s += TIMEOUT_S / 20
+        finally:
+            self._num_waiting -= 1
+
+
+def has_failed(future: Future[Any]) -> bool:
+    return future.done() and (future.cancelled() or future.exception() is not None)
+
+
+clock = Clock()
 
 
 class FakeGroup:
@@ -79,6 +121,7 @@ class ScriptedEngine:
         self.calls: list[str] = []
         self._num_taken = 0
         self._num_received: list[int] = []
+        self.capabilities = ["weight_manifest", "weight_digests", "gloo_only"]
         self._one_at_a_time = asyncio.Lock()
 
     async def _stage(self, name: str) -> None:
@@ -95,7 +138,8 @@ class ScriptedEngine:
         if fault == "lose":
             raise BroadcastLostError(f"{self.url}: HTTP 400: Failed to receive weights")
         if fault == "hang":
-            await asyncio.sleep(FOR_EVER_S)
+            while True:
+                await clock.wait_in_vain()
 
     async def pause(self, mode: str) -> None:
         await self._stage("pause")
@@ -105,7 +149,7 @@ class ScriptedEngine:
         if self.is_dead:
             raise UnreachableEngineError(f"{self.url}: connection refused")
         return {
-            "capabilities": ["weight_manifest", "weight_digests", "gloo_only"],
+            "capabilities": self.capabilities,
             "weight_version": self.version,
             "tp_size": 1,
         }
@@ -120,11 +164,16 @@ class ScriptedEngine:
 
     async def update_weights(
         self, specs: Sequence[TensorSpec], group_name: str, *, flat: bool, version: int | None
-    ) -> None:
+    ) -> dict[str, str]:
         index, self._num_taken = self._num_taken, self._num_taken + 1
-        await self._stage("first bucket" if index == 0 else "last bucket" if version is not None else "middle bucket")
+        stage = "first bucket" if index == 0 else "last bucket" if version is not None else "middle bucket"
+        if self.faults.get(stage) == "lie":
+            del self.faults[stage]
+            return {}
+        await self._stage(stage)
         async with self._one_at_a_time:
             await self._take(specs, version)
+        return {spec.name: digest(self.weights[spec.name]) for spec in specs}
 
     async def _take(self, specs: Sequence[TensorSpec], version: int | None) -> None:
         assert self.group is not None
@@ -182,11 +231,11 @@ class FakeLearner:
 
 
 class World:
-    def __init__(self, loop: LoopThread, num_engines: int) -> None:
+    def __init__(self, loop: LoopThread, num_engines: int, timeout_s: float = TIMEOUT_S) -> None:
         self.engines = [ScriptedEngine(name) for name in "abc"[:num_engines]]
         self.pool = EnginePool(self.engines)  # type: ignore[arg-type]
         self.learner = FakeLearner()
-        config = SyncConfig(bucket_mib=64 / 2**20, timeout_s=TIMEOUT_S)  # type: ignore[call-arg] - 2 weights a bucket
+        config = SyncConfig(bucket_mib=64 / 2**20, timeout_s=timeout_s)  # type: ignore[call-arg] - 2 weights a bucket
         self.channel = BroadcastChannel(self.pool, config, loop.submit)
         self.channel.connect(self.learner.weight_specs())
 
@@ -211,9 +260,16 @@ def loop() -> Iterator[LoopThread]:
     thread.close()
 
 
+def use_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (session, broadcast):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(session, "wait", clock.wait)
+
+
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broadcast, "form_group", FakeGroup.form)
+    use_clock(monkeypatch)
     monkeypatch.setattr("bapo_megatron.sync.base.share_flag", lambda value: value)
 
 
@@ -238,9 +294,9 @@ def test_an_engine_that_fails_is_fenced_and_the_others_go_on(
     world.push()
     world.learner.version = 2
     world.engines[1].faults = {stage: fault} if (stage, fault) != ("begin", "refuse") else {"begin": "die"}
-    began_s, world.learner.num_read = time.monotonic(), 0
+    began_s, world.learner.num_read = clock.monotonic(), 0
     world.push()
-    assert time.monotonic() - began_s < 30 * TIMEOUT_S < FOR_EVER_S
+    assert clock.monotonic() - began_s < (30 * TIMEOUT_S if fault == "hang" else TIMEOUT_S)
     world.assert_goes_on(*"ac"[: num_engines - 1])
     assert world.learner.num_read % len(NAMES) == 0, "gathering is collective: every pass is read to its end"
     assert "http://b is fenced" in world.pool.describe()
@@ -276,6 +332,48 @@ def test_an_engine_that_only_lost_the_broadcast_is_not_to_blame(loop: LoopThread
     world.engines[2].faults = {"middle bucket": "die"}
     world.push()
     world.assert_goes_on("a", "b")
+
+
+@pytest.mark.parametrize("stage", ["first bucket", "middle bucket", "last bucket"])
+@pytest.mark.parametrize("proves", [True, False])
+def test_an_engine_that_confirms_what_it_did_not_receive_is_fenced_and_not_who_lost_it(
+    loop: LoopThread, proves: bool, stage: str
+) -> None:
+    """An SGLang server gives no proof: the one that confirms is suspected if others lost the broadcast."""
+    world = World(loop, 2)
+    healthy, liar = world.engines
+    if not proves:
+        liar.capabilities = ["weight_manifest", "gloo_only"]
+    healthy.faults, liar.faults = {stage: "lose"}, {stage: "lie"}
+    world.push()
+    world.assert_goes_on("a")
+    assert re.search(r"http://b is fenced \(http://b confirm", world.pool.describe())
+
+
+def test_an_engine_that_lost_what_others_prove_to_have_received_is_fenced(loop: LoopThread) -> None:
+    world = World(loop, 3)
+    world.engines[1].faults = {"middle bucket": "lose"}
+    world.push()
+    world.assert_goes_on("a", "c")
+    assert "others received it" in world.pool.describe()
+
+
+def test_a_broadcast_that_does_not_end_though_all_confirm_it_fences_who_has_no_proof(
+    loop: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(loop, 2)
+    world.engines[1].capabilities = ["weight_manifest", "gloo_only"]
+    num_formed, wait = FakeGroup.num_formed, FakeGroup.wait
+
+    def late(group: FakeGroup) -> bool:
+        if FakeGroup.num_formed == num_formed + 1:
+            raise RuntimeError("timed out waiting for send")
+        return wait(group)
+
+    monkeypatch.setattr(FakeGroup, "wait", late)
+    world.push()
+    world.assert_goes_on("a")
+    assert "whose broadcast did not end" in world.pool.describe()
 
 
 @pytest.mark.parametrize("fault", ["refuse", "lose"])

@@ -21,14 +21,13 @@ from bapo_megatron.engines import group
 from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.group import Launch, UpdateGroup, host_store
 from bapo_megatron.engines.pool import EnginePool
-from bapo_megatron.engines.wire import TensorSpec, unpack
+from bapo_megatron.engines.wire import TensorSpec, digest, unpack
 from bapo_megatron.errors import EngineError
 from bapo_megatron.sync import broadcast
 from bapo_megatron.sync.broadcast import BroadcastChannel
-from tests.unit.test_sync_channel import FakeLearner, ScriptedEngine, World
+from tests.distributed import HANG_S
+from tests.unit.test_sync_channel import TIMEOUT_S, FakeLearner, ScriptedEngine, World, clock, use_clock
 
-TIMEOUT_S = 5.0  # also on a busy machine, a process reaches its own socket in time
-FOR_EVER_S = 300.0  # a broadcast that blocks this long counts as one that never returns
 CPU = torch.device("cpu")
 
 
@@ -56,7 +55,7 @@ class LazyGroup:
             self.is_met.set()
 
     def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> dist.Work:
-        if not self.is_met.wait(FOR_EVER_S):
+        if not self.is_met.wait(HANG_S):
             raise RuntimeError("the broadcast blocked its caller")
         self.events.append("started")
         self.sent.append(tensors[0].clone())
@@ -81,6 +80,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LazyGroup]]:
 
     monkeypatch.setattr(group, "_new_process_group_helper", new_group)
     monkeypatch.setattr(group.dist, "destroy_process_group", destroy)
+    use_clock(monkeypatch)
     monkeypatch.setattr(broadcast._Sender, "_device", "cpu")
     monkeypatch.setattr("bapo_megatron.sync.base.share_flag", lambda value: value)
     yield formed
@@ -110,17 +110,18 @@ class NcclEngine(ScriptedEngine):
 
     async def update_weights(
         self, specs: Sequence[TensorSpec], group_name: str, *, flat: bool, version: int | None
-    ) -> None:
+    ) -> dict[str, str]:
         assert flat
         index, self._num_buckets = self._num_buckets, self._num_buckets + 1
         await self._stage("first bucket" if index == 0 else "last bucket" if version is not None else "middle bucket")
         lazy = next(lazy for lazy in self.groups if lazy.name == group_name)
         lazy.enter(self.url)
         while len(lazy.sent) <= index:
-            await asyncio.sleep(0.001)
+            await (asyncio.sleep(0.001) if lazy.is_met.is_set() else clock.wait_in_vain())
         self.weights |= dict(unpack(lazy.sent[index], specs))
         if version is not None:
             self.version = str(version)
+        return {spec.name: digest(self.weights[spec.name]) for spec in specs}
 
 
 class NcclWorld(World):
@@ -142,7 +143,7 @@ class NcclWorld(World):
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + FOR_EVER_S
+    deadline = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -169,11 +170,11 @@ def test_an_engine_that_never_enters_the_first_broadcast_ends_the_push_in_time(
     """The other engine is stuck in the broadcast, and fenced with it: what blocks in it cannot be let go."""
     world = NcclWorld(loop, groups, num_engines)
     world.engines[-1].faults = {"first bucket": fault}
-    began_s = time.monotonic()
+    began_s = clock.monotonic()
     is_nobodys_fault = (num_engines, fault) == (1, "refuse")
     with pytest.raises(EngineError, match="not today") if is_nobodys_fault else contextlib.nullcontext():
         world.push()
-    assert time.monotonic() - began_s < 30 * TIMEOUT_S < FOR_EVER_S
+    assert clock.monotonic() - began_s < 30 * TIMEOUT_S
     torn = groups[0]
     assert torn.events == [], "its communicator is still being made, and must be left alone"
     torn.is_met.set()  # the missing rank comes after all
@@ -251,8 +252,10 @@ def test_a_broadcast_is_ordered_after_what_the_caller_issued(monkeypatch: pytest
 
 def test_over_gloo_a_broadcast_is_started_by_its_caller() -> None:
     name = "alone"
-    alone = UpdateGroup(name, store=host_store("127.0.0.1", 1, 10), rank=0, world_size=1, backend="gloo", timeout_s=10)
-    work = alone.broadcast(torch.ones(3), 5)
+    alone = UpdateGroup(
+        name, store=host_store("127.0.0.1", 1, HANG_S), rank=0, world_size=1, backend="gloo", timeout_s=HANG_S
+    )
+    work = alone.broadcast(torch.ones(3), HANG_S)
     assert not isinstance(work, Launch)
     assert work.wait()
     alone.close()

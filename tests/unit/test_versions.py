@@ -1,6 +1,14 @@
 """The versions of requirements/, and the files that repeat or read them."""
 
+import ast
+import importlib.metadata
+import os
+import platform
 import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -32,6 +40,147 @@ def test_the_tested_versions_have_every_package_once() -> None:
         assert len(names) == len(set(names)), file
 
 
+LOCKS = {file.stem: file.read_text() for file in ROOT.glob("requirements/*.lock")}
+LOCKED = {
+    extra: dict(re.findall(r"(?m)^([\w.-]+)==([\w.]+) \\\n    --hash=sha256:[0-9a-f]{64}\b", text))
+    for extra, text in LOCKS.items()
+}
+"""Version of each package that has a digest, by extra."""
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def asked(extras: set[str]) -> list[Requirement]:
+    """What bapo-megatron itself asks for on the machines of the locks."""
+    declared = map(Requirement, importlib.metadata.requires("bapo-megatron") or [])
+    return [r for r in declared if r.marker is None or any(r.marker.evaluate({"extra": extra}) for extra in extras)]
+
+
+def test_a_lock_has_a_digest_of_every_package() -> None:
+    assert LOCKED.keys() == {"train", "dev", "docs", "gym", "sglang"}
+    for extra, text in LOCKS.items():
+        lines = [line for line in text.splitlines() if not line.startswith(("#", "    --hash=", "--no-binary="))]
+        assert [line for line in lines if not re.fullmatch(r"[a-z0-9.-]+==[\w.]+ \\", line)] == [], extra
+        assert len(lines) == len(LOCKED[extra]) > 10, extra
+        assert not {name for name in LOCKED[extra] if re.match("torch|nvidia|cuda|triton", name)}, (
+            "of torch's own index"
+        )
+
+
+@pytest.mark.parametrize("extra", LOCKED)
+def test_a_lock_has_what_setup_asks_for_in_the_tested_versions(extra: str) -> None:
+    locked = LOCKED["train"] | LOCKED[extra]
+    assert not LOCKED[extra].keys() & LOCKED["train"].keys() or extra == "train"
+    for requirement in asked({"train", extra}):
+        if requirement.name != "torch":
+            assert requirement.specifier.contains(locked[canonical(requirement.name)]), requirement
+    for other in ({canonical(name): version for name, version in pins("cpu").items()}, *LOCKED.values()):
+        assert {name for name in other.keys() & locked.keys() if other[name] != locked[name]} == set()
+    if extra == "sglang":
+        assert {r.name for r in requirements("sglang")} <= locked.keys()
+
+
+@pytest.mark.parametrize("extra", LOCKED)
+def test_a_lock_has_what_its_packages_ask_for(extra: str) -> None:
+    """As far as they are installed: their metadata says it."""
+    locked = LOCKED["train"] | LOCKED[extra]
+    alone = {canonical(r.name) for r in requirements("sglang")}  # installed without what they ask for
+    wanted = {(canonical(r.name), frozenset(r.extras)) for r in asked({"train", extra})}
+    seen: set[tuple[str, frozenset[str]]] = set()
+    while wanted:
+        name, extras = one = wanted.pop()
+        seen.add(one)
+        if name == "torch":
+            continue
+        assert name in locked, f"{name} is not in train.lock or {extra}.lock; run scripts/lock.sh"
+        if packages.installed_version(name) == locked[name] and name not in alone:
+            needs = map(Requirement, importlib.metadata.requires(name) or [])
+            environments = [{"extra": e} for e in extras | {""}]
+            needed = [r for r in needs if r.marker is None or any(map(r.marker.evaluate, environments))]
+            wanted |= {(canonical(r.name), frozenset(r.extras)) for r in needed} - seen
+    assert len(seen) > 10
+
+
+def common(folder: Path, script: str, python: str = sys.executable) -> tuple[int, str]:
+    """Exit code and output of a script that has sourced common.sh, for an environment in `folder`."""
+    done = subprocess.run(
+        ["bash", "-c", f'set -euo pipefail; source "{ROOT}/scripts/common.sh"; PY="{python}"; {script}'],
+        env={**os.environ, "VIRTUAL_ENV": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_the_scripts_install_from_the_locks_where_these_hold(holds: bool, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        f"""#!/bin/sh
+        if [ "$1" = - ]; then exit {0 if holds else 1}; fi
+        if [ "$1 $2" = "-m pip" ]; then echo "pip $*"; else exec {sys.executable} "$@"; fi
+        """
+    )
+    python.chmod(0o755)
+    code, output = common(tmp_path, "install_checkout dev,gym", str(python))
+    assert code == 0
+    calls = [line for line in output.splitlines() if line.startswith("pip ")]
+    if not holds:
+        (call,) = calls
+        assert call.endswith(f" -c {tmp_path}/.bapo-constraints.txt -e {ROOT}[dev,gym]")
+        return
+    *from_locks, checkout = calls
+    files = [
+        call.rpartition(f" --require-hashes --only-binary :all: --no-build-isolation -r {ROOT}/") for call in from_locks
+    ]
+    assert [file for _, _, file in files] == [f"requirements/{extra}.lock" for extra in ("train", "dev", "gym")]
+    assert checkout.endswith(f" --no-deps --no-build-isolation -e {ROOT}")
+
+
+def test_the_locks_hold_for_one_python_and_the_tested_torch(tmp_path: Path) -> None:
+    here = (sys.version_info[:2], platform.machine(), importlib.metadata.version("torch").partition("+")[0])
+    holds = here == ((3, 11), "x86_64", pins("cpu")["torch"])
+    script = "for extra in train dev,sglang dev,parquet; do use_locks $extra && echo yes || echo no; done"
+    assert common(tmp_path, script)[1].split() == (["yes", "yes", "no"] if holds else ["no"] * 3)
+    script = 'LOCKED_PYTHON="$("$PY" -c "import sys; print(*sys.version_info[:2], sep=chr(46))")0"; use_locks train'
+    assert common(tmp_path, script)[0] != 0
+
+
+def test_the_outcome_of_mypy_depends_on_no_package_beyond_train() -> None:
+    """mypy does not follow imports of what may be there or not."""
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+    skipped = {
+        module.removesuffix(".*")
+        for part in config["overrides"]
+        if part.get("follow_imports") == "skip"
+        for module in part["module"]
+    }
+    of_train = {canonical(name) for name in ["torch", *LOCKED["train"]]}
+    known = {
+        module
+        for module, distributions in importlib.metadata.packages_distributions().items()
+        if of_train & {canonical(name) for name in distributions}
+    }
+    files = [
+        file for folder in config["files"] for file in (ROOT / folder).rglob("*.py*") if file.suffix in (".py", ".pyi")
+    ]
+    used = {module.partition(".")[0] for file in files for module in imports(ast.walk(ast.parse(file.read_text())))}
+    ours = {"bapo_megatron", "bapo_megatron_patches", "bapo_megatron_requirements"}
+    assert used - sys.stdlib_module_names - ours - known == skipped - {"megatron"}
+
+
+def imports(nodes: Iterable[ast.AST]) -> Iterable[str]:
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield str(node.module)
+
+
 def test_the_patches_are_written_against_the_pinned_versions() -> None:
     for stack in STACKS:
         assert pins(stack)["megatron-core"] == MEGATRON_SUPPORTED
@@ -41,7 +190,7 @@ def test_the_patches_are_written_against_the_pinned_versions() -> None:
 def test_setup_asks_for_what_the_doctor_reads() -> None:
     """The doctor reads the installed metadata, which an old installation may have from an older setup.py."""
     text = (ROOT / "setup.py").read_text()
-    for group in ("core", "parquet", "gpu", "sglang-needs"):
+    for group in ("core", "parquet", "gym", "gpu", "sglang-needs"):
         for requirement in requirements(group):
             ranges = re.findall(rf'"{re.escape(requirement.name)}(?:\[\w+\])?([^"]*)"', text)
             assert str(requirement.specifier) in {str(Requirement(f"x{r}").specifier) for r in ranges}, requirement

@@ -1,15 +1,25 @@
 """`bapo chat`: a conversation in the terminal."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import sys
 
 from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
 from bapo_megatron.engines.embedded.text import Reply, TextModel
 
+_END_TIMEOUT_S = 60.0  # for one step of the engine
+
 
 def chat(model: TextModel, *, temperature: float, system: str | None) -> None:
     """Read messages and print replies as they grow, until the end of input. Ctrl-C stops a reply."""
+    try:
+        _converse(model, temperature, system)
+    finally:  # a thread inside torch can crash Python's own end, and a reply that was stopped may have a step to finish
+        concurrent.futures.wait([model.engine.call(lambda: None, when_still=True)], _END_TIMEOUT_S)
+
+
+def _converse(model: TextModel, temperature: float, system: str | None) -> None:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  lines can be edited and recalled
 

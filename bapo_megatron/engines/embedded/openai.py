@@ -230,6 +230,7 @@ async def _merged(replies: Sequence[Reply]) -> AsyncGenerator[tuple[int, str], N
         await following  # raises what went wrong
     finally:
         following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
 
 
 def _usage(prompts: Sequence[list[int]], replies: Sequence[Reply]) -> dict[str, int]:

@@ -3,7 +3,7 @@
     python -m bapo_megatron.engines.embedded --model-path CHECKPOINT --port 0 --ready-file F
 
 A bad request gets 400 with a message that names the field. If the engine fails, open requests get 500 and the process
-ends with exit code 1.
+ends with exit code 1. With BAPO_ENGINE_KEY in the environment, requests need that key (runtime/web.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import faulthandler
 import json
+import logging
 import os
 import signal
 import sys
@@ -30,32 +31,48 @@ from bapo_megatron.engines.embedded.engine import BatchingEngine, Sequence
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.protocol import BadRequestError
 from bapo_megatron.engines.embedded.weights import WeightUpdater
-from bapo_megatron.errors import UserError
+from bapo_megatron.engines.key import take_key
+from bapo_megatron.errors import UserError, escaped
+from bapo_megatron.runtime.web import Guard
 
 if TYPE_CHECKING:
     from bapo_megatron.engines.embedded.text import TextModel
 
 _MAX_BODY_BYTES = 16 * 2**20  # parsing holds the event loop for a second
+_MAX_LINE = 500  # characters of the log about a malformed request
 _UPDATE_TIMEOUT_S = 300.0
 _GIL_SWITCH_S = 2e-4  # the decode loop takes the interpreter lock between operators: let it have it back soon
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+log = logging.getLogger(__name__)
 
 
 class Server:
     """Routes of one engine."""
 
     def __init__(
-        self, engine: BatchingEngine, *, model_path: str, update_timeout_s: float, text: TextModel | None = None
+        self,
+        engine: BatchingEngine,
+        *,
+        model_path: str,
+        update_timeout_s: float,
+        text: TextModel | None = None,
+        guard: Guard | None = None,
     ) -> None:
-        """Serve token ids and, with `text`, also texts and OpenAI's routes."""
+        """Serve a trainer; with `text`, serve texts and OpenAI's routes instead, and no route that changes the engine.
+
+        Args:
+            guard: decides which requests are let in. None means one without a key, for addresses of this machine.
+        """
         self.engine = engine
+        self._guard = guard or Guard("localhost")
         self._text = text
         self._updater = WeightUpdater(engine, timeout_s=update_timeout_s)
         self._model_path = model_path
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors_as_json])
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guarded, _errors_as_json])
         app.add_routes(
             [
                 web.get("/health", self.health),
@@ -64,6 +81,15 @@ class Server:
                 web.get("/model_info", self.model_info),
                 web.get("/get_model_info", self.model_info),
                 web.post("/generate", self.generate),
+            ]
+        )
+        if self._text is not None:
+            from bapo_megatron.engines.embedded.openai import OpenAIRoutes
+
+            app.add_routes(OpenAIRoutes(self._text).routes())
+            return app
+        app.add_routes(
+            [
                 web.post("/abort_request", self.abort_request),
                 web.post("/pause_generation", self.pause_generation),
                 web.post("/continue_generation", self.continue_generation),
@@ -79,11 +105,13 @@ class Server:
                 web.post("/stop_profile", self.stop_profile),
             ]
         )
-        if self._text is not None:
-            from bapo_megatron.engines.embedded.openai import OpenAIRoutes
-
-            app.add_routes(OpenAIRoutes(self._text).routes())
         return app
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if (refusal := self._guard.refusal(request.method, request.headers)) is None:
+            return await handler(request)
+        return web.Response(text=refusal.to_json(), status=refusal.status, content_type="application/json")
 
     async def generate(self, request: web.Request) -> web.Response:
         body = protocol.parse(protocol.GenerateBody, await request.read())
@@ -138,9 +166,9 @@ class Server:
 
     async def update_weights_from_distributed(self, request: web.Request) -> web.Response:
         body = protocol.parse(protocol.UpdateWeightsBody, await request.read())
-        await asyncio.to_thread(self._updater.update, body)
+        received = await asyncio.to_thread(self._updater.update, body)
         suffix = "" if body.weight_version is None else f" Weight version updated to {body.weight_version}."
-        return _success(f"Succeeded to update parameter online.{suffix}")
+        return _success(f"Succeeded to update parameter online.{suffix}", digests=received)
 
     async def end_weight_update(self, request: web.Request) -> web.Response:
         protocol.parse(protocol.EmptyBody, await request.read())
@@ -270,8 +298,17 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return web.json_response({"success": False, "message": message}, status=500)
 
 
-def _success(message: str) -> web.Response:
-    return web.json_response({"success": True, "message": message})
+def _success(message: str, **facts: Any) -> web.Response:
+    return web.json_response({"success": True, "message": message} | facts)
+
+
+class _OneLine(logging.Filter):
+    """Turns what aiohttp logs of a malformed request, with a traceback, into one line for debugging."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        problem = record.exc_info[1] if record.exc_info else None
+        log.debug("%s", escaped(f"{record.getMessage()}: {problem!r}")[:_MAX_LINE])
+        return False
 
 
 async def serve(server: Server, *, host: str, port: int, ready_file: Path | None, exit_with_parent: bool) -> None:
@@ -282,6 +319,7 @@ async def serve(server: Server, *, host: str, port: int, ready_file: Path | None
         loop.add_signal_handler(number, stop.set)
     if exit_with_parent:
         threading.Thread(target=_exit_when_stdin_closes, daemon=True).start()
+    logging.getLogger("aiohttp.server").addFilter(_OneLine())
     runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     site = web.TCPSite(runner, host, port)
@@ -310,8 +348,9 @@ def _exit_when_stdin_closes() -> None:
 
 
 def serve_text(text: TextModel, *, host: str, port: int) -> NoReturn:
-    """Serve token ids, texts and OpenAI's routes until a signal."""
-    server = Server(text.engine, model_path=text.name, update_timeout_s=_UPDATE_TIMEOUT_S, text=text)
+    """Serve token ids, texts and OpenAI's routes until a signal. OpenAI's clients send a key: any will do."""
+    guard = Guard(host)
+    server = Server(text.engine, model_path=text.name, update_timeout_s=_UPDATE_TIMEOUT_S, text=text, guard=guard)
     sys.setswitchinterval(_GIL_SWITCH_S)
     asyncio.run(serve(server, host=host, port=port, ready_file=None, exit_with_parent=False))
     _leave(text.engine)
@@ -348,7 +387,8 @@ def main(argv: list[str] | None = None) -> None:
         version=args.weight_version,
         num_threads=args.threads,
     )
-    server = Server(engine, model_path=args.model_path, update_timeout_s=args.update_timeout_s)
+    guard = Guard(args.host, take_key())
+    server = Server(engine, model_path=args.model_path, update_timeout_s=args.update_timeout_s, guard=guard)
     asyncio.run(
         serve(
             server,

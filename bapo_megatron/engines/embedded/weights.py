@@ -19,7 +19,7 @@ from bapo_megatron.engines.embedded.protocol import (
     UpdateFromDiskBody,
     UpdateWeightsBody,
 )
-from bapo_megatron.engines.group import UpdateGroup, connect_store
+from bapo_megatron.engines.group import UpdateGroup, reach_store
 from bapo_megatron.engines.wire import DIGEST, TensorSpec, digest, unpack
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.reader import weight_files
@@ -48,7 +48,7 @@ class WeightUpdater:
             if body.rank_offset >= body.world_size:
                 raise BadRequestError(f"rank_offset: {body.rank_offset} is not below world_size={body.world_size}")
             try:
-                store = connect_store(body.master_address, body.master_port, body.world_size, self._timeout_s)
+                store = reach_store(body.master_address, body.master_port, body.world_size, self._timeout_s)
                 self._groups[body.group_name] = UpdateGroup(
                     body.group_name,
                     store=store,
@@ -90,8 +90,10 @@ class WeightUpdater:
                 raise BadRequestError("the weight update is incomplete: push all weights again")
             self._engine.call(lambda: self._engine.publish(None)).result(self._timeout_s)
 
-    def update(self, body: UpdateWeightsBody) -> None:
-        """Receive the announced weights into their places. A refusal comes before anything is received.
+    def update(self, body: UpdateWeightsBody) -> dict[str, str]:
+        """Receive the announced weights into their places, and return the digest of each, by name.
+
+        A refusal comes before anything is received.
 
         Raises:
             BadRequestError: no session, no group, or tensors of another model; the group is then closed, so that the
@@ -117,6 +119,7 @@ class WeightUpdater:
                     del self._groups[body.group_name]
                     group.close()
                 raise
+            return {spec.name: self._digests[spec.name] for spec in specs}
 
     def update_from_disk(self, body: UpdateFromDiskBody) -> None:
         """Load a checkpoint folder; all of it is checked before any of it is put in place.
@@ -218,6 +221,7 @@ class WeightUpdater:
                 group.broadcast(data).wait()
                 for name, tensor in unpack(data, specs):
                     places[name].copy_(tensor)
+                    self._digests[name] = digest(places[name])
                 return
             works = {name: group.broadcast(place) for name, place in places.items()}
             try:

@@ -1,0 +1,54 @@
+"""The key that a run shares with its engines: without it an engine answers nothing.
+
+The process that starts engines makes it. It reaches them and trainer rank 0 by their environment, and the nodes of a
+SLURM job by a file of the meeting folder: it is in no command line, log, configuration or checkpoint.
+"""
+
+import os
+import secrets
+from pathlib import Path
+
+from bapo_megatron.config.schema import RolloutConfig
+from bapo_megatron.errors import UserError
+from bapo_megatron.runtime.files import regular_file
+
+KEY_VARIABLE = "BAPO_ENGINE_KEY"
+
+_NUM_BYTES = 32
+_MAX_BYTES = 4096
+
+
+def new_key() -> str:
+    """Make the key of one attempt of a run."""
+    return secrets.token_hex(_NUM_BYTES)
+
+
+def take_key() -> str | None:
+    """Return the key in this process's environment, if any, and keep it from the processes that this one starts."""
+    return os.environ.pop(KEY_VARIABLE, None) or None
+
+
+def client_key(rollout: RolloutConfig) -> str | None:
+    """Return the key that this run's engines ask for: of servers of your own, the one in rollout.api_key.
+
+    Raises:
+        UserError: there is no key in that file.
+    """
+    key = take_key()
+    if rollout.engine_kind.specs is not None:
+        return key
+    return None if rollout.api_key is None else read_key(rollout.api_key)
+
+
+def read_key(path: str) -> str:
+    """Return the key in a file: one line of printable ASCII characters. Raises UserError; no message shows the file."""
+    try:
+        with regular_file(Path(path).expanduser()).open("rb") as file:
+            text = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise UserError(f"rollout.api_key={path}: {why}; name the file that holds the servers' key") from error
+    key = text.strip()
+    if not key or len(text) > _MAX_BYTES or any(not 33 <= byte < 127 for byte in key):
+        raise UserError(f"rollout.api_key={path}: the file is not one key of printable ASCII characters")
+    return key.decode()

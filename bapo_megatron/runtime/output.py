@@ -1,0 +1,88 @@
+"""Standard streams: one that cannot be written to is an error where a command starts, and ends no run later."""
+
+import logging
+import os
+import sys
+from typing import Any, TextIO, cast
+
+logger = logging.getLogger(__name__)
+
+
+class Output:
+    """A text stream that remembers why it could not be written to. Everything else is the stream's own.
+
+    Attributes:
+        problem: the first error of writing; None without one.
+        is_lasting: continue after an error, which is logged, and write nothing more. If not, it is raised.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.problem: OSError | None = None
+        self.is_lasting = False
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return len(text) if self._is_lost else self._stream.write(text)
+        except OSError as error:
+            self._lose(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            if not self._is_lost:
+                self._stream.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def discard(self) -> None:
+        """Send nowhere what the stream still holds: Python would write it at exit."""
+        try:
+            target = self._stream.fileno()
+        except (OSError, ValueError):  # a stream without a file
+            return
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, target)
+        os.close(nowhere)
+
+    @property
+    def _is_lost(self) -> bool:
+        return self.is_lasting and self.problem is not None
+
+    def _lose(self, error: OSError) -> None:
+        self.problem = error
+        if not self.is_lasting:
+            raise error
+        logger.warning("nothing more is shown: the output cannot be written any more (%s)", error.strerror or error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def lasting(stream: TextIO) -> TextIO:
+    """Return a stream for the messages of a run, which does not end with their reader."""
+    output = stream if isinstance(stream, Output) else Output(stream)
+    output.is_lasting = True
+    return cast(TextIO, output)
+
+
+def open_closed_streams() -> bool:
+    """Open /dev/null in the place of standard streams that were closed (`<&-`); return whether output was.
+
+    The next file that is opened, of a run for instance, would take their place, and with it what is printed there.
+    """
+    is_output_closed = sys.stdout is None
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            _open_null(number)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+    return is_output_closed
+
+
+def _open_null(number: int) -> None:
+    opened = os.open(os.devnull, os.O_RDWR)
+    if opened == number:
+        os.set_inheritable(number, True)
+    else:
+        os.dup2(opened, number)
+        os.close(opened)

@@ -1,0 +1,142 @@
+"""The check that all our HTTP servers share: it refuses web pages, and clients without the key of the run.
+
+A browser sends the requests of any page to any port of this machine. It names the page in `Origin` or `Sec-Fetch-Site`,
+unless the page's own name resolves to this machine (DNS rebinding): then `Host` gives it away.
+"""
+
+import hmac
+import ipaddress
+import json
+import logging
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+from bapo_megatron.errors import escaped
+
+_MAX_SHOWN = 100  # characters of a header in a message
+_READ_TIMEOUT_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The answer to a request that is not let in."""
+
+    status: int
+    message: str
+
+    def to_json(self) -> str:
+        return json.dumps({"success": False, "message": self.message}) + "\n"
+
+
+class Guard:
+    """Decides which requests one server lets in.
+
+    Example: Guard("127.0.0.1").refusal("GET", {"Host": "evil.example"}).status == 403
+    """
+
+    def __init__(self, host: str, key: str | None = None) -> None:
+        """Let in requests to `host`, where the server listens, to any IP address, and to this machine's names.
+
+        Args:
+            key: what clients send as `Authorization: Bearer KEY`. None means that they need none.
+        """
+        self._names = {name.lower().rstrip(".") for name in (host, "localhost", socket.gethostname())}
+        self._authorization = None if key is None else f"Bearer {key}".encode()
+
+    def refusal(self, method: str, headers: Mapping[str, str]) -> Refusal | None:
+        """Return why a request is refused; None if it is let in. `headers` ignore case."""
+        host = headers.get("Host", "")
+        if not self._is_own(host):
+            return Refusal(403, f"Host {_shown(host)} is not a name of this server: use its IP address, or localhost")
+        origin, site = headers.get("Origin"), headers.get("Sec-Fetch-Site", "none").lower()
+        if origin is not None and origin.lower() not in (f"http://{host.lower()}", f"https://{host.lower()}"):
+            return Refusal(403, f"a page of {_shown(origin)} may not use this server; programs may")
+        if site not in ("none", "same-origin"):
+            return Refusal(403, "a page of another site may not use this server; type its address into the browser")
+        given = headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if self._authorization is not None and not hmac.compare_digest(given, self._authorization):
+            return Refusal(401, "the key is missing or wrong; send it as Authorization: Bearer KEY")
+        kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        has_body = headers.get("Content-Length", "0").strip() != "0" or "Transfer-Encoding" in headers
+        if method not in ("GET", "HEAD") and has_body and kind != "application/json":
+            return Refusal(415, f"the body is {_shown(kind)}: send it with Content-Type: application/json")
+        return None
+
+    def _is_own(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+            if name.rstrip(".") in self._names:
+                return True
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+
+def _shown(header: str) -> str:
+    return f'"{escaped(header[:_MAX_SHOWN])}"'
+
+
+class GuardedHandler(BaseHTTPRequestHandler):
+    """A request of a `GuardedServer`, answered by `do_GET` of a subclass unless the guard refuses it."""
+
+    timeout = _READ_TIMEOUT_S
+    server: "GuardedServer"
+
+    def parse_request(self) -> bool:
+        """Read a request; answer one that is malformed or refused, and return False."""
+        if not super().parse_request():
+            return False
+        try:
+            urlsplit(self.path)
+        except ValueError:  # such as an address with half a bracket
+            self.send_error(HTTPStatus.BAD_REQUEST)
+            return False
+        refusal = self.server.guard.refusal(self.command, self.headers)  # type: ignore[arg-type]
+        if refusal is None:
+            return True
+        self.close_connection = True
+        self.send(refusal.status, "application/json", refusal.to_json().encode())
+        return False
+
+    def send(self, status: int, kind: str, body: bytes) -> None:
+        """Answer with a whole body."""
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Keep the terminal free of requests."""
+
+
+class GuardedServer(ThreadingHTTPServer):
+    """An HTTP server that lets in what its `guard` does. A client that is slow or gone costs one line for debugging.
+
+    Raises:
+        OSError: it cannot listen there.
+    """
+
+    def __init__(self, host: str, port: int, handler: Any) -> None:
+        self.guard = Guard(host)
+        self.address_family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        super().__init__(address, handler)  # type: ignore[arg-type]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Note a broken connection; a fault of ours keeps its traceback."""
+        error = sys.exception()
+        if isinstance(error, OSError):
+            log.debug("%s: %s: %s", client_address, type(error).__name__, error)
+        else:
+            super().handle_error(request, client_address)
