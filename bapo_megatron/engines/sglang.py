@@ -75,7 +75,7 @@ def command(
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
             "disable_overlap_schedule": True,
-            "mem_fraction_static": 0.1,
+            "mem_fraction_static": 1.0,  # max_total_tokens bounds the cache, whatever other processes take meanwhile
             "max_total_tokens": max(kv_tokens, context + _CONTEXT_SLACK),
             "enable_deterministic_inference": True,  # else seeds have no effect
         }
@@ -106,6 +106,7 @@ def environment(config: Config, share: EngineShare, server: int, visible: Sequen
         "OMP_NUM_THREADS": str(threads),
         "TORCHDYNAMO_DISABLE": "1",
         "TORCH_COMPILE_DISABLE": "1",
+        "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",  # ranks share this machine's memory, with other processes
     }
     return variables | ({"SGLANG_CPU_OMP_THREADS_BIND": "|".join(cpus)} if cpus else {})
 

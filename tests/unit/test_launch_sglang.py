@@ -56,6 +56,13 @@ def test_extra_arguments_have_the_last_word() -> None:
     assert option(arguments, "--m") == '{"a": 1}'
 
 
+def test_memory_that_others_take_meanwhile_ends_no_server_on_a_cpu() -> None:
+    """SGLang compares the machine's free memory before and after it loads the weights, and between ranks."""
+    assert float(option(command(), "--mem-fraction-static")) == 1.0
+    variables = sglang.environment(settings(server_tensor_parallel=2), SHARE, 0, [])
+    assert variables["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "false"
+
+
 def test_nothing_of_the_cpu_is_set_where_there_is_a_gpu() -> None:
     arguments = command(has_gpu=True, server_tensor_parallel=2)
     assert option(arguments, "--tensor-parallel-size") == "2"
