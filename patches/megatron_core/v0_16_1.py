@@ -13,13 +13,17 @@ identity during that call only. `DistributedOptimizer._build_model_and_main_para
 tells types by names such as "torch.cuda.FloatTensor", which `Tensor.type()` answers during that call only.
 
 When it can go: when megatron-core takes the device from the process group or the parameters.
+
+One correction is of torch 2.13: `_one_thread_per_group`, around `create_group` (parallel_state.py:214).
 """
 
 import contextlib
 import functools
 import importlib
+import os
 import types
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -125,6 +129,35 @@ def _types_are_of_cuda() -> Iterator[None]:
         torch.Tensor.type = original  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def _one_thread_per_group() -> Iterator[None]:
+    """Let gloo groups that are made while this context is open run their collectives in one thread each, not in two.
+
+    Why: torch's two threads write the name of the collective that they have ended to one string without a lock
+    (pgStatus_->lastCompletedWorkName in runLoop, ProcessGroupGloo.cpp). A name of over 15 characters lies on the heap,
+    and two such writes at a time free it twice: "malloc(): unaligned tcache chunk detected". The coalesced all-gather
+    of the distributed optimizer (distributed/param_and_grad_buffer.py:274) has one, ALLGATHER_COALESCED.
+
+    When it can go: when torch takes a lock there.
+    """
+    gloo: Any = torch.distributed.ProcessGroupGloo
+    original = gloo.__init__
+
+    def with_one_thread(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME")  # torch reads it for its own options only
+        devices = [gloo.create_device(interface=name) for name in interfaces.split(",")] if interfaces else []
+        options = gloo._Options()
+        options._devices = devices or [gloo.create_default_device()]
+        options._timeout, options._threads = timeout, 1
+        original(self, store, rank, size, options)
+
+    gloo.__init__ = with_one_thread
+    try:
+        yield
+    finally:
+        gloo.__init__ = original
+
+
 @functools.cache
 def apply() -> None:
     """Bind the CPU view of torch inside the megatron-core modules listed above (once per process)."""
@@ -135,6 +168,16 @@ def apply() -> None:
     rng = importlib.import_module("megatron.core.tensor_parallel.random")
     rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()  # type: ignore[attr-defined]
     rng._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)  # type: ignore[attr-defined]
+
+    parallel_state: Any = importlib.import_module("megatron.core.parallel_state")
+    create = parallel_state.create_group
+
+    @functools.wraps(create)
+    def create_with_one_thread(*args: Any, **kwargs: Any) -> Any:
+        with _one_thread_per_group():
+            return create(*args, **kwargs)
+
+    parallel_state.create_group = create_with_one_thread
 
     language_module = importlib.import_module("megatron.core.models.common.language_module.language_module")
     setup = language_module.LanguageModule.setup_embeddings_and_output_layer

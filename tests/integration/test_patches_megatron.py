@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -11,9 +12,13 @@ from importlib.metadata import version
 import bapo_megatron_patches.megatron_core as patches
 import pytest
 import torch
+import torch.distributed as dist
 from bapo_megatron_patches.megatron_core import v0_16_1
+from megatron.core import parallel_state
 
-from tests.distributed import HANG_S
+from bapo_megatron.config.schema import ParallelConfig
+from bapo_megatron.learner.parallel import start_processes, stop_processes
+from tests.distributed import HANG_S, in_new_process
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is patched where CUDA is there")
 
@@ -65,6 +70,31 @@ assert torch.zeros(1).type() == "torch.FloatTensor"
 assert torch.cuda.current_device is before[2]["current_device"]
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=HANG_S)
+
+
+def make_gloo_groups() -> tuple[set[int], bool, str]:
+    """Threads of each of Megatron's groups; whether torch makes groups as before; the error for a wrong interface."""
+    original = dist.ProcessGroupGloo.__init__
+    patches.apply_cpu_compat()
+    start_processes(ParallelConfig())
+    groups = parallel_state._global_process_group_list[1:]  # the first stands for the default group
+    assert parallel_state.get_data_parallel_group(with_context_parallel=True) in groups
+    threads = {group._get_backend(torch.device("cpu")).options._threads for group in groups}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    parallel_state.create_group([0])
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo,no-such-interface"
+    with pytest.raises(RuntimeError) as caught:
+        parallel_state.create_group([0])
+    stop_processes()
+    return threads, dist.ProcessGroupGloo.__init__ is original, str(caught.value)
+
+
+def test_gloo_groups_of_megatron_have_one_thread() -> None:
+    """Two corrupt the heap now and then. The groups use the interfaces of the environment, as torch's own do."""
+    threads, stays_as_it_is, error = in_new_process(make_gloo_groups)
+    assert threads == {1}
+    assert stays_as_it_is
+    assert "no-such-interface" in error
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
