@@ -118,7 +118,8 @@ def _disk_needed(config: Config | None) -> int:
     if config is None or config.checkpoint.interval_steps is None:
         return _LITTLE_DISK_BYTES
     try:
-        shape = model_shape(load_hf_config(resolve_model_path(config.model.path)))
+        hf_config = load_hf_config(resolve_model_path(config.model.path))
+        shape = model_shape(hf_config, own=config.model.own_family)
     except UserError:
         return _LITTLE_DISK_BYTES  # `examine_needs` reports the missing model
     return _LITTLE_DISK_BYTES + (config.checkpoint.keep_last + 1) * _CHECKPOINT_BYTES * model_parameters(shape)
@@ -135,7 +136,8 @@ def _attention(config: Config | None) -> tuple[int, int, int, int, bool]:
     if config is None:
         return common
     try:
-        shape = model_shape(load_hf_config(resolve_model_path(config.model.path)))
+        hf_config = load_hf_config(resolve_model_path(config.model.path))
+        shape = model_shape(hf_config, own=config.model.own_family)
     except UserError:
         return common  # `examine_needs` reports the missing model
     tensor, longest = config.parallel.tensor, config.data.max_prompt_tokens + config.rollout.max_response_tokens
