@@ -53,7 +53,7 @@ def check(
     machine: precision.Machine | None = None,
     given: Collection[str] | None = None,
 ) -> list[Violation]:
-    """Find all violations across sections, layout first. The engine can be loaded: see `check_functions`.
+    """Find all violations across sections, layout first. The engine and the family can be loaded: see `check_functions`.
 
     Args:
         hf_config: the model's config.json; None leaves the model's own limits unchecked.
@@ -64,8 +64,7 @@ def check(
         given: settings to warn of if they have no effect; None: all.
     """
     own = config.model.own_family
-    is_known = hf_config is not None and not unsupported(hf_config, own)
-    shape = model_shape(hf_config, own=own) if is_known else None
+    shape = None if hf_config is None or unsupported(hf_config, own) else model_shape(hf_config, own=own)
     found = [
         *_layout(config),
         *_gpus(config, num_gpus),

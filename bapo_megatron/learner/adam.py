@@ -33,8 +33,8 @@ class AdamState:
         self._optimizer = optimizer
         self._is_split = isinstance(self._optimizer, DistributedOptimizer)
         if isinstance(self._optimizer.optimizer, torch.optim.Adam):  # not Transformer Engine's, nor Apex's
-            for group in self._optimizer.optimizer.param_groups:
-                group["fused"] = True  # one pass over weights, gradients and moments instead of ten
+            for options in self._optimizer.optimizer.param_groups:
+                options["fused"] = True  # one pass over weights, gradients and moments instead of ten
         self._group = group
 
     def gather(self, parameter: Parameter, name: str) -> Tensor:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.engines import ENGINE_CHECK, ENGINES, EngineKind
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.plan import num_ranks, server_address
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
@@ -158,6 +159,7 @@ def _check_engine(kind: EngineKind, has_gpu: bool) -> Finding:
 def examine_needs(config: Config) -> Iterator[Finding]:
     """Check the files and servers that the configuration names."""
     try:
+        own_family(config.model.family)
         yield Finding("model", "ok", str(resolve_model_path(config.model.path)))
     except UserError as error:
         yield Finding("model", "error", str(error))
