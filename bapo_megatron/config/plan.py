@@ -53,7 +53,7 @@ def check(
     machine: precision.Machine | None = None,
     given: Collection[str] | None = None,
 ) -> list[Violation]:
-    """Find all violations across sections, layout first. The engine and the family can be loaded: see `check_functions`.
+    """Find all violations across sections, layout first. Engine and family can be loaded: see `check_functions`.
 
     Args:
         hf_config: the model's config.json; None leaves the model's own limits unchecked.
