@@ -263,6 +263,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "--max-file-gb", type=_positive, default=2.0, metavar="GB", help="size of a file of weights (default: 2)"
     )
+    _add_family(convert)
     convert.set_defaults(verb=_convert)
 
     evaluate = verbs.add_parser(
@@ -351,6 +352,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_family(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--family", default="auto", metavar="PATH", help="model.family: the path of a family of your own"
+    )
+
+
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
@@ -362,6 +369,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--threads", type=_whole, metavar="N", help="CPU threads (default: all cores)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default: float32)")
+    _add_family(parser)
 
 
 def _temperature(text: str) -> float:
@@ -520,10 +528,14 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
+    from bapo_megatron.config.families import own_family
     from bapo_megatron.convert import convert
 
-    max_file_bytes = int(options.max_file_gb * 1e9)
-    print(convert(options.source, options.target, to=options.to, dtype=options.dtype, max_file_bytes=max_file_bytes))
+    max_file_bytes, own = int(options.max_file_gb * 1e9), own_family(options.family)
+    done = convert(
+        options.source, options.target, to=options.to, dtype=options.dtype, max_file_bytes=max_file_bytes, own=own
+    )
+    print(done)
     if options.target:
         print(f"written to {options.target}")
     return 0
@@ -590,12 +602,14 @@ def _chat(options: argparse.Namespace) -> int:
 def _model(options: argparse.Namespace, max_running: int) -> TextModel:
     import torch
 
+    from bapo_megatron.config.families import own_family
     from bapo_megatron.convert import hf_folder
     from bapo_megatron.engines.embedded.text import TextModel
     from bapo_megatron.runtime import num_cores
 
     torch.set_num_threads(1)  # of this thread: the engine has one of its own
-    with hf_folder(options.model) as (folder, _version):
+    own = own_family(options.family)
+    with hf_folder(options.model, own=own) as (folder, _version):
         return TextModel.load(
             folder,
             name=options.model,
@@ -603,6 +617,7 @@ def _model(options: argparse.Namespace, max_running: int) -> TextModel:
             max_running=max_running,
             dtype=getattr(torch, options.dtype),
             num_threads=options.threads or num_cores(),
+            own=own,
         )
 
 

@@ -25,6 +25,7 @@ from bapo_megatron.checkpoint.shards import Piece, Snapshot
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.families import Family
 from bapo_megatron.hf.reader import HFReader, check_finite
 from bapo_megatron.hf.shape import ModelShape, hf_tensors, load_hf_config, model_shape
 from bapo_megatron.hf.writer import MAX_FILE_BYTES, atomic_folder, copy_companions, write_safetensors
@@ -58,6 +59,7 @@ def convert(
     to: Target = "hf",
     dtype: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    own: Family | None = None,
 ) -> Summary:
     """Read and check a whole checkpoint; write it to `target`, if given, in one atomic move.
 
@@ -67,6 +69,7 @@ def convert(
         to: "hf", or "training" for a learner checkpoint at version 0, whose Adam moments are zero.
         dtype: a key of DTYPES; None leaves the weights as they are.
         max_file_bytes: tensors in one file of weights, and the memory that conversion takes.
+        own: see `model_shape`.
 
     Raises:
         CheckpointError: the source is torn, unsupported, or exceeds the range of `dtype`; or the target exists or is
@@ -74,7 +77,7 @@ def convert(
     """
     source_folder, index = _find(source)
     companions = source_folder if index is None else source_folder / HF_CONFIG  # config.json and tokenizer
-    shape = model_shape(load_hf_config(companions), companions)
+    shape = model_shape(load_hf_config(companions), companions, own=own)
     if index is not None:
         index.check_model(shape)
         index.verify()
@@ -113,13 +116,16 @@ def convert(
 
 
 @contextmanager
-def hf_folder(source: str | Path, scratch: Path | None = None) -> Iterator[tuple[Path, int | None]]:
+def hf_folder(
+    source: str | Path, scratch: Path | None = None, own: Family | None = None
+) -> Iterator[tuple[Path, int | None]]:
     """Yield a checkpoint as a Hugging Face folder, and its weight version if it is a training checkpoint.
 
     Args:
         source: as `convert` takes it, the name of a shipped model, or a name on the Hugging Face hub. A run stands for
             its latest checkpoint, or for a Hugging Face folder inside it that is newer.
         scratch: new folder for a converted copy, which is deleted afterwards; None: a temporary one.
+        own: see `model_shape`.
 
     Raises:
         CheckpointError: see `convert` and `resolve_model_path`.
@@ -132,7 +138,7 @@ def hf_folder(source: str | Path, scratch: Path | None = None) -> Iterator[tuple
         if scratch is None:
             scratch = Path(stack.enter_context(TemporaryDirectory(prefix="bapo-model-"))) / "model"
         stack.callback(remove, scratch)
-        version = convert(Path(source), scratch).version
+        version = convert(Path(source), scratch, own=own).version
         yield resolve_model_path(str(scratch), setting="the converted checkpoint"), version
 
 

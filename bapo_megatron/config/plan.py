@@ -53,7 +53,7 @@ def check(
     machine: precision.Machine | None = None,
     given: Collection[str] | None = None,
 ) -> list[Violation]:
-    """Find all violations across sections, layout first. The engine can be loaded: see `check_functions`.
+    """Find all violations across sections, layout first. Engine and family can be loaded: see `check_functions`.
 
     Args:
         hf_config: the model's config.json; None leaves the model's own limits unchecked.
@@ -63,7 +63,8 @@ def check(
         machine: its facts for FP8; None leaves them unchecked.
         given: settings to warn of if they have no effect; None: all.
     """
-    shape = None if hf_config is None or unsupported(hf_config) else model_shape(hf_config)
+    own = config.model.own_family
+    shape = None if hf_config is None or unsupported(hf_config, own) else model_shape(hf_config, own=own)
     found = [
         *_layout(config),
         *_gpus(config, num_gpus),
@@ -190,7 +191,10 @@ def runs_forwards_first(
 def check_functions(config: Config) -> Iterator[Violation]:
     """Load the functions at dotted paths. A judge is loaded in a process of its own, by preflight/inputs.py."""
     advantage, rollout, loss = config.advantage.kind, config.rollout, config.loss
-    try_to: dict[str, Callable[[], object]] = {"rollout.engine": lambda: check_engine(rollout.engine)}
+    try_to: dict[str, Callable[[], object]] = {
+        "rollout.engine": lambda: check_engine(rollout.engine),
+        "model.family": lambda: config.model.own_family,
+    }
     if isinstance(loss, CustomLoss):
         try_to["loss.name loss.options"] = lambda: loss.function
     if advantage not in ADVANTAGE.names:
@@ -666,11 +670,12 @@ def check_reference(config: Config, reference: dict[str, Any], policy: dict[str,
 
 def _split(config: Config, hf_config: dict[str, Any], model: str) -> Iterator[Violation]:
     """Check that the model which the setting `model` names is supported, and can be split over the ranks."""
-    if problems := unsupported(hf_config):
+    p, own = config.parallel, config.model.own_family
+    if problems := unsupported(hf_config, own):
         yield from (Violation((model,), problem) for problem in problems)
         return
-    p = config.parallel
-    for setting, (problem, remedy) in layout_problems(hf_config, p.tensor, p.pipeline, p.virtual_pipeline).items():
+    shape = model_shape(hf_config, own=own)
+    for setting, (problem, remedy) in layout_problems(shape, p.tensor, p.pipeline, p.virtual_pipeline).items():
         yield Violation((f"parallel.{setting}", model), problem, remedy)
 
 
@@ -799,6 +804,14 @@ def _has_wandb_key() -> bool:
 
 
 def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:
+    own, model_type = config.model.own_family, hf_config.get("model_type")
+    if own is not None and own.model_type != model_type:
+        yield Violation(
+            ("model.family", "model.path"),
+            f'model.family="{config.model.family}" is for model_type {own.model_type!r}, and the config.json of '
+            f"model.path={config.model.path!r} has {model_type!r}",
+        )
+        return
     yield from _split(config, hf_config, "model.path")
     heads, ranks = hf_config.get("num_attention_heads"), config.rollout.server_tensor_parallel
     if isinstance(heads, int) and heads % ranks:

@@ -231,14 +231,14 @@ def _dimensions(config: Config, shape: ModelShape) -> Iterator[Violation]:
     name, tensor = config.precision.recipe, config.parallel.tensor
     recipe = RECIPES[name]
     query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    sizes = {
-        "hidden_size": (shape.hidden_size, 1),
-        "num_attention_heads x head_dim": (query, tensor),
-        "(num_attention_heads + 2 x num_key_value_heads) x head_dim": (query + 2 * key_value, tensor),
-        "intermediate_size": (shape.ffn_size, tensor),
-    }
+    sizes = [
+        ("hidden_size", shape.hidden_size, 1),
+        ("num_attention_heads x head_dim", query, tensor),
+        ("(num_attention_heads + 2 x num_key_value_heads) x head_dim", query + 2 * key_value, tensor),
+        *(("intermediate_size", size, tensor) for size in shape.ffn_sizes),
+    ]
     settings = ("precision.recipe", "precision.fp8", "parallel.tensor", "model.path")
-    for what, (size, ranks) in sizes.items():
+    for what, size, ranks in sizes:
         if size % (ranks * recipe.dims_multiple):
             per_rank = f" / parallel.tensor={ranks} = {size / ranks:g}" if ranks > 1 else ""
             yield Violation(

@@ -23,8 +23,10 @@ from bapo_megatron.config.base import (
 )
 from bapo_megatron.config.dotted import ADVANTAGE, KEEP_GROUP, REWARD
 from bapo_megatron.config.engines import ENGINE, EngineKind, engine_kind
+from bapo_megatron.config.families import FAMILY, own_family
 from bapo_megatron.config.schema_loss import AnyLoss, BapoLoss, ClipBoundConfig
 from bapo_megatron.config.system_calls import known_calls
+from bapo_megatron.hf.families import Family
 
 
 class RunConfig(Section):
@@ -47,11 +49,19 @@ class ModelConfig(Section):
     """Folder with config.json, safetensors and tokenizer; or a name on the Hugging Face hub, such as "Qwen/Qwen3-0.6B",
     which is downloaded, and pinned as "Qwen/Qwen3-0.6B@COMMIT" in the run's config.toml; "demo" is the small model that
     ships with the package."""
+    family: Annotated[str, AfterValidator(FAMILY.known)] = "auto"
+    """How the model differs from plain Llama. auto: as its config.json's model_type says, for the families of the
+    package; or the path of a Family of your own, "my_module:FAMILY", for checkpoints of that family's model_type."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations. To train in bfloat16 takes a GPU."""
     implementation: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers of the trainer. transformer_engine: NVIDIA's kernels, for bfloat16 on GPUs, and the only ones with FP8;
     local: Megatron's own linears and our packed attention; auto: the first where it is installed and can be used."""
+
+    @property
+    def own_family(self) -> Family | None:
+        """The user's own family, if `family` names one. Raises UserError for a bad dotted path."""
+        return own_family(self.family)
 
 
 class PrecisionConfig(Section):

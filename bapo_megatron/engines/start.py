@@ -64,6 +64,7 @@ def embedded_specs(
     command = [
         *(sys.executable, "-m", "bapo_megatron.engines.embedded"),
         *("--model-path", str(model_path)),
+        *("--family", config.model.family),
         *("--host", share.host),
         *("--max-context", str(context)),
         *("--max-running", str(r.max_concurrent_requests)),

@@ -78,7 +78,10 @@ def evaluate(
     if config.data.source != "jsonl":  # not the problems of training, as in a run's own evaluation
         config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed + EVAL_SEED})})
     output.mkdir(parents=True, exist_ok=True)
-    with hf_folder(checkpoint, output / "model") as (model_path, version), RewardScorer(config) as scorer:
+    with (
+        hf_folder(checkpoint, output / "model", config.model.own_family) as (model_path, version),
+        RewardScorer(config) as scorer,
+    ):
         asked = _Asking(config, model_path, scorer, limit)
         (output / "logs").mkdir()
         share = EngineShare(count=config.rollout.num_servers, first_gpu=0)  # there is no trainer
@@ -112,7 +115,7 @@ class _Asking:
     def __init__(self, config: Config, model_path: Path, scorer: RewardScorer, limit: int | None) -> None:
         self._config, self._scorer = config, scorer
         self.kind = JudgeSpec.of(config).kind
-        self._tokenizer = load_tokenizer(model_path)
+        self._tokenizer = load_tokenizer(model_path, config.model.own_family)
         self._vocab_size = load_hf_config(model_path)["vocab_size"]
         stream = PromptStream(config, self._tokenizer)
         is_file = config.data.source == "jsonl"

@@ -1,65 +1,69 @@
-"""The supported families of dense decoders: one entry of `FAMILIES` each. Add a family here; see docs/models.md.
+"""The supported families of dense decoders: one entry of this file each. How to add one: docs/models.md.
 
-An entry says how the family differs from plain Llama. The learner, the embedded engine, checkpoints and memory
-estimates read the resulting `hf.shape.ModelShape` and the parameter tables below; none knows a family by name.
+An entry says how the family differs from plain Llama; `model.family` can name one of the user's own. The learner, the
+embedded engine, checkpoints and memory estimates read the resulting `hf.shape.ModelShape` and the parameter tables
+below; none knows a family by name.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-# How tensor-parallel ranks split a parameter:
-#     copy      every rank holds all of it
-#     vocab     rows, evenly, after zero rows pad them to a multiple of the tensor-parallel size
-#     column    columns, evenly (RowParallelLinear)
-#     gate_up   each rank holds [its rows of gate; its rows of up]
-#     qkv       each rank holds, for each of its key-value heads, [query heads of the group; key head; value head]
-# Source: the layouts that megatron/core/transformer/{mlp,attention}.py and tensor_parallel/layers.py (0.16.1) expect.
-Kind = Literal["copy", "vocab", "column", "gate_up", "qkv"]
+from bapo_megatron.hf.splits import Columns, Copy, Interleaved, Rows, Split, Vocab
+
+# Letters of sizes: V vocabulary, E hidden size, D head dimension, G key-value heads, Q query heads x D, K = G x D, F
+# feed-forward size, 1 one; of experts: X their number, M the feed-forward size of one, S that of the shared ones.
+LETTERS = frozenset("VEDGQKF1XMS")
+
+COPY, VOCAB, ROWS, COLUMNS, QKV = Copy(), Vocab(), Rows(), Columns(), Interleaved("G")
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """One parameter under Megatron's name, and the checkpoint tensors that it consists of.
 
-    `tensors` gives each tensor's dimensions, one letter each: V vocabulary, E hidden size, F feed-forward size, D head
-    dimension, Q query heads x D, K key-value heads x D, 1 one.
+    `tensors` gives each tensor's dimensions, a letter of `LETTERS` each. "{}" in the names of one that each
+    expert has (split by `EachExpert`) stands for the expert's number.
     """
 
     name: str
-    kind: Kind
+    split: Split
     tensors: dict[str, str]
     only_if: str | None = None  # the field of ModelShape that says whether the model has the parameter
 
+    def __post_init__(self) -> None:
+        if unknown := sorted(set("".join(self.tensors.values())) - LETTERS):
+            raise ValueError(f"{self.name}: there is no size {', '.join(unknown)}; see hf/families.py")
 
-EMBEDDING = Parameter("embedding.word_embeddings.weight", "vocab", {"model.embed_tokens.weight": "VE"})
+
+EMBEDDING = Parameter("embedding.word_embeddings.weight", VOCAB, {"model.embed_tokens.weight": "VE"})
 # Names of the trainer follow "decoder.layers.<i>.", names of tensors "model.layers.<i>.".
 LAYER = (
-    Parameter("input_layernorm.weight", "copy", {"input_layernorm.weight": "E"}),
+    Parameter("input_layernorm.weight", COPY, {"input_layernorm.weight": "E"}),
     Parameter(
         "self_attention.linear_qkv.weight",
-        "qkv",
+        QKV,
         {"self_attn.q_proj.weight": "QE", "self_attn.k_proj.weight": "KE", "self_attn.v_proj.weight": "KE"},
     ),
     Parameter(
         "self_attention.linear_qkv.bias",
-        "qkv",
+        QKV,
         {"self_attn.q_proj.bias": "Q", "self_attn.k_proj.bias": "K", "self_attn.v_proj.bias": "K"},
         only_if="qkv_bias",
     ),
-    Parameter("self_attention.q_layernorm.weight", "copy", {"self_attn.q_norm.weight": "D"}, only_if="qk_norm"),
-    Parameter("self_attention.k_layernorm.weight", "copy", {"self_attn.k_norm.weight": "D"}, only_if="qk_norm"),
-    Parameter("self_attention.linear_proj.weight", "column", {"self_attn.o_proj.weight": "EQ"}),
-    Parameter("self_attention.linear_proj.bias", "copy", {"self_attn.o_proj.bias": "E"}, only_if="out_bias"),
-    Parameter("pre_mlp_layernorm.weight", "copy", {"post_attention_layernorm.weight": "E"}),
-    Parameter("mlp.linear_fc1.weight", "gate_up", {"mlp.gate_proj.weight": "FE", "mlp.up_proj.weight": "FE"}),
-    Parameter("mlp.linear_fc1.bias", "gate_up", {"mlp.gate_proj.bias": "F", "mlp.up_proj.bias": "F"}, "mlp_bias"),
-    Parameter("mlp.linear_fc2.weight", "column", {"mlp.down_proj.weight": "EF"}),
-    Parameter("mlp.linear_fc2.bias", "copy", {"mlp.down_proj.bias": "E"}, only_if="mlp_bias"),
+    Parameter("self_attention.q_layernorm.weight", COPY, {"self_attn.q_norm.weight": "D"}, only_if="qk_norm"),
+    Parameter("self_attention.k_layernorm.weight", COPY, {"self_attn.k_norm.weight": "D"}, only_if="qk_norm"),
+    Parameter("self_attention.linear_proj.weight", COLUMNS, {"self_attn.o_proj.weight": "EQ"}),
+    Parameter("self_attention.linear_proj.bias", COPY, {"self_attn.o_proj.bias": "E"}, only_if="out_bias"),
+    Parameter("pre_mlp_layernorm.weight", COPY, {"post_attention_layernorm.weight": "E"}),
+    Parameter("mlp.linear_fc1.weight", ROWS, {"mlp.gate_proj.weight": "FE", "mlp.up_proj.weight": "FE"}),
+    Parameter("mlp.linear_fc1.bias", ROWS, {"mlp.gate_proj.bias": "F", "mlp.up_proj.bias": "F"}, "mlp_bias"),
+    Parameter("mlp.linear_fc2.weight", COLUMNS, {"mlp.down_proj.weight": "EF"}),
+    Parameter("mlp.linear_fc2.bias", COPY, {"mlp.down_proj.bias": "E"}, only_if="mlp_bias"),
 )
-FINAL_NORM = Parameter("decoder.final_layernorm.weight", "copy", {"model.norm.weight": "E"})
-OUTPUT = Parameter("output_layer.weight", "vocab", {"lm_head.weight": "VE"}, only_if="has_output_layer")
+FINAL_NORM = Parameter("decoder.final_layernorm.weight", COPY, {"model.norm.weight": "E"})
+OUTPUT = Parameter("output_layer.weight", VOCAB, {"lm_head.weight": "VE"}, only_if="has_output_layer")
 # As transformers' ...ForSequenceClassification names it.
-VALUE_HEAD = Parameter("score.weight", "copy", {"score.weight": "1E"}, only_if="has_value_head")
+VALUE_HEAD = Parameter("score.weight", COPY, {"score.weight": "1E"}, only_if="has_value_head")
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")  # names of config.json's hidden_act
 
@@ -76,6 +80,7 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 class Family:
     """The differences of one `model_type` from plain Llama. A string names the key of config.json to read."""
 
+    model_type: str  # of config.json
     qkv_bias: bool | str = False  # on the query, key and value projections
     out_bias: bool | str = False  # on the attention's output projection
     mlp_bias: bool | str = False  # on gate, up and down
@@ -88,8 +93,9 @@ class Family:
     layer: tuple[Parameter, ...] = LAYER
 
 
-FAMILIES = {
-    "gemma": Family(  # the first generation: Gemma 2 and 3 have another model_type, and layers of other kinds
+_FAMILIES = (
+    Family(
+        "gemma",  # the first generation: Gemma 2 and 3 have another model_type, and layers of other kinds
         qkv_bias="attention_bias",
         out_bias="attention_bias",
         norm_plus_one=True,
@@ -104,13 +110,15 @@ FAMILIES = {
             "eos_token_id": 1,
         },
     ),
-    "llama": Family(
+    Family(
+        "llama",
         qkv_bias="attention_bias",
         out_bias="attention_bias",
         mlp_bias="mlp_bias",
         defaults={"max_position_embeddings": 2048, "eos_token_id": 2},
     ),
-    "mistral": Family(
+    Family(
+        "mistral",
         window_switch="sliding_window",
         defaults={
             "num_key_value_heads": 8,
@@ -119,12 +127,14 @@ FAMILIES = {
             "eos_token_id": 2,
         },
     ),
-    "qwen2": Family(
+    Family(
+        "qwen2",
         qkv_bias=True,
         window_switch="use_sliding_window",
         defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768, "max_window_layers": 28},
     ),
-    "qwen3": Family(
+    Family(
+        "qwen3",
         qkv_bias="attention_bias",
         out_bias="attention_bias",
         qk_norm=True,
@@ -136,7 +146,8 @@ FAMILIES = {
             "max_window_layers": 28,
         },
     ),
-}
+)
+FAMILIES = {family.model_type: family for family in _FAMILIES}
 
 # For every family, where its own `defaults` have no such key.
 COMMON_DEFAULTS: dict[str, Any] = {

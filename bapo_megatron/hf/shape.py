@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,10 @@ from bapo_megatron.hf.families import (
     OUTPUT,
     ROPE_TYPES,
     VALUE_HEAD,
-    Kind,
+    Family,
     Parameter,
 )
+from bapo_megatron.hf.splits import EachExpert, Entry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,13 +36,55 @@ _REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_atten
 
 
 @dataclass(frozen=True, slots=True)
+class Dense:
+    """A gated MLP that every token passes."""
+
+    ffn_size: int
+
+    @property
+    def active_rows(self) -> int:
+        """Feed-forward rows that one token is multiplied with."""
+        return self.ffn_size
+
+    def weights_of_token(self, hidden_size: int) -> int:
+        """Count the weights that one token is multiplied with."""
+        return 3 * hidden_size * self.active_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Gated MLPs of which a router chooses some for each token, and shared ones that every token passes."""
+
+    num_experts: int
+    num_chosen: int  # for each token
+    ffn_size: int  # of one expert
+    shared_ffn_size: int = 0  # of all shared experts together
+
+    @property
+    def active_rows(self) -> int:
+        """Feed-forward rows that one token is multiplied with."""
+        return self.num_chosen * self.ffn_size + self.shared_ffn_size
+
+    def weights_of_token(self, hidden_size: int) -> int:
+        """Count the weights that one token is multiplied with: the router's and those of its experts."""
+        return hidden_size * (self.num_experts + 3 * self.active_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What may differ from layer to layer."""
+
+    mlp: Dense | Experts
+    parameters: tuple[Parameter, ...]  # a table of hf/families.py, or of the user's own family
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
-    """One dense decoder: its sizes, and the features that decide its computation."""
+    """One decoder: its sizes, and the features that decide its computation."""
 
     family: str  # model_type of config.json
-    num_layers: int
+    layers: tuple[LayerShape, ...]
     hidden_size: int
-    ffn_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -60,6 +104,17 @@ class ModelShape:
     has_value_head: bool = False  # a critic: one number for each token instead of a language-model head
 
     @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def ffn_sizes(self) -> list[int]:
+        """Feed-forward sizes that tensor-parallel ranks split, each once: of dense MLPs and of shared experts."""
+        mlps = (layer.mlp for layer, _ in runs(self.layers))
+        sizes = {mlp.ffn_size if isinstance(mlp, Dense) else mlp.shared_ffn_size for mlp in mlps}
+        return sorted(sizes - {0})
+
+    @property
     def has_output_layer(self) -> bool:
         """Whether the language-model head has weights of its own."""
         return not self.tied_embeddings and not self.has_value_head
@@ -77,8 +132,10 @@ class ModelShape:
             num_rows: tokens for which logits are computed.
         """
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        matrices = self.hidden_size * (2 * queries + 2 * keys + 3 * self.ffn_size)
-        layers = self.num_layers * 2.0 * (matrices * num_tokens + queries * num_squares)
+        attention, layers = self.hidden_size * (2 * queries + 2 * keys), 0.0
+        for layer, count in runs(self.layers):
+            matrices = attention + layer.mlp.weights_of_token(self.hidden_size)
+            layers += count * 2.0 * (matrices * num_tokens + queries * num_squares)
         return layers, 2.0 * self.vocab_size * self.hidden_size * num_rows
 
     @property
@@ -93,7 +150,15 @@ class ModelShape:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields in which two checkpoints must agree for one to load the other."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.compare}
+        agreed = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.compare and f.name != "layers"}
+        mlps = [dataclasses.asdict(layer.mlp) for layer in self.layers]
+        same = mlps[0] if all(mlp == mlps[0] for mlp in mlps) else {"mlps": mlps}
+        return agreed | {"num_layers": self.num_layers} | same
+
+
+def runs(layers: Iterable[LayerShape]) -> list[tuple[LayerShape, int]]:
+    """Return the runs of equal layers, and the length of each."""
+    return [(layer, sum(1 for _ in equal)) for layer, equal in groupby(layers)]
 
 
 def load_hf_config(path: str | Path) -> dict[str, Any]:
@@ -116,18 +181,19 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
     return config
 
 
-def model_shape(hf_config: dict[str, Any], where: str | Path | None = None) -> ModelShape:
+def model_shape(hf_config: dict[str, Any], where: str | Path | None = None, *, own: Family | None = None) -> ModelShape:
     """Read the shape from a config.json.
 
     Args:
         where: the checkpoint's folder, for error messages.
+        own: the user's own family (`model.family`), for checkpoints of its model_type; others are of `FAMILIES`.
 
     Raises:
         CheckpointError: the family, or an option of the model, is not supported; lists all reasons.
     """
-    if problems := unsupported(hf_config):
+    if problems := unsupported(hf_config, own):
         raise CheckpointError((f"{Path(where) / 'config.json'}: " if where else "") + "; ".join(problems))
-    get = _Settings(hf_config)
+    get = _Settings(hf_config, own)
     family = get.family
 
     def decided(switch: bool | str) -> bool:
@@ -136,9 +202,8 @@ def model_shape(hf_config: dict[str, Any], where: str | Path | None = None) -> M
     num_heads, eos = get("num_attention_heads"), get("eos_token_id")
     return ModelShape(
         family=hf_config["model_type"],
-        num_layers=get("num_hidden_layers"),
+        layers=(LayerShape(Dense(get("intermediate_size")), family.layer),) * get("num_hidden_layers"),
         hidden_size=get("hidden_size"),
-        ffn_size=get("intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=get("num_key_value_heads") or num_heads,
         head_dim=get("head_dim") or get("hidden_size") // num_heads,
@@ -158,29 +223,33 @@ def model_shape(hf_config: dict[str, Any], where: str | Path | None = None) -> M
     )
 
 
-def unsupported(hf_config: dict[str, Any]) -> list[str]:
+def unsupported(hf_config: dict[str, Any], own: Family | None = None) -> list[str]:
     """Return the reasons why this model can be neither trained nor served; empty if it can."""
-    if (problem := unknown_family(hf_config)) is not None:
+    if (problem := unknown_family(hf_config, own)) is not None:
         return [problem]
-    return list(_unsupported_options(_Settings(hf_config)))
+    return list(_unsupported_options(_Settings(hf_config, own)))
 
 
-def unknown_family(hf_config: dict[str, Any]) -> str | None:
+def unknown_family(hf_config: dict[str, Any], own: Family | None = None) -> str | None:
     """Return the problem with a model whose family is not supported; None if it is."""
-    family = hf_config.get("model_type")
-    if isinstance(family, str) and family in FAMILIES:
+    name = hf_config.get("model_type")
+    if isinstance(name, str) and name in _families(own):
         return None
     return (
-        f"model_type {family!r} is not supported; supported are {', '.join(sorted(FAMILIES))} (dense); "
+        f"model_type {name!r} is not supported; supported are {', '.join(sorted(_families(own)))} (dense); "
         "docs/models.md says how to add one"
     )
+
+
+def _families(own: Family | None) -> dict[str, Family]:
+    return FAMILIES if own is None else FAMILIES | {own.model_type: own}
 
 
 class _Settings:
     """Values of a config.json, with the family's defaults for the keys that it leaves out."""
 
-    def __init__(self, hf_config: dict[str, Any]) -> None:
-        self.family = FAMILIES[hf_config["model_type"]]
+    def __init__(self, hf_config: dict[str, Any], own: Family | None) -> None:
+        self.family = _families(own)[hf_config["model_type"]]
         self._values = COMMON_DEFAULTS | self.family.defaults | hf_config
 
     def __call__(self, key: str) -> Any:
@@ -235,49 +304,50 @@ def _rope(get: _Settings) -> dict[str, Any]:
     return rope
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One parameter of the model, and the checkpoint tensors that it consists of."""
-
-    megatron_name: str  # with the layer's number within the whole model
-    layer: int | None
-    kind: Kind
-    hf_names: tuple[str, ...]
-    hf_shapes: tuple[tuple[int, ...], ...]
-
-
 def entries(shape: ModelShape) -> Iterator[Entry]:
     """Iterate over all parameters of the whole model, embedding first, in a fixed order. Tied weights appear once."""
     yield from _entries(shape, [EMBEDDING])
-    for layer in range(shape.num_layers):
-        yield from layer_entries(shape, layer)
+    for number, layer in enumerate(shape.layers):
+        yield from layer_entries(shape, layer, number)
     yield from _entries(shape, [FINAL_NORM, OUTPUT, VALUE_HEAD])
 
 
-def layer_entries(shape: ModelShape, layer: int) -> Iterator[Entry]:
-    """Iterate over the parameters of one layer."""
-    return _entries(shape, FAMILIES[shape.family].layer, layer)
+def layer_entries(shape: ModelShape, layer: LayerShape, number: int = 0) -> Iterator[Entry]:
+    """Iterate over the parameters of one layer; of those that each expert has, expert by expert."""
+    return _entries(shape, layer.parameters, layer.mlp, number)
 
 
-def _entries(shape: ModelShape, parameters: Iterable[Parameter], layer: int | None = None) -> Iterator[Entry]:
+def _entries(
+    shape: ModelShape, parameters: Sequence[Parameter], mlp: Dense | Experts | None = None, layer: int | None = None
+) -> Iterator[Entry]:
     sizes = {
         "V": shape.vocab_size,
         "E": shape.hidden_size,
-        "F": shape.ffn_size,
         "D": shape.head_dim,
+        "G": shape.num_kv_heads,
         "Q": shape.num_heads * shape.head_dim,
         "K": shape.num_kv_heads * shape.head_dim,
         "1": 1,
     }
+    match mlp:
+        case Dense():
+            sizes |= {"F": mlp.ffn_size}
+        case Experts():
+            sizes |= {"X": mlp.num_experts, "M": mlp.ffn_size, "S": mlp.shared_ffn_size}
     ours, theirs = ("", "") if layer is None else (f"decoder.layers.{layer}.", f"model.layers.{layer}.")
     for parameter in parameters:
-        if parameter.only_if is None or getattr(shape, parameter.only_if):
+        if parameter.only_if is not None and not getattr(shape, parameter.only_if):
+            continue
+        experts: Iterable[int | None] = range(sizes["X"]) if isinstance(parameter.split, EachExpert) else [None]
+        for expert in experts:
             yield Entry(
-                ours + parameter.name,
+                ours + parameter.name.format(expert),
                 layer,
-                parameter.kind,
-                tuple(theirs + name for name in parameter.tensors),
+                expert,
+                parameter.split,
+                tuple(theirs + name.format(expert) for name in parameter.tensors),
                 tuple(tuple(sizes[letter] for letter in dims) for dims in parameter.tensors.values()),
+                sizes,
             )
 
 
@@ -310,7 +380,9 @@ def rotary_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
     return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
 
 
-def validate_layout(hf_config: dict[str, Any], tensor: int, pipeline: int, virtual_pipeline: int = 1) -> list[str]:
+def validate_layout(
+    hf_config: dict[str, Any], tensor: int, pipeline: int, virtual_pipeline: int = 1, *, own: Family | None = None
+) -> list[str]:
     """Return the reasons why this model cannot be split this way, each with its numbers and an alternative that works.
 
     Args:
@@ -318,26 +390,22 @@ def validate_layout(hf_config: dict[str, Any], tensor: int, pipeline: int, virtu
         tensor: tensor-parallel size (parallel.tensor).
         pipeline: pipeline-parallel size (parallel.pipeline).
         virtual_pipeline: chunks of each stage (parallel.virtual_pipeline).
+        own: see `model_shape`.
     """
-    split = (
-        {} if (problems := unsupported(hf_config)) else layout_problems(hf_config, tensor, pipeline, virtual_pipeline)
-    )
-    return problems + [f"{problem}; {remedy}" for problem, remedy in split.values()]
+    if problems := unsupported(hf_config, own):
+        return problems
+    found = layout_problems(model_shape(hf_config, own=own), tensor, pipeline, virtual_pipeline)
+    return [f"{problem}; {remedy}" for problem, remedy in found.values()]
 
 
-def layout_problems(
-    hf_config: dict[str, Any], tensor: int, pipeline: int, virtual_pipeline: int
-) -> dict[str, tuple[str, str]]:
-    """Return problems and remedies by the setting of [parallel] that does not fit a supported model."""
-    shape, problems = model_shape(hf_config), {}
-    split = {
-        "attention heads": shape.num_heads,
-        "key-value heads": shape.num_kv_heads,
-        "feed-forward rows": shape.ffn_size,
-    }
+def layout_problems(shape: ModelShape, tensor: int, pipeline: int, virtual_pipeline: int) -> dict[str, tuple[str, str]]:
+    """Return problems and remedies by the setting of [parallel] that does not fit the model."""
+    problems = {}
+    split = [("attention heads", shape.num_heads), ("key-value heads", shape.num_kv_heads)]
+    split += [("feed-forward rows", size) for size in shape.ffn_sizes]
     heads, layers, stage = shape.num_heads, shape.num_layers, shape.num_layers // pipeline
-    if bad := [f"{count} {what}" for what, count in split.items() if count % tensor]:
-        works = _choices(n for n in range(1, heads + 1) if all(count % n == 0 for count in split.values()))
+    if bad := [f"{count} {what}" for what, count in split if count % tensor]:
+        works = _choices(n for n in range(1, heads + 1) if all(count % n == 0 for _, count in split))
         problem = f"parallel.tensor={tensor} does not divide {', '.join(bad)}"
         problems["tensor"] = (problem, f"parallel.tensor can be {works}")
     if layers % pipeline:

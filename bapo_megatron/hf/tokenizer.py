@@ -4,18 +4,22 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.families import Family
 from bapo_megatron.hf.shape import load_hf_config, unknown_family
 
 
-def load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path, own: Family | None = None) -> Any:
     """Load a checkpoint's tokenizer and check that it fits the model. No code of the folder is run, or offered to be.
+
+    Args:
+        own: see `model_shape`.
 
     Raises:
         CheckpointError: the model's family is not supported, or the tokenizer can produce an id without a row in its
             embedding.
     """
     hf_config = load_hf_config(folder)
-    if (problem := unknown_family(hf_config)) is not None:
+    if (problem := unknown_family(hf_config, own)) is not None:
         raise CheckpointError(f"{folder / 'config.json'}: {problem}")
     from transformers import AutoTokenizer  # takes seconds
 

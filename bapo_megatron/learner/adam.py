@@ -15,33 +15,34 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT
+from bapo_megatron.hf.splits import Axis
 from bapo_megatron.learner.parallel import ParallelLayout
 
 
 class AdamState:
-    """Access to Adam's tensors in the shape of the parameter, wherever their parts are.
+    """Access to one optimizer's tensors in the shape of the parameter, wherever their parts are.
 
     WEIGHT is the float32 weight that Adam updates: the parameter itself, or its master copy when it is bfloat16.
 
     Args:
-        optimizer: from `get_megatron_optimizer` for a dense model: a chain of one.
+        optimizer: one of Megatron's chain.
+        group: the ranks that hold the same parameters, and that it may be split over.
     """
 
-    def __init__(self, optimizer: MegatronOptimizer, layout: ParallelLayout) -> None:
-        assert isinstance(optimizer, ChainedOptimizer)
-        (self._optimizer,) = optimizer.chained_optimizers
+    def __init__(self, optimizer: MegatronOptimizer, group: dist.ProcessGroup) -> None:
+        self._optimizer = optimizer
         self._is_split = isinstance(self._optimizer, DistributedOptimizer)
         if isinstance(self._optimizer.optimizer, torch.optim.Adam):  # not Transformer Engine's, nor Apex's
-            for group in self._optimizer.optimizer.param_groups:
-                group["fused"] = True  # one pass over weights, gradients and moments instead of ten
-        self._group = layout.data_context_group
+            for options in self._optimizer.optimizer.param_groups:
+                options["fused"] = True  # one pass over weights, gradients and moments instead of ten
+        self._group = group
 
     def gather(self, parameter: Parameter, name: str) -> Tensor:
         """Return the tensor `name` (WEIGHT or one of MOMENTS), float32; collective over data ranks if split."""
         return self._whole(parameter, self._part(parameter, name))
 
-    def writers(self, parameters: Sequence[Parameter]) -> list[tuple[int, bool]]:
-        """Return the data x context rank that writes each parameter, and whether it must gather it first.
+    def writers(self, parameters: Sequence[Parameter]) -> list[tuple[bool, bool]]:
+        """Return for each parameter whether this rank writes it, and whether it must be gathered first.
 
         Replicated parameters are dealt out so that all ranks write about as much. The rank that owns most of a split
         parameter writes it: nearly all lie within one rank's range, only those across a border must be gathered.
@@ -54,13 +55,14 @@ class AdamState:
             for i in sorted(range(len(parameters)), key=lambda i: -parameters[i].numel()):
                 chosen[i] = loads.index(min(loads))
                 loads[chosen[i]] += parameters[i].numel()
-            return [(chosen[i], False) for i in range(len(parameters))]
+            return [(chosen[i] == self._group.rank(), False) for i in range(len(parameters))]
         owned = [len(range(p.numel())[self._range(p)]) if self._owns(p) else 0 for p in parameters]
         mine = torch.tensor(owned, dtype=torch.int64, device=parameters[0].device)
         of_all = [torch.empty_like(mine) for _ in range(num_ranks)]
         dist.all_gather(of_all, mine, group=self._group)
         most, writer = torch.stack(of_all).max(dim=0)
-        return [(int(r), int(n) < p.numel()) for r, n, p in zip(writer, most, parameters, strict=True)]
+        mine_of = (writer == self._group.rank()).tolist()
+        return [(is_mine, n < p.numel()) for is_mine, n, p in zip(mine_of, most.tolist(), parameters, strict=True)]
 
     def local(self, parameter: Parameter, name: str) -> Tensor:
         """Return the tensor of `gather` for a parameter that this rank owns as a whole. Not collective, no copy."""
@@ -130,3 +132,59 @@ class AdamState:
             whole[self._range(parameter)] = part
         dist.all_reduce(whole, group=self._group)  # every value has one owner: x + 0 + ... is exact
         return whole.view(parameter.shape)
+
+
+class ChainedAdam:
+    """Adam's state of every parameter: one state for each optimizer of Megatron's chain.
+
+    Experts that ranks share out have an optimizer of their own, since other ranks hold copies of them.
+
+    Args:
+        chain: from `get_megatron_optimizer`.
+    """
+
+    def __init__(self, chain: MegatronOptimizer, layout: ParallelLayout) -> None:
+        assert isinstance(chain, ChainedOptimizer)
+        self._states: dict[Axis, AdamState] = {}
+        for optimizer in chain.chained_optimizers:
+            groups = optimizer.optimizer.param_groups
+            axis: Axis = "expert" if any(group.get("is_expert_parallel") for group in groups) else "dense"
+            assert axis not in self._states, f"two optimizers have {axis} parameters"
+            self._states[axis] = AdamState(optimizer, layout.axes[axis].copies)
+
+    def _of(self, parameter: Parameter) -> AdamState:
+        return self._states[_axis(parameter)]
+
+    def gather(self, parameter: Parameter, name: str) -> Tensor:
+        """See `AdamState.gather`."""
+        return self._of(parameter).gather(parameter, name)
+
+    def local(self, parameter: Parameter, name: str) -> Tensor:
+        """See `AdamState.local`."""
+        return self._of(parameter).local(parameter, name)
+
+    def gather_gradient(self, parameter: Parameter) -> Tensor:
+        """See `AdamState.gather_gradient`."""
+        return self._of(parameter).gather_gradient(parameter)
+
+    def fill(self, name: str, parameter: Parameter, tensor: Tensor) -> None:
+        """See `AdamState.fill`."""
+        self._of(parameter).fill(name, parameter, tensor)
+
+    def writers(self, parameters: Sequence[Parameter]) -> list[tuple[bool, bool]]:
+        """See `AdamState.writers`; the parameters may be of any optimizer."""
+        found: dict[Parameter, tuple[bool, bool]] = {}
+        for axis, state in self._states.items():
+            own = [parameter for parameter in parameters if _axis(parameter) == axis]
+            found |= zip(own, state.writers(own), strict=True)
+        return [found[parameter] for parameter in parameters]
+
+    def set_steps(self, num_applied: int) -> None:
+        """See `AdamState.set_steps`."""
+        for state in self._states.values():
+            state.set_steps(num_applied)
+
+
+def _axis(parameter: Parameter) -> Axis:
+    """Return the axis of a parameter, by the mark that makes Megatron choose its optimizer."""
+    return "dense" if getattr(parameter, "allreduce", True) else "expert"

@@ -85,9 +85,10 @@ class Critic(TrainedModel):
 
     def __init__(self, config: Config, hf_path: Path) -> None:
         hf_config, p = load_hf_config(hf_path), config.parallel
-        if problems := validate_layout(hf_config, p.tensor, p.pipeline, p.virtual_pipeline):
+        own = config.model.own_family
+        if problems := validate_layout(hf_config, p.tensor, p.pipeline, p.virtual_pipeline, own=own):
             raise ConfigError(f"critic.path={str(hf_path)!r} does not fit the layout: {'; '.join(problems)}")
-        language_model = model_shape(hf_config)
+        language_model = model_shape(hf_config, own=own)
         shape = language_model.with_value_head()
         with HFReader(hf_path) as read:
             stored = shape if "score.weight" in read else language_model

@@ -56,11 +56,12 @@ class MegatronLearner(TrainedModel):
 
     def __init__(self, config: Config, hf_path: str | Path) -> None:
         hf_config, p = load_hf_config(hf_path), config.parallel
-        if problems := validate_layout(hf_config, p.tensor, p.pipeline, p.virtual_pipeline):
+        own = config.model.own_family
+        if problems := validate_layout(hf_config, p.tensor, p.pipeline, p.virtual_pipeline, own=own):
             raise ConfigError("; ".join(problems))
         if config.model.dtype == "bfloat16" and not torch.cuda.is_available():
             raise ConfigError('model.dtype="bfloat16" needs a GPU: set it to "float32" on this machine')
-        shape = model_shape(hf_config)
+        shape = model_shape(hf_config, own=own)
         check_machine(config, shape, this_machine())
         apply_cpu_compat()
         apply_engine_compat()

@@ -63,12 +63,13 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
         ConfigError: a name in `[megatron.extra]` is not a field of TransformerConfig, or its value does not work here.
     """
     dtype = DTYPES[config.model.dtype]
+    (ffn_size,) = shape.ffn_sizes  # the learner builds equal layers
     virtual = config.parallel.virtual_pipeline if config.parallel.virtual_pipeline > 1 else None
     fields: dict[str, Any] = {
         "transformer_impl": "transformer_engine" if uses_transformer_engine(config, this_machine()) else "local",
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
-        "ffn_hidden_size": shape.ffn_size,
+        "ffn_hidden_size": ffn_size,
         "num_attention_heads": shape.num_heads,
         "num_query_groups": shape.num_kv_heads,
         "kv_channels": shape.head_dim,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +22,7 @@ from bapo_megatron.buffer.packing import Share
 from bapo_megatron.config.schema import ParallelConfig
 from bapo_megatron.engines.group import connect_store, host_store
 from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.hf.splits import Axis
 from bapo_megatron.learner import lean_import
 from bapo_megatron.runtime.ranks import combine, gather_json
 
@@ -102,6 +103,23 @@ def raising_together() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
+class AxisRanks:
+    """A rank's place among those that share the parameters of one axis."""
+
+    rank: int
+    group: dist.ProcessGroup  # ranks that split a parameter, in the order of their parts
+    copies: dist.ProcessGroup  # ranks that hold the same part; the distributed optimizer splits its moments over them
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
+
+    @property
+    def is_first_copy(self) -> bool:
+        return self.copies.rank() == 0
+
+
+@dataclass(frozen=True, slots=True)
 class ParallelLayout:
     """A rank's place in the layout, and its groups."""
 
@@ -120,6 +138,7 @@ class ParallelLayout:
     data_size: int
     data_context_group: dist.ProcessGroup
     replica_group: dist.ProcessGroup  # all tensor and pipeline ranks of this data and context rank
+    axes: Mapping[Axis, AxisRanks]  # who holds a parameter: by `hf.splits.Entry.axis`
 
     @classmethod
     def current(cls) -> ParallelLayout:
@@ -140,16 +159,24 @@ class ParallelLayout:
             data_size=parallel_state.get_data_parallel_world_size(),
             data_context_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
             replica_group=parallel_state.get_model_parallel_group(),
+            axes={
+                "dense": AxisRanks(
+                    parallel_state.get_tensor_model_parallel_rank(),
+                    parallel_state.get_tensor_model_parallel_group(),
+                    parallel_state.get_data_parallel_group(with_context_parallel=True),
+                ),
+                "expert": AxisRanks(
+                    parallel_state.get_expert_tensor_and_model_parallel_rank(),
+                    parallel_state.get_expert_tensor_and_model_parallel_group(),
+                    parallel_state.get_expert_data_parallel_group(),
+                ),
+            },
         )
 
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank holds the end of the model (its last chunk does)."""
         return self.pipeline_rank == self.pipeline_size - 1
-
-    @property
-    def is_first_replica(self) -> bool:
-        return self.data_rank == 0 and self.context_rank == 0
 
     def starts_model(self, chunk: int) -> bool:
         """Return whether this rank's chunk holds the embedding."""

@@ -39,7 +39,7 @@ class ReferencePolicy(SplitModel):
         hf_config = load_hf_config(folder)
         if problems := [v.message for v in check_reference(config, hf_config, load_hf_config(started_from))]:
             raise ConfigError("; ".join(problems))
-        super().__init__(config, model_shape(hf_config), PolicyModel)
+        super().__init__(config, model_shape(hf_config, own=config.model.own_family), PolicyModel)
         load_weights(self.model, self.shape, self.layout, folder)
         model, settings = self.model.requires_grad_(False).eval(), self.settings
         chunks: list[Module] = [Float16Module(settings, c) if settings.bf16 else c for c in model]

@@ -23,7 +23,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.families import OUTPUT
 from bapo_megatron.hf.shape import ModelShape, entries
-from bapo_megatron.learner.adam import AdamState
+from bapo_megatron.learner.adam import ChainedAdam
 from bapo_megatron.learner.hf.convert import (
     fill_parameters,
     gather_weights,
@@ -101,7 +101,7 @@ class TrainedModel(SplitModel):
         self.optimizer = get_megatron_optimizer(
             self._optimizer_config(), self._wrapped, use_gloo_process_groups=torch.cuda.is_available()
         )
-        self.adam = AdamState(self.optimizer, self.layout)
+        self.adam = ChainedAdam(self.optimizer, self.layout)
         if any(map(is_float8tensor, self.model.parameters())):
             # Megatron made float32 weights of what the parameters held before they were read
             load(fill=partial(self.adam.fill, WEIGHT))
@@ -143,7 +143,8 @@ class TrainedModel(SplitModel):
         grad_norm = float(self.optimizer.get_grad_norm())
         if math.isfinite(grad_norm):
             norm = torch.tensor(grad_norm, device=device())
-            torch.nn.utils.clip_grads_with_norm_(self.optimizer.get_parameters(), adam.clip_grad, norm)
+            for one in self.optimizer.chained_optimizers:  # the chain's own `get_parameters` allows one optimizer
+                torch.nn.utils.clip_grads_with_norm_(one.get_parameters(), adam.clip_grad, norm)
             self.optimizer.step_with_ready_grads()
         return grad_norm
 
@@ -188,20 +189,20 @@ class TrainedModel(SplitModel):
 
     @torch.no_grad()
     def _pieces(self) -> Iterator[Piece]:
-        shape, layout = self.shape, self.layout
         parameters = parameters_by_global_name(self.model)
-        present = [entry for entry in entries(shape) if entry.megatron_name in parameters]
+        present = [entry for entry in entries(self.shape) if entry.megatron_name in parameters]
         mine = [(entry, parameters.pop(entry.megatron_name)) for entry in present]
-        if shape.tied_embeddings:
+        if self.shape.tied_embeddings:
             parameters.pop(OUTPUT.name, None)  # the last stage's copy: the first stage has the same
         assert not parameters, f"the name map does not know {sorted(parameters)}"
         writers = self.adam.writers([parameter for _, parameter in mine])
-        for (entry, parameter), (writer, is_cut) in zip(mine, writers, strict=True):
+        for (entry, parameter), (is_writer, is_cut) in zip(mine, writers, strict=True):
+            axis = self.layout.axes[entry.axis]
             for part in PARTS:
                 whole = self.adam.gather(parameter, part).cpu() if is_cut else None
-                if writer == layout.data_context_group.rank() and (entry.kind != "copy" or layout.tensor_rank == 0):
+                if is_writer and entry.owned(axis.rank, axis.size):
                     tensor = self.adam.local(parameter, part) if whole is None else whole
-                    yield from place_shard(entry, shape, part, tensor, layout.tensor_rank, layout.tensor_size)
+                    yield from place_shard(entry, part, tensor, axis.rank, axis.size)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

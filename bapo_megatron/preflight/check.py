@@ -12,7 +12,7 @@ from bapo_megatron.config.load import read_config, split_arguments
 from bapo_megatron.config.plan import check, check_functions
 from bapo_megatron.config.plan_slurm import check_placement, several_nodes
 from bapo_megatron.config.precision import this_machine
-from bapo_megatron.config.schema import Config, RolloutConfig
+from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError, UserError, escaped
 from bapo_megatron.hf.shape import load_hf_config, unknown_family
 from bapo_megatron.preflight.inputs import Memory, read_inputs
@@ -94,7 +94,9 @@ def violations_of(
     found = [*([several_nodes(config)] if starts_here and nodes > 1 else []), *check_functions(config)]
     found = [v for v in found if not v.depends_on(unread)]
     if any(v.depends_on(["rollout.engine"]) for v in found):
-        config, unread = _with_default_engine(config), {*unread, "rollout.engine"}
+        config, unread = _with_default(config, "rollout", "engine"), {*unread, "rollout.engine"}
+    if any(v.depends_on(["model.family"]) for v in found):
+        config, unread = _with_default(config, "model", "family"), {*unread, "model.family", "model.path"}
     known = known_config(config.model.path) if elsewhere and not here else None
     model = None if known else _model(config.model.path, "model.path", found)
     hf_config = known or _hf_config(model, "model.path", found)
@@ -107,7 +109,9 @@ def violations_of(
         if path is not None
     }
     num_gpus = nodes * config.cluster.gpus_per_node if elsewhere else num_visible_gpus()
-    is_known = hf_config is None or unknown_family(hf_config) is None  # otherwise its tokenizer is not loaded
+    is_known = (
+        hf_config is None or unknown_family(hf_config, config.model.own_family) is None
+    )  # otherwise its tokenizer is not loaded
     tokenizer_from = model if is_known else None
     checks = [
         Check(
@@ -135,10 +139,11 @@ def violations_of(
     return found
 
 
-def _with_default_engine(config: Config) -> Config:
-    """Return the configuration with the default engine in place of one that cannot be loaded."""
-    engine = RolloutConfig.model_fields["engine"].default
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
+def _with_default(config: Config, table: str, field: str) -> Config:
+    """Return the configuration with a setting's default in place of what cannot be loaded."""
+    section = getattr(config, table)
+    default = type(section).model_fields[field].default
+    return config.model_copy(update={table: section.model_copy(update={field: default})})
 
 
 def accepts_layout(config: Config, hf_config: dict[str, Any], *, on_gpus: bool) -> bool:

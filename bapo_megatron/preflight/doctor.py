@@ -14,6 +14,7 @@ from pathlib import Path
 
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.engines import ENGINE_CHECK, ENGINES, EngineKind
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.plan import num_ranks, server_address
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
@@ -118,7 +119,8 @@ def _disk_needed(config: Config | None) -> int:
     if config is None or config.checkpoint.interval_steps is None:
         return _LITTLE_DISK_BYTES
     try:
-        shape = model_shape(load_hf_config(resolve_model_path(config.model.path)))
+        hf_config = load_hf_config(resolve_model_path(config.model.path))
+        shape = model_shape(hf_config, own=config.model.own_family)
     except UserError:
         return _LITTLE_DISK_BYTES  # `examine_needs` reports the missing model
     return _LITTLE_DISK_BYTES + (config.checkpoint.keep_last + 1) * _CHECKPOINT_BYTES * model_parameters(shape)
@@ -135,7 +137,8 @@ def _attention(config: Config | None) -> tuple[int, int, int, int, bool]:
     if config is None:
         return common
     try:
-        shape = model_shape(load_hf_config(resolve_model_path(config.model.path)))
+        hf_config = load_hf_config(resolve_model_path(config.model.path))
+        shape = model_shape(hf_config, own=config.model.own_family)
     except UserError:
         return common  # `examine_needs` reports the missing model
     tensor, longest = config.parallel.tensor, config.data.max_prompt_tokens + config.rollout.max_response_tokens
@@ -156,6 +159,7 @@ def _check_engine(kind: EngineKind, has_gpu: bool) -> Finding:
 def examine_needs(config: Config) -> Iterator[Finding]:
     """Check the files and servers that the configuration names."""
     try:
+        own_family(config.model.family)
         yield Finding("model", "ok", str(resolve_model_path(config.model.path)))
     except UserError as error:
         yield Finding("model", "error", str(error))

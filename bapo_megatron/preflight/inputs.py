@@ -140,7 +140,7 @@ def _lengths(
     from bapo_megatron.prompts.stream import PromptStream
 
     try:
-        tokenizer = load_tokenizer(model)
+        tokenizer = load_tokenizer(model, config.model.own_family)
     except UserError as error:
         yield Violation(("model.path",), str(error))
         return

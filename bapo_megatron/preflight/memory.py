@@ -16,17 +16,18 @@ from bapo_megatron.config import plan
 from bapo_megatron.config.plan import chunk_rows, max_microbatches
 from bapo_megatron.config.precision import FUSED_ACTIVATIONS
 from bapo_megatron.config.schema import Config
-from bapo_megatron.hf.shape import Entry, ModelShape, entries, hf_tensors, layer_entries
+from bapo_megatron.hf.shape import Experts, LayerShape, ModelShape, entries, hf_tensors, layer_entries, runs
+from bapo_megatron.hf.splits import Entry
 from bapo_megatron.preflight.known import GIB
 
 
-def layer_parameters(shape: ModelShape, tensor: int) -> int:
-    """Count the parameters of one layer on one of `tensor` ranks; those of kind "copy" are on every rank."""
-    return sum(_values(entry) // (1 if entry.kind == "copy" else tensor) for entry in layer_entries(shape, 0))
+def layer_parameters(shape: ModelShape, layer: LayerShape, tensor: int) -> int:
+    """Count the parameters of one layer on one of `tensor` ranks; copies and experts are whole on every rank."""
+    return sum(_of_rank(entry, tensor) for entry in layer_entries(shape, layer))
 
 
-def _values(entry: Entry) -> int:
-    return sum(math.prod(size) for size in entry.hf_shapes)
+def _of_rank(entry: Entry, tensor: int) -> int:
+    return entry.num_values(tensor if entry.axis == "dense" else 1)
 
 
 def embedding_parameters(shape: ModelShape, tensor: int) -> int:
@@ -39,7 +40,9 @@ def rank_parameters(shape: ModelShape, *, tensor: int, pipeline: int, stage: int
 
     Tied embeddings exist twice if the first and the last stage are different ranks.
     """
-    count = shape.num_layers // pipeline * layer_parameters(shape, tensor)
+    each = shape.num_layers // pipeline
+    own = shape.layers[stage * each : (stage + 1) * each]
+    count = sum(number * layer_parameters(shape, layer, tensor) for layer, number in runs(own))
     first, last = stage == 0, stage == pipeline - 1
     if first:
         count += embedding_parameters(shape, tensor)
@@ -61,7 +64,7 @@ def critic_parameters(shape: ModelShape, *, tensor: int, pipeline: int, stage: i
 
 def largest_in_layer(shape: ModelShape, tensor: int) -> int:
     """Count the values in the largest parameter of a rank's layers."""
-    return max(_values(e) // tensor for e in layer_entries(shape, 0))
+    return max(_of_rank(entry, tensor) for layer, _ in runs(shape.layers) for entry in layer_entries(shape, layer))
 
 
 def largest_parameter(shape: ModelShape, tensor: int) -> int:
@@ -71,13 +74,24 @@ def largest_parameter(shape: ModelShape, tensor: int) -> int:
 
 def model_parameters(shape: ModelShape) -> int:
     """Count the parameters in the model's checkpoint, which a weight sync sends."""
-    outside_layers = entries(dataclasses.replace(shape, num_layers=0))
-    return shape.num_layers * layer_parameters(shape, 1) + sum(map(_values, outside_layers))
+    in_layers = sum(count * layer_parameters(shape, layer, 1) for layer, count in runs(shape.layers))
+    return in_layers + sum(_of_rank(entry, 1) for entry in entries(dataclasses.replace(shape, layers=())))
+
+
+def active_parameters(shape: ModelShape) -> int:
+    """Count the parameters that one token meets: of the experts, only those that are chosen for it."""
+    idle = 0
+    for layer, count in runs(shape.layers):
+        if isinstance(mlp := layer.mlp, Experts):
+            of_experts = sum(_of_rank(entry, 1) for entry in layer_entries(shape, layer) if entry.axis == "expert")
+            idle += count * of_experts // mlp.num_experts * (mlp.num_experts - mlp.num_chosen)
+    return model_parameters(shape) - idle
 
 
 def largest_tensor(shape: ModelShape) -> int:
     """Count the values in the largest tensor of the checkpoint."""
-    return max(math.prod(size) for size in hf_tensors(dataclasses.replace(shape, num_layers=1)).values())
+    different = tuple(layer for layer, _ in runs(shape.layers))
+    return max(math.prod(size) for size in hf_tensors(dataclasses.replace(shape, layers=different)).values())
 
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -245,11 +259,13 @@ class _Activations:
         self._item = ITEM_BYTES[config.model.dtype]
         self._T = microbatch_tokens(config)
         self._rows = -(-self._T // p.tensor) if p.sequence else self._T  # of hidden states between the linears
-        self._H, self._F = shape.hidden_size, shape.ffn_size // p.tensor
+        self._H = shape.hidden_size
         self._Q = shape.num_heads * shape.head_dim // p.tensor
         self._K = shape.num_kv_heads * shape.head_dim // p.tensor
         self._V = shape.padded_vocab_size(p.tensor) // p.tensor
-        self._layers_per_chunk = shape.num_layers // (p.pipeline * p.virtual_pipeline)
+        each = max(1, shape.num_layers // (p.pipeline * p.virtual_pipeline))
+        chunks = (shape.layers[first : first + each] for first in range(0, shape.num_layers, each))
+        self._chunk = max(chunks, key=lambda chunk: sum(layer.mlp.active_rows for layer in chunk))
 
     def kept(self, stage: int) -> int:
         """Count the bytes kept for all micro-batches between their forward and backward on a stage."""
@@ -262,7 +278,8 @@ class _Activations:
         """Count the bytes that a chunk's layers keep for one micro-batch: inputs alone of those that are recomputed."""
         num_recomputed = recomputed_layers(self._config, self._shape)
         inputs = num_recomputed * self._rows * self._H * self._item
-        return inputs + (self._layers_per_chunk - num_recomputed) * (self.layer() - self._recomputed_parts())
+        kept = runs(self._chunk[num_recomputed:])
+        return inputs + sum(count * (self.layer(one) - self._recomputed_parts(one)) for one, count in kept)
 
     def _chunks_under_way(self, stage: int) -> int:
         """Count chunks under way in Megatron's 1F1B schedules: fewer on later stages."""
@@ -272,8 +289,8 @@ class _Activations:
         warmup = 2 * (p.pipeline - stage - 1) + (p.virtual_pipeline - 1) * p.pipeline
         return min(warmup + 1, num_microbatches * p.virtual_pipeline)
 
-    def layer(self) -> int:
-        """Count the bytes of one layer for one micro-batch: two norms, attention, and the gated MLP."""
+    def layer(self, layer: LayerShape) -> int:
+        """Count the bytes of a layer for one micro-batch: two norms, attention, and the gated MLP."""
         hidden, num_heads = self._rows * self._H * self._item, self._heads()
         norm = hidden + 4 * self._rows  # its input and 1 / rms
         if self._shape.norm_plus_one and self._item < MASTER_BYTES:
@@ -285,7 +302,7 @@ class _Activations:
             copies = self._Q + self._Q + 2 * self._K
             per_token += self._item * copies + 4 * (num_heads + self._K // self._shape.head_dim)
         queries_keys_values = self._T * self._item * (self._Q + 2 * self._K)
-        parts = self._core_attention() + self._mlp()
+        parts = self._core_attention() + self._mlp(layer)
         return int(2 * (norm + hidden) + queries_keys_values + per_token * self._T + parts)
 
     def _core_attention(self) -> float:
@@ -300,14 +317,17 @@ class _Activations:
     def _heads(self) -> int:
         return self._Q // self._shape.head_dim
 
-    def _mlp(self) -> int:
+    def _mlp(self, layer: LayerShape) -> int:
         """Count the bytes of the gated MLP: fc1's output (2), the product; unfused also the active gate, up + 0."""
         is_fused = not self._on_gpu or self._shape.activation in FUSED_ACTIVATIONS
-        return (3 if is_fused else 5) * self._F * self._T * self._item
+        return (3 if is_fused else 5) * self._F(layer) * self._T * self._item
 
-    def _recomputed_parts(self) -> int:
+    def _F(self, layer: LayerShape) -> int:
+        return layer.mlp.active_rows // self._config.parallel.tensor
+
+    def _recomputed_parts(self, layer: LayerShape) -> int:
         """Count the bytes of the parts of a layer that `train.recompute_modules` recomputes."""
-        parts = {"core_attn": self._core_attention, "mlp": self._mlp}
+        parts = {"core_attn": self._core_attention, "mlp": lambda: self._mlp(layer)}
         chosen = self._config.train.recompute_modules if self._config.train.recompute else ()
         return int(sum(parts[name]() for name in chosen))
 
@@ -330,13 +350,14 @@ class _Activations:
 
     def backward(self) -> int:
         """Count the extra bytes of differentiating a layer: MLP gradients and, if recomputed, its activations."""
-        gradients = self._T * self._item * 2 * self._F + 2 * self._rows * self._H * self._item
+        widest = max(self._chunk, key=self._F)
+        gradients = self._T * self._item * 2 * self._F(widest) + 2 * self._rows * self._H * self._item
         if self._config.parallel.sequence:
             gradients += 2 * self._T * self._H * self._item  # gathered input of a linear, and its gradient
-        if recomputed_layers(self._config, self._shape) == self._layers_per_chunk:
-            return gradients + self.layer()
-        return (
-            gradients + self._recomputed_parts()
+        if recomputed_layers(self._config, self._shape) == len(self._chunk):
+            return gradients + self.layer(widest)
+        return gradients + self._recomputed_parts(
+            widest
         )  # layers that keep their activations come first, and have freed them
 
     def rows(self) -> int:

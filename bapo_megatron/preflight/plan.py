@@ -180,7 +180,7 @@ def check_memory(config: Config, hf_config: dict[str, Any]) -> list[Violation]:
     """Check the memory of the cluster's GPUs against a run whose layout is possible."""
     if config.cluster.gpu is None:
         return []
-    found = memory_problems(config, make_plan(config, model_shape(hf_config)))
+    found = memory_problems(config, make_plan(config, model_shape(hf_config, own=config.model.own_family)))
     return [replace(v, remedy=f"{v.remedy}; `bapo plan` shows what it is made of") for v in found]
 
 

@@ -15,7 +15,9 @@ from bapo_megatron.preflight.suggest import Suggestion, best_split, suggest
 
 def describe(config: Config) -> str:
     """Return the plan of a checked configuration, without suggestions."""
-    return "\n".join(_lines(config, make_plan(config, model_shape(planned_config(config.model.path)))))
+    return "\n".join(
+        _lines(config, make_plan(config, model_shape(planned_config(config.model.path), own=config.model.own_family)))
+    )
 
 
 def explain(config: Config, response_tokens: int | None = None) -> tuple[str, list[str]]:
@@ -25,7 +27,7 @@ def explain(config: Config, response_tokens: int | None = None) -> tuple[str, li
         response_tokens: average response length; None: the maximum.
     """
     hf_config = planned_config(config.model.path)
-    shape = model_shape(hf_config)
+    shape = model_shape(hf_config, own=config.model.own_family)
     if config.cluster.gpu is None:
         return "\n".join(_memory(fullest_rank(config, shape), "process on CPUs")), []
     plan = make_plan(config, shape, response_tokens)
@@ -45,7 +47,7 @@ def explain_best(config: Config, response_tokens: int | None = None) -> tuple[st
             "--best splits the GPUs of [cluster] over trainer and SGLang servers; set cluster.gpu and "
             'rollout.engine="sglang", or merge a file of configs/clusters'
         )
-    plan = make_plan(config, model_shape(hf_config), response_tokens)
+    plan = make_plan(config, model_shape(hf_config, own=config.model.own_family), response_tokens)
     best = best_split(config, hf_config, plan)
     if best is None:
         raise ConfigError(

@@ -36,7 +36,7 @@ def suggest(config: Config, hf_config: dict[str, Any], present: Plan, count: int
         hf_config: the model's config.json.
         present: the plan to improve on; if it does not fit, any fitting layout counts.
     """
-    shape, found = model_shape(hf_config), []
+    shape, found = model_shape(hf_config, own=config.model.own_family), []
     limit_s = _WORTH * present.train.expected if present.fits else float("inf")
     for change in _layouts(config, shape, num_ranks(config)):
         if overrides := _overrides(config, change):
@@ -73,7 +73,7 @@ def best_split(config: Config, hf_config: dict[str, Any], present: Plan) -> Spli
     """
     if not config.rollout.engine_kind.on_gpus:
         return None
-    shape, found = model_shape(hf_config), []
+    shape, found = model_shape(hf_config, own=config.model.own_family), []
     for ranks in _trainer_sizes(config):
         for layout in _fastest(config, shape, ranks, present.tokens.response):
             for servers in _servers(config, ranks):
@@ -114,7 +114,7 @@ def _fastest(config: Config, shape: ModelShape, ranks: int, response: int, count
 
 def _layouts(config: Config, shape: ModelShape, ranks: int) -> Iterator[Change]:
     c = config.cluster
-    split = (shape.num_heads, shape.num_kv_heads, shape.ffn_size)
+    split = (shape.num_heads, shape.num_kv_heads, *shape.ffn_sizes)
     tensors = [t for t in range(1, c.gpus_per_node + 1) if not any(n % t for n in split)]
     pipelines = [n for n in range(1, shape.num_layers + 1) if shape.num_layers % n == 0]
     contexts = [2**n for n in range(5)]

@@ -17,6 +17,7 @@ from bapo_megatron.preflight.known import GIB, GPU
 from bapo_megatron.preflight.memory import (
     ITEM_BYTES,
     MASTER_BYTES,
+    active_parameters,
     model_parameters,
     recomputed_layers,
     searches_exactly,
@@ -69,12 +70,12 @@ def recomputed_share(config: Config, shape: ModelShape, tokens: StepTokens) -> f
     """Return the share of the layers' forward FLOPs that the backward pass makes again."""
     layers_per_chunk = shape.num_layers // (config.parallel.pipeline * config.parallel.virtual_pipeline)
     whole = recomputed_layers(config, shape) / layers_per_chunk
-    attention = 2 * shape.num_heads * shape.head_dim * tokens.per_sequence
-    mlp = 2 * 3 * shape.hidden_size * shape.ffn_size
-    of_layer = {"core_attn": attention, "mlp": mlp}
-    parts = sum(of_layer[name] for name in _recomputed_modules(config))
+    attention = shape.num_layers * 2 * shape.num_heads * shape.head_dim * tokens.per_sequence
+    mlp = sum(2 * layer.mlp.weights_of_token(shape.hidden_size) for layer in shape.layers)
+    of_layers = {"core_attn": attention, "mlp": mlp}
+    parts = sum(of_layers[name] for name in _recomputed_modules(config))
     layers, _ = forward_flops(shape, tokens)
-    return whole + parts * tokens.total * shape.num_layers / layers
+    return whole + parts * tokens.total / layers
 
 
 def _recomputed_modules(config: Config) -> tuple[str, ...]:
@@ -209,10 +210,10 @@ def decode_seconds(config: Config, shape: ModelShape, gpu: GPU, memory: ServerMe
     if concurrency == 0:
         return math.inf
     r, item = config.rollout, ITEM_BYTES[config.model.dtype]
-    parameters = model_parameters(shape) / r.server_tensor_parallel
+    parameters, active = (count(shape) / r.server_tensor_parallel for count in (model_parameters, active_parameters))
     cached = (tokens.prompt + tokens.response / 2) * memory.kv_bytes_per_token
     reading = (parameters * item + concurrency * cached) / gpu.memory_bytes_per_s
-    multiplying = 2 * parameters * concurrency / gpu.flops(config.model.dtype)
+    multiplying = 2 * active * concurrency / gpu.flops(config.model.dtype)
     waves = tokens.num_sequences / r.num_servers / concurrency
     if not (r.abort_tail or r.overlap):
         waves = max(1.0, waves)  # the step waits for its last response; otherwise other groups fill the gap

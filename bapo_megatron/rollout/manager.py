@@ -191,7 +191,7 @@ def connect_rollouts(config: Config, model_path: Path, urls: Sequence[str]) -> R
         UserError: the prompts, the judge or an engine are not fit; names which.
     """
     key = client_key(config.rollout)  # before judges inherit the environment
-    tokenizer = load_tokenizer(model_path)
+    tokenizer = load_tokenizer(model_path, config.model.own_family)
     stop_token_ids = (int(tokenizer.eos_token_id),)
     prompts = prompts_of(config, tokenizer)
     prompts.check()

@@ -86,7 +86,7 @@ class RecordedRollouts(Rollouts):
         """Take the policy's tokenizer from `model_path`, to show samples."""
         assert config.rollout.recorded_from is not None, "config.plan checks this"
         self._folder = Path(config.rollout.recorded_from).expanduser()
-        self._tokenizer = load_tokenizer(model_path)
+        self._tokenizer = load_tokenizer(model_path, config.model.own_family)
         self._builder = BatchBuilder(config)
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -1,8 +1,9 @@
-"""A model family: Seed-OSS, a Llama with biases on query, key and value only, as one entry of FAMILIES."""
+"""A model family: Seed-OSS, a Llama whose config.json turns biases on for query, key and value, or for the output."""
 
-from bapo_megatron.hf.families import FAMILIES, Family
+from bapo_megatron.hf.families import Family
 
-FAMILIES["seed_oss"] = Family(
+FAMILY = Family(
+    "seed_oss",  # the model_type of its checkpoints
     qkv_bias="attention_bias",  # a text names the key of config.json that decides
     out_bias="attention_out_bias",
     mlp_bias="mlp_bias",

@@ -75,9 +75,8 @@ class Model:
                 piece
                 for part, named in self.tensors.items()
                 for entry in entries(self.shape)
-                if entry.kind != "copy" or rank == 0
-                for shard in [to_shard(entry, self.shape, lambda n, i, t=named: t[n][i], rank, 2)]
-                for piece in place_shard(entry, self.shape, part, shard, rank, 2)
+                for shard in [to_shard(entry, lambda n, i, t=named: t[n][i], rank, 2)]
+                for piece in place_shard(entry, part, shard, rank, 2)
             ]
             manifests.append(Snapshot(pieces, facts, rank=rank).write(folder))
         (folder / "hf_config").mkdir()

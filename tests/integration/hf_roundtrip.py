@@ -23,9 +23,10 @@ TOLERANCE = 1e-5
 PADDING_VALUE = 9.0  # of rows of the vocabulary that no token has: a logit of this size would take all probability
 
 
-def make_config(layout: dict[str, Any]) -> Config:
+def make_config(layout: dict[str, Any], family: str = "auto") -> Config:
     return Config.model_validate(
         {
+            "model": {"family": family},
             "parallel": {"timeout_s": HANG_S, **layout},
             "rollout": {"temperature": TEMPERATURE},
             "train": {"logprob_chunk_tokens": 13},
@@ -88,9 +89,10 @@ def scores(learner: MegatronLearner, minibatch: MiniBatch) -> tuple[Tensor, Tens
     return torch.cat(parts, dim=1)[:, : learner.shape.vocab_size], log_probs[0]
 
 
-def check_model(folder: Path, layout: dict[str, Any], tolerance: float) -> None:
+def check_model(folder: Path, layout: dict[str, Any], tolerance: float, family: str = "auto") -> None:
     """Load, compare with what transformers computed, save to <folder>-saved, export to <folder>-exported."""
-    learner = MegatronLearner(make_config(layout), folder)
+    config = make_config(layout, family)
+    learner = MegatronLearner(config, folder)
     fill_padding(learner)
     want = torch.load(folder.with_suffix(".pt"), weights_only=True)
     minibatch = packed(token_ids(learner.shape.vocab_size))
@@ -107,7 +109,7 @@ def check_model(folder: Path, layout: dict[str, Any], tolerance: float) -> None:
     store = CheckpointStore(folder.with_name(f"{folder.name}-saved"), CheckpointConfig())
     saved = store.save(1, {"learner": learner}, None)
     if learner.layout.rank == 0:
-        convert(saved, folder.with_name(f"{folder.name}-exported"))
+        convert(saved, folder.with_name(f"{folder.name}-exported"), own=config.model.own_family)
     parallel_state.destroy_model_parallel()
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from bapo_megatron.convert import convert
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.hf.families import FAMILIES, LAYER, Family
+from bapo_megatron.hf.families import LAYER, Family
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.preflight.memory import model_parameters, rank_parameters
@@ -24,8 +24,8 @@ from tests.hf_models import MODELS, SIZES, VOCAB_SIZE, save_model, save_randomis
 from tests.integration.hf_roundtrip import (
     TOLERANCE,
     check_exported,
+    check_model,
     check_models,
-    check_models_of_rank,
     make_config,
     packed,
     token_ids,
@@ -76,10 +76,12 @@ def check_start_and_refusals(rank: int, world_size: int, root: Path) -> None:
 _FEED_FORWARD = tuple(
     replace(p, tensors={name.replace("mlp.", "feed_forward."): dims for name, dims in p.tensors.items()}) for p in LAYER
 )
+PLAIN = Family("plain", refused=("use_alibi",))
+MIXED = Family("mixed", qkv_bias=True, out_bias="output_bias", qk_norm=True, layer=_FEED_FORWARD)
 MADE_UP: dict[str, tuple[Family, transformers.PreTrainedConfig]] = {
-    "plain": (Family(refused=("use_alibi",)), transformers.LlamaConfig(**SIZES, head_dim=10)),
+    "plain": (PLAIN, transformers.LlamaConfig(**SIZES, head_dim=10)),
     "mixed": (
-        Family(qkv_bias=True, out_bias="output_bias", qk_norm=True, layer=_FEED_FORWARD),
+        MIXED,
         transformers.Qwen3Config(**SIZES, head_dim=10, attention_bias=True, tie_word_embeddings=True),
     ),
 }
@@ -94,9 +96,9 @@ def save_made_up(name: str, folder: Path) -> None:
         save_file(weights, folder / "model.safetensors")
 
 
-def check_embedded(folder: Path) -> None:
+def check_embedded(folder: Path, own: Family) -> None:
     """Compare the embedded engine's logits of every position, token by token, with those of transformers."""
-    model, found = Model.from_pretrained(folder, max_len=64), []
+    model, found = Model.from_pretrained(folder, max_len=64, own=own), []
     for ids in token_ids(VOCAB_SIZE):
         cache = model.new_cache(num_rows=1, max_len=64)
         for position, token in enumerate(ids[:-1]):
@@ -110,19 +112,19 @@ def check_embedded(folder: Path) -> None:
 
 
 def check_made_up(rank: int, world_size: int, root: Path) -> None:
-    FAMILIES.update({name: family for name, (family, _) in MADE_UP.items()})
-    check_models_of_rank(rank, world_size, root, list(MADE_UP), {"tensor": world_size}, TOLERANCE)
+    for name in MADE_UP:
+        check_model(root / name, {"tensor": world_size}, TOLERANCE, f"{__name__}:{name.upper()}")
     if rank == 0:
-        for name in MADE_UP:
-            check_embedded(root / name)
-            shape = model_shape(load_hf_config(root / name))
+        for name, (family, _) in MADE_UP.items():
+            check_embedded(root / name, family)
+            shape = model_shape(load_hf_config(root / name), own=family)
             assert rank_parameters(shape, tensor=1, pipeline=1, stage=0) == model_parameters(shape)
         with pytest.raises(CheckpointError, match="use_alibi is not supported"):
-            model_shape(load_hf_config(root / "plain") | {"use_alibi": True})
+            model_shape(load_hf_config(root / "plain") | {"use_alibi": True}, own=PLAIN)
 
 
-def test_another_family_is_one_entry(tmp_path: Path) -> None:
-    """Registration alone gives the learner, the embedded engine, checkpoints and estimates a new family."""
+def test_another_family_is_one_object(tmp_path: Path) -> None:
+    """Its dotted path alone gives the learner, the embedded engine, checkpoints and estimates a new family."""
     for name in MADE_UP:
         save_made_up(name, tmp_path / name)
         with pytest.raises(CheckpointError, match=f"{name!r} is not supported"):

@@ -1,9 +1,18 @@
-"""A loss, an advantage, a judge, a filter of groups and an engine of the user's own, in one run of real processes."""
+"""A loss, an advantage, a judge, a filter of groups and an engine of the user's own, in one run of real processes; and
+a model family."""
 
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from bapo_megatron.assets import demo_model_path
+from bapo_megatron.engines.embedded.model import Model
+from bapo_megatron.hf.families import FAMILIES
+from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.monitor.rundir import read_metrics
 from tests.integration.forked import SMALL
 from tests.integration.test_train import bapo
@@ -85,3 +94,51 @@ def test_the_examples_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert all(0 < row["reward/mean"] <= 0.75 for row in rows), "and so are easy ones"
     assert all(row["optimizer/grad_norm"] > 0 for row in rows)
     assert all("loss/clip_high_share" not in row for row in rows), "no metric of a clipped loss"
+
+
+LEARNED = ("reward/", "loss/", "bapo/", "optimizer/", "policy/", "ledger/")  # no clock
+FAMILY = """
+from dataclasses import replace
+
+from bapo_megatron.hf.families import FAMILIES
+
+FAMILY = replace(FAMILIES["qwen3"], model_type="mine")
+"""
+
+
+@pytest.mark.slow
+def test_a_family_trains_and_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo under a model_type that the package does not know trains as the demo itself, metric by metric."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(FAMILY)
+    shutil.copytree(demo_model_path(), "mine")
+    config = load_hf_config("mine") | {"model_type": "mine"}
+    Path("mine", "config.json").write_text(json.dumps(config))
+    refused = bapo("check", "demo", *SMALL, "model.path=mine", "parallel.tensor=1")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "model_type 'mine' is not supported" in refused.stderr
+
+    own, options = ("model.path=mine", "model.family=own:FAMILY"), ("parallel.tensor=1", "train.num_steps=2")
+    assert bapo("check", "demo", *SMALL, *own, *options).returncode == 0
+    rows = []
+    for name, chosen in (("mine", own), ("demo", ())):
+        done = bapo("train", "demo", *SMALL, *chosen, *options, f"run.name={name}", "checkpoint.interval_steps=2")
+        assert done.returncode == 0, done.stderr
+        metrics = read_metrics(tmp_path / "runs" / name / "metrics.jsonl")
+        rows.append([{key: row[key] for key in row if key.startswith(LEARNED)} for row in metrics])
+    assert rows[0] == rows[1]
+    assert len(rows[0]) == 2
+    assert all(row["optimizer/grad_norm"] > 0 for row in rows[0])
+
+    assert bapo("convert", "runs/mine").returncode == 2
+    done = bapo("convert", "runs/mine", "exported", "--family", "own:FAMILY")
+    assert done.returncode == 0, done.stderr
+    assert load_hf_config("exported")["model_type"] == "mine"
+    ids_T = torch.arange(2, 9)
+    logits = []
+    for run, family in (("exported", replace(FAMILIES["qwen3"], model_type="mine")), ("of-demo", None)):
+        if family is None:
+            assert bapo("convert", "runs/demo", run).returncode == 0
+        model = Model.from_pretrained(run, max_len=16, own=family)
+        logits.append(model.prefill(ids_T[None], torch.tensor([7]), model.new_cache(num_rows=1, max_len=16), 0))
+    assert torch.equal(*logits)

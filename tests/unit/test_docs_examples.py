@@ -22,7 +22,6 @@ from bapo_megatron.config.schema_loss import CustomLoss
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.hf.families import FAMILIES
 from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape
 from bapo_megatron.learner import metrics as learner_metrics
 from bapo_megatron.rewards.shaping import group_filter
@@ -73,6 +72,7 @@ def test_the_commands_pass_one_by_one_and_together(capsys: pytest.CaptureFixture
         "advantage.kind=hard_groups:hard_groups",
         "reward.kind=max_rl:max_rl",
         "rollout.engine=nice_engine:engine_specs",
+        "model.family=seed_oss:FAMILY",
     ],
 )
 def test_mistakes_give_the_messages_on_the_page(capsys: pytest.CaptureFixture[str], mistake: str) -> None:
@@ -171,22 +171,19 @@ def test_the_family_has_the_tensors_and_logits_of_transformers(tmp_path: Path) -
         model_shape(hf_config)
     assert f"    bapo: {refused.value}\n" in EXTENDING
 
-    try:
-        importlib.import_module("seed_oss")
-        shape = model_shape(hf_config)
-        assert (shape.qkv_bias, shape.out_bias, shape.mlp_bias) == (True, False, False)
-        assert hf_tensors(shape) == {name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()}
-        defaults = transformers.SeedOssConfig().to_dict()
-        for key, value in FAMILIES["seed_oss"].defaults.items():
-            assert defaults[key] == value, key
+    own = load_config(["demo"], ["model.family=seed_oss:FAMILY"]).model.own_family
+    assert own is not None
+    shape = model_shape(hf_config, own=own)
+    assert (shape.qkv_bias, shape.out_bias, shape.mlp_bias) == (True, False, False)
+    assert hf_tensors(shape) == {name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()}
+    defaults = transformers.SeedOssConfig().to_dict()
+    for key, value in own.defaults.items():
+        assert defaults[key] == value, key
 
-        ids_T = torch.randint(VOCAB_SIZE, (9,), generator=torch.Generator().manual_seed(0))
-        model = Model.from_pretrained(tmp_path, max_len=16)
-        logits = model.prefill(ids_T[None], torch.tensor([9]), model.new_cache(num_rows=1, max_len=16), 0)
-        torch.testing.assert_close(logits, reference(ids_T[None]).logits[:, -1], rtol=0, atol=1e-5)
-    finally:
-        FAMILIES.pop("seed_oss", None)
-        sys.modules.pop("seed_oss", None)
+    ids_T = torch.randint(VOCAB_SIZE, (9,), generator=torch.Generator().manual_seed(0))
+    model = Model.from_pretrained(tmp_path, max_len=16, own=own)
+    logits = model.prefill(ids_T[None], torch.tensor([9]), model.new_cache(num_rows=1, max_len=16), 0)
+    torch.testing.assert_close(logits, reference(ids_T[None]).logits[:, -1], rtol=0, atol=1e-5)
 
 
 def test_every_setting_named_exists() -> None:

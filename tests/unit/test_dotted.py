@@ -1,23 +1,30 @@
 """Functions of the user's own at dotted paths: what is wrong with one is one message of `bapo check`."""
 
+import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
 from bapo_megatron import cli
+from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.dotted import ADVANTAGE, KEEP_GROUP, LOSS, REWARD, Seam
 from bapo_megatron.config.engines import ENGINE, ENGINE_SPECS
+from bapo_megatron.config.families import FAMILY
 from bapo_megatron.config.schema_loss import CustomLoss
 from bapo_megatron.errors import UserError
 from tests.distributed import HANG_S
 
-SEAMS = (LOSS, ADVANTAGE, KEEP_GROUP, REWARD, ENGINE)
+SEAMS = (LOSS, ADVANTAGE, KEEP_GROUP, REWARD, ENGINE, FAMILY)
+TYPES = {ENGINE: "EngineKind", FAMILY: "Family"}
 MODULE = """
 from pydantic import BaseModel
 from bapo_megatron.config.engines import EngineKind
+from bapo_megatron.hf.families import Family
 
 NUMBER = 3
+OTHER = Family("other", qk_norm=True)
 FINE_ENGINE = EngineKind("mine", specs="own_parts:specs")
 BAD_SPECS = EngineKind("mine", specs="own_parts:no_parameters")
 NO_SPECS = EngineKind("mine", specs="own_parts:missing")
@@ -75,7 +82,7 @@ def test_what_is_wrong_is_one_message(capsys: pytest.CaptureFixture[str], seam: 
     (line,) = check(capsys, f"{seam.setting}={path}")
     assert line.startswith(f'bapo: {seam.setting}="{path}": ')
     assert line.endswith(f"Expected: {seam.expected}")
-    assert (reason if seam is not ENGINE or reason != "def " else "of type function, not EngineKind") in line
+    assert (f"of type function, not {TYPES[seam]}" if seam in TYPES and reason == "def " else reason) in line
 
 
 @pytest.mark.parametrize("path", ["math:sqrt", "own_parts:others"])
@@ -89,7 +96,7 @@ def test_the_names_of_the_parameters_tell_a_function_of_another_kind(seam: Seam,
 def test_other_names_are_refused(capsys: pytest.CaptureFixture[str], seam: Seam) -> None:
     for name in ("mine", "my_module:", ":f", "my-module:f", "a:b:c"):
         (line,) = check(capsys, f"{seam.setting}={name}")
-        assert f'{seam.setting} must be "{seam.names[0]}", ' in line
+        assert f'{seam.setting} must be "{seam.names[0]}"' in line
         assert f'got "{name}"' in line
 
 
@@ -99,6 +106,24 @@ def test_all_five_pass_and_fail_together(capsys: pytest.CaptureFixture[str]) -> 
         check(capsys, "rollout.engine=own_parts:FINE_ENGINE", *(f"{k}=own_parts:{v}" for k, v in names.items())) == []
     )
     assert len(check(capsys, *(f"{setting}=own_parts:missing" for setting in names))) == 4
+
+
+def test_a_family_is_for_models_of_its_type(capsys: pytest.CaptureFixture[str], parts: Path) -> None:
+    """A wrong one is one message, and says nothing of what depends on it, such as an unknown model_type."""
+    (line,) = check(capsys, "model.family=own_parts:OTHER")
+    assert line == (
+        "bapo: model.family=\"own_parts:OTHER\" is for model_type 'other', and the config.json of model.path='demo' "
+        "has 'qwen3'"
+    )
+    shutil.copytree(demo_model_path(), parts / "other")
+    config = json.loads((parts / "other" / "config.json").read_text()) | {"model_type": "other"}
+    (parts / "other" / "config.json").write_text(json.dumps(config))
+    assert cli.main(["check", "demo", "model.path=other", "model.family=own_parts:OTHER"]) == 0
+    assert "bapo:" not in capsys.readouterr().err
+    (line,) = check(capsys, "model.path=other", "model.family=own_parts:missing", "parallel.tensor=3")
+    assert line.startswith('bapo: model.family="own_parts:missing": ')
+    (line,) = check(capsys, "model.path=other")
+    assert "model_type 'other' is not supported" in line
 
 
 @pytest.mark.parametrize(("name", "reason"), [("BAD_SPECS", "does not fit"), ("NO_SPECS", "has no missing")])

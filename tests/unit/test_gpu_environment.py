@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.enums import AttnBackend
 
 from bapo_megatron import worker
@@ -122,10 +121,9 @@ def test_megatron_does_not_turn_unfused_attention_on(monkeypatch: pytest.MonkeyP
 def test_adam_is_fused_and_counts_where_its_weights_are() -> None:
     """The device "meta" stands for a GPU: torch's fused kernel takes its counts from there."""
     weight = torch.nn.Parameter(torch.empty(3, device="meta"))
-    chain = ChainedOptimizer.__new__(ChainedOptimizer)
-    chain.chained_optimizers = [SimpleNamespace(optimizer=torch.optim.AdamW([weight]))]
-    adam = AdamState(chain, SimpleNamespace(data_context_group=None))  # type: ignore[arg-type]
-    (group,) = chain.chained_optimizers[0].optimizer.param_groups
+    optimizer = SimpleNamespace(optimizer=torch.optim.AdamW([weight]))
+    adam = AdamState(optimizer, None)  # type: ignore[arg-type]
+    (group,) = optimizer.optimizer.param_groups
     assert group["fused"]
     assert adam._state(weight)["step"].device.type == "meta"
     adam.set_steps(7)

@@ -13,6 +13,7 @@ from torch import Tensor
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.reader import INDEX, SINGLE, HFReader
 from bapo_megatron.hf.shape import ModelShape, entries, hf_tensors, model_shape
+from bapo_megatron.hf.splits import Interleaved
 from bapo_megatron.hf.writer import write_safetensors
 from bapo_megatron.learner.hf.names import from_shards, to_shard
 
@@ -44,9 +45,9 @@ def test_splitting_and_joining_is_bit_exact_and_complete(family: str, tensor: in
     left = dict(weights)
     with HFReader(tmp_path) as read:
         for entry in entries(shape):
-            shards = [to_shard(entry, shape, read, rank, tensor) for rank in range(tensor)]
+            shards = [to_shard(entry, read, rank, tensor) for rank in range(tensor)]
             assert len({s.shape for s in shards}) == 1, entry
-            for name, whole in zip(entry.hf_names, from_shards(entry, shape, shards), strict=True):
+            for name, whole in zip(entry.hf_names, from_shards(entry, shards), strict=True):
                 assert torch.equal(whole, left.pop(name)), name
     assert not left
 
@@ -56,7 +57,7 @@ def test_padding_of_the_vocabulary_is_zero(tmp_path: Path) -> None:
     save_file(random_weights(shape), tmp_path / SINGLE)
     embedding = next(iter(entries(shape)))
     with HFReader(tmp_path) as read:
-        last = to_shard(embedding, shape, read, 3, 4)
+        last = to_shard(embedding, read, 3, 4)
     assert last.shape == (3, 16)
     assert last[:2].abs().min() > 0
     assert last[2].abs().max() == 0
@@ -67,9 +68,9 @@ def test_query_heads_stand_with_their_key_value_head(tmp_path: Path) -> None:
     shape = make_shape("llama")
     weights = random_weights(shape)
     save_file(weights, tmp_path / SINGLE)
-    qkv = next(e for e in entries(shape) if e.kind == "qkv")
+    qkv = next(e for e in entries(shape) if isinstance(e.split, Interleaved))
     with HFReader(tmp_path) as read:
-        shard = to_shard(qkv, shape, read, 1, 4)
+        shard = to_shard(qkv, read, 1, 4)
     q, k, v = (weights[name] for name in qkv.hf_names)
     assert torch.equal(shard, torch.cat([q[12:24], k[6:12], v[6:12]]))
 

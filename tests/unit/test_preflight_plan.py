@@ -49,7 +49,7 @@ def test_recomputation_repeats_the_forward_flops_of_what_it_covers() -> None:
         flops = [work.step_flops(recipe(*each), SHAPE, tokens, 0) for each in (overrides, ["train.recompute=false"])]
         return (flops[0] - flops[1]) / layers
 
-    mlp = 3 * SHAPE.hidden_size * SHAPE.ffn_size * SHAPE.num_layers * 2 * tokens.total / layers
+    mlp = 3 * SHAPE.hidden_size * SHAPE.ffn_sizes[0] * SHAPE.num_layers * 2 * tokens.total / layers
     attention = 2 * SHAPE.num_heads * SHAPE.head_dim * tokens.per_sequence * tokens.total * SHAPE.num_layers / layers
     assert math.isclose(repeated("train.recompute=true"), 1)
     assert math.isclose(repeated("train.recompute_layers=7"), 7 / 28)

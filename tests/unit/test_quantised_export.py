@@ -19,11 +19,9 @@ from bapo_megatron.learner.megatron import MegatronLearner
 
 LAYOUT: Any = SimpleNamespace(
     rank=0,
-    tensor_rank=0,
-    tensor_size=1,
     pipeline_rank=0,
     pipeline_size=1,
-    is_first_replica=True,
+    axes={"dense": SimpleNamespace(rank=0, size=1, is_first_copy=True)},
     stage_of_layer=lambda *_: 0,
 )
 # Transformer Engine's names of what a layer holds (module/layernorm_linear.py, linear.py, rmsnorm.py)
@@ -82,7 +80,7 @@ def engine_tree(shape: ModelShape, weights: dict[str, Tensor]) -> tuple[ModuleLi
         return weights[name][index]
 
     for entry in entries(shape):
-        value = to_shard(entry, shape, read, 0, 1)
+        value = to_shard(entry, read, 0, 1)
         is_matrix = entry.layer is not None and value.dim() == 2
         parameter = Parameter(Quantised.of(value) if is_matrix else value.bfloat16())
         if is_matrix:

@@ -68,8 +68,7 @@ def write_split(folder: Path, shape: ModelShape, weights: dict[str, Tensor], siz
         pieces = [
             piece
             for entry in entries(shape)
-            if entry.kind != "copy" or rank == 0
-            for piece in place_shard(entry, shape, WEIGHT, to_shard(entry, shape, read, rank, size), rank, size)
+            for piece in place_shard(entry, WEIGHT, to_shard(entry, read, rank, size), rank, size)
         ]
         manifests.append(Snapshot(pieces, FACTS, rank=rank).write(folder, max_file_bytes=3000))
     write_index(folder, {**FACTS, "model": shape.to_json()}, manifests)
@@ -89,8 +88,8 @@ def test_one_split_is_read_at_any_other_bit_by_bit(family: str, writers: int, tm
         for entry in entries(shape):
             for readers in (1, 2, 4):
                 for rank in range(readers):
-                    want = to_shard(entry, shape, lambda name, index: weights[name][index], rank, readers)
-                    assert torch.equal(to_shard(entry, shape, read, rank, readers), want), entry
+                    want = to_shard(entry, lambda name, index: weights[name][index], rank, readers)
+                    assert torch.equal(to_shard(entry, read, rank, readers), want), entry
 
 
 def test_a_slice_is_read_without_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.hf.families import EMBEDDING, FINAL_NORM, OUTPUT
+from bapo_megatron.hf.families import EMBEDDING, FINAL_NORM, OUTPUT, Family
 from bapo_megatron.hf.reader import HFReader
-from bapo_megatron.hf.shape import Entry, ModelShape, entries, load_hf_config, model_shape, rotary_frequencies
+from bapo_megatron.hf.shape import ModelShape, entries, load_hf_config, model_shape, rotary_frequencies
+from bapo_megatron.hf.splits import Entry
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -74,14 +75,19 @@ class Model:
         self._sin_LD = (torch.cat((-angles, angles), -1).sin() * rope_scale).to(dtype)  # includes rotate-half's sign
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, *, max_len: int, dtype: torch.dtype = torch.float32) -> Model:
+    def from_pretrained(
+        cls, path: str | Path, *, max_len: int, dtype: torch.dtype = torch.float32, own: Family | None = None
+    ) -> Model:
         """Load a checkpoint folder (config.json, one safetensors file or a sharded set).
+
+        Args:
+            own: see `model_shape`.
 
         Raises:
             CheckpointError: a file is missing, the family is not supported, or the weights do not fit config.json.
         """
         folder = Path(path)
-        spec = model_shape(load_hf_config(folder), folder)
+        spec = model_shape(load_hf_config(folder), folder, own=own)
         if max_len > spec.max_positions:
             raise CheckpointError(
                 f"{folder}: a context of {max_len} tokens exceeds the model's {spec.max_positions} positions"

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from aiohttp import web
 
+from bapo_megatron.config.families import own_family
 from bapo_megatron.engines.embedded import protocol
 from bapo_megatron.engines.embedded.engine import BatchingEngine, Sequence
 from bapo_megatron.engines.embedded.model import Model
@@ -359,6 +360,7 @@ def serve_text(text: TextModel, *, host: str, port: int) -> NoReturn:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bapo_megatron.engines.embedded", description=__doc__)
     parser.add_argument("--model-path", required=True, help="Hugging Face checkpoint folder")
+    parser.add_argument("--family", default="auto", help="model.family: the path of a family of your own")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: the system picks one; see --ready-file")
     parser.add_argument("--max-context", type=int, required=True, help="longest prompt + response, in tokens")
@@ -377,7 +379,8 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)  # of this thread: see BatchingEngine
     sys.setswitchinterval(_GIL_SWITCH_S)
     try:
-        model = Model.from_pretrained(args.model_path, max_len=args.max_context, dtype=getattr(torch, args.dtype))
+        own, dtype = own_family(args.family), getattr(torch, args.dtype)
+        model = Model.from_pretrained(args.model_path, max_len=args.max_context, dtype=dtype, own=own)
     except UserError as problem:
         parser.exit(2, f"{problem}\n")
     engine = BatchingEngine(

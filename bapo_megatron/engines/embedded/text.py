@@ -20,6 +20,7 @@ from bapo_megatron.engines.embedded.engine import BatchingEngine
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
 from bapo_megatron.errors import UserError
+from bapo_megatron.hf.families import Family
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.hf.tokenizer import load_tokenizer
 
@@ -42,6 +43,7 @@ class TextModel:
         max_running: int,
         dtype: torch.dtype,
         num_threads: int | None = None,
+        own: Family | None = None,
     ) -> TextModel:
         """Load a checkpoint folder and start its engine.
 
@@ -49,23 +51,24 @@ class TextModel:
             max_context: longest prompt and response together, in tokens; None: as long as the model allows.
             max_running: responses sampled at once; more wait.
             num_threads: see `BatchingEngine`.
+            own: see `model_shape`.
 
         Raises:
             CheckpointError: see `Model.from_pretrained`.
             UserError: the model allows no such context, or there is no room for the cache.
         """
-        longest = model_shape(load_hf_config(folder), folder).max_positions
+        longest = model_shape(load_hf_config(folder), folder, own=own).max_positions
         context = max_context or longest
         if context > longest:
             raise UserError(f"--max-context {context}: {name} allows at most {longest} tokens")
-        model = Model.from_pretrained(folder, max_len=context, dtype=dtype)
+        model = Model.from_pretrained(folder, max_len=context, dtype=dtype, own=own)
         try:
             engine = BatchingEngine(model, max_running=max_running, max_context=context, num_threads=num_threads)
         except OSError as error:
             raise UserError(
                 f"no memory for {max_running} responses of {context} tokens ({error.strerror}); lower --max-context"
             ) from error
-        return cls(engine, load_tokenizer(folder), name)
+        return cls(engine, load_tokenizer(folder, own), name)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a plain prompt, as training encodes it."""

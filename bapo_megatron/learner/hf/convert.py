@@ -10,7 +10,8 @@ from torch.nn import Module, ModuleList, Parameter
 
 from bapo_megatron.hf.families import EMBEDDING, OUTPUT, VALUE_HEAD
 from bapo_megatron.hf.reader import HFReader
-from bapo_megatron.hf.shape import Entry, ModelShape, entries
+from bapo_megatron.hf.shape import ModelShape, entries
+from bapo_megatron.hf.splits import Entry
 from bapo_megatron.learner.hf.names import Slicer, canonical, from_shards, to_shard
 from bapo_megatron.learner.parallel import ParallelLayout, device, raising_together
 
@@ -71,7 +72,8 @@ def fill_parameters(
         if entry.megatron_name == EMBEDDING.name and shape.tied_embeddings:
             targets.append(parameters.pop(OUTPUT.name, None))  # the last stage's copy of tied embeddings
         if present := [target for target in targets if target is not None]:
-            shard = to_shard(entry, shape, read, layout.tensor_rank, layout.tensor_size)
+            axis = layout.axes[entry.axis]
+            shard = to_shard(entry, read, axis.rank, axis.size)
             for target in present:
                 assert target.shape == shard.shape, f"{entry.megatron_name}: {target.shape} != {shard.shape}"
                 fill(target, shard)
@@ -88,7 +90,7 @@ def gather_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield whole tensors by Hugging Face name, one by one, on global rank 0; an empty tensor on every other rank.
 
-    For each parameter, the first replica's tensor ranks on its pipeline stage gather the shards, and the first of them
+    For each parameter, the first ranks that split it on its pipeline stage gather the shards, and the first of them
     sends the whole to rank 0. Collective: every rank must exhaust the iterator. Tied embeddings come once, as
     model.embed_tokens.weight. A tensor may alias the live weight: use it before the next update, or copy it.
 
@@ -100,17 +102,17 @@ def gather_weights(
     parameters = parameters_by_global_name(model)
     dtype = tensor_of(next(model.parameters())).dtype
     for entry in entries(shape):
-        stage = _stage(entry, shape, layout)
+        stage, axis = _stage(entry, shape, layout), layout.axes[entry.axis]
         shard = tensor_of(parameters[entry.megatron_name]) if layout.pipeline_rank == stage else None
         tensors: list[Tensor] = []
-        if shard is not None and layout.is_first_replica:
+        if shard is not None and axis.is_first_copy:
             shards = [shard]
-            if layout.tensor_size > 1:
+            if axis.size > 1:
                 shard = shard.contiguous()
-                shards = [torch.empty_like(shard) for _ in range(layout.tensor_size)]
-                dist.all_gather(shards, shard, group=layout.tensor_group)
-            tensors = from_shards(entry, shape, shards)
-        if stage > 0 and layout.is_first_replica and layout.tensor_rank == 0:
+                shards = [torch.empty_like(shard) for _ in range(axis.size)]
+                dist.all_gather(shards, shard, group=axis.group)
+            tensors = from_shards(entry, shards)
+        if stage > 0 and axis.is_first_copy and axis.rank == 0:
             if layout.pipeline_rank == stage:
                 for tensor in tensors:
                     dist.send(tensor.contiguous(), dst=layout.pipeline_group_rank(0), group=layout.pipeline_group)

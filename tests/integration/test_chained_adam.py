@@ -1,0 +1,109 @@
+"""One Adam state for each optimizer of Megatron's chain: of parameters that two ranks copy, and of experts."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from bapo_megatron_patches.megatron_core import apply_cpu_compat
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
+from torch.nn import Module, Parameter
+
+from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT
+from bapo_megatron.learner.adam import ChainedAdam
+from bapo_megatron.learner.parallel import ParallelLayout
+from bapo_megatron.learner.split_model import TrainedModel
+from tests.distributed import run_distributed
+
+SHAPES = {"dense": (5, 3), "bias": (7,), "expert": (4, 2)}
+LR, CLIP = 0.1, 1.0
+
+
+def values(name: str, seed: int) -> torch.Tensor:
+    return torch.randn(SHAPES[name.split("-")[0]], generator=torch.Generator().manual_seed(seed + 7 * len(name)))
+
+
+class Model(Module):
+    """Two parameters that every rank has, and this rank's expert, as Megatron's experts mark theirs."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.dense, self.bias = Parameter(values("dense", 0)), Parameter(values("bias", 0))
+        self.expert = Parameter(values("expert", rank))
+        self.expert.allreduce = False  # type: ignore[attr-defined]
+
+
+def reference() -> dict[str, Parameter]:
+    """All parameters of both ranks after one update by torch's Adam, clipped by the norm over all of them."""
+    wholes = {name: Parameter(values(name, 0)) for name in ("dense", "bias")}
+    wholes |= {f"expert {rank}": Parameter(values("expert", rank)) for rank in range(2)}
+    for name, parameter in wholes.items():
+        rank = int(name[-1]) if name[-1].isdigit() else 0
+        parameter.grad = 2 * values(name.split()[0], 10 + rank)
+    torch.nn.utils.clip_grad_norm_(wholes.values(), CLIP)
+    adam = torch.optim.AdamW(wholes.values(), lr=LR, weight_decay=0.0)
+    adam.step()
+    return {name: SimpleNamespace(weight=parameter, **adam.state[parameter]) for name, parameter in wholes.items()}  # type: ignore[misc]
+
+
+def check_chain(rank: int, world_size: int, distributed: bool) -> None:
+    apply_cpu_compat()
+    parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=world_size, expert_tensor_parallel_size=1, create_gloo_process_groups=False
+    )
+    layout = ParallelLayout.current()
+    assert [layout.axes["dense"].size, layout.axes["dense"].copies.size()] == [1, 2]
+    assert [layout.axes["expert"].size, layout.axes["expert"].copies.size()] == [2, 1]
+    assert layout.axes["expert"].rank == rank
+
+    model = Model(rank)
+    settings = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, calculate_per_token_loss=True)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+    options = OptimizerConfig(optimizer="adam", lr=LR, weight_decay=0.0, use_distributed_optimizer=distributed)
+    wrapped = DistributedDataParallel(settings, ddp, model)
+    chain = get_megatron_optimizer(options, [wrapped], use_gloo_process_groups=False)
+    assert len(chain.chained_optimizers) == 2
+    adam = ChainedAdam(chain, layout)
+
+    for name, parameter in model.named_parameters():
+        parameter.main_grad.copy_(2 * values(name, 10 + (rank if name == "expert" else 0)))
+    config: Any = SimpleNamespace(optimizer=SimpleNamespace(weight_decay=0.0, clip_grad=CLIP))
+    trained: Any = SimpleNamespace(config=config, optimizer=chain)
+    norm = TrainedModel.optimizer_step(trained, LR)
+    want = reference()
+    assert norm == pytest.approx(2 * sum(values(*of).square().sum().item() for of in GRADIENTS) ** 0.5, rel=1e-6)
+    for name, parameter in model.named_parameters():
+        expected: Any = want[f"expert {rank}" if name == "expert" else name]
+        torch.testing.assert_close(parameter.detach(), expected.weight.detach())
+        for part in (WEIGHT, *MOMENTS):
+            torch.testing.assert_close(adam.gather(parameter, part), getattr(expected, part).detach())
+
+    parameters = list(model.parameters())
+    writes = torch.tensor([is_mine for is_mine, _ in adam.writers(parameters)])
+    assert writes[2], "a rank writes its own expert"
+    dist.all_reduce(count := writes.long())
+    assert count.tolist() == [1, 1, 2]
+    assert not adam.writers(parameters)[2][1], "and has all of it"
+    assert torch.equal(adam.local(model.expert, "exp_avg"), adam.gather(model.expert, "exp_avg"))
+
+    for part in (WEIGHT, *MOMENTS):
+        for name, parameter in model.named_parameters():
+            with torch.no_grad():
+                adam.fill(part, parameter, values(name, 20).abs())
+            assert torch.equal(adam.gather(parameter, part), values(name, 20).abs())
+    adam.set_steps(7)
+    for one in chain.chained_optimizers:
+        assert {state["step"].item() for state in one.optimizer.state.values()} == {7.0}
+    parallel_state.destroy_model_parallel()
+
+
+GRADIENTS = (("dense", 10), ("bias", 10), ("expert", 10), ("expert", 11))
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_dense_parameters_and_experts_have_an_adam_of_their_own(distributed: bool) -> None:
+    run_distributed(check_chain, 2, distributed)
