@@ -213,6 +213,33 @@ HONEST = {
         for name in ("a", "."): os.listxattr(name), os.access(name, os.R_OK, effective_ids=True)
         def f(x): return x + 1
     """,
+    "functions of os": """
+        import contextlib, os, select, socket, time
+        reader, writer = os.pipe()
+        os.writev(writer, [b"x", b"y"]), os.readv(reader, [bytearray(1)]), os.dup(reader), os.dup2(reader, 41, False)
+        poll = select.poll()
+        poll.register(reader), poll.poll(0)
+        folder = os.open(".", os.O_RDONLY)
+        at, from_to = {"dir_fd": folder}, {"src_dir_fd": folder, "dst_dir_fd": folder}
+        os.mkdir("a", **at), os.rename("a", "b", **from_to), os.symlink("b", "c", **at), os.readlink("c", **at)
+        os.close(os.open("d", os.O_CREAT | os.O_WRONLY, **at)), os.link("d", "e", **from_to), os.access("e", 4, **at)
+        os.stat("c", follow_symlinks=False, **at), os.rmdir("b", **at), os.unlink("e", **at)
+        os.fchdir(folder), os.fstatvfs(folder), os.listxattr("c", follow_symlinks=False), os.listxattr(folder)
+        for name in ("d", folder):
+            with contextlib.suppress(OSError): os.getxattr(name, "user.a")
+        for wait in (lambda: os.waitid(os.P_ALL, 0, os.WEXITED), lambda: os.waitpid(-1, 0)):
+            with contextlib.suppress(ChildProcessError): wait()
+        os.getppid(), os.getpgid(0), os.getresuid(), os.getresgid(), os.getloadavg(), os.get_blocking(0)
+        os.sched_getscheduler(0), os.sched_getparam(0), os.sched_rr_get_interval(0)
+        os.sched_get_priority_max(os.SCHED_RR), os.sched_get_priority_min(os.SCHED_RR)
+        for clock in ("monotonic", "perf_counter", "process_time", "thread_time", "time"): time.get_clock_info(clock)
+        left, right = socket.socketpair()
+        left.sendall(b"x"), right.recvmsg(1), left.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE), left.shutdown(2)
+        if hasattr(os, "timerfd_create"):
+            timer = os.timerfd_create(time.CLOCK_MONOTONIC)
+            os.timerfd_settime(timer, initial=0.001), os.timerfd_gettime(timer), os.read(timer, 8)
+        def f(x): return x + 1
+    """,
     "many threads": """
         import threading, time
         condition, semaphore, event = threading.Condition(), threading.Semaphore(), threading.Event()

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import platform
 import resource
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from bapo_megatron.rewards.code import CodeJudge, last_program, same_output
 from bapo_megatron.rewards.refusals import Refusals
 from bapo_megatron.rewards.scratch import delete_abandoned, delete_folder, scratch_folder
 from bapo_megatron.types import Prompt
+from tests.unit.test_sandbox_attacks import MACHINE_CODE, has_32_bit_calls
 
 HANG_S = 600.0  # of programs that end by themselves, or by the judge's watch
 NEXT = {"tests": "assert f(1) == 2\nassert f(-1) == 0"}
@@ -262,6 +264,13 @@ class TestRefusedCalls:
     ) -> None:
         assert judge.judge(NEXT, respond(program)).refused_calls == names
         assert judge.judge(NEXT, respond(program)).refused_calls == names, "a remembered verdict has them too"
+
+    @pytest.mark.skipif(platform.machine() != "x86_64", reason="machine code of x86-64")
+    def test_a_32_bit_call_is_not_taken_for_the_one_of_its_number(self, judge: CodeJudge) -> None:
+        if not has_32_bit_calls():
+            pytest.skip("this kernel makes no 32-bit calls")
+        program = f"import ctypes, mmap\n{MACHINE_CODE}\nint80(90, 0)"  # chmod has this number among 64-bit calls
+        assert judge.judge(NEXT, respond(program)).refused_calls == ("32-bit number 90",)
 
     def test_so_does_the_error_of_a_program_that_did_not_end(self) -> None:
         program = """
