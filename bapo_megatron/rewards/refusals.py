@@ -80,8 +80,9 @@ class Refusals:
         with contextlib.suppress(OSError):  # ENOENT: the thread was interrupted or has ended meanwhile
             fcntl.ioctl(self._listener, _RECEIVE, notification)
             key, _, _, number, architecture = _NOTIFICATION.unpack(notification)
-            name = self._known.get(number) if architecture == self._architecture else None
+            is_native = architecture == self._architecture
+            name = self._known.get(number) if is_native else None
             if len(self.names) < MAX_NAMES:
-                self.names[name or f"number {number}"] = None
+                self.names[name or f"{'' if is_native else '32-bit '}number {number}"] = None
             error = errno.ENOSYS if name is None else errno.EPERM
             fcntl.ioctl(self._listener, _SEND, bytearray(_RESPONSE.pack(key, 0, -error, 0)))

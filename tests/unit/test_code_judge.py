@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import platform
 import resource
 import socket
 import subprocess
@@ -18,16 +19,15 @@ import psutil
 import pytest
 
 import bapo_megatron.rewards.code as code_module
-import bapo_megatron.rewards.sandbox as sandbox_module
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
-from bapo_megatron.config.system_calls import system_calls
 from bapo_megatron.errors import UserError
 from bapo_megatron.rewards import RewardScorer, pool
 from bapo_megatron.rewards.code import CodeJudge, last_program, same_output
 from bapo_megatron.rewards.refusals import Refusals
 from bapo_megatron.rewards.scratch import delete_abandoned, delete_folder, scratch_folder
 from bapo_megatron.types import Prompt
+from tests.unit.test_sandbox_attacks import MACHINE_CODE, has_32_bit_calls
 
 HANG_S = 600.0  # of programs that end by themselves, or by the judge's watch
 NEXT = {"tests": "assert f(1) == 2\nassert f(-1) == 0"}
@@ -245,173 +245,6 @@ def test_a_program_cannot_forge_that_warning(judge: CodeJudge, caplog: pytest.Lo
     assert not caplog.records
 
 
-HONEST = {
-    "basics": """
-        import bisect, calendar, collections, datetime, decimal, fractions, functools, hashlib, heapq, itertools, json
-        import math, random, re, secrets, statistics, string, textwrap, time, uuid, zoneinfo
-        assert json.loads("[1]") == [1] and re.findall("a+", "baac") == ["aa"]
-        secrets.token_hex(4), uuid.uuid4(), hashlib.sha256(b"x").hexdigest(), random.random(), time.sleep(0.001)
-        decimal.Decimal("1.1"), fractions.Fraction(1, 3), datetime.datetime.now(), time.process_time()
-        def f(x): return int(statistics.mean([x, x]) + math.floor(1.5))
-    """,
-    "numpy": """
-        import numpy as np
-        a = np.random.default_rng(0).normal(size=(300, 300))
-        np.linalg.svd(a), np.linalg.solve(a, a[0]), np.linalg.eigvals(a[:50, :50]), np.fft.fft(a[0]), a @ a
-        def f(x): return int(np.array([x, 1]).sum())
-    """,
-    "numpy files": """
-        import numpy as np
-        np.save("a.npy", np.arange(10)), np.savez("b.npz", a=np.ones(3)), np.savetxt("c.txt", np.ones(3))
-        m = np.memmap("m", dtype="f4", mode="w+", shape=(100,))
-        m[:] = 1
-        m.flush()
-        assert np.load("a.npy", mmap_mode="r")[3] == np.load("b.npz")["a"].sum() == np.loadtxt("c.txt").sum() == 3
-        def f(x): return x + 1
-    """,
-    "threads": """
-        import queue, threading
-        asked, found = queue.Queue(), queue.Queue()
-        def work():
-            while True: found.put(asked.get() + 1)
-        for _ in range(8): threading.Thread(target=work, daemon=True).start()
-        timer = threading.Timer(0.001, lambda: None)
-        timer.start(), timer.join()
-        threading.Lock().acquire(timeout=0.001), threading.Event().wait(0.001), threading.Barrier(1).wait()
-        def f(x):
-            asked.put(x)
-            return found.get()
-    """,
-    "thread pool": """
-        from concurrent.futures import ThreadPoolExecutor
-        pool = ThreadPoolExecutor(4)
-        def f(x): return sum(pool.map(lambda y: y, [x, 1]))
-    """,
-    "asyncio": """
-        import asyncio
-        async def g(x):
-            q = asyncio.Queue()
-            await q.put(x)
-            async with asyncio.timeout(600): y = await q.get()
-            return sum(await asyncio.gather(asyncio.to_thread(lambda: y), asyncio.sleep(0.001, 1)))
-        def f(x): return asyncio.run(g(x))
-    """,
-    "files": """
-        import glob, os, pathlib, shutil, tempfile
-        with tempfile.TemporaryDirectory() as d:
-            p = pathlib.Path(d, "a", "b")
-            p.mkdir(parents=True)
-            (p / "c").write_text("x")
-            shutil.copyfile(p / "c", p / "d"), shutil.move(p / "d", d), os.replace(p / "c", p / "e")
-            os.symlink("e", p / "l"), os.link(p / "e", p / "h")
-            assert len(list(pathlib.Path(d).rglob("*"))) == 6 and glob.glob(d + "/*") and os.path.getsize(p / "e") == 1
-            os.access(d, os.W_OK), os.getcwd(), shutil.disk_usage("."), list(os.walk(d)), shutil.rmtree(p)
-        with tempfile.TemporaryFile() as t: t.write(b"x"), t.flush(), os.fsync(t.fileno()), t.truncate(0)
-        with tempfile.NamedTemporaryFile("w+") as t, tempfile.SpooledTemporaryFile() as s: t.write("x"), s.rollover()
-        def f(x): return x + 1
-    """,
-    "archives": """
-        import base64, bz2, csv, gzip, io, lzma, pickle, struct, tarfile, xml.etree.ElementTree, zipfile, zlib
-        with open("a.csv", "w", newline="") as o: csv.writer(o).writerow([1, 2])
-        with zipfile.ZipFile("a.zip", "w") as z: z.write("a.csv")
-        with zipfile.ZipFile("a.zip") as z: z.extractall("out")
-        with gzip.open("a.gz", "wb") as g: g.write(b"x" * 1000)
-        with tarfile.open("a.tar.gz", "w:gz") as t: t.add("a.csv")
-        pickle.loads(pickle.dumps([1])), xml.etree.ElementTree.fromstring("<a/>")
-        def f(x): return x + 1
-    """,
-    "sqlite3": """
-        import sqlite3
-        def f(x):
-            with sqlite3.connect("db") as c:
-                c.execute("pragma journal_mode=wal")
-                c.execute("create table if not exists t(x)")
-                c.execute("delete from t")
-                c.executemany("insert into t values (?)", [(x,), (1,)])
-                c.commit()
-                return c.execute("select sum(x) from t").fetchone()[0]
-    """,
-    "signals": """
-        import os, signal
-        hits = []
-        for s in (signal.SIGALRM, signal.SIGUSR1): signal.signal(s, lambda *a: hits.append(1))
-        signal.setitimer(signal.ITIMER_REAL, 0.001)
-        while not hits: signal.sigtimedwait([], 0.001)
-        os.kill(os.getpid(), signal.SIGUSR1), signal.raise_signal(signal.SIGUSR1)
-        def f(x): return x + len(hits) - 2
-    """,
-    "pipes and mappings": """
-        import mmap, os, select, selectors
-        m = mmap.mmap(-1, 4096)
-        m[:1] = b"x"
-        with open("a", "w+b") as a:
-            a.write(b"x" * 4096), a.flush()
-            with mmap.mmap(a.fileno(), 0) as n: n[:1] = b"y"
-        reader, writer = os.pipe()
-        os.write(writer, b"x"), select.select([reader], [], []), selectors.DefaultSelector().register(reader, 1)
-        os.read(reader, 1), os.dup2(reader, 40), os.set_blocking(reader, False), os.fdopen(writer, "w").close()
-        def f(x): return x + 1
-    """,
-    "the system": """
-        import ast, ctypes, gc, inspect, locale, os, resource, sys, tracemalloc
-        ctypes.CDLL(None).getpid(), resource.getrusage(resource.RUSAGE_SELF), resource.getrlimit(resource.RLIMIT_AS)
-        os.cpu_count(), os.getloadavg(), os.uname(), os.sched_getaffinity(0), os.times(), os.urandom(4), os.isatty(0)
-        locale.setlocale(locale.LC_ALL, ""), tracemalloc.start(), gc.collect()
-        def f(x): return x + 1
-    """,
-    "unittest and logging": """
-        import io, logging, unittest
-        logging.basicConfig(filename="log"), logging.warning("x")
-        class T(unittest.TestCase):
-            def test(self): self.assertEqual(1, 1)
-        tests = unittest.defaultTestLoader.loadTestsFromTestCase(T)
-        assert unittest.TextTestRunner(stream=io.StringIO()).run(tests).wasSuccessful()
-        def f(x): return x + 1
-    """,
-    "pytest": """
-        import pytest
-        test = "def test_a(tmp_path, capsys): print(1); assert capsys.readouterr().out and tmp_path.exists()"
-        open("test_a.py", "w").write(test)
-        assert pytest.main(["-q", "test_a.py"]) == 0
-        def f(x): return x + 1
-    """,
-    "deep recursion": """
-        import sys, threading
-        sys.setrecursionlimit(10**6), threading.stack_size(1 << 28)
-        found = []
-        def g(n): return 0 if n == 0 else 1 + g(n - 1)
-        thread = threading.Thread(target=lambda: found.append(g(20000)))
-        thread.start(), thread.join()
-        def f(x): return x + found[0] - 19999
-    """,
-    "much memory": """
-        x = bytearray(200 << 20)
-        try: y = bytearray(1 << 40)
-        except MemoryError: z = {i: str(i) for i in range(10000)}
-        def f(x): return x + 1
-    """,
-    "streams": """
-        import sys
-        print("x" * 10000), sys.stdout.flush(), sys.stderr.write("x")
-        try: input()
-        except EOFError: pass
-        def f(x): return x + 1
-    """,
-}
-"""Programs that the sandbox must run, by what they use."""
-
-TOLERATED = {"archives": {"socket"}, "pytest": {"socket", "chmod"}, "sqlite3": {"fchown"}}
-"""Calls of theirs that are refused without harm: glibc asks nscd for users, SQLite gives root's files away."""
-
-
-class TestHonestPrograms:
-    @pytest.mark.parametrize("uses", HONEST)
-    def test_it_runs(self, judge: CodeJudge, uses: str) -> None:
-        refused: dict[str, None] = {}
-        assert judge._passes(textwrap.dedent(HONEST[uses]), NEXT["tests"], [], refused)
-        assert refused.keys() <= TOLERATED.get(uses, set())
-
-
 class TestRefusedCalls:
     @pytest.mark.parametrize(
         ("program", "names"),
@@ -431,6 +264,13 @@ class TestRefusedCalls:
     ) -> None:
         assert judge.judge(NEXT, respond(program)).refused_calls == names
         assert judge.judge(NEXT, respond(program)).refused_calls == names, "a remembered verdict has them too"
+
+    @pytest.mark.skipif(platform.machine() != "x86_64", reason="machine code of x86-64")
+    def test_a_32_bit_call_is_not_taken_for_the_one_of_its_number(self, judge: CodeJudge) -> None:
+        if not has_32_bit_calls():
+            pytest.skip("this kernel makes no 32-bit calls")
+        program = f"import ctypes, mmap\n{MACHINE_CODE}\nint80(90, 0)"  # chmod has this number among 64-bit calls
+        assert judge.judge(NEXT, respond(program)).refused_calls == ("32-bit number 90",)
 
     def test_so_does_the_error_of_a_program_that_did_not_end(self) -> None:
         program = """
@@ -489,15 +329,6 @@ class TestRefusedCalls:
         program = respond("import os\nos.mkdir('a')\nos.chmod('a', 0o700)\ndef f(x): return x + 1")
         assert CodeJudge(HANG_S, 1 << 30, ["chmod"]).judge(NEXT, program) == 1.0
         assert CodeJudge(HANG_S, 1 << 30, ["fchmodat"]).judge(NEXT, program).refused_calls == ("chmod",)
-
-    def test_every_call_that_is_checked_has_its_arguments_listed(self) -> None:
-        checked = {call.name for call in system_calls().values() if call.answer == "check"}
-        assert checked == {*sandbox_module._CHECKS, "kill", "tgkill", "prlimit64", "mmap"}
-
-    def test_the_table_has_each_number_once(self) -> None:
-        for machine in ("x86_64", "aarch64"):
-            numbers = [call.numbers[machine] for call in system_calls().values() if machine in call.numbers]
-            assert len(numbers) == len(set(numbers)) > 300
 
     @pytest.mark.parametrize(
         ("names", "message"),

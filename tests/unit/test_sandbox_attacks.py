@@ -3,15 +3,18 @@
 Every attack runs as root (where the tests do) and as an ordinary user, with the newest Landlock, with one that lacks
 signal scopes, and with the one of Linux 6.1. After each, a victim process of the same user must live on with its limits
 and scheduling, a precious file, queues and shared memory must be intact, no datagram may have arrived, and nothing may
-be left behind. `python test_sandbox_attacks.py ABI` runs the table as this user.
+be left behind. `python -m tests.unit.test_sandbox_attacks ABI` runs the table as this user.
 """
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import platform
 import resource
+import select
+import signal
 import socket
 import struct
 import subprocess
@@ -27,10 +30,11 @@ import pytest
 
 import bapo_megatron.rewards.code as code_module
 from bapo_megatron.rewards.code import CodeJudge
+from tests.unit import as_nobody
 
 pytestmark = pytest.mark.slow
 
-NOBODY = 65534
+ROOT = Path(__file__).parents[2]
 NEWEST_ABI, ABI_WITHOUT_SCOPES, ABI_OF_LINUX_6_1 = 6, 5, 2
 HANG_S = 600.0  # of a program that ends by itself, or by the judge's watch
 ANSWER = {"tests": "assert f(1) == 2\nassert f(-1) == 0"}
@@ -190,11 +194,40 @@ def mapped(fd, flags, length=4096, protection=3):
     if fd >= 0: os.close(fd)
     return found
 """
+# Calls past libc, from pages below 4 GiB: int80() makes a 32-bit call from 64-bit code, raw() a 64-bit call by a number
+# of 64 bits, and kill_by() kills a process from a 32-bit code segment, after which the program crashes.
+MACHINE_CODE = """
+def low_page():
+    page = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40, prot=7)
+    return page, ctypes.addressof(ctypes.c_char.from_buffer(page))
+(code, start), (data, place) = low_page(), low_page()
+code.write(bytes.fromhex("53 89f8 89f3 87ca cd80 5b c3" "4889f8 4889f7 4889d6 4889ca 0f05 c3"))
+int80_code = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint] * 4)(start)
+raw_code = ctypes.CFUNCTYPE(ctypes.c_long, *[ctypes.c_ulong] * 4)(start + 11)
+def checked(number, result):
+    if -4096 < result < 0: raise OSError(-result, number)
+    return result
+def int80(number, *arguments):
+    values = [*arguments, 0, 0, 0][:3]
+    for i, value in enumerate(values):
+        if isinstance(value, bytes):
+            data[i * 1024 : i * 1024 + len(value) + 1], values[i] = value + bytes(1), place + i * 1024
+    return checked(number, int80_code(number, *values))
+def raw(number, *arguments): return checked(number, raw_code(number, *[*arguments, 0, 0, 0][:3]))
+def kill_by(way, pid):
+    hexed = lambda value: value.to_bytes(4, "little").hex()
+    enter = f"6a23 68{hexed(start + 64)} 48cb"  # push the segment and an address, far return
+    body = f"b8{hexed(37)} bb{hexed(pid)} b9{hexed(9)} bd{hexed(9 if way == 'syscall' else place)} bc{hexed(place)}"
+    code[:128] = bytes.fromhex(enter).ljust(64) + bytes.fromhex(body + WAYS[way]).ljust(64)
+    ctypes.CFUNCTYPE(None)(start)()
+WAYS = {"int80": "cd80", "sysenter": "0f34", "syscall": "0f05"}
+"""
 LIBC_CALL = """
 def libc_call(number):
     ctypes.set_errno(0)
     if libc.syscall(number, 0, 0, 0, 0, 0, 0) < 0: raise OSError(ctypes.get_errno(), number)
 """
+FAST_WAYS = ("sysenter", "syscall")
 PIPE = "reader, writer = os.pipe()"
 PAIR = "left, right = socket.socketpair()"
 
@@ -382,10 +415,47 @@ ATTACKS = (
     refuse(
         "kernel",
         "calls of later kernels",
-        *(f"libc_call({number})" for number in (470, 511, 600, 1000, 2**31 - 1)),
+        *(f"libc_call({number})" for number in (473, 511, 600, 1000, 2**31 - 1)),
         setup=LIBC_CALL,
     ),
     refuse("kernel", "x32 calls", "libc_call(0x40000000 | 39)", "libc_call(0x40000000 | 62)", setup=LIBC_CALL),
+    *(
+        (
+            refuse(
+                "32-bit calls",
+                "int 0x80",
+                "int80(37, VICTIM, 9)",
+                "int80(270, VICTIM, VICTIM, 9)",
+                "int80(15, PRECIOUS.encode(), 0o777)",
+                "int80(10, PRECIOUS.encode())",
+                "int80(5, PRECIOUS.encode(), os.O_RDWR | os.O_TRUNC)",
+                "int80(359, 2, 2, 0)",
+                "int80(102, 1, struct.pack('III', 2, 2, 0))",
+                "int80(2)",
+                "int80(11, b'/bin/true')",
+                "int80(26, 16, VICTIM)",
+                "int80(20)",
+                setup=MACHINE_CODE,
+            ),
+            *(
+                fails("32-bit calls", f"{way} from a 32-bit segment", f"{MACHINE_CODE}\nkill_by('{way}', VICTIM)")
+                for way in ("int80", *FAST_WAYS)
+            ),
+            refuse(
+                "32-bit calls",
+                "x32 numbers",
+                "raw(0x40000000 | 62, VICTIM, 9)",
+                "raw(0x40000000 | 39)",
+                "raw(0x40000000 | 520)",
+                "raw(0x40000000 | 521)",
+                "raw(0xFFFFFFFF40000000 | 62, VICTIM, 9)",
+                "raw(1 << 32 | 62, VICTIM, 9)",
+                setup=MACHINE_CODE,
+            ),
+        )
+        if platform.machine() == "x86_64"
+        else ()
+    ),
     # memory of others
     refuse("ptrace", "attach", "call('ptrace', 16, VICTIM, 0, 0)", "call('ptrace', 0x4206, JUDGE, 0, 0)"),
     refuse("ptrace", "read memory", "call('process_vm_readv', VICTIM, None, 0, None, 0, 0)"),
@@ -617,7 +687,25 @@ class Objects:
         self._socket.close()
 
 
-def outcome(attack: Attack, facts: tuple[Any, ...], objects: Objects) -> tuple[str, str]:
+def started_victim() -> subprocess.Popen[bytes]:
+    """Start a process that echoes lines."""
+    code = "import sys\nfor line in sys.stdin: print(line, end='', flush=True)"
+    return subprocess.Popen([sys.executable, "-c", code], bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def answers(victim: subprocess.Popen[bytes]) -> bool:
+    """Return whether a victim echoes a line: then no signal that ends it is on its way."""
+    assert victim.stdin is not None
+    assert victim.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        victim.stdin.write(b"alive\n")
+        return bool(select.select([victim.stdout], [], [], HANG_S)[0]) and victim.stdout.readline() == b"alive\n"
+    return False
+
+
+def outcome(
+    attack: Attack, facts: tuple[Any, ...], objects: Objects, victim: subprocess.Popen[bytes]
+) -> tuple[str, str]:
     """Return an attack's verdict and the harm done, "" for none."""
     judge = CodeJudge(attack.timeout_s, 1 << 30)
     program = PRELUDE.replace("@", repr(facts), 1) + attack.program
@@ -627,7 +715,7 @@ def outcome(attack: Attack, facts: tuple[Any, ...], objects: Objects) -> tuple[s
         verdict = repr(judge.judge(attack.answer or ANSWER, f"```python\n{program}\n```"))
     except TimeoutError:
         verdict = "None"
-    harm = []
+    harm = [] if answers(victim) else ["another process is gone"]
     with contextlib.suppress(ChildProcessError):
         harm += [f"process {pid} was left"] if (pid := os.waitpid(-1, os.WNOHANG)[0]) else []
     try:
@@ -660,9 +748,9 @@ def main(abi: int) -> None:
         code_module._SANDBOX = str(sandbox)
         port, outcomes = server.getsockname()[1], {}
         for attack in ATTACKS:
-            with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as victim:
+            with started_victim() as victim:
                 facts = (victim.pid, os.getpid(), port, str(precious), numbers, objects.ids, objects.socket_path)
-                outcomes[f"{attack.kind}: {attack.name}"] = outcome(attack, facts, objects)
+                outcomes[f"{attack.kind}: {attack.name}"] = outcome(attack, facts, objects, victim)
                 victim.kill()
     print(json.dumps(outcomes))
 
@@ -676,10 +764,12 @@ def runs() -> Iterator[dict[tuple[str, int], subprocess.Popen[str]]]:
     """The table once per variant, all at the same time."""
     started = {}
     for user, abi in VARIANTS:
-        command = [sys.executable, "-B", __file__, str(abi)]
+        command = [sys.executable, "-B", "-m", "tests.unit.test_sandbox_attacks", str(abi)]
         if user == "nobody":
-            command = ["unshare", "--mount", *command, str(NOBODY)]
-        started[user, abi] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            command = [*as_nobody.COMMAND, *command]
+        started[user, abi] = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
     yield started
     for run in started.values():
         run.kill()
@@ -695,29 +785,38 @@ def outcomes(request: pytest.FixtureRequest, runs: dict[Any, subprocess.Popen[st
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: f"{attack.kind}: {attack.name}")
 def test_an_attack_fails(attack: Attack, outcomes: dict[str, tuple[str, str]]) -> None:
+    if attack.kind == "32-bit calls" and not has_32_bit_calls():
+        pytest.skip("this kernel makes no 32-bit calls")
     verdict, harm = outcomes[f"{attack.kind}: {attack.name}"]
     assert not harm
     assert verdict == repr(attack.reward)
 
 
-def become(user: int) -> None:
-    """Run this program again as another user, for whom the Python installation is made readable in a private mount."""
-    root, base = Path("/root"), Path(sys.base_prefix)
-    if base.is_relative_to(root):
-        with tempfile.TemporaryDirectory() as aside:
-            subprocess.run(["mount", "--bind", base, aside], check=True)
-            subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "none", root], check=True)
-            base.mkdir(parents=True)
-            subprocess.run(["mount", "--bind", aside, base], check=True)
-            subprocess.run(["umount", aside], check=True)
-    os.setgroups([])
-    os.setgid(user)
-    os.setuid(user)
-    os.environ["HOME"] = "/"
-    os.execv(sys.executable, [sys.executable, "-B", *sys.argv[:2]])
+@functools.cache
+def has_32_bit_calls() -> bool:
+    """Return whether this kernel makes 32-bit calls: it may have been built or started without them."""
+    code = f"import ctypes, mmap, os\n{MACHINE_CODE}\nassert int80(20) == os.getpid()"
+    return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="machine code of x86-64")
+def test_outside_the_sandbox_the_machine_code_kills() -> None:
+    if not has_32_bit_calls():
+        pytest.skip("this kernel makes no 32-bit calls")
+    found = {}
+    for attempt in (
+        "int80(37, {}, 9)",
+        "raw(62, {}, 9)",
+        *(f"kill_by('{way}', {{}})" for way in ("int80", *FAST_WAYS)),
+    ):
+        with started_victim() as victim:
+            code = f"import ctypes, mmap\n{MACHINE_CODE}\n{attempt.format(victim.pid)}"
+            subprocess.run([sys.executable, "-c", code], check=False)
+        found[attempt] = victim.returncode == -signal.SIGKILL
+    fast = [found.pop(f"kill_by('{way}', {{}})") for way in FAST_WAYS]
+    assert all(found.values()), found
+    assert any(fast), "AMD has one of them, Intel the other"
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        become(int(sys.argv[2]))
     main(int(sys.argv[1]))
