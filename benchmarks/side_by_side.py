@@ -153,8 +153,12 @@ def peak_allocated(work: Callable[[], object]) -> int:
     Every allocation is recorded, so that neither other processes nor the system's own accounts matter.
     """
     gc.collect()  # or what an earlier call has left may be freed in the middle, and its bytes missing from the peak
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        work()
+    gc.disable()  # or the peak depends on when Python happens to collect
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+            work()
+    finally:
+        gc.enable()
     assert profiler.profiler is not None
     allocations = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     allocations.sort(key=lambda e: e.start_ns())

@@ -22,17 +22,20 @@ _SLOW_IMPORTS = ("torch.distributed", "transformers", "bapo_megatron.learner.meg
 _RUNS = ("bapo_megatron.worker", "bapo_megatron.train", "bapo_megatron.engines.embedded.server")
 
 
-def run_distributed(fn: Callable[..., None], world_size: int, *args: Any, timeout_s: float = HANG_S) -> None:
-    """Calls `fn(rank, world_size, *args)` in `world_size` new processes that share a gloo process group.
+def run_distributed(
+    fn: Callable[..., None], world_size: int, *args: Any, timeout_s: float = HANG_S, backend: str = "gloo"
+) -> None:
+    """Calls `fn(rank, world_size, *args)` in `world_size` new processes that share a process group.
 
     The processes are forked from a server that holds imported modules and nothing else: no thread, no group, no state.
-    `fn` must be importable (a module-level function) and report failure by raising. Raises AssertionError with the
-    tracebacks of the ranks that failed, or TimeoutError naming the ranks still running after `timeout_s`.
+    `fn` must be importable (a module-level function) and report failure by raising; its module may register `backend`.
+    Raises AssertionError with the tracebacks of the ranks that failed, or TimeoutError naming the ranks still running
+    after `timeout_s`.
     """
     with tempfile.TemporaryDirectory(prefix="bapo-test-") as folder:
         context = forkserver()
         processes = [
-            context.Process(target=_child, args=(fn, rank, world_size, folder, args), daemon=True)
+            context.Process(target=_child, args=(fn, rank, world_size, folder, backend, args), daemon=True)
             for rank in range(world_size)
         ]
         try:
@@ -75,11 +78,11 @@ def _join(processes: list[Any], deadline: float) -> None:
         time.sleep(0.02)
 
 
-def _child(fn: Callable[..., None], rank: int, world_size: int, folder: str, args: tuple) -> None:
+def _child(fn: Callable[..., None], rank: int, world_size: int, folder: str, backend: str, args: tuple) -> None:
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{folder}/rendezvous",
             rank=rank,
             world_size=world_size,

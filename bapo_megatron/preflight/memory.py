@@ -146,7 +146,7 @@ def trainer_memory(config: Config, shape: ModelShape, *, stage: int = 0, gpu_byt
     count = rank_parameters(shape, tensor=p.tensor, pipeline=p.pipeline, stage=stage)
     num_shards = p.data * p.context if config.optimizer.distributed else 1
     owned = -(-count // num_shards)
-    state = MASTER_BYTES * (2 if item == MASTER_BYTES and num_shards == 1 else 3)
+    state = MASTER_BYTES * (2 if item == MASTER_BYTES else 3)  # float32 weights need no master copy
     critic = 0
     if not config.advantage.compares_responses:
         values = critic_parameters(shape, tensor=p.tensor, pipeline=p.pipeline, stage=stage)
@@ -272,7 +272,9 @@ class _Activations:
         layers = self._kept_by_chunk()
         rows = self._T * self._H * self._item * (2 if self._config.parallel.sequence else 1)  # before the vocabulary
         by_turns = layers * self._chunks_under_way(stage) + self._shared()
-        return max(by_turns, self._forwards_first * (layers + self._shared() + rows))
+        # less the rows of the one being differentiated: they are in `rows()`, or freed
+        forwards_first = self._forwards_first * (layers + self._shared() + rows) - rows
+        return max(by_turns, forwards_first)
 
     def _kept_by_chunk(self) -> int:
         """Count the bytes that a chunk's layers keep for one micro-batch: inputs alone of those that are recomputed."""

@@ -108,6 +108,13 @@ def test_what_the_distributed_optimizer_saves() -> None:
     assert (split.weights, split.gradients) == (whole.weights, whole.gradients)
 
 
+@pytest.mark.parametrize("distributed", ["true", "false"])
+def test_float32_weights_have_no_master_copy(distributed: str) -> None:
+    ways = [(f"optimizer.distributed={distributed}", f"model.dtype={dtype}") for dtype in ("bfloat16", "float32")]
+    low, full = (trainer_memory(recipe(*way), SHAPE, gpu_bytes=GPU_BYTES) for way in ways)
+    assert full.optimizer * 3 == low.optimizer * 2
+
+
 def test_forward_passes_first_keep_every_micro_batch() -> None:
     by_turns = trainer_memory(recipe("train.schedule=interleaved"), SHAPE, gpu_bytes=GPU_BYTES)
     all_first = trainer_memory(recipe("train.schedule=forwards_first"), SHAPE, gpu_bytes=GPU_BYTES)
