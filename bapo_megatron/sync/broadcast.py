@@ -241,6 +241,8 @@ class _Sender:
         self.group.abandon()
         failures: dict[str, EngineError] = {}
         for flight in self.flights:
+            flight.works.clear()  # over gloo each holds the connections, whose end is what the other engines wait for
+        for flight in self.flights:
             failures = flight.replies.collect()[1] | failures
         if to_blame := {url: error for url, error in failures.items() if not isinstance(error, BroadcastLostError)}:
             return to_blame

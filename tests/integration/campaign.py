@@ -2,6 +2,8 @@
 
 The trainer is a stand-in: each step's weights are the demo's with noise that depends on the version, so that tokens of
 other weights than their segment claims have visibly other log-probs. Everything else is what a run uses.
+
+No deadline comes by itself: where nothing but a deadline ends a fault, the fault lets it pass once it stands.
 """
 
 import asyncio
@@ -12,7 +14,8 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import SyncConfig
+from bapo_megatron.engines.base import Engine
 from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
@@ -40,14 +44,18 @@ from bapo_megatron.types import Trajectory
 from tests.distributed import HANG_S
 from tests.integration.faulty_proxy import FAULTS, Answer, FaultyProxy
 from tests.integration.nursery import is_running, kill_session
+from tests.integration.vain import Vain
 
 log = logging.getLogger(__name__)
 
 NOISE = 0.2  # standard deviations
 UPDATES_PER_STEP = 2
 MAX_STALENESS = 7  # optimizer updates
-TRAIN_S = 0.1
+TRAIN_S = 0.1  # for sampling to go on meanwhile; how far it gets decides nothing that is asserted
 VOCAB_SIZE = 16
+POLL_S = 0.01  # between two looks at what is bound to happen
+BUCKET = "/update_weights_from_distributed"
+BAD_RESPONSES = {"2.1": "hang", "5.0": "crash", "13.2": "hang", "14.3": "crash"}  # in each leg, by sample
 TOLERANCE = 1e-4
 ROLLOUT: dict[str, Any] = {
     "prompts_per_step": 3,
@@ -56,6 +64,8 @@ ROLLOUT: dict[str, Any] = {
     "max_response_tokens": 32,
     "max_retries": 1,
     "max_staleness": MAX_STALENESS,
+    "request_timeout_s": HANG_S,
+    "startup_timeout_s": HANG_S,
 }
 
 
@@ -67,21 +77,12 @@ class Starter(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Timeouts:
-    """Seconds. A step has to end within `step_s`, whatever happens in it."""
-
-    request_s: float
-    sync_s: float
-    startup_s: float
-    step_s: float
-
-
 class Policy:
     """The trainer's model, as a channel sees it. All its weights follow from the version."""
 
-    def __init__(self) -> None:
+    def __init__(self, while_gathering: Callable[[], None]) -> None:
         self.version = 0
+        self._while_gathering = while_gathering
         self._base = load_file(next(demo_model_path().glob("*.safetensors")))
 
     @functools.cache  # noqa: B019 - one policy per test
@@ -93,10 +94,12 @@ class Policy:
         }
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.weights(self.version).items()
+        for name, tensor in self.weights(self.version).items():
+            self._while_gathering()
+            yield name, tensor
 
     def weight_specs(self) -> list[TensorSpec]:
-        return [TensorSpec.of(name, tensor) for name, tensor in self.named_weights()]
+        return [TensorSpec.of(name, tensor) for name, tensor in self.weights(self.version).items()]
 
     def save(self, version: int, folder: Path) -> Path:
         """A checkpoint of these weights."""
@@ -104,6 +107,52 @@ class Policy:
             shutil.copytree(demo_model_path(), folder)
             save_file(self.weights(version), folder / "model.safetensors", metadata={"format": "pt"})
         return folder
+
+
+_caller: ContextVar[tuple["Client", str] | None] = ContextVar("caller", default=None)  # and the path called
+
+
+class Client(HttpEngine):
+    """A client whose deadlines come when a strike says so."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, request_timeout_s=HANG_S, vocab_size=VOCAB_SIZE)
+        self.timers: list[tuple[str, asyncio.TimerHandle, Callable[[], None]]] = []  # of calls, by path
+
+    async def _send(
+        self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None, **options: Any
+    ) -> bytes:
+        token = _caller.set((self, path))
+        try:
+            return await super()._send(method, path, body, **options)
+        finally:
+            _caller.reset(token)
+
+    def expire(self, *paths: str) -> None:
+        """Let the deadlines of calls in progress pass, of these paths or of any."""
+        timers, self.timers = self.timers, []
+        for path, handle, strike in timers:
+            if paths and path not in paths:
+                self.timers.append((path, handle, strike))
+            elif not handle.cancelled():
+                handle.cancel()
+                strike()
+
+
+class Pool(EnginePool):
+    """Counts how often each engine was fenced off."""
+
+    def __init__(self, engines: Sequence[Client]) -> None:
+        super().__init__(engines)
+        self.fences: Counter[str] = Counter()
+
+    def fence(self, engine: Engine, reason: str) -> None:
+        super().fence(engine, reason)
+        self.fences[engine.url] += 1
+
+    def is_at_risk(self, engine: Engine) -> bool:
+        """One more failure without a good reply, and it would be lost for good."""
+        return self._num_failures[engine.url] > 1
 
 
 @dataclass
@@ -114,8 +163,10 @@ class Site:
     reserved: socket.socket  # keeps the port while no engine listens
     port: int
     proxy: FaultyProxy
+    client: Client
     pid: int | None = None  # of the engine, once there was one
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # two engines cannot have the same port
+    strikes: set[asyncio.Task[Any]] = field(default_factory=set)  # that have not run their course
 
     @property
     def url(self) -> str:
@@ -138,27 +189,36 @@ class Site:
 
     async def post(self, path: str, body: Any) -> None:
         """From a third party, past the proxy."""
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=HANG_S)) as session,
-            session.post(self.url + path, json=body),
-        ):
-            pass
+        await self._call("POST", path, body)
+
+    async def paused(self) -> str | None:
+        """How generation is paused."""
+        return (await self._call("GET", "/server_info"))["paused"]
+
+    async def num_requests(self) -> int:
+        """Requests for samples that are in the engine."""
+        loads = (await self._call("GET", "/v1/loads"))["loads"]
+        return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
     async def is_healthy(self) -> bool:
         try:
-            async with (
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session,
-                session.get(self.url + "/server_info") as response,
-            ):
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError):
+            await self._call("GET", "/server_info")
+        except aiohttp.ClientError:
             return False
+        return True
 
-    async def wait_healthy(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+    async def wait_healthy(self) -> None:
+        deadline = time.monotonic() + HANG_S
         while not await self.is_healthy():
-            assert time.monotonic() < deadline, f"the engine of {self.url} was not healthy after {timeout_s:g} s"
-            await asyncio.sleep(0.05)
+            assert time.monotonic() < deadline, f"the engine of {self.url} was not healthy after {HANG_S:g} s"
+            await asyncio.sleep(POLL_S)
+
+    async def _call(self, method: str, path: str, body: Any = None) -> Any:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=HANG_S), raise_for_status=True) as session,
+            session.request(method, self.url + path, json=body) as response,
+        ):
+            return await response.json() if response.content_type == "application/json" else None
 
 
 Strike = Callable[["Campaign", Site, Answer], Awaitable[web.StreamResponse]]
@@ -172,6 +232,9 @@ class Fault:
     path: str
     strike: Strike
     nth: int = 0
+    part: bytes = b""  # of the call's body
+    is_everywhere: bool = False  # it strikes the other sites as well
+    is_absent: bool = False  # the engine takes no part in the broadcast that the call announces
 
     @property
     def is_of_push(self) -> bool:
@@ -181,67 +244,62 @@ class Fault:
 class Campaign:
     """Engines under fire, over several legs of different settings. `hits` counts faults that really happened."""
 
-    def __init__(self, starter: Starter, num_sites: int, folder: Path, timeouts: Timeouts) -> None:
+    def __init__(self, starter: Starter, num_sites: int, folder: Path, vain: Vain) -> None:
         self.hits: Counter[tuple[str, str]] = Counter()  # by leg and kind
-        self.policy = Policy()
+        self.policy = Policy(self._before_a_bucket)
         self.trained: list[Trajectory] = []
         self.left: list[Trajectory] = []  # in the buffers at the end of each leg
-        self.timeouts = timeouts
         self.num_fenced = 0
         self.leg = ""
         self.num_steps = 0
+        self.vain = vain
+        self.between_pushes = asyncio.Lock()  # held by a push, and by a strike on sampling until it stands
+        self.pool: Pool | None = None  # None between legs
         self._folder = folder
+        self._num_planned = 0  # steps
+        self._absent: Site | None = None  # where an engine is going to take no part in a broadcast
         self._num_trained_in_leg = 0
-        self._strikes: set[asyncio.Task[Any]] = set()
         self._loop = LoopThread()
         self._tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
         self.config = load_config(
-            ["demo"], ["reward.kind='tests.integration.campaign_judge:judge'", "reward.timeout_s=1.0"]
+            ["demo"], ["reward.kind='tests.integration.campaign_judge:judge'", f"reward.timeout_s={HANG_S}"]
         )
         self._scorer = RewardScorer(self.config)
+        self._keep_timers()
         self.sites = [self._run(self._open_site(starter)) for _ in range(num_sites)]
 
     def run_leg(self, name: str, settings: dict[str, Any], plan: Sequence[Sequence[Fault]]) -> None:
-        """One training run, in which step i meets the faults of plan[i]."""
+        """One training run, in which step i meets the faults of plan[i]; it goes on until all of them have happened."""
         self.leg = name
         began_s = time.monotonic()
         began_hits = sum((Counter(site.proxy.hits) for site in self.sites), Counter())
         began_judge = Counter(hang=self._scorer.num_timeouts, crash=self._scorer.num_errors)
-        num_starts = len(self.sites) + 1
-        self._loop.run(self._heal(), num_starts * self.timeouts.startup_s, f"the engines to recover before {name!r}")
-        engines = [
-            HttpEngine(s.proxy.url, request_timeout_s=self.timeouts.request_s, vocab_size=VOCAB_SIZE)
-            for s in self.sites
-        ]
-        pool = EnginePool(engines)
+        self._run(self._heal())
+        for site in self.sites:
+            site.client = Client(site.proxy.url)
+        self.pool = pool = Pool([site.client for site in self.sites])
         watch = self._loop.submit(pool.watch())
-        scheduler = self._scheduler(pool, settings)
-        channel = BroadcastChannel(pool, SyncConfig(bucket_mib=1.0, timeout_s=self.timeouts.sync_s), self._loop.submit)
-        channel.connect(self.policy.weight_specs())
-        self._push(channel, scheduler)
+        self._scheduler = scheduler = self._new_scheduler(pool, settings)
+        self._channel = BroadcastChannel(pool, SyncConfig(bucket_mib=1.0, timeout_s=HANG_S), self._loop.submit)
+        self._channel.connect(self.policy.weight_specs())
+        self._push()
         for faults in plan:
+            self._let_all_happen()
             for fault in faults:
                 self._arm(fault)
             log.info("%s, step %d, %.1f s: %s", name, self.num_steps, time.monotonic() - began_s, faults)
-            groups = None
-            while groups is None:
-                groups, _ = self._run(scheduler.take(self.num_steps, self.policy.version))
-                if groups is None:
-                    self._push(channel, scheduler)
-            mine = [t for g in groups for t in g.trajectories]
-            self._audit(scheduler, mine)
-            self.num_steps += 1
-            time.sleep(TRAIN_S)
-            self.policy.version += UPDATES_PER_STEP
-            self._push(channel, scheduler)
+            self._num_planned += 1
+            self._step()
+        self._let_all_happen()
         self._run(scheduler.close())
-        self._audit(scheduler, [])
+        self._audit([])
         self.left += scheduler.book.buffered()
         self.num_fenced += pool.num_fenced
-        channel.close()
+        self._channel.close()
+        self.pool = None
         watch.cancel()
-        for engine in engines:
-            self._run(engine.close())
+        for site in self.sites:
+            self._run(site.client.close())
         hits = sum((Counter(site.proxy.hits) for site in self.sites), Counter()) - began_hits
         judge = Counter(hang=self._scorer.num_timeouts, crash=self._scorer.num_errors) - began_judge
         for kind, count in (hits + Counter({f"judge: {k}": n for k, n in judge.items()})).items():
@@ -302,18 +360,46 @@ class Campaign:
         """The call, once its requests are in the engine, which does not go on with them."""
         await site.post("/pause_generation", {"mode": "in_place"})
         reply = asyncio.get_running_loop().create_task(answer())  # type: ignore[arg-type]
-        self._keep(reply)
-        await asyncio.sleep(self.timeouts.request_s / 40)
+        self._keep(site, reply)
+        while await site.num_requests() != site.proxy.num_sampling:
+            await asyncio.sleep(POLL_S)
         return reply
 
-    def later(self, *actions: Awaitable[Any]) -> None:
+    def later(self, site: Site, *actions: Awaitable[Any]) -> None:
         """Do this one after the other, whatever becomes of the call."""
 
         async def do() -> None:
             for action in actions:
                 await action
 
-        self._keep(asyncio.get_running_loop().create_task(do()))
+        self._keep(site, asyncio.get_running_loop().create_task(do()))
+
+    async def until_fenced(self, site: Site) -> AsyncIterator[None]:
+        """Look again and again, until the engine that was live is fenced off, or the leg is over."""
+        pool = self.pool
+        num_fences = pool.fences[site.proxy.url] if pool else 0
+        while pool and pool is self.pool and pool.is_live(site.client) and pool.fences[site.proxy.url] == num_fences:
+            yield
+            await asyncio.sleep(POLL_S)
+
+    async def fenced(self, site: Site) -> None:
+        """Return once that has come to pass."""
+        async for _ in self.until_fenced(site):
+            pass
+
+    async def until_waited_for(self, site: Site) -> None:
+        """Until something but samples is asked of an engine that is held, or no other one has work."""
+        others, pool = [each for each in self.sites if each is not site], self.pool
+        while not site.proxy.num_held and any(each.proxy.num_sampling and not each.strikes for each in others):
+            if pool is not self.pool:
+                return
+            await asyncio.sleep(POLL_S)
+
+    async def going_on(self, site: Site) -> None:
+        """A stopped or paused engine goes on."""
+        site.send(signal.SIGCONT)
+        await site.post("/continue_generation", {})
+        site.proxy.release()
 
     def checkpoint(self, version: int | None) -> Path:
         """Of a version that was pushed once, or the one that the run started from."""
@@ -322,30 +408,82 @@ class Campaign:
     # the run
 
     def _arm(self, fault: Fault) -> None:
-        site = self.sites[self.num_steps % len(self.sites)]
-        if fault.is_of_push:
-            site = self.sites[(self.num_steps + 1) % len(self.sites)]
+        site = self.sites[(self._num_planned + fault.is_of_push) % len(self.sites)]
+        for each in self.sites if fault.is_everywhere else [site]:
+            self._prepare(each)
 
         async def trap(answer: Answer) -> web.StreamResponse:
             if fault.kind not in FAULTS:  # those are counted by the proxy
                 self.hits[self.leg, fault.kind] += 1
             return await fault.strike(self, site, answer)
 
-        async def pass_on(answer: Answer) -> web.StreamResponse:
-            return await answer()
+        site.proxy.set_trap(fault.path, trap, fault.nth, fault.part)
+        self._absent = site if fault.is_absent else self._absent
 
-        for _ in range(fault.nth):
-            site.proxy.set_trap(fault.path, pass_on)
-        site.proxy.set_trap(fault.path, trap)
+    def _prepare(self, site: Site) -> None:
+        """See to it that an engine is well, and takes part: only then can a fault happen to it."""
+        pool = self.pool
+        assert pool is not None
 
-    def _push(self, channel: BroadcastChannel, scheduler: Scheduler) -> None:
-        scheduler.pool.expect(self.policy.version)
+        async def until_well() -> None:
+            while site.strikes:
+                await asyncio.wait(site.strikes)
+            await site.wait_healthy()
+            while not pool.is_live(site.client) and site.client not in pool.back():
+                await asyncio.sleep(POLL_S)
+
+        self._run(until_well())
+        while not pool.is_live(site.client):
+            self._push()
+            self._run(until_well())
+        while pool.is_at_risk(site.client):
+            self._step()
+
+    def _let_all_happen(self) -> None:
+        """Step until every fault that was armed has happened."""
+        while armed := [site for site in self.sites if site.proxy.is_armed]:
+            for site in armed:
+                self._prepare(site)
+            self._step()
+
+    def _step(self) -> None:
+        """Take what is to be trained, train, and push."""
+        groups = None
+        while groups is None:
+            groups, _ = self._run(self._scheduler.take(self.num_steps, self.policy.version))
+            if groups is None:
+                self._push()
+        self._audit([t for g in groups for t in g.trajectories])
+        self.num_steps += 1
+        time.sleep(TRAIN_S)
+        self.policy.version += UPDATES_PER_STEP
+        self._push()
+
+    def _push(self) -> None:
+        async def release() -> None:
+            self.between_pushes.release()
+
+        assert self.pool is not None
+        self._run(self.between_pushes.acquire())
+        self.pool.expect(self.policy.version)
         began_s = time.monotonic()
-        push_until_whole(channel, self.policy)  # type: ignore[arg-type]
-        assert time.monotonic() - began_s < self.timeouts.step_s, f"{self.leg}: a push took too long"
+        push_until_whole(self._channel, self.policy)  # type: ignore[arg-type]
+        assert time.monotonic() - began_s < HANG_S, f"{self.leg}: a push took too long"
+        self._run(release())
 
-    def _audit(self, scheduler: Scheduler, mine: list[Trajectory]) -> None:
+    def _before_a_bucket(self) -> None:
+        """Foresee a broadcast in which an engine takes no part; a push with such a fault goes bucket by bucket."""
+        site = self._absent
+        if site is None or site.proxy.url not in self.vain.members:
+            return
+        self.vain.settle()
+        if site.proxy.is_next(BUCKET):
+            self.vain.begin()
+            self._absent = None
+
+    def _audit(self, mine: list[Trajectory]) -> None:
         """After a step: the books balance, the bound holds, nothing was trained twice."""
+        scheduler = self._scheduler
         first = len(self.trained) - self._num_trained_in_leg
         self.trained += mine
         self._num_trained_in_leg += len(mine)
@@ -366,16 +504,17 @@ class Campaign:
 
         self._run(check_books())
 
-    def _scheduler(self, pool: EnginePool, settings: dict[str, Any]) -> Scheduler:
+    def _new_scheduler(self, pool: EnginePool, settings: dict[str, Any]) -> Scheduler:
         self._num_trained_in_leg = 0
 
         def score(trajectories: Sequence[Trajectory]) -> list[float]:
             texts = self._tokenizer.batch_decode([t.response_ids for t in trajectories], skip_special_tokens=True)
-            return self._scorer.score([(t.prompt, text) for t, text in zip(trajectories, texts, strict=True)])
+            return self._scorer.score(
+                [(t.prompt, BAD_RESPONSES.get(t.sample_id, text)) for t, text in zip(trajectories, texts, strict=True)]
+            )
 
-        own = {"request_timeout_s": self.timeouts.request_s, "startup_timeout_s": self.timeouts.startup_s}
         return Scheduler(
-            self.config.rollout.model_copy(update=ROLLOUT | own | settings),
+            self.config.rollout.model_copy(update=ROLLOUT | settings),
             pool=pool,
             prompts=PromptStream(self.config, self._tokenizer),
             score=score,
@@ -390,28 +529,46 @@ class Campaign:
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
         proxy = await FaultyProxy(f"http://127.0.0.1:{port}").__aenter__()
-        return Site(starter, reserved, port, proxy)
+        return Site(starter, reserved, port, proxy, Client(proxy.url))
 
     async def _heal(self) -> None:
         """All engines up and undisturbed, once the last leg's faults have run their course."""
         for site in self.sites:
             site.proxy.disarm()
-        if self._strikes:
-            await asyncio.wait(self._strikes)
-        for site in self.sites:
-            site.send(signal.SIGCONT)
+            while site.strikes:
+                await asyncio.wait(site.strikes)
             if site.pid is None or not await site.is_healthy():
                 await site.start(demo_model_path())
         for site in self.sites:
-            await site.wait_healthy(self.timeouts.startup_s)
+            await site.wait_healthy()
             await site.post("/continue_generation", {})
 
-    def _keep(self, task: asyncio.Task[Any]) -> None:
-        self._strikes.add(task)
-        task.add_done_callback(self._strikes.discard)
+    def _keep(self, site: Site, task: asyncio.Task[Any]) -> None:
+        def end(task: asyncio.Task[Any]) -> None:
+            site.strikes.discard(task)
+            if not task.cancelled() and (problem := task.exception()) is not None:
+                log.error("a strike at %s failed", site.url, exc_info=problem)
+
+        site.strikes.add(task)
+        task.add_done_callback(end)
+
+    def _keep_timers(self) -> None:
+        """Tell clients of the deadlines of their calls."""
+        loop = self._loop._loop
+        call_at = loop.call_at
+
+        def kept(when: float, callback: Any, *arguments: Any, **options: Any) -> asyncio.TimerHandle:
+            handle = call_at(when, callback, *arguments, **options)
+            if (caller := _caller.get()) is not None:
+                client, path = caller
+                client.timers = [timer for timer in client.timers if not timer[1].cancelled()]
+                client.timers.append((path, handle, functools.partial(callback, *arguments)))
+            return handle
+
+        loop.call_at = kept  # type: ignore[method-assign]
 
     def _run(self, coroutine: Any) -> Any:
-        return self._loop.run(coroutine, self.timeouts.step_s, f"leg {self.leg!r}, step {self.num_steps}")
+        return self._loop.run(coroutine, HANG_S, f"leg {self.leg!r}, step {self.num_steps}")
 
 
 def _logprobs(

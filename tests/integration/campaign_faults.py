@@ -1,30 +1,27 @@
 """The faults of a campaign: each strikes one call at one site, and may have consequences for others."""
 
 import asyncio
+import contextlib
 import json
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from aiohttp import web
 
-from tests.integration.campaign import Campaign, Fault, Site, Strike
+from tests.integration.campaign import BUCKET, Campaign, Fault, Site, Strike
 from tests.integration.faulty_proxy import CALL_FAULTS, FAULTS, Answer
-
-_DOWN_S = 0.5  # until somebody starts a dead engine again
-_BUCKET = "/update_weights_from_distributed"
+from tests.integration.nursery import stop
 
 
 def spoilt(kind: str, num_times: int) -> Fault:
     """Replies of one site are spoilt: once, or as often as makes the engine be fenced."""
 
     async def strike(c: Campaign, site: Site, answer: Answer) -> web.StreamResponse:
-        left = num_times
+        last = site.proxy.hits[kind] + num_times
 
         def spoil(rids: Sequence[str]) -> dict[str, str]:
-            nonlocal left
-            left -= 1
-            if left <= 0:
-                site.proxy.spoil = lambda rids: {}
+            if site.proxy.hits[kind] >= last:
+                return {}
             return dict.fromkeys(rids if kind in CALL_FAULTS else rids[:1], kind)
 
         site.proxy.spoil = spoil
@@ -34,73 +31,106 @@ def spoilt(kind: str, num_times: int) -> Fault:
 
 
 async def _killed(c: Campaign, site: Site, answer: Answer) -> web.StreamResponse:
-    reply = await c.caught(site, answer)
-    site.kill()
-    c.later(asyncio.sleep(_DOWN_S), site.start(c.checkpoint(None)))
+    async with c.between_pushes:
+        reply = await c.caught(site, answer)
+        site.kill()
+    c.later(site, c.fenced(site), site.start(c.checkpoint(None)))
     return await reply
 
 
 async def _all_killed(c: Campaign, site: Site, answer: Answer) -> web.StreamResponse:
-    reply = await c.caught(site, answer)
-    for each in c.sites:
-        each.kill()
-        c.later(asyncio.sleep(_DOWN_S), each.start(c.checkpoint(None)))
+    async with c.between_pushes:
+        reply = await c.caught(site, answer)
+        for each in c.sites:
+            each.kill()
+    for each in c.sites:  # whether or not the others were missed by then
+        c.later(each, c.fenced(site), each.start(c.checkpoint(None)))
     return await reply
 
 
-def _hung(seconds: Callable[[Campaign], float], *, is_killed: bool = False) -> Strike:
-    async def strike(c: Campaign, site: Site, answer: Answer) -> web.StreamResponse:
+async def _hung(c: Campaign, site: Site, answer: Answer) -> web.StreamResponse:
+    async with c.between_pushes:
+        reply = await c.caught(site, answer)
+        site.send(signal.SIGSTOP)
+        site.proxy.hold()
+    c.later(site, c.until_waited_for(site), c.going_on(site))
+    return await reply
+
+
+async def _hung_until_fenced(c: Campaign, site: Site, answer: Answer) -> web.StreamResponse:
+    async with c.between_pushes:
         reply = await c.caught(site, answer)
         site.send(signal.SIGSTOP)
 
-        async def end() -> None:
-            await asyncio.sleep(seconds(c))
-            if is_killed:
-                await site.start(c.checkpoint(None))
-            else:
-                site.send(signal.SIGCONT)
-                await site.post("/continue_generation", {})
+    async def let_deadlines_pass() -> None:
+        async for _ in c.until_fenced(site):
+            site.client.expire()
 
-        c.later(end())
-        return await reply
+    c.later(site, let_deadlines_pass(), c.going_on(site))
+    return await reply
 
-    return strike
+
+async def _hung_then_killed(c: Campaign, site: Site, answer: Answer) -> web.StreamResponse:
+    async def release() -> None:
+        site.proxy.release()
+
+    async with c.between_pushes:
+        reply = await c.caught(site, answer)
+        site.send(signal.SIGSTOP)
+        site.proxy.hold()
+    c.later(site, c.until_waited_for(site), site.start(c.checkpoint(None)), release())
+    return await reply
 
 
 async def _slow(c: Campaign, site: Site, answer: Answer) -> web.StreamResponse:
     reply = await answer()
-    await asyncio.sleep(c.timeouts.request_s / 2)
+    site.proxy.hold()
+    try:
+        await c.until_waited_for(site)
+    finally:
+        site.proxy.release()
     return reply
 
 
 async def _aborted(c: Campaign, site: Site, answer: Answer) -> web.StreamResponse:
-    reply = await c.caught(site, answer)
-    await site.post("/abort_request", {"abort_all": True})
-    await site.post("/continue_generation", {})
+    async with c.between_pushes:
+        reply = await c.caught(site, answer)
+        await site.post("/abort_request", {"abort_all": True})
+        await site.post("/continue_generation", {})
     return await reply
 
 
 async def _paused(c: Campaign, site: Site, answer: Answer) -> web.StreamResponse:
-    reply = await c.caught(site, answer)
-    await site.post("/pause_generation", {"mode": "retract"})
-    c.later(asyncio.sleep(1.0), site.post("/continue_generation", {}))
+    async with c.between_pushes:
+        reply = await c.caught(site, answer)
+        await site.post("/pause_generation", {"mode": "retract"})
+        site.proxy.hold()
+    c.later(site, c.until_waited_for(site), c.going_on(site))
     return await reply
 
 
 async def _paused_for_good(c: Campaign, site: Site, answer: Answer) -> web.StreamResponse:
-    return await (await c.caught(site, answer))
+    async with c.between_pushes:
+        reply = await c.caught(site, answer)
+
+    async def let_deadlines_pass() -> None:
+        async for _ in c.until_fenced(site):
+            if await site.paused() != "in_place":  # a push has let it go on
+                return
+            site.client.expire("/generate")
+
+    c.later(site, let_deadlines_pass())
+    return await reply
 
 
-def _restarted(num_versions_ago: int | None) -> Strike:
+def _restarted(num_versions_ago: int | None, *, in_push: bool = False) -> Strike:
     """Between two calls, so that nobody notices but by the version: that of an earlier push, or "default"."""
 
     async def strike(c: Campaign, site: Site, answer: Answer) -> web.StreamResponse:
-        if num_versions_ago is None:
-            await site.start(c.checkpoint(None))
-        else:
-            version = max(c.policy.version - num_versions_ago, 0)
-            await site.start(c.checkpoint(version), str(version))
-        await site.wait_healthy(c.timeouts.startup_s)
+        version = None if num_versions_ago is None else max(c.policy.version - num_versions_ago, 0)
+        async with contextlib.nullcontext() if in_push else c.between_pushes:
+            await site.start(c.checkpoint(version), "default" if version is None else str(version))
+            await site.wait_healthy()
         return await answer()
 
     return strike
@@ -115,24 +145,25 @@ async def _failed(c: Campaign, site: Site, answer: Answer) -> web.StreamResponse
 
 
 async def _late(c: Campaign, site: Site, answer: Answer) -> web.StreamResponse:
-    await asyncio.sleep(c.timeouts.sync_s + 1)
-    return await answer()
+    c.vain.silent.add(site.proxy.url)
+    try:
+        await asyncio.Event().wait()  # until the trainer has given up
+    finally:
+        c.later(site, answer())
+    raise AssertionError("nobody sets it")
 
 
 async def _killed_in_push(c: Campaign, site: Site, answer: Answer) -> web.StreamResponse:
     site.kill()
-    c.later(asyncio.sleep(_DOWN_S), site.start(c.checkpoint(None)))
+    c.later(site, c.fenced(site), site.start(c.checkpoint(None)))
     return await answer()
 
 
 async def _hung_in_push(c: Campaign, site: Site, answer: Answer) -> web.StreamResponse:
-    site.send(signal.SIGSTOP)
-
-    async def end() -> None:
-        await asyncio.sleep(c.timeouts.sync_s + 2)
-        site.send(signal.SIGCONT)
-
-    c.later(end())
+    assert site.pid is not None
+    await asyncio.to_thread(stop, site.pid)
+    c.vain.silent.add(site.proxy.url)
+    c.later(site, c.fenced(site), c.going_on(site))
     return await answer()
 
 
@@ -149,10 +180,10 @@ async def _other_weights(c: Campaign, site: Site, answer: Answer) -> web.StreamR
 
 SAMPLING = [
     Fault("killed, restarted", "/generate", _killed),
-    Fault("all killed, restarted", "/generate", _all_killed),
-    Fault("hung, then goes on", "/generate", _hung(lambda c: c.timeouts.request_s / 2)),
-    Fault("hung until fenced", "/generate", _hung(lambda c: 2 * c.timeouts.request_s + 2)),
-    Fault("hung, then killed", "/generate", _hung(lambda c: c.timeouts.request_s / 2, is_killed=True)),
+    Fault("all killed, restarted", "/generate", _all_killed, is_everywhere=True),
+    Fault("hung, then goes on", "/generate", _hung),
+    Fault("hung until fenced", "/generate", _hung_until_fenced),
+    Fault("hung, then killed", "/generate", _hung_then_killed),
     Fault("slow", "/generate", _slow),
     Fault("aborted by a third party", "/generate", _aborted),
     Fault("paused by a third party", "/generate", _paused),
@@ -161,14 +192,14 @@ SAMPLING = [
     Fault("restarted unnoticed, older version", "/generate", _restarted(2)),
 ]
 PUSHES = [
-    Fault("push: refused", _BUCKET, _refused, nth=1),
-    Fault("push: status 500", _BUCKET, _failed, nth=2),
-    Fault("push: late", _BUCKET, _late, nth=1),
-    Fault("push: torn, killed between buckets", _BUCKET, _killed_in_push, nth=2),
+    Fault("push: refused", BUCKET, _refused, nth=1, is_absent=True),
+    Fault("push: status 500", BUCKET, _failed, nth=2, is_absent=True),
+    Fault("push: late", BUCKET, _late, nth=1, is_absent=True),
+    Fault("push: torn, killed between buckets", BUCKET, _killed_in_push, nth=2),
     Fault("push: killed before it", "/pause_generation", _killed_in_push),
-    Fault("push: hung between buckets", _BUCKET, _hung_in_push, nth=1),
-    Fault("push: other weights", "/weights_checker", _other_weights),
-    Fault("push: restarted unnoticed before it", "/pause_generation", _restarted(4)),
+    Fault("push: hung between buckets", BUCKET, _hung_in_push, nth=1, is_absent=True),
+    Fault("push: other weights", "/weights_checker", _other_weights, part=b"checksum"),
+    Fault("push: restarted unnoticed before it", "/pause_generation", _restarted(4, in_push=True)),
 ]
 REPLIES = [spoilt(kind, num_times) for kind in FAULTS if kind != "silence" for num_times in (1, 3)]
 JUDGE = ("judge: hang", "judge: crash")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from bapo_megatron.assets import demo_model_path
 from tests.distributed import HANG_S
+from tests.integration.nursery import ROOT
 
 
 @dataclass
@@ -25,21 +26,28 @@ class EngineProcess:
         self.process.stdin.close()
 
 
-def start_engines(folder: Path, count: int, *arguments: str, ports: Sequence[int] = ()) -> list[EngineProcess]:
+def start_engines(
+    folder: Path,
+    count: int,
+    *arguments: str,
+    ports: Sequence[int] = (),
+    module: str = "bapo_megatron.engines.embedded",
+) -> list[EngineProcess]:
     """Embedded engines with the demo model as weight version 0; `arguments` come last and may replace others.
 
     Args:
         ports: one for each engine; without them, each takes a free one.
+        module: what Python runs as an engine.
     """
     folder.mkdir(parents=True, exist_ok=True)
     ready = [folder / f"ready-{i}.json" for i in range(count)]
-    command = [sys.executable, "-m", "bapo_megatron.engines.embedded", "--model-path", str(demo_model_path())]
+    command = [sys.executable, "-m", module, "--model-path", str(demo_model_path())]
     command += ["--max-context", "64", "--max-running", "64", "--weight-version", "0", "--exit-with-parent"]
     command += arguments
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     own = [["--port", str(port)] for port in ports] or [[]] * count
     processes = [
-        subprocess.Popen([*command, *port, "--ready-file", str(file)], stdin=subprocess.PIPE, env=env)
+        subprocess.Popen([*command, *port, "--ready-file", str(file)], stdin=subprocess.PIPE, cwd=ROOT, env=env)
         for port, file in zip(own, ready, strict=True)
     ]
     deadline = time.monotonic() + HANG_S

@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -45,10 +46,18 @@ Spoil = Callable[[Sequence[str]], dict[str, str]]
 """Chooses the faults of one call: the rids in it -> the fault of each result that is spoilt."""
 
 
+@dataclass
+class _Trap:
+    path: str
+    handle: Trap
+    num_to_pass: int
+    part: bytes
+
+
 class FaultyProxy:
     """Forwards everything; `spoil` says what to do to replies to /generate. A fault of a call spoils all its results.
 
-    `set_trap` hands the next call of a path to somebody else.
+    `set_trap` hands a call of a path to somebody else.
 
     Example: FaultyProxy(url, lambda rids: {rids[0]: "nan"})
     """
@@ -57,18 +66,39 @@ class FaultyProxy:
         self.spoil = spoil
         self.hits: Counter[str] = Counter()  # calls and results spoilt, by fault
         self.num_spoilt = 0  # results that did not arrive as they were sent
+        self.num_sampling = 0  # requests for samples that were forwarded and have no answer yet
+        self.num_held = 0  # calls kept back until `release`
         self.url = ""
         self._target = target
-        self._traps: list[tuple[str, Trap]] = []
+        self._traps: list[_Trap] = []
+        self._released = asyncio.Event()
+        self._released.set()
 
-    def set_trap(self, path: str, trap: Trap) -> None:
-        """For one call; several of the same path are used one by one."""
-        self._traps.append((path, trap))
+    def set_trap(self, path: str, handle: Trap, num_to_pass: int = 0, part: bytes = b"") -> None:
+        """For one call of this path with `part` in its body, after as many that pass."""
+        self._traps.append(_Trap(path, handle, num_to_pass, part))
+
+    def is_next(self, path: str) -> bool:
+        """Whether the next call of a path is trapped."""
+        return any(trap.path == path and trap.num_to_pass == 0 for trap in self._traps)
+
+    @property
+    def is_armed(self) -> bool:
+        """A trap is set, or the next reply is spoilt."""
+        return bool(self._traps) or bool(self.spoil(["any"]))
+
+    def hold(self) -> None:
+        """Keep back all calls but requests for samples."""
+        self._released.clear()
+
+    def release(self) -> None:
+        self._released.set()
 
     def disarm(self) -> None:
         """Forward faithfully from now on."""
         self._traps.clear()
         self.spoil = lambda rids: {}
+        self.release()
 
     async def __aenter__(self) -> FaultyProxy:
         app = web.Application(client_max_size=2**26)
@@ -88,18 +118,29 @@ class FaultyProxy:
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
+        if request.path != "/generate":
+            self.num_held += 1
+            try:
+                await self._released.wait()
+            finally:
+                self.num_held -= 1
 
         async def answer() -> web.StreamResponse:
             return await self._answer(request, raw)
 
-        trap = next((entry for entry in self._traps if entry[0] == request.path), None)
+        trap = next((t for t in self._traps if t.path == request.path and t.part in raw), None)
         if trap is None:
             return await answer()
+        if trap.num_to_pass:
+            trap.num_to_pass -= 1
+            return await answer()
         self._traps.remove(trap)
-        return await trap[1](answer)
+        return await trap.handle(answer)
 
     async def _answer(self, request: web.Request, raw: bytes) -> web.StreamResponse:
         headers = {"Content-Type": "application/json"} if raw else {}
+        rids = _rids(json.loads(raw)) if request.path == "/generate" else []
+        self.num_sampling += len(rids)
         try:
             async with self._session.request(
                 request.method, self._target + request.path, data=raw, headers=headers
@@ -107,12 +148,13 @@ class FaultyProxy:
                 reply, status = await response.read(), response.status
         except aiohttp.ClientError:
             return self._hang_up(request)
+        finally:
+            self.num_sampling -= len(rids)
         if request.path != "/generate" or status != 200:
             return web.Response(body=reply, status=status)
-        return await self._spoilt(request, json.loads(raw)["rid"], reply)
+        return await self._spoilt(request, rids, reply)
 
-    async def _spoilt(self, request: web.Request, rid: str | list[str], reply: bytes) -> web.StreamResponse:
-        rids = [rid] if isinstance(rid, str) else rid
+    async def _spoilt(self, request: web.Request, rids: list[str], reply: bytes) -> web.StreamResponse:
         faults = self.spoil(rids)
         whole = next((fault for fault in faults.values() if fault in CALL_FAULTS), None)
         if whole is not None:
@@ -153,6 +195,10 @@ class FaultyProxy:
         with contextlib.suppress(AttributeError):  # the client may have done it first
             request.transport.close()  # type: ignore[union-attr]
         return response or web.Response()
+
+
+def _rids(body: dict[str, Any]) -> list[str]:
+    return [body["rid"]] if isinstance(body["rid"], str) else body["rid"]
 
 
 def _spoil_result(result: dict[str, Any], fault: str) -> None:

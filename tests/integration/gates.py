@@ -1,19 +1,24 @@
-"""Gates in the processes of a run: a rank waits before a step until the test lets it go on, or ends it.
+"""Gates in the processes of a run: a rank waits at a moment of the run until the test lets it go on, or ends it.
 
 Python runs a module named `sitecustomize` as it starts; the one that `Gates` writes puts the gates in.
 """
 
+import itertools
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
 
 class Gates:
-    """Gates before some steps, counted from 1 as on the screen; "import": before a rank imports torch.
+    """Gates before some steps, counted from 1 as on the screen, or at one of these moments.
+
+    "import": before a rank imports torch; "end": after its last step; "save-7", "push-7": before the seventh thing that
+    a process does to write checkpoints, or to push weights.
 
     Example:
         gates = Gates(folder, 2)
@@ -36,10 +41,14 @@ class Gates:
         from tests.distributed import HANG_S  # with torch, which the processes of a run are to import themselves
 
         deadline = time.monotonic() + HANG_S
-        while not (self._folder / f"reached-{place}").exists():
+        while not self.is_reached(place):
             assert is_alive(), f"the run ended before gate {place}\n{complaint()}"
             assert time.monotonic() < deadline, f"nobody came to gate {place}\n{complaint()}"
             time.sleep(0.05)
+
+    def is_reached(self, place: int | str) -> bool:
+        """Whether a rank stands before it."""
+        return (self._folder / f"reached-{place}").exists()
 
     def open(self, place: int | str) -> None:
         (self._folder / f"closed-{place}").unlink()
@@ -57,12 +66,18 @@ def build() -> None:
     from bapo_megatron import runtime
     from bapo_megatron.runtime.stopwatch import Stopwatch
 
+    kinds = {path.name.split("-")[1] for path in Path(os.environ["BAPO_TEST_GATES"]).glob("closed-*")}
+    if "save" in kinds:
+        _count_saving()
+    if "push" in kinds:
+        _count_pushing()
     steps, starting = Stopwatch.steps, runtime.starting
 
     def steps_through_gates(self: Stopwatch, numbers: Iterable[int]) -> Iterator[int]:
         for step in steps(self, numbers):
             _pass(step + 1)
             yield step
+        _pass("end")
 
     def starting_through_gate() -> object:
         _pass("import")
@@ -70,6 +85,40 @@ def build() -> None:
 
     Stopwatch.steps = steps_through_gates  # type: ignore[method-assign]
     runtime.starting = starting_through_gate  # type: ignore[assignment]
+
+
+def _count_saving() -> None:
+    """Put a gate before everything that happens to the files of a checkpoint being written."""
+    numbers = itertools.count(1)
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("open", "os.mkdir", "os.rename") and any(
+            n in str(arguments[0]) for n in ("/.writing-", "/.latest")
+        ):
+            _pass(f"save-{next(numbers)}")
+
+    sys.addaudithook(watch)
+
+
+def _count_pushing() -> None:
+    """Put a gate before every call to an engine, and every broadcast, of a push."""
+    from bapo_megatron.engines.group import UpdateGroup
+    from bapo_megatron.engines.http import HttpEngine
+
+    numbers = itertools.count(1)
+    send, broadcast = HttpEngine._send, UpdateGroup.broadcast
+
+    async def send_through_gate(engine: HttpEngine, method: str, path: str, *arguments: Any, **options: Any) -> bytes:
+        if method == "POST" and path not in ("/generate", "/abort_request"):
+            _pass(f"push-{next(numbers)}")
+        return await send(engine, method, path, *arguments, **options)
+
+    def broadcast_through_gate(group: UpdateGroup, *arguments: Any, **options: Any) -> Any:
+        _pass(f"push-{next(numbers)}")
+        return broadcast(group, *arguments, **options)
+
+    HttpEngine._send = send_through_gate  # type: ignore[method-assign, assignment]
+    UpdateGroup.broadcast = broadcast_through_gate  # type: ignore[method-assign]
 
 
 def _pass(place: int | str) -> None:

@@ -10,12 +10,9 @@ import contextlib
 import json
 import os
 import random
-import signal
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -32,7 +29,7 @@ from tests.distributed import HANG_S, forkserver
 from tests.integration.gates import Gates, build
 
 _POLL_S = 0.004
-_FROZEN_REPLY_S = 2.0  # an engine that says nothing for so long is inside a broadcast that its trainer has left
+_SAVE, _PUSH = 30, 60  # about as many gates have one save, and one push
 
 
 class Engine:
@@ -48,14 +45,6 @@ class Engine:
         self.process.start()
         _wait(ready.exists, self.process, "the engine started")
         self.url = f"http://127.0.0.1:{json.loads(ready.read_text())['port']}"
-
-    def info(self, timeout_s: float) -> dict[str, Any] | None:
-        """What /server_info says; None where it says nothing in time."""
-        try:
-            with urllib.request.urlopen(f"{self.url}/server_info", timeout=timeout_s) as reply:
-                return json.loads(reply.read())
-        except (TimeoutError, urllib.error.URLError):
-            return None
 
     def kill(self) -> None:
         self.process.kill()
@@ -105,53 +94,32 @@ class Attempt:
             assert time.monotonic() < deadline, f"{self.run_dir.name} did not end"
             time.sleep(0.05)
 
-    def signal(self, number: signal.Signals) -> None:
-        for rank in self.ranks:
-            if rank.is_alive():
-                assert rank.pid is not None
-                os.kill(rank.pid, number)
-
     def kill(self) -> None:
-        self.signal(signal.SIGKILL)
+        for rank in self.ranks:
+            rank.kill()
         for rank in self.ranks:
             rank.join()
 
-    def kill_at_gate(self, step: int) -> None:
-        """Kill all ranks when one of them has come to the gate before a step."""
-        assert self.gates is not None
-        self.gates.wait(step, lambda: not self.has_ended(), self.complaints)
-        self.kill()
+    def kill_at_gate(self, place: int | str) -> bool:
+        """Kill all ranks when one of them has come to a gate; False if the run ended before that."""
+        gates = self.gates
+        assert gates is not None
+        return self.kill_when(lambda: gates.is_reached(place))
 
     def kill_when(self, condition: Callable[[], bool]) -> bool:
-        """Kill all ranks at a moment at which `condition` holds while they stand still; False if the run ended first.
-
-        Who is stopped cannot leave the moment again before it is killed.
-        """
+        """Kill all ranks once a condition holds; False if the run ended before that."""
         deadline = time.monotonic() + HANG_S
-        while not self.has_ended():
-            if condition():
-                self.signal(signal.SIGSTOP)
-                if condition() and not any(rank.exitcode is not None for rank in self.ranks):
-                    self.kill()
-                    return True
-                self.signal(signal.SIGCONT)
+        while not condition():
+            if self.has_ended():
+                return False
             assert time.monotonic() < deadline, f"waited for the moment to kill {self.run_dir.name}"
             time.sleep(_POLL_S)
-        return False
-
-    # moments
+        self.kill()
+        return True
 
     def has_begun(self) -> bool:
         """The attempt's first batch has been handed out."""
         return self._journal.exists() and self._journal.stat().st_size > 0
-
-    def is_saving(self) -> bool:
-        return any((self.run_dir / "checkpoints").glob(".writing-*"))
-
-    def is_pushing(self) -> bool:
-        """The engine is paused for new weights, or waits for the rest of a broadcast."""
-        info = self.engine.info(_FROZEN_REPLY_S)
-        return info is None or info["paused"] is not None
 
     def num_done(self) -> int:
         """Steps whose checkpoints were saved by this attempt."""
@@ -202,23 +170,35 @@ def small_run(folder: Path, name: str, *settings: str) -> Config:
     return load_config(["demo"], [f"run.dir={folder}", f"run.name={name}", *SMALL, *settings])
 
 
-def kill_at_random(attempt: Attempt, kind: str, rng: random.Random, step_s: float) -> bool:
-    """Kill inside a save, inside a push, or anywhere within a few steps; False if the run ended before that."""
-    num_done = rng.randrange(2)
-    delay_s = rng.uniform(0.0, 2.5 * step_s)
-    if kind == "save":
-        return attempt.kill_when(lambda: attempt.num_done() >= num_done and attempt.is_saving())
-    if kind == "push":
-        return attempt.kill_when(lambda: attempt.num_done() >= num_done and attempt.is_pushing())
-    assert kind == "anywhere"
-    began: list[float] = []
+@dataclass
+class Moment:
+    """A random moment to kill a run: inside a save, inside a push, or anywhere within a few steps."""
 
-    def is_time() -> bool:
-        if not began and attempt.has_begun():
-            began.append(time.monotonic())
-        return bool(began) and time.monotonic() > began[0] + delay_s
+    place: str  # the gate that is closed
+    delay_s: float | None = None  # after the first batch, unless the run comes to the gate before
 
-    return attempt.kill_when(is_time)
+    @classmethod
+    def draw(cls, kind: str, rng: random.Random, step_s: float) -> Moment:
+        match kind:
+            case "save":
+                return cls(f"save-{rng.randint(1, 2 * _SAVE)}")
+            case "push":
+                return cls(f"push-{rng.randint(1, 2 * _PUSH)}")
+        return cls("end", rng.uniform(0.0, 2.5 * step_s))
+
+    def kill(self, attempt: Attempt) -> bool:
+        """Return False if the run ended before that."""
+        if (delay_s := self.delay_s) is None:
+            return attempt.kill_at_gate(self.place)
+        began: list[float] = []
+
+        def is_time() -> bool:
+            if not began and attempt.has_begun():
+                began.append(time.monotonic())
+            assert attempt.gates is not None
+            return attempt.gates.is_reached(self.place) or (bool(began) and time.monotonic() > began[0] + delay_s)
+
+        return attempt.kill_when(is_time)
 
 
 def surviving(run_dir: Path, key: str) -> dict[int, dict[str, Any]]:

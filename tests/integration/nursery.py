@@ -53,6 +53,18 @@ def kill_session(pid: int, number: signal.Signals) -> None:
         os.killpg(pid, number)
 
 
+def stop(pid: int) -> None:
+    """Stop a process; return once all its threads stand still."""
+    os.kill(pid, signal.SIGSTOP)
+    while any(state_of(task) != "T" for task in Path(f"/proc/{pid}/task").iterdir()):
+        time.sleep(0.001)
+
+
+def state_of(task: Path) -> str:
+    """The letter in /proc: T is stopped."""
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
+
+
 def is_running(pid: int) -> bool:
     """Whether a session has processes left."""
     try:
@@ -64,7 +76,9 @@ def is_running(pid: int) -> bool:
 
 def main() -> None:
     from bapo_megatron.engines.embedded import server
+    from tests.integration.vain import build_in_engine
 
+    build_in_engine()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
     for line in sys.stdin:
         pid = os.fork()

@@ -33,7 +33,7 @@ def test_a_killed_run_with_a_critic_goes_on_bit_for_bit(tmp_path: Path) -> None:
             alone.finish()
         config = small_run(tmp_path, "killed", *SETTINGS)
         with Attempt(config, engine, Gates(tmp_path / "gates", 3)) as first:
-            first.kill_at_gate(3)
+            assert first.kill_at_gate(3)
         with Attempt(config, engine) as second:
             second.finish()
     finally:

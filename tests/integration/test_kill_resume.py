@@ -1,8 +1,9 @@
-"""kill -9 of the trainer at seeded random moments, and what the resumed run has in common with one left alone.
+"""kill -9 of the trainer at seeded moments, and what the resumed run has in common with one left alone.
 
 Synchronous mode: everything, bit for bit. Overlapped mode: no token is lost, no sample is trained twice.
 """
 
+import itertools
 import json
 import os
 import random
@@ -22,7 +23,7 @@ from bapo_megatron.runtime.files import read_jsonl
 from bapo_megatron.types import Group, Trajectory
 from tests.distributed import HANG_S
 from tests.integration.gates import Gates
-from tests.integration.killable import SMALL, Attempt, Engine, kill_at_random, repeated, small_run, surviving
+from tests.integration.killable import SMALL, Attempt, Engine, Moment, repeated, small_run, surviving
 
 NUM_STEPS = 8
 # Times, and what is counted since an attempt began.
@@ -63,15 +64,18 @@ def kill_and_resume(folder: Path, settings: tuple[str, ...], *, num_kills: int, 
     kinds = [("anywhere", "save", "push", "anywhere")[i % 4] for i in range(num_kills)]
     rng.shuffle(kinds)
     runs: list[Path] = []
+    numbers = itertools.count()
     engine = Engine(folder / "engine")
     try:
         while kinds:
             config = small_run(folder, f"killed-{len(runs)}", *settings)
             is_done = False
             while not is_done:
-                with Attempt(config, engine) as attempt:
-                    is_done = not kinds or not kill_at_random(attempt, kinds[-1], rng, step_s)
-                    attempt.finish() if is_done else print("killed:", kinds.pop(), "after", attempt.progress())
+                moment = Moment.draw(kinds[-1], rng, step_s) if kinds else None
+                gates = Gates(folder / f"gates-{next(numbers)}", *([moment.place] if moment else []))
+                with Attempt(config, engine, gates) as attempt:
+                    is_done = moment is None or not moment.kill(attempt)
+                    attempt.finish() if is_done else print("killed:", kinds.pop(), moment, "after", attempt.progress())
                 if not is_done and rng.random() < 0.5:
                     engine.kill()
                     engine = Engine(folder / "engine")
@@ -120,10 +124,10 @@ def assert_same(run: Path, reference: Path, num_steps: int) -> None:
 @pytest.mark.slow
 def test_a_synchronous_run_is_repeated_bit_for_bit(reference: Path, tmp_path: Path) -> None:
     runs = []
-    for asynchronous in ("false", "true"):
+    for seed, asynchronous in enumerate(("false", "true")):
         settings = (f"train.num_steps={NUM_STEPS}", f"checkpoint.asynchronous={asynchronous}")
         folder = tmp_path / asynchronous
-        runs += kill_and_resume(folder, settings, num_kills=5, seed=1, step_s=longest_step_s(reference))
+        runs += kill_and_resume(folder, settings, num_kills=5, seed=seed, step_s=longest_step_s(reference))
     for run in runs:
         assert_same(run, reference, NUM_STEPS)
         # Batches (tokens, log-probs) and bounds, also those that were lost with their attempt and computed again.

@@ -9,6 +9,7 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,14 @@ from tests.integration.faulty_proxy import CALL_FAULTS, FAULTS, RESULT_FAULTS, F
 
 STEPS, PROMPTS, SAMPLES, IN_FLIGHT = 4, 4, 4, 6
 MAX_STALENESS = 2
+ROUND = 12  # tokens
 MAX_UNTRAINED = PROMPTS * (MAX_STALENESS + 1)  # groups: without a bound, a group that is slow lets others pile up
 VOCAB_SIZE = 16
 SETTINGS: dict[str, Any] = {
     "prompts_per_step": PROMPTS,
     "samples_per_prompt": SAMPLES,
     "groups_in_flight": IN_FLIGHT,
-    "tokens_per_round": 12,
+    "tokens_per_round": ROUND,
     "max_staleness": MAX_STALENESS,
     "startup_timeout_s": HANG_S,
     "request_timeout_s": HANG_S,
@@ -61,13 +63,22 @@ in_every_mode = pytest.mark.parametrize(
 
 
 class CountingEngine(HttpEngine):
-    """Counts the replies that were aborted. Does not wait for an answer to `unanswered`, which never comes."""
+    """Counts the replies that were aborted. Does not wait for an answer to `unanswered`, which never comes.
+
+    Gives `cut` one token, and pauses in place before anybody knows.
+    """
 
     num_aborted = 0
     unanswered = ""  # the beginning of a request's rid
+    cut = ""  # likewise, of a request that is sent alone
 
     async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
+        if is_cut := bool(self.cut) and requests[0].rid.startswith(self.cut):
+            requests = [replace(requests[0], max_new_tokens=1)]
+            self.cut = ""
         results = await super().generate_many(requests)
+        if is_cut:
+            await self.pause("in_place")
         self.num_aborted += sum(isinstance(r, GenerateResult) and r.finish_reason == "abort" for r in results)
         return results
 
@@ -129,7 +140,7 @@ async def take(scheduler: Scheduler, step: int) -> tuple[list[Trajectory], Rollo
     """One step's responses, within a deadline."""
     groups, stats = await asyncio.wait_for(scheduler.take(step, 0), HANG_S)
     assert groups is not None
-    assert len(groups) == PROMPTS
+    assert len(groups) == scheduler.config.prompts_per_step
     return [t for g in groups for t in g.trajectories], stats
 
 
@@ -169,7 +180,7 @@ def undisturbed(servers: list[EngineProcess], make: Make) -> Responses:
 
     async def run() -> Responses:
         engines = connect(*(server.url for server in servers))
-        count = STEPS * PROMPTS + MAX_UNTRAINED
+        count = (STEPS + 1) * PROMPTS + MAX_UNTRAINED
         scheduler = make(engines, prompts_per_step=count, groups_in_flight=count, tokens_per_round=None)
         groups, stats = await scheduler.take(0, 0)
         await close(scheduler, engines)
@@ -187,13 +198,24 @@ def undisturbed(servers: list[EngineProcess], make: Make) -> Responses:
 def test_aborts_and_pauses_at_random_moments_lose_no_token(
     servers: list[EngineProcess], make: Make, undisturbed: Responses, seed: int, mode: str
 ) -> None:
+    """In the first step by construction: requests are aborted, and without rounds a response is left with one token."""
     chaos = random.Random(seed)
+    is_streamed = mode != "rounds"
+    cut = next(name for name, (ids, _) in undisturbed.items() if re.match(r"[135]\.", name) and len(ids) > ROUND + 1)
+
+    async def abort_waiting(engine: CountingEngine) -> None:
+        while (await engine.server_info())["num_waiting_reqs"] == 0:  # it is paused
+            await asyncio.sleep(0.01)
+        await engine.abort()
+        await engine.resume()
+
+    async def abort_all_of_step_0(engine: CountingEngine, scheduler: Scheduler) -> None:
+        while scheduler._stream.step == 0:  # the engine is paused: from now on `cut` is resumed
+            await asyncio.sleep(0.01)
+        await engine.abort()
+        await engine.resume()
 
     async def disturb(engines: list[CountingEngine], scheduler: Scheduler, enough: asyncio.Event) -> None:
-        while (await engines[0].server_info())["num_waiting_reqs"] == 0:  # it is paused
-            await asyncio.sleep(0.01)
-        await engines[0].abort()
-        await engines[0].resume()
         modes: list[PauseMode] = ["retract", "in_place"]
         while not enough.is_set():
             num_before = scheduler.ledger.num_tokens["generated"]
@@ -220,26 +242,40 @@ def test_aborts_and_pauses_at_random_moments_lose_no_token(
     async def run() -> tuple[list[Trajectory], int]:
         engines = connect(*(server.url for server in servers))
         scheduler = make(engines, **MODES[mode])
-        trained: list[Trajectory] = []
         enough = asyncio.Event()
+        engines[1].cut = f"{cut}-" if is_streamed else ""
         await engines[0].pause("in_place")
-        disturbing = asyncio.create_task(disturb(engines, scheduler, enough))
-        for step in range(STEPS):
-            mine, stats = await take(scheduler, step)
+        trained: list[Trajectory] = []
+        for step in range(STEPS + 1):
+            taking = asyncio.create_task(take(scheduler, step))
+            if step == 0:
+                await abort_waiting(engines[0])
+            elif step == 1:
+                if is_streamed:
+                    await abort_all_of_step_0(engines[1], scheduler)
+                disturbing = asyncio.create_task(disturb(engines, scheduler, enough))
+            mine, stats = await taking
             assert (stats.num_retries, stats.num_fenced) == (0, 0)
             trained += mine
             assert_balanced(scheduler, trained, undisturbed)
         assert not disturbing.done(), disturbing.exception()
         enough.set()  # not cancelled: a pause whose answer nobody waits for would outlast this test
         await asyncio.wait_for(disturbing, HANG_S)
-        await close(scheduler, engines)
+        await asyncio.wait_for(scheduler.close(), HANG_S)
         assert_balanced(scheduler, trained, undisturbed)
+        # A last step takes as many groups as can be left, so `cut` is trained, whatever happened to it.
+        last = make(engines, prompts_per_step=MAX_UNTRAINED, **MODES[mode] | {"max_staleness": 0})
+        last.load_state_dict(scheduler.state_dict())
+        trained += (await take(last, STEPS + 1))[0]
+        await close(last, engines)
+        assert_balanced(last, trained, undisturbed)
         return trained, sum(e.num_aborted for e in engines)
 
     trained, num_aborted = asyncio.run(run())
     assert num_aborted > 0
-    assert len(trained) == STEPS * PROMPTS * SAMPLES
-    assert sum(t.num_resumed_tokens for t in trained) > 0
+    assert len(trained) == ((STEPS + 1) * PROMPTS + MAX_UNTRAINED) * SAMPLES
+    num_resumed = {t.sample_id: t.num_resumed_tokens for t in trained}
+    assert num_resumed[cut] > 0 if is_streamed else sum(num_resumed.values()) > 0
     assert all(t.reward == t.num_response_tokens for t in trained)
 
 

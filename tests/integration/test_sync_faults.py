@@ -2,11 +2,10 @@
 
 import contextlib
 import http.server
-import itertools
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,9 @@ from bapo_megatron.sync import base, broadcast, open_channel
 from bapo_megatron.sync.base import Channel, SyncStats, push_until_whole
 from tests.distributed import HANG_S
 from tests.integration.engines import EngineProcess, start_engines
+from tests.integration.nursery import stop
+from tests.integration.vain import Vain
 
-HUNG_S = 30.0  # deadline of each stage of a push in which an engine hangs: for one that is well, a matter of a second
 REQUEST = GenerateRequest("ask", (3, 4, 5), 8, 1.0, (), 1)
 
 
@@ -60,13 +60,14 @@ class Learner:
 class World:
     """Some engines, their pool, a channel and a learner."""
 
-    def __init__(self, processes: list[EngineProcess], folder: Path, channel: str, timeout_s: float) -> None:
+    def __init__(self, processes: list[EngineProcess], folder: Path, channel: str, vain: Vain) -> None:
         self.processes = processes
+        self.vain = vain
         self.loop = LoopThread()
         self.engines = [HttpEngine(p.url, request_timeout_s=HANG_S) for p in processes]
         self.pool = EnginePool(self.engines)
         self.learner = Learner()
-        config = SyncConfig(channel=channel, bucket_mib=0.25, timeout_s=timeout_s)  # type: ignore[call-arg, arg-type]
+        config = SyncConfig(channel=channel, bucket_mib=0.25, timeout_s=HANG_S)  # type: ignore[call-arg, arg-type]
         self.channel: Channel = open_channel(
             config, self.pool, self.loop.submit, folder=folder / "weights", hf_path=demo_model_path()
         )
@@ -86,6 +87,12 @@ class World:
         assert len(answers) == 1, "the same seed and weights give the same answer"
         for i in indices:
             assert {span.version for span in self.ask(self.engines[i]).spans} == {self.learner.version}
+
+    def hang(self, index: int) -> None:
+        """Stop an engine between two buckets: only deadlines end the push."""
+        self.vain.settle()
+        stop(self.processes[index].process.pid)
+        self.vain.begin(self.engines[index].url)
 
     def wait_until_back(self) -> None:
         watching = self.loop.submit(self.pool.watch())
@@ -110,22 +117,25 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     monkeypatch.setattr(base, "share_flag", lambda value: value)  # one trainer process, without a group
     with contextlib.ExitStack() as stack:
 
-        def build(num_engines: int = 2, channel: str = "broadcast", timeout_s: float = HANG_S) -> World:
+        def build(num_engines: int = 2, channel: str = "broadcast") -> World:
+            vain = Vain(tmp_path, monkeypatch)
             ports = stack.enter_context(reserved_ports(num_engines))  # also while no engine listens
-            update = ("--update-timeout-s", str(timeout_s))
-            processes = start_engines(tmp_path / "engines", num_engines, *update, ports=ports)
-            world = World(processes, tmp_path, channel, timeout_s)
+            world = World(start(tmp_path / "engines", ports), tmp_path, channel, vain)
             stack.callback(world.close)
             return world
 
         yield build
 
 
+def start(folder: Path, ports: Sequence[int]) -> list[EngineProcess]:
+    update = ("--update-timeout-s", str(HANG_S))
+    return start_engines(folder, len(ports), *update, ports=ports, module="tests.integration.vain")
+
+
 def restart(world: World, index: int, folder: Path) -> None:
     """A new process on the old port, with the weights of the beginning."""
     port = world.processes[index].url.rsplit(":", 1)[1]
-    update = ("--update-timeout-s", str(HANG_S))
-    world.processes[index] = start_engines(folder / "again", 1, *update, ports=[int(port)])[0]
+    (world.processes[index],) = start(folder / "again", [int(port)])
     assert world.processes[index].url == world.engines[index].url
 
 
@@ -150,31 +160,37 @@ def test_killed_engines_are_fenced_and_admitted_again_with_verified_weights(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("num_engines", "index"), [(2, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 1), (3, 1)))]
+)
 def test_an_engine_that_ends_or_hangs_in_a_push_tears_it_for_nobody_else(
-    make: Callable[..., World], number: signal.Signals, index: int
+    make: Callable[..., World], number: signal.Signals, num_engines: int, index: int
 ) -> None:
-    world = make(2, timeout_s=HUNG_S if number == signal.SIGSTOP else HANG_S)
+    """Of three, where the broadcast breaks off before another engine was sent anything."""
+    world = make(num_engines)
     world.push()
     middle = len(world.learner.weights) // 2
-    others = [i for i in range(2) if i != index]
+    others = [i for i in range(num_engines) if i != index]
 
     def strike(position: int) -> None:
         if position == middle and world.pool.is_live(world.engines[index]):
-            world.processes[index].process.send_signal(number)
+            world.hang(index) if number == signal.SIGSTOP else world.processes[index].process.kill()
 
     world.learner.while_gathering = strike
     world.learner.num_read = 0
     world.push()
     assert world.learner.num_read == 2 * len(world.learner.weights), "broken off, read to its end, and repeated"
     world.assert_live(*others)
-    assert world.engines[index].url in world.pool.describe()
     world.learner.while_gathering = lambda position: None
+    if number == signal.SIGKILL:
+        assert world.engines[index].url in world.pool.describe()
+    else:
+        assert f"waited {HANG_S:g} s for {world.engines[index].url} to take the bucket" in world.pool.describe()
     if number == signal.SIGSTOP:  # the engine goes on, torn: it answers its health check, and is given all weights
         world.processes[index].process.send_signal(signal.SIGCONT)
         world.wait_until_back()
         world.push()
-        world.assert_live(0, 1)
+        world.assert_live(*range(num_engines))
 
 
 @pytest.mark.slow
@@ -182,17 +198,12 @@ def test_who_waits_for_a_hung_member_gets_out_of_the_torn_group_and_takes_part_a
     make: Callable[..., World],
 ) -> None:
     """gloo sends along a tree: the third engine receives from the first one, which hangs."""
-    world = make(3, timeout_s=HUNG_S)
+    world = make(3)
     world.push()
-    world.learner.while_gathering = lambda i: world.processes[0].process.send_signal(signal.SIGSTOP) if i == 5 else None
+    world.learner.while_gathering = lambda i: world.hang(0) if i == 5 and len(world.pool.live()) == 3 else None
     world.push()
-    assert world.engines[1] in world.pool.live()
-    assert world.engines[0] not in world.pool.live()
-    world.learner.while_gathering = lambda i: None
-    if world.engines[2] not in world.pool.live():
-        world.wait_until_back()
-        world.push()
     world.assert_live(1, 2)
+    assert world.engines[0].url in world.pool.describe()
 
 
 @pytest.mark.slow
@@ -202,17 +213,26 @@ def test_an_engine_that_confirms_weights_which_it_did_not_receive_is_fenced(
     make: Callable[..., World], reply: str, bucket: int
 ) -> None:
     """A proxy, or a half-dead server: the healthy engine's broadcast fails, and the run must go on with that one."""
-    world = make(2, timeout_s=HUNG_S)  # the broadcast that one does not take part in ends by it
+    world = make(2)
     world.push()
     healthy, liar = world.engines
-    send, taken = liar._send, itertools.count()
+    send, num_taken = liar._send, 0
 
     async def lie(method: str, path: str, *arguments: Any, **options: Any) -> bytes:
-        if path == "/update_weights_from_distributed" and next(taken) == bucket:
-            return reply.encode()
+        nonlocal num_taken
+        if path == "/update_weights_from_distributed":
+            num_taken += 1
+            if num_taken == bucket + 1:
+                return reply.encode()
         return await send(method, path, *arguments, **options)
 
+    def before_the_lie(position: int) -> None:
+        world.vain.settle()
+        if num_taken == bucket:
+            world.vain.begin()
+
     liar._send = lie  # type: ignore[method-assign]
+    world.learner.while_gathering = before_the_lie
     world.push()
     world.assert_live(0)
     assert healthy.url not in world.pool.describe()

@@ -1,0 +1,116 @@
+"""Pushes in which an engine takes no part from some bucket on, so that only deadlines can end them.
+
+These deadlines come at once, and all others never, however busy the machine is.
+
+    python -m tests.integration.vain ...     an embedded engine that knows a broadcast in vain, as the nursery's do
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from bapo_megatron.engines.group import UpdateGroup
+from bapo_megatron.sync import broadcast, session
+from bapo_megatron.sync.broadcast import _Sender
+from bapo_megatron.sync.session import Replies
+from tests.distributed import HANG_S
+
+_SWITCH = "BAPO_TEST_VAIN_BROADCASTS"  # the path of a file that exists while broadcasts are in vain
+_VAIN_S = 0.1  # the deadline of a broadcast that cannot end, of any length
+_POLL_S = 0.002
+
+_broadcast = UpdateGroup.broadcast
+
+
+class Vain:
+    """What is in vain in the pushes of this process. Make it before the engines start.
+
+    It is the clock of pushes as well, and skips the time in which nobody is waited for but silent engines.
+    """
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.silent: set[str] = set()  # urls of engines that do not answer before their deadline
+        self._switch = folder / "vain-broadcasts"
+        self._skipped_s = 0.0
+        self._sender: _Sender | None = None
+        monkeypatch.setenv(_SWITCH, str(self._switch))
+        monkeypatch.setattr(UpdateGroup, "broadcast", _send_or_fail)
+        for module in (session, broadcast):
+            monkeypatch.setattr(module, "time", self)
+        wait_until, send = Replies.wait_until, _Sender.send
+
+        def wait_for_those_who_answer(replies: Replies[Any], deadline: float, *, first_failure: bool = False) -> None:
+            self._wait(replies, first_failure=first_failure)
+            wait_until(replies, deadline, first_failure=first_failure)
+
+        def send_in_vain_or_not(sender: _Sender, *arguments: Any) -> None:
+            self._sender = sender
+            try:
+                send(sender, *arguments)
+            finally:
+                self._sender = None
+                self._switch.unlink(missing_ok=True)
+                self.silent.clear()
+
+        monkeypatch.setattr(Replies, "wait_until", wait_for_those_who_answer)
+        monkeypatch.setattr(_Sender, "send", send_in_vain_or_not)
+
+    @property
+    def members(self) -> set[str]:
+        """Urls of the engines to which weights are being sent."""
+        return {engine.url for engine in self._sender.members.engines} if self._sender else set()
+
+    def settle(self) -> None:
+        """Wait, between two buckets of a push, until all engines hold what was sent, or one has failed."""
+        for flight in self._sender.flights if self._sender else ():
+            flight.replies.wait_until(flight.replies.deadline, first_failure=True)
+
+    def begin(self, *silent: str) -> None:
+        """From now on no broadcast of the push in progress can end: an engine takes no part."""
+        assert self._sender is not None
+        self.silent.update(silent)
+        self._switch.touch()
+
+    # the clock
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._skipped_s
+
+    sleep = staticmethod(time.sleep)
+
+    def _wait(self, replies: Replies[Any], *, first_failure: bool) -> None:
+        end = time.monotonic() + HANG_S
+        while (missing := replies.unanswered()) and time.monotonic() < end:
+            if first_failure and replies.failed():
+                return
+            if missing <= self.silent:
+                self._skipped_s += HANG_S
+                return
+            time.sleep(_POLL_S)
+
+
+def _broadcast_or_fail(group: UpdateGroup, tensor: Tensor, timeout_s: float | None = None) -> dist.Work:
+    return _broadcast(group, tensor, _VAIN_S if Path(os.environ[_SWITCH]).exists() else timeout_s)
+
+
+def _send_or_fail(group: UpdateGroup, tensor: Tensor, timeout_s: float) -> dist.Work:
+    assert timeout_s < HANG_S, "a hung engine has to end the broadcast before the replies are late"
+    return _broadcast_or_fail(group, tensor, timeout_s)
+
+
+def build_in_engine() -> None:
+    """Let this process, an engine, know broadcasts in vain, where the test has any."""
+    if _SWITCH in os.environ:
+        UpdateGroup.broadcast = _broadcast_or_fail  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    from bapo_megatron.engines.embedded import server
+
+    build_in_engine()
+    server.main()
