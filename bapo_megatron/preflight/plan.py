@@ -28,6 +28,7 @@ SPLIT = (*RANKS, "rollout.engine", "rollout.num_servers", "rollout.server_tensor
 MEMORY = (
     *SPLIT,
     "model.path",
+    "model.family",
     "model.dtype",
     "precision.fp8",
     "precision.fp8_params",
@@ -67,6 +68,7 @@ SERVER_MEMORY = (
     "eval.sets",
     "eval.interval_steps",
     "model.path",
+    "model.family",
     "model.dtype",
     "cluster.gpu",
     "cluster.gpu_memory_gib",

@@ -44,7 +44,7 @@ from bapo_megatron.types import Trajectory
 from tests.distributed import HANG_S
 from tests.integration.faulty_proxy import FAULTS, Answer, FaultyProxy
 from tests.integration.nursery import is_running, kill_session
-from tests.integration.vain import Vain
+from tests.integration.vain import NEVER_S, Vain
 
 log = logging.getLogger(__name__)
 
@@ -280,7 +280,7 @@ class Campaign:
         self.pool = pool = Pool([site.client for site in self.sites])
         watch = self._loop.submit(pool.watch())
         self._scheduler = scheduler = self._new_scheduler(pool, settings)
-        self._channel = BroadcastChannel(pool, SyncConfig(bucket_mib=1.0, timeout_s=HANG_S), self._loop.submit)
+        self._channel = BroadcastChannel(pool, SyncConfig(bucket_mib=1.0, timeout_s=NEVER_S), self._loop.submit)
         self._channel.connect(self.policy.weight_specs())
         self._push()
         for faults in plan:

@@ -22,7 +22,7 @@ from tests.distributed import HANG_S
 from tests.integration.campaign import ROLLOUT, Campaign, Fault
 from tests.integration.campaign_faults import JUDGE, PUSHES, REPLIES, SAMPLING, spoilt
 from tests.integration.nursery import Nursery, kill_session
-from tests.integration.vain import Vain
+from tests.integration.vain import NEVER_S, Vain
 from tests.unit.test_reward_hooks import strike_only
 
 LEGS: dict[str, dict[str, Any]] = {
@@ -46,7 +46,7 @@ class Embedded:
 
     def start(self, port: int, checkpoint: Path, version: str) -> int:
         arguments = ["--model-path", str(checkpoint), "--port", str(port), "--weight-version", version]
-        arguments += ["--max-context", "64", "--max-running", "32", "--update-timeout-s", str(HANG_S)]
+        arguments += ["--max-context", "64", "--max-running", "32", "--update-timeout-s", str(NEVER_S)]
         return self._nursery.start(arguments)
 
     def end(self) -> None:

@@ -29,7 +29,7 @@ from bapo_megatron.sync.base import Channel, SyncStats, push_until_whole
 from tests.distributed import HANG_S
 from tests.integration.engines import EngineProcess, start_engines
 from tests.integration.nursery import stop
-from tests.integration.vain import Vain
+from tests.integration.vain import NEVER_S, Vain
 
 REQUEST = GenerateRequest("ask", (3, 4, 5), 8, 1.0, (), 1)
 
@@ -67,7 +67,7 @@ class World:
         self.engines = [HttpEngine(p.url, request_timeout_s=HANG_S) for p in processes]
         self.pool = EnginePool(self.engines)
         self.learner = Learner()
-        config = SyncConfig(channel=channel, bucket_mib=0.25, timeout_s=HANG_S)  # type: ignore[call-arg, arg-type]
+        config = SyncConfig(channel=channel, bucket_mib=0.25, timeout_s=NEVER_S)  # type: ignore[call-arg, arg-type]
         self.channel: Channel = open_channel(
             config, self.pool, self.loop.submit, folder=folder / "weights", hf_path=demo_model_path()
         )
@@ -128,7 +128,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 
 def start(folder: Path, ports: Sequence[int]) -> list[EngineProcess]:
-    update = ("--update-timeout-s", str(HANG_S))
+    update = ("--update-timeout-s", str(NEVER_S))
     return start_engines(folder, len(ports), *update, ports=ports, module="tests.integration.vain")
 
 
@@ -185,7 +185,7 @@ def test_an_engine_that_ends_or_hangs_in_a_push_tears_it_for_nobody_else(
     if number == signal.SIGKILL:
         assert world.engines[index].url in world.pool.describe()
     else:
-        assert f"waited {HANG_S:g} s for {world.engines[index].url} to take the bucket" in world.pool.describe()
+        assert f"waited {NEVER_S:g} s for {world.engines[index].url} to take the bucket" in world.pool.describe()
     if number == signal.SIGSTOP:  # the engine goes on, torn: it answers its health check, and is given all weights
         world.processes[index].process.send_signal(signal.SIGCONT)
         world.wait_until_back()
