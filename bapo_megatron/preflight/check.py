@@ -132,10 +132,12 @@ def violations_of(
         Check(lambda: check_memory(config, hf_config) if memory and hf_config else (), needs=MEMORY),
         Check(lambda: check_unused(config), needs=(*SPLIT, "cluster")),
     ]
+    untold: list[Violation] = []  # with a default in place of an unknown value, which later checks cannot pass either
     for one in checks:
-        wrong = {v.settings[0] for v in found if v.severity == "error"}
+        wrong = {v.settings[0] for v in (*found, *untold) if v.severity == "error"}
         if not overlap(one.needs, wrong):
-            found += [v for v in one.find() if not v.depends_on(unread)]
+            for violation in one.find():
+                (untold if violation.depends_on(unread) else found).append(violation)
     return found
 
 

@@ -15,6 +15,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +75,10 @@ class Starter(Protocol):
 
     def start(self, port: int, checkpoint: Path, version: str) -> int:
         """The id of the server's process, the leader of a session of its own."""
+        ...
+
+    def halting(self, site: "Site") -> AbstractAsyncContextManager[None]:
+        """Within it, the engine stops before it completes a request that arrives, until it is told to continue."""
         ...
 
 
@@ -358,11 +363,11 @@ class Campaign:
 
     async def caught(self, site: Site, answer: Answer) -> asyncio.Task[web.StreamResponse]:
         """The call, once its requests are in the engine, which does not go on with them."""
-        await site.post("/pause_generation", {"mode": "in_place"})
-        reply = asyncio.get_running_loop().create_task(answer())  # type: ignore[arg-type]
-        self._keep(site, reply)
-        while await site.num_requests() != site.proxy.num_sampling:
-            await asyncio.sleep(POLL_S)
+        async with site.starter.halting(site):
+            reply = asyncio.get_running_loop().create_task(answer())  # type: ignore[arg-type]
+            self._keep(site, reply)
+            while await site.num_requests() < site.proxy.num_sampling:  # it may have some that their caller has left
+                await asyncio.sleep(POLL_S)
         return reply
 
     def later(self, site: Site, *actions: Awaitable[Any]) -> None:

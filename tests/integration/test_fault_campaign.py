@@ -7,7 +7,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from bapo_megatron.engines import processes, sglang
 from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.rewards import pool
 from tests.distributed import HANG_S
-from tests.integration.campaign import ROLLOUT, Campaign, Fault
+from tests.integration.campaign import ROLLOUT, Campaign, Fault, Site
 from tests.integration.campaign_faults import JUDGE, PUSHES, REPLIES, SAMPLING, spoilt
 from tests.integration.nursery import Nursery, kill_session
 from tests.integration.vain import NEVER_S, Vain
@@ -49,6 +49,11 @@ class Embedded:
         arguments += ["--max-context", "64", "--max-running", "32", "--update-timeout-s", str(NEVER_S)]
         return self._nursery.start(arguments)
 
+    @contextlib.asynccontextmanager
+    async def halting(self, site: Site) -> AsyncIterator[None]:
+        await site.post("/pause_generation", {"mode": "in_place"})
+        yield
+
     def end(self) -> None:
         self._nursery.end()
 
@@ -67,10 +72,24 @@ class SGLang:
         share = EngineShare(count=1, first_gpu=0)
         log = self._folder / f"server-{len(self._started)}.log"
         command = sglang.command(config, checkpoint, share, 0, port, has_gpu=False)
-        server = processes.start(command, log, sglang.environment(config, share, 0, []))
+        command[command.index("bapo_megatron.engines.sglang_server")] = "tests.integration.halting_sglang"
+        environment = sglang.environment(config, share, 0, []) | {"BAPO_TEST_HALT": str(self._halt_file(port))}
+        server = processes.start(command, log, environment)
         threading.Thread(target=server.wait, daemon=True).start()  # no zombies
         self._started.append(server)
         return server.pid
+
+    @contextlib.asynccontextmanager
+    async def halting(self, site: Site) -> AsyncIterator[None]:
+        file = self._halt_file(site.port)
+        file.touch()
+        try:
+            yield
+        finally:
+            file.unlink()
+
+    def _halt_file(self, port: int) -> Path:
+        return self._folder / f"halt-{port}"
 
     def end(self) -> None:
         for server in self._started:

@@ -228,6 +228,14 @@ def test_each_unreadable_setting_alone_is_told_once(text: str) -> None:
     expect(found_in([text]), [], [text])
 
 
+@pytest.mark.parametrize("table", ["model", "parallel", "rollout", "train", "data"])
+def test_a_table_that_cannot_be_read_is_all_that_is_told(table: str) -> None:
+    """Its defaults do not fit a recipe for 128 GPUs, so that no plan of memory can be made: not the user's error."""
+    found = check.read_and_check(["recipes/qwen3-32b-64k", "clusters/16x8-h200", f"{table}=[]"], elsewhere=True)[1]
+    (message,) = [v.message for v in found if v.severity == "error"]
+    assert message.startswith(f"{table} ")
+
+
 @hypothesis.settings(max_examples=60, derandomize=True)
 @hypothesis.given(
     st.lists(st.sampled_from(MISTAKES), unique=True),
