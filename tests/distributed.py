@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-HANG_S = 3600.0  # a deadline that only a hang misses: over ten times the longest wait on two cores at load 20
+from tests.hang import HANG_S
 
 # Seconds to import. The server that forks the children imports those that the tests of this session have imported.
 _SLOW_IMPORTS = ("torch.distributed", "transformers", "bapo_megatron.learner.megatron")

@@ -38,7 +38,6 @@ from bapo_megatron.sync.broadcast import BroadcastChannel
 from tests.distributed import HANG_S
 
 ROOT = Path(__file__).parents[2]
-STARTUP_TIMEOUT_S = 900.0  # on a busy machine an SGLang server takes minutes
 MAX_CONTEXT = {"embedded": 2048, "sglang": 512, "sglang-tp2": 512}
 MAX_RUNNING = 8
 VOCAB_SIZE = 96
@@ -228,7 +227,7 @@ def embedded(checkpoint: Path, folder: Path) -> Iterator[list[str]]:
     started = [subprocess.Popen([*command, "--ready-file", str(f)], stdin=subprocess.PIPE, env=env) for f in ready]
     try:
         for process, file in zip(started, ready, strict=True):
-            processes.wait_until(file.exists, process, file, STARTUP_TIMEOUT_S)
+            processes.wait_until(file.exists, process, file, HANG_S)
         yield [f"http://127.0.0.1:{json.loads(file.read_text())['port']}" for file in ready]
     finally:
         processes.end(started)
@@ -247,7 +246,7 @@ def sglang_servers(num_servers: int, tensor_parallel: int) -> Launcher:
             "max_concurrent_requests": MAX_RUNNING,
             "server_tensor_parallel": tensor_parallel,
             "engine_threads": 1,
-            "startup_timeout_s": STARTUP_TIMEOUT_S,
+            "startup_timeout_s": HANG_S,
             "max_restarts": 0,
         }
         config = Config.model_validate({"rollout": rollout})

@@ -1,14 +1,14 @@
 """A judge that hangs on one response, and kills its process on another."""
 
 import os
-import time
+import signal
 
 
 def judge(response: str) -> float:
     """Anything but a hang or a crash is judged by the length."""
     match response:
         case "hang":
-            time.sleep(600)
+            signal.pause()
         case "crash":
             os._exit(1)
     return float(len(response))

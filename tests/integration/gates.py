@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.hang import HANG_S
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -38,8 +40,6 @@ class Gates:
 
     def wait(self, place: int | str, is_alive: Callable[[], bool], complaint: Callable[[], str] = str) -> None:
         """Return once a rank stands before it."""
-        from tests.distributed import HANG_S  # with torch, which the processes of a run are to import themselves
-
         deadline = time.monotonic() + HANG_S
         while not self.is_reached(place):
             assert is_alive(), f"the run ended before gate {place}\n{complaint()}"

@@ -26,10 +26,10 @@ from bapo_megatron.engines.key import KEY_VARIABLE
 from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.engines.start import running_engines
 from tests import debian
+from tests.distributed import HANG_S
 from tests.integration.killable import small_run
 
 KEY = "a-key-that-is-nowhere-but-here"
-HANG_S = 900.0
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 ATTACKS = {  # what a page can send without asking first -> the body
     "/update_weights_from_disk": {"model_path": str(demo_model_path()), "weight_version": "31337"},

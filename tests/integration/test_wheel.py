@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.hang import HANG_S
+
 ROOT = Path(__file__).parents[2]
 PROBE = """
 import bapo_megatron, bapo_megatron_patches.megatron_core, bapo_megatron_patches.sglang.v0_5_23, bapo_megatron_configs
@@ -31,7 +33,7 @@ print(*(str(f) for f in (resources.files("bapo_megatron.report") / "uplot").iter
 
 def run(*command: str, cwd: Path, **environment: str) -> str:
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | environment
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=3600, check=False)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -7,8 +7,8 @@ import json
 import textwrap
 
 from bapo_megatron.rewards.code import CodeJudge
+from tests.hang import HANG_S
 
-HANG_S = 600.0
 TESTS = "assert f(1) == 2\nassert f(-1) == 0"
 
 HONEST = {

@@ -21,8 +21,7 @@ from bapo_megatron.engines.base import GenerateRequest
 from bapo_megatron.engines.connected import wait_healthy
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import EngineError, KeyRefusedError
-
-HANG_S = 120.0
+from tests.distributed import HANG_S
 
 
 def test_requests_share_a_connection_until_it_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +36,7 @@ def test_requests_share_a_connection_until_it_is_idle(monkeypatch: pytest.Monkey
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", answer)
         async with TestServer(app) as server:
-            engine = http.HttpEngine(str(server.make_url("")), request_timeout_s=600)
+            engine = http.HttpEngine(str(server.make_url("")), request_timeout_s=HANG_S)
             for _ in range(4):
                 await engine.resume()
             now_s[0] += 1.01 * http._IDLE_S

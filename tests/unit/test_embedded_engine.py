@@ -26,9 +26,9 @@ from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingPar
 from bapo_megatron.engines.embedded.server import Server
 from bapo_megatron.engines.embedded.server import serve as serve_http
 from bapo_megatron.engines.embedded.weights import WeightUpdater
+from tests.distributed import HANG_S
 
 MAX_RUNNING = 6
-HANG_S = 600  # only a hang lasts so long
 GROUP = {"master_address": "a", "master_port": 1, "rank_offset": 1, "world_size": 2}
 Sampled = list[tuple[list[int], list[float]]]
 

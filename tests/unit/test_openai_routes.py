@@ -27,9 +27,9 @@ from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingPar
 from bapo_megatron.engines.embedded.server import Server
 from bapo_megatron.engines.embedded.text import Reply, TextModel
 from bapo_megatron.errors import UserError
+from tests.distributed import HANG_S
 from tests.unit.test_embedded_engine import stop
 
-HANG_S = 600  # only a hang lasts so long
 PROMPT = "3+5*2="
 TEMPLATE = (
     "{% if messages[0].role == 'assistant' %}{{ raise_exception('no user') }}{% endif %}"

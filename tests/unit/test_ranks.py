@@ -15,7 +15,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import start
 from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.runtime import num_cores, ranks
-from tests.distributed import run_distributed
+from tests.distributed import HANG_S, run_distributed
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no CPU affinity")
@@ -23,7 +23,7 @@ def test_cores_that_a_process_may_not_use_do_not_count():
     assert num_cores() == len(os.sched_getaffinity(0))
     bound = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
     code = f"{bound}; from bapo_megatron.runtime import num_cores; print(num_cores())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert done.stdout.strip() == "1"
 
 
@@ -116,4 +116,4 @@ def test_what_is_imported_at_a_start_is_never_visited_by_the_garbage_collector(w
         assert gc.get_freeze_count() > 100_000
         assert len(gc.get_objects()) < 1000
     """
-    subprocess.run([sys.executable, "-c", code], timeout=600, check=True)
+    subprocess.run([sys.executable, "-c", code], timeout=HANG_S, check=True)

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import rollout_bound
 from benchmarks.rollout_bound import Bound, StepCost, Workload
+from tests.distributed import HANG_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,7 +71,7 @@ def test_lengths_have_the_stated_median_and_a_long_tail() -> None:
 def test_the_benchmark_runs() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "benchmarks.rollout", "--quick"]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert run.returncode == 0, run.stderr
     rows = [line.split(" | ")[0].strip("| ") for line in run.stdout.splitlines() if line.startswith("| ")]
     modes = ["synchronous", "partial", "over-sampled", "overlapped"]

@@ -15,11 +15,11 @@ from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.errors import EngineError, NoEngineLeftError
 from bapo_megatron.rollout.dispatch import RolloutStats
 from bapo_megatron.rollout.manager import Evaluation, RolloutManager
+from tests.distributed import HANG_S
 from tests.unit.test_evaluate import evaluator
 from tests.unit.test_scheduler import ScriptedEngine
 
 SHORT_S = 0.05
-HANG_S = 600  # only a hang lasts so long
 
 
 @pytest.fixture(scope="module")

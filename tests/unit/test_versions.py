@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 
 from bapo_megatron.preflight import packages
 from bapo_megatron.preflight.packages import Stack, pins, requirements
+from tests.distributed import HANG_S
 
 ROOT = Path(__file__).parents[2]
 STACKS: tuple[Stack, ...] = ("cpu", "gpu")
@@ -110,7 +111,7 @@ def common(folder: Path, script: str, python: str = sys.executable) -> tuple[int
         env={**os.environ, "VIRTUAL_ENV": str(folder)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
         check=False,
     )
     return done.returncode, done.stdout
