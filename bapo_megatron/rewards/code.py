@@ -45,6 +45,7 @@ _BOUNDS = {
     "max_threads": MAX_THREADS,
 }
 _WATCH_S = 0.05
+_MORE_CPU_S = 1  # than the deadline: ends a program whose judge does not
 _SANDBOX = str(Path(__file__).with_name("sandbox.py"))
 _BLOCK = re.compile(r"^([ \t]*)```(?:python3?|py)[ \t]*\r?\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
 _SHAPES = '{"tests": "assert f(1) == 2"} and/or {"cases": [{"stdin": "1 2", "stdout": "3"}, ...]}'
@@ -146,7 +147,7 @@ class CodeJudge:
         """
         surroundings = {
             "memory_bytes": self.memory_bytes,
-            "cpu_s": int(self.timeout_s) + 1,
+            "cpu_s": int(self.timeout_s) + _MORE_CPU_S,
             "file_bytes": MAX_FILE_BYTES,
             "machine": platform.machine(),
             "calls": self._calls,

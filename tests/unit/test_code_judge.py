@@ -27,9 +27,9 @@ from bapo_megatron.rewards.code import CodeJudge, last_program, same_output
 from bapo_megatron.rewards.refusals import Refusals
 from bapo_megatron.rewards.scratch import delete_abandoned, delete_folder, scratch_folder
 from bapo_megatron.types import Prompt
+from tests.hang import HANG_S
 from tests.unit.test_sandbox_attacks import MACHINE_CODE, has_32_bit_calls
 
-HANG_S = 600.0  # of programs that end by themselves, or by the judge's watch
 NEXT = {"tests": "assert f(1) == 2\nassert f(-1) == 0"}
 SUM = {"cases": [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "4\n5", "stdout": "9"}]}
 
@@ -184,11 +184,12 @@ def test_an_absent_column_is_no_case(judge: CodeJudge) -> None:
         "try:\n  while True: pass\nexcept BaseException: pass\nwhile True: pass",
     ],
 )
-def test_a_program_that_does_not_end_is_ended(program: str) -> None:
+def test_a_program_that_does_not_end_is_ended(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_module, "_MORE_CPU_S", int(HANG_S))  # the judge ends it, however late it is
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(TimeoutError, match="did not end in 1 s"):
         CodeJudge(1.0, 1 << 30).judge(NEXT, respond(program))
-    assert set(psutil.Process().children(recursive=True)) == before
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def lacking() -> tuple[str, ...]:
@@ -446,7 +447,7 @@ def test_a_program_that_does_not_end_costs_no_judge_process(monkeypatch: pytest.
     monkeypatch.setattr(pool, "GRACE_S", HANG_S)
     with code_scorer(1.0) as scorer:
         processes = set(psutil.Process().children())
-        assert scorer.score(prompts_for(["while True: pass"])) == [0.0]
+        assert scorer.score(prompts_for(["import signal\nsignal.pause()"])) == [0.0]
         assert (scorer.num_timeouts, scorer.num_errors) == (1, 0)
         assert processes <= set(psutil.Process().children())
 

@@ -30,13 +30,13 @@ import pytest
 
 import bapo_megatron.rewards.code as code_module
 from bapo_megatron.rewards.code import CodeJudge
+from tests.hang import HANG_S
 from tests.unit import as_nobody
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 NEWEST_ABI, ABI_WITHOUT_SCOPES, ABI_OF_LINUX_6_1 = 6, 5, 2
-HANG_S = 600.0  # of a program that ends by itself, or by the judge's watch
 ANSWER = {"tests": "assert f(1) == 2\nassert f(-1) == 0"}
 SOLUTION = "\ndef f(x): return x + 1\n"
 
@@ -746,6 +746,7 @@ def main(abi: int) -> None:
         assert f"MAX_LANDLOCK_ABI = {NEWEST_ABI}" in source
         sandbox.write_text(source.replace(f"MAX_LANDLOCK_ABI = {NEWEST_ABI}", f"MAX_LANDLOCK_ABI = {abi}"))
         code_module._SANDBOX = str(sandbox)
+        code_module._MORE_CPU_S = int(HANG_S)  # the judge ends what does not end, however late it is
         port, outcomes = server.getsockname()[1], {}
         for attack in ATTACKS:
             with started_victim() as victim:
