@@ -24,10 +24,10 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.rewards import RewardScorer, pool
 from bapo_megatron.rewards.pool import Worker
 from bapo_megatron.types import Prompt
+from tests.distributed import HANG_S
 from tests.unit.reward_hooks import NUM_BESIDE_A_CRASH, NUM_TOGETHER
 
 HERE = Path(__file__).parent
-HANG_S = 600.0  # only a hang lasts so long
 
 
 @pytest.fixture(autouse=True)
@@ -316,8 +316,9 @@ class TestOnlyFailures:
         assert "rewards/worker.py" not in str(caught.value)
 
     def test_one_verdict_is_enough_to_go_on_and_the_share_is_of_the_step(self) -> None:
+        reward = {"kind": "reward_hooks:plain", "timeout_s": HANG_S}
         rollout = {"prompts_per_step": 1, "samples_per_prompt": 4}
-        config = Config.model_validate({"reward": {"kind": "reward_hooks:plain"}, "rollout": rollout})
+        config = Config.model_validate({"reward": reward, "rollout": rollout})
         with RewardScorer(config) as scorer:
             scorer.score(items("raise", "nothing", "raise", "1"))
             assert scorer.metrics()["reward/failed_share"] == 0.75
