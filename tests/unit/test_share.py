@@ -1,6 +1,7 @@
 """The batch that rank 0 makes reaches every rank, or its error does."""
 
-import time
+import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,11 +15,10 @@ from bapo_megatron.rollout import shared as share
 from bapo_megatron.rollout.shared import SharedRollouts
 from bapo_megatron.runtime import ranks
 from bapo_megatron.types import Batch, Group
-from tests.distributed import run_distributed
+from tests.distributed import HANG_S, run_distributed
 
 
 def make() -> Batch:
-    time.sleep(0.3)
     return Batch(
         token_ids_T=torch.tensor([1, 2, 3]),
         seq_lens_S=torch.tensor([3]),
@@ -36,15 +36,35 @@ def fail() -> Batch:
     raise EngineError("http://engine:1 is gone")
 
 
+def once_all_have_heard(made: Callable[[], Batch]) -> Callable[[], Batch]:
+    """Make what takes as long as three signs of life to the other ranks."""
+    num_sent, are_sent, broadcast = 0, threading.Event(), dist.broadcast
+
+    def count(tensor: torch.Tensor, src: int) -> None:
+        nonlocal num_sent
+        broadcast(tensor, src=src)
+        if (num_sent := num_sent + 1) == 3:
+            are_sent.set()
+
+    share.dist.broadcast = count  # type: ignore[assignment] - in this process, which ends with the test
+
+    def make_late() -> Batch:
+        assert are_sent.wait(HANG_S)
+        return made()
+
+    return make_late
+
+
 def on_every_rank(rank: int, world_size: int) -> None:
     is_first = rank == 0
-    got, expected = share.share_batch(make if is_first else None, sign_of_life_s=0.1), make()
+    slowly = once_all_have_heard(make) if is_first else None
+    got, expected = share.share_batch(slowly, sign_of_life_s=0.01), make()
     for name in share._TENSORS:
         assert torch.equal(getattr(got, name), getattr(expected, name)), name
         assert getattr(got, name).dtype == getattr(expected, name).dtype, name
     assert got.metrics == expected.metrics
     with pytest.raises(UserError, match="http://engine:1 is gone"):
-        share.share_batch(fail if is_first else None, sign_of_life_s=0.1)
+        share.share_batch(once_all_have_heard(fail) if is_first else None, sign_of_life_s=0.01)
 
 
 class Interrupted:
