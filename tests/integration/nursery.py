@@ -56,13 +56,16 @@ def kill_session(pid: int, number: signal.Signals) -> None:
 def stop(pid: int) -> None:
     """Stop a process; return once all its threads stand still."""
     os.kill(pid, signal.SIGSTOP)
-    while any(state_of(task) != "T" for task in Path(f"/proc/{pid}/task").iterdir()):
+    while any(state_of(task) not in ("T", "") for task in Path(f"/proc/{pid}/task").iterdir()):
         time.sleep(0.001)
 
 
 def state_of(task: Path) -> str:
-    """The letter in /proc: T is stopped."""
-    return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    """The letter in /proc: T is stopped; "" for a thread that has ended meanwhile."""
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def is_running(pid: int) -> bool:
@@ -81,15 +84,19 @@ def main() -> None:
     build_in_engine()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
     for line in sys.stdin:
+        has_session, tell_session = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.setsid()
+            os.close(has_session)
+            os.close(tell_session)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             server.main(json.loads(line))
-        while os.getsid(pid) != pid:  # until then it could not be ended as a session
-            time.sleep(0.001)
+        os.close(tell_session)
+        os.read(has_session, 1)  # until then it could not be ended as a session; now it may have ended itself
+        os.close(has_session)
         print(pid, flush=True)
 
 
