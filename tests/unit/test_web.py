@@ -7,7 +7,7 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -23,10 +23,10 @@ from bapo_megatron.monitor.prometheus import PrometheusEndpoint
 from bapo_megatron.report.serve import _Handler, _LivePage
 from bapo_megatron.runtime import web as our_web
 from bapo_megatron.runtime.web import Guard, GuardedServer
+from tests.distributed import HANG_S
 from tests.unit.run_folders import make_run, plain
 
 KEY = "a-key"
-HANG_S = 120.0
 JSON = {"Content-Type": "application/json"}
 BEARER = {"Authorization": f"Bearer {KEY}"}
 PAGES = {  # headers of requests that a browser sends for a page of another site -> what the answer says
@@ -152,9 +152,10 @@ def served(server: Server, folder: Path) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def reported(run: Path) -> Iterator[int]:
-    """Run the server of `bapo report --serve`."""
+def reported(run: Path, before: Callable[[int], None] = lambda port: None) -> Iterator[int]:
+    """Run the server of `bapo report --serve`; call `before` with its port while who connects still has to wait."""
     with GuardedServer("127.0.0.1", 0, partial(_Handler, _LivePage(run))) as server:
+        before(server.server_port)
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -189,7 +190,7 @@ def asked(
             yield Asked(port, {}, "/metrics")
     else:
         text = model if request.param == "bapo serve" else None
-        server = Server(engine, model_path="demo", update_timeout_s=5, text=text, guard=Guard("127.0.0.1", key))
+        server = Server(engine, model_path="demo", update_timeout_s=HANG_S, text=text, guard=Guard("127.0.0.1", key))
         with served(server, tmp_path) as port:
             yield Asked(port, BEARER if key else {}, "/server_info")
 
@@ -229,7 +230,8 @@ CONTROL = {
 
 def test_a_page_changes_nothing_in_an_engine(engine: BatchingEngine, tmp_path: Path) -> None:
     """The requests of the attack: what a page sends without asking first, and the same as JSON without the key."""
-    with served(Server(engine, model_path="demo", update_timeout_s=5, guard=Guard("127.0.0.1", KEY)), tmp_path) as port:
+    server = Server(engine, model_path="demo", update_timeout_s=HANG_S, guard=Guard("127.0.0.1", KEY))
+    with served(server, tmp_path) as port:
         for path, body in CONTROL.items():
             page = {"Origin": "http://evil.test", "Content-Type": "text/plain"}
             assert Asked(port, {}, path)("POST", headers=page, body=json.dumps(body))[0] == 403
@@ -240,7 +242,7 @@ def test_a_page_changes_nothing_in_an_engine(engine: BatchingEngine, tmp_path: P
 
 
 def test_bapo_serve_has_no_route_that_changes_the_engine(model: TextModel, tmp_path: Path) -> None:
-    server = Server(model.engine, model_path="demo", update_timeout_s=5, text=model, guard=Guard("127.0.0.1"))
+    server = Server(model.engine, model_path="demo", update_timeout_s=HANG_S, text=model, guard=Guard("127.0.0.1"))
     with served(server, tmp_path) as port:
         for path, body in CONTROL.items():
             assert Asked(port, {}, path)("POST", headers=JSON, body=json.dumps(body))[0] == 404, path
@@ -281,9 +283,15 @@ def test_odd_requests_leave_nothing_on_the_terminal(name: str, run: Path, capfd:
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: loc"])
 def test_a_client_that_says_no_more_is_hung_up_on(sent: bytes, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(our_web.GuardedHandler, "timeout", 0.05)
-    with reported(run) as port, socket.create_connection(("127.0.0.1", port), timeout=HANG_S) as slow:
-        slow.sendall(sent)
-        assert slow.recv(65536) == b""
+    with socket.socket() as slow:
+        slow.settimeout(HANG_S)
+
+        def begin(port: int) -> None:
+            slow.connect(("127.0.0.1", port))
+            slow.sendall(sent)
+
+        with reported(run, begin):
+            assert slow.recv(65536) == b""
 
 
 def test_a_fault_of_a_handler_keeps_its_traceback(capfd: pytest.CaptureFixture[str]) -> None:
@@ -304,7 +312,8 @@ def test_an_engine_logs_an_odd_request_in_one_line_for_debugging(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     odd = [request for request in ODD if request]
-    with served(Server(engine, model_path="demo", update_timeout_s=5, guard=Guard("127.0.0.1", KEY)), tmp_path) as port:
+    server = Server(engine, model_path="demo", update_timeout_s=HANG_S, guard=Guard("127.0.0.1", KEY))
+    with served(server, tmp_path) as port:
         for request in odd:
             Asked(port, BEARER, "/").raw(request)
         assert Asked(port, BEARER, "/server_info")()[0] == 200
