@@ -198,8 +198,8 @@ def test_a_judge_that_fails_is_loud(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert run_dir.state == "finished"
 
 
-def read_rows_until(started: subprocess.Popen[str], row: str) -> str:
-    """Return the output of a run up to a row; whoever waits for ever is ended by pytest's own deadline."""
+def read_until(started: subprocess.Popen[str], row: str) -> str:
+    """Return the output of a run up to the line with this text."""
     assert started.stdout is not None
     text = ""
     while row not in text:
@@ -213,19 +213,25 @@ def read_rows_until(started: subprocess.Popen[str], row: str) -> str:
 def test_a_run_outlives_its_reader_and_saves_when_it_is_told_to_end(tmp_path: Path) -> None:
     command = [*BAPO, "train", "demo", *SMALL, f"run.dir={tmp_path}", "run.name=mine", "monitor.report=false"]
     command += ["checkpoint.interval_steps=none"]
-    first = subprocess.Popen([*command, "train.num_steps=400"], stdout=subprocess.PIPE, text=True)
-    read_rows_until(first, " 2/400")
+    gates = Gates(tmp_path / "gates", 3)
+    environment = os.environ | gates.environment
+    first = subprocess.Popen([*command, "train.num_steps=400"], stdout=subprocess.PIPE, text=True, env=environment)
+    read_until(first, " 2/400")
     first.send_signal(signal.SIGTERM)
+    read_until(first, "SIGTERM: saving at the end of this step, then stopping; a second one ends at once")
+    gates.open(3)
     output, _ = first.communicate(timeout=HANG_S)
     assert first.returncode == 143
-    assert "SIGTERM: saving at the end of this step, then stopping; a second one ends at once" in output
     (num_saved,) = map(int, re.findall(r"stopped +at the end of the step; saved: step (\d+) of 400", output))
     assert RunDir.attach(tmp_path / "mine").state == "interrupted"
 
-    second = subprocess.Popen([*command, f"train.num_steps={num_saved + 3}"], stdout=subprocess.PIPE, text=True)
-    read_rows_until(second, f"{num_saved + 1}/{num_saved + 3}")
+    gates = Gates(tmp_path / "gates-again", num_saved + 2)
+    command += [f"train.num_steps={num_saved + 3}"]
+    second = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | gates.environment)
+    read_until(second, f"{num_saved + 1}/{num_saved + 3}")
     assert second.stdout is not None
     second.stdout.close()
+    gates.open(num_saved + 2)
     assert second.wait(HANG_S) == 0
     run_dir = RunDir.attach(tmp_path / "mine")
     assert run_dir.state == "finished"
