@@ -167,9 +167,14 @@ def engines_up(found: dict[str, float]) -> list[float]:
 
 def _check_scrape(run: Run) -> None:
     (url,) = re.findall(r"metrics at (http://127\.0\.0\.1:\d+/metrics)", run.shown())
-    run.wait(lambda: engine_versions(scrape(url)) > [0], "the engine was asked after a push")
-    run.wait(lambda: engines_up(scrape(url)) == [1], "the engine has answered in time")
-    found = scrape(url)
+    scrapes: list[dict[str, float]] = []
+
+    def tells_of_an_engine_after_a_push() -> bool:
+        scrapes.append(scrape(url))
+        return engines_up(scrapes[-1]) == [1] and engine_versions(scrapes[-1]) > [0]
+
+    run.wait(tells_of_an_engine_after_a_push, "the engine has answered, after a push")
+    found = scrapes[-1]
     assert found['bapo_step{run="run"}'] >= 4
     assert found['bapo_steps_total{run="run"}'] == found['bapo_step{run="run"}']
     assert len(engine_versions(found)) == 1
