@@ -233,7 +233,8 @@ MAY_BE_SILENT = (wrong_length, cut_short, chunked, no_http)  # the client breaks
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    (engine,) = start_engines(tmp_path_factory.mktemp("engine"), 1, "--update-timeout-s", "0.3")
+    arguments = ("--update-timeout-s", str(HANG_S))
+    (engine,) = start_engines(tmp_path_factory.mktemp("engine"), 1, *arguments, module="tests.attacks.impatient_engine")
     yield engine
     engine.end()
 
