@@ -10,7 +10,8 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.monitor.rundir import read_metrics
 from tests.distributed import HANG_S
-from tests.integration.killable import PATIENT, Attempt, Engine
+from tests.hang import PATIENT
+from tests.integration.killable import Attempt, Engine
 
 SMALL = (
     "rollout.prompts_per_step=4",

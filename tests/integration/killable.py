@@ -26,6 +26,7 @@ from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.runtime.files import JsonlWriter, read_jsonl
 from bapo_megatron.types import ClipBounds, MiniBatch
 from tests.distributed import HANG_S, forkserver
+from tests.hang import PATIENT
 from tests.integration.gates import Gates, build
 
 _POLL_S = 0.004
@@ -137,16 +138,6 @@ class Attempt:
         logs = sorted(self._lock.log_dir.glob("trainer-*.log"))
         return "\n".join(log.read_text()[-2000:] for log in logs)
 
-
-PATIENT = (
-    "rollout.startup_timeout_s=3600",
-    "rollout.request_timeout_s=3600",
-    "rollout.hang_timeout_s=7200",
-    "sync.timeout_s=3600",
-    "parallel.timeout_s=14400",
-    "reward.timeout_s=3600",
-)
-"""Deadlines that no busy machine misses, for runs that are not about them."""
 
 SMALL = (
     "rollout.prompts_per_step=4",

@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from tests.distributed import HANG_S
+from tests.hang import PATIENT
 from tests.integration.engines import EngineProcess, start_engines
 from tests.integration.gates import Gates
-from tests.integration.killable import PATIENT
 
 
 @pytest.fixture(scope="module")

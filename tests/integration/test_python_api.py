@@ -7,7 +7,7 @@ import pytest
 
 import bapo_megatron
 from bapo_megatron.errors import ConfigError, UserError
-from tests.integration.killable import PATIENT
+from tests.hang import PATIENT
 
 SETTINGS = (
     "parallel.tensor=1",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.assets import demo_model_path
-from tests.distributed import HANG_S
+from tests.hang import HANG_S, PATIENT
 
 ROOT = Path(__file__).parents[2]
 HUB_NAME = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -48,8 +48,9 @@ def test_every_command_of_the_readme(tmp_path: Path) -> None:
         if command.startswith(ELSEWHERE):
             continue
         added = next((text for start, text in SHORTER.items() if command.startswith(start)), "")
+        patient = " ".join(PATIENT) if added else ""
         done = subprocess.run(
-            ["bash", "-c", f"{command.replace(HUB_NAME, str(demo_model_path()))} {added}"],
+            ["bash", "-c", f"{command.replace(HUB_NAME, str(demo_model_path()))} {added} {patient}"],
             cwd=clone,
             env=environment,
             input="3+4=\n",

@@ -19,8 +19,8 @@ from bapo_megatron.convert import convert
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.engines.http import HttpEngine
 from tests.distributed import HANG_S
+from tests.hang import PATIENT
 from tests.integration.hf_roundtrip import check_models, write_reference
-from tests.integration.killable import PATIENT
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = ("What is 3 + 4?", "What is 7 - 5?", "Name a colour.", "2 * 9 =")

@@ -10,8 +10,8 @@ from benchmarks import soak
 from benchmarks.soak import Soak, Strike
 from benchmarks.soak_verdict import ENGINE_KILLED, RANK_KILLED, Outcome, check_run, fault_table, lives, read_samples
 from tests.distributed import HANG_S
+from tests.hang import PATIENT
 from tests.integration.gates import Gates
-from tests.integration.killable import PATIENT
 
 
 class SoakAtGates(Soak):

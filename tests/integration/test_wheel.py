@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hang import HANG_S
+from tests.hang import HANG_S, PATIENT
 
 ROOT = Path(__file__).parents[2]
 PROBE = """
@@ -59,7 +59,7 @@ def test_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
 
     # In an environment with the extra "train" alone: `pip install "bapo-megatron[train]"`.
     (target / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({_beyond_train()}))")
-    shorter = ("train.num_steps=1", "rollout.prompts_per_step=4", "run.dir=runs")
+    shorter = ("train.num_steps=1", "rollout.prompts_per_step=4", "run.dir=runs", *PATIENT)
     done = run(sys.executable, "-m", "bapo_megatron", "demo", *shorter, cwd=elsewhere, PYTHONPATH=str(target))
     assert re.search(r"(?m)^time +\d", done), done
     (report,) = elsewhere.glob("runs/**/report.html")

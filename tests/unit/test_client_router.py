@@ -10,6 +10,7 @@ from aiohttp.test_utils import TestServer
 from bapo_megatron.engines.base import GenerateRequest
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.errors import EngineError
+from tests.hang import HANG_S
 
 
 def recorder(asked: list[tuple[str, Any]]) -> web.Application:
@@ -45,7 +46,7 @@ def test_only_generate_goes_through_the_router(with_router: bool) -> None:
         at_server: list[tuple[str, Any]] = []
         async with TestServer(recorder(at_router)) as router, TestServer(recorder(at_server)) as server:
             router_url = str(router.make_url("")) if with_router else None
-            engine = HttpEngine(str(server.make_url("")), request_timeout_s=600, generate_url=router_url)
+            engine = HttpEngine(str(server.make_url("")), request_timeout_s=HANG_S, generate_url=router_url)
             assert (await engine.generate(request("a"))).token_ids == (7,)
             if with_router:
                 first, second, third = await engine.generate_many([request("b"), request("bad"), request("c")])

@@ -19,6 +19,7 @@ from bapo_megatron.rollout import manager
 from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
 from bapo_megatron.rollout.manager import RolloutManager
 from bapo_megatron.types import Prompt, Segment, Trajectory
+from tests.hang import HANG_S
 from tests.unit.test_scheduler import STOP, ScriptedEngine
 
 PROMPTS = [Prompt(i, (1, 2, i % 7), "", "", "test") for i in range(5)]
@@ -91,7 +92,7 @@ def test_when_the_last_engine_is_back_the_evaluation_asks_for_a_push_and_goes_on
     watch.cancel()
     for engine in (first, second):
         asked._pool.admit(engine)  # type: ignore[arg-type]
-    (samples,) = loop.run(asked.sample(0), 600).values()
+    (samples,) = loop.run(asked.sample(0), HANG_S).values()
     assert {t.sample_id: t.response_ids for t in samples} == {t.sample_id: t.response_ids for t in whole}
     assert len(first.requests) + len(second.requests) == 10, "what was answered is not asked again"
     assert (made.evaluate(0) or {})["eval/num_samples"] == 10
@@ -139,11 +140,11 @@ def test_an_engine_lost_in_the_middle_costs_no_set_its_answers(loop: LoopThread)
     engine = Loses()
     asked = evaluator_of_sets(engine)
     with pytest.raises(NoEngineLeftError):
-        loop.run(asked.sample(0), 600)
+        loop.run(asked.sample(0), HANG_S)
     num_answered = len(engine.requests)
     assert num_answered in (10, 6), "one set's call was answered"
     asked._pool.admit(engine)  # type: ignore[arg-type]
-    samples = loop.run(asked.sample(0), 600)
+    samples = loop.run(asked.sample(0), HANG_S)
     assert len(engine.requests) == 16, "what was answered is not asked again"
     for name, of_set in samples.items():
         assert [t.response_ids for t in of_set] == [t.response_ids for t in whole[name]]

@@ -21,6 +21,7 @@ from bapo_megatron.prompts.chains import Chain
 from bapo_megatron.rewards.pool import Verdict
 from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.types import Prompt, Segment, Trajectory
+from tests.hang import HANG_S, PATIENT
 from tests.unit.test_evaluate import Deadlines
 from tests.unit.test_scheduler import ScriptedEngine
 
@@ -42,7 +43,8 @@ def test_a_training_checkpoint_on_a_file_equals_brute_force(tmp_path: Path, caps
     convert(demo_model_path(), run / "checkpoints" / "step-000001", to="training")
     (run / "config.toml").write_text('[reward]\nkind = "chains"\n[data]\nmax_prompt_tokens = 16\n')
     out = tmp_path / "out"
-    command = ["eval", str(run / "checkpoints" / "step-000001"), *SMALL, "--data", str(tmp_path / "chains.jsonl")]
+    command = ["eval", str(run / "checkpoints" / "step-000001"), *SMALL, *PATIENT]
+    command += ["--data", str(tmp_path / "chains.jsonl")]
     assert main([*command, "-n", str(NUM_SAMPLES), "--output", str(out)]) == 0
 
     result = json.loads((out / "result.json").read_text())
@@ -88,7 +90,7 @@ class Texts:
     ("timeout_s", "rewards"),
     [
         (
-            600,  # for hangs only
+            HANG_S,
             {
                 "\\boxed{8}": 1.0,
                 "": 0.0,
@@ -103,7 +105,7 @@ class Texts:
     ids=["answers", "tower-of-powers"],
 )
 def test_responses_that_are_no_answers_count_as_wrong_and_are_reported(
-    tmp_path: Path, timeout_s: int, rewards: dict[str, float]
+    tmp_path: Path, timeout_s: float, rewards: dict[str, float]
 ) -> None:
     path = tmp_path / "one.jsonl"
     path.write_text('{"prompt": "3+5=", "answer": 8}')
@@ -160,7 +162,7 @@ def test_a_reference_that_no_response_can_match_ends_the_evaluation(
         "eval",
         "demo",
         *SMALL,
-        "reward.timeout_s=600",
+        *PATIENT,
         "--data",
         str(path),
         "-n",

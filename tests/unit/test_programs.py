@@ -22,6 +22,7 @@ from bapo_megatron.prompts.programs import (
 from bapo_megatron.prompts.stream import build_source
 from bapo_megatron.rewards import RewardScorer
 from bapo_megatron.types import Prompt
+from tests.hang import HANG_S
 
 
 def test_worked_example() -> None:
@@ -102,7 +103,7 @@ def test_the_judge_of_programs() -> None:
         solution("f(x)"): 0.0,
     }
     items = [(Prompt(i, (1,), question.text, question.answer, "programs"), text) for i, text in enumerate(verdicts)]
-    with scorer_of(timeout_s=600) as scorer:  # for hangs only
+    with scorer_of(timeout_s=HANG_S) as scorer:
         assert scorer.score(items) == list(verdicts.values())
         assert scorer.num_timeouts == 0
     with scorer_of(timeout_s=1) as scorer:  # which a power like this may need or not

@@ -17,6 +17,7 @@ from plain_reply import plain_parse
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.engines.http import _REPLY, HttpEngine, _decoded, parse_reply
 from bapo_megatron.errors import EngineError, RequestRefusedError
+from tests.hang import HANG_S
 
 REQUEST = GenerateRequest("r", (1, 2), max_new_tokens=6, temperature=1.0, stop_token_ids=(), seed=0)
 
@@ -131,7 +132,7 @@ def test_one_bad_reply_of_a_call_spares_the_others() -> None:
         app = web.Application()
         app.router.add_post("/generate", answer)
         async with TestServer(app) as server:
-            engine = HttpEngine(str(server.make_url("")), request_timeout_s=600, vocab_size=10)
+            engine = HttpEngine(str(server.make_url("")), request_timeout_s=HANG_S, vocab_size=10)
             requests = [
                 GenerateRequest(f"r{i}", (1, 2), max_new_tokens=6, temperature=1.0, stop_token_ids=(), seed=0)
                 for i in range(4)
@@ -202,7 +203,7 @@ def test_a_server_without_log_probs_of_a_cut_is_refused_at_once(together: bool) 
         app = web.Application()
         app.router.add_post("/generate", answer)
         async with TestServer(app) as server:
-            engine = HttpEngine(str(server.make_url("")), request_timeout_s=600, vocab_size=10)
+            engine = HttpEngine(str(server.make_url("")), request_timeout_s=HANG_S, vocab_size=10)
             asking: Any = engine.generate_many([CUT]) if together else engine.generate(CUT)
             with pytest.raises(RequestRefusedError, match=rf"{engine.url}, request r: .*that top_p and top_k need"):
                 await asking
