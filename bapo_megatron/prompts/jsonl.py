@@ -70,7 +70,10 @@ def _parquet_rows(file: Path, setting: str) -> Iterator[Row]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise DataError(f"{file}: reading Parquet needs pyarrow: pip install pyarrow, or convert the file") from None
+        raise DataError(
+            f"{file}: reading Parquet needs pyarrow, which cannot be imported; run "
+            "`pip install 'bapo-megatron[parquet]'`, or convert the file to JSON lines"
+        ) from None
     try:
         rows = pyarrow.parquet.read_table(regular_file(file), memory_map=False).to_pylist()
     except OSError as error:

@@ -132,6 +132,29 @@ def test_a_missing_reasoning_gym_tells_the_command(
     assert "run `pip install 'bapo-megatron[gym]'`, which compiles one package, pycosat, and so needs a C" in line
 
 
+@pytest.mark.parametrize(
+    ("settings", "start"),
+    [
+        (["data.source=jsonl", "data.path=FILE"], ""),
+        (["eval.interval_steps=5", 'eval.sets=[{name="a",path="FILE"}]'], "eval.sets.a: "),
+    ],
+)
+def test_a_missing_pyarrow_tells_the_command(
+    settings: list[str],
+    start: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "prompts.parquet"
+    file.write_bytes(b"PAR1")
+    for name in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
+    (line,) = answer(capsys, *(text.replace("FILE", str(file)) for text in settings))
+    assert line.startswith(f"{start}{file}: reading Parquet needs pyarrow, ")
+    assert "run `pip install 'bapo-megatron[parquet]'`, or convert the file" in line
+
+
 def test_a_recording_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with gzip.open(tmp_path / "step-000001.jsonl.gz", "wt") as file:
         file.write("not JSON\n")
