@@ -47,6 +47,10 @@ class _Stop:
     The first one during training touches the run's stop file, which the ranks look for at the end of each step. A
     second one, one at another time, and SIGQUIT raise KeyboardInterrupt; all later ones are ignored, because the
     processes are being ended. A signal that was ignored at the start stays so: SIGHUP under nohup, SIGINT behind "&".
+
+    One wish to stop may send several signals: a terminal that closes SIGHUP from the shell and from the system,
+    `timeout` SIGTERM to the process and to its group. So a second one counts after the first has been told, and SIGHUP
+    never does.
     """
 
     def __init__(self) -> None:
@@ -82,9 +86,12 @@ class _Stop:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         run_dir = self.run_dir
-        if run_dir is None or not run_dir.stop_file.exists():
+        is_stopping = run_dir is not None and run_dir.stop_file.exists()
+        if is_stopping and number != signal.SIGQUIT and (number == signal.SIGHUP or not self._was_told):
+            return
+        if not is_stopping:
             self._number = signal.Signals(number)
-        if number != signal.SIGQUIT and run_dir and run_dir.state == "training" and not run_dir.stop_file.exists():
+        if number != signal.SIGQUIT and run_dir and run_dir.state == "training" and not is_stopping:
             with contextlib.suppress(OSError):  # a full disk: nothing could be saved either
                 run_dir.stop_file.touch()
                 self._was_told = False

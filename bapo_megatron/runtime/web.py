@@ -8,6 +8,7 @@ import hmac
 import ipaddress
 import json
 import logging
+import re
 import socket
 import sys
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ from bapo_megatron.errors import escaped
 
 _MAX_SHOWN = 100  # characters of a header in a message
 _READ_TIMEOUT_S = 10.0
+_HOST = re.compile(r"(\[[^\[\]]+\]|[^\[\]\s/?#@:\\]+)(:[0-9]*)?")  # a name or address, IPv6 in brackets, and a port
+_ONCE = ("Host", "Origin", "Sec-Fetch-Site", "Authorization", "Content-Type")  # a request has one of each at most
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +56,10 @@ class Guard:
 
     def refusal(self, method: str, headers: Mapping[str, str]) -> Refusal | None:
         """Return why a request is refused; None if it is let in. `headers` ignore case."""
+        given = [name.lower() for name, _ in headers.items()]
+        for name in _ONCE:
+            if given.count(name.lower()) > 1:
+                return Refusal(400, f"the request has more than one {name}")
         host = headers.get("Host", "")
         if not self._is_own(host):
             return Refusal(403, f"Host {_shown(host)} is not a name of this server: use its IP address, or localhost")
@@ -61,8 +68,8 @@ class Guard:
             return Refusal(403, f"a page of {_shown(origin)} may not use this server; programs may")
         if site not in ("none", "same-origin"):
             return Refusal(403, "a page of another site may not use this server; type its address into the browser")
-        given = headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if self._authorization is not None and not hmac.compare_digest(given, self._authorization):
+        key = headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if self._authorization is not None and not hmac.compare_digest(key, self._authorization):
             return Refusal(401, "the key is missing or wrong; send it as Authorization: Bearer KEY")
         kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
         has_body = headers.get("Content-Length", "0").strip() != "0" or "Transfer-Encoding" in headers
@@ -71,11 +78,13 @@ class Guard:
         return None
 
     def _is_own(self, host: str) -> bool:
+        if (parts := _HOST.fullmatch(host)) is None:
+            return False
+        name = parts[1].lower()
+        if name.rstrip(".") in self._names:
+            return True
         try:
-            name = urlsplit(f"//{host}").hostname or ""
-            if name.rstrip(".") in self._names:
-                return True
-            ipaddress.ip_address(name)
+            ipaddress.ip_address(name.strip("[]"))
         except ValueError:
             return False
         return True

@@ -1,5 +1,6 @@
 """What ends a run and what does not: signals, once and twice, and a reader of its messages that leaves."""
 
+import io
 import os
 import pty
 import signal
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.monitor.console import Console
+from bapo_megatron.config.load import load_config
+from bapo_megatron.local import _Stop
+from bapo_megatron.monitor.console import Console, Screen
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.runtime.heartbeat import Heartbeat
 from tests.distributed import HANG_S
@@ -116,6 +119,47 @@ def test_a_second_signal_ends_at_once_and_so_does_one_before_training(
         assert "stopped    at once; no step is saved: it starts over\n" in run.text
         assert run.run_dir.state == "interrupted"
         assert run.stderr == ""
+
+
+def ends_at_once(number: signal.Signals) -> bool:
+    """Send a signal to this process, and return whether it ends the run without waiting."""
+    try:
+        signal.raise_signal(number)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("before_it_is_told", "afterwards"),
+    [
+        ([signal.SIGTERM, signal.SIGTERM], []),  # timeout: to the process and to its group
+        ([signal.SIGHUP], [signal.SIGHUP]),  # a terminal that closes: from the shell and from the system
+        ([signal.SIGHUP, signal.SIGHUP], [signal.SIGHUP]),
+        ([signal.SIGINT], [signal.SIGHUP]),
+        ([signal.SIGTERM, signal.SIGHUP], []),
+    ],
+)
+def test_what_comes_together_is_one_wish_to_stop(
+    tmp_path: Path, before_it_is_told: list[signal.Signals], afterwards: list[signal.Signals]
+) -> None:
+    with RunDir.open(load_config(["demo"], [f"run.dir={tmp_path}"])) as run_dir, _Stop() as stop:
+        stop.run_dir = run_dir
+        run_dir.mark("training")
+        assert not any(map(ends_at_once, before_it_is_told))
+        stop.tell(Screen(io.StringIO()))
+        assert not any(map(ends_at_once, afterwards))
+        assert run_dir.stop_file.exists()
+        assert stop.code == 128 + before_it_is_told[0]
+        assert ends_at_once(signal.SIGTERM)
+
+
+def test_a_quit_ends_at_once_before_anything_is_told(tmp_path: Path) -> None:
+    with RunDir.open(load_config(["demo"], [f"run.dir={tmp_path}"])) as run_dir, _Stop() as stop:
+        stop.run_dir = run_dir
+        run_dir.mark("training")
+        assert not ends_at_once(signal.SIGTERM)
+        assert ends_at_once(signal.SIGQUIT)
 
 
 def test_a_signal_before_there_is_a_run_is_one_line(tmp_path: Path) -> None:

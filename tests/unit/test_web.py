@@ -38,6 +38,9 @@ PAGES = {  # headers of requests that a browser sends for a page of another site
     "a page whose name resolves to us": ({"Host": "evil.example:30000"}, 'Host "evil.example:30000"'),
     "that page's own request": ({"Host": "evil.example", "Origin": "http://evil.example"}, 'Host "evil.example"'),
     "a name that begins like an address": ({"Host": "127.0.0.1.evil.example"}, "evil.example"),
+    "a user at an address": ({"Host": "evil.example@127.0.0.1"}, "evil.example"),
+    "an address with a fragment": ({"Host": "127.0.0.1#evil.example"}, "evil.example"),
+    "an address with a path": ({"Host": "127.0.0.1/evil.example"}, "evil.example"),
     "nobody": ({"Host": ""}, 'Host ""'),
 }
 OUR_NAMES = ["127.0.0.1", "localhost:1", "LOCALHOST.", "[::1]:80", "10.0.0.7:30000", "[fe80::1]", socket.gethostname()]
@@ -209,6 +212,30 @@ def test_every_server_refuses_every_page(asked: Asked) -> None:
             told = json.loads(answer)
             assert told["success"] is False
             assert said in told["message"], (name, method, answer)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("Host", ("127.0.0.1", "evil.example")),
+        ("Origin", ("http://127.0.0.1", "http://evil.test")),
+        ("Sec-Fetch-Site", ("none", "cross-site")),
+        ("Authorization", (BEARER["Authorization"], "Bearer another")),
+        ("Content-Type", ("application/json", "text/plain")),
+    ],
+)
+def test_a_header_that_says_two_things_is_refused(asked: Asked, name: str, values: tuple[str, str]) -> None:
+    once = ({"Host": "127.0.0.1"} | asked.headers).items()
+    connection = http.client.HTTPConnection("127.0.0.1", asked.port, timeout=HANG_S)
+    with contextlib.closing(connection):
+        connection.putrequest("GET", asked.path, skip_host=True)
+        for key, value in once:
+            if key != name:
+                connection.putheader(key, value)
+        for value in values:
+            connection.putheader(name, value)
+        connection.endheaders()
+        assert connection.getresponse().status == 400
 
 
 CONTROL = {
