@@ -418,15 +418,13 @@ def _train(options: argparse.Namespace) -> int:
 def _slurm(options: argparse.Namespace) -> int:
     from bapo_megatron.monitor.rundir import with_pinned_models
     from bapo_megatron.preflight.check import load_checked
-    from bapo_megatron.slurm.submit import describe, prepare, submit
+    from bapo_megatron.slurm.submit import check_job, describe, make_job, submit
 
     here = not options.dry_run
-    config = load_checked(_given(options), elsewhere=True, here=here)
+    config = load_checked(_given(options), elsewhere=True, here=here, job=lambda config: check_job(config, here=here))
     if not options.dry_run:
         config = with_pinned_models(config)
-    job, warnings = prepare(config, here=here)
-    for warning in warnings:
-        print(f"bapo: warning: {warning.message}", file=sys.stderr)
+    job = make_job(config)
     if options.dry_run:
         print(job.script, end="")
         return 0

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.config.load import load_config, split_arguments
+from bapo_megatron.config.load import read_config, split_arguments
 from bapo_megatron.config.plan import divide_cores, num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.key import KEY_VARIABLE, new_key
@@ -109,13 +109,17 @@ def train(arguments: Sequence[str], began_s: float) -> int:
         began_s: start of the command on the monotonic clock.
     """
 
+    def load() -> Config:
+        reading = read_config(*split_arguments(arguments))
+        return checked(reading.config) if reading.violations else reading.config  # the former raises
+
     def checked(config: Config) -> Config:
         Screen(sys.stdout).note("checking the configuration", "dim")
         from bapo_megatron.preflight.check import load_checked
 
         return load_checked(arguments)
 
-    return _run(lambda: load_config(*split_arguments(arguments)), checked, began_s)
+    return _run(load, checked, began_s)
 
 
 def run(config: Config) -> int:

@@ -44,6 +44,9 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
+Severity = Literal["error", "warning"]
+
+
 @dataclass(frozen=True, slots=True)
 class Violation:
     """Something wrong with one setting, or with several together. An error stops the run, a warning does not.
@@ -57,7 +60,7 @@ class Violation:
     """The problem, with the values."""
     remedy: str = ""
     """The way out of it."""
-    severity: Literal["error", "warning"] = "error"
+    severity: Severity = "error"
 
     @property
     def message(self) -> str:

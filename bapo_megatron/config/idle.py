@@ -1,4 +1,4 @@
-"""Settings that have no effect beside others: a table, and the warnings and errors made from it."""
+"""Settings that have no effect because of others: a table, and the warnings and errors made from it."""
 
 import json
 from collections.abc import Callable, Collection, Iterator
@@ -191,8 +191,8 @@ def idle_settings(config: Config, given: Collection[str] | None = None) -> Itera
     """Find settings that differ from their defaults and have no effect.
 
     Args:
-        given: settings to consider, tables included; None: all. Shipped configurations are made to be combined, so
-            that parts of one may have no effect beside another.
+        given: settings to consider, tables included; None considers all. Shipped configurations are made to be
+            combined, so that parts of one may have no effect together with another.
     """
     told: set[str] = set()
     for row in IDLE:

@@ -37,7 +37,7 @@ Origins = dict[paths.Path, str]
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into configurations and overrides: an override has a "=" and is no file.
+    """Split a command line into configurations and overrides: an override has a "=" and names no file.
 
     Raises:
         ConfigError: a setting is written without a "=", such as `optimizer.lr 3e-4`.
@@ -116,7 +116,7 @@ def _merged(tables: Sequence[tuple[str, dict[str, Any]]], overrides: Sequence[st
     found: list[Violation] = []
     for source, table in tables:
         _put_over(merged, table)
-        origins |= dict.fromkeys(_leaves(table), source)
+        _put_origins(origins, table, source)
     parsed = []
     for text in overrides:
         try:
@@ -130,7 +130,7 @@ def _merged(tables: Sequence[tuple[str, dict[str, Any]]], overrides: Sequence[st
         except ConfigError as error:
             found.append(Violation((".".join(path_in_schema),), str(error)))
             continue
-        origins |= dict.fromkeys(_leaves(value, path_in_schema), f"override {escaped(text)}")
+        _put_origins(origins, value, f"override {escaped(text)}", path_in_schema)
     unread = {setting for violation in found for setting in violation.settings}
     found += _drop_earlier(merged, origins)
     return _validated(merged, origins, found, unread)
@@ -159,6 +159,7 @@ def _validated(merged: dict[str, Any], origins: Origins, found: list[Violation],
         found, unread: as in the Reading, so far.
     """
     dropped: set[str] = set()
+    named: set[str] = set()  # the same, with entries of lists by their names
     while True:
         try:
             config = Config.model_validate_json(json.dumps(_without_unset(merged), default=str), strict=True)
@@ -167,8 +168,9 @@ def _validated(merged: dict[str, Any], origins: Origins, found: list[Violation],
         else:
             shipped = set(map(str, shipped_configs().values()))
             given = frozenset(".".join(path) for path, source in origins.items() if source not in shipped)
-            return Reading(config, tuple(found), frozenset(_with_derived(unread | dropped, merged)), given)
+            return Reading(config, tuple(found), frozenset(_with_derived(unread | dropped | named, merged)), given)
         found += [v for _, violations in mistakes for v in violations if not v.depends_on(dropped)]
+        named |= {".".join(_by_name(path, merged)) for at, _ in mistakes for path in at}
         gone = [path for at, _ in mistakes for path in _remove(merged, at)]
         if not gone:
             raise ConfigError("\n".join(v.message for v in found))
@@ -209,22 +211,37 @@ def _contradictions(section: paths.Path, error: ContradictionError, origins: Ori
     for violation in error.violations:
         at = tuple((*section, *setting.split(".")) for setting in violation.settings)
         names = tuple(".".join(path) for path in at)
-        source = _source(next((path for path in at if path in origins), section), origins)
+        were_set = (path for path in at for n in range(len(section) + 1, len(path) + 1) if path[:n] in origins)
+        source = _source(next(were_set, section), origins)
         yield at, [replace(violation, settings=names, problem=f"{names[0]} {violation.problem} ({source})")]
 
 
 def _remove(table: dict[str, Any], at: Sequence[paths.Path]) -> list[paths.Path]:
-    """Remove those of the settings that are there, else the nearest one around them; return what is gone."""
+    """Remove the settings that are there, or else the nearest table around them; return what is gone."""
     for depth in range(max(map(len, at)), 0, -1):
         if gone := [path[:depth] for path in at if len(path) >= depth and _pop(table, path[:depth])]:
             return gone
     return []
 
 
-def _pop(table: Any, path: paths.Path) -> bool:
+def _pop(value: Any, path: paths.Path) -> bool:
     for key in path[:-1]:
-        table = table.get(key) if isinstance(table, dict) else None
-    return isinstance(table, dict) and table.pop(path[-1], None) is not None
+        value = _below(value, key)
+    return isinstance(value, dict) and value.pop(path[-1], None) is not None
+
+
+def _below(value: Any, key: str) -> Any:
+    """Return what a table or list has there, or None."""
+    if isinstance(value, list):
+        return value[int(key)] if key.isdigit() and int(key) < len(value) else None
+    return value.get(key) if isinstance(value, dict) else None
+
+
+def _by_name(path: paths.Path, value: Any) -> Iterator[str]:
+    """Yield the parts of a path with the name of a list's entry in place of its number, as later checks call it."""
+    for key in path:
+        is_entry, value = isinstance(value, list), _below(value, key)
+        yield str(value["name"]) if is_entry and isinstance(value, dict) and "name" in value else key
 
 
 def dump_config(config: Config) -> str:
@@ -315,6 +332,8 @@ def _set(table: dict[str, Any], path: paths.Path, value: Any) -> None:
     for depth, key in enumerate(path[:-1], start=1):
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
+            if depth == 1:
+                return  # a section is a table: validation refuses what it is set to
             whole = ".".join(path[:depth])
             raise ConfigError(f"cannot set {'.'.join(path)}: {whole} was set as a whole; override {whole} instead")
     merge(table, {path[-1]: value})
@@ -329,10 +348,15 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _leaves(value: Any, prefix: paths.Path = ()) -> list[paths.Path]:
-    """List the path of every table and value, so that an error at any depth finds its source."""
-    below = [leaf for key, v in value.items() for leaf in _leaves(v, (*prefix, key))] if isinstance(value, dict) else []
-    return [prefix, *below]
+def _put_origins(origins: Origins, value: Any, source: str, path: paths.Path = ()) -> None:
+    """Note the source of every table and value, so that an error at any depth finds it. A value replaces a table."""
+    if isinstance(value, dict):
+        for key, below in value.items():
+            _put_origins(origins, below, source, (*path, key))
+    else:
+        for replaced in [other for other in origins if other[: len(path)] == path]:
+            del origins[replaced]
+    origins[path] = source
 
 
 def _without_unset(table: dict[str, Any], prefix: paths.Path = ()) -> dict[str, Any]:

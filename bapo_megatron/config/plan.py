@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from bapo_megatron.config import precision
-from bapo_megatron.config.base import Violation, warning
+from bapo_megatron.config.base import Severity, Violation, warning
 from bapo_megatron.config.dotted import ADVANTAGE, KEEP_GROUP
 from bapo_megatron.config.engines import check_engine
 from bapo_megatron.config.idle import idle_settings
@@ -61,7 +61,7 @@ def check(
         num_gpus: GPUs of this machine that a run may use; 0 is a run on CPUs.
         starts_here: whether the run starts on this machine: then it must have the GPUs that the run needs.
         machine: its facts for FP8; None leaves them unchecked.
-        given: settings to warn of if they have no effect; None: all.
+        given: settings to warn of if they have no effect; None stands for all.
     """
     own = config.model.own_family
     shape = None if hf_config is None or unsupported(hf_config, own) else model_shape(hf_config, own=own)
@@ -90,8 +90,9 @@ def check(
         if reference_config is not None:
             found += check_reference(config, reference_config, hf_config)
     if config.model.dtype == "bfloat16" and not num_gpus:
-        problem = 'model.dtype="bfloat16" needs a GPU, and none is visible here: on CPUs set model.dtype="float32"'
-        found.append(Violation(("model.dtype", "cluster.gpu"), problem, severity="error" if starts_here else "warning"))
+        problem, remedy = 'model.dtype="bfloat16" needs a GPU, and none is visible here', 'set it to "float32" on CPUs'
+        severity: Severity = "error" if starts_here else "warning"
+        found.append(Violation(("model.dtype", "cluster.gpu"), problem, remedy, severity))
     return found
 
 
@@ -102,9 +103,9 @@ def num_ranks(config: Config) -> int:
 
 
 def divide_cores(config: Config, num_cores: int, num_ranks: int, num_engine_processes: int) -> tuple[int, int]:
-    """Return the threads of a trainer rank and of an engine process, on a machine that holds so many of each.
+    """Return the threads of a trainer rank and of an engine process, on a machine with these numbers of them.
 
-    By turns, each side takes all cores. With rollout.overlap both run at once, and share them: half each, or what the
+    By turns, each side takes all cores. With rollout.overlap both run together, and share them: half each, or what the
     other side's setting leaves. A process has at least one thread.
     """
     per_rank, per_engine = config.parallel.threads_per_rank, config.rollout.engine_threads
@@ -158,7 +159,7 @@ def max_microbatches(config: Config) -> int:
 
 
 def chunk_rows(vocab_rows: int, *, on_gpu: bool) -> int:
-    """Return the number of rows whose logits exist at once, if `train.logprob_chunk_tokens` is unset.
+    """Return the number of rows whose logits exist together, if `train.logprob_chunk_tokens` is unset.
 
     On a GPU, chunks are large: each one reads and writes the gradient of all `vocab_rows` of this rank's weight.
     """
@@ -176,7 +177,7 @@ def runs_forwards_first(
 
     Args:
         layer_input_bytes: inputs of a rank's layers for all these micro-batches.
-        memory_bytes: of the smallest device; None: not known.
+        memory_bytes: of the smallest device; None if it is not known.
     """
     order = config.train.schedule
     if config.parallel.pipeline > 1 or order == "interleaved":
@@ -254,7 +255,8 @@ def _gpus(config: Config, num_gpus: int) -> Iterator[Violation]:
     needed = ranks + on_servers
     if not num_gpus or needed <= num_gpus:
         return
-    servers = f" and {plural(r.num_servers, r.engine_kind.title)} x {r.server_tensor_parallel}" if on_servers else ""
+    each = plural(r.server_tensor_parallel, "GPU")
+    servers = f" and {plural(r.num_servers, r.engine_kind.title)} x {each}" if on_servers else ""
     lower = f"lower parallel.*{', rollout.num_servers or rollout.server_tensor_parallel' if on_servers else ''}"
     there = f"{num_gpus} {'is' if num_gpus == 1 else 'are'} visible"
     remedy = f'{lower}, or set CUDA_VISIBLE_DEVICES="" to run on CPUs'
@@ -315,8 +317,8 @@ def _batch(config: Config) -> Iterator[Violation]:
         yield Violation(
             (*ages, "rollout.overlap"),
             f"rollout.overlap=true trains samples that are at least one step old, so it needs a bound of at least "
-            f"2 x {own_age + 1} - 1 = {plural(needed, 'update')}: set rollout.max_staleness={needed} or more, such as "
-            f"{needed + own_age + 1}",
+            f"2 x {own_age + 1} - 1 = {plural(needed, 'update')}",
+            f"set rollout.max_staleness={needed} or more, such as {needed + own_age + 1}",
         )
 
 
@@ -377,15 +379,15 @@ def _engines(config: Config) -> Iterator[Violation]:
     if r.engine == "attach" and not r.urls:
         yield Violation(
             ("rollout.urls", "rollout.engine"),
-            'rollout.engine="attach" needs rollout.urls, such as rollout.urls=["http://127.0.0.1:30000"]',
-            'or set rollout.engine="embedded"',
+            'rollout.engine="attach" needs rollout.urls',
+            'set it, such as rollout.urls=["http://127.0.0.1:30000"], or rollout.engine="embedded"',
         )
     if r.engine == "recorded" and r.recorded_from is None:
         yield Violation(
             ("rollout.recorded_from", "rollout.engine"),
             'rollout.engine="recorded" needs rollout.recorded_from, the `rollouts` folder of a run with '
             "rollout.record=true",
-            'or set rollout.engine="embedded"',
+            'set it, or rollout.engine="embedded"',
         )
     if r.server_tensor_parallel > 1 and not r.engine_kind.tensor_parallel:
         yield Violation(
@@ -466,7 +468,7 @@ def _router(url: str, r: RolloutConfig) -> Iterator[Violation]:
         )
     if url.rstrip("/") in {worker.rstrip("/") for worker in r.urls}:
         problem = f'rollout.router_url="{url}" is also one of rollout.urls, which are the servers behind it'
-        yield Violation(("rollout.router_url", "rollout.urls"), problem)
+        yield Violation(("rollout.router_url", "rollout.urls"), problem, "take it out of one of them")
 
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -496,7 +498,8 @@ def _data(config: Config) -> Iterator[Violation]:
     if data.system_prompt is not None and not data.chat_template:
         yield Violation(
             ("data.chat_template", "data.system_prompt"),
-            "data.system_prompt is used by the chat template only: set data.chat_template = true",
+            "data.system_prompt is used by the chat template only",
+            "set data.chat_template=true, or leave data.system_prompt out",
         )
     for table, one in config.prompt_sources.items():
         yield from _source(table, one)
@@ -506,12 +509,13 @@ def _source(table: str, one: SourceConfig) -> Iterator[Violation]:
     """Check one source of prompts, described by `table`: whether it names what it draws from, and nothing else."""
     decided_by = (f"{table}.source", *(["data.sources"] if table == "data" else []))  # [data] is read without sources
     if one.source == "jsonl" and one.path is None:
-        problem = f'{table}.source="jsonl" needs {table}.path, a file with one JSON object a line'
-        yield Violation((f"{table}.path", *decided_by), problem)
+        problem = f'{table}.source="jsonl" needs {table}.path'
+        yield Violation((f"{table}.path", *decided_by), problem, "set it to a file with one JSON object a line")
     if one.source == "reasoning_gym" and one.dataset is None:
         yield Violation(
             (f"{table}.dataset", *decided_by),
-            f'{table}.source="reasoning_gym" needs {table}.dataset, such as {table}.dataset="basic_arithmetic"',
+            f'{table}.source="reasoning_gym" needs {table}.dataset',
+            f'set it, such as {table}.dataset="basic_arithmetic"',
         )
     if table != "data" and one.source != "jsonl" and one.path is not None:
         problem = f'{table}.path={one.path} has no effect with source="{one.source}"'
@@ -537,13 +541,13 @@ def _eval(config: Config) -> Iterator[Violation]:
         yield Violation(
             (*_EVALUATES, "data.sources"),
             "eval.interval_steps with data.sources needs eval.sets, which name the prompts to evaluate on",
-            "or leave eval.interval_steps out",
+            "set them, or leave eval.interval_steps out",
         )
     elif config.data.source == "jsonl" and config.eval.path is None and not config.eval.sets:
         yield Violation(
             ("eval.path", *_EVALUATES, "data.source", "data.sources"),
             'eval.interval_steps with data.source="jsonl" needs eval.path, a file of prompts to evaluate on',
-            "or leave eval.interval_steps out",
+            "set it, or leave eval.interval_steps out",
         )
     if not config.rollout.engine_kind.samples:
         yield Violation(
@@ -745,6 +749,7 @@ def _critic(config: Config) -> Iterator[Violation]:
             ("rollout.truncated", "advantage.kind"),
             'rollout.truncated="mask": the critic does not learn from truncated responses either, and so predicts the '
             "rewards of complete responses only",
+            'set rollout.truncated="keep"',
         )
 
 
@@ -810,6 +815,7 @@ def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:
             ("model.family", "model.path"),
             f'model.family="{config.model.family}" is for model_type {own.model_type!r}, and the config.json of '
             f"model.path={config.model.path!r} has {model_type!r}",
+            "leave model.family out, or set model.path to a model of that type",
         )
         return
     yield from _split(config, hf_config, "model.path")

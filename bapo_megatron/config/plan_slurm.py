@@ -52,25 +52,17 @@ def place(config: Config) -> Placement:
 
 
 def check_slurm(config: Config, *, step_s: float | None = None) -> list[Violation]:
-    """Find all problems of the job.
+    """Find all problems of the job itself.
 
     Args:
         step_s: seconds of a step; None if not known yet.
     """
-    return [
-        *_image(config),
-        *_jobs(config),
-        *check_time(config, step_s),
-        *check_placement(config),
-    ]
+    return [*_image(config), *_jobs(config), *check_time(config, step_s)]
 
 
 def check_placement(config: Config) -> list[Violation]:
-    """Check that trainer ranks and engines spread evenly over the nodes, and have GPUs, CPUs and memory there."""
-    found = list(_nodes(config))
-    if not found and config.cluster.gpu is not None:
-        found += _gpus(config)
-    return found + list(_shares(config))
+    """Check that trainer ranks and engines spread evenly over the nodes, and have GPUs there."""
+    return list(check_nodes(config)) or list(check_node_gpus(config))
 
 
 def several_nodes(config: Config) -> Violation:
@@ -92,7 +84,8 @@ def _rollout_nodes(config: Config) -> int:
     return nodes if not rest and nodes < c.nodes else 0
 
 
-def _nodes(config: Config) -> Iterator[Violation]:
+def check_nodes(config: Config) -> Iterator[Violation]:
+    """Check that trainer ranks and engines spread evenly over the nodes."""
     nodes, alone = config.cluster.nodes, _rollout_nodes(config)
     ranks, servers = num_ranks(config), config.rollout.num_started
     if alone >= nodes:
@@ -111,21 +104,24 @@ def _nodes(config: Config) -> Iterator[Violation]:
     if ranks % (nodes - alone):
         yield Violation(
             ("cluster.nodes", "slurm.rollout_nodes", *RANKS, "rollout.num_servers", *_SERVERS),
-            f"{plural(ranks, 'trainer rank')} do not divide evenly over {plural(nodes - alone, 'node')} (cluster.nodes="
-            f"{nodes} - slurm.rollout_nodes={alone})",
+            f"{plural(ranks, 'trainer rank')} cannot be divided evenly among {plural(nodes - alone, 'node')} "
+            f"(cluster.nodes={nodes} - slurm.rollout_nodes={alone})",
             f"change cluster.nodes or parallel.*, such as cluster.nodes={ranks + alone}",
         )
     on = alone or nodes
     if servers % on:
         yield Violation(
             ("rollout.num_servers", "cluster.nodes", "slurm.rollout_nodes", *_SERVERS),
-            f"rollout.num_servers={servers} do not divide evenly over {plural(on, 'node')} "
+            f"rollout.num_servers={servers} cannot be divided evenly among {plural(on, 'node')} "
             f"({'slurm.rollout_nodes' if alone else 'cluster.nodes'})",
             f"set rollout.num_servers={max(1, round(servers / on)) * on}",
         )
 
 
-def _gpus(config: Config) -> Iterator[Violation]:
+def check_node_gpus(config: Config) -> Iterator[Violation]:
+    """Check a run that `check_nodes` accepts: a node has as many GPUs as are needed there."""
+    if config.cluster.gpu is None:
+        return
     placement, r, gpus = place(config), config.rollout, config.cluster.gpus_per_node
     ranks, servers = placement.ranks_per_node, placement.servers_per_node
     if ranks % config.parallel.tensor:
@@ -155,7 +151,8 @@ def _gpus(config: Config) -> Iterator[Violation]:
             idle = (
                 f"{gpus - needed} of its cluster.gpus_per_node={gpus} GPUs {'is' if gpus - needed == 1 else 'are'} idle"
             )
-            yield warning(settings, f"each {name} node has {what}: {idle}")
+            remedy = "lower cluster.gpus_per_node or cluster.nodes, or raise parallel.data or rollout.num_servers"
+            yield warning(settings, f"each {name} node has {what}: {idle}", remedy)
 
 
 def _image(config: Config) -> Iterator[Violation]:
@@ -185,7 +182,7 @@ def _jobs(config: Config) -> Iterator[Violation]:
         yield Violation(
             ("slurm.chain", "slurm.sweep"),
             f"slurm.sweep cannot be combined with slurm.chain={config.slurm.chain}",
-            "set slurm.chain=1: with slurm.requeue each task goes on by itself",
+            "set slurm.chain=1: with slurm.requeue each task continues by itself",
         )
 
     if config.checkpoint.interval_steps is None and (config.slurm.requeue or config.slurm.chain > 1):
@@ -196,7 +193,7 @@ def _jobs(config: Config) -> Iterator[Violation]:
         )
 
 
-def _shares(config: Config) -> Iterator[Violation]:
+def check_shares(config: Config) -> Iterator[Violation]:
     """Warn of a job with GPUs whose share of CPUs and memory is the cluster's default: often one CPU a rank."""
     options = [option.partition("=")[0].split()[0] for option in config.slurm.options]
     cpus = config.slurm.cpus_per_rank or {"--exclusive", "--cpus-per-task", "-c", "--cpus-per-gpu"} & {*options}

@@ -1,6 +1,6 @@
 """Checks of FP8 settings against the model and the machine, before a process starts. docs/precision.md has the table.
 
-The conditions are those of Megatron-Core 0.16.1 (`transformer_config.py`, `fp8_utils.py`) and Transformer Engine 2.9 to
+The conditions come from Megatron-Core 0.16.1 (`transformer_config.py`, `fp8_utils.py`) and Transformer Engine 2.9 to
 2.11 (`quantization.py`: check_*_support; `utils.py`: assert_dim_for_fp8_exec, assert_dim_for_all_gather).
 """
 
@@ -14,6 +14,7 @@ import packaging.version
 
 from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import plural
 from bapo_megatron.hf.shape import ModelShape
 
 Version = tuple[int, ...]
@@ -23,7 +24,7 @@ _MAX_MASK_GIB = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The facts about a machine that FP8 depends on; None: absent.
+    """The facts about a machine that FP8 depends on; None means absent.
 
     Example: Machine((9, 0), (12, 9), (2, 11, 0)) is a Hopper GPU, CUDA 12.9 and Transformer Engine 2.11.0.
     """
@@ -180,7 +181,7 @@ def _idle(config: Config) -> Iterator[Violation]:
         yield Violation(
             (*names, "precision.fp8"),
             f'{", ".join(names)}: nothing is FP8 with precision.fp8="off"',
-            'set precision.fp8="hybrid", or leave it out',
+            f'set precision.fp8="hybrid", or leave {"it" if len(names) == 1 else "them"} out',
         )
 
 
@@ -203,6 +204,7 @@ def _settings(config: Config) -> Iterator[Violation]:
             ("optimizer.distributed", "precision.fp8_params", "precision.fp8"),
             "precision.fp8_params=true needs optimizer.distributed=true: only the distributed optimizer of Megatron "
             "quantises its float32 weights after an update",
+            "set that, or precision.fp8_params=false",
         )
     if p.fp8_params and p.recipe == "mxfp8":
         yield Violation(
@@ -220,8 +222,8 @@ def _layers(config: Config, shape: ModelShape) -> Iterator[Violation]:
         if (number := getattr(config.precision, name)) > at_most:
             yield Violation(
                 (f"precision.{name}", "parallel.pipeline", "model.path", "precision.fp8"),
-                f"precision.{name}={number} is more than the {layers} / {stages} = {at_most} layers of a pipeline "
-                "stage",
+                f"precision.{name}={number} is more than the {layers} / {stages} = {plural(at_most, 'layer')} of a "
+                "pipeline stage",
                 f"set precision.{name}={at_most} or less",
             )
 

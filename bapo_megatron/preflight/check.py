@@ -10,7 +10,13 @@ from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.base import Violation, overlap
 from bapo_megatron.config.load import read_config, split_arguments
 from bapo_megatron.config.plan import check, check_functions
-from bapo_megatron.config.plan_slurm import check_placement, several_nodes
+from bapo_megatron.config.plan_slurm import (
+    check_node_gpus,
+    check_nodes,
+    check_placement,
+    check_shares,
+    several_nodes,
+)
 from bapo_megatron.config.precision import this_machine
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError, UserError, escaped
@@ -18,21 +24,30 @@ from bapo_megatron.hf.shape import load_hf_config, unknown_family
 from bapo_megatron.preflight.inputs import Memory, read_inputs
 from bapo_megatron.preflight.known import known_config
 from bapo_megatron.preflight.machine_checks import check_open_files
-from bapo_megatron.preflight.plan import MEMORY, SPLIT, check_machines, check_memory, check_unused
+from bapo_megatron.preflight.plan import MEMORY, SPLIT, check_devices, check_machines, check_memory, check_unused
 from bapo_megatron.runtime.environment import has_gpu_driver
 
 _ENOUGH_GPUS = 1_000_000  # the number of ranks stays as it is
 
 
+CheckJob = Callable[[Config], Iterable[Violation]]
+"""Finds what is wrong with the SLURM job of a run."""
+
+
 def load_checked(
-    arguments: Sequence[str], *, elsewhere: bool = False, here: bool | None = None, memory: bool = True
+    arguments: Sequence[str],
+    *,
+    elsewhere: bool = False,
+    here: bool | None = None,
+    memory: bool = True,
+    job: CheckJob | None = None,
 ) -> Config:
     """Load and check a configuration, print warnings, and raise ConfigError with every problem.
 
     Args:
-        elsewhere, here, memory: see `violations_of`.
+        elsewhere, here, memory, job: see `violations_of`.
     """
-    config, found = read_and_check(arguments, elsewhere=elsewhere, here=here, memory=memory)
+    config, found = read_and_check(arguments, elsewhere=elsewhere, here=here, memory=memory, job=job)
     for violation in found:
         if violation.severity == "warning":
             print(f"bapo: warning: {escaped(violation.message)}", file=sys.stderr)
@@ -42,16 +57,27 @@ def load_checked(
 
 
 def read_and_check(
-    arguments: Sequence[str], *, elsewhere: bool = False, here: bool | None = None, memory: bool = True
+    arguments: Sequence[str],
+    *,
+    elsewhere: bool = False,
+    here: bool | None = None,
+    memory: bool = True,
+    job: CheckJob | None = None,
 ) -> tuple[Config, list[Violation]]:
     """Return a configuration without its invalid settings, and all that is wrong with what was given.
 
     Args:
-        elsewhere, here, memory: see `violations_of`.
+        elsewhere, here, memory, job: see `violations_of`.
     """
     reading = read_config(*split_arguments(arguments))
     found = violations_of(
-        reading.config, elsewhere=elsewhere, here=here, memory=memory, given=reading.given, unread=reading.unread
+        reading.config,
+        elsewhere=elsewhere,
+        here=here,
+        memory=memory,
+        job=job,
+        given=reading.given,
+        unread=reading.unread,
     )
     return reading.config, [*reading.violations, *found]
 
@@ -70,6 +96,7 @@ def violations_of(
     elsewhere: bool,
     here: bool | None = None,
     memory: bool = True,
+    job: CheckJob | None = None,
     given: Collection[str] | None = None,
     unread: Collection[str] = frozenset(),
     read: Memory | None = None,
@@ -81,14 +108,16 @@ def violations_of(
     Args:
         elsewhere: check for the configuration's cluster, if it names one, instead of this machine, on which the run
             need not start.
-        here: whether models and data must be on this machine; None: unless it is checked for a cluster.
+        here: whether models and data must be on this machine; None means unless it is checked for a cluster.
         memory: whether exceeding the memory of the cluster's GPUs is a violation; if not, no data is read, either.
+        job: checks the rest of the SLURM job that the run will be in, if there is one.
         given: see config/plan.py.
         unread: settings of which only the default is known, as their values could not be read.
         read: findings about data and judge in earlier calls.
     """
     starts_here = not elsewhere
     nodes = config.cluster.nodes
+    is_job = nodes > 1 or job is not None
     elsewhere = (elsewhere or nodes > 1) and config.cluster.gpu is not None
     here = not elsewhere if here is None else here
     found = [*([several_nodes(config)] if starts_here and nodes > 1 else []), *check_functions(config)]
@@ -125,12 +154,16 @@ def violations_of(
                 given=given,
             )
         ),
-        Check(lambda: check_placement(config) if nodes > 1 else (), needs=("cluster.nodes",)),
         Check(lambda: read_inputs(config, tokenizer_from, {} if read is None else read, here=here) if memory else ()),
         Check(lambda: check_open_files(config) if nodes == 1 and not elsewhere else ()),
         Check(lambda: check_machines(config)),
+        Check(lambda: check_devices(config)),
+        Check(lambda: check_nodes(config) if is_job else (), needs=("cluster.nodes",)),
+        Check(lambda: check_shares(config) if is_job else (), needs=("cluster.nodes",)),
+        Check(lambda: check_node_gpus(config) if nodes > 1 else (), needs=(*SPLIT, "cluster", "slurm.rollout_nodes")),
         Check(lambda: check_memory(config, hf_config) if memory and hf_config else (), needs=MEMORY),
         Check(lambda: check_unused(config), needs=(*SPLIT, "cluster")),
+        Check(lambda: job(config) if job else ()),
     ]
     untold: list[Violation] = []  # with a default in place of an unknown value, which later checks cannot pass either
     for one in checks:

@@ -39,7 +39,7 @@ def read_inputs(config: Config, model: Path | None, memory: Memory, *, here: boo
     """Find what is wrong with what the run will read.
 
     Args:
-        model: folder with the policy's tokenizer; None: it is not on this machine, and nothing is tokenised.
+        model: folder with the policy's tokenizer; None if it is not on this machine: nothing is tokenised.
         memory: of earlier calls.
         here: whether files must be on this machine; else a missing one is a warning.
     """
@@ -77,7 +77,7 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
     is_complete = True
     for table, one in _sources_read(config).items():
         alone, settings = config.with_prompts_of(one), _settings_of(config, table)
-        if one.source == "jsonl" and one.path is None:
+        if (one.source == "jsonl" and one.path is None) or (one.source == "reasoning_gym" and one.dataset is None):
             is_complete = False  # config/plan.py reports it
             continue
         if one.source == "jsonl" and not (path := Path(one.path or "").expanduser()).exists():
@@ -96,10 +96,10 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
             is_complete = False
             yield Violation(settings, str(error))
             continue
-        is_trained = table in config.prompt_sources
+        is_trained, is_code = table in config.prompt_sources, config.reward.kind == "code"
         name = one.name if isinstance(one, MixedSource) else source.name
-        if not (is_trained and config.reward.kind == "code" and one.source != "jsonl"):  # config/plan.py reports it
-            questions.append((config if is_trained else alone, name, source[0]))
+        if not (is_trained and is_code and one.source != "jsonl"):  # config/plan.py reports it
+            questions.append((config if is_trained and not is_code else alone, name, source[0]))
         yield from _lengths(alone, model, source, first, settings)
     yield from _judge(config, questions, is_complete=is_complete)
 
@@ -110,13 +110,13 @@ def _settings_of(config: Config, table: str) -> tuple[str, ...]:
     fields = {"jsonl": ("path", "source", "format"), "reasoning_gym": ("options", "dataset", "source")}.get(
         source, ("options", "source")
     )
-    if table == "eval":  # the kind of prompts is that of [data]
+    if table == "eval":  # [data] decides the kind of prompts
         return (*(f"{'eval' if field == 'path' else 'data'}.{field}" for field in fields), "eval.sets")
     return (*(f"{table}.{field}" for field in fields), *(["data.sources"] if table == "data" else []))
 
 
 def _sources_read(config: Config) -> dict[str, SourceConfig]:
-    """Return the sources whose prompts are new to the run, by their table: evaluation may draw those of training."""
+    """Return the sources whose prompts are new to the run, by their table. Evaluation may draw what training draws."""
     if config.eval.interval_steps is None or not (config.eval.sets or config.data.source == "jsonl"):
         return config.prompt_sources
     return {**config.prompt_sources, **config.eval_sets}
@@ -173,8 +173,10 @@ def _judge(config: Config, questions: list[Asked], *, is_complete: bool) -> Iter
     kind = config.reward.kind
     asked_about = ("source", "format") if kind == "auto" else ("source",) if kind in REWARD.names else ()
     settings = ("reward.kind", *(f"{table}.{field}" for table in _sources_read(config) for field in asked_about))
+    is_reported = kind == "code" and any(one.source != "jsonl" for one in config.prompt_sources.values())
     try:
-        by_spec.append((JudgeSpec.of(config), []))
+        if not is_reported:  # by config/plan.py
+            by_spec.append((JudgeSpec.of(config), []))
         for alone, name, question in questions:
             spec = JudgeSpec.of(alone)
             asked = next((asked for other, asked in by_spec if other == spec), None)
@@ -233,8 +235,12 @@ def _recording(config: Config, here: bool) -> Iterator[Violation]:
     if config.rollout.recorded_from is None:
         return  # config/plan.py reports it
     folder, settings = Path(config.rollout.recorded_from).expanduser(), ("rollout.recorded_from", "rollout.engine")
-    if not here and not folder.exists():
-        yield warning(settings, f"rollout.recorded_from={folder} is not on this machine, and was not read")
+    if not folder.exists():
+        if here:
+            problem = f"rollout.recorded_from: there is no folder {folder.absolute()}"
+            yield Violation(settings, problem, "set it to the `rollouts` folder of a run with rollout.record=true")
+        else:
+            yield warning(settings, f"rollout.recorded_from={folder} is not on this machine, and was not read")
         return
     from bapo_megatron.rollout.recorded import read_groups
 

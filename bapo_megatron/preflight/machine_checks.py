@@ -116,7 +116,7 @@ _OPEN_FILES = (  # what `open_files_needed` reads
 
 
 def open_files_needed(config: Config) -> int:
-    """Return the number of files and connections that a process of a run may have open at once; rank 0 has the most."""
+    """Return the most files and connections that a process of a run may have open together: rank 0 has the most."""
     r = config.rollout
     num_requests = 0  # rounds send one request to each engine
     if r.overlap or r.abort_tail:

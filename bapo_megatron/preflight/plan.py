@@ -133,7 +133,7 @@ def balance(config: Config, plan: Plan) -> Balance | None:
 
 
 def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = None) -> Plan:
-    """Plan memory, work and time. response_tokens: average response length; None: the maximum."""
+    """Plan memory, work and time. response_tokens: average response length; None takes the maximum."""
     assert config.cluster.gpu is not None
     gpu = GPUS[config.cluster.gpu]
     memory_gib = config.cluster.gpu_memory_gib or gpu.memory_gib
@@ -161,7 +161,7 @@ def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = N
 
 
 def check_machines(config: Config) -> Iterator[Violation]:
-    """Check that one machine can hold a tensor-parallel group and a server; `check_placement` keeps them whole."""
+    """Check that one machine can hold a tensor-parallel group and a server; `check_node_gpus` keeps them whole."""
     c, r = config.cluster, config.rollout
     if c.gpu is None:
         return
@@ -186,19 +186,22 @@ def check_memory(config: Config, hf_config: dict[str, Any]) -> list[Violation]:
     return [replace(v, remedy=f"{v.remedy}; `bapo plan` shows what it is made of") for v in found]
 
 
-def check_unused(config: Config) -> Iterator[Violation]:
-    """Warn of GPUs of one machine that neither trainer nor servers use; `check_placement` counts those of several."""
+def check_devices(config: Config) -> Iterator[Violation]:
+    """Warn of engines that do not use the cluster's GPUs."""
     c, r = config.cluster, config.rollout
-    if c.gpu is None:
-        return
-    idle = c.gpus_per_node - num_ranks(config) - r.num_server_gpus
-    if r.num_started and not r.engine_kind.on_gpus:
+    if c.gpu is not None and r.num_started and not r.engine_kind.on_gpus:
         yield warning(
             ("rollout.engine", "cluster.gpu"),
-            f'rollout.engine="{r.engine}" samples on CPUs, beside {c.gpu.upper()} GPUs',
+            f'rollout.engine="{r.engine}" samples on CPUs, and leaves the {c.gpu.upper()} GPUs to the trainer',
             'set rollout.engine="sglang"',
         )
-    if c.nodes == 1 and idle > 0:
+
+
+def check_unused(config: Config) -> Iterator[Violation]:
+    """Warn of GPUs of one machine that neither trainer nor servers use; `check_node_gpus` counts those of several."""
+    c, r = config.cluster, config.rollout
+    idle = c.gpus_per_node - num_ranks(config) - r.num_server_gpus
+    if c.gpu is not None and c.nodes == 1 and idle > 0:
         yield warning(
             (*SPLIT, "cluster"),
             f"{idle} of cluster.gpus_per_node={c.gpus_per_node} GPUs {'is' if idle == 1 else 'are'} idle",
@@ -215,7 +218,7 @@ def memory_problems(config: Config, plan: Plan) -> list[Violation]:
         found.append(
             Violation(
                 MEMORY,
-                f"a trainer rank needs {need:.1f} GiB, and {FULL:.0%} of one {plan.gpu.name} are {have:.1f} GiB",
+                f"a trainer rank needs {need:.1f} GiB, and {FULL:.0%} of one {plan.gpu.name} is {have:.1f} GiB",
                 "split the model over more ranks, or set train.recompute=true or a smaller "
                 "train.max_tokens_per_microbatch",
             )
@@ -226,7 +229,7 @@ def memory_problems(config: Config, plan: Plan) -> list[Violation]:
             Violation(
                 SERVER_MEMORY,
                 f"a server of rollout.server_tensor_parallel={plural(r.server_tensor_parallel, 'GPU')} has room for "
-                f"{plural(plan.server.kv_tokens, 'token')} beside the weights, and one response takes {longest}",
+                f"{plural(plan.server.kv_tokens, 'token')} besides the weights, and one response takes {longest}",
                 "raise rollout.server_tensor_parallel or sglang.extra.mem_fraction_static",
             )
         )

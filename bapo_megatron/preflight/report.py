@@ -24,7 +24,7 @@ def explain(config: Config, response_tokens: int | None = None) -> tuple[str, li
     """Return the plan with suggestions, and the memory problems. Without `cluster.gpu`: memory of a rank on CPUs.
 
     Args:
-        response_tokens: average response length; None: the maximum.
+        response_tokens: average response length; None takes the maximum.
     """
     hf_config = planned_config(config.model.path)
     shape = model_shape(hf_config, own=config.model.own_family)
@@ -36,7 +36,7 @@ def explain(config: Config, response_tokens: int | None = None) -> tuple[str, li
 
 
 def explain_best(config: Config, response_tokens: int | None = None) -> tuple[str, str]:
-    """Return the best split of the GPUs beside the present one, and its TOML.
+    """Return the best split of the GPUs together with the present one, and its TOML.
 
     Raises:
         ConfigError: there is nothing to split, or nothing fits.

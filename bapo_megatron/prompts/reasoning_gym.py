@@ -23,7 +23,7 @@ def create_dataset(name: str | None, size: int, seed: int, options: dict[str, An
         ) from error
     if name not in DATASETS:
         close = difflib.get_close_matches(str(name), DATASETS, n=3)
-        hint = f"did you mean {', '.join(close)}?" if close else "such as basic_arithmetic"
+        hint = f"did you mean {', '.join(close)}?" if close else "choose one, such as basic_arithmetic"
         raise DataError(f"data.dataset = {name!r} is not one of reasoning-gym's {len(DATASETS)} data sets; {hint}")
     try:
         return create(name, size=size, seed=seed, **options)

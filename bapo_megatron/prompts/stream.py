@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import TypedDict
 
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import CheckpointError, DataError
+from bapo_megatron.errors import CheckpointError, DataError, plural
 from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.base import PromptSource, Question
 from bapo_megatron.types import Count, Prompt
@@ -75,7 +75,7 @@ class PromptStream:
                 self._next_id += 1
                 return prompt
         raise DataError(
-            f"{self.source.name}: none of its {len(self.source)} prompts can be used (in this run: "
+            f"{self.source.name}: none of its {plural(len(self.source), 'prompt')} can be used (in this run: "
             f"{self.skipped_empty} empty, {self.skipped_too_long} over data.max_prompt_tokens)"
         )
 
@@ -104,7 +104,7 @@ class PromptStream:
         indices = range(len(self.source) if limit is None else min(limit, len(self.source)))
         prompts = [p for i in indices if (p := self._prompt(self.source[i], i)) is not None]
         if not prompts:
-            raise DataError(f"{self.source.name}: none of its first {len(indices)} prompts can be used")
+            raise DataError(f"{self.source.name}: none of its first {plural(len(indices), 'prompt')} can be used")
         return prompts
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A configuration as a SLURM job: checked, written as a batch script, handed to sbatch.
 
-bapo slurm -> prepare() -> <run>/slurm/{job.sbatch, config-<digest>.toml} -> submit() -> sbatch
+bapo slurm -> check_job(), make_job() -> <run>/slurm/{job.sbatch, config-<digest>.toml} -> submit() -> sbatch
 job.sbatch -> srun: slurm/node.py, as trainer ranks and as engine nodes
 
 The tasks of a job array are separate runs that share one script. A task's configuration is the job's, overridden by its
@@ -60,25 +60,23 @@ class Job:
         write_atomically(self.script_path, self.script)
 
 
-def prepare(config: Config, *, here: bool | None = None) -> tuple[Job, list[Violation]]:
-    """Make the job of a configuration that passed preflight/check.py; return it with warnings.
+def check_job(config: Config, *, here: bool | None = None) -> list[Violation]:
+    """Find all problems of the job, and those of each task of its array that the job itself does not have.
 
     Args:
         here: whether the models and data of the tasks must be on this machine, see preflight/check.py.
-
-    Raises:
-        ConfigError: lists every problem of the job and of each task of its array.
     """
-    tasks, of_tasks = tasks_of(config, here=here)
-    found = [*check_slurm(config, step_s=known_step_s(config)), *of_tasks]
-    errors = [v.message for v in found if v.severity == "error"]
-    if errors:
-        raise ConfigError("\n".join(errors))
+    return [*check_slurm(config, step_s=known_step_s(config)), *_check_tasks(config, here)]
+
+
+def make_job(config: Config) -> Job:
+    """Make the job of a configuration without violations."""
+    tasks = [_settings_of_task(config, index) for index in range(len(config.slurm.sweep))]
     text = dump_config(config)
     folder = Path(config.run.dir).absolute() / config.run.name / "slurm"
     # The name depends on the content: a queued job keeps the settings it was submitted with.
     config_path = folder / f"config-{hashlib.sha256(text.encode()).hexdigest()[:8]}.toml"
-    return Job(folder, config_path, text, _render(config, folder, config_path, tasks), config.slurm.chain), found
+    return Job(folder, config_path, text, _render(config, folder, config_path, tasks), config.slurm.chain)
 
 
 def submit(job: Job) -> list[str]:
@@ -206,31 +204,38 @@ def _folders_of(path: Path) -> set[Path]:
     return {folder, *(file.resolve().parent for file in files if file.is_symlink())}
 
 
-def tasks_of(config: Config, *, here: bool | None = None) -> tuple[list[list[str]], list[Violation]]:
-    """Return each task's settings over `config`, and the violations that `config` itself does not have."""
-    tasks: list[list[str]] = []
-    found: list[Violation] = []
+def _settings_of_task(config: Config, index: int) -> list[str]:
+    """Return the settings of a task over those of its job.
+
+    Raises:
+        ConfigError: its line of slurm.sweep is not one of a shell.
+    """
+    try:
+        return [f"run.name={config.run.name}-{index}", *shlex.split(config.slurm.sweep[index])]
+    except ValueError as error:  # such as "No closing quotation"
+        raise ConfigError(str(error)) from error
+
+
+def _check_tasks(config: Config, here: bool | None) -> Iterator[Violation]:
     tables = {"the job's settings": tomllib.loads(dump_config(config))}
     read: Memory = {}
-    known = _check(config, here, read) if config.slurm.sweep else []
+    of_job = _check(config, here, read) if config.slurm.sweep else []
     for index, line in enumerate(config.slurm.sweep):
         name = f"{config.run.name}-{index}"
         try:
-            settings = [f"run.name={name}", *_split(line)]
-            reading = read_tables(tables, settings)
+            reading = read_tables(tables, _settings_of_task(config, index))
         except UserError as error:
-            wrong = [Violation(("slurm.sweep",), str(error))]
+            found = [Violation(("slurm.sweep",), str(error))]
         else:
-            tasks.append(settings)
             task = reading.config
-            wrong = [*reading.violations, *_check(task, here, read, reading.unread)]
+            found = [*reading.violations, *_check(task, here, read, reading.unread)]
             if task.run.name != name and "run.name" not in reading.unread:
-                wrong.append(Violation(("run.name",), f"the run of this task is {name}", "leave run.name out"))
-            if not any(v.severity == "error" for v in wrong):  # else it may have no placement
-                wrong += _not_of_this_job(config, task)
-        told = (v for v in wrong if v not in known)
-        found += [dataclasses.replace(v, problem=f"slurm.sweep[{index}] = {line!r}: {v.problem}") for v in told]
-    return tasks, found
+                found.append(Violation(("run.name",), f"the run of this task is {name}", "leave run.name out"))
+            if not any(v.severity == "error" for v in (*of_job, *found)):  # else one of them may have no placement
+                found += _not_of_this_job(config, task)
+        for violation in found:
+            if violation not in of_job:
+                yield dataclasses.replace(violation, problem=f"slurm.sweep[{index}] = {line!r}: {violation.problem}")
 
 
 def known_step_s(config: Config) -> float | None:
@@ -245,22 +250,17 @@ def known_step_s(config: Config) -> float | None:
     return statistics.median(measured) if measured else None
 
 
-def _split(line: str) -> list[str]:
-    try:
-        return shlex.split(line)
-    except ValueError as error:  # such as "No closing quotation"
-        raise ConfigError(str(error)) from error
-
-
 def _check(config: Config, here: bool | None, read: Memory, unread: Collection[str] = frozenset()) -> list[Violation]:
-    """List the violations of a run and of its job, without duplicates.
+    """List the violations of a run and of its job.
 
     Args:
         unread: settings of which only the default is known.
     """
-    found = violations_of(config, elsewhere=True, here=here, read=read, unread=unread)
-    found += [v for v in check_slurm(config, step_s=known_step_s(config)) if not v.depends_on(unread)]
-    return list(dict.fromkeys(found))
+
+    def of_job(config: Config) -> list[Violation]:
+        return check_slurm(config, step_s=known_step_s(config))
+
+    return violations_of(config, elsewhere=True, here=here, read=read, unread=unread, job=of_job)
 
 
 def _not_of_this_job(job: Config, task: Config) -> Iterator[Violation]:

@@ -17,7 +17,7 @@ import pytest
 from bapo_megatron.config.load import load_config
 from bapo_megatron.engines import processes
 from bapo_megatron.runtime.files import read_jsonl
-from bapo_megatron.slurm.submit import prepare
+from bapo_megatron.slurm.submit import make_job
 from tests import debian
 from tests.distributed import HANG_S
 from tests.integration.gates import Gates
@@ -132,7 +132,7 @@ def test_a_run_over_two_nodes_is_requeued_and_loses_nothing(cluster: Cluster, tm
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
 def test_every_kind_of_job_is_accepted_by_sbatch(kind: tuple[str, str, str], cluster: Cluster, tmp_path: Path) -> None:
-    job, _ = prepare(load_config(["demo"], settings_of(kind, tmp_path)))
+    job = make_job(load_config(["demo"], settings_of(kind, tmp_path)))
     job.write()
     cluster.run("sbatch", "--test-only", str(job.script_path))
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from bapo_megatron.assets import demo_model_path
+from bapo_megatron.cli import main
 from bapo_megatron.config.base import Section, Violation, overlap
 from bapo_megatron.config.idle import IDLE, Idle
 from bapo_megatron.config.load import load_config
@@ -19,6 +20,7 @@ from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.preflight import check
 from bapo_megatron.preflight.plan import MEMORY, SERVER_MEMORY, check_memory
 
+WHOLE = 'slurm.options=["--exclusive","--mem=0"]'
 BASE = (
     "demo",
     "model.dtype=bfloat16",
@@ -32,7 +34,7 @@ BASE = (
     'eval.sets=[{name="held"}]',
     "cluster.gpu=h100",
     "cluster.nodes=4",
-    'slurm.options=["--exclusive","--mem=0"]',
+    WHOLE,
 )
 """A run of the demo's model on a cluster, without a mistake."""
 
@@ -301,6 +303,55 @@ def test_the_memory_plan_reads_the_settings_that_its_violations_name() -> None:
 def test_an_idle_setting_depends_on_the_settings_that_its_condition_reads(row: Idle) -> None:
     read = {name for variant in VARIANTS for name in reads(configured(variant), row.act)}
     assert read == set(row.on.split())
+
+
+# fmt: off
+FOLLOWING = {
+    # without a data set there is no prompt that a judge could not score
+    "data.source=reasoning_gym reward.kind=code": ["data.dataset", "data.source"],
+    "data.source=reasoning_gym data.dataset=leg_counting reward.kind=code data.max_prompt_tokens=400":
+        ["data.source"],
+    "optimizer=[] optimizer.lr=3": ["optimizer"],
+    # too few GPUs in all are too few on each node
+    f"cluster.gpu=h100 cluster.nodes=2 parallel.data=64 rollout.num_servers=2 {WHOLE}":
+        ["rollout.engine", "parallel.tensor"],
+    f"cluster.gpu=h100 cluster.nodes=2 cluster.gpus_per_node=1 parallel.data=1 rollout.num_servers=2 {WHOLE}":
+        ["rollout.engine", "parallel.tensor"],
+    # neither setting of FP8 is a mistake of its own
+    "precision.fp8_params=true precision.bf16_layers_at_start=1": ["precision.fp8_params"],
+    # an entry of a list hides neither its other settings nor other entries
+    'data.sources=[{name="a",source="jsonl",weight=0},{name="b",source="jsonl",path="/nope"}]':
+        ["data.sources.0.weight", "data.sources.a.path", "data.sources.b.path"],
+    'data.sources=[{name="a",source="jsonl",path=3},{name="b",source="jsonl",path="/nope"}]':
+        ["data.sources.0.path", "data.sources.b.path"],
+    'data.sources=[{source="jsonl"},{name=4},{name="b",source="jsonl",path="/nope"}]':
+        ["data.sources.0.name", "data.sources.1.name"],
+    'eval.interval_steps=5 eval.sets=[{name="a",top_p=7},{name="b",source="jsonl",path="/nope"}]':
+        ["eval.sets.0.top_p", "eval.sets.b.path"],
+}
+"""Overrides of the demo with the first settings of all that is told."""
+# fmt: on
+
+
+@pytest.mark.parametrize("overrides", FOLLOWING)
+def test_what_only_follows_is_not_told(overrides: str) -> None:
+    found = check.read_and_check(["demo", *overrides.split()], elsewhere=True, here=True)[1]
+    assert sorted(v.settings[0] for v in found) == sorted(FOLLOWING[overrides])
+
+
+def test_a_list_in_place_of_a_table_is_blamed_on_who_wrote_it() -> None:
+    found = found_in(["bapo.high=[1.5,2,1e-5]", "bapo.low=[0.5,1.2,0.1]"])
+    assert [(v.settings[0], "override bapo." in v.problem) for v in found] == [
+        ("bapo.high.step", True),
+        ("bapo.low.stop", True),
+    ]
+
+
+def test_training_is_refused_with_all_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also with those that need more than a look at the settings."""
+    assert main(["train", "demo", "optimizer.lr=fast", "data.source=jsonl", "data.path=/nope"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split()[1] for line in told] == ["optimizer.lr", "data.path:"]
 
 
 def test_without_its_engine_everything_else_is_still_told() -> None:

@@ -181,7 +181,7 @@ def test_summary_has_the_arithmetic() -> None:
 @pytest.mark.parametrize(
     ("settings", "num_gpus", "message"),
     [
-        (("rollout.engine=sglang", "rollout.num_servers=2"), 2, "1 trainer rank and 2 SGLang servers x 1 need 3 GPUs"),
+        (("rollout.engine=sglang", "rollout.num_servers=2"), 2, "1 trainer rank and 2 SGLang servers x 1 GPU need 3"),
         (("parallel.tensor=2",), 1, "2 trainer ranks need 2 GPUs, and 1 is visible"),
     ],
 )

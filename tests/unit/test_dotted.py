@@ -113,7 +113,7 @@ def test_a_family_is_for_models_of_its_type(capsys: pytest.CaptureFixture[str], 
     (line,) = check(capsys, "model.family=own_parts:OTHER")
     assert line == (
         "bapo: model.family=\"own_parts:OTHER\" is for model_type 'other', and the config.json of model.path='demo' "
-        "has 'qwen3'"
+        "has 'qwen3'; leave model.family out, or set model.path to a model of that type"
     )
     shutil.copytree(demo_model_path(), parts / "other")
     config = json.loads((parts / "other" / "config.json").read_text()) | {"model_type": "other"}

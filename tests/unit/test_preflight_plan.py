@@ -171,7 +171,7 @@ def test_sync() -> None:
             "cluster.gpus_per_node=2",
             ["parallel.tensor=4 is more than cluster.gpus_per_node=2", "rollout.server_tensor_parallel=4 is more than"],
         ),
-        ("cluster.gpu_memory_gib=20", ["a trainer rank needs", "95% of one H100 SXM 80 GB are 19.0 GiB"]),
+        ("cluster.gpu_memory_gib=20", ["a trainer rank needs", "95% of one H100 SXM 80 GB is 19.0 GiB"]),
         ("sglang.extra.mem_fraction_static=0.04", ["has room for 0 tokens", "one response takes 34816"]),
     ],
 )

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from bapo_megatron.cli import main
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.plan import num_ranks
-from bapo_megatron.config.plan_slurm import Placement, check_placement, check_slurm, place
+from bapo_megatron.config.plan_slurm import Placement, check_placement, check_shares, check_slurm, place
 from bapo_megatron.config.schema import Config, seconds_of
 from bapo_megatron.engines import processes, sglang
 from bapo_megatron.engines.processes import EngineShare, loopback_variables, own_address
@@ -33,7 +33,7 @@ from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.runtime.ranks import StopFile
 from bapo_megatron.slurm import node
 from bapo_megatron.slurm.node import END, RUN, Meeting
-from bapo_megatron.slurm.submit import known_step_s, prepare
+from bapo_megatron.slurm.submit import check_job, known_step_s, make_job
 from tests.distributed import HANG_S
 from tests.slurm_kinds import KINDS, settings_of
 
@@ -45,7 +45,8 @@ def configured(*settings: str) -> Config:
 
 
 def errors(config: Config, step_s: float | None = None) -> list[str]:
-    return [v.message for v in check_slurm(config, step_s=step_s) if v.severity == "error"]
+    found = [*check_slurm(config, step_s=step_s), *check_placement(config)]
+    return [v.message for v in found if v.severity == "error"]
 
 
 def test_nodes_are_shared_or_dedicated() -> None:
@@ -94,8 +95,8 @@ def test_what_is_accepted_runs_everything_once_on_gpus_of_its_own(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (("cluster.nodes=3", "rollout.num_servers=3"), "2 trainer ranks do not divide evenly over 3 nodes"),
-        (("cluster.nodes=2",), "rollout.num_servers=1 do not divide evenly over 2 nodes"),
+        (("cluster.nodes=3", "rollout.num_servers=3"), "2 trainer ranks cannot be divided evenly among 3 nodes"),
+        (("cluster.nodes=2",), "rollout.num_servers=1 cannot be divided evenly among 2 nodes"),
         (("slurm.rollout_nodes=1",), "leaves none of cluster.nodes=1 to the trainer"),
         ((*GPUS, "parallel.data=4", "rollout.num_servers=2"), "10 GPUs in all, and cluster.gpus_per_node=8"),
         ((*GPUS, "cluster.nodes=2", "parallel.tensor=2", "rollout.num_servers=2"), "would be on two machines"),
@@ -122,9 +123,9 @@ def test_what_cannot_run_is_said_before_it_is_submitted(settings: tuple[str, ...
     ],
 )
 def test_few_cpus_are_told_before_submission(settings: tuple[str, ...], said: str | None) -> None:
-    """`bapo check` calls check_placement for a run on several nodes."""
+    """`bapo check` calls check_shares for a run on several nodes."""
     layout = ("cluster.nodes=2", "parallel.tensor=4", "parallel.data=2", "rollout.num_servers=8")
-    found = check_placement(configured(*GPUS, *layout, *settings))
+    found = list(check_shares(configured(*GPUS, *layout, *settings)))
     assert [v.severity for v in found] == ["warning"] * (said is not None)
     assert said is None or said in found[0].message
 
@@ -135,7 +136,7 @@ def test_shipped_clusters_ask_for_whole_nodes() -> None:
     for cluster in clusters:
         config = load_config([cluster], [])
         assert {"--exclusive", "--mem=0"} <= {*config.slurm.options}, cluster
-        assert not [v for v in check_placement(config) if "CPU" in v.message]
+        assert list(check_shares(config)) == []
 
 
 def test_a_limit_below_one_checkpoint_interval_is_refused_where_steps_were_measured(tmp_path: Path) -> None:
@@ -143,8 +144,8 @@ def test_a_limit_below_one_checkpoint_interval_is_refused_where_steps_were_measu
     assert known_step_s(config) is None
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "metrics.jsonl").write_text(json.dumps({"step": 1, "time/step_s": 200.0}) + "\n")
-    with pytest.raises(ConfigError, match=r"20 x 200 s a step = 4000 s; set checkpoint.interval_steps=16"):
-        prepare(config)
+    (found,) = check_job(config)
+    assert "20 x 200 s a step = 4000 s; set checkpoint.interval_steps=16" in found.message
     assert errors(configured("slurm.time_limit=01:00:00", "checkpoint.interval_steps=16"), 200.0) == []
 
 
@@ -174,8 +175,8 @@ def test_limits_are_read_as_slurm_does() -> None:
 
 
 def test_a_bad_task_of_a_sweep_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"slurm.sweep\[1\] = 'optimizer.rl=1': no such setting: optimizer.rl"):
-        prepare(configured('slurm.sweep=["optimizer.lr=1e-4", "optimizer.rl=1"]'))
+    (found,) = check_job(configured('slurm.sweep=["optimizer.lr=1e-4", "optimizer.rl=1"]'))
+    assert found.message.startswith("slurm.sweep[1] = 'optimizer.rl=1': no such setting: optimizer.rl")
 
 
 def test_the_script_means_what_was_set_however_it_is_written(tmp_path: Path) -> None:
@@ -203,7 +204,7 @@ def test_the_script_means_what_was_set_however_it_is_written(tmp_path: Path) -> 
         "slurm.setup=['X=\"a b\"', 'export X']",
     )
     config = configured(*settings, 'slurm.environment={NOTE = "$(touch /tmp/never) `x` \\"quoted\\""}')
-    job, _ = prepare(config)
+    job = make_job(config)
     job.write()
     environment = {"PATH": f"{tools}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "3"}
     done = subprocess.run(
@@ -221,7 +222,7 @@ def test_the_script_means_what_was_set_however_it_is_written(tmp_path: Path) -> 
 
 
 def test_a_sweep_has_one_task_for_each_line() -> None:
-    job, _ = prepare(configured('slurm.sweep=["optimizer.lr=1e-5", "optimizer.lr=1e-4 bapo.rho0=0.4"]'))
+    job = make_job(configured('slurm.sweep=["optimizer.lr=1e-5", "optimizer.lr=1e-4 bapo.rho0=0.4"]'))
     assert "#SBATCH --array=0-1" in job.script
     assert "1) settings=(run.name=job-1 optimizer.lr=1e-4 bapo.rho0=0.4) ;;" in job.script
     assert f'logs of each process:" {job.folder.parent}-"$SLURM_ARRAY_TASK_ID"/logs' in job.script
@@ -235,7 +236,7 @@ def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     scripts = [root / ".ci" / "run", *root.glob("scripts/*.sh"), *root.glob("scripts/*.sbatch")]
     for kind in KINDS:
-        job, _ = prepare(load_config(["demo"], settings_of(kind, tmp_path)))
+        job = make_job(load_config(["demo"], settings_of(kind, tmp_path)))
         job.write()
         scripts.append(job.script_path)
     command = [shellcheck, "--external-sources", f"--source-path={root / 'scripts'}", *map(str, scripts)]
@@ -276,7 +277,7 @@ def test_check_places_a_run_on_its_nodes(capsys: pytest.CaptureFixture[str]) -> 
     assert (
         main(["check", "recipes/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/4x8-h100", "cluster.nodes=5"]) == 2
     )
-    assert "16 trainer ranks do not divide evenly over 3 nodes" in capsys.readouterr().err
+    assert "16 trainer ranks cannot be divided evenly among 3 nodes" in capsys.readouterr().err
     assert (
         main(["check", "recipes/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/4x8-h100", "cluster.nodes=1"]) == 2
     )
@@ -311,7 +312,7 @@ def test_a_rank_that_cannot_begin_tells_the_others(tmp_path: Path, monkeypatch: 
     """Rank 0 finds the run in use: the engine node ends at once, with rank 0's words."""
     config, meeting = configured(f"run.dir={tmp_path}"), tmp_path / "meeting"
     meeting.mkdir()
-    job, _ = prepare(config)
+    job = make_job(config)
     job.write()
     arguments = ["--config", str(job.config_path), "--meeting", str(meeting)]
     monkeypatch.setenv("SLURM_PROCID", "0")
@@ -336,7 +337,7 @@ def test_a_port_that_is_in_use_on_an_engine_node_is_told_to_all_with_the_log(
     monkeypatch.setattr("bapo_megatron.engines.processes.reserved_ports", taken)
     monkeypatch.setenv("SLURM_PROCID", "0")
     config = configured(f"run.dir={tmp_path}", f"rollout.startup_timeout_s={HANG_S}")
-    job, _ = prepare(config)
+    job = make_job(config)
     job.write()
     meeting = Meeting(tmp_path)
     with RunDir.open(config) as run_dir:
