@@ -24,7 +24,7 @@ from bapo_megatron.hf.shape import load_hf_config, unknown_family
 from bapo_megatron.preflight.inputs import Memory, read_inputs
 from bapo_megatron.preflight.known import known_config
 from bapo_megatron.preflight.machine_checks import check_open_files
-from bapo_megatron.preflight.plan import MEMORY, SPLIT, check_devices, check_machines, check_memory, check_unused
+from bapo_megatron.preflight.plan import LAYOUT, SPLIT, check_devices, check_machines, check_memory, check_unused
 from bapo_megatron.runtime.environment import has_gpu_driver
 
 _ENOUGH_GPUS = 1_000_000  # the number of ranks stays as it is
@@ -154,14 +154,14 @@ def violations_of(
                 given=given,
             )
         ),
+        Check(lambda: check_nodes(config) if is_job else (), needs=("cluster.nodes",)),
+        Check(lambda: check_shares(config) if is_job else (), needs=("cluster.nodes",)),
         Check(lambda: read_inputs(config, tokenizer_from, {} if read is None else read, here=here) if memory else ()),
         Check(lambda: check_open_files(config) if nodes == 1 and not elsewhere else ()),
         Check(lambda: check_machines(config)),
         Check(lambda: check_devices(config)),
-        Check(lambda: check_nodes(config) if is_job else (), needs=("cluster.nodes",)),
-        Check(lambda: check_shares(config) if is_job else (), needs=("cluster.nodes",)),
         Check(lambda: check_node_gpus(config) if nodes > 1 else (), needs=(*SPLIT, "cluster", "slurm.rollout_nodes")),
-        Check(lambda: check_memory(config, hf_config) if memory and hf_config else (), needs=MEMORY),
+        Check(lambda: check_memory(config, hf_config) if memory and hf_config else (), needs=LAYOUT),
         Check(lambda: check_unused(config), needs=(*SPLIT, "cluster")),
         Check(lambda: job(config) if job else ()),
     ]

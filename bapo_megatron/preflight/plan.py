@@ -25,6 +25,17 @@ FULL = 0.95  # usable share of the memory; the allocator's fragments may take th
 
 SPLIT = (*RANKS, "rollout.engine", "rollout.num_servers", "rollout.server_tensor_parallel")
 """Settings that decide how many GPUs trainer and servers take."""
+LAYOUT = (
+    *RANKS,
+    "parallel.virtual_pipeline",
+    "parallel.sequence",
+    "train.minibatches_per_step",
+    "model.path",
+    "model.family",
+    "cluster",
+    "slurm.rollout_nodes",
+)
+"""Settings that decide whether there is a layout to plan for."""
 MEMORY = (
     *SPLIT,
     "model.path",

@@ -71,10 +71,7 @@ NODES = (
 )
 UPDATES = "train.num_steps train.minibatches_per_step train.epochs_per_step train.rollout_only"
 # Without a model's config.json nothing can be compared with it, and memory needs a layout that is possible.
-LAYOUT = (
-    "train.minibatches_per_step parallel.virtual_pipeline parallel.sequence slurm.rollout_nodes precision.fp8_params "
-    "data.max_prompt_tokens"
-)
+LAYOUT = "train.minibatches_per_step parallel.virtual_pipeline parallel.sequence slurm.rollout_nodes"
 # fmt: off
 MISTAKES = (
     mistake("run.seed=-1", "run.seed"),
