@@ -199,7 +199,7 @@ def check_shares(config: Config) -> Iterator[Violation]:
     cpus = config.slurm.cpus_per_rank or {"--exclusive", "--cpus-per-task", "-c", "--cpus-per-gpu"} & {*options}
     memory = {"--exclusive", "--mem", "--mem-per-cpu", "--mem-per-gpu"} & {*options}
     missing = [name for name, given in (("CPUs", cpus), ("memory", memory)) if not given]
-    settings = ("slurm.cpus_per_rank", "slurm.options", "cluster.gpu")
+    settings = ("slurm.cpus_per_rank", "slurm.options", "cluster.gpu", "cluster.nodes")
     if config.cluster.gpu is None:
         return
     if config.slurm.cpus_per_rank and config.slurm.cpus_per_rank < _FEW_CPUS and "--exclusive" not in options:
