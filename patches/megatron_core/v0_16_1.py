@@ -143,12 +143,14 @@ def _one_thread_per_group() -> Iterator[None]:
     gloo: Any = torch.distributed.ProcessGroupGloo
     original = gloo.__init__
 
-    def with_one_thread(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def with_one_thread(self: Any, store: Any, rank: int, size: int, timeout: timedelta, **more: Any) -> None:
         interfaces = os.environ.get("GLOO_SOCKET_IFNAME")  # torch reads it for its own options only
         devices = [gloo.create_device(interface=name) for name in interfaces.split(",")] if interfaces else []
         options = gloo._Options()
         options._devices = devices or [gloo.create_default_device()]
         options._timeout, options._threads = timeout, 1
+        for name, value in more.items():  # enable_reconfigure, from torch 2.14
+            setattr(options, name, value)
         original(self, store, rank, size, options)
 
     gloo.__init__ = with_one_thread

@@ -7,7 +7,9 @@ import re
 import subprocess
 import sys
 import types
+from datetime import timedelta
 from importlib.metadata import version
+from typing import Any
 
 import bapo_megatron_patches.megatron_core as patches
 import pytest
@@ -95,6 +97,18 @@ def test_gloo_groups_of_megatron_have_one_thread() -> None:
     assert threads == {1}
     assert stays_as_it_is
     assert "no-such-interface" in error
+
+
+def make_group_with_more_options() -> tuple[int, str]:
+    patches.apply_cpu_compat()
+    with v0_16_1._one_thread_per_group():
+        more = {"group_name": "named"}  # torch 2.14 passes another one, enable_reconfigure
+        group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timedelta(seconds=HANG_S), **more)
+    return group.options._threads, group.options.group_name
+
+
+def test_gloo_groups_of_megatron_keep_the_options_of_newer_torch() -> None:
+    assert in_new_process(make_group_with_more_options) == (1, "named")
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
