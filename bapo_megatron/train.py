@@ -1,7 +1,7 @@
 """The training loop. Every trainer rank runs this file; rank 0 also talks to the rollout engines and to the user.
 
     prompts -> engines -> rewards -> advantages       rank 0, SharedRollouts.next_batch: finished groups, stalest first
-        |  broadcast: the same Batch on every rank; a critic, if any, gives each token its own advantage
+        |  each data rank gets the sequences that its passes need; a critic, if any, gives each token its own advantage
         v
     minibatches -> score -> BAPO bounds -> step       all ranks: one optimizer update per mini-batch; sample replay
         |                                             makes later mini-batches older
@@ -16,15 +16,16 @@ With rollout.overlap, the engines go on sampling during everything below the fir
 """
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Discriminator, Tag
+from pydantic import AfterValidator, Discriminator, Tag
 from typing_extensions import TypedDict
 
 from bapo_megatron.algorithms.bound_search import BoundSearchState
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.buffer.packing import minibatches
+from bapo_megatron.buffer.packing import sequences_of
 from bapo_megatron.checkpoint.store import CheckpointStore, Saveable
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import load_hf_config
@@ -32,20 +33,22 @@ from bapo_megatron.learner.base import Learner, UpdatesState
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.values import ValueAdvantages
-from bapo_megatron.learner.whole_batch import with_fixed_logprobs
+from bapo_megatron.learner.whole_batch import policy_passes, update_pass, with_fixed_logprobs
 from bapo_megatron.monitor.profile import StepProfiler
 from bapo_megatron.monitor.record import Recorder, SilentRecorder, UpdateMetrics
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.monitor.summary import evaluation_lines
+from bapo_megatron.rollout.book import samples_fit
 from bapo_megatron.rollout.manager import ManagerState, RolloutManager, connect_rollouts
 from bapo_megatron.rollout.recorded import RecordedRollouts, RecordedState
 from bapo_megatron.rollout.shared import Rollouts, SharedRollouts
+from bapo_megatron.rollout.shares import BatchShares
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.runtime.ranks import StopFile
 from bapo_megatron.runtime.stopwatch import Stopwatch
 from bapo_megatron.runtime.straggler import compare_ranks
 from bapo_megatron.sync import open_channel
-from bapo_megatron.sync.base import Channel, push_until_whole
+from bapo_megatron.sync.base import Channel
 from bapo_megatron.types import Batch, Count, MiniBatch
 
 
@@ -58,7 +61,8 @@ class RunState(TypedDict):
 
     step: Count
     rollout: Annotated[
-        Annotated[ManagerState, Tag("sampled")] | Annotated[RecordedState, Tag("recorded")],
+        Annotated[ManagerState, AfterValidator(samples_fit), Tag("sampled")]
+        | Annotated[RecordedState, Tag("recorded")],
         Discriminator(_kind_of_rollouts),
     ]
     bounds: BoundSearchState
@@ -75,7 +79,9 @@ def train(
     advantages = ValueAdvantages(config, learner)
     HEARTBEAT.beat(TRAINER, "connecting prompts, judge and engines")
     first = _connect(config, model_path, urls) if learner.layout.rank == 0 else None
-    rollouts = SharedRollouts(config, first, recorder.keep_samples)
+    layout = learner.layout
+    shares = BatchShares(layout.data_rank, layout.pipeline_rank, layout.layers_of_stage, config.parallel.timeout_s)
+    rollouts = SharedRollouts(config, first, recorder.keep_samples, shares)
     finder = BoundsFinder(config, learner)
     store = CheckpointStore(
         run_dir.checkpoints_dir,
@@ -91,8 +97,8 @@ def train(
     channel = _open_channel(config, first, learner, run_dir.path / "weights")
 
     def push() -> dict[str, float]:
-        """Send the weights to every engine, if any, as a new version; all ranks help to gather them."""
-        return push_until_whole(channel, learner).metrics() if config.rollout.engine_kind.samples else {}
+        """Send the weights to every engine, if any, as a new version; all ranks take part."""
+        return channel.push(learner).metrics() if channel else {}
 
     recorder.begin(first_step, first)
     HEARTBEAT.beat(TRAINER, "sending the first weights to the engines")
@@ -106,7 +112,9 @@ def train(
     for step in profiler.steps(watch.steps(stop.steps(range(first_step, config.train.num_steps)))):
         updates = UpdateMetrics(config)
         with watch.span("rollout"):
-            batch = rollouts.next_batch(step, learner.version, push)
+            passes = advantages.passes(step) + policy_passes(config, step, learner, learner.reference)
+            plan = partial(sequences_of, passes, data_size=layout.data_size)
+            batch = rollouts.next_batch(step, learner.version, push, plan)
         with watch.span("critic"):
             batch = advantages.on(batch, step)
         with watch.span("score"):
@@ -144,23 +152,16 @@ def _connect(config: Config, model_path: Path, urls: list[str]) -> Rollouts:
 def _optimizer_steps(batch: Batch, config: Config, step: int, learner: Learner) -> Iterator[MiniBatch]:
     if config.train.rollout_only or step < config.critic.warmup_steps:
         return iter(())
-    return minibatches(
-        batch,
-        num_minibatches=config.train.minibatches_per_step,
-        num_epochs=config.train.epochs_per_step,
-        seed=config.run.seed * 1_000_003 + step,
-        max_tokens=config.train.max_tokens_per_microbatch,
-        share=learner.share,
-    )
+    return update_pass(config, step, learner.share, config.train.epochs_per_step).minibatches(batch)
 
 
 def _open_channel(config: Config, first: Rollouts | None, learner: MegatronLearner, folder: Path) -> Channel | None:
-    """Connect rank 0 to the engines. None on the other ranks, and without engines."""
-    if not isinstance(first, RolloutManager):
+    """Connect all ranks to the engines; None without engines."""
+    if not config.rollout.engine_kind.samples:
         return None
-    engines = first.engines
-    channel = open_channel(config.sync, engines.pool, engines.loop.submit, folder=folder, hf_path=learner.hf_path)
-    channel.connect(learner.weight_specs())
+    engines = (first.engines.pool, first.engines.loop.submit) if isinstance(first, RolloutManager) else None
+    channel = open_channel(config.sync, engines, folder=folder, hf_path=learner.hf_path)
+    channel.connect(learner)
     return channel
 
 

@@ -5,33 +5,45 @@
 Shape legend (suffix of a tensor's name):
     S  sequences (prompt + response) packed one after the other
     T  tokens of all sequences, prompts included
-    R  response tokens: the rows of hidden states that predict one
+    R  sampled tokens: the rows of hidden states that predict one
 
 A *weight version* counts the optimizer updates that the weights have seen; version 0 is the checkpoint the run started
-from. The *age* of a token in training is the learner's version minus the version that sampled it. A token keeps one
-`behaviour_logprobs` entry from the engine's reply to the loss: its log-prob under the tempered distribution that
-sampled it, in nats.
+from. The *age* of a token in training is the learner's version minus the version that sampled it. A token is *sampled*
+by the policy or *given* to it, as the prompt is; only sampled tokens have an age, a behaviour log-prob and an
+advantage. What tokens.py declares of a token keeps its name from the engine's reply to the loss: `behaviour_logprobs`
+are log-probs under the tempered distribution that sampled it, in nats.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, NotRequired
 
+import numpy as np
 import torch
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationInfo
 from torch import Tensor
 from typing_extensions import TypedDict
 
+from bapo_megatron.tokens import (
+    BEHAVIOUR_LOGPROBS,
+    CORE_STREAMS,
+    TOKEN_IDS,
+    VERSIONS,
+    Array,
+    Rows,
+    TokenStream,
+    read_only,
+)
+
 FinishReason = Literal["stop", "length"]
+Giver = Literal["prompt", "template", "environment"]
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 """A count, version or id in JSON."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 """A finite number in JSON."""
-LogProb = Annotated[float, Field(strict=True, ge=-3.4028235e38, le=0.0)]
-"""A log-prob in JSON, as float32 can hold it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,78 +60,216 @@ class Prompt:
     source: str  # name of the prompt source
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A run of response tokens sampled by one weight version in one training step.
-
-    Example: Segment(version=4, step=2, token_ids=(7, 7, 1), behaviour_logprobs=(-0.1, -2.3, -0.7))
-    """
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """The origin of tokens that one weight version sampled in one training step."""
 
     version: int  # weight version that sampled these tokens
     step: int  # training step during which they were sampled
-    token_ids: tuple[int, ...]
-    behaviour_logprobs: tuple[float, ...]  # one per token
+    behaviour_logprobs: Array  # float32, one per token
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What all its tokens share, as JSON."""
+        return {"version": self.version, "step": self.step}
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The origin of tokens that the policy has read, not sampled."""
+
+    by: Giver
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What all its tokens share, as JSON."""
+        return {"by": self.by}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """A run of tokens with one origin. Arrays are read-only.
+
+    Example: Segment.sampled(version=4, step=2, token_ids=(7, 7, 1), behaviour_logprobs=(-0.1, -2.3, -0.7))
+    """
+
+    token_ids: Array  # int64
+    origin: Sampled | Given
+    rows: Rows = field(default_factory=dict)  # of streams of models and plugins; none are partly there
 
     def __post_init__(self) -> None:
-        assert len(self.token_ids) == len(self.behaviour_logprobs), "a segment needs one behaviour log-prob per token"
+        for stream, rows in self.values.items():
+            assert len(rows) == len(self.token_ids), f"a segment needs one row of {stream.name} per token"
+
+    @classmethod
+    def sampled(
+        cls,
+        version: int,
+        step: int,
+        token_ids: Sequence[int] | Array,
+        behaviour_logprobs: Sequence[float] | Array,
+        rows: Rows | None = None,
+    ) -> Segment:
+        """Return a segment of tokens that the policy sampled."""
+        logprobs = _array(BEHAVIOUR_LOGPROBS, behaviour_logprobs)
+        return cls(_array(TOKEN_IDS, token_ids), Sampled(version, step, logprobs), rows or {})
+
+    @classmethod
+    def given(cls, by: Giver, token_ids: Sequence[int] | Array, rows: Rows | None = None) -> Segment:
+        """Return a segment of tokens that are context for the policy."""
+        return cls(_array(TOKEN_IDS, token_ids), Given(by), rows or {})
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def values(self) -> Rows:
+        """All rows of its tokens, by stream."""
+        core = {TOKEN_IDS: self.token_ids}
+        if isinstance(self.origin, Sampled):
+            core[BEHAVIOUR_LOGPROBS] = self.origin.behaviour_logprobs
+        return {**core, **self.rows}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Segment):
+            return NotImplemented
+        if self.origin.facts != other.origin.facts:
+            return False
+        mine, others = self.values, other.values
+        return mine.keys() == others.keys() and all(np.array_equal(mine[s], others[s]) for s in mine)
+
+    def followed_by(self, other: Segment) -> Segment | None:
+        """Return one segment of the tokens of both; None if they have different origins or streams."""
+        mine, others = self.values, other.values
+        if self.origin.facts != other.origin.facts or mine.keys() != others.keys():
+            return None
+        joined = {stream: stream.joined([mine[stream], others[stream]]) for stream in mine}
+        return self.of_values(joined, self.origin)
+
+    @classmethod
+    def of_values(cls, values: Rows, origin: Sampled | Given) -> Segment:
+        """Return the segment with these `values`, and the facts of `origin`."""
+        rows = dict(values)
+        token_ids = rows.pop(TOKEN_IDS)
+        if isinstance(origin, Sampled):
+            origin = replace(origin, behaviour_logprobs=rows.pop(BEHAVIOUR_LOGPROBS))
+        return cls(token_ids, origin, rows)
+
+
+def _array(stream: TokenStream, values: Sequence[float] | Array) -> Array:
+    return read_only(np.array(values, stream.dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A response, finished or partial: a prompt and the segments sampled so far.
+    """A sequence of tokens, finished or partial: a prompt and the segments so far, its own first.
 
-    Example: a response begun at version 4 and resumed at version 6 has two segments, and num_resumed_tokens > 0.
+    Example: a response begun at version 4 and resumed at version 6 has a given segment and two sampled ones, and
+    num_resumed_tokens > 0.
     """
 
     sample_id: str  # "<prompt_id>.<index in the group>", unique within a run
     prompt: Prompt
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[Segment, ...]  # the first is given by the prompt
     finish_reason: FinishReason | None = None  # None while it is partial
     reward: float | None = None
 
-    @property
-    def response_ids(self) -> tuple[int, ...]:
-        return tuple(t for s in self.segments for t in s.token_ids)
+    @classmethod
+    def of(
+        cls,
+        sample_id: str,
+        prompt: Prompt,
+        segments: Iterable[Segment] = (),
+        finish_reason: FinishReason | None = None,
+        reward: float | None = None,
+    ) -> Trajectory:
+        """Return the sequence of a prompt and the segments that follow it."""
+        first = Segment.given("prompt", prompt.token_ids)
+        return cls(sample_id, prompt, (first, *segments), finish_reason, reward)
 
     @property
-    def behaviour_logprobs(self) -> tuple[float, ...]:
-        return tuple(x for s in self.segments for x in s.behaviour_logprobs)
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.segments)
 
     @property
-    def versions(self) -> tuple[int, ...]:
-        return tuple(s.version for s in self.segments for _ in s.token_ids)
+    def token_ids(self) -> Array:
+        """All tokens, int64."""
+        return TOKEN_IDS.joined(s.token_ids for s in self.segments)
 
     @property
-    def num_response_tokens(self) -> int:
-        return sum(len(s.token_ids) for s in self.segments)
+    def sampled_segments(self) -> list[tuple[Sampled, Segment]]:
+        return [(s.origin, s) for s in self.segments if isinstance(s.origin, Sampled)]
+
+    @property
+    def sampled_ids(self) -> Array:
+        """The sampled tokens, int64: the policy's own words."""
+        return TOKEN_IDS.joined(s.token_ids for _, s in self.sampled_segments)
+
+    @property
+    def behaviour_logprobs(self) -> Array:
+        """One per sampled token, float32."""
+        return BEHAVIOUR_LOGPROBS.joined(origin.behaviour_logprobs for origin, _ in self.sampled_segments)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(s.num_tokens for _, s in self.sampled_segments)
 
     @property
     def num_resumed_tokens(self) -> int:
         """Number of tokens sampled in a later training step than the response's first one."""
-        first = self.segments[0].step if self.segments else 0
-        return sum(len(s.token_ids) for s in self.segments if s.step > first)
+        sampled = self.sampled_segments
+        return sum(s.num_tokens for origin, s in sampled if origin.step > sampled[0][0].step)
+
+    @property
+    def versions(self) -> Array:
+        """One per sampled token, int64."""
+        return VERSIONS.joined(np.full(s.num_tokens, origin.version) for origin, s in self.sampled_segments)
 
     @property
     def oldest_version(self) -> int | None:
-        return min((s.version for s in self.segments), default=None)
+        return min((origin.version for origin, _ in self.sampled_segments), default=None)
 
-    def extended(self, segments: Sequence[Segment], finish_reason: FinishReason | None) -> Trajectory:
-        """Return the response with more tokens, merging segments of one version and step."""
+    def num_fed(self, streams: Iterable[TokenStream]) -> int:
+        """Return how many leading tokens have their rows of all fed `streams`; the first token needs none."""
+        fed, num = [stream for stream in streams if stream.on == "fed"], 0
+        for segment in self.segments:
+            if not all(stream in segment.rows for stream in fed):
+                break
+            num += segment.num_tokens
+        return max(num, 1)
+
+    def extended(
+        self, segments: Iterable[Segment], finish_reason: FinishReason | None, late: Rows | None = None
+    ) -> Trajectory:
+        """Return the sequence with more tokens, merging segments of one origin.
+
+        Args:
+            late: rows of the last tokens that are here already, which an engine has now read: see `num_fed`.
+        """
         assert self.finish_reason is None, f"{self.sample_id} is finished and cannot grow"
-        merged = list(self.segments)
+        merged = [*self._completed(late or {})]
         for new in segments:
-            if not new.token_ids:
+            if not new.num_tokens:
                 continue
-            last = merged[-1] if merged else None
-            if last is not None and (last.version, last.step) == (new.version, new.step):
-                merged[-1] = replace(
-                    last,
-                    token_ids=last.token_ids + new.token_ids,
-                    behaviour_logprobs=last.behaviour_logprobs + new.behaviour_logprobs,
-                )
-            else:
-                merged.append(new)
+            joined = merged[-1].followed_by(new) if len(merged) > 1 else None  # the prompt's is shared by its group
+            merged[-1:] = [joined] if joined is not None else [merged[-1], new]
         return replace(self, segments=tuple(merged), finish_reason=finish_reason)
+
+    def _completed(self, late: Rows) -> Iterable[Segment]:
+        """Yield the segments with the rows that they lacked."""
+        end = self.num_tokens
+        starts = {stream: end - len(rows) for stream, rows in late.items()}
+        start = 0
+        for number, segment in enumerate(self.segments):
+            rows = dict(segment.rows)
+            for stream, values in late.items():
+                first = start - starts[stream]
+                if stream not in rows and first + segment.num_tokens > 0:
+                    part = values[max(first, 0) : first + segment.num_tokens]
+                    rows[stream] = stream.joined([stream.filled(1), part] if number == 0 else [part])
+            yield segment if len(rows) == len(segment.rows) else replace(segment, rows=rows)
+            start += segment.num_tokens
 
 
 def _in_vocabulary(token_ids: list[int], info: ValidationInfo) -> list[int]:
@@ -140,31 +290,27 @@ def _not_newer(version: int, info: ValidationInfo) -> int:
     return version
 
 
-class SegmentJson(TypedDict):
-    """A `Segment` in a file."""
-
-    version: Annotated[Count, AfterValidator(_not_newer)]
-    step: Count
-    token_ids: TokenIds
-    behaviour_logprobs: NotRequired[list[LogProb]]
-    logprobs: NotRequired[list[LogProb]]  # the name in older files
-
-
-def _logprobs(segment: SegmentJson) -> list[float]:
-    return segment["behaviour_logprobs"] if "behaviour_logprobs" in segment else segment.get("logprobs", [])
-
-
-def _has_logprobs(segment: SegmentJson) -> SegmentJson:
-    if len(_logprobs(segment)) != (num_tokens := len(segment["token_ids"])):
-        raise ValueError(f"{num_tokens} tokens with {len(_logprobs(segment))} behaviour_logprobs")
+def _origin(segment: SegmentJson) -> SegmentJson:
+    has = [name for name in ("version", "step", "by") if name in segment]
+    if has not in (["version", "step"], ["by"]):
+        raise ValueError(f"a segment has version and step, or by; this one has {' and '.join(has) or 'none'}")
     return segment
+
+
+class SegmentJson(TypedDict):
+    """A `Segment` in a file: its values by the name of their stream."""
+
+    version: NotRequired[Annotated[Count, AfterValidator(_not_newer)]]
+    step: NotRequired[Count]
+    by: NotRequired[Giver]  # of tokens that were given
+    values: dict[str, Any]
 
 
 class TrajectoryJson(TypedDict):
     """A `Trajectory` in a file, without its prompt."""
 
     sample_id: str
-    segments: list[Annotated[SegmentJson, AfterValidator(_has_logprobs)]]
+    segments: list[Annotated[SegmentJson, AfterValidator(_origin)]]
     finish_reason: FinishReason | None
     reward: Number | None
 
@@ -188,10 +334,32 @@ class GroupJson(TypedDict):
     """A `Group` in a file."""
 
     prompt: Annotated[PromptJson, AfterValidator(_is_utf8)]
+    prompt_values: dict[str, Any]
     trajectories: list[TrajectoryJson]
 
 
-_GROUP = TypeAdapter(GroupJson)
+def _segment(s: SegmentJson, streams: Mapping[str, TokenStream], vocab_size: int | None) -> Segment:
+    """Return the segment behind its JSON. Raises ValueError naming the stream that does not fit."""
+    origin = Sampled(s["version"], s["step"], BEHAVIOUR_LOGPROBS.filled(0)) if "version" in s else Given(s["by"])
+    found = s["values"]
+    needed = {TOKEN_IDS, BEHAVIOUR_LOGPROBS} if isinstance(origin, Sampled) else {TOKEN_IDS}
+    if absent := [stream.name for stream in needed if stream.name not in found]:
+        raise ValueError(f"stream {absent[0]}: is missing")
+    num_tokens = len(found[TOKEN_IDS.name]) if isinstance(found[TOKEN_IDS.name], list | Array) else 0
+    values = _checked(found, num_tokens, {stream.name: stream for stream in needed} | dict(streams))
+    if vocab_size is not None and num_tokens and (most := int(values[TOKEN_IDS].max())) >= vocab_size:
+        raise ValueError(f"token {most} is not in the model's vocabulary of {vocab_size}")
+    return Segment.of_values(values, origin)
+
+
+def _checked(values: Mapping[str, Any], num_rows: int, streams: Mapping[str, TokenStream]) -> Rows:
+    if unknown := sorted(values.keys() - streams.keys()):
+        raise ValueError(f"stream {unknown[0]}: is not one of this run, which has {', '.join(sorted(streams))}")
+    return {streams[name]: streams[name].checked(rows, num_rows) for name, rows in values.items()}
+
+
+def _named(rows: Rows) -> dict[str, Array]:
+    return {stream.name: values for stream, values in rows.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,40 +380,74 @@ class Group:
         """Whether all responses have ended."""
         return all(t.finish_reason for t in self.trajectories)
 
+    @classmethod
+    def begun(cls, prompt: Prompt, num_samples: int) -> Group:
+        """Return a group of empty responses, which share the prompt's segment."""
+        first = (Segment.given("prompt", prompt.token_ids),)
+        return cls(prompt, tuple(Trajectory(f"{prompt.prompt_id}.{i}", prompt, first) for i in range(num_samples)))
+
+    def grown(self, trajectory: Trajectory) -> Group:
+        """Return the group with a response that has grown; all keep the first prompt segment that has its rows."""
+        trajectories = [trajectory if t.sample_id == trajectory.sample_id else t for t in self.trajectories]
+        first = max(self.trajectories[0].segments[0], trajectory.segments[0], key=lambda segment: len(segment.rows))
+        others = (t if t.segments[0] is first else replace(t, segments=(first, *t.segments[1:])) for t in trajectories)
+        return replace(self, trajectories=tuple(others))
+
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON value that keeps every bit of every float; the prompt is in it once."""
+        """Return JSON whose `values` are arrays, for the writer to encode; the prompt and its rows are in it once."""
+
+        def of_segment(segment: Segment) -> dict[str, Any]:
+            return {**segment.origin.facts, "values": _named(segment.values)}
+
         trajectories = [
             {
                 "sample_id": t.sample_id,
-                "segments": [asdict(s) for s in t.segments],
+                "segments": [of_segment(s) for s in t.segments[1:]],
                 "finish_reason": t.finish_reason,
                 "reward": t.reward,
             }
             for t in self.trajectories
         ]
-        return {"prompt": asdict(self.prompt), "trajectories": trajectories}
+        rows = self.trajectories[0].segments[0].rows if self.trajectories else {}
+        return {"prompt": asdict(self.prompt), "prompt_values": _named(rows), "trajectories": trajectories}
 
     @classmethod
-    def from_json(cls, value: Any) -> Group:
-        """Return the group behind `to_json`, also of older files, whose segments say "logprobs".
+    def from_json(cls, value: Any, streams: Iterable[TokenStream] = (), vocab_size: int | None = None) -> Group:
+        """Return the group behind `to_json`, with its values as arrays or encoded.
+
+        Args:
+            streams: of models and plugins, that its tokens have.
 
         Raises:
-            ValidationError: a field is missing or wrong.
+            ValueError: a field is missing or wrong; names prompt, response and stream.
         """
         group = _GROUP.validate_python(value)
-        p = group["prompt"]
+        p, named = group["prompt"], {stream.name: stream for stream in streams}
         prompt = Prompt(p["prompt_id"], tuple(p["token_ids"]), p["text"], p["answer"], p["source"])
+        where = f"prompt {prompt.prompt_id}"
+        try:
+            rows = _checked(group["prompt_values"], len(prompt.token_ids), named)
+            first = Segment.given("prompt", prompt.token_ids, rows)
+            trajectories = []
+            for t in group["trajectories"]:
+                where = f"response {t['sample_id']} of prompt {prompt.prompt_id}"
+                segments = (first, *(_segment(s, named, vocab_size) for s in t["segments"]))
+                trajectories.append(Trajectory(t["sample_id"], prompt, segments, t["finish_reason"], t["reward"]))
+        except ValueError as problem:
+            raise ValueError(f"{where}: {problem}") from problem
+        return cls(prompt, tuple(trajectories))
 
-        def segment(s: SegmentJson) -> Segment:
-            return Segment(s["version"], s["step"], tuple(s["token_ids"]), tuple(_logprobs(s)))
 
-        return cls(
-            prompt,
-            tuple(
-                Trajectory(t["sample_id"], prompt, tuple(map(segment, t["segments"])), t["finish_reason"], t["reward"])
-                for t in group["trajectories"]
-            ),
-        )
+_GROUP = TypeAdapter(GroupJson)
+
+
+def with_values(group: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a `GroupJson` with all its values changed, in their order: those of the prompt, then of each segment."""
+    prompt_values = change(group["prompt_values"])
+    trajectories = [
+        {**t, "segments": [{**s, "values": change(s["values"])} for s in t["segments"]]} for t in group["trajectories"]
+    ]
+    return {**group, "prompt_values": prompt_values, "trajectories": trajectories}
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,21 +455,25 @@ class Batch:
     """The training data of one step, padding-free, prompts first in each sequence.
 
     Example with two sequences "ab|c" and "d|ef" (prompt|response):
-        token_ids_T = [a b c d e f]; seq_lens_S = [3, 3]; prompt_lens_S = [2, 1]
+        token_ids_T = [a b c d e f]; seq_lens_S = [3, 3]; sampled_T = [0 0 1 0 1 1]
         behaviour_logprobs_T = [0 0 lp(c) 0 lp(e) lp(f)]; versions_T = [-1 -1 v(c) -1 v(e) v(f)]
+
+    A rank that was dealt some sequences has the rows of these alone, but those of streams that are for every rank.
     """
 
     token_ids_T: Tensor  # int64
     seq_lens_S: Tensor  # int64
-    prompt_lens_S: Tensor  # int64
-    advantages_T: Tensor  # float32, 0 on prompts
-    behaviour_logprobs_T: Tensor  # float32, 0 on prompts
-    versions_T: Tensor  # int64, -1 on prompts
-    mask_T: Tensor  # bool: the response tokens that are trained
+    sampled_T: Tensor  # bool: the policy's own tokens; the others were given to it
+    advantages_T: Tensor  # float32, 0 on given tokens, as all values but versions
+    behaviour_logprobs_T: Tensor  # float32
+    versions_T: Tensor  # int64, -1 on given tokens
+    mask_T: Tensor  # bool: the sampled tokens that are trained
     rewards_S: Tensor | None = None  # float32, shaped: the source of advantages; a critic needs them
-    proximal_logprobs_T: Tensor | None = None  # float32, 0 on prompts; the learner's at the start of the step, if used
+    proximal_logprobs_T: Tensor | None = None  # float32; the learner's at the start of the step, if used
     proximal_version: int | None = None  # weight version that computed them
-    reference_logprobs_T: Tensor | None = None  # float32, 0 on prompts; the KL term's policy, if used
+    reference_logprobs_T: Tensor | None = None  # float32; the KL term's policy, if used
+    extra: Mapping[TokenStream, Tensor] = field(default_factory=dict)  # streams of models and plugins: [T, *shape]
+    here_S: Tensor | None = None  # bool: sequences that this rank has the rows of, ascending; None: all
     metrics: dict[str, float] = field(default_factory=dict)  # of the rollout behind it
 
     @property
@@ -278,13 +484,53 @@ class Batch:
     def num_trained_tokens(self) -> int:
         return int(self.mask_T.sum())
 
+    @property
+    def num_sampled_S(self) -> Tensor:
+        """Sampled tokens of each sequence, int64."""
+        return self.count_S(self.sampled_T)
+
+    def holding(self, sequences: Tensor) -> Batch:
+        """Return the batch as that of a rank which has these sequences; its values stay as they are."""
+        here_S = torch.zeros(self.num_sequences, dtype=torch.bool)
+        here_S[sequences] = True
+        return replace(self, here_S=here_S)
+
+    def here(self, values_T: Tensor) -> Tensor:
+        """Return the rows that this rank has, of values of all tokens."""
+        return values_T if self.here_S is None else values_T[self.here_S.repeat_interleave(self.seq_lens_S)]
+
+    @property
+    def num_tokens_here(self) -> int:
+        return int(self._lens_here_S.sum())
+
+    @property
+    def first_here_S(self) -> Tensor:
+        """The place of each sequence's first row among those that this rank has, int64."""
+        return self._lens_here_S.cumsum(0) - self._lens_here_S
+
+    @property
+    def _lens_here_S(self) -> Tensor:
+        return self.seq_lens_S if self.here_S is None else self.seq_lens_S * self.here_S
+
+    def count_S(self, is_counted_T: Tensor) -> Tensor:
+        """Return how many tokens of each sequence are counted, int64."""
+        ends_T1 = torch.cat([is_counted_T.new_zeros(1, dtype=torch.int64), is_counted_T.cumsum(0)])
+        ends_S = self.seq_lens_S.cumsum(0)
+        return ends_T1[ends_S] - ends_T1[ends_S - self.seq_lens_S]
+
+    @property
+    def values(self) -> dict[TokenStream, Tensor]:
+        """All values of its tokens, by stream."""
+        core = ((stream, getattr(self, f"{stream.name}_T")) for stream in CORE_STREAMS)
+        return {stream: values for stream, values in core if values is not None} | dict(self.extra)
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The input of one forward pass on one rank: packed sequences, and the hidden rows that predict response tokens.
+    """The input of one forward pass on one rank: packed sequences, and the hidden rows that predict sampled tokens.
 
-    rows_R[i] is the place, among this rank's tokens, of the hidden state that predicts response token targets_R[i].
-    Padding for the layout ends a sequence or is an extra sequence at the end; it has no response rows. With context
+    rows_R[i] is the place, among this rank's tokens, of the hidden state that predicts sampled token targets_R[i].
+    Padding for the layout ends a sequence or is an extra sequence at the end; it has no sampled rows. With context
     parallelism the T tokens are this rank's part of the pack (`buffer.packing.context_tokens`), the R rows are of its
     hidden states, and cu_seqlens_S1 describes the whole pack.
     """
@@ -293,8 +539,8 @@ class MicroBatch:
     position_ids_T: Tensor  # int64, restarts at 0 in each sequence
     cu_seqlens_S1: Tensor  # int32, [S + 1], starts with 0, ends with T x context ranks; always on the CPU
     rows_R: Tensor  # int64, ascending
-    sequence_R: Tensor  # int64, ascending: the pack's sequence that each response token belongs to
-    batch_rows_R: Tensor  # int64: place of each response token in the Batch
+    sequence_R: Tensor  # int64, ascending: the pack's sequence that each sampled token belongs to
+    batch_rows_R: Tensor  # int64: place of each sampled token in the Batch
     targets_R: Tensor  # int64
     advantages_R: Tensor  # float32
     behaviour_logprobs_R: Tensor  # float32
@@ -302,6 +548,9 @@ class MicroBatch:
     mask_R: Tensor  # bool
     proximal_logprobs_R: Tensor | None = None  # float32; None unless the Batch has them
     reference_logprobs_R: Tensor | None = None  # float32; None unless the Batch has them
+    extra: Mapping[TokenStream, Tensor] = field(
+        default_factory=dict
+    )  # [R, *shape]; of fed tokens [T, *shape], by input
 
     @property
     def num_tokens(self) -> int:
@@ -309,9 +558,10 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch with all tensors but the description of the pack on `device`."""
-        tensors = {f.name: tensor for f in fields(self) if (tensor := getattr(self, f.name)) is not None}
-        del tensors["cu_seqlens_S1"]  # to read a length from a GPU would wait for all work before
-        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
+        values = {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
+        del values["cu_seqlens_S1"]  # to read a length from a GPU would wait for all work before
+        moved = {name: tensor.to(device) for name, tensor in values.items()}
+        return replace(self, **moved, extra={stream: rows.to(device) for stream, rows in self.extra.items()})
 
 
 @dataclass(frozen=True, slots=True)

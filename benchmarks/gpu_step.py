@@ -111,7 +111,7 @@ def make_batch(tokens: StepTokens, vocab_size: int) -> Batch:
     return Batch(
         token_ids_T=torch.randint(vocab_size, (tokens.total,), generator=generator),
         seq_lens_S=lens_S,
-        prompt_lens_S=torch.full_like(lens_S, tokens.prompt),
+        sampled_T=is_response_T,
         advantages_T=signs_S.repeat_interleave(lens_S) * is_response_T,
         behaviour_logprobs_T=-torch.log(torch.tensor(float(vocab_size))) * is_response_T,
         versions_T=torch.where(is_response_T, 0, -1),

@@ -55,10 +55,10 @@ def call(num_replies: int, num_tokens: int) -> tuple[list[GenerateRequest], byte
 
 def handed_over(result: GenerateResult) -> Trajectory:
     segments = [
-        Segment(s.version, 0, result.token_ids[s.start : s.end], result.behaviour_logprobs[s.start : s.end])
+        Segment.sampled(s.version, 0, result.token_ids[s.start : s.end], result.behaviour_logprobs[s.start : s.end])
         for s in result.spans
     ]
-    return Trajectory("0.0", PROMPT).extended(segments, "stop")
+    return Trajectory.of("0.0", PROMPT).extended(segments, "stop")
 
 
 def plain(raw: bytes, requests: Sequence[GenerateRequest]) -> list[Trajectory]:

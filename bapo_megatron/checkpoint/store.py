@@ -1,7 +1,9 @@
 """Checkpoints of a whole run: learner, rollout state and counters, saved together and atomically.
 
-checkpoints/step-000020/{learner/, state.json}     a folder appears only when it is complete
-checkpoints/latest                                  the name of the newest complete one
+checkpoints/step-000020/{learner/, state.json, state.safetensors}     a folder appears only when it is complete
+checkpoints/latest                                                     the name of the newest complete one
+
+state.safetensors holds the arrays of the state, values of many tokens, by their place in state.json.
 
 Every rank writes its own files into .writing-step-000020. Once all ranks have agreed that they are done, rank 0 adds
 the indices, flushes the disk and renames the folder. With `checkpoint.asynchronous` training continues meanwhile, and
@@ -18,7 +20,16 @@ from typing import Any, NotRequired, Protocol
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
-from bapo_megatron.checkpoint.folder import FORMAT, INDEX, STATE, checked, digest_of, read_index, read_sealed
+from bapo_megatron.checkpoint.arrays import attach, detached, read_arrays
+from bapo_megatron.checkpoint.folder import (
+    INDEX,
+    STATE,
+    STATE_FORMAT,
+    checked,
+    digest_of,
+    read_index,
+    read_sealed,
+)
 from bapo_megatron.checkpoint.host_buffer import HostBuffer
 from bapo_megatron.checkpoint.saving import Saving, flush, remove, replace_durably
 from bapo_megatron.checkpoint.shards import Snapshot
@@ -43,6 +54,7 @@ class _Head(TypedDict):
     step: Count
     parts: NotRequired[dict[str, _Part]]  # none in a checkpoint of an earlier version
     run: NotRequired[str]  # id of the run that saved it
+    arrays: NotRequired[str]  # the digest of state.safetensors; none without arrays
 
 
 _HEAD = TypeAdapter(_Head)
@@ -108,7 +120,7 @@ class CheckpointStore:
 
         Args:
             parts: models by folder name.
-            state: JSON, needed on rank 0 only; copied now.
+            state: JSON, needed on rank 0 only, copied now; dicts may hold arrays, which must not change.
 
         Raises:
             CheckpointError: on every rank, if one could not write this save or the previous one; the last complete
@@ -118,12 +130,13 @@ class CheckpointStore:
         final = self.folder / f"step-{step:06d}"
         partial = self.folder / f"{_PARTIAL}{final.name}"
         run = {} if self._run_id is None else {"run": self._run_id}
-        body = json.loads(json.dumps({"format": FORMAT, "step": step, **run, **(state or {})}))  # a copy
+        plain, arrays = detached(state or {})
+        body = json.loads(json.dumps({"format": STATE_FORMAT, "step": step, **run, **plain}))  # a copy
         snapshots = {name: part.snapshot() for name, part in parts.items()}
         if self._config.asynchronous:
             for name, snapshot in snapshots.items():
                 snapshot.detach(self._buffers.setdefault(name, HostBuffer()))
-        self._saving = Saving(partial, final, snapshots, body, self._config.timeout_s)
+        self._saving = Saving(partial, final, snapshots, body, arrays, self._config.timeout_s)
         self._prepare(partial, parts)
         self._saving.start()
         if not self._config.asynchronous:
@@ -313,8 +326,10 @@ def _read_state(path: Path) -> dict[str, Any]:
         TornCheckpointError: it is missing, altered, or of another step.
         CheckpointError: it has another format.
     """
-    state = read_sealed(path / STATE)
+    state = read_sealed(path / STATE, STATE_FORMAT)
     checked(_HEAD, state, path / STATE)
+    if "arrays" in state:
+        attach(state, read_arrays(path, state["arrays"]))
     named = _NAME.fullmatch(path.name)
     if named and int(named[1]) != state["step"]:
         raise TornCheckpointError(

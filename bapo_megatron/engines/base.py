@@ -1,11 +1,12 @@
 """The engine seam: the interface of a server. One contract suite runs against every implementation."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import EngineError
+from bapo_megatron.tokens import Rows, TokenStream
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -32,6 +33,8 @@ class GenerateRequest:
     seed: int  # the same seed, tokens and weights give the same continuation
     top_p: float = 1.0  # sample from the likeliest tokens whose tempered probabilities sum to this or just above
     top_k: int | None = None  # and from no more than this many; None: all
+    streams: tuple[TokenStream, ...] = ()  # of models and plugins: their rows are to be returned
+    num_fed: int = 1  # leading tokens whose rows of fed streams are there already; the first token has none
 
     @property
     def is_cut(self) -> bool:
@@ -62,6 +65,7 @@ class GenerateResult:
     finish_reason: Literal["stop", "length", "abort"]
     num_prompt_tokens: int
     num_cached_tokens: int
+    rows: Rows = field(default_factory=dict)  # of the request's streams: fed ones from token `num_fed` of its input on
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,10 @@ class EngineState:
 
 
 class Engine(Protocol):
-    """One server. All methods are coroutines with a deadline; all raise `EngineError` naming server and request."""
+    """The client of one server, for one event loop.
+
+    All methods are coroutines with a deadline; all raise `EngineError` naming server and request.
+    """
 
     url: str
 
@@ -95,8 +102,19 @@ class Engine(Protocol):
 
     async def pause(self, mode: PauseMode) -> None: ...
     async def resume(self) -> None: ...
-    async def health(self) -> bool: ...
+    async def health(self) -> bool:
+        """Return whether `check_health` succeeds; never raises."""
+        ...
+
+    async def check_health(self) -> None:
+        """Return if the server answers, paused or not. Raises EngineError if not, KeyRefusedError for a wrong key."""
+        ...
+
     async def server_info(self) -> dict[str, Any]: ...
+    async def load(self) -> tuple[int, int, int]:
+        """Return the weight version (-1: the weights it started with), and the requests running and waiting."""
+        ...
+
     async def init_update_group(
         self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
     ) -> None: ...
@@ -124,6 +142,10 @@ class Engine(Protocol):
         ...
 
     async def stop_profile(self) -> None: ...
+    async def close(self) -> None:
+        """Leave the server. The client is not used afterwards."""
+        ...
+
     async def weights_checksum(self) -> dict[str, Any]: ...
     async def weights_manifest(self) -> list[TensorSpec]:
         """Describe every weight, in Hugging Face names; needs capability "weight_manifest"."""

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from bapo_megatron.config.engines import ENGINE_CLIENT
 from bapo_megatron.config.schema import RolloutConfig
-from bapo_megatron.engines.base import EngineState
+from bapo_megatron.engines.base import Engine, EngineState
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, KeyRefusedError
@@ -22,6 +23,7 @@ from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 T = TypeVar("T")
 
 _STATES_INTERVAL_S = 5.0
+_MEMBERS = ("url", *(name for name in vars(Engine) if not name.startswith("_")))
 
 
 class LoopThread:
@@ -73,7 +75,7 @@ class LoopThread:
 class ConnectedEngines:
     """Clients of all engines on one event loop, with their pool; close it after use."""
 
-    def __init__(self, clients: Sequence[HttpEngine], loop: LoopThread) -> None:
+    def __init__(self, clients: Sequence[Engine], loop: LoopThread) -> None:
         self.pool = EnginePool(clients)
         self.loop = loop
         self.states: list[EngineState] = []  # the latest of `watch`; any thread may read them
@@ -86,18 +88,16 @@ class ConnectedEngines:
 
         Raises:
             EngineError: an engine refuses the key, or is not healthy within rollout.startup_timeout_s.
+            UserError: the engine's kind names a client that does not fit.
         """
         timeout_s = config.startup_limit_s
-        clients = [
-            HttpEngine(
-                url,
-                request_timeout_s=config.request_timeout_s,
-                vocab_size=vocab_size,
-                generate_url=config.router_url,
-                key=key,
-            )
-            for url in urls
-        ]
+        path = config.engine_kind.client
+        make_client = ENGINE_CLIENT.load(path)
+        clients = [make_client(url, config, vocab_size, key) for url in urls]
+        for client in clients:
+            if lacking := [name for name in _MEMBERS if not hasattr(client, name)]:
+                problem = f"it returned an object of type {type(client).__name__}, which has no {', '.join(lacking)}"
+                raise ENGINE_CLIENT.error(path, problem)
         engines = cls(clients, LoopThread())
         try:
             for num_ready, client in enumerate(clients):
@@ -126,7 +126,7 @@ class ConnectedEngines:
             self.states = list(await asyncio.gather(*map(self._state, self._clients)))
             await asyncio.sleep(_STATES_INTERVAL_S)
 
-    async def _state(self, client: HttpEngine) -> EngineState:
+    async def _state(self, client: Engine) -> EngineState:
         is_live = self.pool.is_live(client)
         try:
             version, num_running, num_waiting = await client.load()
@@ -135,7 +135,22 @@ class ConnectedEngines:
         return EngineState(client.url, True, is_live, version, num_running, num_waiting)
 
 
-async def wait_healthy(engine: HttpEngine, timeout_s: float) -> None:
+def http_client(url: str, config: RolloutConfig, vocab_size: int, key: str | None) -> HttpEngine:
+    """Return the client of one server that speaks SGLang's API.
+
+    Args:
+        key: what the server asks for. None means that it asks for nothing.
+    """
+    return HttpEngine(
+        url,
+        request_timeout_s=config.request_timeout_s,
+        vocab_size=vocab_size,
+        generate_url=config.router_url,
+        key=key,
+    )
+
+
+async def wait_healthy(engine: Engine, timeout_s: float) -> None:
     """Return once the engine answers its health check.
 
     Raises:

@@ -27,6 +27,7 @@ from bapo_megatron.errors import (
     UnreachableEngineError,
     escaped,
 )
+from bapo_megatron.tokens import Rows
 
 _HEALTH_TIMEOUT_S = 5.0
 _ABORT_TIMEOUT_S = 20.0
@@ -46,6 +47,7 @@ _MAX_WEIGHTS_REPLY = 64 << 20  # a name and a digest of each weight, for each ra
 _MAX_REPLY_BASE = 16 << 10  # of one request: all that does not grow with its tokens
 _MAX_REPLY_TOKEN = 256  # of an output token: its id twice, its log-probs and its text
 _MAX_REPLY_KEPT = 12  # of a token that a cut keeps: SGLang lists their ids
+_MAX_REPLY_NUMBER = 32  # of a number in JSON; the bytes of a larger row grow by a third
 _MAX_KEPT = 4096  # of them per output token: SGLang's limit
 
 
@@ -66,6 +68,7 @@ class _Meta(TypedDict, total=False):
     weight_versions: Any
     output_token_logprobs: list[_Entry]
     output_token_sampling_logprobs: list[float]
+    rows: Any
 
 
 class _Reply(TypedDict, total=False):
@@ -136,6 +139,8 @@ class HttpEngine:
         body["return_logprob"] = True
         if any(request.is_cut for request in requests):
             body["return_sampling_mask"] = True
+        if requests[0].streams:  # a run asks for the same ones each time
+            body |= {"return_rows": bodies[0]["return_rows"], "num_fed": [b["num_fed"] for b in bodies]}
         raw = await self._send("POST", "/generate", body, what=what, max_bytes=_max_reply(requests))
         decoded = _decoded(raw, _REPLIES)
         if not isinstance(decoded, list) or len(decoded) != len(requests):
@@ -361,6 +366,8 @@ def _max_reply(requests: Sequence[GenerateRequest]) -> int:
         _MAX_REPLY_BASE
         + request.max_new_tokens
         * (_MAX_REPLY_TOKEN + (_MAX_REPLY_KEPT * (request.top_k or _MAX_KEPT) if request.is_cut else 0))
+        + (len(request.token_ids) + request.max_new_tokens)
+        * sum(2 * stream.row_bytes + _MAX_REPLY_NUMBER for stream in request.streams)
         for request in requests
     )
 
@@ -402,6 +409,8 @@ def _generate_body(request: GenerateRequest) -> dict[str, Any]:
     if request.is_cut:
         sampling |= {"top_p": request.top_p, "top_k": -1 if request.top_k is None else request.top_k}
         body["return_sampling_mask"] = True
+    if request.streams:
+        body |= {"return_rows": [stream.name for stream in request.streams], "num_fed": request.num_fed}
     return body
 
 
@@ -448,7 +457,23 @@ def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) ->
         finish_reason=reason,
         num_prompt_tokens=num_prompt_tokens,
         num_cached_tokens=_count(meta, "cached_tokens", 0),
+        rows=_rows(meta, request, len(token_ids)),
     )
+
+
+def _rows(meta: dict[str, Any], request: GenerateRequest, num_new: int) -> Rows:
+    """Return the rows of the request's streams, fed ones from token `num_fed` of its input on."""
+    sent, rows = _as_dict(meta.get("rows")), {}
+    for stream in request.streams if num_new else ():
+        num_rows = num_new + (len(request.token_ids) - request.num_fed if stream.on == "fed" else 0)
+        if stream.name not in sent and stream.missing is not None:
+            rows[stream] = stream.joined([stream.filled(num_rows)])
+            continue
+        try:
+            rows[stream] = stream.checked(sent.get(stream.name), num_rows)
+        except ValueError as problem:
+            raise _BadReplyError(str(problem)) from None
+    return rows
 
 
 def _count(meta: dict[str, Any], name: str, default: int) -> int:

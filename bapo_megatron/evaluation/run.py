@@ -153,7 +153,7 @@ class _Asking:
 
     def _judge(self, samples: Sequence[Trajectory]) -> list[_Judged]:
         """Judge responses, each within reward.timeout_s of its turn; raise UserError if the judge rejects the data."""
-        texts = self._tokenizer.batch_decode([list(t.response_ids) for t in samples], skip_special_tokens=True)
+        texts = self._tokenizer.batch_decode([t.sampled_ids.tolist() for t in samples], skip_special_tokens=True)
         verdicts = self._scorer.verdicts([(t.prompt, text) for t, text in zip(samples, texts, strict=True)])
         return [_Judged(*found) for found in zip(samples, texts, verdicts, strict=True)]
 
@@ -176,7 +176,7 @@ class _Judged:
     def answered(self, kind: str) -> Answered:
         t, verdict = self.trajectory, self.verdict
         answer = final_answer(kind, t.prompt.answer, self.text) if has_answers(kind) else None
-        return Answered(verdict.reward, answer, t.num_response_tokens, t.finish_reason == "length", verdict.problem)
+        return Answered(verdict.reward, answer, t.num_sampled_tokens, t.finish_reason == "length", verdict.problem)
 
     def record(self) -> dict[str, Any]:
         """Return its line of responses.jsonl as a JSON value."""
@@ -187,7 +187,7 @@ class _Judged:
             "reward": self.verdict.reward,
             "verifier_problem": self.verdict.problem,
             "verifier_message": self.verdict.message,
-            "num_tokens": self.trajectory.num_response_tokens,
+            "num_tokens": self.trajectory.num_sampled_tokens,
             "finish_reason": self.trajectory.finish_reason,
         }
 

@@ -9,16 +9,17 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from bapo_megatron.algorithms.kl import KLState
+from bapo_megatron.algorithms.losses import ScoredTokens
 from bapo_megatron.algorithms.mismatch import Mismatch
 from bapo_megatron.buffer.packing import Share
 from bapo_megatron.checkpoint.shards import Snapshot
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.learner.gradient_guard import GuardState
-from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
+from bapo_megatron.types import ClipBounds, MiniBatch
 
-BoundsOf = Callable[[MicroBatch, Tensor], ClipBounds]
-"""Finds the bounds of a micro-batch from its log_probs_R at the current weights, as its loss is computed. All ranks of
-a last stage call it together, tensor copies included."""
+FoundOf = Callable[[ScoredTokens], ClipBounds]
+"""Decides for a micro-batch from its tokens at the current weights, as its loss is computed. All ranks of a last stage
+call it together, tensor copies included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class StepResult:
     metrics: dict[str, float]  # the same on every rank
     log_probs: list[Tensor]  # before the update; like Learner.log_probs
     mismatch: Mismatch  # of trained tokens of age 0, engine against learner; the same on every rank, on the CPU
-    bounds: tuple[ClipBounds, ...]  # used by the losses: one, or one per micro-batch; the same on every rank
+    found: tuple[Any, ...]  # decisions that the losses used: one, or one per micro-batch; the same on every rank
 
 
 class UpdatesState(TypedDict):
@@ -64,7 +65,7 @@ class Learner(Protocol):
         ...
 
     def sum_over_last_stage(self, table: Tensor) -> Tensor:
-        """Return the same sum on the ranks of the last stage alone; a `BoundsOf` may call it.
+        """Return the same sum on the ranks of the last stage alone; a `FoundOf` may call it.
 
         They are all at the same micro-batch then; other stages are at other ones.
         """
@@ -77,8 +78,12 @@ class Learner(Protocol):
         """
         ...
 
-    def step(self, minibatch: MiniBatch, bounds: ClipBounds | BoundsOf) -> StepResult:
-        """Make one optimizer update with the configured loss; raise `version` by one."""
+    def step(self, minibatch: MiniBatch, found: Any) -> StepResult:
+        """Make one optimizer update with the configured loss; raise `version` by one.
+
+        Args:
+            found: the decision of the loss's update rule, or a `FoundOf`.
+        """
         ...
 
     def take_times(self) -> dict[str, float]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bapo_megatron.buffer.packing import one_minibatch
+from bapo_megatron.buffer.packing import Pass, Share, one_minibatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import Learner
 from bapo_megatron.learner.reference import ReferencePolicy
@@ -15,14 +15,14 @@ from bapo_megatron.types import Batch, MiniBatch
 
 
 def batch_log_probs(batch: Batch, scorer: Learner | ReferencePolicy, config: Config) -> Tensor:
-    """Return the log-prob of every response token, float32 [T], 0 on prompts: see `of_batch`."""
-    return of_batch(batch, scorer.log_probs, scorer, config).to(batch.behaviour_logprobs_T)
+    """Return log-probs as `of_batch` does, float32, of the rows that are here."""
+    return batch.here(of_batch(batch, scorer.log_probs, scorer, config).to("cpu", torch.float32))
 
 
 def of_batch(
     batch: Batch, score: Callable[[MiniBatch], list[Tensor]], model: Learner | SplitModel, config: Config
 ) -> Tensor:
-    """Return the score of every response token, float64 [T], 0 on prompts: one pass and one all-reduce. Collective.
+    """Return the score of every sampled token, float64 [T], 0 on given ones: one pass and one all-reduce. Collective.
 
     Every rank gets all values, since each pass over the batch may give a sequence to another rank. The batch has a
     trained token.
@@ -32,7 +32,7 @@ def of_batch(
     """
     whole = one_minibatch(batch, max_tokens=config.train.max_tokens_per_microbatch, share=model.share)
     scores = score(whole)
-    mine_T = torch.zeros(batch.token_ids_T.shape, dtype=torch.float64)
+    mine_T = torch.zeros(batch.sampled_T.shape, dtype=torch.float64)
     for micro_batch, scores_R in zip(whole.micro_batches, scores, strict=bool(scores)):
         mine_T[micro_batch.batch_rows_R] = scores_R.to(mine_T)
     return model.sum_over_data_ranks(mine_T)
@@ -60,3 +60,23 @@ def with_proximal_logprobs(batch: Batch, policy: Learner, config: Config) -> Bat
         return batch
     proximal_T = batch_log_probs(batch, policy, config)
     return replace(batch, proximal_logprobs_T=proximal_T, proximal_version=policy.version)
+
+
+def update_pass(config: Config, step: int, share: Share, num_epochs: int) -> Pass:
+    """Return the pass of a step's updates."""
+    return Pass(
+        share,
+        config.train.max_tokens_per_microbatch,
+        num_minibatches=config.train.minibatches_per_step,
+        num_epochs=num_epochs,
+        seed=config.run.seed * 1_000_003 + step,
+    )
+
+
+def policy_passes(config: Config, step: int, policy: Learner, reference: ReferencePolicy | None) -> list[Pass]:
+    """Return the passes of a step that score a batch with the policy and its reference, and that train the policy."""
+    scorers = [policy] if config.loss.scores_proximal else []
+    passes = [Pass(scorer.share, config.train.max_tokens_per_microbatch) for scorer in (*scorers, reference) if scorer]
+    if not config.train.rollout_only and step >= config.critic.warmup_steps:
+        passes.append(update_pass(config, step, policy.share, config.train.epochs_per_step))
+    return passes

@@ -38,7 +38,7 @@ def shaped_reward(trajectory: Trajectory, config: Config) -> float:
     penalty, buffer = config.reward.overlong_penalty, config.reward.overlong_buffer_tokens
     if trajectory.finish_reason == "length":
         return trajectory.reward - penalty
-    num_left = config.rollout.max_response_tokens - trajectory.num_response_tokens
+    num_left = config.rollout.max_response_tokens - trajectory.num_sampled_tokens
     if num_left >= buffer:
         return trajectory.reward
     return trajectory.reward - penalty * min(1.0, (buffer - num_left) / buffer)
@@ -55,7 +55,7 @@ def is_informative(group: Group, config: Config) -> bool:
     rollout.keep_group = "informative" drops the others (DAPO's dynamic sampling, arXiv 2503.14476, section 3.2).
     Rewards that reward.clip makes equal do not differ, but with reward.running_std only the batch can tell.
     """
-    if not any(t.num_response_tokens and is_trained(t, config) for t in group.trajectories):
+    if not any(t.num_sampled_tokens and is_trained(t, config) for t in group.trajectories):
         return False
     rewards = [shaped_reward(t, config) for t in group.trajectories]
     if config.reward.clip is not None and not config.reward.running_std:

@@ -4,10 +4,11 @@ prompts --admit--> active groups --grow--> complete --settle (judged)--> finishe
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from pydantic import InstanceOf, ValidationInfo
 from typing_extensions import TypedDict
 
 from bapo_megatron.config.schema import RolloutConfig
@@ -15,7 +16,8 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.prompts.mixture import PromptsState
 from bapo_megatron.rollout.ledger import Ledger, LedgerError, LedgerState
 from bapo_megatron.rollout.staleness import StalenessBound
-from bapo_megatron.types import Group, GroupJson, Prompt, Trajectory
+from bapo_megatron.tokens import Array, JoinedRows, TokenStream
+from bapo_megatron.types import Group, GroupJson, Prompt, Trajectory, with_values
 
 Keep = Callable[[Group], bool]
 """Tells whether a judged group is worth training."""
@@ -34,8 +36,32 @@ class BookState(TypedDict):
 
     prompts: PromptsState
     ledger: LedgerState
-    active: list[GroupJson]
+    active: list[GroupJson]  # whose values are numbers of rows
     finished: list[GroupJson]
+    rows: dict[str, InstanceOf[Array]]  # of all groups, joined: by the name of their stream
+
+
+def samples_fit(state: Any, info: ValidationInfo) -> Any:
+    """Check the values of a `BookState`'s tokens, as a validator; "streams" and "vocab_size" may be in the context."""
+    context = info.context or {}
+    groups_of(state, context.get("streams", ()), context.get("vocab_size"))
+    return state
+
+
+def groups_of(state: Any, streams: Iterable[TokenStream], vocab_size: int | None = None) -> tuple[list[Group], ...]:
+    """Return the active and the finished groups of a state. Raises ValueError naming prompt and stream."""
+    rows, streams = JoinedRows(state["rows"]), tuple(streams)
+
+    def group(value: Any) -> Group:
+        try:
+            value = with_values(value, rows.take)
+        except ValueError as problem:
+            raise ValueError(f"prompt {value['prompt']['prompt_id']}: {problem}") from problem
+        return Group.from_json(value, streams, vocab_size)
+
+    found = tuple([group(value) for value in state[name]] for name in ("active", "finished"))
+    rows.check_empty()
+    return found
 
 
 class RolloutBook:
@@ -47,12 +73,15 @@ class RolloutBook:
         prompts: Prompts,
         bound: StalenessBound,
         keep: Keep = lambda judged: True,
+        streams: Sequence[TokenStream] = (),
     ) -> None:
+        """`streams`: of models and plugins, that the engines return."""
         self.ledger = Ledger()
         self.bound = bound
         self.num_dropped: Counter[str] = Counter()  # groups by reason, since this attempt began
         self._prompts = prompts
         self._keep = keep
+        self._streams = streams
         self._samples_per_prompt = config.samples_per_prompt
         self._samples_in_flight = (config.groups_in_flight or config.prompts_per_step) * config.samples_per_prompt
         self._active: dict[int, Group] = {}  # by prompt id, oldest first
@@ -69,12 +98,12 @@ class RolloutBook:
         capacity = self.bound.capacity(version, next_version)
         while self._num_unfinished < self._samples_in_flight and len(self._active) + len(self._finished) < capacity:
             prompt = self._prompts.next()
-            new = tuple(Trajectory(f"{prompt.prompt_id}.{i}", prompt) for i in range(self._samples_per_prompt))
-            for trajectory in new:
+            group = Group.begun(prompt, self._samples_per_prompt)
+            for trajectory in group.trajectories:
                 self.ledger.admit(trajectory.sample_id)
-            self._active[prompt.prompt_id] = Group(prompt, new)
-            self._num_unfinished += len(new)
-            admitted += new
+            self._active[prompt.prompt_id] = group
+            self._num_unfinished += len(group.trajectories)
+            admitted += group.trajectories
         return admitted
 
     def unfinished(self) -> list[Trajectory]:
@@ -88,9 +117,8 @@ class RolloutBook:
 
     def grow(self, trajectory: Trajectory) -> None:
         """Record the response that a request returned."""
-        group = self._active[trajectory.prompt.prompt_id]
-        trajectories = tuple(trajectory if t.sample_id == trajectory.sample_id else t for t in group.trajectories)
-        self._active[trajectory.prompt.prompt_id] = replace(group, trajectories=trajectories)
+        prompt_id = trajectory.prompt.prompt_id
+        self._active[prompt_id] = self._active[prompt_id].grown(trajectory)
         self._num_unfinished -= trajectory.finish_reason is not None
         self._stop(trajectory)
 
@@ -165,21 +193,26 @@ class RolloutBook:
             yield from group.trajectories
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a JSON value with which a resumed run loses nothing; running requests are sent again."""
+        """Return JSON, with arrays, that a resumed run loses nothing with; running requests are sent again."""
+        rows = JoinedRows()
+        groups = {"active": self._active.values(), "finished": self._finished}
+        samples = {name: [with_values(g.to_json(), rows.put) for g in some] for name, some in groups.items()}
         return {
             "prompts": self._prompts.state_dict(),
             "ledger": self.ledger.state_dict(),
-            "active": [g.to_json() for g in self._active.values()],
-            "finished": [g.to_json() for g in self._finished],
+            **samples,
+            "rows": rows.arrays(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the state was taken. Raises CheckpointError if it contradicts itself, or the configuration."""
         self._prompts.load_state_dict(state["prompts"])
         self.ledger.load_state_dict(state["ledger"])
-        active = [Group.from_json(g) for g in state["active"]]
+        try:
+            active, self._finished = groups_of(state, self._streams)
+        except ValueError as problem:
+            raise CheckpointError(f"the checkpoint's samples cannot be used: {problem}") from problem
         self._active = {group.prompt.prompt_id: group for group in active}
-        self._finished = [Group.from_json(g) for g in state["finished"]]
         self._num_unfinished = len(self.unfinished())
         try:
             self.ledger.check(self.buffered())

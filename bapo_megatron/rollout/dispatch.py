@@ -17,7 +17,8 @@ from bapo_megatron.engines.base import Engine, GenerateRequest, GenerateResult
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, RequestRefusedError
 from bapo_megatron.runtime.heartbeat import HEARTBEAT
-from bapo_megatron.types import Segment, Trajectory
+from bapo_megatron.tokens import Rows, TokenStream
+from bapo_megatron.types import FinishReason, Segment, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -44,13 +45,21 @@ class Dispatcher:
     """Continues responses. Runs on the engines' event loop."""
 
     def __init__(
-        self, config: RolloutConfig, pool: EnginePool, *, stop_token_ids: tuple[int, ...], run_seed: int
+        self,
+        config: RolloutConfig,
+        pool: EnginePool,
+        *,
+        stop_token_ids: tuple[int, ...],
+        run_seed: int,
+        streams: Sequence[TokenStream] = (),
     ) -> None:
+        """`streams`: of models and plugins, that the engines are asked for."""
         self.pool = pool
         self.version = 0  # of the weights that every live engine has at least
         self._config = config
         self._stop_token_ids = stop_token_ids
         self._run_seed = run_seed
+        self._streams = tuple(streams)
         self._call_numbers = itertools.count()
         self._open: dict[str, Engine] = {}  # by rid: requests without an answer
         self.stats = RolloutStats()
@@ -163,29 +172,41 @@ class Dispatcher:
             log.warning("a request is repeated: %s", problem)
 
     def _request(self, trajectory: Trajectory, rid: str) -> GenerateRequest:
-        room = self._config.max_response_tokens - trajectory.num_response_tokens
+        room = self._config.max_response_tokens - trajectory.num_sampled_tokens
         return GenerateRequest(
             rid=rid,
-            token_ids=trajectory.prompt.token_ids + trajectory.response_ids,
+            token_ids=tuple(trajectory.token_ids.tolist()),
             max_new_tokens=min(room, self._config.tokens_per_round or room),
             temperature=self._config.temperature,
             top_p=self._config.top_p,
             top_k=self._config.top_k,
             stop_token_ids=self._stop_token_ids,
             seed=sample_seed(self._run_seed, trajectory.sample_id),
+            streams=self._streams,
+            num_fed=trajectory.num_fed(self._streams),
         )
 
     def _grown(self, trajectory: Trajectory, result: GenerateResult, step: int) -> Trajectory:
         """Return the trajectory with the reply's tokens, cut into segments at the server's version spans."""
+        num_new = len(result.token_ids)
+
+        def rows(start: int, end: int) -> Rows:
+            return {stream: values[len(values) - num_new :][start:end] for stream, values in result.rows.items()}
+
         segments = [
-            Segment(s.version, step, result.token_ids[s.start : s.end], result.behaviour_logprobs[s.start : s.end])
+            Segment.sampled(
+                s.version,
+                step,
+                result.token_ids[s.start : s.end],
+                result.behaviour_logprobs[s.start : s.end],
+                rows(s.start, s.end),
+            )
             for s in result.spans
         ]
-        num_tokens = trajectory.num_response_tokens + len(result.token_ids)
-        is_full = num_tokens >= self._config.max_response_tokens
-        return trajectory.extended(
-            segments, "stop" if result.finish_reason == "stop" else "length" if is_full else None
-        )
+        late = {stream: values[: len(values) - num_new] for stream, values in result.rows.items()}
+        is_full = trajectory.num_sampled_tokens + num_new >= self._config.max_response_tokens
+        finish_reason: FinishReason | None = "stop" if result.finish_reason == "stop" else "length" if is_full else None
+        return trajectory.extended(segments, finish_reason, late)
 
 
 def sample_seed(run_seed: int, sample_id: str) -> int:

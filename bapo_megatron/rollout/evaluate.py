@@ -31,7 +31,7 @@ class _SetEvaluator:
         self._dispatcher = Dispatcher(whole, pool, stop_token_ids=stop_token_ids, run_seed=config.run.seed)
         prefix = f"eval-{of.name}-" if of.name else "eval-"
         self._empty = [
-            Trajectory(f"{prefix}{prompt.prompt_id}.{i}", prompt)
+            Trajectory.of(f"{prefix}{prompt.prompt_id}.{i}", prompt)
             for prompt in prompts
             for i in range(of.samples_per_prompt)
         ]
@@ -140,7 +140,7 @@ def eval_metrics(samples: Sequence[Trajectory], rewards: Sequence[float], name: 
         f"{prefix}reward": statistics.fmean(means),
         f"{prefix}reward_stderr": statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.nan,
         f"{prefix}best_of_group": statistics.fmean(max(rewards) for rewards in by_prompt.values()),
-        f"{prefix}response_tokens_mean": statistics.fmean(t.num_response_tokens for t in samples),
+        f"{prefix}response_tokens_mean": statistics.fmean(t.num_sampled_tokens for t in samples),
         f"{prefix}truncated_share": sum(t.finish_reason == "length" for t in samples) / len(samples),
         f"{prefix}num_samples": float(len(samples)),
     }

@@ -67,7 +67,7 @@ class Ledger:
 
     def stop(self, trajectory: Trajectory) -> None:
         """Book the end of a request: the sample is finished, partial, or queued again if it has no token."""
-        sample_id, num_tokens = trajectory.sample_id, trajectory.num_response_tokens
+        sample_id, num_tokens = trajectory.sample_id, trajectory.num_sampled_tokens
         grown = num_tokens - self._tokens.get(sample_id, 0)
         if grown < 0:
             raise LedgerError(f"sample {sample_id} shrank by {-grown} tokens")
@@ -120,7 +120,7 @@ class Ledger:
         for t in held:
             if (self._states[t.sample_id] == "finished") != (t.finish_reason is not None):
                 raise LedgerError(f"sample {t.sample_id} is {self._states[t.sample_id]}, but ended: {t.finish_reason}")
-        num_buffered = sum(t.num_response_tokens for t in held)
+        num_buffered = sum(t.num_sampled_tokens for t in held)
         n = self.num_tokens
         if n["generated"] != n["trained"] + n["dropped"] + num_buffered:
             raise LedgerError(
@@ -136,9 +136,9 @@ class Ledger:
                 f"{s['dropped']} dropped"
             )
         for t in held:
-            if not self.is_running(t.sample_id) and self._tokens.get(t.sample_id) != t.num_response_tokens:
+            if not self.is_running(t.sample_id) and self._tokens.get(t.sample_id) != t.num_sampled_tokens:
                 booked = self._tokens.get(t.sample_id)
-                raise LedgerError(f"sample {t.sample_id} has {t.num_response_tokens} tokens, not {booked}")
+                raise LedgerError(f"sample {t.sample_id} has {t.num_sampled_tokens} tokens, not {booked}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return a JSON value. Running samples are saved as before their request, which is sent again."""

@@ -41,7 +41,7 @@ class Judge:
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[float]:
         """Return one reward per finished response. Blocks; see `RewardScorer.score`."""
-        texts = self.tokenizer.batch_decode([t.response_ids for t in trajectories], skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode([t.sampled_ids.tolist() for t in trajectories], skip_special_tokens=True)
         return self.scorer.score([(t.prompt, text) for t, text in zip(trajectories, texts, strict=True)])
 
 

@@ -23,6 +23,7 @@ from bapo_megatron.errors import CheckpointError, DataError, wrong_fields
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.rollout.shared import Rollouts
 from bapo_megatron.runtime.files import explaining_os_errors, regular_file
+from bapo_megatron.tokens import encoded_rows
 from bapo_megatron.types import Batch, Group
 
 
@@ -38,7 +39,7 @@ def write_groups(folder: Path, step: int, groups: Sequence[Group]) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with gzip.open(partial, "wt", encoding="utf-8", compresslevel=1) as file:
             for group in groups:
-                file.write(json.dumps(group.to_json()) + "\n")
+                file.write(json.dumps(group.to_json(), default=encoded_rows) + "\n")
         os.replace(partial, path)
     return path
 
@@ -99,7 +100,7 @@ class RecordedRollouts(Rollouts):
             DataError: the step was not recorded, or by a run with more updates per step, whose tokens have no age here.
         """
         groups = read_groups(self._folder, step + 1)
-        newest = max((v for g in groups for t in g.trajectories for v in t.versions), default=0)
+        newest = max((int(t.versions.max()) for g in groups for t in g.trajectories if t.num_sampled_tokens), default=0)
         if newest > version:
             raise DataError(
                 f"{_path(self._folder, step + 1)} holds tokens of weight version {newest}, but this run is at version "

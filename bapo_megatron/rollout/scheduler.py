@@ -22,6 +22,7 @@ from bapo_megatron.rollout.dispatch import Dispatcher, RolloutStats
 from bapo_megatron.rollout.ledger import Ledger
 from bapo_megatron.rollout.staleness import StalenessBound
 from bapo_megatron.rollout.stream import Stream
+from bapo_megatron.tokens import TokenStream
 from bapo_megatron.types import Group, Trajectory
 
 _MAX_IDLE_ROUNDS = 3  # rounds in a row without a single token before the engines are declared broken
@@ -45,14 +46,18 @@ class Scheduler:
         seed: int,
         updates_per_step: int = 1,
         keep: Keep = lambda group: True,
+        streams: Sequence[TokenStream] = (),
     ) -> None:
-        """`score` may block (it is called in threads) and returns one reward per finished trajectory."""
+        """`score` may block (it is called in threads) and returns one reward per finished trajectory.
+
+        `streams`: of models and plugins, that the engines return.
+        """
         self.config = config
         self.pool = pool
         bound = StalenessBound(config.max_staleness, updates_per_step, config.prompts_per_step)
-        self.book = RolloutBook(config, prompts, bound, keep)
+        self.book = RolloutBook(config, prompts, bound, keep, streams)
         self._score = score
-        self._dispatcher = Dispatcher(config, pool, stop_token_ids=stop_token_ids, run_seed=seed)
+        self._dispatcher = Dispatcher(config, pool, stop_token_ids=stop_token_ids, run_seed=seed, streams=streams)
         self._stream = Stream(config, self.book, self._dispatcher, self._judge)
         self._updates_per_step = updates_per_step
         self._num_dropped_before: Counter[str] = Counter()  # groups by reason, until the last stats
@@ -83,7 +88,7 @@ class Scheduler:
         await self._stream.halt()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a JSON value with which a resumed run loses nothing."""
+        """Return JSON, with arrays, that a resumed run loses nothing with."""
         return self.book.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,32 +1,28 @@
-"""The rollouts of trainer rank 0, shared with every rank: the same batch, the same evaluation, or the same error.
+"""The rollouts of trainer rank 0, shared with every rank: a share of the batch, the evaluation, or the same error.
 
-Rank 0 makes a batch in a thread and broadcasts a sign of life meanwhile; a JSON header and the tensors follow.
+Rank 0 makes a batch in a thread and broadcasts a sign of life meanwhile; a JSON header and the shares follow.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import fields
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.pool import Verdict
+from bapo_megatron.rollout.shares import BatchShares, Plan, describe
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.types import Batch, Group
 
 T = TypeVar("T")
 Push = Callable[[], Mapping[str, float]]
 """Sends the learner's weights to every live engine. Collective."""
-
-_LATER = ("proximal_logprobs_T", "proximal_version", "reference_logprobs_T")  # added by each rank itself
-_TENSORS = tuple(f.name for f in fields(Batch) if f.name not in ("metrics", *_LATER))
 
 
 class Rollouts(Protocol):
@@ -63,22 +59,38 @@ class Rollouts(Protocol):
 class SharedRollouts:
     """Rank 0's rollouts for all ranks, which call `next_batch` and `evaluate` in the same order."""
 
-    def __init__(self, config: Config, first: Rollouts | None, keep: Callable[[int, Sequence[Group]], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        first: Rollouts | None,
+        keep: Callable[[int, Sequence[Group]], None],
+        shares: BatchShares,
+    ) -> None:
         """`first` makes the batches on rank 0, None elsewhere; `keep` gets each step's number, from 1, and groups."""
         self._config = config
         self._first = first
         self._keep = keep
+        self._shares = shares
         self._sign_of_life_s = config.parallel.timeout_s / 4
 
-    def next_batch(self, step: int, version: int, push: Push) -> Batch:
-        """Return the batch of one step, sampled with weights of `version` or older.
+    def next_batch(self, step: int, version: int, push: Push, plan: Plan) -> Batch:
+        """Return this rank's share of one step's batch, sampled with weights of `version` or older.
 
-        `push`, here and below, is called when the last engine has failed and one is back without these weights.
+        `plan` says what each data rank needs. `push`, here and below, is called when the last engine has failed and one
+        is back without these weights.
         """
-        make = partial(self._make, self._first, step, version) if self._first else None
-        while (batch := share_batch(make, sign_of_life_s=self._sign_of_life_s)) is None:
+        made: Batch | None = None
+
+        def make() -> dict[str, Any] | None:
+            nonlocal made
+            assert self._first is not None
+            made = self._make(self._first, step, version)
+            return None if made is None else describe(made)
+
+        first = make if self._first else None
+        while (header := share_json(first, sign_of_life_s=self._sign_of_life_s)) is None:
             push()
-        return batch
+        return self._shares.deal(made, header, plan)
 
     def evaluate(self, num_done: int, version: int, push: Push) -> dict[str, float]:
         """Return metrics of the weights that were just pushed; empty if no evaluation is due after `num_done` steps."""
@@ -108,29 +120,6 @@ class SharedRollouts:
         batch, groups = made
         self._keep(step + 1, groups)
         return batch
-
-
-def share_batch(make_batch: Callable[[], Batch | None] | None, *, sign_of_life_s: float) -> Batch | None:
-    """Return rank 0's batch, or its None, on every rank, as `share_json` does a JSON value."""
-    batch: Batch | None = None
-
-    def make_header() -> dict[str, Any] | None:
-        nonlocal batch
-        assert make_batch is not None
-        if (batch := make_batch()) is None:
-            return None
-        tensors = {name: tensor for name in _TENSORS if (tensor := getattr(batch, name)) is not None}
-        described = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
-        return {"metrics": batch.metrics, "tensors": described}
-
-    header = share_json(make_header if make_batch else None, sign_of_life_s=sign_of_life_s)
-    if header is None or dist.get_world_size() == 1:
-        return batch
-    tensors: dict[str, Any] = {
-        name: _broadcast(getattr(batch, name) if batch else torch.empty(shape, dtype=getattr(torch, dtype)))
-        for name, (dtype, shape) in header["tensors"].items()
-    }
-    return batch or Batch(**tensors, metrics=header["metrics"])
 
 
 def share_json(make: Callable[[], T] | None, *, sign_of_life_s: float) -> T:
@@ -173,12 +162,6 @@ def wait_together(making: Future[Any] | None, sign_of_life_s: float = 0.0) -> No
         dist.broadcast(is_done, src=0)
         if making is None:  # rank 0 beats with the engines' answers
             HEARTBEAT.beat(TRAINER, "sign of life of rank 0")
-
-
-def _broadcast(tensor: Tensor) -> Tensor:
-    wire = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor.contiguous()
-    dist.broadcast(wire, src=0)
-    return wire.to(tensor.dtype)
 
 
 def _broadcast_json(value: dict[str, Any]) -> dict[str, Any]:

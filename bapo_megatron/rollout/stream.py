@@ -118,7 +118,7 @@ class Stream:
             self._start_request(self._book.get(sample_id), engines[url])
 
     def _start_request(self, trajectory: Trajectory, engine: Engine) -> None:
-        sample_id, num_before = trajectory.sample_id, trajectory.num_response_tokens
+        sample_id, num_before = trajectory.sample_id, trajectory.num_sampled_tokens
         self._book.start(trajectory, self.version)
         self._turns[sample_id] += 1
         task = asyncio.get_running_loop().create_task(
@@ -139,7 +139,7 @@ class Stream:
         elif trajectory.finish_reason is None:
             heapq.heappush(self._ready, self._rank(trajectory))
             if self._dispatcher.pool.is_live(engine):
-                self._count_empty(trajectory.num_response_tokens - num_before)
+                self._count_empty(trajectory.num_sampled_tokens - num_before)
         else:
             self._num_empty = 0
             group = self._book.group(trajectory.prompt.prompt_id)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from bapo_megatron.engines.wire import TensorSpec
-from bapo_megatron.runtime.ranks import share_flag
+from bapo_megatron.runtime.ranks import failing_together, share_flag
 
 Submit = Callable[[Coroutine[Any, Any, Any]], "Future[Any]"]
 """Runs a coroutine on the engines' event loop: `lambda c: asyncio.run_coroutine_threadsafe(c, loop)`."""
@@ -61,52 +61,99 @@ class WeightSource(Protocol):
 
     version: int
 
+    def weight_specs(self) -> list[TensorSpec]:
+        """Return names, types and shapes of `named_weights`, in its order. Not collective."""
+        ...
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights by Hugging Face name on global rank 0, empty tensors elsewhere. Collective."""
+        """Yield whole weights by Hugging Face name on global rank 0, empty tensors elsewhere. Collective.
+
+        Raises:
+            UserError: at the end, on every rank, if any rank failed; see `failing_together`.
+        """
         ...
 
 
 class Channel(Protocol):
-    """A way to the engines, for the trainer's first process and its main thread."""
+    """A way from the trainer to the engines. Every rank has one, and calls every method.
 
-    def connect(self, manifest: Sequence[TensorSpec]) -> None:
+    A method ends on all ranks with the same result, or raises an error of the same class and text.
+    """
+
+    def connect(self, source: WeightSource) -> None:
         """Check that the engines can take these weights. Raises EngineError naming the URL and first difference."""
         ...
 
+    def push(self, source: WeightSource) -> SyncStats:
+        """Send the whole policy until every live engine holds it, or none is left and one is expected back.
+
+        Raises:
+            EngineError: all engines refuse, and stay paused; or no engine is left, and none is expected back.
+            UserError: a rank failed, and is named; the engines sample nothing from what they have received.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave the engines."""
+        ...
+
+
+class Sender(Protocol):
+    """A way to the engines for whole weights, in the trainer's first process and its main thread."""
+
+    def connect(self, manifest: Sequence[TensorSpec]) -> None:
+        """See `Channel.connect`."""
+        ...
+
     def push(self, named_weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
-        """Send the whole policy once; `push_until_whole` repeats it if an engine fails on the way.
+        """Send the whole policy once.
 
         Args:
             named_weights: Hugging Face names and whole tensors, in the order of the manifest.
             version: the weight version that the engines report from now on.
 
+        Returns the stats; if they are not `is_whole`, an engine failed on the way, is fenced, and the push must be
+        repeated.
+
         Raises:
-            EngineError: all engines refuse, and stay paused; or no engine is left, and none is expected back.
+            EngineError: see `Channel.push`.
+            UserError: from `named_weights`.
         """
         ...
 
     def close(self) -> None: ...
 
 
-def push_until_whole(channel: Channel | None, source: WeightSource) -> SyncStats:
-    """Push the source's weights until every live engine holds them. Every rank calls it, since gathering is collective.
+class RankZeroChannel:
+    """Implements `Channel`: all ranks gather whole weights on rank 0, which sends them."""
 
-    An incomplete push fences at least one engine, and a repeated push admits none, so this ends.
+    def __init__(self, sender: Sender | None) -> None:
+        """`sender` is None on every rank but the first."""
+        self._sender = sender
 
-    Args:
-        channel: None on every rank but the first, which only helps to gather the weights.
+    def connect(self, source: WeightSource) -> None:
+        """See `Channel.connect`."""
+        with failing_together():
+            if self._sender is not None:
+                self._sender.connect(source.weight_specs())
 
-    Raises:
-        EngineError: on the first rank; see `Channel.push`.
-    """
-    stats = SyncStats()
-    while True:
-        weights = source.named_weights()
-        try:
-            if channel is not None:
-                stats = channel.push(weights, source.version).after(stats)
-        finally:
-            for _ in weights:  # no other rank may wait for this one
-                pass
-        if share_flag(None if channel is None else stats.is_whole):
-            return stats
+    def push(self, source: WeightSource) -> SyncStats:
+        """See `Channel.push`. An incomplete push fences an engine, and a repeated one admits none, so this ends."""
+        stats = SyncStats()
+        while True:
+            with failing_together():
+                weights = source.named_weights()
+                try:
+                    if self._sender is not None:
+                        stats = self._sender.push(weights, source.version).after(stats)
+                finally:
+                    for _ in weights:  # no other rank may wait for this one
+                        pass
+            if share_flag(None if self._sender is None else stats.is_whole):
+                return stats
+
+    def close(self) -> None:
+        """See `Channel.close`."""
+        with failing_together():
+            if self._sender is not None:
+                self._sender.close()

@@ -23,7 +23,7 @@ from bapo_megatron.engines.base import Capability, Engine, can
 from bapo_megatron.engines.group import GroupBackend, UpdateGroup, connect_store, host_store, in_thread
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import Bucket, TensorSpec, digest, in_order, pack, plan_buckets
-from bapo_megatron.errors import BroadcastLostError, EngineError, NoEngineLeftError, UnreachableEngineError
+from bapo_megatron.errors import BroadcastLostError, EngineError, NoEngineLeftError, UnreachableEngineError, UserError
 from bapo_megatron.sync.base import Submit, SyncStats
 from bapo_megatron.sync.session import Infos, Members, Replies, Session
 
@@ -34,7 +34,7 @@ _RELEASE_S = 5.0  # time for engines to say that a rendezvous was called off
 
 
 class BroadcastChannel:
-    """Implements `Channel`."""
+    """Implements `Sender`."""
 
     def __init__(self, pool: EnginePool, config: SyncConfig, submit: Submit, *, host: str = "127.0.0.1") -> None:
         """`host` is this process's address for the engines. An engine is one rank, or `tp_size` if it reports that."""
@@ -46,12 +46,12 @@ class BroadcastChannel:
         self._plan: list[Bucket] = []
 
     def connect(self, manifest: Sequence[TensorSpec]) -> None:
-        """See `Channel.connect`."""
+        """See `Sender.connect`."""
         self._session.connect(manifest)
         self._plan = plan_buckets(manifest, int(self._config.bucket_mib * 2**20))
 
     def push(self, named_weights: Weights, version: int) -> SyncStats:
-        """See `Channel.push`."""
+        """See `Sender.push`."""
         assert self._plan, "connect() comes before push()"
         try:
             return self._push(in_order(named_weights, self._session.manifest), version)
@@ -81,7 +81,7 @@ class BroadcastChannel:
             members.drop(torn.failures)
             stats.is_whole = False
             return stats
-        except EngineError:
+        except UserError:
             self._abandon_group()
             raise
         finally:

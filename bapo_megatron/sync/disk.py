@@ -22,7 +22,7 @@ from bapo_megatron.sync.session import Session
 
 
 class DiskChannel:
-    """Implements `Channel`."""
+    """Implements `Sender`."""
 
     def __init__(self, pool: EnginePool, config: SyncConfig, submit: Submit, *, folder: Path, hf_path: Path) -> None:
         """Write versions below `folder`; copy config and tokenizer, which SGLang reads too, from `hf_path`."""
@@ -31,13 +31,13 @@ class DiskChannel:
         self._hf_path = hf_path
 
     def connect(self, manifest: Sequence[TensorSpec]) -> None:
-        """See `Channel.connect`."""
+        """See `Sender.connect`."""
         self._session.connect(manifest)
         shutil.rmtree(self._folder, ignore_errors=True)  # left by a dead trainer
         self._folder.mkdir(parents=True)
 
     def push(self, named_weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
-        """See `Channel.push`; never incomplete, since no engine's failure affects another."""
+        """See `Sender.push`; never incomplete, since no engine's failure affects another."""
         try:
             return self._push(in_order(named_weights, self._session.manifest), version)
         except NoEngineLeftError:

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.slow
 
 NUM_STEPS = 3
 PROMPT = Prompt(1, (3, 4), "1+1=", "2", "chains")
-GROUP = Group(PROMPT, (Trajectory("1.0", PROMPT, (Segment(0, 1, (5, 6), (-0.5, -1.0)),), "stop", 1.0),))
+GROUP = Group(PROMPT, (Trajectory.of("1.0", PROMPT, (Segment.sampled(0, 1, (5, 6), (-0.5, -1.0)),), "stop", 1.0),))
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _CHANGES = ("os.rename", "os.mkdir", "os.truncate", "os.chmod", "os.link", "os.symlink")
 _REMOVALS = ("os.remove", "os.rmdir")

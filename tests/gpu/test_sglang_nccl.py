@@ -56,7 +56,7 @@ def exchanges(folder: Path, settings: tuple[str, ...]) -> list[Exchange]:
             batch = Batch(
                 token_ids_T=tokens_T,
                 seq_lens_S=torch.tensor([len(tokens_T)]),
-                prompt_lens_S=torch.tensor([len(PROMPT)]),
+                sampled_T=mask_T,
                 advantages_T=1.0 * mask_T,
                 behaviour_logprobs_T=torch.tensor([0.0] * len(PROMPT) + list(reply.behaviour_logprobs)),
                 versions_T=torch.where(mask_T, 0, -1),

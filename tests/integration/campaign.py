@@ -39,7 +39,7 @@ from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards import RewardScorer
 from bapo_megatron.rollout.scheduler import Scheduler
-from bapo_megatron.sync.base import push_until_whole
+from bapo_megatron.sync.base import RankZeroChannel
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.types import Trajectory
 from tests.distributed import HANG_S
@@ -472,7 +472,7 @@ class Campaign:
         self._run(self.between_pushes.acquire())
         self.pool.expect(self.policy.version)
         began_s = time.monotonic()
-        push_until_whole(self._channel, self.policy)  # type: ignore[arg-type]
+        RankZeroChannel(self._channel).push(self.policy)  # type: ignore[arg-type]
         assert time.monotonic() - began_s < HANG_S, f"{self.leg}: a push took too long"
         self._run(release())
 
@@ -503,7 +503,7 @@ class Campaign:
         async def check_books() -> None:
             buffered = list(scheduler.book.buffered())
             scheduler.ledger.check(buffered)
-            num_tokens = sum(t.num_response_tokens for t in (*in_leg, *buffered))
+            num_tokens = sum(t.num_sampled_tokens for t in (*in_leg, *buffered))
             assert scheduler.ledger.num_tokens["generated"] == num_tokens
             assert not scheduler.ledger.dropped
 
@@ -513,7 +513,9 @@ class Campaign:
         self._num_trained_in_leg = 0
 
         def score(trajectories: Sequence[Trajectory]) -> list[float]:
-            texts = self._tokenizer.batch_decode([t.response_ids for t in trajectories], skip_special_tokens=True)
+            texts = self._tokenizer.batch_decode(
+                [t.sampled_ids.tolist() for t in trajectories], skip_special_tokens=True
+            )
             return self._scorer.score(
                 [(t.prompt, BAD_RESPONSES.get(t.sample_id, text)) for t, text in zip(trajectories, texts, strict=True)]
             )
@@ -584,12 +586,12 @@ def _logprobs(
     results: list[Tensor] = []
     for begin in range(0, len(samples), 64):
         some = samples[begin : begin + 64]
-        rows = [torch.tensor(t.prompt.token_ids + t.response_ids) for t in some]
+        rows = [torch.tensor(t.token_ids.tolist()) for t in some]
         token_ids_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         with torch.inference_mode():
             logits_BTV = model(token_ids_BT).logits.float() / temperature
         logprobs_BT = logits_BTV.log_softmax(-1)[:, :-1].gather(2, token_ids_BT[:, 1:, None])[:, :, 0]
         for t, row in zip(some, logprobs_BT, strict=True):
             first = len(t.prompt.token_ids) - 1
-            results.append(row[first : first + t.num_response_tokens])
+            results.append(row[first : first + t.num_sampled_tokens])
     return results

@@ -24,6 +24,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.processes import reserved_ports
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.runtime.files import JsonlWriter, read_jsonl
+from bapo_megatron.tokens import encoded_rows
 from bapo_megatron.types import ClipBounds, MiniBatch
 from tests.distributed import HANG_S, forkserver
 from tests.hang import PATIENT
@@ -266,7 +267,8 @@ def _keep_journal(path: Path) -> None:
     def keep_batch(self: RolloutManager, step: int, version: int) -> Any:
         made = next_batch(self, step, version)
         if made is not None:
-            journal.write({"step": step + 1, "version": version, "groups": [g.to_json() for g in made[1]]})
+            groups = json.loads(json.dumps([g.to_json() for g in made[1]], default=encoded_rows))
+            journal.write({"step": step + 1, "version": version, "groups": groups})
         return made
 
     def keep_bounds(self: BoundsFinder, minibatch: MiniBatch) -> ClipBounds:

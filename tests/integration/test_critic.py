@@ -30,6 +30,10 @@ LR, CLIP, GAMMA, LAM = 3e-3, 0.05, 0.99, 0.9
 Case = tuple[str, dict[str, Any], int]  # model, layout, tokens per micro-batch
 
 
+def prompt_lens(batch: Batch) -> Tensor:
+    return batch.seq_lens_S - batch.num_sampled_S
+
+
 def make_batch() -> Batch:
     batch = random_batch()
     rewards_S = torch.randn(batch.num_sequences, generator=torch.Generator().manual_seed(3))
@@ -69,9 +73,7 @@ def reference_step(folder: Path, batch: Batch) -> Reference:
     def values() -> Tensor:
         """V of each token is of the tokens before it; 0 on prompts."""
         values_T = []
-        for ids, prompt_len in zip(
-            batch.token_ids_T.split(batch.seq_lens_S.tolist()), batch.prompt_lens_S, strict=True
-        ):
+        for ids, prompt_len in zip(batch.token_ids_T.split(batch.seq_lens_S.tolist()), prompt_lens(batch), strict=True):
             of_states = (model.model(ids[None]).last_hidden_state[0] @ head[0])[prompt_len - 1 : -1]
             values_T.append(torch.cat([torch.zeros(int(prompt_len), dtype=torch.float64), of_states]))
         return torch.cat(values_T)
@@ -81,7 +83,7 @@ def reference_step(folder: Path, batch: Batch) -> Reference:
     advantages_T = torch.zeros_like(old_T)
     ends = batch.seq_lens_S.cumsum(0).tolist()
     for end, length, prompt_len, reward in zip(
-        ends, batch.seq_lens_S.tolist(), batch.prompt_lens_S.tolist(), batch.rewards_S.tolist(), strict=True
+        ends, batch.seq_lens_S.tolist(), prompt_lens(batch).tolist(), batch.rewards_S.tolist(), strict=True
     ):
         following, advantage = 0.0, 0.0
         for t in range(end - 1, end - length + prompt_len - 1, -1):
@@ -191,7 +193,7 @@ def check_new_critic(root: Path) -> None:
     out = advantages.on(batch, step=0)
     discounts = [
         (GAMMA * LAM) ** (n - 1 - t)
-        for n, p in zip(batch.seq_lens_S, batch.prompt_lens_S, strict=True)
+        for n, p in zip(batch.seq_lens_S, prompt_lens(batch), strict=True)
         for t in range(n)
     ]
     rewards_T = batch.rewards_S.repeat_interleave(batch.seq_lens_S)
@@ -239,7 +241,7 @@ def check_learning(root: Path) -> None:
         batch = Batch(
             token_ids_T=torch.randint(0, 16, kinds_T.shape, generator=generator) + 16 * kinds_T,
             seq_lens_S=lens_S,
-            prompt_lens_S=torch.full_like(lens_S, 3),
+            sampled_T=torch.cat([torch.arange(n) >= 3 for n in lens_S]),
             advantages_T=torch.zeros(kinds_T.shape),
             behaviour_logprobs_T=torch.zeros(kinds_T.shape),
             versions_T=torch.zeros_like(kinds_T),

@@ -18,6 +18,8 @@ import psutil
 import pytest
 
 from bapo_megatron.checkpoint.folder import DIGEST
+from bapo_megatron.checkpoint.store import CheckpointStore
+from bapo_megatron.rollout.book import groups_of
 from bapo_megatron.rollout.ledger import Ledger
 from bapo_megatron.runtime.files import read_jsonl
 from bapo_megatron.types import Group, Trajectory
@@ -192,9 +194,8 @@ def assert_nothing_lost(run: Path, *, num_steps: int, max_staleness: int) -> Non
 
 def buffered_in(run: Path, step: int, trained: Set[str]) -> dict[str, Trajectory]:
     """What a checkpoint holds, once its books were found in order: admitted = trained + buffered, none dropped."""
-    state = json.loads((run / "checkpoints" / f"step-{step:06d}" / "state.json").read_text())["rollout"]
-    groups = [Group.from_json(g) for g in state["active"] + state["finished"]]
-    held = {t.sample_id: t for g in groups for t in g.trajectories}
+    state = CheckpointStore.load(run / "checkpoints" / f"step-{step:06d}", {})["rollout"]
+    held = {t.sample_id: t for groups in groups_of(state, ()) for g in groups for t in g.trajectories}
     ledger = Ledger()
     ledger.load_state_dict(state["ledger"])
     ledger.check(held.values())
@@ -209,7 +210,7 @@ def buffered_in(run: Path, step: int, trained: Set[str]) -> dict[str, Trajectory
 def assert_grown(before: Trajectory | None, after: Trajectory) -> None:
     """Tokens that were sampled are kept as they were."""
     if before is not None:
-        n = before.num_response_tokens
-        assert after.response_ids[:n] == before.response_ids
-        assert after.behaviour_logprobs[:n] == before.behaviour_logprobs
-        assert after.versions[:n] == before.versions
+        n = before.num_sampled_tokens
+        assert tuple(after.sampled_ids[:n]) == tuple(before.sampled_ids)
+        assert tuple(after.behaviour_logprobs[:n]) == tuple(before.behaviour_logprobs)
+        assert tuple(after.versions[:n]) == tuple(before.versions)

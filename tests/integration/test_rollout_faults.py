@@ -117,7 +117,7 @@ def make(tokenizer: Any) -> Make:
             config.rollout.model_copy(update=SETTINGS | settings),
             pool=EnginePool(engines),
             prompts=PromptStream(config, tokenizer),
-            score=lambda trajectories: [float(t.num_response_tokens) for t in trajectories],
+            score=lambda trajectories: [float(t.num_sampled_tokens) for t in trajectories],
             stop_token_ids=(tokenizer.eos_token_id,),
             seed=7,
         )
@@ -151,7 +151,7 @@ async def close(scheduler: Scheduler, engines: Sequence[HttpEngine]) -> None:
 
 
 def responses(trajectories: Any) -> Responses:
-    return {t.sample_id: (t.response_ids, t.behaviour_logprobs) for t in trajectories}
+    return {t.sample_id: (tuple(t.sampled_ids), tuple(t.behaviour_logprobs)) for t in trajectories}
 
 
 def assert_prefix(mine: Responses, whole: Responses) -> None:
@@ -167,11 +167,11 @@ def assert_balanced(scheduler: Scheduler, trained: list[Trajectory], whole: Resp
     assert scheduler.ledger.counts()["running"] == 0 or scheduler.config.overlap
     assert len({t.sample_id for t in trained}) == len(trained)
     buffered = list(scheduler.book.buffered())
-    num_tokens = sum(t.num_response_tokens for t in (*trained, *buffered))
+    num_tokens = sum(t.num_sampled_tokens for t in (*trained, *buffered))
     assert scheduler.ledger.num_tokens["generated"] == num_tokens
     assert_prefix(responses([*trained, *buffered]), whole)
     for t in (t for t in (*trained, *buffered) if t.finish_reason):
-        assert t.num_response_tokens == len(whole[t.sample_id][0]), t.sample_id
+        assert t.num_sampled_tokens == len(whole[t.sample_id][0]), t.sample_id
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +276,7 @@ def test_aborts_and_pauses_at_random_moments_lose_no_token(
     assert len(trained) == ((STEPS + 1) * PROMPTS + MAX_UNTRAINED) * SAMPLES
     num_resumed = {t.sample_id: t.num_resumed_tokens for t in trained}
     assert num_resumed[cut] > 0 if is_streamed else sum(num_resumed.values()) > 0
-    assert all(t.reward == t.num_response_tokens for t in trained)
+    assert all(t.reward == t.num_sampled_tokens for t in trained)
 
 
 def test_a_request_that_is_aborted_before_its_first_token_comes_back_empty(servers: list[EngineProcess]) -> None:

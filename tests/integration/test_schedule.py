@@ -10,6 +10,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from bapo_megatron.algorithms.objectives.supervised import SftLoss
 from bapo_megatron.buffer.packing import minibatches
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import StepResult
@@ -198,7 +199,7 @@ def check_scores_of_another_minibatch(root: Path) -> None:
 def check_supervised(root: Path) -> None:
     """loss.name = "sft": the mean negative log-prob of the trained tokens, which falls."""
     config = make_config({}, SMALL)
-    config = config.model_copy(update={"loss": config.loss.model_copy(update={"name": "sft"})})
+    config = config.model_copy(update={"loss": SftLoss()})
     learner = MegatronLearner(config, root / "qwen2")
     finder = BoundsFinder(config, learner)
     (minibatch,) = pack(learner)

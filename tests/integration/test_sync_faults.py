@@ -24,8 +24,8 @@ from bapo_megatron.engines.processes import reserved_ports
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import CheckpointError, EngineError
 from bapo_megatron.hf.tokenizer import check_tokenizer
-from bapo_megatron.sync import base, broadcast, open_channel
-from bapo_megatron.sync.base import Channel, SyncStats, push_until_whole
+from bapo_megatron.sync import broadcast, open_channel
+from bapo_megatron.sync.base import Channel, SyncStats
 from tests.distributed import HANG_S
 from tests.integration.engines import EngineProcess, start_engines
 from tests.integration.nursery import stop
@@ -69,13 +69,13 @@ class World:
         self.learner = Learner()
         config = SyncConfig(channel=channel, bucket_mib=0.25, timeout_s=NEVER_S)  # type: ignore[call-arg, arg-type]
         self.channel: Channel = open_channel(
-            config, self.pool, self.loop.submit, folder=folder / "weights", hf_path=demo_model_path()
+            config, (self.pool, self.loop.submit), folder=folder / "weights", hf_path=demo_model_path()
         )
-        self.channel.connect(self.learner.weight_specs())
+        self.channel.connect(self.learner)
 
     def push(self) -> SyncStats:
         self.learner.step()
-        return push_until_whole(self.channel, self.learner)  # type: ignore[arg-type]
+        return self.channel.push(self.learner)
 
     def ask(self, engine: HttpEngine) -> GenerateResult:
         return self.loop.run(engine.generate(REQUEST), HANG_S)
@@ -114,7 +114,6 @@ class World:
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
-    monkeypatch.setattr(base, "share_flag", lambda value: value)  # one trainer process, without a group
     with contextlib.ExitStack() as stack:
 
         def build(num_engines: int = 2, channel: str = "broadcast") -> World:
@@ -277,8 +276,11 @@ def loop() -> Iterator[LoopThread]:
 def connect(url: str, specs: list[TensorSpec], loop: LoopThread, folder: Path, channel: str = "broadcast") -> None:
     engine = HttpEngine(url, request_timeout_s=HANG_S)
     config = SyncConfig(channel=channel, timeout_s=HANG_S)  # type: ignore[call-arg, arg-type]
+    learner = Learner()
+    learner.weight_specs = lambda: specs  # type: ignore[method-assign]
+    engines = EnginePool([engine]), loop.submit
     try:
-        open_channel(config, EnginePool([engine]), loop.submit, folder=folder, hf_path=demo_model_path()).connect(specs)
+        open_channel(config, engines, folder=folder, hf_path=demo_model_path()).connect(learner)
     finally:
         loop.run(engine.close(), HANG_S)
 

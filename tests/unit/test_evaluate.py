@@ -57,7 +57,7 @@ def test_a_failing_engine_leaves_its_part_to_the_others_and_aborts_are_made_good
     bad, chaotic = ScriptedEngine(url="http://bad"), ScriptedEngine(random.Random(1), url="http://chaotic")
     bad.failures = 9
     samples = ask(evaluator(bad, chaotic), 0)
-    assert {t.sample_id: t.response_ids for t in samples} == {t.sample_id: t.response_ids for t in whole}
+    assert {t.sample_id: tuple(t.sampled_ids) for t in samples} == {t.sample_id: tuple(t.sampled_ids) for t in whole}
 
 
 def test_no_engine_left_is_an_error() -> None:
@@ -93,7 +93,7 @@ def test_when_the_last_engine_is_back_the_evaluation_asks_for_a_push_and_goes_on
     for engine in (first, second):
         asked._pool.admit(engine)  # type: ignore[arg-type]
     (samples,) = loop.run(asked.sample(0), HANG_S).values()
-    assert {t.sample_id: t.response_ids for t in samples} == {t.sample_id: t.response_ids for t in whole}
+    assert {t.sample_id: tuple(t.sampled_ids) for t in samples} == {t.sample_id: tuple(t.sampled_ids) for t in whole}
     assert len(first.requests) + len(second.requests) == 10, "what was answered is not asked again"
     assert (made.evaluate(0) or {})["eval/num_samples"] == 10
     assert len(first.requests) + len(second.requests) == 20, "a new evaluation begins anew"
@@ -118,10 +118,12 @@ def test_sets_are_asked_together_each_with_its_own_settings() -> None:
     samples = asyncio.run(evaluator_of_sets(engine).sample(0))
     assert {name: len(of_set) for name, of_set in samples.items()} == {"short": 10, "many": 6}
     assert Counter((r.temperature, r.max_new_tokens) for r in engine.requests) == {(0.5, 4): 10, (1.0, 16): 6}
-    assert max(t.num_response_tokens for t in samples["short"]) <= 4
+    assert max(t.num_sampled_tokens for t in samples["short"]) <= 4
     assert len({t.sample_id for of_set in samples.values() for t in of_set}) == 16
     (alone,) = asyncio.run(evaluator_of_sets(ScriptedEngine(), names=["many"]).sample(0)).values()
-    assert [t.response_ids for t in alone] == [t.response_ids for t in samples["many"]], "whatever other sets there are"
+    assert [tuple(t.sampled_ids) for t in alone] == [tuple(t.sampled_ids) for t in samples["many"]], (
+        "whatever other sets there are"
+    )
 
 
 def test_an_engine_lost_in_the_middle_costs_no_set_its_answers(loop: LoopThread) -> None:
@@ -147,7 +149,7 @@ def test_an_engine_lost_in_the_middle_costs_no_set_its_answers(loop: LoopThread)
     samples = loop.run(asked.sample(0), HANG_S)
     assert len(engine.requests) == 16, "what was answered is not asked again"
     for name, of_set in samples.items():
-        assert [t.response_ids for t in of_set] == [t.response_ids for t in whole[name]]
+        assert [tuple(t.sampled_ids) for t in of_set] == [tuple(t.sampled_ids) for t in whole[name]]
 
 
 class Judge:
@@ -224,8 +226,8 @@ def test_engines_that_hang_are_named_with_the_real_deadline(loop: LoopThread) ->
 
 def test_metrics_by_hand() -> None:
     def answer(prompt: int, index: int, num_tokens: int, reason: Any) -> Trajectory:
-        segment = Segment(0, 0, (1,) * num_tokens, (-0.5,) * num_tokens)
-        return Trajectory(f"{prompt}.{index}", PROMPTS[prompt], (segment,), reason)
+        segment = Segment.sampled(0, 0, (1,) * num_tokens, (-0.5,) * num_tokens)
+        return Trajectory.of(f"{prompt}.{index}", PROMPTS[prompt], (segment,), reason)
 
     samples = [answer(0, 0, 2, "stop"), answer(0, 1, 4, "length"), answer(1, 0, 6, "stop"), answer(1, 1, 8, "stop")]
     assert eval_metrics(samples, [1.0, 0.0, 0.0, 0.0]) == {

@@ -116,7 +116,8 @@ def test_responses_that_are_no_answers_count_as_wrong_and_are_reported(
         asking._tokenizer = Texts(list(rewards))
         (prompt,) = asking._prompts
         samples = [
-            Trajectory(f"eval-0.{i}", prompt, (Segment(-1, 0, (i,), (-1.0,)),), "stop") for i in range(len(rewards))
+            Trajectory.of(f"eval-0.{i}", prompt, (Segment.sampled(-1, 0, (i,), (-1.0,)),), "stop")
+            for i in range(len(rewards))
         ]
         judged = asking._judge(samples)
         (problem,) = asking._problems([prompt], judged)

@@ -9,8 +9,8 @@ PROMPT = Prompt(0, (1, 2), "3+5=", "1", "chains")
 
 
 def trajectory(sample_id: str, num_tokens: int, finish_reason: str | None = None) -> Trajectory:
-    segments = (Segment(0, 0, (3,) * num_tokens, (-0.5,) * num_tokens),) if num_tokens else ()
-    return Trajectory(sample_id, PROMPT, segments, finish_reason)  # type: ignore[arg-type]
+    segments = (Segment.sampled(0, 0, (3,) * num_tokens, (-0.5,) * num_tokens),) if num_tokens else ()
+    return Trajectory.of(sample_id, PROMPT, segments, finish_reason)  # type: ignore[arg-type]
 
 
 def test_a_sample_goes_its_way() -> None:

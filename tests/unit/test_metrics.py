@@ -106,8 +106,8 @@ def test_lines_that_are_not_objects_are_skipped(tmp_path: Path) -> None:
 
 def test_a_sample_keeps_its_segments_and_survives_the_file(tmp_path: Path) -> None:
     prompt = Prompt(7, (1,), "3+5=", {"value": 1}, "chains")
-    segments = (Segment(4, 2, (1, 2), (-0.1, -0.2)), Segment(6, 3, (3,), (-0.3,)))
-    trajectory = Trajectory("7.0", prompt, segments, "stop", 1.0)
+    segments = (Segment.sampled(4, 2, (1, 2), (-0.1, -0.2)), Segment.sampled(6, 3, (3,), (-0.3,)))
+    trajectory = Trajectory.of("7.0", prompt, segments, "stop", 1.0)
     record = sample_record(3, trajectory, lambda ids: "".join("_ü\nz"[i] for i in ids))
     assert [(s["version"], s["num_tokens"], s["text"]) for s in record["segments"]] == [(4, 2, "ü\n"), (6, 1, "z")]
     assert record["response"] == "ü\nz"

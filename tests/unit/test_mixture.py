@@ -93,7 +93,7 @@ def test_a_checkpoint_of_another_mixture_is_refused() -> None:
 def test_metrics_of_each_source() -> None:
     def group(source: str, *rewards: float) -> Group:
         prompt = Prompt(0, (1,), "", "", source)
-        return Group(prompt, tuple(Trajectory(f"0.{i}", prompt, reward=r) for i, r in enumerate(rewards)))
+        return Group(prompt, tuple(Trajectory.of(f"0.{i}", prompt, reward=r) for i, r in enumerate(rewards)))
 
     sources = Config.model_validate({"data": {"sources": ({"name": "a"}, {"name": "b"}, {"name": "c"})}}).data.sources
     metrics = source_metrics([group("a", 1.0, 0.0), group("b", 1.0), group("a", 1.0, 1.0)], sources)

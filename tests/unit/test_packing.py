@@ -24,6 +24,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.learner.whole_batch import with_proximal_logprobs
 from bapo_megatron.preflight.known import KNOWN_MODELS
+from bapo_megatron.tokens import TokenStream
 from bapo_megatron.types import Batch, FinishReason, Group, MicroBatch, Prompt, Segment, TokenCounts, Trajectory
 
 
@@ -35,11 +36,13 @@ def group(prompt_id: int, prompt_len: int, lengths: list[int]) -> Group:
         base = prompt_id * 1000 + 100 * (i + 1)
         cut = n // 2
         segments = tuple(
-            Segment(base + k, 0, tuple(range(base + a, base + b)), tuple(-float(x) for x in range(base + a, base + b)))
+            Segment.sampled(
+                base + k, 0, tuple(range(base + a, base + b)), tuple(-float(x) for x in range(base + a, base + b))
+            )
             for k, (a, b) in enumerate(((0, cut), (cut, n)))
             if b > a
         )
-        trajectories.append(Trajectory(f"{prompt_id}.{i}", prompt, segments, "stop", reward=float(i)))
+        trajectories.append(Trajectory.of(f"{prompt_id}.{i}", prompt, segments, "stop", reward=float(i)))
     return Group(prompt, tuple(trajectories))
 
 
@@ -52,7 +55,7 @@ def build_batch(groups: list[Group], **settings_: object) -> Batch:
 def truncated(group: Group, *lengths: int) -> Group:
     """Return the group with its responses of these lengths cut off, as `rollout.truncated` = "mask" leaves out."""
     trajectories = group.trajectories
-    reasons: list[FinishReason] = ["length" if t.num_response_tokens in lengths else "stop" for t in trajectories]
+    reasons: list[FinishReason] = ["length" if t.num_sampled_tokens in lengths else "stop" for t in trajectories]
     cut = (replace(t, finish_reason=reason) for t, reason in zip(trajectories, reasons, strict=True))
     return replace(group, trajectories=tuple(cut))
 
@@ -66,7 +69,8 @@ def test_build_batch_lays_out_prompt_and_response() -> None:
     batch = build_batch([group(1, 2, [3, 1])])
     assert batch.token_ids_T.tolist() == [1000, 1001, 1100, 1101, 1102, 1000, 1001, 1200]
     assert batch.seq_lens_S.tolist() == [5, 3]
-    assert batch.prompt_lens_S.tolist() == [2, 2]
+    assert batch.sampled_T.tolist() == [False, False, True, True, True, False, False, True]
+    assert batch.num_sampled_S.tolist() == [3, 1]
     assert batch.mask_T.tolist() == [False, False, True, True, True, False, False, True]
     assert batch.behaviour_logprobs_T.tolist() == [0, 0, -1100, -1101, -1102, 0, 0, -1200]
     assert batch.versions_T.tolist() == [-1, -1, 1100, 1101, 1101, -1, -1, 1201]
@@ -139,8 +143,8 @@ def reference_rows(groups: list[Group]) -> list[tuple]:
     for g in groups:
         mean = sum(g.rewards) / len(g.rewards)
         for t in g.trajectories:
-            ids = (*t.prompt.token_ids, *t.response_ids)
-            for i in range(t.num_response_tokens):
+            ids = (*t.prompt.token_ids, *t.sampled_ids)
+            for i in range(t.num_sampled_tokens):
                 p = len(t.prompt.token_ids) + i
                 advantage = float(torch.tensor(t.reward - mean, dtype=torch.float32))
                 out.append((ids[p - 1], ids[p], advantage, t.behaviour_logprobs[i], t.versions[i], p - 1))
@@ -197,6 +201,35 @@ def test_every_response_token_is_trained_exactly_once_per_epoch(
             for mb in step.micro_batches:
                 _check_structure(mb, share, max_tokens)
     assert sorted(seen) == sorted(reference_rows(groups) * num_epochs)
+
+
+FED = TokenStream("routes", "int64", (2,), missing=-7, on="fed")
+SAMPLED = TokenStream("scores", "int64")
+
+
+@settings(max_examples=50, deadline=None)
+@given(GROUPS, st.integers(8, 120), LAYOUTS)
+def test_rows_of_a_stream_lie_with_their_token_and_those_of_inputs_with_the_input(
+    shapes: list, max_tokens: int, layout: dict
+) -> None:
+    """The rows of token i of the batch are made of i; tokens are numbered from 1, as padding is token 0."""
+    batch = build_batch([group(i + 1, p, [n or 1 for n in lengths]) for i, (p, lengths) in enumerate(shapes)])
+    num_tokens = batch.token_ids_T.numel()
+    index_T = torch.arange(num_tokens)
+    fed_T = torch.stack([index_T, 10 * index_T], 1)
+    batch = replace(batch, token_ids_T=index_T + 1, extra={FED: fed_T, SAMPLED: 3 * index_T})
+    starts = set((batch.seq_lens_S.cumsum(0) - batch.seq_lens_S).tolist())
+    seen = []
+    for data_rank in range(layout["data_size"]):
+        for context_rank in range(layout["context_size"]):
+            share = Share(data_rank=data_rank, context_rank=context_rank, **layout)
+            for mb in one_minibatch(batch, max_tokens=max_tokens, share=share).micro_batches:
+                assert torch.equal(mb.extra[SAMPLED], 3 * mb.batch_rows_R)
+                for token, row in zip(mb.token_ids_T.tolist(), mb.extra[FED].tolist(), strict=True):
+                    is_followed = 0 < token < num_tokens and token not in starts  # the next one has index `token`
+                    assert row == ([token, 10 * token] if is_followed else [-7, -7])
+                    seen += [token] if is_followed else []
+    assert sorted(seen) == [i for i in range(1, num_tokens) if i not in starts]
 
 
 def _check_structure(mb: MicroBatch, share: Share, max_tokens: int) -> None:

@@ -33,8 +33,8 @@ def make_config(kind: str = "grpo", whiten_batch: bool = False, **reward: float 
 
 
 def make_group(rewards: list[float]) -> Group:
-    segment = Segment(0, 0, (5, 6), (-0.5, -0.5))
-    return Group(PROMPT, tuple(Trajectory(f"3.{i}", PROMPT, (segment,), "stop", r) for i, r in enumerate(rewards)))
+    segment = Segment.sampled(0, 0, (5, 6), (-0.5, -0.5))
+    return Group(PROMPT, tuple(Trajectory.of(f"3.{i}", PROMPT, (segment,), "stop", r) for i, r in enumerate(rewards)))
 
 
 def build(config: Config, rewards: list[list[float]]) -> Batch:

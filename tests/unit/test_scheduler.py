@@ -1,7 +1,6 @@
 """The scheduler in rounds, against a scripted engine: budgets, order, retries, fencing, restarts, random aborts."""
 
 import asyncio
-import json
 import math
 import random
 import selectors
@@ -9,6 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +22,7 @@ from bapo_megatron.rollout.dispatch import RolloutStats, sample_seed
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.rollout.staleness import StalenessBound
 from bapo_megatron.types import Group, Prompt, Segment, Trajectory
+from tests.states import through_checkpoint
 
 STOP = 9
 T = TypeVar("T")
@@ -173,11 +174,11 @@ def test_partial_responses_are_resumed_with_later_weights_and_keep_every_token()
     assert len(trained) == 12 * 2 * 3
     assert len({t.sample_id for t in trained}) == len(trained)
     for t in trained:
-        assert t.response_ids == expected(engine, t)
-        assert t.behaviour_logprobs == tuple(-0.01 * (i + 1) for i in range(t.num_response_tokens))
+        assert tuple(t.sampled_ids) == expected(engine, t)
+        assert t.behaviour_logprobs.tolist() == [np.float32(-0.01 * (i + 1)) for i in range(t.num_sampled_tokens)]
         assert list(t.versions) == sorted(t.versions)
         assert t.reward == float(t.finish_reason == "stop")
-        assert (t.finish_reason == "length") == (STOP not in t.response_ids)
+        assert (t.finish_reason == "length") == (STOP not in tuple(t.sampled_ids))
     assert any(len(set(t.versions)) > 1 for t in trained)
     assert sum(t.num_resumed_tokens for t in trained) > 0
     assert all(r.max_new_tokens <= 5 for r in engine.requests)
@@ -236,7 +237,7 @@ def test_a_failing_engine_is_fenced_and_the_others_take_over() -> None:
     groups, stats = run_on_clock(scheduler.take(0, 0))
     assert groups is not None
     assert [g.prompt.prompt_id for g in groups] == [0, 1]
-    assert all(t.response_ids == expected(good, t) for g in groups for t in g.trajectories)
+    assert all(tuple(t.sampled_ids) == expected(good, t) for g in groups for t in g.trajectories)
     assert (stats.num_fenced, stats.num_retries) == (1, 3)
     assert "http://bad is fenced (http://bad: HTTP 500" in scheduler.pool.describe()
 
@@ -363,13 +364,13 @@ def test_the_bound_holds_for_groups_that_are_running_or_being_judged_when_they_b
     for response, reason in ((being_judged, "stop"), (running, None)):
         book.start(response, 0)
         if reason:
-            book.grow(response.extended([Segment(0, 0, (5,), (-1.0,))], reason))  # type: ignore[arg-type]
+            book.grow(response.extended([Segment.sampled(0, 0, (5,), (-1.0,))], reason))  # type: ignore[arg-type]
     (complete,) = book.complete()
     book.drop_stale(1)
     assert not book.num_dropped, "neither may leave now: its request, or its verdict, would find it gone"
     book.settle(complete, [1.0], 1)
     assert book.num_dropped == {"stale": 1}
-    book.grow(running.extended([Segment(0, 0, (6, 7), (-1.0, -1.0))], "length"))
+    book.grow(running.extended([Segment.sampled(0, 0, (6, 7), (-1.0, -1.0))], "length"))
     assert not book.is_urgent(running, 1), "no hurry: it is too late"
     (complete,) = book.complete()
     book.settle(complete, [1.0], 1)
@@ -393,7 +394,7 @@ def test_a_restored_scheduler_goes_on_exactly() -> None:
     straight = take(make(engine, **options), engine, range(8))
     first, engine = make(ScriptedEngine(), **options), ScriptedEngine()
     head = take(first, engine, range(3))
-    saved = json.loads(json.dumps(first.state_dict()))
+    saved = through_checkpoint(first.state_dict())
     second = make(engine, **options)
     second.load_state_dict(saved)
     assert head + take(second, engine, range(3, 8)) == straight
@@ -409,11 +410,11 @@ def test_conservation_under_random_aborts(chaos: int, budget: int, in_flight: in
         engine.version = step
         groups, _ = run_on_clock(scheduler.take(step, step))
         assert groups is not None
-        num_trained_tokens += sum(t.num_response_tokens for g in groups for t in g.trajectories)
+        num_trained_tokens += sum(t.num_sampled_tokens for g in groups for t in g.trajectories)
         for t in (t for g in groups for t in g.trajectories):
-            assert t.response_ids == expected(engine, t)
+            assert tuple(t.sampled_ids) == expected(engine, t)
             assert all(math.isfinite(x) for x in t.behaviour_logprobs)
-        num_buffered = sum(t.num_response_tokens for t in scheduler.book.buffered())
+        num_buffered = sum(t.num_sampled_tokens for t in scheduler.book.buffered())
         assert scheduler.ledger.num_tokens["generated"] == num_trained_tokens + num_buffered
         assert scheduler.ledger.num_tokens["trained"] == num_trained_tokens
         scheduler.ledger.check(scheduler.book.buffered())

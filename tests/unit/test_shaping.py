@@ -20,8 +20,8 @@ def make_config(penalty: float = 0.0, buffer: int = 0, **rollout: Any) -> Config
 
 
 def response(num_tokens: int, reason: FinishReason = "stop", reward: float = 1.0) -> Trajectory:
-    segment = Segment(0, 0, (5,) * num_tokens, (-0.5,) * num_tokens)
-    return Trajectory(f"3.{num_tokens}", PROMPT, (segment,) if num_tokens else (), reason, reward)
+    segment = Segment.sampled(0, 0, (5,) * num_tokens, (-0.5,) * num_tokens)
+    return Trajectory.of(f"3.{num_tokens}", PROMPT, (segment,) if num_tokens else (), reason, reward)
 
 
 def group(*trajectories: Trajectory) -> Group:

@@ -2,11 +2,11 @@
 the staleness bound."""
 
 import asyncio
-import json
 import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +16,7 @@ from bapo_megatron.errors import EngineError
 from bapo_megatron.rollout.dispatch import sample_seed
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.types import Group, Trajectory
+from tests.states import through_checkpoint
 from tests.unit.test_scheduler import STOP, ClockLoop, ScriptedEngine, make, run_on_clock
 
 
@@ -80,14 +81,14 @@ def check(scheduler: Scheduler, trained: Sequence[Group]) -> None:
     samples = [t for g in trained for t in g.trajectories]
     assert len({t.sample_id for t in samples}) == len(samples)
     for t in samples:
-        assert t.response_ids == expected(t)
-        assert t.behaviour_logprobs == tuple(-0.01 * (i + 1) for i in range(t.num_response_tokens))
+        assert tuple(t.sampled_ids) == expected(t)
+        assert t.behaviour_logprobs.tolist() == [np.float32(-0.01 * (i + 1)) for i in range(t.num_sampled_tokens)]
         assert list(t.versions) == sorted(t.versions)
     scheduler.ledger.check(scheduler.book.buffered())
     for t in scheduler.book.buffered():
-        assert t.response_ids == expected(t)[: t.num_response_tokens]
-    num_buffered = sum(t.num_response_tokens for t in scheduler.book.buffered())
-    num_trained = sum(t.num_response_tokens for t in samples)
+        assert tuple(t.sampled_ids) == expected(t)[: t.num_sampled_tokens]
+    num_buffered = sum(t.num_sampled_tokens for t in scheduler.book.buffered())
+    num_trained = sum(t.num_sampled_tokens for t in samples)
     assert scheduler.ledger.num_tokens["generated"] == num_trained + num_buffered
 
 
@@ -135,7 +136,7 @@ def test_the_tail_is_aborted_and_resumed_with_newer_weights(budget: int | None) 
     assert engine.num_running == 0, "nothing is left running between steps"
     trained = [t for batch in batches for g in batch for t in g.trajectories]
     assert any(len(set(t.versions)) > 1 for t in trained)
-    assert any(t.num_response_tokens > 40 for t in trained)
+    assert any(t.num_sampled_tokens > 40 for t in trained)
     if budget is not None:
         assert all(r.max_new_tokens <= budget for r in engine.requests)
 
@@ -149,7 +150,7 @@ def test_a_step_does_not_wait_for_the_tail() -> None:
     groups, _ = run_on_clock(asyncio.wait_for(scheduler.take(0, 0), 60))
     assert groups is not None
     begun = [*(t for g in groups for t in g.trajectories), *scheduler.book.buffered()]
-    assert all(t.num_response_tokens < 40 for t in begun)
+    assert all(t.num_sampled_tokens < 40 for t in begun)
     assert any(len(expected(t)) > 40 for t in begun), "or none was slow"
 
 
@@ -264,14 +265,14 @@ def test_state_saved_while_sampling_goes_on_loses_and_repeats_nothing() -> None:
             engine.version = step + 1
             scheduler.pool.expect(step + 1)
         assert engine.num_running > 0, "requests are under way while the state is saved"
-        saved = json.dumps(scheduler.state_dict())
+        saved = through_checkpoint(scheduler.state_dict())
         await scheduler.close()
         return trained, saved
 
     engine = TimedEngine()
     head, saved = run_on_clock(first(engine, make(engine, **options)))
     second = make(engine, **options)
-    second.load_state_dict(json.loads(saved))
+    second.load_state_dict(saved)
     assert second.ledger.counts()["running"] == 0
 
     async def rest() -> list[Group]:
@@ -295,7 +296,7 @@ def test_a_bound_that_is_lowered_between_runs_holds_from_then_on(judge_s: float)
     first = make(engine, max_staleness=12, **options)
     head = run_on_clock(train(first, [engine], num_steps=4, updates=1))
     second = make(engine, max_staleness=2, **options)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    second.load_state_dict(through_checkpoint(first.state_dict()))
     score = second._score
 
     def judge(trajectories: Sequence[Trajectory]) -> Sequence[float]:
@@ -326,7 +327,7 @@ def test_a_bound_that_is_lowered_between_runs_holds_from_then_on(judge_s: float)
         assert max(step - v for g in groups for t in g.trajectories for v in t.versions) <= 2
     samples = [t for groups in (*head, *tail) for g in groups for t in g.trajectories]
     assert len({t.sample_id for t in samples}) == len(samples)
-    assert all(t.response_ids == expected(t) for t in samples)
+    assert all(tuple(t.sampled_ids) == expected(t) for t in samples)
     second.ledger.check(second.book.buffered())
     assert 0 < num_stale == second.book.num_dropped["stale"]
 

@@ -23,7 +23,7 @@ from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import DIGEST, TensorSpec, digest
 from bapo_megatron.errors import BroadcastLostError, EngineError, RequestRefusedError, UnreachableEngineError
 from bapo_megatron.sync import broadcast, session
-from bapo_megatron.sync.base import push_until_whole
+from bapo_megatron.sync.base import RankZeroChannel
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.sync.session import Members
 from tests.distributed import HANG_S
@@ -240,7 +240,7 @@ class World:
         self.channel.connect(self.learner.weight_specs())
 
     def push(self) -> None:
-        push_until_whole(self.channel, self.learner)  # type: ignore[arg-type]
+        RankZeroChannel(self.channel).push(self.learner)  # type: ignore[arg-type]
 
     def assert_goes_on(self, *names: str) -> None:
         """These hold the learner's weights and generate; no other one may be asked."""
@@ -270,7 +270,6 @@ def use_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broadcast, "form_group", FakeGroup.form)
     use_clock(monkeypatch)
-    monkeypatch.setattr("bapo_megatron.sync.base.share_flag", lambda value: value)
 
 
 @pytest.mark.parametrize("num_engines", [1, 3])
@@ -530,7 +529,7 @@ def test_a_learner_that_breaks_its_word_is_an_error_and_nothing_goes_on(loop: Lo
 
 def test_stats_say_where_the_time_went(loop: LoopThread) -> None:
     world = World(loop, 2)
-    stats = push_until_whole(world.channel, world.learner)  # type: ignore[arg-type]
+    stats = RankZeroChannel(world.channel).push(world.learner)  # type: ignore[arg-type]
     assert (stats.num_bytes, stats.num_tensors, stats.num_buckets) == (6 * 32, 6, 3)
     metrics = stats.metrics()
     stages = ["pause", "gather", "broadcast", "verify", "resume"]

@@ -82,7 +82,6 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LazyGroup]]:
     monkeypatch.setattr(group.dist, "destroy_process_group", destroy)
     use_clock(monkeypatch)
     monkeypatch.setattr(broadcast._Sender, "_device", "cpu")
-    monkeypatch.setattr("bapo_megatron.sync.base.share_flag", lambda value: value)
     yield formed
     for lazy in formed:
         lazy.is_met.set()

@@ -1,26 +1,116 @@
-"""Groups keep every bit on their way through JSON, and older files are read."""
+"""Groups keep every bit of every stream on their way through JSON and arrays, and segments join."""
 
 import json
+from collections.abc import Callable
+from typing import Any
 
-from bapo_megatron.types import Group, Prompt, Segment, Trajectory
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bapo_megatron.tokens import CORE_STREAMS, JoinedRows, TokenStream, encoded_rows
+from bapo_megatron.types import Batch, Group, MicroBatch, Prompt, Segment, Trajectory, with_values
 
 PROMPT = Prompt(7, (1, 2), "3+5=", {"answer": 8}, "chains")
 GROUP = Group(
     PROMPT,
     (
-        Trajectory("7.0", PROMPT, (Segment(4, 2, (5, 6), (-0.1, -1e-17)), Segment(5, 3, (9,), (-2.5,))), "stop", 1.0),
-        Trajectory("7.1", PROMPT),
+        Trajectory.of(
+            "7.0",
+            PROMPT,
+            (Segment.sampled(4, 2, (5, 6), (-0.1, -1e-17)), Segment.sampled(5, 3, (9,), (-2.5,))),
+            "stop",
+            1.0,
+        ),
+        Trajectory.of("7.1", PROMPT),
     ),
 )
+ROUTES = TokenStream("routes", "uint8", (3, 2), on="fed")
+SCORES = TokenStream("scores", "float32", missing=-1.0)
 
 
-def test_a_group_comes_back_from_json_bit_for_bit() -> None:
-    assert Group.from_json(json.loads(json.dumps(GROUP.to_json()))) == GROUP
+def rows_of(first: int, num: int) -> np.ndarray:
+    return (np.arange(first, first + num)[:, None, None] + 10 * np.arange(3)[:, None] + np.arange(2)).astype(np.uint8)
 
 
-def test_segments_of_older_files_name_their_log_probs_otherwise() -> None:
-    value = GROUP.to_json()
-    for trajectory in value["trajectories"]:
-        for segment in trajectory["segments"]:
-            segment["logprobs"] = segment.pop("behaviour_logprobs")
-    assert Group.from_json(value) == GROUP
+def through_json(group: Group) -> Any:
+    return json.loads(json.dumps(group.to_json(), default=encoded_rows))
+
+
+def through_arrays(group: Group) -> Any:
+    rows = JoinedRows()
+    structure = json.loads(json.dumps(with_values(group.to_json(), rows.put)))
+    joined = JoinedRows(rows.arrays())
+    value = with_values(structure, joined.take)
+    joined.check_empty()
+    return value
+
+
+WAYS = pytest.mark.parametrize("way", [through_json, through_arrays])
+
+
+@WAYS
+def test_a_group_comes_back_bit_for_bit(way: Callable[[Group], Any]) -> None:
+    assert Group.from_json(way(GROUP)) == GROUP
+
+
+@WAYS
+@given(pieces=st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.integers(1, 3)), max_size=8))
+def test_fed_rows_arrive_with_the_next_reply_and_lie_with_the_next_token(
+    way: Callable[[Group], Any], pieces: list[tuple[int, bool, int]]
+) -> None:
+    """Row i, of any stream, is made of i: so each row tells whose it is."""
+    trajectory = Trajectory.of("7.1", PROMPT)
+    version = 0
+    for grows_older, is_answered, num in pieces:
+        version += grows_older
+        start = trajectory.num_tokens
+        if is_answered:
+            trajectory = trajectory.extended([Segment.given("environment", range(start, start + num))], None)
+            continue
+        num_fed = trajectory.num_fed([ROUTES])
+        late = {ROUTES: rows_of(num_fed, start - num_fed)}
+        scores = np.arange(start, start + num, dtype=np.float32)
+        rows = {ROUTES: rows_of(start, num), SCORES: scores}
+        new = Segment.sampled(version, 0, range(start, start + num), [-float(i) for i in range(num)], rows)
+        trajectory = trajectory.extended([new], None, late)
+        assert trajectory.num_fed([ROUTES]) == trajectory.num_tokens
+    group = GROUP.grown(trajectory)
+    assert Group.from_json(way(group), [ROUTES, SCORES]) == group
+    found = group.trajectories[1]
+    assert found.token_ids.tolist()[2:] == list(range(2, found.num_tokens))
+    at = 0
+    for number, segment in enumerate(found.segments):
+        if ROUTES in segment.rows:
+            expected = rows_of(at, segment.num_tokens)
+            assert np.array_equal(segment.rows[ROUTES][number == 0 :], expected[number == 0 :])
+        if SCORES in segment.rows:
+            assert segment.rows[SCORES].tolist() == list(range(at, at + segment.num_tokens))
+        assert not segment.token_ids.flags.writeable
+        at += segment.num_tokens
+    assert sum(s.num_tokens for s in found.segments if ROUTES in s.rows) in (0, found.num_fed([ROUTES]))
+    assert group.trajectories[0].segments[0] is found.segments[0], "rows of the prompt are kept once"
+
+
+@pytest.mark.parametrize(
+    ("stream", "values", "said"),
+    [
+        (ROUTES, np.zeros((2, 3, 2), np.int16), "rows are int16, not uint8"),
+        (ROUTES, np.zeros((3, 3, 2), np.uint8), r"rows of shape \[3, 3, 2\], not \[2, 3, 2\]"),
+        (ROUTES, "AAAA", "3 bytes are not rows of 6"),
+        (ROUTES, [1, 2], r"rows of shape \[3, 2\] must be base64"),
+        (SCORES, [1.0], r"rows of shape \[1\], not \[2\]"),
+        (SCORES, [1.0, True], "row 1 is not a number"),
+        (SCORES, None, "must be a list of numbers"),
+    ],
+)
+def test_rows_that_do_not_fit_are_named(stream: TokenStream, values: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=f"stream {stream.name}: {said}"):
+        stream.checked(values, 2)
+
+
+def test_core_values_have_attributes_of_their_stream() -> None:
+    for stream in CORE_STREAMS:
+        assert f"{stream.name}_T" in Batch.__dataclass_fields__
+        assert stream.on != "sampled" or f"{stream.name}_R" in MicroBatch.__dataclass_fields__

@@ -14,6 +14,7 @@ from bapo_megatron.hf.shape import ModelShape, entries
 from bapo_megatron.hf.splits import Entry
 from bapo_megatron.learner.hf.names import Slicer, canonical, from_shards, to_shard
 from bapo_megatron.learner.parallel import ParallelLayout, device, raising_together
+from bapo_megatron.runtime.ranks import failing_together
 
 
 def parameters_by_global_name(chunks: Iterable[Module]) -> dict[str, Parameter]:
@@ -98,12 +99,26 @@ def gather_weights(
         model: this rank's chunks of the model.
         tensor_of: maps a parameter to the tensor to gather, of the parameter's shape, e.g. its gradient. All ranks that
             hold the parameter call it in the same order: it may be collective over data ranks.
+
+    Raises:
+        UserError: at the end, on every rank: `tensor_of` failed on one, which is named.
     """
     parameters = parameters_by_global_name(model)
-    dtype = tensor_of(next(model.parameters())).dtype
+    failures: list[Exception] = []
+    first = next(model.parameters())
+    dtype = first.dtype
+
+    def held(parameter: Parameter) -> Tensor:
+        try:
+            return tensor_of(parameter)
+        except Exception as problem:  # other ranks wait in the gathers to come: take part in them
+            failures.append(problem)
+            return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+
+    dtype = held(first).dtype
     for entry in entries(shape):
         stage, axis = _stage(entry, shape, layout), layout.axes[entry.axis]
-        shard = tensor_of(parameters[entry.megatron_name]) if layout.pipeline_rank == stage else None
+        shard = held(parameters[entry.megatron_name]) if layout.pipeline_rank == stage else None
         tensors: list[Tensor] = []
         if shard is not None and axis.is_first_copy:
             shards = [shard]
@@ -122,6 +137,9 @@ def gather_weights(
                     dist.recv(tensor, src=layout.pipeline_group_rank(stage), group=layout.pipeline_group)
         for i, name in enumerate(entry.hf_names):
             yield name, tensors[i] if layout.rank == 0 else torch.empty(0)
+    with failing_together():
+        if failures:
+            raise failures[0]
 
 
 def _stage(entry: Entry, shape: ModelShape, layout: ParallelLayout) -> int:
