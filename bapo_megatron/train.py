@@ -98,12 +98,12 @@ def train(
     weights_dir, callees = run_dir.path / "weights", (engines.pool, engines.loop.submit) if engines else None
     channel = open_channel(config.sync, callees, folder=weights_dir, hf_path=learner.hf_path) if samples else None
     if channel:
-        channel.connect(learner)
+        channel.connect(learner.weights())
 
     def push() -> dict[str, float]:
         """Send the weights to every engine, if any, as a new version."""
         with phases.pushing():
-            return channel.push(learner).metrics() if channel else {}
+            return channel.push(learner.weights()).metrics() if channel else {}
 
     def evaluate(num_done: int) -> dict[str, float]:
         """Evaluate the weights that were just pushed, if that is due after so many steps."""
