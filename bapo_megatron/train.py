@@ -27,13 +27,14 @@ from bapo_megatron.algorithms.bound_search import BoundSearchState
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.buffer.packing import sequences_of
 from bapo_megatron.checkpoint.store import CheckpointStore, Saveable
+from bapo_megatron.config.families import token_streams
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.learner.base import Learner, UpdatesState
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.values import ValueAdvantages
-from bapo_megatron.learner.whole_batch import policy_passes, update_pass, with_fixed_logprobs
+from bapo_megatron.learner.whole_batch import policy_passes, scorers_of, update_pass, with_scores
 from bapo_megatron.monitor.profile import StepProfiler
 from bapo_megatron.monitor.record import Recorder, SilentRecorder, UpdateMetrics
 from bapo_megatron.monitor.rundir import RunDir
@@ -83,6 +84,7 @@ def train(
     shares = BatchShares(layout.data_rank, layout.pipeline_rank, layout.layers_of_stage, config.parallel.timeout_s)
     rollouts = SharedRollouts(config, first, recorder.keep_samples, shares)
     finder = BoundsFinder(config, learner)
+    scorers = scorers_of(config, learner, learner.reference)
     store = CheckpointStore(
         run_dir.checkpoints_dir,
         config.checkpoint,
@@ -90,6 +92,7 @@ def train(
         state_type=RunState,
         run_id=run_dir.run_id,
         vocab_size=load_hf_config(model_path)["vocab_size"],
+        streams=token_streams(config.model.family, model_path),
     )
     models: dict[str, Saveable] = {"learner": learner, **advantages.parts}
     HEARTBEAT.beat(TRAINER, "looking for a checkpoint")
@@ -112,13 +115,13 @@ def train(
     for step in profiler.steps(watch.steps(stop.steps(range(first_step, config.train.num_steps)))):
         updates = UpdateMetrics(config)
         with watch.span("rollout"):
-            passes = advantages.passes(step) + policy_passes(config, step, learner, learner.reference)
+            passes = advantages.passes(step) + policy_passes(config, step, learner, scorers)
             plan = partial(sequences_of, passes, data_size=layout.data_size)
             batch = rollouts.next_batch(step, learner.version, push, plan)
         with watch.span("critic"):
             batch = advantages.on(batch, step)
         with watch.span("score"):
-            batch = with_fixed_logprobs(batch, learner, learner.reference, config)
+            batch = with_scores(batch, scorers, learner, config)
         for minibatch in _optimizer_steps(batch, config, step, learner):
             with watch.span("score"):
                 bounds = finder.find(minibatch)
