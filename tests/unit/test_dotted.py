@@ -178,7 +178,8 @@ def test_a_client_that_is_not_an_engine_is_named_before_anything_is_sent() -> No
     assert message.startswith(
         'rollout.engine="own_parts:client": it returned an object of type Options, which has no url, '
     )
-    assert "update_weights" in message
+    assert "generate_many" in message
+    assert "transport.take" in message
     assert "\n" not in message
     assert message.endswith(f"Expected: {ENGINE_CLIENT.expected}")
 
