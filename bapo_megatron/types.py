@@ -230,6 +230,16 @@ class Trajectory:
             num += segment.num_tokens
         return max(num, 1)
 
+    def check_complete(self, streams: Iterable[TokenStream]) -> None:
+        """Raise ValueError if rows of engines' `streams` are missing up to the last sampled token, and are needed."""
+        needed = [stream for stream in streams if stream.missing is None]
+        last = max((i for i, s in enumerate(self.segments) if isinstance(s.origin, Sampled)), default=-1)
+        for number, segment in enumerate(self.segments[: last + 1]):
+            for stream in needed:
+                has_rows = stream.on == "fed" or isinstance(segment.origin, Sampled)
+                if has_rows and stream not in segment.rows:
+                    raise ValueError(f"stream {stream.name}: is missing in segment {number}")
+
     def extended(self, segments: Iterable[Segment], late: Rows | None = None) -> Trajectory:
         """Return the sequence with more tokens, merging segments of one origin.
 
@@ -263,7 +273,7 @@ class Trajectory:
             rows = dict(segment.rows)
             for stream, values in late.items():
                 first = start - starts[stream]
-                if stream not in rows and first + segment.num_tokens > 0:
+                if stream not in rows and (number == 0 or first + segment.num_tokens > 0):
                     part = values[max(first, 0) : first + segment.num_tokens]
                     rows[stream] = stream.joined([stream.filled(1), part] if number == 0 else [part])
             yield segment if len(rows) == len(segment.rows) else replace(segment, rows=rows)
@@ -639,6 +649,7 @@ class Group:
                     segments = [_segment(segment, named, vocab_size) for segment in t["segments"]]
                     has_own = bool(segments) and segments[0].origin == Given("prompt")
                     trajectories.append(Trajectory(tuple(segments if has_own else [first, *segments])))
+                    trajectories[-1].check_complete(named.values())
                 facts: dict[str, Any] = {name: fact for name, fact in s["need"].items() if name != "needs"}
                 need = _NEEDS[s["need"]["needs"]](**facts)
                 sample = Sample(s["sample_id"], prompt, tuple(trajectories), need, s["state"], tuple(s["turn_rewards"]))
@@ -733,6 +744,12 @@ class Batch:
         ends_S = self.seq_lens_S.cumsum(0)
         return ends_T1[ends_S] - ends_T1[ends_S - self.seq_lens_S]
 
+    def having(self, stream: TokenStream, rows_T: Tensor) -> Batch:
+        """Return the batch with one more stream, in place of an earlier one of its name."""
+        if stream in CORE_STREAMS:
+            return replace(self, **{f"{stream.name}_T": rows_T})  # type: ignore[arg-type]
+        return replace(self, extra={**self.extra, stream: rows_T})
+
     @property
     def values(self) -> dict[TokenStream, Tensor]:
         """All values of its tokens, by stream."""
@@ -763,13 +780,17 @@ class MicroBatch:
     mask_R: Tensor  # bool
     proximal_logprobs_R: Tensor | None = None  # float32; None unless the Batch has them
     reference_logprobs_R: Tensor | None = None  # float32; None unless the Batch has them
-    extra: Mapping[TokenStream, Tensor] = field(
-        default_factory=dict
-    )  # [R, *shape]; of fed tokens [T, *shape], by input
+    extra: Mapping[TokenStream, Tensor] = field(default_factory=dict)
+    """Streams of models and plugins: [R, *shape] of sampled tokens, [T, *shape] of fed ones, by input. Of a staged
+    stream, a row has the layers of this rank's stage alone."""
 
     @property
     def num_tokens(self) -> int:
         return self.token_ids_T.numel()
+
+    def named(self, name: str) -> Tensor:
+        """Return the rows of a stream in `extra`. Raises KeyError."""
+        return {stream.name: rows for stream, rows in self.extra.items()}[name]
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch with all tensors but the description of the pack on `device`."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.buffer.batch import BatchBuilder, BuilderState
+from bapo_megatron.config.families import token_streams
 from bapo_megatron.config.schema import Config, EvalSet
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.engines.connected import ConnectedEngines
@@ -184,7 +185,9 @@ def connect_rollouts(config: Config, model_path: Path, urls: Sequence[str]) -> R
     judge = TextJudge(RewardScorer(config), tokenizer)
     # The responses of a group are judged one by one, each of them twice.
     driver = JudgeOnce(judge, 2 * config.reward.timeout_s * config.rollout.samples_per_prompt)
-    engines = ConnectedEngines.connect(config.rollout, urls, load_hf_config(model_path)["vocab_size"], key)
+    streams = token_streams(config.model.family, model_path)
+    vocab_size = load_hf_config(model_path)["vocab_size"]
+    engines = ConnectedEngines.connect(config.rollout, urls, vocab_size, key, streams)
     scheduler = Scheduler(
         config.rollout,
         pool=engines.pool,
@@ -194,6 +197,7 @@ def connect_rollouts(config: Config, model_path: Path, urls: Sequence[str]) -> R
         seed=config.run.seed,
         keep=group_filter(config),
         updates_per_step=config.train.minibatches_per_step * config.train.epochs_per_step,
+        streams=streams,
     )
     evaluation = None
     if config.eval.interval_steps is not None:

@@ -100,12 +100,12 @@ class Policy:
             for name, t in self._base.items()
         }
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.weights(self.version).items():
             self._while_gathering()
             yield name, tensor
 
-    def weight_specs(self) -> list[TensorSpec]:
+    def manifest(self) -> list[TensorSpec]:
         return [TensorSpec.of(name, tensor) for name, tensor in self.weights(self.version).items()]
 
     def save(self, version: int, folder: Path) -> Path:
@@ -288,7 +288,7 @@ class Campaign:
         watch = self._loop.submit(pool.watch())
         self._scheduler = scheduler = self._new_scheduler(pool, settings)
         self._channel = BroadcastChannel(pool, SyncConfig(bucket_mib=1.0, timeout_s=NEVER_S), self._loop.submit)
-        self._channel.connect(self.policy.weight_specs())
+        self._channel.connect(self.policy.manifest())
         self._push()
         for faults in plan:
             self._let_all_happen()

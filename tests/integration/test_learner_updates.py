@@ -17,7 +17,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, ConfigError, DivergedError
 from bapo_megatron.learner.hf.convert import gather_weights
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.learner.whole_batch import with_fixed_logprobs
+from bapo_megatron.learner.whole_batch import scorers_of, with_scores
 from bapo_megatron.types import MiniBatch
 from tests.distributed import run_distributed
 from tests.integration.learner_reference import (
@@ -77,7 +77,7 @@ def check_kl(root: Path, layout: dict[str, Any], estimator: str) -> None:
     path = str(root / "reference")
     config = kl_config(layout, kl_coef=START, kl_target=TARGET, kl_estimator=estimator, reference_path=path)
     learner = MegatronLearner(config, root / "policy")
-    batch = with_fixed_logprobs(random_batch(), learner, learner.reference, config)
+    batch = with_scores(random_batch(), scorers_of(config, learner, learner.reference), learner, config)
     wanted_T = torch.load(root / "reference.pt", weights_only=True)
     is_response_T = batch.behaviour_logprobs_T != 0
     assert batch.reference_logprobs_T is not None
@@ -103,7 +103,7 @@ def check_policy_as_reference(root: Path) -> None:
     for loss in ({}, {"kl_coef": 100.0, "kl_estimator": "k2"}, {"kl_coef": 100.0}):
         config = kl_config({}, **loss)
         learner = MegatronLearner(config, root / "policy")
-        batch = with_fixed_logprobs(random_batch(), learner, learner.reference, config)
+        batch = with_scores(random_batch(), scorers_of(config, learner, learner.reference), learner, config)
         metrics = learner.step(make_minibatch(learner, 60, batch), BOUNDS).metrics
         assert metrics.get("loss/kl_reference") == (0.0 if loss else None)
         gradients.append({name: g.clone() for name, g in learner.named_gradients()})
@@ -138,7 +138,7 @@ def test_one_process(folder: Path) -> None:
 
 def whole_state(learner: MegatronLearner) -> dict[str, Tensor]:
     """Weights and both moments, on rank 0."""
-    state = {f"weight of {name}": tensor.clone() for name, tensor in learner.named_weights()}
+    state = {f"weight of {name}": tensor.clone() for name, tensor in learner.weights().whole()}
     for moment in MOMENTS:
         gather = partial(learner.adam.gather, name=moment)
         named = gather_weights(learner.model, learner.shape, learner.layout, gather)
@@ -174,7 +174,7 @@ def check_weight_decay(root: Path, layout: dict[str, Any]) -> None:
         learner = MegatronLearner(config.model_copy(update={"optimizer": optimizer}), root / "policy")
         minibatch = make_minibatch(learner, 60, random_batch())
         learner.step(minibatch, BOUNDS)
-        results.append({name: tensor.clone() for name, tensor in learner.named_weights()})
+        results.append({name: tensor.clone() for name, tensor in learner.weights().whole()})
         if weight_decay:
             check_skips(learner, minibatch)
         parallel_state.destroy_model_parallel()

@@ -22,9 +22,9 @@ from bapo_megatron.buffer.packing import (
 )
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape, model_shape
-from bapo_megatron.learner.whole_batch import with_proximal_logprobs
+from bapo_megatron.learner.whole_batch import Scorer, with_scores
 from bapo_megatron.preflight.known import KNOWN_MODELS
-from bapo_megatron.tokens import TokenStream
+from bapo_megatron.tokens import PROXIMAL_LOGPROBS, TokenStream
 from bapo_megatron.types import Batch, Ended, FinishReason, Group, MicroBatch, Prompt, Sample, Segment, TokenCounts
 
 
@@ -118,7 +118,8 @@ def test_masked_responses_are_forwarded_but_divide_nothing() -> None:
 def test_a_batch_can_be_masked_as_a_whole() -> None:
     batch = build_batch([truncated(group(1, 2, [3, 5]), 3, 5)], rollout={"truncated": "mask"})
     assert (batch.num_sequences, batch.num_trained_tokens) == (2, 0)
-    assert with_proximal_logprobs(batch, None, Config()) is batch, "there is nothing to score"
+    scorer = Scorer(PROXIMAL_LOGPROBS, None, None)
+    assert with_scores(batch, [scorer], None, Config()) is batch, "there is nothing to score"
 
 
 def rows(mb: MicroBatch) -> list[tuple]:

@@ -100,6 +100,10 @@ class GenerateBody(RequestBody):
     logprob_start_len: Literal[-1] | None = None
     top_logprobs_num: Literal[0] | None = None
     stream: Literal[False] = False
+    return_rows: tuple[str, ...] = ()  # streams of the model, by name; SGLang has none
+    num_fed: StrictInt | list[StrictInt] = (
+        1  # of each prompt: leading tokens whose rows of fed streams are not asked for
+    )
 
     @model_validator(mode="after")
     def _has_one_prompt(self) -> Self:
