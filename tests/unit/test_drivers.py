@@ -277,7 +277,7 @@ def test_an_environment_that_breaks_later_ends_the_run_too() -> None:
             return Failed("no browser") if len(self.asked) > 20 else await super().step(turn, state)
 
     scheduler = make(Rounds(), driver=driver(Breaks()), max_response_tokens=LIMIT)
-    with pytest.raises(UserError, match="40 groups in a row were dropped, the last one because its .*: no browser"):
+    with pytest.raises(UserError, match=r"40 groups in a row were dropped, the last one because its .*: no browser"):
         for step in range(9):
             run_on_clock(scheduler.take(step, 0))
 
