@@ -278,8 +278,7 @@ def test_an_environment_that_breaks_later_ends_the_run_too() -> None:
 
     scheduler = make(Rounds(), driver=driver(Breaks()), max_response_tokens=LIMIT)
     with pytest.raises(UserError, match=r"40 groups in a row were dropped, the last one because its .*: no browser"):
-        for step in range(9):
-            run_on_clock(scheduler.take(step, 0))
+        run_on_clock(train(scheduler, [], num_steps=9, updates=0))
 
 
 @pytest.mark.parametrize(
