@@ -64,7 +64,7 @@ class Engine(ScriptedEngine):
     def answer(self, request: GenerateRequest) -> GenerateResult:
         result = super().answer(request)
         assert isinstance(result, GenerateResult)
-        logprobs = tuple(-3.5 + 0.1 * ((7 * token + i) % 11 - 5) for i, token in enumerate(result.token_ids))
+        logprobs = tuple(-3.5 + 0.1 * ((5 * token + i) % 13 - 6) for i, token in enumerate(result.token_ids))
         return dataclasses.replace(result, behaviour_logprobs=logprobs)
 
 

@@ -271,6 +271,16 @@ def test_an_environment_that_only_fails_ends_the_run_with_its_reason() -> None:
         run_on_clock(scheduler.take(0, 0))
 
 
+def test_an_environment_that_breaks_later_ends_the_run_too() -> None:
+    class Breaks(Turns):
+        async def step(self, turn: TurnJson, state: Any) -> Answer:
+            return Failed("no browser") if len(self.asked) > 20 else await super().step(turn, state)
+
+    scheduler = make(Rounds(), driver=driver(Breaks()), max_response_tokens=LIMIT)
+    with pytest.raises(UserError, match=r"40 groups in a row were dropped, the last one because its .*: no browser"):
+        run_on_clock(train(scheduler, [], num_steps=9, updates=0))
+
+
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
