@@ -43,6 +43,15 @@ class TokenStream:
     least: float | None = None  # the bounds of valid values
     most: float | None = None
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for a declaration that contradicts itself."""
+        if not (isinstance(getattr(torch, self.dtype, None), torch.dtype) and self.dtype in np.sctypeDict):
+            raise ValueError(f"stream {self.name}: numpy and torch do not both have the type {self.dtype}")
+        if self.to == "owner's stage" and not self.shape:
+            raise ValueError(
+                f"stream {self.name}: the shape of a row must begin with the layers, to give a stage its part"
+            )
+
     @property
     def filler(self) -> float:
         """The value on tokens without a row, padding among them."""
@@ -52,6 +61,25 @@ class TokenStream:
     def row_bytes(self) -> int:
         """The size of one row."""
         return int(np.dtype(self.dtype).itemsize * np.prod(self.shape, dtype=int))
+
+    def check_kept(self, taken: Iterable[str]) -> None:
+        """Raise ValueError if an engine cannot return this stream, or its name is a core stream's or one of `taken`."""
+        self._check_name(taken)
+        if not self.kept or self.on == "token":
+            raise ValueError(f"stream {self.name}: engines return rows of sampled or fed tokens, which are kept")
+
+    def check_computed(self, taken: Iterable[str]) -> None:
+        """Raise ValueError if the learner cannot compute this stream within a step: see `check_kept`."""
+        self._check_name(taken)
+        if self.kept or self.on != "sampled" or self.to == "owner's stage":
+            raise ValueError(
+                f"stream {self.name}: a step computes rows of sampled tokens, of all layers: use kept=False, "
+                'on="sampled", and to="owner" or "every rank"'
+            )
+
+    def _check_name(self, taken: Iterable[str]) -> None:
+        if self.name in {*taken, *(stream.name for stream in CORE_STREAMS)}:
+            raise ValueError(f"stream {self.name}: the name is taken")
 
     def checked(self, values: Any, num_rows: int) -> Array:
         """Return the rows as a read-only array [num_rows, *shape].

@@ -25,12 +25,13 @@ from bapo_megatron.algorithms.bound_search import BoundSearchState
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.buffer.packing import sequences_of
 from bapo_megatron.checkpoint.store import CheckpointStore, Saveable
+from bapo_megatron.config.families import token_streams
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import Learner, UpdatesState
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.values import ValueAdvantages
-from bapo_megatron.learner.whole_batch import policy_passes, policy_updates, with_fixed_logprobs
+from bapo_megatron.learner.whole_batch import policy_passes, policy_updates, scorers_of, with_scores
 from bapo_megatron.monitor.profile import StepProfiler
 from bapo_megatron.monitor.record import Recorder, SilentRecorder, UpdateMetrics
 from bapo_megatron.monitor.rundir import RunDir
@@ -77,6 +78,7 @@ def train(
     layout = learner.layout
     advantages = ValueAdvantages(config, learner)
     finder = BoundsFinder(config, learner)
+    scorers = scorers_of(config, learner, learner.reference)
     HEARTBEAT.beat(TRAINER, "connecting prompts, judge and engines")
     samples, sampler = config.rollout.engine_kind.samples, None
     if layout.rank == 0:
@@ -91,6 +93,7 @@ def train(
         state_type=RunState,
         run_id=run_dir.run_id,
         vocab_size=learner.shape.vocab_size,
+        streams=token_streams(config.model.family, model_path),
     )
     models: dict[str, Saveable] = {"learner": learner, **advantages.parts}
     HEARTBEAT.beat(TRAINER, "looking for a checkpoint")
@@ -125,7 +128,7 @@ def train(
         profiler.begin(step)
         updates = UpdateMetrics(config)
         with phases.sampling(), watch.span("rollout"):
-            passes = advantages.passes(step) + policy_passes(config, step, learner, learner.reference)
+            passes = advantages.passes(step) + policy_passes(config, step, learner, scorers)
             plan = partial(sequences_of, passes, data_size=layout.data_size)
             while (batch := rollouts.next_batch(step, learner.version, plan)) is NEEDS_WEIGHTS:
                 push()  # the last engine has failed, and one is back
@@ -133,7 +136,7 @@ def train(
             with watch.span("critic"):
                 batch = advantages.on(batch, step)
             with watch.span("score"):
-                batch = with_fixed_logprobs(batch, learner, learner.reference, config)
+                batch = with_scores(batch, scorers, learner, config)
             for minibatch in policy_updates(config, step, learner.share).minibatches(batch):
                 with watch.span("score"):
                     bounds = finder.find(minibatch)

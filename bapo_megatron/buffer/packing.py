@@ -213,15 +213,18 @@ def pack(batch: Batch, sequences: Tensor, length: int, share: Share) -> MicroBat
         """Return the stream's rows of all tokens of the pack; those of fed tokens lie with the next one."""
         rows_T = values_T.new_full((length, *values_T.shape[1:]), stream.filler)
         at_T = token_T[position_ids_T[token_T] > 0] if stream.on == "fed" else token_T
-        rows_T[at_T - int(stream.on == "fed")] = values_T[here_T[at_T]]
+        rows_T[at_T - int(stream.on == "fed")] = values_T[place_T(stream)[at_T]]
         return rows_T
+
+    def place_T(stream: TokenStream) -> Tensor:
+        return source_T if stream.to == "every rank" else here_T
 
     token_ids_T = on_tokens(batch.token_ids_T, TOKEN_IDS)
     of_sampled: dict[str, Any] = {}  # by attribute
     extra: dict[TokenStream, Tensor] = {}
     for stream, values_T in batch.values.items():
         if stream.on == "sampled":
-            values_R = values_T[source_R if stream.to == "every rank" else here_T[sampled_R]]
+            values_R = values_T[place_T(stream)[sampled_R]]
             if stream in CORE_STREAMS:
                 of_sampled[f"{stream.name}_R"] = values_R
             else:

@@ -13,7 +13,7 @@ these last steps happen at a later step boundary: the writing threads take part 
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NotRequired, Protocol
 
@@ -37,6 +37,7 @@ from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.errors import CheckpointError, TornCheckpointError
 from bapo_megatron.runtime.files import regular_file
 from bapo_megatron.runtime.ranks import first_complaint, gather_json, rank_and_size
+from bapo_megatron.tokens import TokenStream
 from bapo_megatron.types import Count
 
 _NAME = re.compile(r"step-([0-9]{6}|[1-9][0-9]{6,17})")
@@ -75,6 +76,7 @@ class CheckpointStore:
         state_type: a TypedDict that describes the whole state.json.
         run_id: the run (`RunDir.run_id`) whose checkpoints these must be. None means any run.
         vocab_size: of the model, for the tokens in state.json.
+        streams: of the model, for the tokens in state.json.
     """
 
     def __init__(
@@ -85,10 +87,11 @@ class CheckpointStore:
         state_type: Any = dict[str, Any],
         run_id: str | None = None,
         vocab_size: int | None = None,
+        streams: Sequence[TokenStream] = (),
     ) -> None:
         self.folder = folder
         self._run_id = run_id
-        self._vocab_size = vocab_size
+        self._of_tokens = {"vocab_size": vocab_size, "streams": streams}
         self._state = TypeAdapter(state_type)
         self._config = config
         self._warn = warn
@@ -259,7 +262,7 @@ class CheckpointStore:
             body = _read_state(path)
             self._check_run(path, body.get("run"))
             version = body.get("parts", {}).get("learner", {}).get("version")
-            checked(self._state, body, path / STATE, {"vocab_size": self._vocab_size, "version": version})
+            checked(self._state, body, path / STATE, {**self._of_tokens, "version": version})
             for name in parts:
                 index, saved = read_index(path / name), body.get("parts", {}).get(name)
                 tied = (index.facts["version"], digest_of(path / name / INDEX))

@@ -24,8 +24,22 @@ from bapo_megatron.config.wording import closest, expected, shown
 from bapo_megatron.errors import UserError
 from bapo_megatron.metrics import METRICS, Metric
 
+if TYPE_CHECKING:
+    from bapo_megatron.tokens import TokenStream
+
 DEFAULT = "bapo"
 CUSTOM = "custom"  # tag of a loss of the user's own
+
+
+@dataclass(frozen=True, slots=True)
+class StepStream:
+    """A stream that the learner computes once in each step, before its first update, such as a teacher's log-probs."""
+
+    stream: "TokenStream"
+    """On sampled tokens, with kept=False. The loss finds its rows in `inputs.batch.extra[stream]`, [R, *shape]."""
+    make: Callable[[Any, Any], Callable[[Any], Sequence[Any]]]
+    """From `Config` and `Learner` to a function that computes rows. All ranks call both together. The function takes a
+    `MiniBatch`, and returns one tensor [R, *shape] for each micro-batch, or none off the last pipeline stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +54,8 @@ class Loss:
     """An `UpdateRule`, which is called with the options and [bapo]; its decision is `LossInputs.found`."""
     reads: RuleReads = "update"
     """The tokens that `rule` reads."""
+    streams: tuple[StepStream, ...] = ()
+    """What the learner computes for each token in a step."""
 
     def __call__(self, inputs: Any, options: Any) -> Any:
         """Call the function."""
@@ -98,6 +114,11 @@ class CustomLoss(LossConfig):
         return self.own.metrics
 
     @property
+    def streams(self) -> tuple[StepStream, ...]:  # type: ignore[override]
+        """Those that its `Loss` declares. Raises UserError: see `own`."""
+        return self.own.streams
+
+    @property
     def rule(self) -> Any:
         """The rule of its `Loss`, the search of [bapo], or none. Raises UserError: see `own`."""
         if self.search_bounds:
@@ -136,6 +157,11 @@ class CustomLoss(LossConfig):
         for metric in own.metrics:
             if problem := _problem(metric):
                 raise LOSS.error(self.name, f"its metric {metric.key} {problem}")
+        try:
+            for number, one in enumerate(own.streams):
+                one.stream.check_computed([other.stream.name for other in own.streams[:number]])
+        except ValueError as problem:
+            raise LOSS.error(self.name, str(problem)) from problem
         return own
 
     @cached_property

@@ -177,6 +177,8 @@ class LossConfig(Section):
 
     metrics: ClassVar[tuple[Any, ...]] = ()
     """`Metric`s of the loss's own, of fields of its record, besides those of metrics.toml."""
+    streams: ClassVar[tuple[Any, ...]] = ()
+    """`StepStream`s that the learner computes for it in each step."""
     rule: ClassVar[Any] = "bapo_megatron.algorithms.update_rules:NoBounds"
     """The `UpdateRule` that decides `LossInputs.found`, or its dotted path, as this file imports no torch."""
     searches_bounds: ClassVar[bool] = False

@@ -19,10 +19,12 @@ from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, KeyRefusedError, UserError
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
+from bapo_megatron.tokens import TokenStream
 
 T = TypeVar("T")
 
 _STATES_INTERVAL_S = 5.0
+_INFO_TIMEOUT_S = 60.0
 _MEMBERS = ("url", *(name for name in vars(Engine) if not name.startswith("_")))
 _OF_TRANSPORT = tuple(name for name in vars(WeightTransport) if not name.startswith("_"))
 
@@ -84,12 +86,22 @@ class ConnectedEngines:
         self._watches: list[concurrent.futures.Future[None]] = []
 
     @classmethod
-    def connect(cls, config: RolloutConfig, urls: Sequence[str], vocab_size: int, key: str | None) -> ConnectedEngines:
+    def connect(
+        cls,
+        config: RolloutConfig,
+        urls: Sequence[str],
+        vocab_size: int,
+        key: str | None,
+        streams: Sequence[TokenStream] = (),
+    ) -> ConnectedEngines:
         """Return the engines at these urls, which ask for this key, once all are healthy.
+
+        Args:
+            streams: of the model, that the engines are to return.
 
         Raises:
             EngineError: an engine refuses the key, or is not healthy within rollout.startup_timeout_s.
-            UserError: the engine's kind names a client that does not fit.
+            UserError: the engine's kind names a client that does not fit, or an engine lacks a stream.
         """
         timeout_s = config.startup_limit_s
         path = config.engine_kind.client
@@ -109,6 +121,7 @@ class ConnectedEngines:
             for num_ready, client in enumerate(clients):
                 HEARTBEAT.beat(TRAINER, f"engines ready: {num_ready}/{len(clients)}")
                 engines.loop.run(wait_healthy(client, timeout_s), 2 * timeout_s + 10, f"{client.url} to be healthy")
+                engines._check_streams(client, streams)
         except BaseException:
             engines.close()
             raise
@@ -126,6 +139,16 @@ class ConnectedEngines:
         for client in self._clients:
             self.loop.run(client.close(), 10.0, f"{client.url} to close")
         self.loop.close()
+
+    def _check_streams(self, client: Engine, streams: Sequence[TokenStream]) -> None:
+        """Raise UserError if an engine lacks a stream without which a token cannot be trained."""
+        if needed := [stream.name for stream in streams if stream.missing is None]:
+            info = self.loop.run(client.server_info(), _INFO_TIMEOUT_S, f"the description of {client.url}")
+            if lacking := [name for name in needed if name not in info.get("streams", ())]:
+                raise UserError(
+                    f"{client.url} does not return the stream {lacking[0]}, which the model's family declares: start "
+                    "the engine with the same model.family"
+                )
 
     async def _ask_states(self) -> None:
         while True:

@@ -454,11 +454,13 @@ def _rows(meta: dict[str, Any], request: GenerateRequest, num_new: int) -> Rows:
     sent, rows = _as_dict(meta.get("rows")), {}
     for stream in request.streams if num_new else ():
         num_rows = num_new + (len(request.token_ids) - request.num_fed if stream.on == "fed" else 0)
-        if stream.name not in sent and stream.missing is not None:
-            rows[stream] = stream.joined([stream.filled(num_rows)])
+        if stream.name not in sent:
+            if stream.missing is None:
+                raise _BadReplyError(f"stream {stream.name}: the reply has no rows of it")
+            rows[stream] = read_only(stream.filled(num_rows))
             continue
         try:
-            rows[stream] = stream.checked(sent.get(stream.name), num_rows)
+            rows[stream] = stream.checked(sent[stream.name], num_rows)
         except ValueError as problem:
             raise _BadReplyError(str(problem)) from None
     return rows

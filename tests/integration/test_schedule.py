@@ -16,7 +16,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.learner.whole_batch import with_proximal_logprobs
+from bapo_megatron.learner.whole_batch import proximal_scorer, with_scores
 from bapo_megatron.types import ClipBounds, MiniBatch
 from tests.distributed import HANG_S, run_distributed
 from tests.integration.learner_reference import ADAM_EPS, LR, SEARCH, TEMPERATURE, random_batch, save_random_model
@@ -65,7 +65,7 @@ class CountedLearner(MegatronLearner):
 def pack(learner: MegatronLearner, proximal: bool = False, num_minibatches: int = 1) -> list[MiniBatch]:
     batch = random_batch()
     if proximal:
-        batch = with_proximal_logprobs(batch, learner, learner.config)
+        batch = with_scores(batch, [proximal_scorer(learner)], learner, learner.config)
     max_tokens = learner.config.train.max_tokens_per_microbatch
     return list(
         minibatches(

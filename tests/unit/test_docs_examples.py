@@ -26,7 +26,7 @@ from bapo_megatron.metrics import METRICS, page
 from bapo_megatron.report.gallery import PANELS, with_named
 from bapo_megatron.report.history import read_history
 from bapo_megatron.rewards.shaping import group_filter
-from bapo_megatron.types import ClipBounds, Group, Prompt, Trajectory
+from bapo_megatron.types import ClipBounds, Ended, Group, Prompt, Sample
 from tests.distributed import HANG_S
 from tests.hf_models import SIZES, VOCAB_SIZE, save_randomised
 from tests.unit.loss_inputs import loss_inputs, sums_of
@@ -36,6 +36,7 @@ EXAMPLES = DOCS / "examples"
 EXTENDING, COMING_FROM = ((DOCS / name).read_text(encoding="utf-8") for name in ("extending.md", "coming-from.md"))
 OVERRIDES = re.search(r"bapo demo ((?:.*\\\n)*.*)", EXTENDING).group(1).replace("\\\n", " ").split()
 KEEP_NEAR = ("loss.name=keep_near:KEEP_NEAR", "loss.options.max_distance=0.2")
+DISTIL = ("loss.name=distil:DISTIL", "loss.options.teacher=demo")
 METRIC = "loss/cispo_cut_share"
 
 
@@ -60,8 +61,8 @@ def test_the_page_shows_every_example_in_full() -> None:
 
 def test_the_commands_pass_one_by_one_and_together(capsys: pytest.CaptureFixture[str]) -> None:
     commands = re.findall(r"^    bapo check configs/demo\.toml (.+)$", EXTENDING, re.MULTILINE)
-    assert len(commands) == 6
-    assert set(" ".join(commands).split()) == {*OVERRIDES, *KEEP_NEAR}
+    assert len(commands) == 7
+    assert set(" ".join(commands).split()) == {*OVERRIDES, *KEEP_NEAR, *DISTIL}
     for command in (*commands, " ".join(OVERRIDES)):
         assert check(capsys, *command.split()) == "", command
 
@@ -144,7 +145,9 @@ def test_hard_groups_are_kept() -> None:
     prompt = Prompt(0, (1,), "", "", "chains")
 
     def group(*rewards: float) -> Group:
-        return Group(prompt, tuple(Trajectory.of(f"0.{i}", prompt, reward=reward) for i, reward in enumerate(rewards)))
+        return Group(
+            prompt, tuple(Sample.of(f"0.{i}", prompt, need=Ended("stop", reward)) for i, reward in enumerate(rewards))
+        )
 
     keeps = group_filter(load_config(["demo"], ["rollout.keep_group=hard_groups:hard_groups"]))
     assert [keeps(group(*rewards)) for rewards in ((0, 1), (0, 1, 1, 1))] == [True, True]

@@ -21,12 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bapo_megatron.engines.embedded.streams import FedRows, Streams
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.families import EMBEDDING, FINAL_NORM, OUTPUT, Family
 from bapo_megatron.hf.reader import HFReader
 from bapo_megatron.hf.shape import ModelShape, entries, load_hf_config, model_shape, rotary_frequencies
 from bapo_megatron.hf.splits import Entry
+from bapo_megatron.hf.streams import model_streams
 
 _TOGETHER = 256  # tokens that are scored at a time: log-probs of the whole vocabulary take memory
 
@@ -59,8 +61,9 @@ class KVCache:
 class Model:
     """One checkpoint, ready to sample from."""
 
-    def __init__(self, spec: ModelShape, *, max_len: int, dtype: torch.dtype) -> None:
+    def __init__(self, spec: ModelShape, *, max_len: int, dtype: torch.dtype, streams: Streams | None = None) -> None:
         self.spec = spec
+        self.streams = streams or {}
         self.dtype = dtype
         self.named_weights: dict[str, Tensor] = {}
         self._memory: list[mmap.mmap] = []  # of the weights
@@ -92,12 +95,13 @@ class Model:
             CheckpointError: a file is missing, the family is not supported, or the weights do not fit config.json.
         """
         folder = Path(path)
-        spec = model_shape(load_hf_config(folder), folder, own=own)
+        hf_config = load_hf_config(folder)
+        spec = model_shape(hf_config, folder, own=own)
         if max_len > spec.max_positions:
             raise CheckpointError(
                 f"{folder}: a context of {max_len} tokens exceeds the model's {spec.max_positions} positions"
             )
-        model = cls(spec, max_len=max_len, dtype=dtype)
+        model = cls(spec, max_len=max_len, dtype=dtype, streams=model_streams(hf_config, own))
         with HFReader(folder) as read:
             read.check(spec)
             for name, weight in model.named_weights.items():
@@ -121,12 +125,15 @@ class Model:
             raise CheckpointError(f"{spec} was sent, and the model has {held}")
 
     @torch.inference_mode()
-    def prefill(self, token_ids_BT: Tensor, lengths_B: Tensor, cache: KVCache, first_row: int) -> Tensor:
+    def prefill(
+        self, token_ids_BT: Tensor, lengths_B: Tensor, cache: KVCache, first_row: int, fed: FedRows | None = None
+    ) -> Tensor:
         """Run right-padded sequences from position 0 into cache rows [first_row, first_row + B).
 
         Args:
             token_ids_BT: int64; tokens beyond a row's length are ignored.
             lengths_B: int64, each at least 1.
+            fed: computes rows of these tokens.
 
         Returns: logits float32 [B, V] of the token after each sequence.
         """
@@ -144,17 +151,18 @@ class Model:
             return out_BHTD.transpose(1, 2)
 
         cos_TD, sin_TD = self._cos_LD[:num_tokens], self._sin_LD[:num_tokens]
-        hidden_BTE = self._blocks(token_ids_BT, cos_TD[None, :, None], sin_TD[None, :, None], attend)
+        hidden_BTE = self._blocks(token_ids_BT, cos_TD[None, :, None], sin_TD[None, :, None], attend, fed)
         last_BE = hidden_BTE[torch.arange(num_rows), lengths_B - 1]
         return self._logits(last_BE)
 
     @torch.inference_mode()
-    def decode(self, token_ids_B: Tensor, positions_B: Tensor, cache: KVCache) -> Tensor:
+    def decode(self, token_ids_B: Tensor, positions_B: Tensor, cache: KVCache, fed: FedRows | None = None) -> Tensor:
         """Append one token to each of the cache rows [0, B), at the given positions.
 
         Args:
             token_ids_B: int64.
             positions_B: int64, the number of tokens that each row already holds.
+            fed: computes rows of these tokens.
 
         Returns: logits float32 [B, V] of the token after it.
         """
@@ -178,7 +186,7 @@ class Model:
             return out_BKGD.reshape(num_rows, 1, self.spec.num_heads, self.spec.head_dim)
 
         cos_BD, sin_BD = self._cos_LD[positions_B], self._sin_LD[positions_B]
-        hidden_B1E = self._blocks(token_ids_B[:, None], cos_BD[:, None, None], sin_BD[:, None, None], attend)
+        hidden_B1E = self._blocks(token_ids_B[:, None], cos_BD[:, None, None], sin_BD[:, None, None], attend, fed)
         return self._logits(hidden_B1E[:, 0])
 
     @torch.inference_mode()
@@ -196,7 +204,7 @@ class Model:
             return out_BHTD.transpose(1, 2)
 
         cos_TD, sin_TD = self._cos_LD[:num_tokens], self._sin_LD[:num_tokens]
-        hidden_BTE = self._blocks(token_ids_T[None], cos_TD[None, :, None], sin_TD[None, :, None], attend)
+        hidden_BTE = self._blocks(token_ids_T[None], cos_TD[None, :, None], sin_TD[None, :, None], attend, None)
         parts = []
         places = zip(hidden_BTE[0, first - 1 : -1].split(_TOGETHER), token_ids_T[first:].split(_TOGETHER), strict=True)
         for rows_NE, ids_N in places:
@@ -211,7 +219,7 @@ class Model:
         for memory in self._memory:
             memory.madvise(mmap.MADV_DONTNEED)
 
-    def _blocks(self, token_ids_BT: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def _blocks(self, token_ids_BT: Tensor, cos: Tensor, sin: Tensor, attend: Attend, fed: FedRows | None) -> Tensor:
         """Run all transformer layers; cos and sin broadcast against [B, T, heads, D]."""
         spec, activation = self.spec, _ACTIVATIONS[self.spec.activation]
         x_BTE = F.embedding(token_ids_BT, self._embed_VE)
@@ -227,8 +235,12 @@ class Model:
             out_BTHD = attend(index, _rotate(q_BTHD, cos, sin), _rotate(k_BTKD, cos, sin), v_BTKD)
             x_BTE = x_BTE + _linear(out_BTHD.flatten(2), layer, "self_attention.linear_proj")
             h_BTE = self._rms_norm(x_BTE, layer["pre_mlp_layernorm.weight"])
+            if fed is not None:
+                fed.see_layer(index, h_BTE, layer)
             gate_BTF, up_BTF = _linear(h_BTE, layer, "mlp.linear_fc1").chunk(2, dim=-1)
             x_BTE = x_BTE + _linear(activation(gate_BTF) * up_BTF, layer, "mlp.linear_fc2")
+        if fed is not None:
+            fed.see_end(x_BTE)
         return x_BTE
 
     def _logits(self, hidden_BE: Tensor) -> Tensor:

@@ -100,6 +100,10 @@ class GenerateBody(RequestBody):
     logprob_start_len: int | None = Field(default=None, ge=-1)  # of an only prompt, for max_new_tokens=0
     top_logprobs_num: int | None = Field(default=None, ge=0)
     stream: Literal[False] = False
+    return_rows: tuple[str, ...] = ()  # streams of the model, by name; SGLang has none
+    num_fed: StrictInt | list[StrictInt] = (
+        1  # of each prompt: leading tokens whose rows of fed streams are not asked for
+    )
 
     @model_validator(mode="after")
     def _has_one_prompt(self) -> Self:

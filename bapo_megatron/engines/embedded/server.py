@@ -35,6 +35,7 @@ from bapo_megatron.engines.embedded.weights import WeightUpdater
 from bapo_megatron.engines.key import take_key
 from bapo_megatron.errors import UserError, escaped
 from bapo_megatron.runtime.web import Guard
+from bapo_megatron.tokens import TokenStream
 
 if TYPE_CHECKING:
     from bapo_megatron.engines.embedded.text import TextModel
@@ -232,6 +233,7 @@ class Server:
             "paused": engine.paused,
             "num_generated_tokens": engine.num_generated_tokens,
             "tp_size": 1,
+            "streams": [stream.name for stream in engine.model.streams],
         }
         return web.json_response(info | await self._command(engine.load))
 
@@ -280,12 +282,24 @@ class Server:
             raise BadRequestError(f"sampling_params: {num_samples} samples in a request, more than {limit}; send fewer")
         if len(rids) != len(prompts) or len(set(rids)) != len(rids):
             raise BadRequestError(f"rid: need {len(prompts)} different ones")
+        streams = self._streams(body.return_rows)
+        num_fed = body.num_fed if isinstance(body.num_fed, list) else [body.num_fed] * len(prompts)
+        if len(num_fed) != len(prompts) or not all(1 <= n <= len(p) for n, p in zip(num_fed, prompts, strict=True)):
+            raise BadRequestError("num_fed: need one number for each prompt, from 1 to its length")
         sequences = [
-            self.engine.new_sequence(rid if p.n == 1 else f"{rid}_{i}", prompt, p, i)
-            for rid, prompt, p in zip(rids, prompts, params, strict=True)
+            self.engine.new_sequence(
+                rid if p.n == 1 else f"{rid}_{i}", prompt, p, i, streams=streams, num_fed=known - 1
+            )
+            for rid, prompt, p, known in zip(rids, prompts, params, num_fed, strict=True)
             for i in range(p.n)
         ]
         return sequences, not is_batch and params[0].n == 1
+
+    def _streams(self, names: tuple[str, ...]) -> tuple[TokenStream, ...]:
+        known = {stream.name: stream for stream in self.engine.model.streams}
+        if unknown := [name for name in names if name not in known]:
+            raise BadRequestError(f"return_rows: this model has no stream {unknown[0]!r}; it has {[*known]}")
+        return tuple(known[name] for name in names)
 
     def _token_ids(self, body: protocol.GenerateBody) -> list[int] | list[list[int]]:
         if body.text is None:
@@ -314,6 +328,8 @@ class Server:
             meta["output_token_logprobs"] = [(logprob, token_id, None) for logprob, token_id in pairs]
         if body.return_sampling_mask:
             meta["output_token_sampling_logprobs"] = sequence.cut_logprobs
+        if body.return_rows:
+            meta["rows"] = sequence.encoded_rows()
         reply = {"output_ids": sequence.output_ids, "meta_info": meta}
         if self._text is not None:
             reply["text"] = self._text.tokenizer.decode(sequence.output_ids, skip_special_tokens=True)
