@@ -114,19 +114,20 @@ def test_fed_rows_arrive_with_the_next_reply_and_lie_with_the_next_token(
 @WAYS
 def test_a_response_that_lacks_rows_is_named(way: Callable[[Group], Any]) -> None:
     """Rows of tokens that a reply has not yet brought may be missing, and those that have a value for it."""
-    sampled = Segment.sampled(0, 0, (3, 4), (-1.0, -1.0), {ROUTES: rows_of(5, 2)})
-    given_in_between = Segment.given("environment", (5, 6, 7), {ROUTES: rows_of(7, 3)})
+    needed = replace(ROUTES, missing=None)
+    sampled = Segment.sampled(0, 0, (3, 4), (-1.0, -1.0), {needed: rows_of(5, 2)})
+    given_in_between = Segment.given("environment", (5, 6, 7), {needed: rows_of(7, 3)})
     at_the_end = Segment.given("environment", (8,))
-    first = Segment.given("prompt", PROMPT.token_ids, {ROUTES: rows_of(0, 2)})
+    first = Segment.given("prompt", PROMPT.token_ids, {needed: rows_of(0, 2)})
     whole = [first, sampled, given_in_between, sampled, at_the_end]
     for number in range(5):
         segments = [replace(s, rows={}) if i == number else s for i, s in enumerate(whole)]
         group = Group(PROMPT, (Sample("7.1", PROMPT, (Trajectory(tuple(segments)),)),))
         if number == 4:
-            assert Group.from_json(way(group), [ROUTES, SCORES]) == group
+            assert Group.from_json(way(group), [needed, SCORES]) == group
         else:
             with pytest.raises(ValueError, match=r"response 7\.1 of prompt 7: stream routes: is missing"):
-                Group.from_json(way(group), [ROUTES, SCORES])
+                Group.from_json(way(group), [needed, SCORES])
 
 
 @WAYS
