@@ -47,7 +47,7 @@ class Session:
 
     @property
     def keeps_cache(self) -> bool:
-        """Whether requests go on with what they have computed with older weights."""
+        """Whether requests continue with what they have computed with older weights."""
         return self.pause_mode == "in_place"
 
     def connect(self, manifest: Sequence[TensorSpec]) -> Infos:

@@ -623,7 +623,7 @@ def test_scores_are_of_the_weights_in_use_and_leave_requests_alone(servers: Serv
 
 @pytest.mark.parametrize("mode", ["in_place", "abort"])
 def test_requests_outlive_a_push_as_the_channels_pause_mode_says(servers: Servers, mode: PauseMode) -> None:
-    """In place they go on with their cache; aborted, they return what they have."""
+    """In place they continue with their cache; aborted, they return what they have."""
     before = servers.version
     channel = BroadcastChannel(servers.pool, SyncConfig(timeout_s=HANG_S), servers.loop.submit, pause_mode=mode)
     channel.connect(servers.manifest("b"))
