@@ -234,11 +234,11 @@ class Trajectory:
         """Raise ValueError if rows of engines' `streams` are missing up to the last sampled token, and are needed."""
         needed = [stream for stream in streams if stream.missing is None]
         last = max((i for i, s in enumerate(self.segments) if isinstance(s.origin, Sampled)), default=-1)
-        for number, segment in enumerate(self.segments[: last + 1]):
+        for segment in self.segments[: last + 1]:
             for stream in needed:
                 has_rows = stream.on == "fed" or isinstance(segment.origin, Sampled)
                 if has_rows and stream not in segment.rows:
-                    raise ValueError(f"stream {stream.name}: is missing in segment {number}")
+                    raise ValueError(f"stream {stream.name}: is missing")
 
     def extended(self, segments: Iterable[Segment], late: Rows | None = None) -> Trajectory:
         """Return the sequence with more tokens, merging segments of one origin.

@@ -29,6 +29,7 @@ from bapo_megatron.checkpoint.shards import Piece, Snapshot
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.rollout.book import samples_fit
+from bapo_megatron.tokens import TokenStream
 from bapo_megatron.types import GroupJson
 from tests.distributed import HANG_S, in_new_process
 from tests.unit.saveable import TinyModel, save_whole, settings
@@ -496,7 +497,12 @@ class Groups(TypedDict):
     rollout: Annotated[Samples, AfterValidator(samples_fit)]
 
 
-ROWS = {"token_ids": np.array([3, 19]), "behaviour_logprobs": np.array([-0.5, 0.0], np.float32)}
+MARKS = TokenStream("marks", "uint8", (3,))
+ROWS = {
+    "token_ids": np.array([3, 19]),
+    "behaviour_logprobs": np.array([-0.5, 0.0], np.float32),
+    "marks": np.zeros((2, 3), np.uint8),
+}
 RESPONSE = "response 0.0 of prompt 0: stream "
 
 
@@ -513,13 +519,16 @@ RESPONSE = "response 0.0 of prompt 0: stream "
         ("behaviour_logprobs", np.float32([-0.5, np.nan]), f"{RESPONSE}behaviour_logprobs: row 1 is not"),
         ("behaviour_logprobs", np.float32([[-0.5], [-1.0]]), f"{RESPONSE}behaviour_logprobs: rows of shape [2, 1]"),
         ("routes", np.zeros(2, np.uint8), "stream routes: 2 rows are there, and 0 are needed"),
+        ("marks", np.zeros((2, 3), np.int8), f"{RESPONSE}marks: rows are int8, not uint8"),
+        ("marks", np.zeros((2, 2), np.uint8), f"{RESPONSE}marks: rows of shape [2, 2], not [2, 3]"),
+        ("marks", np.zeros((1, 3), np.uint8), "prompt 0: stream marks: 1 rows are there, and 0 + 2 are needed"),
         ("version", 1, "version: Value error, weight version 1 is newer than the weights, which have version 0"),
     ],
 )
 def test_values_that_no_run_saves_are_named_with_file_and_stream(
     tmp_path: Path, field: str, value: Any, said: str
 ) -> None:
-    segment = {"version": 0, "step": 0, "values": {"token_ids": 2, "behaviour_logprobs": 2}}
+    segment = {"version": 0, "step": 0, "values": dict.fromkeys(ROWS, 2)}
     prompt = {"prompt_id": 0, "token_ids": [1], "text": "", "answer": "", "source": "chains"}
     sample = {
         "sample_id": "0.0",
@@ -532,7 +541,7 @@ def test_values_that_no_run_saves_are_named_with_file_and_stream(
     rollout = {"active": [group], "finished": [], "rows": ROWS}
 
     def store() -> CheckpointStore:
-        return CheckpointStore(tmp_path, settings(), print, state_type=Groups, vocab_size=20)
+        return CheckpointStore(tmp_path, settings(), print, state_type=Groups, vocab_size=20, streams=[MARKS])
 
     path = store().save(1, {"learner": TinyModel(1)}, {"rollout": rollout})
     state = store().resume({"learner": TinyModel(0)})

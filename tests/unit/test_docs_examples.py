@@ -36,6 +36,7 @@ EXAMPLES = DOCS / "examples"
 EXTENDING, COMING_FROM = ((DOCS / name).read_text(encoding="utf-8") for name in ("extending.md", "coming-from.md"))
 OVERRIDES = re.search(r"bapo demo ((?:.*\\\n)*.*)", EXTENDING).group(1).replace("\\\n", " ").split()
 KEEP_NEAR = ("loss.name=keep_near:KEEP_NEAR", "loss.options.max_distance=0.2")
+DISTIL = ("loss.name=distil:DISTIL", "loss.options.teacher=demo")
 METRIC = "loss/cispo_cut_share"
 
 
@@ -60,8 +61,8 @@ def test_the_page_shows_every_example_in_full() -> None:
 
 def test_the_commands_pass_one_by_one_and_together(capsys: pytest.CaptureFixture[str]) -> None:
     commands = re.findall(r"^    bapo check configs/demo\.toml (.+)$", EXTENDING, re.MULTILINE)
-    assert len(commands) == 6
-    assert set(" ".join(commands).split()) == {*OVERRIDES, *KEEP_NEAR}
+    assert len(commands) == 7
+    assert set(" ".join(commands).split()) == {*OVERRIDES, *KEEP_NEAR, *DISTIL}
     for command in (*commands, " ".join(OVERRIDES)):
         assert check(capsys, *command.split()) == "", command
 

@@ -23,7 +23,8 @@ SEAMS = (LOSS, ADVANTAGE, KEEP_GROUP, REWARD, ENGINE, FAMILY)
 TYPES = {ENGINE: "EngineKind", FAMILY: "Family"}
 MODULE = """
 from pydantic import BaseModel
-from bapo_megatron.config.losses import Loss
+from bapo_megatron.config.losses import Loss, StepStream
+from bapo_megatron.tokens import TokenStream
 from bapo_megatron.config.schema_loss import RatioOptions
 from bapo_megatron.metrics import Metric
 from bapo_megatron.config.engines import EngineKind
@@ -63,6 +64,9 @@ TAKEN = Loss(loss, metrics=(metric(key="loss/entropy"),))
 OF_NOTHING = Loss(loss, metrics=(metric(of=""),))
 LAST = Loss(loss, metrics=(metric(tokens=None),))
 NO_SECTION = Loss(loss, metrics=(metric(panel="Clip fraction"),))
+STEP = TokenStream("mine", "float32", kept=False)
+KEPT = Loss(loss, streams=(StepStream(TokenStream("mine", "float32"), loss),))
+TWICE = Loss(loss, streams=(StepStream(STEP, loss), StepStream(STEP, loss)))
 
 def untyped_loss(inputs, options): return inputs, options
 def late_loss(inputs, options: "Options"): return inputs, options
@@ -178,7 +182,8 @@ def test_a_client_that_is_not_an_engine_is_named_before_anything_is_sent() -> No
     assert message.startswith(
         'rollout.engine="own_parts:client": it returned an object of type Options, which has no url, '
     )
-    assert "update_weights" in message
+    assert "generate_many" in message
+    assert "transport.take" in message
     assert "\n" not in message
     assert message.endswith(f"Expected: {ENGINE_CLIENT.expected}")
 
@@ -246,6 +251,8 @@ def test_a_mistyped_option_is_answered_with_a_suggestion(
         ("LAST", "its metric loss/mine needs tokens="),
         ("NO_SECTION", "its metric loss/mine needs a panel like"),
         ("LATE_MASKS", 'its rule masks tokens, which needs reads="update", not "earlier updates"'),
+        ("KEPT", "stream mine: a step computes rows of sampled tokens, of all layers"),
+        ("TWICE", "stream mine: the name is taken"),
         ("LOSS loss.search_bounds=true", "leave loss.search_bounds out"),
     ],
 )

@@ -20,7 +20,7 @@ from torch import Tensor
 from bapo_megatron.config.schema import SyncConfig
 from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.pool import EnginePool
-from bapo_megatron.engines.wire import DIGEST, TensorSpec, digest
+from bapo_megatron.engines.wire import DIGEST, Bucket, TensorSpec, digest
 from bapo_megatron.errors import BroadcastLostError, EngineError, RequestRefusedError, UnreachableEngineError
 from bapo_megatron.sync import broadcast, session
 from bapo_megatron.sync.base import RankZeroChannel
@@ -121,7 +121,8 @@ class ScriptedEngine:
         self.calls: list[str] = []
         self._num_taken = 0
         self._num_received: list[int] = []
-        self.capabilities = ["weight_manifest", "weight_digests", "gloo_only"]
+        self.extras = ["weight_manifest", "weight_digests"]
+        self.transport = self
         self._one_at_a_time = asyncio.Lock()
 
     async def _stage(self, name: str) -> None:
@@ -149,22 +150,23 @@ class ScriptedEngine:
         if self.is_dead:
             raise UnreachableEngineError(f"{self.url}: connection refused")
         return {
-            "capabilities": self.capabilities,
+            "capabilities": self.extras,
+            "transports": ["gloo"],
             "weight_version": self.version,
             "tp_size": 1,
         }
 
-    async def weights_manifest(self) -> list[TensorSpec]:
+    async def manifest(self) -> list[TensorSpec]:
         return [TensorSpec.of(name, tensor) for name, tensor in self.weights.items()]
 
-    async def begin_weight_update(self) -> None:
+    async def begin(self) -> None:
         await self._stage("begin")
         self._num_taken = 0
         self._num_received = []
 
-    async def update_weights(
-        self, specs: Sequence[TensorSpec], group_name: str, *, flat: bool, version: int | None
-    ) -> dict[str, str]:
+    async def take(self, bucket: Bucket, *, version: int | None, keeps_cache: bool) -> dict[str, str]:
+        specs = bucket.specs
+        assert not keeps_cache, "requests are retracted"
         index, self._num_taken = self._num_taken, self._num_taken + 1
         stage = "first bucket" if index == 0 else "last bucket" if version is not None else "middle bucket"
         if self.faults.get(stage) == "lie":
@@ -191,15 +193,15 @@ class ScriptedEngine:
         if version is not None:
             self.version, self.is_torn = str(version), False
 
-    async def end_weight_update(self) -> None:
+    async def end(self) -> None:
         await self._stage("end")
         if self.group is not None:
             self.group.sent.clear()
 
-    async def destroy_update_group(self, group_name: str) -> None:
-        assert group_name == FakeGroup.name
+    async def leave(self) -> None:
+        pass
 
-    async def weights_checksum(self) -> dict[str, Any]:
+    async def digests(self) -> dict[str, Any]:
         await self._stage("checksum")
         if self.faults.pop("weights", None):
             self.weights["w3"] = self.weights["w3"] + 1
@@ -292,7 +294,7 @@ def test_an_engine_that_fails_is_fenced_and_the_others_go_on(
     world = World(loop, num_engines)
     world.push()
     world.learner.version = 2
-    world.engines[1].faults = {stage: fault} if (stage, fault) != ("begin", "refuse") else {"begin": "die"}
+    world.engines[1].faults = {stage: fault}
     began_s, world.learner.num_read = clock.monotonic(), 0
     world.push()
     assert clock.monotonic() - began_s < (30 * TIMEOUT_S if fault == "hang" else TIMEOUT_S)
@@ -342,7 +344,7 @@ def test_an_engine_that_confirms_what_it_did_not_receive_is_fenced_and_not_who_l
     world = World(loop, 2)
     healthy, liar = world.engines
     if not proves:
-        liar.capabilities = ["weight_manifest", "gloo_only"]
+        liar.extras = ["weight_manifest"]
     healthy.faults, liar.faults = {stage: "lose"}, {stage: "lie"}
     world.push()
     world.assert_goes_on("a")
@@ -361,7 +363,7 @@ def test_a_broadcast_that_does_not_end_though_all_confirm_it_fences_who_has_no_p
     loop: LoopThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(loop, 2)
-    world.engines[1].capabilities = ["weight_manifest", "gloo_only"]
+    world.engines[1].extras = ["weight_manifest"]
     num_formed, wait = FakeGroup.num_formed, FakeGroup.wait
 
     def late(group: FakeGroup) -> bool:
