@@ -25,6 +25,10 @@ Transport = Literal["gloo", "nccl", "disk"]
 _SGLANG = ("gloo", "nccl", "disk")
 
 
+def _is_name(value: object) -> bool:
+    return isinstance(value, str)
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """The abilities that one server names."""
@@ -39,12 +43,9 @@ class Capabilities:
 
         Example: {"capabilities": ["score"], "transports": ["gloo"], "streams": ["routes"]}
         """
-        of_sglang = ["score", *(["release"] if info.get("enable_memory_saver") else [])]
-        return cls(
-            frozenset(info.get("streams", ())),
-            frozenset(info.get("transports", _SGLANG)),
-            frozenset(info.get("capabilities", of_sglang)),
-        )
+        of_sglang = ["score", "release"] if info.get("enable_memory_saver") else ["score"]
+        named = (info.get("streams", []), info.get("transports", [*_SGLANG]), info.get("capabilities", of_sglang))
+        return cls(*(frozenset(filter(_is_name, names if isinstance(names, list) else [])) for names in named))
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,8 +143,8 @@ class ConnectedEngines:
     def _check_streams(self, client: Engine, streams: Sequence[TokenStream]) -> None:
         """Raise UserError if an engine lacks a stream without which a token cannot be trained."""
         if needed := [stream.name for stream in streams if stream.missing is None]:
-            info = self.loop.run(client.server_info(), _INFO_TIMEOUT_S, f"the description of {client.url}")
-            if lacking := [name for name in needed if name not in info.get("streams", ())]:
+            found = self.loop.run(client.capabilities(), _INFO_TIMEOUT_S, f"the capabilities of {client.url}")
+            if lacking := [name for name in needed if name not in found.streams]:
                 raise UserError(
                     f"{client.url} does not return the stream {lacking[0]}, which the model's family declares: start "
                     "the engine with the same model.family"

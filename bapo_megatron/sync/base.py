@@ -94,7 +94,8 @@ class Channel(Protocol):
 
     pause_mode: PauseMode
     """What becomes of requests during a push. retract: they wait, and are computed anew with the new weights; abort:
-    they end with the tokens so far; in_place: they wait, and go on with what older weights have computed."""
+    they end with the tokens so far; in_place: they wait, and go on with what older weights have computed, which SGLang
+    uses for new requests with the same prefix too."""
 
     def connect(self, source: WeightSource) -> None:
         """Check that the engines can take these weights. Raises EngineError naming the URL and first difference."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
+from bapo_megatron.engines.base import Capabilities, PauseMode
 from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import DIGEST, Bucket, TensorSpec, digest
@@ -123,6 +124,7 @@ class ScriptedEngine:
         self._num_received: list[int] = []
         self.extras = ["weight_manifest", "weight_digests"]
         self.transport = self
+        self.keeps_cache = False
         self._one_at_a_time = asyncio.Lock()
 
     async def _stage(self, name: str) -> None:
@@ -166,7 +168,7 @@ class ScriptedEngine:
 
     async def take(self, bucket: Bucket, *, version: int | None, keeps_cache: bool) -> dict[str, str]:
         specs = bucket.specs
-        assert not keeps_cache, "requests are retracted"
+        assert keeps_cache == self.keeps_cache
         index, self._num_taken = self._num_taken, self._num_taken + 1
         stage = "first bucket" if index == 0 else "last bucket" if version is not None else "middle bucket"
         if self.faults.get(stage) == "lie":
@@ -540,3 +542,42 @@ def test_stats_say_where_the_time_went(loop: LoopThread) -> None:
     )
     assert metrics["sync/seconds"] == pytest.approx(sum(metrics[f"sync/{s}_s"] for s in stages))
     assert 0 < metrics["sync/generation_pause_s"] <= metrics["sync/seconds"]
+
+
+def test_an_engine_without_the_channels_transport_is_told_by_the_settings(loop: LoopThread) -> None:
+    world = World(loop, 1)
+    config = SyncConfig(backend="nccl", timeout_s=TIMEOUT_S)  # type: ignore[call-arg]
+    channel = BroadcastChannel(world.pool, config, loop.submit)
+    with pytest.raises(EngineError, match=r"http://a takes weights over gloo, not over nccl: set sync\.channel and"):
+        channel.connect(world.learner.manifest())
+
+
+@pytest.mark.parametrize("mode", ["abort", "in_place"])
+def test_engines_pause_in_the_mode_of_the_channel(loop: LoopThread, mode: PauseMode) -> None:
+    world = World(loop, 1)
+    modes: list[str] = []
+    pause = world.engines[0].pause
+
+    async def noted(mode: str) -> None:
+        modes.append(mode)
+        await pause(mode)
+
+    world.engines[0].pause = noted  # type: ignore[method-assign]
+    world.engines[0].keeps_cache = mode == "in_place"
+    config = SyncConfig(bucket_mib=64 / 2**20, timeout_s=TIMEOUT_S)  # type: ignore[call-arg]
+    sender = BroadcastChannel(world.pool, config, loop.submit, pause_mode=mode)
+    channel = RankZeroChannel(sender, mode)
+    assert channel.pause_mode == mode
+    channel.connect(world.learner)
+    channel.push(world.learner)
+    world.assert_goes_on("a")
+    assert modes == [mode]
+
+
+def test_capabilities_of_a_server_that_names_none_are_those_of_sglang() -> None:
+    assert Capabilities.of({}) == Capabilities(frozenset(), frozenset({"gloo", "nccl", "disk"}), frozenset({"score"}))
+    assert Capabilities.of({"enable_memory_saver": True}).extras == {"score", "release"}
+    odd = {"capabilities": 3, "transports": [None, "gloo", []], "streams": {"routes": 1}}
+    assert Capabilities.of(odd) == Capabilities(frozenset(), frozenset({"gloo"}), frozenset())
+    named = {"capabilities": ["release"], "transports": ["disk"], "streams": ["routes"]}
+    assert Capabilities.of(named) == Capabilities(frozenset({"routes"}), frozenset({"disk"}), frozenset({"release"}))
