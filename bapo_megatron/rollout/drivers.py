@@ -71,7 +71,7 @@ def _problem(before: Sample, after: Any, max_response_tokens: int) -> str | None
             return f"the sample still waits for its environment, with {after.num_given_tokens} given tokens"
         case NeedsTokens(trajectory=place):
             known = before.trajectories[place : place + 1]
-            if not known and place >= len(after.trajectories):
+            if place >= len(after.trajectories):
                 return f"it asks for tokens of trajectory {place} of {len(after.trajectories)}"
             if known and after.trajectories[place].num_tokens <= known[0].num_tokens:
                 return f"it asks for tokens after the {known[0].num_tokens} that trajectory {place} had before"
