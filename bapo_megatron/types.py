@@ -1,6 +1,6 @@
 """The nouns: each hand-over between two rooms of the package is one of these types.
 
-    Prompt -> Trajectory (of Segments) -> Group -> Batch -> MiniBatch (of MicroBatches) -> ClipBounds
+    Prompt -> Sample (of Trajectories, of Segments) -> Group -> Batch -> MiniBatch (of MicroBatches) -> ClipBounds
 
 Shape legend (suffix of a tensor's name):
     S  sequences (prompt + response) packed one after the other
@@ -17,6 +17,7 @@ are log-probs under the tempered distribution that sampled it, in nats.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, NotRequired
@@ -38,8 +39,14 @@ from bapo_megatron.tokens import (
     read_only,
 )
 
-FinishReason = Literal["stop", "length"]
-Giver = Literal["prompt", "template", "environment"]
+TurnEnd = Literal["stop", "length"]
+"""How a turn of the policy ends: at a stop token, or because the sample has all the tokens that it may have."""
+FinishReason = Literal["stop", "length", "turns", "failed"]
+"""How a sample ends: as its last turn, at its limit of turns, or because its environment failed."""
+Giver = Literal["prompt", "template", "environment", "trajectory"]
+"""Who gave a token to the policy; "trajectory": another one of the same sample, which trains it."""
+Reward = float | Mapping[str, float]
+"""A number, or named parts, whose sum counts."""
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 """A count, version or id in JSON."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -147,6 +154,12 @@ class Segment:
         joined = {stream: stream.joined([mine[stream], others[stream]]) for stream in mine}
         return self.of_values(joined, self.origin)
 
+    def as_context(self, num_tokens: int) -> Segment:
+        """Return the first tokens as given ones, with the rows that tokens have which were an input."""
+        by: Giver = "trajectory" if isinstance(self.origin, Sampled) else self.origin.by
+        rows = {stream: values[:num_tokens] for stream, values in self.rows.items() if stream.on == "fed"}
+        return Segment(self.token_ids[:num_tokens], Given(by), rows)
+
     @classmethod
     def of_values(cls, values: Rows, origin: Sampled | Given) -> Segment:
         """Return the segment with these `values`, and the facts of `origin`."""
@@ -163,30 +176,14 @@ def _array(stream: TokenStream, values: Sequence[float] | Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A sequence of tokens, finished or partial: a prompt and the segments so far, its own first.
+    """One linear sequence of tokens: what an engine continues, and one sequence of a batch.
 
-    Example: a response begun at version 4 and resumed at version 6 has a given segment and two sampled ones, and
-    num_resumed_tokens > 0.
+    The tokens that another trajectory of its sample trains are given ones, so each sampled token is trained once.
+
+    Example: a response begun at version 4 and resumed at version 6 has a given segment and two sampled ones.
     """
 
-    sample_id: str  # "<prompt_id>.<index in the group>", unique within a run
-    prompt: Prompt
     segments: tuple[Segment, ...]  # the first is given by the prompt
-    finish_reason: FinishReason | None = None  # None while it is partial
-    reward: float | None = None
-
-    @classmethod
-    def of(
-        cls,
-        sample_id: str,
-        prompt: Prompt,
-        segments: Iterable[Segment] = (),
-        finish_reason: FinishReason | None = None,
-        reward: float | None = None,
-    ) -> Trajectory:
-        """Return the sequence of a prompt and the segments that follow it."""
-        first = Segment.given("prompt", prompt.token_ids)
-        return cls(sample_id, prompt, (first, *segments), finish_reason, reward)
 
     @property
     def num_tokens(self) -> int:
@@ -202,33 +199,27 @@ class Trajectory:
         return [(s.origin, s) for s in self.segments if isinstance(s.origin, Sampled)]
 
     @property
-    def sampled_ids(self) -> Array:
-        """The sampled tokens, int64: the policy's own words."""
-        return TOKEN_IDS.joined(s.token_ids for _, s in self.sampled_segments)
-
-    @property
-    def behaviour_logprobs(self) -> Array:
-        """One per sampled token, float32."""
-        return BEHAVIOUR_LOGPROBS.joined(origin.behaviour_logprobs for origin, _ in self.sampled_segments)
-
-    @property
     def num_sampled_tokens(self) -> int:
         return sum(s.num_tokens for _, s in self.sampled_segments)
 
     @property
-    def num_resumed_tokens(self) -> int:
-        """Number of tokens sampled in a later training step than the response's first one."""
-        sampled = self.sampled_segments
-        return sum(s.num_tokens for origin, s in sampled if origin.step > sampled[0][0].step)
+    def num_shared_tokens(self) -> int:
+        """Number of leading tokens that another trajectory has; 0 without one."""
+        ends = [i + 1 for i, s in enumerate(self.segments) if s.origin == Given("trajectory")]
+        return sum(s.num_tokens for s in self.segments[: max(ends, default=0)])
 
     @property
-    def versions(self) -> Array:
-        """One per sampled token, int64."""
-        return VERSIONS.joined(np.full(s.num_tokens, origin.version) for origin, s in self.sampled_segments)
-
-    @property
-    def oldest_version(self) -> int | None:
-        return min((origin.version for origin, _ in self.sampled_segments), default=None)
+    def turns(self) -> list[Array]:
+        """The tokens of each turn, int64: sampled ones with no given token between them."""
+        turns: list[list[Array]] = []
+        before: Segment | None = None
+        for segment in self.segments:
+            if isinstance(segment.origin, Sampled):
+                if before is None or not isinstance(before.origin, Sampled):
+                    turns.append([])
+                turns[-1].append(segment.token_ids)
+            before = segment
+        return [TOKEN_IDS.joined(parts) for parts in turns]
 
     def num_fed(self, streams: Iterable[TokenStream]) -> int:
         """Return how many leading tokens have their rows of all fed `streams`; the first token needs none."""
@@ -249,22 +240,29 @@ class Trajectory:
                 if has_rows and stream not in segment.rows:
                     raise ValueError(f"stream {stream.name}: is missing")
 
-    def extended(
-        self, segments: Iterable[Segment], finish_reason: FinishReason | None, late: Rows | None = None
-    ) -> Trajectory:
+    def extended(self, segments: Iterable[Segment], late: Rows | None = None) -> Trajectory:
         """Return the sequence with more tokens, merging segments of one origin.
 
         Args:
             late: rows of the last tokens that are here already, which an engine has now read: see `num_fed`.
         """
-        assert self.finish_reason is None, f"{self.sample_id} is finished and cannot grow"
         merged = [*self._completed(late or {})]
         for new in segments:
             if not new.num_tokens:
                 continue
             joined = merged[-1].followed_by(new) if len(merged) > 1 else None  # the prompt's is shared by its group
             merged[-1:] = [joined] if joined is not None else [merged[-1], new]
-        return replace(self, segments=tuple(merged), finish_reason=finish_reason)
+        return Trajectory(tuple(merged))
+
+    def branch(self, num_tokens: int) -> Trajectory:
+        """Return a sequence that begins with the first `num_tokens` of this one, as context."""
+        begun, num_left = Trajectory(self.segments[:1]), num_tokens - self.segments[0].num_tokens
+        assert num_left >= 0, "a branch has the whole prompt"
+        for segment in self.segments[1:]:
+            begun = begun.extended([segment.as_context(max(num_left, 0))])
+            num_left -= segment.num_tokens
+        assert num_left <= 0, f"a branch at token {num_tokens} of {self.num_tokens}"
+        return begun
 
     def _completed(self, late: Rows) -> Iterable[Segment]:
         """Yield the segments with the rows that they lacked."""
@@ -280,6 +278,137 @@ class Trajectory:
                     rows[stream] = stream.joined([stream.filled(1), part] if number == 0 else [part])
             yield segment if len(rows) == len(segment.rows) else replace(segment, rows=rows)
             start += segment.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class NeedsTokens:
+    """The state of a sample whose next token is the policy's."""
+
+    trajectory: int = 0  # the place of the one that grows
+
+
+@dataclass(frozen=True, slots=True)
+class NeedsEnvironment:
+    """The state of a sample whose turn has ended: its environment answers it, or its judge."""
+
+    turn_end: TurnEnd
+    trajectory: int = 0  # the place of the one with the turn
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of a sample. Without a reward it is invalid: it leaves its group's baseline and is not trained."""
+
+    reason: FinishReason
+    reward: Reward | None
+    problem: Literal["timeout", "error"] | None = None  # of its judge or environment
+    message: str = ""  # what the problem was
+
+
+Need = NeedsTokens | NeedsEnvironment | Ended
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One slot of a group: one entry of the ledger, one reward, and the tokens that lead to it.
+
+    Example: Sample.of("12.0", prompt) waits for its first token; need=Ended("stop", 1.0) is that of a right answer.
+    """
+
+    sample_id: str  # "<prompt_id>.<index in the group>", unique within a run
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+    need: Need = NeedsTokens()
+    state: Any = None  # its environment's: a JSON value, None before the first answer
+    turn_rewards: tuple[Reward | None, ...] = ()  # of the turns that its environment has answered
+
+    @classmethod
+    def of(cls, sample_id: str, prompt: Prompt, segments: Iterable[Segment] = (), need: Need = NeedsTokens()) -> Sample:
+        """Return a sample of one trajectory: its prompt, and the segments that follow."""
+        first = Segment.given("prompt", prompt.token_ids)
+        return cls(sample_id, prompt, (Trajectory((first, *segments)),), need)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """How it ended, or how its last turn did; None while it needs tokens."""
+        match self.need:
+            case Ended(reason=reason) | NeedsEnvironment(turn_end=reason):
+                return reason
+        return None
+
+    @property
+    def reward(self) -> float | None:
+        """The reward, its parts added up; None before the end, and of an invalid sample."""
+        return total(self.need.reward) if isinstance(self.need, Ended) and self.need.reward is not None else None
+
+    @property
+    def sampled_segments(self) -> list[tuple[Sampled, Segment]]:
+        return [found for trajectory in self.trajectories for found in trajectory.sampled_segments]
+
+    @property
+    def sampled_ids(self) -> Array:
+        """The sampled tokens, int64: the policy's own words."""
+        return TOKEN_IDS.joined(s.token_ids for _, s in self.sampled_segments)
+
+    @property
+    def behaviour_logprobs(self) -> Array:
+        """One per sampled token, float32."""
+        return BEHAVIOUR_LOGPROBS.joined(origin.behaviour_logprobs for origin, _ in self.sampled_segments)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(s.num_tokens for _, s in self.sampled_segments)
+
+    @property
+    def num_given_tokens(self) -> int:
+        """Number of tokens that were given after the prompt."""
+        return sum(t.num_tokens - t.segments[0].num_tokens for t in self.trajectories) - self.num_sampled_tokens
+
+    @property
+    def num_resumed_tokens(self) -> int:
+        """Number of tokens sampled in a later training step than the first one."""
+        sampled = self.sampled_segments
+        return sum(s.num_tokens for origin, s in sampled if origin.step > sampled[0][0].step)
+
+    @property
+    def versions(self) -> Array:
+        """One per sampled token, int64."""
+        return VERSIONS.joined(np.full(s.num_tokens, origin.version) for origin, s in self.sampled_segments)
+
+    @property
+    def oldest_version(self) -> int | None:
+        return min((origin.version for origin, _ in self.sampled_segments), default=None)
+
+    @property
+    def turn(self) -> Trajectory:
+        """The trajectory that grows, or whose turn has ended."""
+        assert not isinstance(self.need, Ended), f"{self.sample_id} has ended and cannot grow"
+        return self.trajectories[self.need.trajectory]
+
+    def extended(self, segments: Iterable[Segment], turn_end: TurnEnd | None, late: Rows | None = None) -> Sample:
+        """Return the sample with more tokens of the policy: see `Trajectory.extended`."""
+        assert isinstance(self.need, NeedsTokens), f"{self.sample_id} needs no tokens"
+        grown, place = self.turn.extended(segments, late), self.need.trajectory
+        need = self.need if turn_end is None else NeedsEnvironment(turn_end, place)
+        return replace(self.with_trajectory(place, grown), need=need)
+
+    def answered(self, token_ids: Sequence[int] | Array, state: Any = None, reward: Reward | None = None) -> Sample:
+        """Return the sample with its environment's answer to a turn, and perhaps a reward for this turn."""
+        assert isinstance(self.need, NeedsEnvironment), f"{self.sample_id} waits for no answer"
+        place, given = self.need.trajectory, Segment.given("environment", token_ids)
+        grown = self.with_trajectory(place, self.turn.extended([given]))
+        rewards = (*self.turn_rewards, reward)
+        return replace(grown, need=NeedsTokens(place), state=state, turn_rewards=rewards)
+
+    def with_trajectory(self, place: int, trajectory: Trajectory) -> Sample:
+        """Return the sample with this trajectory there; the next free place adds one."""
+        trajectories = (*self.trajectories[:place], trajectory, *self.trajectories[place + 1 :])
+        return replace(self, trajectories=trajectories)
+
+
+def total(reward: Reward) -> float:
+    """Return the sum of a reward's parts, or the number that it is."""
+    return math.fsum(reward.values()) if isinstance(reward, Mapping) else reward
 
 
 def _in_vocabulary(token_ids: list[int], info: ValidationInfo) -> list[int]:
@@ -319,10 +448,56 @@ class SegmentJson(TypedDict):
 class TrajectoryJson(TypedDict):
     """A `Trajectory` in a file, without its prompt."""
 
-    sample_id: str
     segments: list[Annotated[SegmentJson, AfterValidator(_origin)]]
-    finish_reason: FinishReason | None
-    reward: Number | None
+
+
+RewardJson = Number | dict[str, Number]
+
+
+class NeedsTokensJson(TypedDict):
+    """`NeedsTokens` in a file."""
+
+    needs: Literal["tokens"]
+    trajectory: Count
+
+
+class NeedsEnvironmentJson(TypedDict):
+    """`NeedsEnvironment` in a file."""
+
+    needs: Literal["environment"]
+    turn_end: TurnEnd
+    trajectory: Count
+
+
+class EndedJson(TypedDict):
+    """`Ended` in a file."""
+
+    needs: Literal["nothing"]
+    reason: FinishReason
+    reward: RewardJson | None
+    problem: Literal["timeout", "error"] | None
+    message: str
+
+
+NeedJson = Annotated[NeedsTokensJson | NeedsEnvironmentJson | EndedJson, Field(discriminator="needs")]
+_NEEDS: dict[str, type[Need]] = {"tokens": NeedsTokens, "environment": NeedsEnvironment, "nothing": Ended}
+
+
+def _fits(sample: SampleJson) -> SampleJson:
+    need, num = sample["need"], len(sample["trajectories"])
+    if need["needs"] != "nothing" and need["trajectory"] >= num:
+        raise ValueError(f"trajectory {need['trajectory']} is not one of {num}")
+    return sample
+
+
+class SampleJson(TypedDict):
+    """A `Sample` in a file, without its prompt."""
+
+    sample_id: str
+    trajectories: Annotated[list[TrajectoryJson], Field(min_length=1)]
+    need: NeedJson
+    state: Any
+    turn_rewards: list[RewardJson | None]
 
 
 class PromptJson(TypedDict):
@@ -345,7 +520,7 @@ class GroupJson(TypedDict):
 
     prompt: Annotated[PromptJson, AfterValidator(_is_utf8)]
     prompt_values: dict[str, Any]
-    trajectories: list[TrajectoryJson]
+    samples: list[Annotated[SampleJson, AfterValidator(_fits)]]
 
 
 def _segment(s: SegmentJson, streams: Mapping[str, TokenStream], vocab_size: int | None) -> Segment:
@@ -374,34 +549,57 @@ def _named(rows: Rows) -> dict[str, Array]:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All responses to one prompt: the unit in which advantages are computed."""
+    """All samples of one prompt: the unit in which advantages are computed."""
 
     prompt: Prompt
-    trajectories: tuple[Trajectory, ...]
+    samples: tuple[Sample, ...]
+
+    @property
+    def valid(self) -> list[Sample]:
+        """The samples with a reward, once all have ended."""
+        assert self.is_complete, f"group {self.prompt.prompt_id} has unscored samples"
+        return [s for s in self.samples if s.reward is not None]
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        rewards = tuple(t.reward for t in self.trajectories)
-        assert all(r is not None for r in rewards), f"group {self.prompt.prompt_id} has unscored responses"
-        return rewards  # type: ignore[return-value]
+        """The rewards of its valid samples."""
+        return tuple(s.reward for s in self.valid if s.reward is not None)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all responses have ended."""
-        return all(t.finish_reason for t in self.trajectories)
+        """Whether all samples have ended."""
+        return all(isinstance(s.need, Ended) for s in self.samples)
 
     @classmethod
     def begun(cls, prompt: Prompt, num_samples: int) -> Group:
-        """Return a group of empty responses, which share the prompt's segment."""
-        first = (Segment.given("prompt", prompt.token_ids),)
-        return cls(prompt, tuple(Trajectory(f"{prompt.prompt_id}.{i}", prompt, first) for i in range(num_samples)))
+        """Return a group of empty samples, which share the prompt's segment."""
+        first = Trajectory((Segment.given("prompt", prompt.token_ids),))
+        return cls(prompt, tuple(Sample(f"{prompt.prompt_id}.{i}", prompt, (first,)) for i in range(num_samples)))
 
-    def grown(self, trajectory: Trajectory) -> Group:
-        """Return the group with a response that has grown; all keep the first prompt segment that has its rows."""
-        trajectories = [trajectory if t.sample_id == trajectory.sample_id else t for t in self.trajectories]
-        first = max(self.trajectories[0].segments[0], trajectory.segments[0], key=lambda segment: len(segment.rows))
-        others = (t if t.segments[0] is first else replace(t, segments=(first, *t.segments[1:])) for t in trajectories)
-        return replace(self, trajectories=tuple(others))
+    def grown(self, sample: Sample) -> Group:
+        """Return the group with a sample that has grown; all keep the first prompt segment that has its rows."""
+        samples = [sample if s.sample_id == sample.sample_id else s for s in self.samples]
+        first = max(self._first, sample.trajectories[0].segments[0], key=lambda segment: len(segment.rows))
+
+        def sharing(trajectory: Trajectory) -> Trajectory:
+            own = trajectory.segments[0]
+            if own is first or not self._is_prompt(own):
+                return trajectory
+            return Trajectory((first, *trajectory.segments[1:]))
+
+        return replace(
+            self, samples=tuple(replace(s, trajectories=tuple(map(sharing, s.trajectories))) for s in samples)
+        )
+
+    @property
+    def _first(self) -> Segment:
+        """The segment of the prompt: the first trajectory of every sample begins with it, and most others do."""
+        return self.samples[0].trajectories[0].segments[0]
+
+    def _is_prompt(self, segment: Segment) -> bool:
+        """Whether a trajectory begins with the group's prompt, and not with one of its own."""
+        token_ids = self._first.token_ids
+        return segment.token_ids is token_ids or np.array_equal(segment.token_ids, token_ids)
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON whose `values` are arrays, for the writer to encode; the prompt and its rows are in it once."""
@@ -409,17 +607,22 @@ class Group:
         def of_segment(segment: Segment) -> dict[str, Any]:
             return {**segment.origin.facts, "values": _named(segment.values)}
 
-        trajectories = [
+        def of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
+            is_shared = self._is_prompt(trajectory.segments[0])
+            return {"segments": [of_segment(s) for s in trajectory.segments[is_shared:]]}
+
+        samples = [
             {
-                "sample_id": t.sample_id,
-                "segments": [of_segment(s) for s in t.segments[1:]],
-                "finish_reason": t.finish_reason,
-                "reward": t.reward,
+                "sample_id": s.sample_id,
+                "trajectories": [of_trajectory(t) for t in s.trajectories],
+                "need": {"needs": next(n for n, kind in _NEEDS.items() if type(s.need) is kind), **asdict(s.need)},
+                "state": s.state,
+                "turn_rewards": list(s.turn_rewards),
             }
-            for t in self.trajectories
+            for s in self.samples
         ]
-        rows = self.trajectories[0].segments[0].rows if self.trajectories else {}
-        return {"prompt": asdict(self.prompt), "prompt_values": _named(rows), "trajectories": trajectories}
+        rows = self._first.rows if self.samples else {}
+        return {"prompt": asdict(self.prompt), "prompt_values": _named(rows), "samples": samples}
 
     @classmethod
     def from_json(cls, value: Any, streams: Iterable[TokenStream] = (), vocab_size: int | None = None) -> Group:
@@ -429,7 +632,7 @@ class Group:
             streams: of models and plugins, that its tokens have.
 
         Raises:
-            ValueError: a field is missing or wrong; names prompt, response and stream.
+            ValueError: a field is missing or wrong; names prompt, sample and stream.
         """
         group = _GROUP.validate_python(value)
         p, named = group["prompt"], {stream.name: stream for stream in streams}
@@ -438,15 +641,22 @@ class Group:
         try:
             rows = _checked(group["prompt_values"], len(prompt.token_ids), named)
             first = Segment.given("prompt", prompt.token_ids, rows)
-            trajectories = []
-            for t in group["trajectories"]:
-                where = f"response {t['sample_id']} of prompt {prompt.prompt_id}"
-                segments = (first, *(_segment(s, named, vocab_size) for s in t["segments"]))
-                trajectories.append(Trajectory(t["sample_id"], prompt, segments, t["finish_reason"], t["reward"]))
-                trajectories[-1].check_complete(named.values())
+            samples = []
+            for s in group["samples"]:
+                where = f"response {s['sample_id']} of prompt {prompt.prompt_id}"
+                trajectories = []
+                for t in s["trajectories"]:
+                    segments = [_segment(segment, named, vocab_size) for segment in t["segments"]]
+                    has_own = bool(segments) and segments[0].origin == Given("prompt")
+                    trajectories.append(Trajectory(tuple(segments if has_own else [first, *segments])))
+                    trajectories[-1].check_complete(named.values())
+                facts: dict[str, Any] = {name: fact for name, fact in s["need"].items() if name != "needs"}
+                need = _NEEDS[s["need"]["needs"]](**facts)
+                sample = Sample(s["sample_id"], prompt, tuple(trajectories), need, s["state"], tuple(s["turn_rewards"]))
+                samples.append(sample)
         except ValueError as problem:
             raise ValueError(f"{where}: {problem}") from problem
-        return cls(prompt, tuple(trajectories))
+        return cls(prompt, tuple(samples))
 
 
 _GROUP = TypeAdapter(GroupJson)
@@ -454,11 +664,16 @@ _GROUP = TypeAdapter(GroupJson)
 
 def with_values(group: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
     """Return a `GroupJson` with all its values changed, in their order: those of the prompt, then of each segment."""
+
+    def of_sample(sample: Any) -> dict[str, Any]:
+        trajectories = [
+            {**t, "segments": [{**s, "values": change(s["values"])} for s in t["segments"]]}
+            for t in sample["trajectories"]
+        ]
+        return {**sample, "trajectories": trajectories}
+
     prompt_values = change(group["prompt_values"])
-    trajectories = [
-        {**t, "segments": [{**s, "values": change(s["values"])} for s in t["segments"]]} for t in group["trajectories"]
-    ]
-    return {**group, "prompt_values": prompt_values, "trajectories": trajectories}
+    return {**group, "prompt_values": prompt_values, "samples": [of_sample(s) for s in group["samples"]]}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,7 +16,7 @@ from bapo_megatron.config.advantages import advantage_function
 from bapo_megatron.config.schema import Config, MixedSource
 from bapo_megatron.rewards.shaping import MomentsState, RewardScaler, is_trained, shaped_reward
 from bapo_megatron.tokens import BEHAVIOUR_LOGPROBS, CORE_STREAMS, TOKEN_IDS, VERSIONS, TokenStream
-from bapo_megatron.types import Batch, Group, Sampled, Segment
+from bapo_megatron.types import Batch, Ended, Group, Sample, Sampled, Segment, total
 
 
 class BuilderState(TypedDict):
@@ -37,23 +37,22 @@ class BatchBuilder:
     def build(self, groups: Sequence[Group], metrics: dict[str, float]) -> Batch:
         """Return the next step's batch, with `batch_metrics`; its rewards enter running statistics: build it once.
 
-        Each turn of a response has one advantage, spread over its tokens. A response without a token is left out, and
-        the tokens of one that is not trained (see `is_trained`) are masked; both still count in their group's
-        advantages.
+        Each turn of a sample has one advantage, spread over its tokens. Each trajectory is a sequence. One without a
+        sampled token is left out, and the tokens of a sample that is not trained (see `is_trained`) are masked; both
+        still count in their group's advantages. An invalid sample is left out of these, too.
         """
         config = self._config
-        shaped = [[shaped_reward(t, config) for t in group.trajectories] for group in groups]
+        shaped = [[shaped_reward(s, config) for s in group.valid] for group in groups]
         rewards, reward_metrics = self._scaler.scaled(shaped)
-        rewards_S = torch.tensor([reward for values in rewards for reward in values], dtype=torch.float64)
         views = [group_view(group, values) for group, values in zip(groups, rewards, strict=True)]
         turn_lens = torch.tensor([n for view in views for sample in view.samples for n in sample.turn_lengths])
         of_turns = [x for view in views for values in self._advantages(view) for x in values]
         advantages = torch.tensor(of_turns, dtype=torch.float64)
         if config.advantage.whiten_batch:
             advantages = whiten(advantages)
-        trajectories = [t for group in groups for t in group.trajectories]
-        has_tokens_S = torch.tensor([t.num_sampled_tokens > 0 for t in trajectories], dtype=torch.bool)
-        trajectories = [t for t in trajectories if t.num_sampled_tokens]
+        samples = [sample for group in groups for sample in group.valid]
+        places = [i for i, sample in enumerate(samples) for t in sample.trajectories if t.num_sampled_tokens]
+        trajectories = [t for sample in samples for t in sample.trajectories if t.num_sampled_tokens]
         segments = [s for t in trajectories for s in t.segments]
         origins = [s.origin for s in segments]
         num_tokens = torch.tensor([s.num_tokens for s in segments], dtype=torch.int64)
@@ -62,7 +61,9 @@ class BatchBuilder:
         versions_T = torch.tensor(versions, dtype=torch.int64).repeat_interleave(num_tokens)
         seq_lens_S = torch.tensor([t.num_tokens for t in trajectories], dtype=torch.int64)
         sampled_T = is_sampled.repeat_interleave(num_tokens)
-        is_trained_S = torch.tensor([is_trained(t, config) for t in trajectories], dtype=torch.bool)
+        is_trained_S = torch.tensor([is_trained(samples[i], config) for i in places], dtype=torch.bool)
+        of_samples = [reward for values in rewards for reward in values]
+        rewards_S = torch.tensor([of_samples[i] for i in places], dtype=torch.float64)
         advantages_R = advantages.repeat_interleave(turn_lens).float()
         core: dict[TokenStream, Tensor] = {}
         extra: dict[TokenStream, Tensor] = {}
@@ -76,7 +77,7 @@ class BatchBuilder:
             behaviour_logprobs_T=core[BEHAVIOUR_LOGPROBS],
             versions_T=versions_T,
             mask_T=sampled_T & is_trained_S.repeat_interleave(seq_lens_S),
-            rewards_S=rewards_S[has_tokens_S].float(),
+            rewards_S=rewards_S.float(),
             extra=extra,
             metrics=batch_metrics(groups) | source_metrics(groups, config.data.sources) | metrics | reward_metrics,
         )
@@ -90,16 +91,20 @@ class BatchBuilder:
 
 
 def group_view(group: Group, rewards: Sequence[float]) -> GroupView:
-    """Return a group as its advantage sees it; each response is one turn.
+    """Return a group as its advantage sees it.
 
     Args:
-        rewards: of its responses, shaped and scaled.
+        rewards: of its valid samples, shaped and scaled.
     """
-    samples = (
-        SampleView(reward, (t.num_sampled_tokens,), t.finish_reason)
-        for t, reward in zip(group.trajectories, rewards, strict=True)
-    )
-    return GroupView(group.prompt, tuple(samples))
+    return GroupView(group.prompt, tuple(_sample_view(*found) for found in zip(group.valid, rewards, strict=True)))
+
+
+def _sample_view(sample: Sample, reward: float) -> SampleView:
+    turn_lengths = tuple(len(turn) for trajectory in sample.trajectories for turn in trajectory.turns)
+    end = sample.need.reward if isinstance(sample.need, Ended) else None
+    parts = end if isinstance(end, Mapping) else {}
+    of_turns = tuple(None if r is None else total(r) for r in sample.turn_rewards)
+    return SampleView(reward, turn_lengths or (0,), sample.finish_reason, parts, of_turns)
 
 
 def _zeros(view: GroupView) -> list[list[float]]:
@@ -114,8 +119,8 @@ def _on_tokens(stream: TokenStream, segments: Sequence[Segment]) -> Tensor:
 
 def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Return rewards, lengths and shares of one step's judged groups, under the names of docs/metrics.md."""
-    samples = [t for g in groups for t in g.trajectories]
-    lengths = [t.num_sampled_tokens for t in samples]
+    samples = [s for g in groups for s in g.valid]
+    lengths = [s.num_sampled_tokens for s in samples]
     rewards = [r for g in groups for r in g.rewards]
     return {
         "reward/mean": statistics.fmean(rewards),
@@ -124,8 +129,8 @@ def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/num_samples": float(len(samples)),
         "rollout/response_tokens_mean": statistics.fmean(lengths),
         "rollout/response_tokens_max": float(max(lengths)),
-        "rollout/truncated_share": sum(t.finish_reason == "length" for t in samples) / len(samples),
-        "rollout/resumed_token_share": sum(t.num_resumed_tokens for t in samples) / max(sum(lengths), 1),
+        "rollout/truncated_share": sum(s.finish_reason == "length" for s in samples) / len(samples),
+        "rollout/resumed_token_share": sum(s.num_resumed_tokens for s in samples) / max(sum(lengths), 1),
         "rollout/zero_variance_share": sum(len(set(g.rewards)) == 1 < len(g.rewards) for g in groups) / len(groups),
     }
 

@@ -116,7 +116,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def in_order(named: Iterator[tuple[str, Tensor]], manifest: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the learner's `named_weights` lazily, each checked against the manifest. Reading is collective.
+    """Yield whole weights lazily, each checked against the manifest. Reading is collective.
 
     The last one is yielded once the end has been read, which raises if a rank failed: without it no version is whole.
 

@@ -1,6 +1,6 @@
 """The learner seam: the training loop's view of the policy. Every rank calls every method."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,8 +13,8 @@ from bapo_megatron.algorithms.losses import ScoredTokens
 from bapo_megatron.algorithms.mismatch import Mismatch
 from bapo_megatron.buffer.packing import Share
 from bapo_megatron.checkpoint.shards import Snapshot
-from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.learner.gradient_guard import GuardState
+from bapo_megatron.sync.base import WeightSource
 from bapo_megatron.types import ClipBounds, MiniBatch
 
 FoundOf = Callable[[ScoredTokens], ClipBounds]
@@ -90,12 +90,8 @@ class Learner(Protocol):
         """Return this rank's seconds in parts of `step` since the last call, as metrics. Not collective."""
         ...
 
-    def weight_specs(self) -> list[TensorSpec]:
-        """Return names, types and shapes of `named_weights`, in its order. Not collective."""
-        ...
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights by Hugging Face name, one by one, on global rank 0; elsewhere empty tensors."""
+    def weights(self) -> WeightSource:
+        """Return the weights of the current version, to be read before the next update."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

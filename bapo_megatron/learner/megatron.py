@@ -25,9 +25,8 @@ from bapo_megatron.algorithms.update_rules import update_rule
 from bapo_megatron.config.lr_schedule import learning_rate, planned_updates
 from bapo_megatron.config.precision import this_machine
 from bapo_megatron.config.schema import Config
-from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.shape import entries, load_hf_config, model_shape, validate_layout
+from bapo_megatron.hf.shape import load_hf_config, model_shape, validate_layout
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.bounds import found_on_all_stages
 from bapo_megatron.learner.gradient_guard import GradientGuard
@@ -171,16 +170,7 @@ class MegatronLearner(TrainedModel):
         num_tokens = batch.mask_R.sum(dtype=torch.int32)
         return loss / max(num_trained_tokens, 1), num_tokens, (log_probs_R.detach(), found, sums)
 
-    # weights
-
-    def weight_specs(self) -> list[TensorSpec]:
-        """List names, types and shapes of `named_weights`: see `Learner.weight_specs`."""
-        dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
-        return [
-            TensorSpec(name, dtype, size)
-            for entry in entries(self.shape)
-            for name, size in zip(entry.hf_names, entry.hf_shapes, strict=True)
-        ]
+    # state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of KL controller and gradient guard: a JSON value, the same on every rank."""

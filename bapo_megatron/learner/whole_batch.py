@@ -103,6 +103,10 @@ def update_pass(config: Config, step: int, share: Share, num_epochs: int) -> Pas
 def policy_passes(config: Config, step: int, policy: Learner, scorers: Sequence[Scorer]) -> list[Pass]:
     """Return the passes of a step that score a batch, and that train the policy."""
     passes = [Pass(scorer.model.share, config.train.max_tokens_per_microbatch) for scorer in scorers]
-    if not config.train.rollout_only and step >= config.critic.warmup_steps:
-        passes.append(update_pass(config, step, policy.share, config.train.epochs_per_step))
-    return passes
+    return [*passes, policy_updates(config, step, policy.share)]
+
+
+def policy_updates(config: Config, step: int, share: Share) -> Pass:
+    """Return the pass of a step's updates of the policy; it has no epoch in steps that do not train the policy."""
+    is_trained = not config.train.rollout_only and step >= config.critic.warmup_steps
+    return update_pass(config, step, share, config.train.epochs_per_step if is_trained else 0)

@@ -26,7 +26,7 @@ from bapo_megatron.rollout.recorded import write_groups
 from bapo_megatron.rollout.shared import Rollouts
 from bapo_megatron.runtime.files import JsonlWriter, truncate_after, write_atomically
 from bapo_megatron.runtime.straggler import StragglerAlarm
-from bapo_megatron.types import Group, Trajectory
+from bapo_megatron.types import Group, Sample
 
 if TYPE_CHECKING:
     from bapo_megatron.monitor.prometheus import PrometheusEndpoint
@@ -111,9 +111,9 @@ class Recorder:
         if self._config.rollout.record:
             write_groups(self._run_dir.rollouts_dir, step, groups)
         assert self._rollouts is not None
-        trajectories = [t for g in groups for t in g.trajectories]
-        for trajectory in trajectories[: self._config.monitor.samples_per_step]:
-            self._samples.write(sample_record(step, trajectory, self._rollouts.decode))
+        samples = [s for g in groups for s in g.samples]
+        for sample in samples[: self._config.monitor.samples_per_step]:
+            self._samples.write(sample_record(step, sample, self._rollouts.decode))
 
     def record(self, step: int, version: int, *parts: Mapping[str, float]) -> None:
         """Write and show step number `step`, counted from 1; `parts` are its metrics."""
@@ -208,24 +208,25 @@ class SilentRecorder:
         pass
 
 
-def sample_record(step: int, trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+def sample_record(step: int, sample: Sample, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     """Return the line of `samples.jsonl` for a trained response; `decode` must keep special tokens.
 
     Segments are decoded separately: a character split over two of them shows as a replacement character there.
-    `response` is decoded whole.
+    `response` is decoded whole. It is that of the last trajectory.
     """
+    segments = sample.trajectories[-1].segments[1:]
     return {
         "step": step,
-        "sample_id": trajectory.sample_id,
-        "source": trajectory.prompt.source,
-        "prompt": trajectory.prompt.text,
-        "answer": trajectory.prompt.answer,
-        "response": decode([i for s in trajectory.segments[1:] for i in s.token_ids.tolist()]),
-        "reward": trajectory.reward,
-        "finish_reason": trajectory.finish_reason,
-        "num_tokens": trajectory.num_sampled_tokens,
+        "sample_id": sample.sample_id,
+        "source": sample.prompt.source,
+        "prompt": sample.prompt.text,
+        "answer": sample.prompt.answer,
+        "response": decode([i for s in segments for i in s.token_ids.tolist()]),
+        "reward": sample.reward,
+        "finish_reason": sample.finish_reason,
+        "num_tokens": sample.num_sampled_tokens,
         "segments": [
             {**segment.origin.facts, "num_tokens": segment.num_tokens, "text": decode(segment.token_ids.tolist())}
-            for segment in trajectory.segments[1:]
+            for segment in segments
         ],
     }

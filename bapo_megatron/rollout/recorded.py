@@ -66,7 +66,7 @@ def read_groups(folder: Path, step: int, streams: Sequence[TokenStream] = ()) ->
         with gzip.open(regular_file(path), "rt", encoding="utf-8") as file:
             for line in file:
                 group = Group.from_json(json.loads(line), streams)
-                if any(t.reward is None for t in group.trajectories):
+                if not (group.is_complete and group.valid):
                     raise ValueError("a response without a reward")
                 groups.append(group)
     except (OSError, EOFError, zlib.error, ValueError, RecursionError) as problem:
@@ -105,7 +105,7 @@ class RecordedRollouts(Rollouts):
             DataError: the step was not recorded, or by a run with more updates per step, whose tokens have no age here.
         """
         groups = read_groups(self._folder, step + 1, self._streams)
-        newest = max((int(t.versions.max()) for g in groups for t in g.trajectories if t.num_sampled_tokens), default=0)
+        newest = max((int(s.versions.max()) for g in groups for s in g.samples if s.num_sampled_tokens), default=0)
         if newest > version:
             raise DataError(
                 f"{_path(self._folder, step + 1)} holds tokens of weight version {newest}, but this run is at version "

@@ -4,16 +4,17 @@ Rank 0 makes a batch in a thread and broadcasts a sign of life meanwhile; a JSON
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.base import EngineState
+from bapo_megatron.engines.connected import ConnectedEngines
 from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.pool import Verdict
 from bapo_megatron.rollout.shares import BatchShares, Plan, describe
@@ -21,19 +22,25 @@ from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.types import Batch, Group
 
 T = TypeVar("T")
-Push = Callable[[], Mapping[str, float]]
-"""Sends the learner's weights to every live engine. Collective."""
+NEEDS_WEIGHTS: Final = None
+"""The result of a call that needs a push first: the last engine has failed, and one is back without the weights. After
+the push, the same call resumes."""
 
 
 class Rollouts(Protocol):
     """The maker of batches, on trainer rank 0. The methods with a body here are right without engines."""
 
+    @property
+    def engines(self) -> ConnectedEngines | None:
+        """The engines that it samples with."""
+        return None
+
     def next_batch(self, step: int, version: int) -> tuple[Batch, list[Group]] | None:
-        """Return one step's batch, blocking; None asks for a push of the current weights and for another call."""
+        """Return one step's batch, blocking, or NEEDS_WEIGHTS."""
         ...
 
     def evaluate(self, version: int) -> dict[str, float] | None:
-        """Return metrics of the weights that were just pushed, on evaluation prompts; None as in `next_batch`."""
+        """Return metrics of the weights that were just pushed, on evaluation prompts, or NEEDS_WEIGHTS."""
         return {}
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -73,11 +80,11 @@ class SharedRollouts:
         self._shares = shares
         self._sign_of_life_s = config.parallel.timeout_s / 4
 
-    def next_batch(self, step: int, version: int, push: Push, plan: Plan) -> Batch:
-        """Return this rank's share of one step's batch, sampled with weights of `version` or older.
+    def next_batch(self, step: int, version: int, plan: Plan) -> Batch | None:
+        """Return this rank's share of one step's batch, sampled with weights of `version` or older, or NEEDS_WEIGHTS.
 
-        `plan` says what each data rank needs. `push`, here and below, is called when the last engine has failed and one
-        is back without these weights.
+        Args:
+            plan: what each data rank needs.
         """
         made: Batch | None = None
 
@@ -87,20 +94,19 @@ class SharedRollouts:
             made = self._make(self._first, step, version)
             return None if made is None else describe(made)
 
-        first = make if self._first else None
-        while (header := share_json(first, sign_of_life_s=self._sign_of_life_s)) is None:
-            push()
-        return self._shares.deal(made, header, plan)
+        header = share_json(make if self._first else None, sign_of_life_s=self._sign_of_life_s)
+        return NEEDS_WEIGHTS if header is NEEDS_WEIGHTS else self._shares.deal(made, header, plan)
 
-    def evaluate(self, num_done: int, version: int, push: Push) -> dict[str, float]:
-        """Return metrics of the weights that were just pushed; empty if no evaluation is due after `num_done` steps."""
+    def evaluate(self, num_done: int, version: int) -> dict[str, float] | None:
+        """Return metrics of the weights that were just pushed, or NEEDS_WEIGHTS.
+
+        They are empty if no evaluation is due after `num_done` steps.
+        """
         interval = self._config.eval.interval_steps
         if interval is None or (num_done % interval and num_done != self._config.train.num_steps):
             return {}
         ask = partial(self._first.evaluate, version) if self._first else None
-        while (metrics := share_json(ask, sign_of_life_s=self._sign_of_life_s)) is None:
-            push()
-        return metrics
+        return share_json(ask, sign_of_life_s=self._sign_of_life_s)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the state of the rollouts on rank 0, None elsewhere."""
@@ -115,8 +121,8 @@ class SharedRollouts:
             self._first.close()
 
     def _make(self, first: Rollouts, step: int, version: int) -> Batch | None:
-        if (made := first.next_batch(step, version)) is None:
-            return None
+        if (made := first.next_batch(step, version)) is NEEDS_WEIGHTS:
+            return NEEDS_WEIGHTS
         batch, groups = made
         self._keep(step + 1, groups)
         return batch

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from bapo_megatron.checkpoint.shards import Piece
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.runtime.ranks import failing_together, share_flag
 
@@ -57,19 +58,29 @@ class SyncStats:
 
 
 class WeightSource(Protocol):
-    """The owner of the weights that a channel pushes; every rank has one."""
+    """The weights of one version, to be read before the next one is made. Every rank has one; it may wrap another."""
 
-    version: int
+    @property
+    def version(self) -> int: ...
 
-    def weight_specs(self) -> list[TensorSpec]:
-        """Return names, types and shapes of `named_weights`, in its order. Not collective."""
+    def manifest(self) -> Sequence[TensorSpec]:
+        """Return names, types and shapes of the weights, in order: the same on every rank. Not collective."""
         ...
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights by Hugging Face name on global rank 0, empty tensors elsewhere. Collective.
+    def pieces(self) -> Iterator[Piece]:
+        """Yield this rank's own boxes, mostly views of live weights; those of all ranks make up each weight once.
+
+        Collective: every rank reads to the end, and uses nothing before.
 
         Raises:
             UserError: at the end, on every rank, if any rank failed; see `failing_together`.
+        """
+        ...
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole weights by Hugging Face name, as in the manifest, on global rank 0; elsewhere empty tensors.
+
+        Collective, and raises, as `pieces`.
         """
         ...
 
@@ -105,11 +116,11 @@ class Sender(Protocol):
         """See `Channel.connect`."""
         ...
 
-    def push(self, named_weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
+    def push(self, weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
         """Send the whole policy once.
 
         Args:
-            named_weights: Hugging Face names and whole tensors, in the order of the manifest.
+            weights: Hugging Face names and whole tensors, in the order of the manifest.
             version: the weight version that the engines report from now on.
 
         Returns the stats; if they are not `is_whole`, an engine failed on the way, is fenced, and the push must be
@@ -117,7 +128,7 @@ class Sender(Protocol):
 
         Raises:
             EngineError: see `Channel.push`.
-            UserError: from `named_weights`.
+            UserError: from `weights`.
         """
         ...
 
@@ -135,14 +146,14 @@ class RankZeroChannel:
         """See `Channel.connect`."""
         with failing_together():
             if self._sender is not None:
-                self._sender.connect(source.weight_specs())
+                self._sender.connect(source.manifest())
 
     def push(self, source: WeightSource) -> SyncStats:
         """See `Channel.push`. An incomplete push fences an engine, and a repeated one admits none, so this ends."""
         stats = SyncStats()
         while True:
             with failing_together():
-                weights = source.named_weights()
+                weights = source.whole()
                 try:
                     if self._sender is not None:
                         stats = self._sender.push(weights, source.version).after(stats)

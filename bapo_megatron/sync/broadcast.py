@@ -50,11 +50,11 @@ class BroadcastChannel:
         self._session.connect(manifest)
         self._plan = plan_buckets(manifest, int(self._config.bucket_mib * 2**20))
 
-    def push(self, named_weights: Weights, version: int) -> SyncStats:
+    def push(self, weights: Weights, version: int) -> SyncStats:
         """See `Sender.push`."""
         assert self._plan, "connect() comes before push()"
         try:
-            return self._push(in_order(named_weights, self._session.manifest), version)
+            return self._push(in_order(weights, self._session.manifest), version)
         except NoEngineLeftError:
             self._abandon_group()
             return self._session.abandon()

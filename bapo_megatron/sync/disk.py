@@ -36,10 +36,10 @@ class DiskChannel:
         shutil.rmtree(self._folder, ignore_errors=True)  # left by a dead trainer
         self._folder.mkdir(parents=True)
 
-    def push(self, named_weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
+    def push(self, weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
         """See `Sender.push`; never incomplete, since no engine's failure affects another."""
         try:
-            return self._push(in_order(named_weights, self._session.manifest), version)
+            return self._push(in_order(weights, self._session.manifest), version)
         except NoEngineLeftError:
             return self._session.abandon()
 

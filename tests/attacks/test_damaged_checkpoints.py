@@ -475,7 +475,7 @@ def reordered(rng: random.Random, body: Any) -> None:
         entries = body["tensors"][part][rng.choice(sorted(body["tensors"][part]))]["boxes"]
     else:
         groups = [body["rollout"][name] for name in ("active", "finished")]
-        entries = rng.choice([*groups, *(group["trajectories"] for held in groups for group in held)])
+        entries = rng.choice([*groups, *(group["samples"] for held in groups for group in held)])
     if rng.randrange(2):
         entries.append(json.loads(json.dumps(rng.choice(entries))))
     else:

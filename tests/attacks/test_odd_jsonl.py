@@ -18,7 +18,7 @@ from bapo_megatron.prompts.jsonl import JsonlSource
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rollout.recorded import read_groups, write_groups
 from bapo_megatron.tokens import encoded_rows
-from bapo_megatron.types import Group, Prompt, Segment, Trajectory
+from bapo_megatron.types import Ended, Group, Prompt, Sample, Segment
 from tests.attacks.conftest import HangError, Outcomes, deadline
 from tests.distributed import HANG_S
 
@@ -175,7 +175,7 @@ def test_prompts_of_evaluation_are_read_by_the_same_code(tmp_path: Path) -> None
 
 PROMPT = Prompt(1, (3, 4), "1+1=", "2", "chains")
 SEGMENTS = (Segment.sampled(0, 1, (5, 6), (-0.5, -1.0)),)
-GROUP = Group(PROMPT, tuple(Trajectory.of(f"1.{i}", PROMPT, SEGMENTS, "stop", 1.0) for i in range(2)))
+GROUP = Group(PROMPT, tuple(Sample.of(f"1.{i}", PROMPT, SEGMENTS, Ended("stop", 1.0)) for i in range(2)))
 LINE = json.dumps(GROUP.to_json(), default=encoded_rows).encode()
 
 
@@ -191,7 +191,8 @@ def edited(*path: Any, value: Any = None, drop: bool = False) -> bytes:
     return json.dumps(body).encode()
 
 
-SEGMENT = ("trajectories", 0, "segments", 0)
+SEGMENT = ("samples", 0, "trajectories", 0, "segments", 0)
+NEED = ("samples", 1, "need")
 VALUES = (*SEGMENT, "values")
 LOGPROBS = "response 1.0 of prompt 1: stream behaviour_logprobs: "
 RECORDS: dict[str, tuple[bytes, str | None]] = {
@@ -206,7 +207,12 @@ RECORDS: dict[str, tuple[bytes, str | None]] = {
     "not UTF-8": (b"\xff\xfe", "line 1"),
     "deep": (b"[" * 100_000, "line 1"),
     "no prompt": (edited("prompt", drop=True), "prompt: Field required"),
-    "no trajectories": (edited("trajectories", drop=True), "trajectories: Field required"),
+    "no samples": (edited("samples", drop=True), "samples: Field required"),
+    "a sample without a trajectory": (edited("samples", 1, "trajectories", value=[]), "samples.1.trajectories"),
+    "a trajectory that is not there": (
+        edited(*NEED, value={"needs": "environment", "turn_end": "stop", "trajectory": 1}),
+        "trajectory 1 is not one of 1",
+    ),
     "a token that is a string": (edited(*VALUES, "token_ids", value=["5", 6]), "prompt 1: stream token_ids: "),
     "a token that is a fraction": (edited(*VALUES, "token_ids", value=[5.5, 6]), "prompt 1: stream token_ids: "),
     "a negative token": (edited(*VALUES, "token_ids", value=[-5, 6]), "prompt 1: stream token_ids: "),
@@ -233,10 +239,16 @@ RECORDS: dict[str, tuple[bytes, str | None]] = {
     ),
     "a version that is true": (edited(*SEGMENT, "version", value=True), "version"),
     "no version": (edited(*SEGMENT, "version", drop=True), "a segment has version and step, or by; this one has step"),
-    "a reward that is NaN": (edited("trajectories", 1, "reward", value=float("nan")), "trajectories.1.reward"),
-    "a reward that is a string": (edited("trajectories", 1, "reward", value="1"), "trajectories.1.reward"),
-    "no reward": (edited("trajectories", 1, "reward", value=None), "without a reward"),
-    "another finish reason": (edited("trajectories", 1, "finish_reason", value="x"), "trajectories.1.finish_reason"),
+    "a reward that is NaN": (edited(*NEED, "reward", value=float("nan")), r"samples.1.need.nothing.reward"),
+    "a reward that is a string": (edited(*NEED, "reward", value="1"), "samples.1.need.nothing.reward"),
+    "a part of a reward that is NaN": (
+        edited(*NEED, "reward", value={"a": float("nan")}),
+        "samples.1.need.nothing.rew",
+    ),
+    "no reward": (LINE.replace(b'"reward": 1.0', b'"reward": null'), "without a reward"),
+    "a sample that has not ended": (edited(*NEED, value={"needs": "tokens", "trajectory": 0}), "without a reward"),
+    "another need": (edited(*NEED, "needs", value="x"), "samples.1.need"),
+    "another finish reason": (edited(*NEED, "reason", value="x"), "samples.1.need.nothing.reason"),
     "a surrogate": (edited("prompt", "text", value="\ud800"), "line 1"),
 }
 

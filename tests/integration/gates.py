@@ -7,7 +7,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +64,16 @@ def build_in_ranks() -> None:
 def build() -> None:
     """Put the gates into this process, a rank."""
     from bapo_megatron import runtime
-    from bapo_megatron.runtime.stopwatch import Stopwatch
+    from bapo_megatron.runtime.ranks import StopFile
 
     kinds = {path.name.split("-")[1] for path in Path(os.environ["BAPO_TEST_GATES"]).glob("closed-*")}
     if "save" in kinds:
         _count_saving()
     if "push" in kinds:
         _count_pushing()
-    steps, starting = Stopwatch.steps, runtime.starting
+    steps, starting = StopFile.steps, runtime.starting
 
-    def steps_through_gates(self: Stopwatch, numbers: Iterable[int]) -> Iterator[int]:
+    def steps_through_gates(self: StopFile, numbers: range) -> Iterator[int]:
         for step in steps(self, numbers):
             _pass(step + 1)
             yield step
@@ -83,7 +83,7 @@ def build() -> None:
         _pass("import")
         return starting()
 
-    Stopwatch.steps = steps_through_gates  # type: ignore[method-assign]
+    StopFile.steps = steps_through_gates  # type: ignore[method-assign]
     runtime.starting = starting_through_gate  # type: ignore[assignment]
 
 

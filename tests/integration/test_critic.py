@@ -162,7 +162,7 @@ def check_step(root: Path, family: str, layout: dict[str, Any], max_tokens: int)
         assert critic.layout.rank > 0 or name in want.gradients
         if critic.layout.rank == 0:
             assert_close(gradient, want.gradients.pop(name), f"gradient of {name}")
-    for name, weight in critic.named_weights():
+    for name, weight in critic.weights().whole():
         if critic.layout.rank == 0:
             assert_close(weight, want.weights.pop(name), f"weight {name} after {NUM_UPDATES} updates")
     assert critic.layout.rank > 0 or not (want.gradients or want.weights)
@@ -188,7 +188,7 @@ def check_new_critic(root: Path) -> None:
     """From the policy's weights: all values are 0, and the first update moves the head alone. The policy stays."""
     config = make_config(None, {})
     policy, advantages, critic = make_advantages(config, root / "qwen2")
-    before = {name: weight.clone() for name, weight in policy.named_weights()}
+    before = {name: weight.clone() for name, weight in policy.weights().whole()}
     batch = make_batch()
     out = advantages.on(batch, step=0)
     discounts = [
@@ -203,9 +203,11 @@ def check_new_critic(root: Path) -> None:
     assert out.metrics["critic/value_mean"] == 0
     assert critic.version == NUM_UPDATES
     assert policy.version == 0
-    for name, weight in policy.named_weights():
+    for name, weight in policy.weights().whole():
         assert torch.equal(weight, before[name]), name
-    changed = {name for name, weight in critic.named_weights() if name not in before or not weight.equal(before[name])}
+    changed = {
+        name for name, weight in critic.weights().whole() if name not in before or not weight.equal(before[name])
+    }
     assert "score.weight" in changed
     assert len(changed) > 1, "later updates move the body too"
     parallel_state.destroy_model_parallel()
@@ -213,7 +215,9 @@ def check_new_critic(root: Path) -> None:
     critic_config = make_config(None, {}, critic={"lr": LR})
     _, advantages, critic = make_advantages(critic_config, root / "qwen2")
     advantages.on(batch, step=0)
-    changed = {name for name, weight in critic.named_weights() if name not in before or not weight.equal(before[name])}
+    changed = {
+        name for name, weight in critic.weights().whole() if name not in before or not weight.equal(before[name])
+    }
     assert changed == {"score.weight"}
     parallel_state.destroy_model_parallel()
 
@@ -301,7 +305,7 @@ def check_resumed(rank: int, world_size: int, root: Path) -> None:
     advantages.on(batch, step=0)
     store.save(1, {"learner": policy, **advantages.parts}, {})
     want = advantages.on(batch, step=1)
-    weights = {name: weight.clone() for name, weight in critic.named_weights()}
+    weights = {name: weight.clone() for name, weight in critic.weights().whole()}
     parallel_state.destroy_model_parallel()
     for layout in ({"tensor": 2}, {"pipeline": 2}, {"data": 2, "distributed": True}):
         policy, advantages, critic = make_advantages(make_config(None, layout), root / "qwen2")
@@ -310,7 +314,7 @@ def check_resumed(rank: int, world_size: int, root: Path) -> None:
         got = advantages.on(batch, step=1)
         tolerance = 0.0 if layout == {"tensor": 2} else TOLERANCE
         assert got.metrics == pytest.approx(want.metrics, rel=tolerance, abs=tolerance), layout
-        for name, weight in critic.named_weights():
+        for name, weight in critic.weights().whole():
             torch.testing.assert_close(weight, weights[name], rtol=tolerance, atol=tolerance)
         parallel_state.destroy_model_parallel()
 
@@ -322,9 +326,9 @@ def check_skips(rank: int, world_size: int, root: Path) -> None:
     limit = {"eps": ADAM_EPS, "max_skipped_in_a_row": NUM_UPDATES + 1}
     config = make_config(root / "critic-qwen2", {"pipeline": 2}, optimizer=limit)
     policy, advantages, critic = make_advantages(config, root / "qwen2")
-    before = {name: weight.clone() for name, weight in critic.named_weights()}
+    before = {name: weight.clone() for name, weight in critic.weights().whole()}
     assert advantages.on(broken, step=0).metrics["critic/skipped"] == NUM_UPDATES
-    assert all(torch.equal(weight, before[name]) for name, weight in critic.named_weights())
+    assert all(torch.equal(weight, before[name]) for name, weight in critic.weights().whole())
     store.save(1, {"learner": policy, **advantages.parts}, {})
     parallel_state.destroy_model_parallel()
 

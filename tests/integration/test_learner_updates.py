@@ -167,7 +167,7 @@ def test_one_process(folder: Path) -> None:
 
 def whole_state(learner: MegatronLearner) -> dict[str, Tensor]:
     """Weights and both moments, on rank 0."""
-    state = {f"weight of {name}": tensor.clone() for name, tensor in learner.named_weights()}
+    state = {f"weight of {name}": tensor.clone() for name, tensor in learner.weights().whole()}
     for moment in MOMENTS:
         gather = partial(learner.adam.gather, name=moment)
         named = gather_weights(learner.model, learner.shape, learner.layout, gather)
@@ -203,7 +203,7 @@ def check_weight_decay(root: Path, layout: dict[str, Any]) -> None:
         learner = MegatronLearner(config.model_copy(update={"optimizer": optimizer}), root / "policy")
         minibatch = make_minibatch(learner, 60, random_batch())
         learner.step(minibatch, BOUNDS)
-        results.append({name: tensor.clone() for name, tensor in learner.named_weights()})
+        results.append({name: tensor.clone() for name, tensor in learner.weights().whole()})
         if weight_decay:
             check_skips(learner, minibatch)
         parallel_state.destroy_model_parallel()

@@ -100,7 +100,7 @@ def updates(config: Config, path: Path, broken: bool = False) -> list[Update]:
         bounds = finder.find(mine)
         result = learner.step(mine, bounds)
         gradients = {name: gradient.clone() for name, gradient in learner.named_gradients()}
-        weights = {name: weight.clone() for name, weight in learner.named_weights()}
+        weights = {name: weight.clone() for name, weight in learner.weights().whole()}
         found.append(Update(bounds, result, gradients, learner.num_forwards, weights))
     close(learner)
     return found

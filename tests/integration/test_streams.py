@@ -24,10 +24,10 @@ from bapo_megatron.config.families import token_streams
 from bapo_megatron.config.losses import Loss, StepStream
 from bapo_megatron.hf.families import FAMILIES
 from bapo_megatron.hf.streams import ModelStream, ServedTokens
-from bapo_megatron.rollout.book import RolloutBook, groups_of
+from bapo_megatron.rollout.book import groups_of
 from bapo_megatron.rollout.recorded import read_groups
 from bapo_megatron.tokens import TokenStream
-from bapo_megatron.types import MicroBatch, MiniBatch, Sampled, Segment, Trajectory
+from bapo_megatron.types import Ended, MicroBatch, MiniBatch, NeedsEnvironment, Sample, Sampled
 from tests.integration.gates import Gates
 from tests.integration.killable import Attempt, Engine, small_run
 
@@ -35,7 +35,8 @@ HERE = "tests.integration.test_streams"
 NUM_LAYERS = 4  # of the demo
 LAYERS = ([0, 1], [2, 3])  # of each stage
 GIVEN = (5, 9, 3)
-NUM_STEPS, KILLED_AFTER = 6, 4
+MAX_RESPONSE = 30
+NUM_STEPS, KILLED_AFTER = 7, 3
 
 
 def mark(token: Any, position: Any, layer: Any, version: Any) -> tuple[Any, Any]:
@@ -127,24 +128,35 @@ def loss(inputs: LossInputs, options: Options) -> TokenLoss:
 LOSS = Loss(loss, streams=(StepStream(SCORES, make_scores),))
 
 
-def give_tokens() -> None:
-    """Let an environment speak once in each response, after the piece that follows the first."""
-    grow = RolloutBook.grow
+class TwoTurns:
+    """Answers the first turn of each sample with given tokens; the second one ends it."""
 
-    def grow_and_give(self: RolloutBook, trajectory: Trajectory) -> None:
-        if trajectory.finish_reason is None and trajectory.num_sampled_tokens >= 6 and not given_in(trajectory):
-            trajectory = trajectory.extended([Segment.given("environment", GIVEN)], None)
-        grow(self, trajectory)
+    by_group = False
+    deadline_s = 1.0
 
-    RolloutBook.grow = grow_and_give  # type: ignore[method-assign]
+    def __init__(self, judge: object, deadline_s: float) -> None:
+        """Take what the driver has in whose place it is."""
+
+    async def advance(self, samples: Sequence[Sample]) -> list[Sample]:
+        return [self.answered(sample) for sample in samples]
+
+    def answered(self, sample: Sample) -> Sample:
+        assert isinstance(sample.need, NeedsEnvironment)
+        if not sample.num_given_tokens and sample.num_sampled_tokens < MAX_RESPONSE:
+            return sample.answered(GIVEN)
+        return replace(sample, need=Ended(sample.need.turn_end, float(sample.num_sampled_tokens % 2)))
 
 
-def given_in(trajectory: Trajectory) -> list[Segment]:
-    return [s for s in trajectory.segments[1:] if not isinstance(s.origin, Sampled)]
+def take_turns() -> None:
+    """Let samples of this rank take two turns."""
+    from bapo_megatron.rollout import manager
+
+    manager.JudgeOnce = TwoTurns  # type: ignore[misc]
 
 
-def compare(trajectory: Trajectory) -> int:
-    """See that the trajectory has the engine's rows, but for tokens that wait for the next reply. Count them."""
+def compare(sample: Sample) -> bool:
+    """See that a sample has the engine's rows, but for tokens whose reply is to come; return whether none is."""
+    (trajectory,) = sample.trajectories
     ids, versions, rows = trajectory.token_ids.tolist(), [], []
     for segment in trajectory.segments:
         origin = segment.origin
@@ -154,13 +166,13 @@ def compare(trajectory: Trajectory) -> int:
     for i in range(1, len(ids)):
         later = [version for version in versions[i:] if version is not None]
         expected = [[*mark(ids[i - 1], i - 1, layer, later[0])] for layer in range(NUM_LAYERS)] if later else None
-        assert rows[i] == expected, f"{trajectory.sample_id}, token {i}"
-    return sum(row is not None for row in rows)
+        assert rows[i] == expected, f"{sample.sample_id}, token {i}"
+    return None not in rows
 
 
-def saved_in(run: Path, step: int, streams: Sequence[TokenStream]) -> dict[str, Trajectory]:
+def saved_in(run: Path, step: int, streams: Sequence[TokenStream]) -> dict[str, Sample]:
     state = CheckpointStore.load(run / "checkpoints" / f"step-{step:06d}", {})["rollout"]
-    return {t.sample_id: t for groups in groups_of(state, streams) for g in groups for t in g.trajectories}
+    return {s.sample_id: s for groups in groups_of(state, streams) for g in groups for s in g.samples}
 
 
 def records(folder: Path) -> Iterator[dict[str, Any]]:
@@ -170,35 +182,42 @@ def records(folder: Path) -> Iterator[dict[str, Any]]:
 
 def test_declared_streams_reach_the_loss_row_by_row(tmp_path: Path) -> None:
     (tmp_path / "seen").mkdir()
-    settings = ("rollout.prompts_per_step=1", "rollout.groups_in_flight=5", "rollout.tokens_per_round=3")
-    settings += ("rollout.max_response_tokens=30", "rollout.record=true", f"train.num_steps={NUM_STEPS}")
+    settings = (
+        "rollout.prompts_per_step=1",
+        "rollout.samples_per_prompt=3",
+        "rollout.groups_in_flight=5",
+        "rollout.tokens_per_round=2",
+    )
+    settings += (f"rollout.max_response_tokens={MAX_RESPONSE}", "rollout.record=true", f"train.num_steps={NUM_STEPS}")
     settings += ("parallel.tensor=2", "parallel.context=2", "parallel.pipeline=2", "train.max_tokens_per_microbatch=40")
     settings += (f"model.family={HERE}:FAMILY", f"loss.name={HERE}:LOSS", f"loss.options.folder={tmp_path / 'seen'}")
     config = small_run(tmp_path, "run", *settings)
     streams = token_streams(config.model.family, demo_model_path())
     engine = Engine(tmp_path / "engine", "--family", config.model.family)
     try:
-        with Attempt(config, engine, Gates(tmp_path / "gates", KILLED_AFTER + 1), give_tokens) as attempt:
+        with Attempt(config, engine, Gates(tmp_path / "gates", KILLED_AFTER + 1), take_turns) as attempt:
             assert attempt.kill_at_gate(KILLED_AFTER + 1), attempt.complaints()
             run = attempt.run_dir
         saved = saved_in(run, KILLED_AFTER, streams)
-        assert sum(compare(t) for t in saved.values()) > 0
-        waiting = {sample_id for sample_id, t in saved.items() if t.segments[-1] in given_in(t)}
+        waiting = {sample.sample_id for sample in saved.values() if sample.num_given_tokens and not compare(sample)}
         assert waiting, "tokens that were given, and that no engine has read"
-        with Attempt(config, engine, prepare=give_tokens) as attempt:
+        with Attempt(config, engine, prepare=take_turns) as attempt:
             attempt.finish()
     finally:
         engine.kill()
 
-    trained = [
-        t for n in range(1, NUM_STEPS + 1) for g in read_groups(run / "rollouts", n, streams) for t in g.trajectories
-    ]
-    assert all(compare(t) == t.num_tokens for t in trained)
-    is_full = [t for t in trained if given_in(t) and len({*t.versions.tolist()}) >= 3]
-    assert any(t.sample_id in saved and t.num_tokens > saved[t.sample_id].num_tokens for t in is_full)
-    last = saved_in(run, NUM_STEPS, streams) | {t.sample_id: t for t in trained}
-    assert any(compare(last[sample_id]) == last[sample_id].num_tokens for sample_id in waiting)
-
+    steps = range(1, NUM_STEPS + 1)
+    trained = {s.sample_id: s for n in steps for g in read_groups(run / "rollouts", n, streams) for s in g.samples}
+    assert all(map(compare, trained.values()))
+    assert any(
+        sample_id in saved
+        and sample.num_sampled_tokens > saved[sample_id].num_sampled_tokens
+        and len({*sample.versions.tolist()}) >= 3
+        and sample.num_given_tokens
+        for sample_id, sample in trained.items()
+    )
+    last = saved_in(run, NUM_STEPS, streams) | trained
+    assert any(compare(last[sample_id]) for sample_id in waiting)
     seen = [*records(tmp_path / "seen")]
     assert {(r["rank"], r["stage"]) for r in seen if r["where"] == "scores"} == {(n, n // 4) for n in range(8)}
     assert {(r["rank"], r["stage"]) for r in seen if r["where"] == "loss"} == {(n, 1) for n in range(4, 8)}

@@ -43,10 +43,10 @@ class Learner:
         self.while_gathering: Callable[[int], None] = lambda index: None
         self.num_read = 0
 
-    def weight_specs(self) -> list[TensorSpec]:
+    def manifest(self) -> list[TensorSpec]:
         return [TensorSpec.of(name, tensor) for name, tensor in self.weights.items()]
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
         for index, (name, tensor) in enumerate(self.weights.items()):
             self.while_gathering(index)
             self.num_read += 1
@@ -277,7 +277,7 @@ def connect(url: str, specs: list[TensorSpec], loop: LoopThread, folder: Path, c
     engine = HttpEngine(url, request_timeout_s=HANG_S)
     config = SyncConfig(channel=channel, timeout_s=HANG_S)  # type: ignore[call-arg, arg-type]
     learner = Learner()
-    learner.weight_specs = lambda: specs  # type: ignore[method-assign]
+    learner.manifest = lambda: specs  # type: ignore[method-assign]
     engines = EnginePool([engine]), loop.submit
     try:
         open_channel(config, engines, folder=folder, hf_path=demo_model_path()).connect(learner)
@@ -312,17 +312,17 @@ EMBEDDING = "model.embed_tokens.weight"
 def test_another_model_is_one_clear_error(
     engine: EngineProcess, loop: LoopThread, tmp_path: Path, change: Any, message: str, channel: str
 ) -> None:
-    specs = change(Learner().weight_specs())
+    specs = change(Learner().manifest())
     with pytest.raises(EngineError, match=message) as raised:
         connect(engine.url, specs, loop, tmp_path, channel)
     assert engine.url in str(raised.value)
     assert "\n" not in str(raised.value)
-    connect(engine.url, Learner().weight_specs(), loop, tmp_path, channel)
+    connect(engine.url, Learner().manifest(), loop, tmp_path, channel)
 
 
 def test_nobody_at_the_url(loop: LoopThread, tmp_path: Path) -> None:
     with reserved_ports(1) as (port,), pytest.raises(EngineError, match=rf":{port}/.*is the server running\?"):
-        connect(f"http://127.0.0.1:{port}", Learner().weight_specs(), loop, tmp_path)
+        connect(f"http://127.0.0.1:{port}", Learner().manifest(), loop, tmp_path)
 
 
 @pytest.mark.parametrize(("status", "body"), [(200, b"<html>hello</html>"), (200, b"[1, 2]"), (404, b"not here")])
@@ -344,7 +344,7 @@ def test_something_else_at_the_url(loop: LoopThread, tmp_path: Path, status: int
     url = f"http://127.0.0.1:{server.server_address[1]}"
     try:
         with pytest.raises(EngineError, match=r"HTTP 404" if status == 404 else r"is the URL right\?") as raised:
-            connect(url, Learner().weight_specs(), loop, tmp_path)
+            connect(url, Learner().manifest(), loop, tmp_path)
         assert url in str(raised.value)
     finally:
         server.shutdown()

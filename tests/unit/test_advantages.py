@@ -14,7 +14,7 @@ from bapo_megatron.buffer.batch import BatchBuilder
 from bapo_megatron.config.advantages import advantage_function
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
-from bapo_megatron.types import Group, Prompt, Segment, Trajectory
+from bapo_megatron.types import Ended, Group, Prompt, Sample, Segment
 
 PROMPT = Prompt(3, (1, 2), "3+5=", "8", "chains")
 
@@ -118,7 +118,9 @@ def test_the_view_is_of_the_group_that_was_judged() -> None:
     """Prompt, scaled rewards and lengths; the values reach the tokens of their responses."""
     lengths = (2, 4, 0)
     responses = tuple(
-        Trajectory(f"3.{i}", PROMPT, (Segment(0, 0, (5,) * n, (-1.0,) * n),) if n else (), "stop", float(i + 1))
+        Sample.of(
+            f"3.{i}", PROMPT, [Segment.sampled(0, 0, (5,) * n, (-1.0,) * n)] if n else [], Ended("stop", float(i + 1))
+        )
         for i, n in enumerate(lengths)
     )
     config = Config.model_validate({"advantage": {"kind": "own_advantages:by_length"}, "reward": {"scale": 8.0}})

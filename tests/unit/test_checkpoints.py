@@ -530,8 +530,14 @@ def test_values_that_no_run_saves_are_named_with_file_and_stream(
 ) -> None:
     segment = {"version": 0, "step": 0, "values": dict.fromkeys(ROWS, 2)}
     prompt = {"prompt_id": 0, "token_ids": [1], "text": "", "answer": "", "source": "chains"}
-    trajectory = {"sample_id": "0.0", "segments": [segment], "finish_reason": None, "reward": None}
-    group = {"prompt": prompt, "prompt_values": {}, "trajectories": [trajectory]}
+    sample = {
+        "sample_id": "0.0",
+        "trajectories": [{"segments": [segment]}],
+        "need": {"needs": "tokens", "trajectory": 0},
+        "state": None,
+        "turn_rewards": [],
+    }
+    group = {"prompt": prompt, "prompt_values": {}, "samples": [sample]}
     rollout = {"active": [group], "finished": [], "rows": ROWS}
 
     def store() -> CheckpointStore:
@@ -546,7 +552,7 @@ def test_values_that_no_run_saves_are_named_with_file_and_stream(
     body = json.loads((path / "state.json").read_text())
     del body[DIGEST]
     if field == "version":
-        body["rollout"]["active"][0]["trajectories"][0]["segments"][0][field] = value
+        body["rollout"]["active"][0]["samples"][0]["trajectories"][0]["segments"][0][field] = value
     else:
         body["arrays"] = write_arrays({f"rollout/rows/{n}": rows for n, rows in {**ROWS, field: value}.items()}, path)
     (path / "state.json").write_text(seal(body))

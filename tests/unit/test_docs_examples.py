@@ -26,7 +26,7 @@ from bapo_megatron.metrics import METRICS, page
 from bapo_megatron.report.gallery import PANELS, with_named
 from bapo_megatron.report.history import read_history
 from bapo_megatron.rewards.shaping import group_filter
-from bapo_megatron.types import ClipBounds, Group, Prompt, Trajectory
+from bapo_megatron.types import ClipBounds, Ended, Group, Prompt, Sample
 from tests.distributed import HANG_S
 from tests.hf_models import SIZES, VOCAB_SIZE, save_randomised
 from tests.unit.loss_inputs import loss_inputs, sums_of
@@ -145,7 +145,9 @@ def test_hard_groups_are_kept() -> None:
     prompt = Prompt(0, (1,), "", "", "chains")
 
     def group(*rewards: float) -> Group:
-        return Group(prompt, tuple(Trajectory.of(f"0.{i}", prompt, reward=reward) for i, reward in enumerate(rewards)))
+        return Group(
+            prompt, tuple(Sample.of(f"0.{i}", prompt, need=Ended("stop", reward)) for i, reward in enumerate(rewards))
+        )
 
     keeps = group_filter(load_config(["demo"], ["rollout.keep_group=hard_groups:hard_groups"]))
     assert [keeps(group(*rewards)) for rewards in ((0, 1), (0, 1, 1, 1))] == [True, True]

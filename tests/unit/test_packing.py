@@ -25,13 +25,13 @@ from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.learner.whole_batch import Scorer, with_scores
 from bapo_megatron.preflight.known import KNOWN_MODELS
 from bapo_megatron.tokens import PROXIMAL_LOGPROBS, TokenStream
-from bapo_megatron.types import Batch, FinishReason, Group, MicroBatch, Prompt, Segment, TokenCounts, Trajectory
+from bapo_megatron.types import Batch, Ended, FinishReason, Group, MicroBatch, Prompt, Sample, Segment, TokenCounts
 
 
 def group(prompt_id: int, prompt_len: int, lengths: list[int]) -> Group:
     """Every token id, log-prob and version is unique, so that a misplaced one is seen."""
     prompt = Prompt(prompt_id, tuple(range(prompt_id * 1000, prompt_id * 1000 + prompt_len)), "", "", "test")
-    trajectories = []
+    samples = []
     for i, n in enumerate(lengths):
         base = prompt_id * 1000 + 100 * (i + 1)
         cut = n // 2
@@ -42,8 +42,8 @@ def group(prompt_id: int, prompt_len: int, lengths: list[int]) -> Group:
             for k, (a, b) in enumerate(((0, cut), (cut, n)))
             if b > a
         )
-        trajectories.append(Trajectory.of(f"{prompt_id}.{i}", prompt, segments, "stop", reward=float(i)))
-    return Group(prompt, tuple(trajectories))
+        samples.append(Sample.of(f"{prompt_id}.{i}", prompt, segments, Ended("stop", float(i))))
+    return Group(prompt, tuple(samples))
 
 
 def build_batch(groups: list[Group], **settings_: object) -> Batch:
@@ -54,10 +54,10 @@ def build_batch(groups: list[Group], **settings_: object) -> Batch:
 
 def truncated(group: Group, *lengths: int) -> Group:
     """Return the group with its responses of these lengths cut off, as `rollout.truncated` = "mask" leaves out."""
-    trajectories = group.trajectories
-    reasons: list[FinishReason] = ["length" if t.num_sampled_tokens in lengths else "stop" for t in trajectories]
-    cut = (replace(t, finish_reason=reason) for t, reason in zip(trajectories, reasons, strict=True))
-    return replace(group, trajectories=tuple(cut))
+    samples = group.samples
+    reasons: list[FinishReason] = ["length" if s.num_sampled_tokens in lengths else "stop" for s in samples]
+    cut = (replace(s, need=Ended(reason, s.reward)) for s, reason in zip(samples, reasons, strict=True))
+    return replace(group, samples=tuple(cut))
 
 
 GROUPS = st.lists(
@@ -143,7 +143,7 @@ def reference_rows(groups: list[Group]) -> list[tuple]:
     out = []
     for g in groups:
         mean = sum(g.rewards) / len(g.rewards)
-        for t in g.trajectories:
+        for t in g.samples:
             ids = (*t.prompt.token_ids, *t.sampled_ids)
             for i in range(t.num_sampled_tokens):
                 p = len(t.prompt.token_ids) + i

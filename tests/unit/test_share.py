@@ -12,7 +12,7 @@ import torch.distributed as dist
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import EngineError, UserError
 from bapo_megatron.rollout import shared as share
-from bapo_megatron.rollout.shared import SharedRollouts
+from bapo_megatron.rollout.shared import NEEDS_WEIGHTS, SharedRollouts
 from bapo_megatron.rollout.shares import BatchShares
 from bapo_megatron.runtime import ranks
 from bapo_megatron.types import Batch, Group
@@ -80,7 +80,8 @@ def rollouts_of(first: Any, config: Config | None = None) -> SharedRollouts:
 
 def on_every_rank(rank: int, world_size: int) -> None:
     is_first, expected = rank == 0, make()
-    got = rollouts_of(Rollouts(once_all_have_heard(make)) if is_first else None).next_batch(0, 1, dict, everything)
+    got = rollouts_of(Rollouts(once_all_have_heard(make)) if is_first else None).next_batch(0, 1, everything)
+    assert got is not NEEDS_WEIGHTS
     assert torch.equal(got.seq_lens_S, expected.seq_lens_S)
     assert got.rewards_S is not None
     assert expected.rewards_S is not None
@@ -91,7 +92,7 @@ def on_every_rank(rank: int, world_size: int) -> None:
         assert got.values[stream].dtype == values_T.dtype, stream
     assert got.metrics == expected.metrics
     with pytest.raises(UserError, match="http://engine:1 is gone"):
-        rollouts_of(Rollouts(once_all_have_heard(fail)) if is_first else None).next_batch(0, 1, dict, everything)
+        rollouts_of(Rollouts(once_all_have_heard(fail)) if is_first else None).next_batch(0, 1, everything)
 
 
 class Interrupted:
@@ -109,26 +110,25 @@ class Interrupted:
         return {"eval/reward": 0.5} if self.num_asked % 3 == 0 else None
 
 
-def pushes_on_every_rank(rank: int, world_size: int) -> None:
+def asks_on_every_rank(rank: int, world_size: int) -> None:
     config = Config.model_validate({"eval": {"interval_steps": 2}})
-    pushed: list[int] = []
-
-    def push() -> dict[str, float]:
-        dist.barrier()
-        pushed.append(rank)
-        return {}
-
     first: Any = Interrupted() if rank == 0 else None
     rollouts = rollouts_of(first, config)
-    assert rollouts.next_batch(0, 1, push, everything).metrics == {"reward/mean": 0.1}
-    assert pushed == [rank] * 2
-    assert rollouts.evaluate(2, 1, push) == {"eval/reward": 0.5}
-    assert pushed == [rank] * 4
-    assert rollouts.evaluate(3, 1, push) == {}, "none is due"
+    for _ in range(2):
+        assert rollouts.next_batch(0, 1, everything) is NEEDS_WEIGHTS
+        dist.barrier()  # a push, which every rank takes part in
+    batch = rollouts.next_batch(0, 1, everything)
+    assert batch is not NEEDS_WEIGHTS
+    assert batch.metrics == {"reward/mean": 0.1}
+    for _ in range(2):
+        assert rollouts.evaluate(2, 1) is NEEDS_WEIGHTS
+        dist.barrier()
+    assert rollouts.evaluate(2, 1) == {"eval/reward": 0.5}
+    assert rollouts.evaluate(3, 1) == {}, "none is due"
 
 
-def test_every_rank_pushes_until_the_batch_or_the_evaluation_is_there() -> None:
-    run_distributed(pushes_on_every_rank, 2)
+def test_every_rank_is_asked_for_a_push_until_the_batch_or_the_evaluation_is_there() -> None:
+    run_distributed(asks_on_every_rank, 2)
 
 
 def flags_on_every_rank(rank: int, world_size: int) -> None:

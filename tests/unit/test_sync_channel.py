@@ -221,10 +221,10 @@ class FakeLearner:
         self.version = 1
         self.num_read = 0
 
-    def weight_specs(self) -> list[TensorSpec]:
+    def manifest(self) -> list[TensorSpec]:
         return [TensorSpec(name, "float32", (8,)) for name in NAMES]
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
         for name in NAMES:
             self.num_read += 1
             yield name, torch.full((8,), float(self.version))
@@ -237,7 +237,7 @@ class World:
         self.learner = FakeLearner()
         config = SyncConfig(bucket_mib=64 / 2**20, timeout_s=timeout_s)  # type: ignore[call-arg] - 2 weights a bucket
         self.channel = BroadcastChannel(self.pool, config, loop.submit)
-        self.channel.connect(self.learner.weight_specs())
+        self.channel.connect(self.learner.manifest())
 
     def push(self) -> None:
         RankZeroChannel(self.channel).push(self.learner)  # type: ignore[arg-type]
@@ -521,7 +521,7 @@ def test_a_flapping_engine_does_not_keep_a_push_from_ending(loop: LoopThread, mo
 
 def test_a_learner_that_breaks_its_word_is_an_error_and_nothing_goes_on(loop: LoopThread) -> None:
     world = World(loop, 2)
-    world.learner.named_weights = lambda: iter([("w0", torch.zeros(8)), ("w2", torch.zeros(8))])  # type: ignore
+    world.learner.whole = lambda: iter([("w0", torch.zeros(8)), ("w2", torch.zeros(8))])  # type: ignore
     with pytest.raises(EngineError, match=r"was to send w1 .* came up with w2"):
         world.push()
     assert all(engine.paused for engine in world.engines)

@@ -132,7 +132,7 @@ class NcclWorld(World):
         self.learner = FakeLearner()
         config = SyncConfig(bucket_mib=64 / 2**20, timeout_s=TIMEOUT_S, backend="nccl")  # type: ignore[call-arg]
         self.channel = BroadcastChannel(self.pool, config, loop.submit)
-        self.channel.connect(self.learner.weight_specs())
+        self.channel.connect(self.learner.manifest())
 
     def bring_back(self) -> None:
         for engine in self.engines:

@@ -11,20 +11,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bapo_megatron.tokens import CORE_STREAMS, JoinedRows, TokenStream, encoded_rows
-from bapo_megatron.types import Batch, Group, MicroBatch, Prompt, Segment, Trajectory, with_values
+from bapo_megatron.types import (
+    Batch,
+    Ended,
+    Group,
+    MicroBatch,
+    NeedsEnvironment,
+    Prompt,
+    Sample,
+    Segment,
+    Trajectory,
+    with_values,
+)
 
 PROMPT = Prompt(7, (1, 2), "3+5=", {"answer": 8}, "chains")
 GROUP = Group(
     PROMPT,
     (
-        Trajectory.of(
+        Sample.of(
             "7.0",
             PROMPT,
             (Segment.sampled(4, 2, (5, 6), (-0.1, -1e-17)), Segment.sampled(5, 3, (9,), (-2.5,))),
-            "stop",
-            1.0,
+            Ended("stop", {"answer": 1.0, "format": 1e-17}),
         ),
-        Trajectory.of("7.1", PROMPT),
+        Sample.of("7.1", PROMPT),
+        Sample.of("7.2", PROMPT, (Segment.sampled(4, 2, (5,), (-0.1,)),), NeedsEnvironment("length")),
     ),
 )
 ROUTES = TokenStream("routes", "uint8", (3, 2), on="fed")
@@ -67,24 +78,25 @@ def test_fed_rows_arrive_with_the_next_reply_and_lie_with_the_next_token(
     """Row i, of any stream, is made of i: so each row tells whose it is."""
     prompt = replace(PROMPT, token_ids=tuple(range(num_prompt_tokens)))
     begun = Group.begun(prompt, 2)
-    trajectory = begun.trajectories[1]
+    sample = begun.samples[1]
+    (trajectory,) = sample.trajectories
     version = 0
     for grows_older, is_answered, num in pieces:
         version += grows_older
         start = trajectory.num_tokens
         if is_answered:
-            trajectory = trajectory.extended([Segment.given("environment", range(start, start + num))], None)
+            trajectory = trajectory.extended([Segment.given("environment", range(start, start + num))])
             continue
         num_fed = trajectory.num_fed([ROUTES])
         late = {ROUTES: rows_of(num_fed, start - num_fed)}
         scores = np.arange(start, start + num, dtype=np.float32)
         rows = {ROUTES: rows_of(start, num), SCORES: scores}
         new = Segment.sampled(version, 0, range(start, start + num), [-float(i) for i in range(num)], rows)
-        trajectory = trajectory.extended([new], None, late)
+        trajectory = trajectory.extended([new], late)
         assert trajectory.num_fed([ROUTES]) == trajectory.num_tokens
-    group = begun.grown(trajectory)
+    group = begun.grown(sample.with_trajectory(0, trajectory))
     assert Group.from_json(way(group), [ROUTES, SCORES]) == group
-    found = group.trajectories[1]
+    (found,) = group.samples[1].trajectories
     assert found.token_ids.tolist() == list(range(found.num_tokens))
     at = 0
     for number, segment in enumerate(found.segments):
@@ -96,7 +108,7 @@ def test_fed_rows_arrive_with_the_next_reply_and_lie_with_the_next_token(
         assert not segment.token_ids.flags.writeable
         at += segment.num_tokens
     assert sum(s.num_tokens for s in found.segments if ROUTES in s.rows) in (0, found.num_fed([ROUTES]))
-    assert group.trajectories[0].segments[0] is found.segments[0], "rows of the prompt are kept once"
+    assert group.samples[0].trajectories[0].segments[0] is found.segments[0], "rows of the prompt are kept once"
 
 
 @WAYS
@@ -109,7 +121,7 @@ def test_a_response_that_lacks_rows_is_named(way: Callable[[Group], Any]) -> Non
     whole = [first, sampled, given_in_between, sampled, at_the_end]
     for number in range(5):
         segments = [replace(s, rows={}) if i == number else s for i, s in enumerate(whole)]
-        group = Group(PROMPT, (Trajectory("7.1", PROMPT, tuple(segments)),))
+        group = Group(PROMPT, (Sample("7.1", PROMPT, (Trajectory(tuple(segments)),)),))
         if number == 4:
             assert Group.from_json(way(group), [ROUTES, SCORES]) == group
         else:
