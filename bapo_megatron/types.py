@@ -578,18 +578,19 @@ class Group:
 
     def grown(self, sample: Sample) -> Group:
         """Return the group with a sample that has grown; all keep the first prompt segment that has its rows."""
-        samples = [sample if s.sample_id == sample.sample_id else s for s in self.samples]
         first = max(self._first, sample.trajectories[0].segments[0], key=lambda segment: len(segment.rows))
 
         def sharing(trajectory: Trajectory) -> Trajectory:
-            own = trajectory.segments[0]
-            if own is first or not self._is_prompt(own):
-                return trajectory
-            return Trajectory((first, *trajectory.segments[1:]))
+            has_own = not self._is_prompt(trajectory.segments[0])
+            return trajectory if has_own else Trajectory((first, *trajectory.segments[1:]))
 
-        return replace(
-            self, samples=tuple(replace(s, trajectories=tuple(map(sharing, s.trajectories))) for s in samples)
-        )
+        def grown(old: Sample) -> Sample:
+            new = sample if old.sample_id == sample.sample_id else old
+            if new is old and first is self._first:
+                return old
+            return replace(new, trajectories=tuple(map(sharing, new.trajectories)))
+
+        return replace(self, samples=tuple(map(grown, self.samples)))
 
     @property
     def _first(self) -> Segment:

@@ -103,8 +103,10 @@ def _sample_view(sample: Sample, reward: float) -> SampleView:
     turn_lengths = tuple(len(turn) for trajectory in sample.trajectories for turn in trajectory.turns)
     end = sample.need.reward if isinstance(sample.need, Ended) else None
     parts = end if isinstance(end, Mapping) else {}
-    of_turns = tuple(None if r is None else total(r) for r in sample.turn_rewards)
-    return SampleView(reward, turn_lengths or (0,), sample.finish_reason, parts, of_turns)
+    of_turns = [None if r is None else total(r) for r in sample.turn_rewards]
+    if of_turns:
+        of_turns += [None] * (len(turn_lengths) - len(of_turns))  # the last one's is the sample's own
+    return SampleView(reward, turn_lengths or (0,), sample.finish_reason, parts, tuple(of_turns))
 
 
 def _zeros(view: GroupView) -> list[list[float]]:

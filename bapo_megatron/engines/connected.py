@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from bapo_megatron.config.engines import ENGINE_CLIENT
 from bapo_megatron.config.schema import RolloutConfig
-from bapo_megatron.engines.base import Engine, EngineState
+from bapo_megatron.engines.base import Engine, EngineState, WeightTransport
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, KeyRefusedError, UserError
@@ -26,6 +26,7 @@ T = TypeVar("T")
 _STATES_INTERVAL_S = 5.0
 _INFO_TIMEOUT_S = 60.0
 _MEMBERS = ("url", *(name for name in vars(Engine) if not name.startswith("_")))
+_OF_TRANSPORT = tuple(name for name in vars(WeightTransport) if not name.startswith("_"))
 
 
 class LoopThread:
@@ -105,9 +106,14 @@ class ConnectedEngines:
         timeout_s = config.startup_limit_s
         path = config.engine_kind.client
         make_client = ENGINE_CLIENT.load(path)
-        clients = [make_client(url, config, vocab_size, key) for url in urls]
+        try:
+            clients = [make_client(url, config, vocab_size, key) for url in urls]
+        except UserError:
+            raise
+        except Exception as error:  # a function of the user's may fail in any way
+            raise ENGINE_CLIENT.error(path, f"it failed: {type(error).__name__}: {error}") from error
         for client in clients:
-            if lacking := [name for name in _MEMBERS if not hasattr(client, name)]:
+            if lacking := _lacking(client):
                 problem = f"it returned an object of type {type(client).__name__}, which has no {', '.join(lacking)}"
                 raise ENGINE_CLIENT.error(path, problem)
         engines = cls(clients, LoopThread())
@@ -137,8 +143,8 @@ class ConnectedEngines:
     def _check_streams(self, client: Engine, streams: Sequence[TokenStream]) -> None:
         """Raise UserError if an engine lacks a stream without which a token cannot be trained."""
         if needed := [stream.name for stream in streams if stream.missing is None]:
-            info = self.loop.run(client.server_info(), _INFO_TIMEOUT_S, f"the description of {client.url}")
-            if lacking := [name for name in needed if name not in info.get("streams", ())]:
+            found = self.loop.run(client.capabilities(), _INFO_TIMEOUT_S, f"the capabilities of {client.url}")
+            if lacking := [name for name in needed if name not in found.streams]:
                 raise UserError(
                     f"{client.url} does not return the stream {lacking[0]}, which the model's family declares: start "
                     "the engine with the same model.family"
@@ -156,6 +162,13 @@ class ConnectedEngines:
         except EngineError:
             return EngineState(client.url, False, is_live, -1, 0, 0)
         return EngineState(client.url, True, is_live, version, num_running, num_waiting)
+
+
+def _lacking(client: object) -> list[str]:
+    """Return the members of `Engine`, and of its transport, that an object does not have."""
+    transport = getattr(client, "transport", None)
+    of_transport = [f"transport.{name}" for name in _OF_TRANSPORT if not hasattr(transport, name)]
+    return [name for name in _MEMBERS if not hasattr(client, name)] + of_transport
 
 
 def http_client(url: str, config: RolloutConfig, vocab_size: int, key: str | None) -> HttpEngine:

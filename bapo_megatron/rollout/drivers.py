@@ -6,14 +6,20 @@ Training in rounds or as a stream, the evaluation in a run and `bapo eval` ask t
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from bapo_megatron.errors import UserError
+from bapo_megatron.rewards.environments import Continue, End, Environment, Failed, TurnJson
 from bapo_megatron.rewards.pool import Verdict
 from bapo_megatron.rewards.scorer import RewardScorer
-from bapo_megatron.types import Ended, NeedsEnvironment, NeedsTokens, Sample
+from bapo_megatron.types import Ended, NeedsEnvironment, NeedsTokens, Reward, Sample, total
+
+log = logging.getLogger(__name__)
+
+_NUM_FIRST = 32  # answers that show whether the environment works at all
 
 
 class Driver(Protocol):
@@ -65,7 +71,7 @@ def _problem(before: Sample, after: Any, max_response_tokens: int) -> str | None
             return f"the sample still waits for its environment, with {after.num_given_tokens} given tokens"
         case NeedsTokens(trajectory=place):
             known = before.trajectories[place : place + 1]
-            if not known and place >= len(after.trajectories):
+            if place >= len(after.trajectories):
                 return f"it asks for tokens of trajectory {place} of {len(after.trajectories)}"
             if known and after.trajectories[place].num_tokens <= known[0].num_tokens:
                 return f"it asks for tokens after the {known[0].num_tokens} that trajectory {place} had before"
@@ -111,3 +117,88 @@ class JudgeOnce:
         assert isinstance(sample.need, NeedsEnvironment), f"{sample.sample_id} has no turn to judge"
         end = Ended(sample.need.turn_end, float(verdict.reward), verdict.problem, verdict.message)
         return replace(sample, need=end)
+
+
+@dataclass(slots=True)
+class StepDriver:
+    """The driver of turns: an environment answers each, until it ends the sample or the sample meets a limit.
+
+    The answer is tokenised alone, and what the policy sampled stays as it is.
+    """
+
+    environment: Environment
+    encode: Callable[[Continue], Sequence[int]]  # the tokens of an answer; raises ValueError if it has none
+    decode: Callable[[Sequence[int]], str]  # the text of a turn, without special tokens
+    max_response_tokens: int  # sampled tokens of all turns
+    max_tokens: int  # of a trajectory, its prompt included
+    max_turns: int | None = None
+    by_group: bool = field(default=False, init=False)
+    _num_failed: int = field(default=0, init=False)
+    _works: bool = field(default=False, init=False)
+
+    @property
+    def deadline_s(self) -> float:
+        return self.environment.deadline_s
+
+    async def advance(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return each sample with its environment's answer, or its end.
+
+        Raises:
+            UserError: the environment has failed on all of its first turns.
+        """
+        return list(await asyncio.gather(*map(self._step, samples)))
+
+    async def _step(self, sample: Sample) -> Sample:
+        assert isinstance(sample.need, NeedsEnvironment), f"{sample.sample_id} waits for no environment"
+        end, turn = sample.need.turn_end, sample.turn.turns[-1].tolist() if sample.turn.turns else []
+        of = sample.prompt
+        answer = await self.environment.step(
+            TurnJson(
+                prompt=of.text,
+                answer=of.answer,
+                source=of.source,
+                number=len(sample.turn_rewards) + 1,
+                text=self.decode(turn),
+                token_ids=turn,
+                end=end,
+            ),
+            sample.state,
+        )
+        if isinstance(answer, Continue):
+            try:
+                return self._continued(sample, answer, [*self.encode(answer)])
+            except ValueError as problem:
+                answer = Failed(str(problem))
+        if isinstance(answer, Failed):
+            self._count_failure(sample, answer)
+            return replace(sample, need=Ended("failed", None, answer.problem, answer.reason))
+        if not isinstance(answer, End):
+            where = f"sample {sample.sample_id} of prompt {of.prompt_id}"
+            raise UserError(f"environment, {where}: neither words nor an end: {answer!r:.200}")
+        self._works = True
+        return replace(sample, need=Ended(end, answer.reward))
+
+    def _continued(self, sample: Sample, answer: Continue, token_ids: list[int]) -> Sample:
+        if not token_ids:
+            raise ValueError(f"an answer without a token: {answer!r:.200}")
+        self._works = True
+        longer = sample.answered(token_ids, answer.state, answer.reward)
+        reason: Literal["turns", "length"] | None = None
+        if len(longer.turn_rewards) == self.max_turns:
+            reason = "turns"
+        elif longer.num_sampled_tokens >= self.max_response_tokens or longer.turn.num_tokens >= self.max_tokens:
+            reason = "length"
+        if reason is None:
+            return longer
+        earned: Reward = sum(total(reward) for reward in longer.turn_rewards if reward is not None)
+        return replace(sample, need=Ended(reason, earned), state=answer.state, turn_rewards=longer.turn_rewards)
+
+    def _count_failure(self, sample: Sample, failure: Failed) -> None:
+        where = f"turn {len(sample.turn_rewards) + 1} of sample {sample.sample_id}, prompt {sample.prompt.prompt_id}"
+        log.warning("environment: %s on %s: %s", failure.problem, where, failure.reason)
+        self._num_failed += 1
+        if not self._works and self._num_failed >= _NUM_FIRST:
+            raise UserError(
+                f"the environment failed on all of the first {self._num_failed} turns, so nothing can be learned; the "
+                f"last one, {where}: {failure.reason}"
+            )

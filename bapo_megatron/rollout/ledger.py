@@ -85,19 +85,15 @@ class Ledger:
             self._move(sample_id, "partial" if num_tokens else "queued")
         self._tokens[sample_id] = num_tokens
         self.num_tokens["generated"] += grown
+        self._count_given(sample)
 
     def answer(self, sample: Sample) -> None:
         """Book an answer of the sample's environment: it may need tokens again, after those that it was given."""
-        sample_id, num_given = sample.sample_id, sample.num_given_tokens
-        if sample.num_sampled_tokens != self._tokens.get(sample_id):
-            raise LedgerError(f"sample {sample_id} was answered, and has other tokens than before")
-        if (new := num_given - self._given.get(sample_id, 0)) < 0:
-            raise LedgerError(f"sample {sample_id} lost {-new} given tokens")
+        if sample.num_sampled_tokens != self._tokens.get(sample.sample_id):
+            raise LedgerError(f"sample {sample.sample_id} was answered, and has other tokens than before")
         if isinstance(sample.need, NeedsTokens):
-            self._move(sample_id, "partial")
-        if new:
-            self._given[sample_id] = num_given
-            self.num_given["given"] += new
+            self._move(sample.sample_id, "partial")
+        self._count_given(sample)
 
     def is_running(self, sample_id: str) -> bool:
         """Return whether a request for this sample is in progress."""
@@ -191,6 +187,14 @@ class Ledger:
         self._given = dict(state["given"])
         self.num_given = Counter(state["num_given"])
         self.dropped = Counter(state["dropped"])
+
+    def _count_given(self, sample: Sample) -> None:
+        num_given, num_before = sample.num_given_tokens, self._given.get(sample.sample_id, 0)
+        if num_given < num_before:
+            raise LedgerError(f"sample {sample.sample_id} lost {num_before - num_given} given tokens")
+        if num_given:
+            self._given[sample.sample_id] = num_given
+            self.num_given["given"] += num_given - num_before
 
     def _move(self, sample_id: str, to: State) -> None:
         state = self._states.get(sample_id)

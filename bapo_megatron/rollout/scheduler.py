@@ -25,7 +25,7 @@ from bapo_megatron.rollout.ledger import Ledger
 from bapo_megatron.rollout.staleness import StalenessBound
 from bapo_megatron.rollout.stream import Stream
 from bapo_megatron.tokens import TokenStream
-from bapo_megatron.types import Group, Sample
+from bapo_megatron.types import Ended, Group, Sample
 
 _MAX_IDLE_ROUNDS = 3  # rounds in a row without a single token before the engines are declared broken
 _MAX_DROPPED_STEPS = 20  # as many groups as this many steps train may be dropped in a row
@@ -175,6 +175,13 @@ class Scheduler:
         is_kept = self.book.settle(group, self._dispatcher.version)
         self._num_dropped_in_a_row = 0 if is_kept else self._num_dropped_in_a_row + 1
         if self._num_dropped_in_a_row >= _MAX_DROPPED_STEPS * self.config.prompts_per_step:
+            if not group.valid:
+                first = group.samples[0].need
+                why = first.message if isinstance(first, Ended) else ""
+                raise UserError(
+                    f"{self._num_dropped_in_a_row} groups in a row were dropped, the last one because its environment "
+                    f"failed on all of its samples: {why}"
+                )
             raise UserError(
                 f"{self._num_dropped_in_a_row} groups in a row were dropped (keep_group): the prompts are far too easy "
                 'or too hard for this policy; choose others, or set rollout.keep_group="all"'

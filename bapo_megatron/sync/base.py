@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from bapo_megatron.checkpoint.shards import Piece
+from bapo_megatron.engines.base import PauseMode
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.runtime.ranks import failing_together, share_flag
 
@@ -91,6 +92,11 @@ class Channel(Protocol):
     A method ends on all ranks with the same result, or raises an error of the same class and text.
     """
 
+    pause_mode: PauseMode
+    """What becomes of requests during a push. retract: they wait, and are computed anew with the new weights; abort:
+    they end with the tokens so far; in_place: they wait, and continue with what older weights have computed, which
+    SGLang uses for new requests with the same prefix too."""
+
     def connect(self, source: WeightSource) -> None:
         """Check that the engines can take these weights. Raises EngineError naming the URL and first difference."""
         ...
@@ -138,8 +144,9 @@ class Sender(Protocol):
 class RankZeroChannel:
     """Implements `Channel`: all ranks gather whole weights on rank 0, which sends them."""
 
-    def __init__(self, sender: Sender | None) -> None:
-        """`sender` is None on every rank but the first."""
+    def __init__(self, sender: Sender | None, pause_mode: PauseMode = "retract") -> None:
+        """`sender`, None on every rank but the first, pauses engines in this mode."""
+        self.pause_mode = pause_mode
         self._sender = sender
 
     def connect(self, source: WeightSource) -> None:

@@ -7,7 +7,8 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,27 +65,40 @@ def build_in_ranks() -> None:
 def build() -> None:
     """Put the gates into this process, a rank."""
     from bapo_megatron import runtime
-    from bapo_megatron.runtime.ranks import StopFile
+    from bapo_megatron.runtime.stopwatch import Stopwatch
 
     kinds = {path.name.split("-")[1] for path in Path(os.environ["BAPO_TEST_GATES"]).glob("closed-*")}
     if "save" in kinds:
         _count_saving()
     if "push" in kinds:
         _count_pushing()
-    steps, starting = StopFile.steps, runtime.starting
+    begin, starting = Stopwatch.begin, runtime.starting
 
-    def steps_through_gates(self: StopFile, numbers: range) -> Iterator[int]:
-        for step in steps(self, numbers):
-            _pass(step + 1)
-            yield step
-        _pass("end")
+    def begin_behind_gate(self: Stopwatch, step: int) -> None:
+        begin(self, step)
+        _pass(step + 1)
+        _end_behind_gate()  # torch is imported by now
 
     def starting_through_gate() -> object:
         _pass("import")
         return starting()
 
-    StopFile.steps = steps_through_gates  # type: ignore[method-assign]
+    Stopwatch.begin = begin_behind_gate  # type: ignore[method-assign]
     runtime.starting = starting_through_gate  # type: ignore[assignment]
+
+
+@cache
+def _end_behind_gate() -> None:
+    """Put a gate before what follows the last step."""
+    from bapo_megatron.checkpoint.store import CheckpointStore
+
+    close = CheckpointStore.close
+
+    def close_behind_gate(self: CheckpointStore) -> None:
+        _pass("end")
+        close(self)
+
+    CheckpointStore.close = close_behind_gate  # type: ignore[method-assign]
 
 
 def _count_saving() -> None:

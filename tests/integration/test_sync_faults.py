@@ -250,7 +250,7 @@ def test_an_engine_that_cannot_join_does_not_hold_up_the_others(
     async def refuse(*_: Any) -> None:
         raise EngineError(f"{world.engines[1].url}: HTTP 400: no more groups")
 
-    world.engines[1].init_update_group = refuse  # type: ignore[method-assign]
+    world.engines[1].transport.join = refuse  # type: ignore[method-assign]
     world.push()
     world.assert_live(0)
     assert "no more groups" in world.pool.describe()

@@ -38,6 +38,8 @@ NO_SPECS = EngineKind("mine", specs="own_parts:missing")
 BAD_CLIENT = EngineKind("mine", specs="own_parts:specs", client="own_parts:no_parameters")
 NO_CLIENT = EngineKind("mine", specs="own_parts:specs", client="own_parts:missing")
 WRONG_CLIENT = EngineKind("mine", specs="own_parts:specs", client="own_parts:client")
+FAILING_CLIENT = EngineKind("mine", specs="own_parts:specs", client="own_parts:failing_client")
+def failing_client(url, config, vocab_size, key): raise KeyError("no such option")
 
 class Options(BaseModel, extra="forbid"):
     beta: float = 0.5
@@ -182,9 +184,18 @@ def test_a_client_that_is_not_an_engine_is_named_before_anything_is_sent() -> No
     assert message.startswith(
         'rollout.engine="own_parts:client": it returned an object of type Options, which has no url, '
     )
-    assert "update_weights" in message
+    assert "generate_many" in message
+    assert "transport.take" in message
     assert "\n" not in message
     assert message.endswith(f"Expected: {ENGINE_CLIENT.expected}")
+
+
+def test_a_client_that_fails_is_named_too() -> None:
+    config = RolloutConfig(engine="own_parts:FAILING_CLIENT")
+    with pytest.raises(UserError) as raised:
+        ConnectedEngines.connect(config, ["http://127.0.0.1:1"], 10, None)
+    message = "rollout.engine=\"own_parts:failing_client\": it failed: KeyError: 'no such option'. Expected: "
+    assert str(raised.value) == message + ENGINE_CLIENT.expected
 
 
 @pytest.mark.parametrize("name", ["loss", "late_loss"])

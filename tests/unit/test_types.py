@@ -38,7 +38,7 @@ GROUP = Group(
         Sample.of("7.2", PROMPT, (Segment.sampled(4, 2, (5,), (-0.1,)),), NeedsEnvironment("length")),
     ),
 )
-ROUTES = TokenStream("routes", "uint8", (3, 2), on="fed")
+ROUTES = TokenStream("routes", "uint8", (3, 2), missing=255, on="fed")
 SCORES = TokenStream("scores", "float32", missing=-1.0)
 
 
@@ -114,19 +114,56 @@ def test_fed_rows_arrive_with_the_next_reply_and_lie_with_the_next_token(
 @WAYS
 def test_a_response_that_lacks_rows_is_named(way: Callable[[Group], Any]) -> None:
     """Rows of tokens that a reply has not yet brought may be missing, and those that have a value for it."""
-    sampled = Segment.sampled(0, 0, (3, 4), (-1.0, -1.0), {ROUTES: rows_of(5, 2)})
-    given_in_between = Segment.given("environment", (5, 6, 7), {ROUTES: rows_of(7, 3)})
+    needed = replace(ROUTES, missing=None)
+    sampled = Segment.sampled(0, 0, (3, 4), (-1.0, -1.0), {needed: rows_of(5, 2)})
+    given_in_between = Segment.given("environment", (5, 6, 7), {needed: rows_of(7, 3)})
     at_the_end = Segment.given("environment", (8,))
-    first = Segment.given("prompt", PROMPT.token_ids, {ROUTES: rows_of(0, 2)})
+    first = Segment.given("prompt", PROMPT.token_ids, {needed: rows_of(0, 2)})
     whole = [first, sampled, given_in_between, sampled, at_the_end]
     for number in range(5):
         segments = [replace(s, rows={}) if i == number else s for i, s in enumerate(whole)]
         group = Group(PROMPT, (Sample("7.1", PROMPT, (Trajectory(tuple(segments)),)),))
         if number == 4:
-            assert Group.from_json(way(group), [ROUTES, SCORES]) == group
+            assert Group.from_json(way(group), [needed, SCORES]) == group
         else:
             with pytest.raises(ValueError, match=r"response 7\.1 of prompt 7: stream routes: is missing"):
-                Group.from_json(way(group), [ROUTES, SCORES])
+                Group.from_json(way(group), [needed, SCORES])
+
+
+@WAYS
+@given(num_tokens=st.integers(2, 9), second=st.integers(3, 12))
+def test_each_sampled_token_is_trained_in_one_trajectory(
+    way: Callable[[Group], Any], num_tokens: int, second: int
+) -> None:
+    """Branches of a response, and of a branch, share its tokens, and rows of inputs, as context."""
+    scores = np.arange(2, 6, dtype=np.float32)
+    policy = Segment.sampled(4, 2, range(2, 6), [-1.0] * 4, {ROUTES: rows_of(2, 4), SCORES: scores})
+    answer = Segment.given("environment", [6, 7], {ROUTES: rows_of(6, 2)})
+    last = Segment.sampled(5, 2, [8], [-1.0], {ROUTES: rows_of(8, 1), SCORES: scores[:1]})
+    sample = Sample.of("7.1", PROMPT).extended([policy], None, {ROUTES: rows_of(1, 1)})
+    whole = sample.trajectories[0].extended([answer, last])
+    sample = sample.with_trajectory(0, whole)
+    assert sample.with_trajectory(1, whole.branch(9)).num_sampled_tokens == sample.num_sampled_tokens == 5
+    branch = whole.branch(num_tokens)
+    assert branch.token_ids.tolist() == whole.token_ids.tolist()[:num_tokens]
+    assert (branch.num_sampled_tokens, branch.turns) == (0, [])
+    assert branch.num_shared_tokens == (0 if num_tokens == 2 else min(num_tokens, 6) if num_tokens < 9 else 9)
+    assert branch.num_fed([ROUTES]) == num_tokens, "an engine need not send them again"
+    assert not any(SCORES in segment.rows for segment in branch.segments)
+    grown = branch.extended(
+        [Segment.sampled(6, 3, [20, 21, 22], [-2.0] * 3, {ROUTES: rows_of(20, 3), SCORES: scores[:3]})]
+    )
+    sample = sample.with_trajectory(1, grown).with_trajectory(2, grown.branch(min(second, grown.num_tokens)))
+    assert sample.num_sampled_tokens == 8
+    assert sample.sampled_ids.tolist() == [2, 3, 4, 5, 8, 20, 21, 22]
+    assert sample.versions.tolist() == [4] * 4 + [5] + [6] * 3
+    group = GROUP.grown(sample)
+    assert Group.from_json(way(group), [ROUTES, SCORES]) == group
+    own = Segment.given("prompt", [40, 41])  # of a helper of the policy's own
+    group = GROUP.grown(sample.with_trajectory(3, replace(whole, segments=(own, *branch.segments[1:]))))
+    assert Group.from_json(way(group), [ROUTES, SCORES]) == group
+    with pytest.raises(AssertionError):
+        whole.branch(whole.num_tokens + 1)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from bapo_megatron.engines.base import PauseMode
+from bapo_megatron.engines.base import PauseMode, TokenScores
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
 from bapo_megatron.engines.embedded.sampler import sample
@@ -162,6 +162,8 @@ class BatchingEngine:
         self.version = version
         self.paused: PauseMode | None = None
         self.is_torn = False  # an update is in place in part only: nothing is sampled until it is whole
+        self.is_released = False  # weights and cache have no memory
+        self.lost: set[str] = set()  # names of weights that have not come again since their memory was released
         self.failure: BaseException | None = None  # the error that ended the engine thread
         self.ended: Future[None] = Future()  # resolves when the engine thread has ended
         self.num_generated_tokens = 0
@@ -278,6 +280,36 @@ class BatchingEngine:
             )
         self._kept.clear()
 
+    def score(self, token_ids: list[int], first: int, top_k: int) -> TokenScores | None:
+        """Score the tokens from number `first` on, as `Model.score`; return None while the weights are not whole."""
+        if self.is_torn:
+            return None
+        scores = self.model.score(torch.tensor(token_ids), first, top_k)
+        logprobs_N, top_ids_NK, top_logprobs_NK = (tensor.numpy() for tensor in scores)
+        return TokenScores(logprobs_N, top_ids_NK, top_logprobs_NK)
+
+    def release(self) -> None:
+        """Give the memory of cache and weights back, when still; weights have to be pushed again after `restore`.
+
+        Raises:
+            BadRequestError: a pause in place holds requests that need the cache.
+        """
+        if self._rows:
+            raise BadRequestError(
+                f"{len(self._rows)} requests are held with their cache: pause with mode=retract first"
+            )
+        self.is_torn = self.is_released = True
+        self.lost = set(self.model.named_weights)
+        self._kept.clear()
+        self._cache.release()
+        self.model.release()
+
+    def restore(self) -> None:
+        """Let weights be written again. Raises BadRequestError if their memory was not released."""
+        if not self.is_released:
+            raise BadRequestError("memory was not released")
+        self.is_released = False
+
     def set_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy checked weights into place, when still; nothing is sampled until `publish`."""
         self.is_torn = True
@@ -287,9 +319,18 @@ class BatchingEngine:
         with torch.inference_mode():
             for name, tensor in tensors:
                 self.model.named_weights[name].copy_(tensor)
+                self.lost.discard(name)
 
     def publish(self, version: str | None) -> None:
-        """Mark the weights as whole; later tokens carry this version (None: the same as before)."""
+        """Mark the weights as whole; later tokens carry this version (None: the same as before).
+
+        Raises:
+            BadRequestError: weights that were lost with their memory have not come again.
+        """
+        if self.lost:
+            raise BadRequestError(
+                f"{len(self.lost)} weights were lost with the released memory, such as {min(self.lost)!r}: push all"
+            )
         self.is_torn = False
         self.version = self.version if version is None else version
 

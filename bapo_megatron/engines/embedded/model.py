@@ -30,6 +30,8 @@ from bapo_megatron.hf.shape import ModelShape, entries, load_hf_config, model_sh
 from bapo_megatron.hf.splits import Entry
 from bapo_megatron.hf.streams import model_streams
 
+_TOGETHER = 256  # tokens that are scored at a time: log-probs of the whole vocabulary take memory
+
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -42,12 +44,14 @@ class KVCache:
 
     def __init__(self, spec: ModelShape, *, num_rows: int, max_len: int, dtype: torch.dtype) -> None:
         shape = (spec.num_layers, 2, num_rows, spec.num_kv_heads, max_len, spec.head_dim)
-        # Zeros, since masked positions are multiplied by 0, and 0 times nan is nan. Mapped, not allocated: the
-        # operating system provides zeroed memory only for rows that are written.
-        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.data = torch.frombuffer(memory, dtype=dtype).view(shape)
+        # Zeros, since masked positions are multiplied by 0, and 0 times nan is nan.
+        self.data, self._memory = _mapped_zeros(shape, dtype)
         self.num_rows = num_rows
         self.max_len = max_len
+
+    def release(self) -> None:
+        """Give the memory back to the operating system; from now on all entries are zero."""
+        self._memory.madvise(mmap.MADV_DONTNEED)
 
     def arrange(self, targets: Sequence[int], sources: Sequence[int], num_tokens: int) -> None:
         """Copy rows over others at once, up to `num_tokens`; a row may be both a source and a target."""
@@ -62,6 +66,7 @@ class Model:
         self.streams = streams or {}
         self.dtype = dtype
         self.named_weights: dict[str, Tensor] = {}
+        self._memory: list[mmap.mmap] = []  # of the weights
         self._layers: list[dict[str, Tensor]] = [{} for _ in range(spec.num_layers)]  # by name within the layer
         self._weights: dict[str, Tensor] = {}  # outside the layers
         for entry in entries(spec):
@@ -184,6 +189,36 @@ class Model:
         hidden_B1E = self._blocks(token_ids_B[:, None], cos_BD[:, None, None], sin_BD[:, None, None], attend, fed)
         return self._logits(hidden_B1E[:, 0])
 
+    @torch.inference_mode()
+    def score(self, token_ids_T: Tensor, first: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Score the tokens from number `first` (at least 1) on, without a cache: N = T - first.
+
+        Returns: their log-probs float32 [N], and the `top_k` likeliest tokens in their places: ids int32 and log-probs
+        float32 [N, top_k].
+        """
+        num_tokens = len(token_ids_T)
+
+        def attend(layer: int, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor:
+            q_BHTD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
+            out_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=True)
+            return out_BHTD.transpose(1, 2)
+
+        cos_TD, sin_TD = self._cos_LD[:num_tokens], self._sin_LD[:num_tokens]
+        hidden_BTE = self._blocks(token_ids_T[None], cos_TD[None, :, None], sin_TD[None, :, None], attend, None)
+        parts = []
+        places = zip(hidden_BTE[0, first - 1 : -1].split(_TOGETHER), token_ids_T[first:].split(_TOGETHER), strict=True)
+        for rows_NE, ids_N in places:
+            logprobs_NV = torch.log_softmax(self._logits(rows_NE), -1)
+            top_NK = logprobs_NV.topk(top_k, -1)
+            parts.append((logprobs_NV.gather(1, ids_N[:, None])[:, 0], top_NK.indices.int(), top_NK.values))
+        logprobs, top_ids, top_logprobs = (torch.cat(list(part)) for part in zip(*parts, strict=True))
+        return logprobs, top_ids, top_logprobs
+
+    def release(self) -> None:
+        """Give the memory of all weights back to the operating system; from now on they are zero."""
+        for memory in self._memory:
+            memory.madvise(mmap.MADV_DONTNEED)
+
     def _blocks(self, token_ids_BT: Tensor, cos: Tensor, sin: Tensor, attend: Attend, fed: FedRows | None) -> Tensor:
         """Run all transformer layers; cos and sin broadcast against [B, T, heads, D]."""
         spec, activation = self.spec, _ACTIVATIONS[self.spec.activation]
@@ -222,9 +257,17 @@ class Model:
     def _allocate(self, entry: Entry) -> Tensor:
         """Make one parameter whose slices along the first dimension are the named weights."""
         rows = [shape[0] for shape in entry.hf_shapes]
-        weight = torch.zeros((sum(rows), *entry.hf_shapes[0][1:]), dtype=self.dtype)
+        weight, memory = _mapped_zeros((sum(rows), *entry.hf_shapes[0][1:]), self.dtype)
+        self._memory.append(memory)
         self.named_weights.update(zip(entry.hf_names, weight.split(rows), strict=True))
         return weight
+
+
+def _mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, mmap.mmap]:
+    """Return zeros, and their memory: mapped, so that the system provides only what is written, and takes it back."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape), memory
 
 
 def _linear(x: Tensor, layer: dict[str, Tensor], name: str) -> Tensor:

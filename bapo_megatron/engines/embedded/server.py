@@ -103,6 +103,8 @@ class Server:
                 web.post("/end_weight_update", self.end_weight_update),
                 web.post("/update_weights_from_disk", self.update_weights_from_disk),
                 web.post("/weights_checker", self.weights_checker),
+                web.post("/release_memory_occupation", self.release_memory_occupation),
+                web.post("/resume_memory_occupation", self.resume_memory_occupation),
                 web.post("/start_profile", self.start_profile),
                 web.post("/stop_profile", self.stop_profile),
             ]
@@ -117,6 +119,8 @@ class Server:
 
     async def generate(self, request: web.Request) -> web.Response:
         body = protocol.parse(protocol.GenerateBody, await request.read())
+        if (asked := body.to_score) is not None:
+            return await self._score(*asked)
         started = time.monotonic()
         sequences, is_single = self._sequences(body)
         self.engine.submit(sequences)
@@ -187,6 +191,16 @@ class Server:
         answer = self._updater.checksum if body.action == "checksum" else self._updater.manifest
         return web.json_response({"success": True, "message": "Success"} | await asyncio.to_thread(answer))
 
+    async def release_memory_occupation(self, request: web.Request) -> web.Response:
+        protocol.parse(protocol.MemoryBody, await request.read())
+        await asyncio.to_thread(self._updater.release)
+        return _success("Success")
+
+    async def resume_memory_occupation(self, request: web.Request) -> web.Response:
+        protocol.parse(protocol.MemoryBody, await request.read())
+        await asyncio.to_thread(self._updater.restore)
+        return _success("Success")
+
     async def start_profile(self, request: web.Request) -> web.Response:
         body = protocol.parse(protocol.ProfileBody, await request.read())
         await self._command(lambda: self.engine.start_profile(Path(body.output_dir)))
@@ -208,7 +222,8 @@ class Server:
     async def server_info(self, request: web.Request) -> web.Response:
         engine = self.engine
         info = {
-            "capabilities": ["weight_manifest", "weight_digests", "gloo_only"],
+            "capabilities": ["weight_manifest", "weight_digests", "score", "release"],
+            "transports": ["gloo", "disk"],
             "model_path": self._model_path,
             "context_length": engine.max_context,
             "max_running_requests": engine.max_running,
@@ -224,6 +239,28 @@ class Server:
 
     async def loads(self, request: web.Request) -> web.Response:
         return web.json_response({"loads": [await self._command(self.engine.load)]})
+
+    async def _score(self, token_ids: list[int], start: int, top_k: int) -> web.Response:
+        """Answer with the log-probs of a prompt's tokens after `start`, whose own entry has none, as SGLang does."""
+        self.engine.new_sequence("", token_ids, protocol.SamplingParams(max_new_tokens=0))  # checks them
+        if start > len(token_ids) - 2:
+            raise BadRequestError(f"logprob_start_len: {start} leaves none of {len(token_ids)} tokens to score")
+        if top_k > (vocab_size := self.engine.model.spec.vocab_size):
+            raise BadRequestError(f"top_logprobs_num: {top_k} of a vocabulary of {vocab_size}")
+        scores = await self._command(lambda: self.engine.score(token_ids, start + 1, top_k))
+        if scores is None:
+            message = "the weights are not whole: ask again after the update"
+            return web.json_response({"success": False, "message": message}, status=503)
+        scored = zip(scores.logprobs_N.tolist(), token_ids[start + 1 :], strict=True)
+        meta = {
+            "prompt_tokens": len(token_ids),
+            "weight_version": self.engine.version,
+            "input_token_logprobs": [(None, token_ids[start], None), *((p, i, None) for p, i in scored)],
+        }
+        if top_k:
+            rows = zip(scores.top_logprobs_NK.tolist(), scores.top_ids_NK.tolist(), strict=True)
+            meta["input_top_logprobs"] = [None, *([(p, i, None) for p, i in zip(*row, strict=True)] for row in rows)]
+        return web.json_response({"output_ids": [], "meta_info": meta})
 
     async def _command(self, command: Callable[[], Any]) -> Any:
         return await asyncio.wrap_future(self.engine.call(command))
