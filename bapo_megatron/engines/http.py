@@ -158,7 +158,7 @@ class HttpEngine:
     def _result(self, reply: Any, request: GenerateRequest) -> GenerateResult | EngineError:
         try:
             return parse_reply(reply, request, self._vocab_size)
-        except _NoCutLogprobsError as problem:  # to ask again, or another time, would not help
+        except _UnfitServerError as problem:  # to ask again, or another time, would not help
             raise RequestRefusedError(f"{self.url}, request {request.rid}: {problem}") from None
         except _BadReplyError as problem:
             return EngineError(f"{self.url}, request {request.rid}: {problem}")
@@ -406,8 +406,8 @@ class _BadReplyError(ValueError):
     """The fault of a reply."""
 
 
-class _NoCutLogprobsError(_BadReplyError):
-    """A reply without the log-probs that a cut needs: its server does not return them."""
+class _UnfitServerError(_BadReplyError):
+    """A fault that its server repeats: it does not return the log-probs of a cut, or a stream as it is declared."""
 
 
 def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) -> GenerateResult:
@@ -456,13 +456,13 @@ def _rows(meta: dict[str, Any], request: GenerateRequest, num_new: int) -> Rows:
         num_rows = num_new + (len(request.token_ids) - request.num_fed if stream.on == "fed" else 0)
         if stream.name not in sent:
             if stream.missing is None:
-                raise _BadReplyError(f"stream {stream.name}: the reply has no rows of it")
+                raise _UnfitServerError(f"stream {stream.name}: the reply has no rows of it")
             rows[stream] = read_only(stream.filled(num_rows))
             continue
         try:
             rows[stream] = stream.checked(sent[stream.name], num_rows)
         except ValueError as problem:
-            raise _BadReplyError(str(problem)) from None
+            raise _UnfitServerError(str(problem)) from None
     return rows
 
 
@@ -534,7 +534,7 @@ def _cut_logprobs(meta: dict[str, Any], num_tokens: int) -> tuple[float, ...]:
     if not num_tokens:
         return ()
     if (given := meta.get("output_token_sampling_logprobs")) is None:
-        raise _NoCutLogprobsError(
+        raise _UnfitServerError(
             "the reply has no output_token_sampling_logprobs, the log-probs that top_p and top_k need; use a server "
             "that returns them, such as SGLang 0.5.23, or leave top_p and top_k out"
         )

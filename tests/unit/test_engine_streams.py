@@ -16,8 +16,8 @@ from bapo_megatron.engines.embedded.engine import BatchingEngine, Sequence
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
 from bapo_megatron.engines.embedded.server import Server
-from bapo_megatron.engines.http import parse_reply
-from bapo_megatron.errors import UserError
+from bapo_megatron.engines.http import HttpEngine, parse_reply
+from bapo_megatron.errors import RequestRefusedError, UserError
 from bapo_megatron.hf.families import FAMILIES, Family
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.hf.streams import ModelStream, ServedTokens, model_streams
@@ -157,6 +157,7 @@ def test_rows_that_a_client_has_lost_are_computed_again(engine: BatchingEngine) 
 def test_a_reply_brings_the_rows_that_were_asked_for(engine: BatchingEngine) -> None:
     """As the client reads them."""
     server, streams = Server(engine, model_path="", update_timeout_s=HANG_S), tuple(engine.model.streams)
+    client = HttpEngine("http://engine:1", request_timeout_s=HANG_S, vocab_size=16)
     request = GenerateRequest("r", (5, 9, 4, 7), 5, 1.0, (), 0, streams=streams, num_fed=3)
     names = [stream.name for stream in streams]
     fields = {"rid": "r", "input_ids": [5, 9, 4, 7], "return_logprob": True, "return_rows": names, "num_fed": 3}
@@ -187,8 +188,8 @@ def test_a_reply_brings_the_rows_that_were_asked_for(engine: BatchingEngine) -> 
         ("surprises", fields["marks"], "stream surprises: must be a list of numbers"),
     ):
         reply["meta_info"]["rows"] = {n: v for n, v in {**fields, name: value}.items() if v is not None}
-        with pytest.raises(ValueError, match=said):
-            parse_reply(reply, request, 16)
+        with pytest.raises(RequestRefusedError, match=f"http://engine:1, request r: {said}"):
+            client._result(reply, request)
 
 
 @pytest.mark.parametrize(
