@@ -297,7 +297,7 @@ class NeedsEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of a sample. Without a reward it is invalid: it leaves its group's baseline and is not trained."""
+    """The end of a sample. One that failed has no reward: it leaves its group's baseline and is not trained."""
 
     reason: FinishReason
     reward: Reward | None
@@ -451,7 +451,7 @@ class TrajectoryJson(TypedDict):
     segments: list[Annotated[SegmentJson, AfterValidator(_origin)]]
 
 
-RewardJson = Number | dict[str, Number]
+RewardJson = Number | Annotated[dict[str, Number], Field(min_length=1)]
 
 
 class NeedsTokensJson(TypedDict):
@@ -487,6 +487,8 @@ def _fits(sample: SampleJson) -> SampleJson:
     need, num = sample["need"], len(sample["trajectories"])
     if need["needs"] != "nothing" and need["trajectory"] >= num:
         raise ValueError(f"trajectory {need['trajectory']} is not one of {num}")
+    if need["needs"] == "nothing" and (need["reward"] is None) != (need["reason"] == "failed"):
+        raise ValueError(f"it ended by {need['reason']!r} {'without' if need['reward'] is None else 'with'} a reward")
     return sample
 
 

@@ -67,6 +67,9 @@ def _problem(before: Sample, after: Any, max_response_tokens: int) -> str | None
     if after.num_sampled_tokens != before.num_sampled_tokens:
         return f"it changed {before.num_sampled_tokens} sampled tokens to {after.num_sampled_tokens}"
     match after.need:
+        case Ended(reason=reason, reward=reward):
+            if (reward is None) != (reason == "failed"):
+                return f"it ended by {reason!r} {'without' if reward is None else 'with'} a reward"
         case NeedsEnvironment():
             return f"the sample still waits for its environment, with {after.num_given_tokens} given tokens"
         case NeedsTokens(trajectory=place):

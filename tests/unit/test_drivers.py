@@ -287,6 +287,7 @@ def test_an_environment_that_breaks_later_ends_the_run_too() -> None:
         (lambda s: s, "the sample still waits for its environment"),
         (lambda s: replace(s, need=NeedsTokens()), "it asks for tokens after the . that trajectory 0 had before"),
         (lambda s: replace(s, need=NeedsTokens(3)), "it asks for tokens of trajectory 3 of 1"),
+        (lambda s: replace(s, need=Ended("stop", None)), "it ended by 'stop' without a reward"),
         (lambda s: {"text": "1702;"}, r"it returned \{'text': '1702;'\}"),
         (lambda s: s.answered([20] * 3).extended([Segment.sampled(0, 0, [1], [-1.0])], None), "it changed . sampled"),
     ],
