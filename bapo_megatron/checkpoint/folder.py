@@ -39,7 +39,7 @@ from bapo_megatron.types import Count
 
 FORMAT = 2  # of a saved model
 STATE_FORMAT = 3  # of state.json
-RESUMED_BEFORE = "5c368a6"  # the commit that resumes runs whose state.json has format 2
+RESUMED_BEFORE = "b40d263"  # the commit that resumes runs whose state.json has format 2
 INDEX = "index.json"
 STATE = "state.json"  # of a whole checkpoint: store.py
 HF_CONFIG = "hf_config"

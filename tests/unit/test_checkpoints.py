@@ -588,7 +588,7 @@ def test_a_run_saved_before_segments_is_refused_with_the_commit_that_resumes_it(
     del body[DIGEST]
     (path / "state.json").write_text(seal(body | {"format": 2}))
     with pytest.raises(
-        CheckpointError, match="has format 2, this version reads format 3; resume it with commit 5c368a6"
+        CheckpointError, match="has format 2, this version reads format 3; resume it with commit b40d263"
     ):
         resume(tmp_path)
 
