@@ -57,9 +57,14 @@ def declared(key: str) -> Metric | None:
     return METRICS.get(key) or (family and replace(family, key=key))
 
 
-def reduce_updates(collected: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Reduce the values that a step's updates gave each metric; nan where none is finite."""
-    declared = {key: METRICS.get(key, _UNDECLARED) for key in collected}
+def reduce_updates(collected: Mapping[str, Sequence[float]], own: Sequence[Metric] = ()) -> dict[str, float]:
+    """Reduce the values that a step's updates gave each metric; nan where none is finite.
+
+    Args:
+        own: declarations of the loss's own metrics.
+    """
+    known = METRICS | {metric.key: metric for metric in own}
+    declared = {key: known.get(key, _UNDECLARED) for key in collected}
     reduced = {key: _reduced(values, declared[key].updates) for key, values in collected.items()}
     for key, metric in declared.items():
         if metric.per:

@@ -1,37 +1,56 @@
 """The nouns: each hand-over between two rooms of the package is one of these types.
 
-    Prompt -> Trajectory (of Segments) -> Group -> Batch -> MiniBatch (of MicroBatches) -> ClipBounds
+    Prompt -> Sample (of Trajectories, of Segments) -> Group -> Batch -> MiniBatch (of MicroBatches) -> ClipBounds
 
 Shape legend (suffix of a tensor's name):
     S  sequences (prompt + response) packed one after the other
     T  tokens of all sequences, prompts included
-    R  response tokens: the rows of hidden states that predict one
+    R  sampled tokens: the rows of hidden states that predict one
 
 A *weight version* counts the optimizer updates that the weights have seen; version 0 is the checkpoint the run started
-from. The *age* of a token in training is the learner's version minus the version that sampled it. A token keeps one
-`behaviour_logprobs` entry from the engine's reply to the loss: its log-prob under the tempered distribution that
-sampled it, in nats.
+from. The *age* of a token in training is the learner's version minus the version that sampled it. A token is *sampled*
+by the policy or *given* to it, as the prompt is; only sampled tokens have an age, a behaviour log-prob and an
+advantage. What tokens.py declares of a token keeps its name from the engine's reply to the loss: `behaviour_logprobs`
+are log-probs under the tempered distribution that sampled it, in nats.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, NotRequired
 
+import numpy as np
 import torch
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationInfo
 from torch import Tensor
 from typing_extensions import TypedDict
 
-FinishReason = Literal["stop", "length"]
+from bapo_megatron.tokens import (
+    BEHAVIOUR_LOGPROBS,
+    CORE_STREAMS,
+    TOKEN_IDS,
+    VERSIONS,
+    Array,
+    Rows,
+    TokenStream,
+    read_only,
+)
+
+TurnEnd = Literal["stop", "length"]
+"""How a turn of the policy ends: at a stop token, or because the sample has all the tokens that it may have."""
+FinishReason = Literal["stop", "length", "turns", "failed"]
+"""How a sample ends: as its last turn, at its limit of turns, or because its environment failed."""
+Giver = Literal["prompt", "template", "environment", "trajectory"]
+"""Who gave a token to the policy; "trajectory": another one of the same sample, which trains it."""
+Reward = float | Mapping[str, float]
+"""A number, or named parts, whose sum counts."""
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 """A count, version or id in JSON."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 """A finite number in JSON."""
-LogProb = Annotated[float, Field(strict=True, ge=-3.4028235e38, le=0.0)]
-"""A log-prob in JSON, as float32 can hold it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,78 +67,348 @@ class Prompt:
     source: str  # name of the prompt source
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A run of response tokens sampled by one weight version in one training step.
-
-    Example: Segment(version=4, step=2, token_ids=(7, 7, 1), behaviour_logprobs=(-0.1, -2.3, -0.7))
-    """
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """The origin of tokens that one weight version sampled in one training step."""
 
     version: int  # weight version that sampled these tokens
     step: int  # training step during which they were sampled
-    token_ids: tuple[int, ...]
-    behaviour_logprobs: tuple[float, ...]  # one per token
+    behaviour_logprobs: Array  # float32, one per token
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What all its tokens share, as JSON."""
+        return {"version": self.version, "step": self.step}
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The origin of tokens that the policy has read, not sampled."""
+
+    by: Giver
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What all its tokens share, as JSON."""
+        return {"by": self.by}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """A run of tokens with one origin. Arrays are read-only.
+
+    Example: Segment.sampled(version=4, step=2, token_ids=(7, 7, 1), behaviour_logprobs=(-0.1, -2.3, -0.7))
+    """
+
+    token_ids: Array  # int64
+    origin: Sampled | Given
+    rows: Rows = field(default_factory=dict)  # of streams of models and plugins; none are partly there
 
     def __post_init__(self) -> None:
-        assert len(self.token_ids) == len(self.behaviour_logprobs), "a segment needs one behaviour log-prob per token"
+        for stream, rows in self.values.items():
+            assert len(rows) == len(self.token_ids), f"a segment needs one row of {stream.name} per token"
+
+    @classmethod
+    def sampled(
+        cls,
+        version: int,
+        step: int,
+        token_ids: Sequence[int] | Array,
+        behaviour_logprobs: Sequence[float] | Array,
+        rows: Rows | None = None,
+    ) -> Segment:
+        """Return a segment of tokens that the policy sampled."""
+        logprobs = _array(BEHAVIOUR_LOGPROBS, behaviour_logprobs)
+        return cls(_array(TOKEN_IDS, token_ids), Sampled(version, step, logprobs), rows or {})
+
+    @classmethod
+    def given(cls, by: Giver, token_ids: Sequence[int] | Array, rows: Rows | None = None) -> Segment:
+        """Return a segment of tokens that are context for the policy."""
+        return cls(_array(TOKEN_IDS, token_ids), Given(by), rows or {})
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def values(self) -> Rows:
+        """All rows of its tokens, by stream."""
+        core = {TOKEN_IDS: self.token_ids}
+        if isinstance(self.origin, Sampled):
+            core[BEHAVIOUR_LOGPROBS] = self.origin.behaviour_logprobs
+        return {**core, **self.rows}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Segment):
+            return NotImplemented
+        if self.origin.facts != other.origin.facts:
+            return False
+        mine, others = self.values, other.values
+        return mine.keys() == others.keys() and all(np.array_equal(mine[s], others[s]) for s in mine)
+
+    def followed_by(self, other: Segment) -> Segment | None:
+        """Return one segment of the tokens of both; None if they have different origins or streams."""
+        mine, others = self.values, other.values
+        if self.origin.facts != other.origin.facts or mine.keys() != others.keys():
+            return None
+        joined = {stream: stream.joined([mine[stream], others[stream]]) for stream in mine}
+        return self.of_values(joined, self.origin)
+
+    def as_context(self, num_tokens: int) -> Segment:
+        """Return the first tokens as given ones, with the rows that tokens have which were an input."""
+        by: Giver = "trajectory" if isinstance(self.origin, Sampled) else self.origin.by
+        rows = {stream: values[:num_tokens] for stream, values in self.rows.items() if stream.on == "fed"}
+        return Segment(self.token_ids[:num_tokens], Given(by), rows)
+
+    @classmethod
+    def of_values(cls, values: Rows, origin: Sampled | Given) -> Segment:
+        """Return the segment with these `values`, and the facts of `origin`."""
+        rows = dict(values)
+        token_ids = rows.pop(TOKEN_IDS)
+        if isinstance(origin, Sampled):
+            origin = replace(origin, behaviour_logprobs=rows.pop(BEHAVIOUR_LOGPROBS))
+        return cls(token_ids, origin, rows)
+
+
+def _array(stream: TokenStream, values: Sequence[float] | Array) -> Array:
+    return read_only(np.array(values, stream.dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A response, finished or partial: a prompt and the segments sampled so far.
+    """One linear sequence of tokens: what an engine continues, and one sequence of a batch.
 
-    Example: a response begun at version 4 and resumed at version 6 has two segments, and num_resumed_tokens > 0.
+    The tokens that another trajectory of its sample trains are given ones, so each sampled token is trained once.
+
+    Example: a response begun at version 4 and resumed at version 6 has a given segment and two sampled ones.
+    """
+
+    segments: tuple[Segment, ...]  # the first is given by the prompt
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.segments)
+
+    @property
+    def token_ids(self) -> Array:
+        """All tokens, int64."""
+        return TOKEN_IDS.joined(s.token_ids for s in self.segments)
+
+    @property
+    def sampled_segments(self) -> list[tuple[Sampled, Segment]]:
+        return [(s.origin, s) for s in self.segments if isinstance(s.origin, Sampled)]
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(s.num_tokens for _, s in self.sampled_segments)
+
+    @property
+    def num_shared_tokens(self) -> int:
+        """Number of leading tokens that another trajectory has; 0 without one."""
+        ends = [i + 1 for i, s in enumerate(self.segments) if s.origin == Given("trajectory")]
+        return sum(s.num_tokens for s in self.segments[: max(ends, default=0)])
+
+    @property
+    def turns(self) -> list[Array]:
+        """The tokens of each turn, int64: sampled ones with no given token between them."""
+        turns: list[list[Array]] = []
+        before: Segment | None = None
+        for segment in self.segments:
+            if isinstance(segment.origin, Sampled):
+                if before is None or not isinstance(before.origin, Sampled):
+                    turns.append([])
+                turns[-1].append(segment.token_ids)
+            before = segment
+        return [TOKEN_IDS.joined(parts) for parts in turns]
+
+    def num_fed(self, streams: Iterable[TokenStream]) -> int:
+        """Return how many leading tokens have their rows of all fed `streams`; the first token needs none."""
+        fed, num = [stream for stream in streams if stream.on == "fed"], 0
+        for segment in self.segments:
+            if not all(stream in segment.rows for stream in fed):
+                break
+            num += segment.num_tokens
+        return max(num, 1)
+
+    def check_complete(self, streams: Iterable[TokenStream]) -> None:
+        """Raise ValueError if rows of engines' `streams` are missing up to the last sampled token, and are needed."""
+        needed = [stream for stream in streams if stream.missing is None]
+        last = max((i for i, s in enumerate(self.segments) if isinstance(s.origin, Sampled)), default=-1)
+        for segment in self.segments[: last + 1]:
+            for stream in needed:
+                has_rows = stream.on == "fed" or isinstance(segment.origin, Sampled)
+                if has_rows and stream not in segment.rows:
+                    raise ValueError(f"stream {stream.name}: is missing")
+
+    def extended(self, segments: Iterable[Segment], late: Rows | None = None) -> Trajectory:
+        """Return the sequence with more tokens, merging segments of one origin.
+
+        Args:
+            late: rows of the last tokens that are here already, which an engine has now read: see `num_fed`.
+        """
+        merged = [*self._completed(late or {})]
+        for new in segments:
+            if not new.num_tokens:
+                continue
+            joined = merged[-1].followed_by(new) if len(merged) > 1 else None  # the prompt's is shared by its group
+            merged[-1:] = [joined] if joined is not None else [merged[-1], new]
+        return Trajectory(tuple(merged))
+
+    def branch(self, num_tokens: int) -> Trajectory:
+        """Return a sequence that begins with the first `num_tokens` of this one, as context."""
+        begun, num_left = Trajectory(self.segments[:1]), num_tokens - self.segments[0].num_tokens
+        assert num_left >= 0, "a branch has the whole prompt"
+        for segment in self.segments[1:]:
+            begun = begun.extended([segment.as_context(max(num_left, 0))])
+            num_left -= segment.num_tokens
+        assert num_left <= 0, f"a branch at token {num_tokens} of {self.num_tokens}"
+        return begun
+
+    def _completed(self, late: Rows) -> Iterable[Segment]:
+        """Yield the segments with the rows that they lacked."""
+        end = self.num_tokens
+        starts = {stream: end - len(rows) for stream, rows in late.items()}
+        start = 0
+        for number, segment in enumerate(self.segments):
+            rows = dict(segment.rows)
+            for stream, values in late.items():
+                first = start - starts[stream]
+                if stream not in rows and (number == 0 or first + segment.num_tokens > 0):
+                    part = values[max(first, 0) : first + segment.num_tokens]
+                    rows[stream] = stream.joined([stream.filled(1), part] if number == 0 else [part])
+            yield segment if len(rows) == len(segment.rows) else replace(segment, rows=rows)
+            start += segment.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class NeedsTokens:
+    """The state of a sample whose next token is the policy's."""
+
+    trajectory: int = 0  # the place of the one that grows
+
+
+@dataclass(frozen=True, slots=True)
+class NeedsEnvironment:
+    """The state of a sample whose turn has ended: its environment answers it, or its judge."""
+
+    turn_end: TurnEnd
+    trajectory: int = 0  # the place of the one with the turn
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of a sample. One that failed has no reward: it leaves its group's baseline and is not trained."""
+
+    reason: FinishReason
+    reward: Reward | None
+    problem: Literal["timeout", "error"] | None = None  # of its judge or environment
+    message: str = ""  # what the problem was
+
+
+Need = NeedsTokens | NeedsEnvironment | Ended
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One slot of a group: one entry of the ledger, one reward, and the tokens that lead to it.
+
+    Example: Sample.of("12.0", prompt) waits for its first token; need=Ended("stop", 1.0) is that of a right answer.
     """
 
     sample_id: str  # "<prompt_id>.<index in the group>", unique within a run
     prompt: Prompt
-    segments: tuple[Segment, ...] = ()
-    finish_reason: FinishReason | None = None  # None while it is partial
-    reward: float | None = None
+    trajectories: tuple[Trajectory, ...]
+    need: Need = NeedsTokens()
+    state: Any = None  # its environment's: a JSON value, None before the first answer
+    turn_rewards: tuple[Reward | None, ...] = ()  # of the turns that its environment has answered
+
+    @classmethod
+    def of(cls, sample_id: str, prompt: Prompt, segments: Iterable[Segment] = (), need: Need = NeedsTokens()) -> Sample:
+        """Return a sample of one trajectory: its prompt, and the segments that follow."""
+        first = Segment.given("prompt", prompt.token_ids)
+        return cls(sample_id, prompt, (Trajectory((first, *segments)),), need)
 
     @property
-    def response_ids(self) -> tuple[int, ...]:
-        return tuple(t for s in self.segments for t in s.token_ids)
+    def finish_reason(self) -> FinishReason | None:
+        """How it ended, or how its last turn did; None while it needs tokens."""
+        match self.need:
+            case Ended(reason=reason) | NeedsEnvironment(turn_end=reason):
+                return reason
+        return None
 
     @property
-    def behaviour_logprobs(self) -> tuple[float, ...]:
-        return tuple(x for s in self.segments for x in s.behaviour_logprobs)
+    def reward(self) -> float | None:
+        """The reward, its parts added up; None before the end, and of an invalid sample."""
+        return total(self.need.reward) if isinstance(self.need, Ended) and self.need.reward is not None else None
 
     @property
-    def versions(self) -> tuple[int, ...]:
-        return tuple(s.version for s in self.segments for _ in s.token_ids)
+    def sampled_segments(self) -> list[tuple[Sampled, Segment]]:
+        return [found for trajectory in self.trajectories for found in trajectory.sampled_segments]
 
     @property
-    def num_response_tokens(self) -> int:
-        return sum(len(s.token_ids) for s in self.segments)
+    def sampled_ids(self) -> Array:
+        """The sampled tokens, int64: the policy's own words."""
+        return TOKEN_IDS.joined(s.token_ids for _, s in self.sampled_segments)
+
+    @property
+    def behaviour_logprobs(self) -> Array:
+        """One per sampled token, float32."""
+        return BEHAVIOUR_LOGPROBS.joined(origin.behaviour_logprobs for origin, _ in self.sampled_segments)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(s.num_tokens for _, s in self.sampled_segments)
+
+    @property
+    def num_given_tokens(self) -> int:
+        """Number of tokens that were given after the prompt."""
+        return sum(t.num_tokens - t.segments[0].num_tokens for t in self.trajectories) - self.num_sampled_tokens
 
     @property
     def num_resumed_tokens(self) -> int:
-        """Number of tokens sampled in a later training step than the response's first one."""
-        first = self.segments[0].step if self.segments else 0
-        return sum(len(s.token_ids) for s in self.segments if s.step > first)
+        """Number of tokens sampled in a later training step than the first one."""
+        sampled = self.sampled_segments
+        return sum(s.num_tokens for origin, s in sampled if origin.step > sampled[0][0].step)
+
+    @property
+    def versions(self) -> Array:
+        """One per sampled token, int64."""
+        return VERSIONS.joined(np.full(s.num_tokens, origin.version) for origin, s in self.sampled_segments)
 
     @property
     def oldest_version(self) -> int | None:
-        return min((s.version for s in self.segments), default=None)
+        return min((origin.version for origin, _ in self.sampled_segments), default=None)
 
-    def extended(self, segments: Sequence[Segment], finish_reason: FinishReason | None) -> Trajectory:
-        """Return the response with more tokens, merging segments of one version and step."""
-        assert self.finish_reason is None, f"{self.sample_id} is finished and cannot grow"
-        merged = list(self.segments)
-        for new in segments:
-            if not new.token_ids:
-                continue
-            last = merged[-1] if merged else None
-            if last is not None and (last.version, last.step) == (new.version, new.step):
-                merged[-1] = replace(
-                    last,
-                    token_ids=last.token_ids + new.token_ids,
-                    behaviour_logprobs=last.behaviour_logprobs + new.behaviour_logprobs,
-                )
-            else:
-                merged.append(new)
-        return replace(self, segments=tuple(merged), finish_reason=finish_reason)
+    @property
+    def turn(self) -> Trajectory:
+        """The trajectory that grows, or whose turn has ended."""
+        assert not isinstance(self.need, Ended), f"{self.sample_id} has ended and cannot grow"
+        return self.trajectories[self.need.trajectory]
+
+    def extended(self, segments: Iterable[Segment], turn_end: TurnEnd | None, late: Rows | None = None) -> Sample:
+        """Return the sample with more tokens of the policy: see `Trajectory.extended`."""
+        assert isinstance(self.need, NeedsTokens), f"{self.sample_id} needs no tokens"
+        grown, place = self.turn.extended(segments, late), self.need.trajectory
+        need = self.need if turn_end is None else NeedsEnvironment(turn_end, place)
+        return replace(self.with_trajectory(place, grown), need=need)
+
+    def answered(self, token_ids: Sequence[int] | Array, state: Any = None, reward: Reward | None = None) -> Sample:
+        """Return the sample with its environment's answer to a turn, and perhaps a reward for this turn."""
+        assert isinstance(self.need, NeedsEnvironment), f"{self.sample_id} waits for no answer"
+        place, given = self.need.trajectory, Segment.given("environment", token_ids)
+        grown = self.with_trajectory(place, self.turn.extended([given]))
+        rewards = (*self.turn_rewards, reward)
+        return replace(grown, need=NeedsTokens(place), state=state, turn_rewards=rewards)
+
+    def with_trajectory(self, place: int, trajectory: Trajectory) -> Sample:
+        """Return the sample with this trajectory there; the next free place adds one."""
+        trajectories = (*self.trajectories[:place], trajectory, *self.trajectories[place + 1 :])
+        return replace(self, trajectories=trajectories)
+
+
+def total(reward: Reward) -> float:
+    """Return the sum of a reward's parts, or the number that it is."""
+    return math.fsum(reward.values()) if isinstance(reward, Mapping) else reward
 
 
 def _in_vocabulary(token_ids: list[int], info: ValidationInfo) -> list[int]:
@@ -140,33 +429,77 @@ def _not_newer(version: int, info: ValidationInfo) -> int:
     return version
 
 
-class SegmentJson(TypedDict):
-    """A `Segment` in a file."""
-
-    version: Annotated[Count, AfterValidator(_not_newer)]
-    step: Count
-    token_ids: TokenIds
-    behaviour_logprobs: NotRequired[list[LogProb]]
-    logprobs: NotRequired[list[LogProb]]  # the name in older files
-
-
-def _logprobs(segment: SegmentJson) -> list[float]:
-    return segment["behaviour_logprobs"] if "behaviour_logprobs" in segment else segment.get("logprobs", [])
-
-
-def _has_logprobs(segment: SegmentJson) -> SegmentJson:
-    if len(_logprobs(segment)) != (num_tokens := len(segment["token_ids"])):
-        raise ValueError(f"{num_tokens} tokens with {len(_logprobs(segment))} behaviour_logprobs")
+def _origin(segment: SegmentJson) -> SegmentJson:
+    has = [name for name in ("version", "step", "by") if name in segment]
+    if has not in (["version", "step"], ["by"]):
+        raise ValueError(f"a segment has version and step, or by; this one has {' and '.join(has) or 'none'}")
     return segment
+
+
+class SegmentJson(TypedDict):
+    """A `Segment` in a file: its values by the name of their stream."""
+
+    version: NotRequired[Annotated[Count, AfterValidator(_not_newer)]]
+    step: NotRequired[Count]
+    by: NotRequired[Giver]  # of tokens that were given
+    values: dict[str, Any]
 
 
 class TrajectoryJson(TypedDict):
     """A `Trajectory` in a file, without its prompt."""
 
+    segments: list[Annotated[SegmentJson, AfterValidator(_origin)]]
+
+
+RewardJson = Number | Annotated[dict[str, Number], Field(min_length=1)]
+
+
+class NeedsTokensJson(TypedDict):
+    """`NeedsTokens` in a file."""
+
+    needs: Literal["tokens"]
+    trajectory: Count
+
+
+class NeedsEnvironmentJson(TypedDict):
+    """`NeedsEnvironment` in a file."""
+
+    needs: Literal["environment"]
+    turn_end: TurnEnd
+    trajectory: Count
+
+
+class EndedJson(TypedDict):
+    """`Ended` in a file."""
+
+    needs: Literal["nothing"]
+    reason: FinishReason
+    reward: RewardJson | None
+    problem: Literal["timeout", "error"] | None
+    message: str
+
+
+NeedJson = Annotated[NeedsTokensJson | NeedsEnvironmentJson | EndedJson, Field(discriminator="needs")]
+_NEEDS: dict[str, type[Need]] = {"tokens": NeedsTokens, "environment": NeedsEnvironment, "nothing": Ended}
+
+
+def _fits(sample: SampleJson) -> SampleJson:
+    need, num = sample["need"], len(sample["trajectories"])
+    if need["needs"] != "nothing" and need["trajectory"] >= num:
+        raise ValueError(f"trajectory {need['trajectory']} is not one of {num}")
+    if need["needs"] == "nothing" and (need["reward"] is None) != (need["reason"] == "failed"):
+        raise ValueError(f"it ended by {need['reason']!r} {'without' if need['reward'] is None else 'with'} a reward")
+    return sample
+
+
+class SampleJson(TypedDict):
+    """A `Sample` in a file, without its prompt."""
+
     sample_id: str
-    segments: list[Annotated[SegmentJson, AfterValidator(_has_logprobs)]]
-    finish_reason: FinishReason | None
-    reward: Number | None
+    trajectories: Annotated[list[TrajectoryJson], Field(min_length=1)]
+    need: NeedJson
+    state: Any
+    turn_rewards: list[RewardJson | None]
 
 
 class PromptJson(TypedDict):
@@ -188,64 +521,162 @@ class GroupJson(TypedDict):
     """A `Group` in a file."""
 
     prompt: Annotated[PromptJson, AfterValidator(_is_utf8)]
-    trajectories: list[TrajectoryJson]
+    prompt_values: dict[str, Any]
+    samples: list[Annotated[SampleJson, AfterValidator(_fits)]]
+
+
+def _segment(s: SegmentJson, streams: Mapping[str, TokenStream], vocab_size: int | None) -> Segment:
+    """Return the segment behind its JSON. Raises ValueError naming the stream that does not fit."""
+    origin = Sampled(s["version"], s["step"], BEHAVIOUR_LOGPROBS.filled(0)) if "version" in s else Given(s["by"])
+    found = s["values"]
+    needed = {TOKEN_IDS, BEHAVIOUR_LOGPROBS} if isinstance(origin, Sampled) else {TOKEN_IDS}
+    if absent := [stream.name for stream in needed if stream.name not in found]:
+        raise ValueError(f"stream {absent[0]}: is missing")
+    num_tokens = len(found[TOKEN_IDS.name]) if isinstance(found[TOKEN_IDS.name], list | Array) else 0
+    values = _checked(found, num_tokens, {stream.name: stream for stream in needed} | dict(streams))
+    if vocab_size is not None and num_tokens and (most := int(values[TOKEN_IDS].max())) >= vocab_size:
+        raise ValueError(f"token {most} is not in the model's vocabulary of {vocab_size}")
+    return Segment.of_values(values, origin)
+
+
+def _checked(values: Mapping[str, Any], num_rows: int, streams: Mapping[str, TokenStream]) -> Rows:
+    if unknown := sorted(values.keys() - streams.keys()):
+        raise ValueError(f"stream {unknown[0]}: is not one of this run, which has {', '.join(sorted(streams))}")
+    return {streams[name]: streams[name].checked(rows, num_rows) for name, rows in values.items()}
+
+
+def _named(rows: Rows) -> dict[str, Array]:
+    return {stream.name: values for stream, values in rows.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All samples of one prompt: the unit in which advantages are computed."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+
+    @property
+    def valid(self) -> list[Sample]:
+        """The samples with a reward, once all have ended."""
+        assert self.is_complete, f"group {self.prompt.prompt_id} has unscored samples"
+        return [s for s in self.samples if s.reward is not None]
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """The rewards of its valid samples."""
+        return tuple(s.reward for s in self.valid if s.reward is not None)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all samples have ended."""
+        return all(isinstance(s.need, Ended) for s in self.samples)
+
+    @classmethod
+    def begun(cls, prompt: Prompt, num_samples: int) -> Group:
+        """Return a group of empty samples, which share the prompt's segment."""
+        first = Trajectory((Segment.given("prompt", prompt.token_ids),))
+        return cls(prompt, tuple(Sample(f"{prompt.prompt_id}.{i}", prompt, (first,)) for i in range(num_samples)))
+
+    def grown(self, sample: Sample) -> Group:
+        """Return the group with a sample that has grown; all keep the first prompt segment that has its rows."""
+        first = max(self._first, sample.trajectories[0].segments[0], key=lambda segment: len(segment.rows))
+
+        def sharing(trajectory: Trajectory) -> Trajectory:
+            has_own = not self._is_prompt(trajectory.segments[0])
+            return trajectory if has_own else Trajectory((first, *trajectory.segments[1:]))
+
+        def grown(old: Sample) -> Sample:
+            new = sample if old.sample_id == sample.sample_id else old
+            if new is old and first is self._first:
+                return old
+            return replace(new, trajectories=tuple(map(sharing, new.trajectories)))
+
+        return replace(self, samples=tuple(map(grown, self.samples)))
+
+    @property
+    def _first(self) -> Segment:
+        """The segment of the prompt: the first trajectory of every sample begins with it, and most others do."""
+        return self.samples[0].trajectories[0].segments[0]
+
+    def _is_prompt(self, segment: Segment) -> bool:
+        """Whether a trajectory begins with the group's prompt, and not with one of its own."""
+        token_ids = self._first.token_ids
+        return segment.token_ids is token_ids or np.array_equal(segment.token_ids, token_ids)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON whose `values` are arrays, for the writer to encode; the prompt and its rows are in it once."""
+
+        def of_segment(segment: Segment) -> dict[str, Any]:
+            return {**segment.origin.facts, "values": _named(segment.values)}
+
+        def of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
+            is_shared = self._is_prompt(trajectory.segments[0])
+            return {"segments": [of_segment(s) for s in trajectory.segments[is_shared:]]}
+
+        samples = [
+            {
+                "sample_id": s.sample_id,
+                "trajectories": [of_trajectory(t) for t in s.trajectories],
+                "need": {"needs": next(n for n, kind in _NEEDS.items() if type(s.need) is kind), **asdict(s.need)},
+                "state": s.state,
+                "turn_rewards": list(s.turn_rewards),
+            }
+            for s in self.samples
+        ]
+        rows = self._first.rows if self.samples else {}
+        return {"prompt": asdict(self.prompt), "prompt_values": _named(rows), "samples": samples}
+
+    @classmethod
+    def from_json(cls, value: Any, streams: Iterable[TokenStream] = (), vocab_size: int | None = None) -> Group:
+        """Return the group behind `to_json`, with its values as arrays or encoded.
+
+        Args:
+            streams: of models and plugins, that its tokens have.
+
+        Raises:
+            ValueError: a field is missing or wrong; names prompt, sample and stream.
+        """
+        group = _GROUP.validate_python(value)
+        p, named = group["prompt"], {stream.name: stream for stream in streams}
+        prompt = Prompt(p["prompt_id"], tuple(p["token_ids"]), p["text"], p["answer"], p["source"])
+        where = f"prompt {prompt.prompt_id}"
+        try:
+            rows = _checked(group["prompt_values"], len(prompt.token_ids), named)
+            first = Segment.given("prompt", prompt.token_ids, rows)
+            samples = []
+            for s in group["samples"]:
+                where = f"response {s['sample_id']} of prompt {prompt.prompt_id}"
+                trajectories = []
+                for t in s["trajectories"]:
+                    segments = [_segment(segment, named, vocab_size) for segment in t["segments"]]
+                    has_own = bool(segments) and segments[0].origin == Given("prompt")
+                    trajectories.append(Trajectory(tuple(segments if has_own else [first, *segments])))
+                    trajectories[-1].check_complete(named.values())
+                facts: dict[str, Any] = {name: fact for name, fact in s["need"].items() if name != "needs"}
+                need = _NEEDS[s["need"]["needs"]](**facts)
+                sample = Sample(s["sample_id"], prompt, tuple(trajectories), need, s["state"], tuple(s["turn_rewards"]))
+                samples.append(sample)
+        except ValueError as problem:
+            raise ValueError(f"{where}: {problem}") from problem
+        return cls(prompt, tuple(samples))
 
 
 _GROUP = TypeAdapter(GroupJson)
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """All responses to one prompt: the unit in which advantages are computed."""
+def with_values(group: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a `GroupJson` with all its values changed, in their order: those of the prompt, then of each segment."""
 
-    prompt: Prompt
-    trajectories: tuple[Trajectory, ...]
-
-    @property
-    def rewards(self) -> tuple[float, ...]:
-        rewards = tuple(t.reward for t in self.trajectories)
-        assert all(r is not None for r in rewards), f"group {self.prompt.prompt_id} has unscored responses"
-        return rewards  # type: ignore[return-value]
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all responses have ended."""
-        return all(t.finish_reason for t in self.trajectories)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON value that keeps every bit of every float; the prompt is in it once."""
+    def of_sample(sample: Any) -> dict[str, Any]:
         trajectories = [
-            {
-                "sample_id": t.sample_id,
-                "segments": [asdict(s) for s in t.segments],
-                "finish_reason": t.finish_reason,
-                "reward": t.reward,
-            }
-            for t in self.trajectories
+            {**t, "segments": [{**s, "values": change(s["values"])} for s in t["segments"]]}
+            for t in sample["trajectories"]
         ]
-        return {"prompt": asdict(self.prompt), "trajectories": trajectories}
+        return {**sample, "trajectories": trajectories}
 
-    @classmethod
-    def from_json(cls, value: Any) -> Group:
-        """Return the group behind `to_json`, also of older files, whose segments say "logprobs".
-
-        Raises:
-            ValidationError: a field is missing or wrong.
-        """
-        group = _GROUP.validate_python(value)
-        p = group["prompt"]
-        prompt = Prompt(p["prompt_id"], tuple(p["token_ids"]), p["text"], p["answer"], p["source"])
-
-        def segment(s: SegmentJson) -> Segment:
-            return Segment(s["version"], s["step"], tuple(s["token_ids"]), tuple(_logprobs(s)))
-
-        return cls(
-            prompt,
-            tuple(
-                Trajectory(t["sample_id"], prompt, tuple(map(segment, t["segments"])), t["finish_reason"], t["reward"])
-                for t in group["trajectories"]
-            ),
-        )
+    prompt_values = change(group["prompt_values"])
+    return {**group, "prompt_values": prompt_values, "samples": [of_sample(s) for s in group["samples"]]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,21 +684,25 @@ class Batch:
     """The training data of one step, padding-free, prompts first in each sequence.
 
     Example with two sequences "ab|c" and "d|ef" (prompt|response):
-        token_ids_T = [a b c d e f]; seq_lens_S = [3, 3]; prompt_lens_S = [2, 1]
+        token_ids_T = [a b c d e f]; seq_lens_S = [3, 3]; sampled_T = [0 0 1 0 1 1]
         behaviour_logprobs_T = [0 0 lp(c) 0 lp(e) lp(f)]; versions_T = [-1 -1 v(c) -1 v(e) v(f)]
+
+    A rank that was dealt some sequences has the rows of these alone, but those of streams that are for every rank.
     """
 
     token_ids_T: Tensor  # int64
     seq_lens_S: Tensor  # int64
-    prompt_lens_S: Tensor  # int64
-    advantages_T: Tensor  # float32, 0 on prompts
-    behaviour_logprobs_T: Tensor  # float32, 0 on prompts
-    versions_T: Tensor  # int64, -1 on prompts
-    mask_T: Tensor  # bool: the response tokens that are trained
+    sampled_T: Tensor  # bool: the policy's own tokens; the others were given to it
+    advantages_T: Tensor  # float32, 0 on given tokens, as all values but versions
+    behaviour_logprobs_T: Tensor  # float32
+    versions_T: Tensor  # int64, -1 on given tokens
+    mask_T: Tensor  # bool: the sampled tokens that are trained
     rewards_S: Tensor | None = None  # float32, shaped: the source of advantages; a critic needs them
-    proximal_logprobs_T: Tensor | None = None  # float32, 0 on prompts; the learner's at the start of the step, if used
+    proximal_logprobs_T: Tensor | None = None  # float32; the learner's at the start of the step, if used
     proximal_version: int | None = None  # weight version that computed them
-    reference_logprobs_T: Tensor | None = None  # float32, 0 on prompts; the KL term's policy, if used
+    reference_logprobs_T: Tensor | None = None  # float32; the KL term's policy, if used
+    extra: Mapping[TokenStream, Tensor] = field(default_factory=dict)  # streams of models and plugins: [T, *shape]
+    here_S: Tensor | None = None  # bool: sequences that this rank has the rows of, ascending; None: all
     metrics: dict[str, float] = field(default_factory=dict)  # of the rollout behind it
 
     @property
@@ -278,13 +713,59 @@ class Batch:
     def num_trained_tokens(self) -> int:
         return int(self.mask_T.sum())
 
+    @property
+    def num_sampled_S(self) -> Tensor:
+        """Sampled tokens of each sequence, int64."""
+        return self.count_S(self.sampled_T)
+
+    def holding(self, sequences: Tensor) -> Batch:
+        """Return the batch as that of a rank which has these sequences; its values stay as they are."""
+        here_S = torch.zeros(self.num_sequences, dtype=torch.bool)
+        here_S[sequences] = True
+        return replace(self, here_S=here_S)
+
+    def here(self, values_T: Tensor) -> Tensor:
+        """Return the rows that this rank has, of values of all tokens."""
+        return values_T if self.here_S is None else values_T[self.here_S.repeat_interleave(self.seq_lens_S)]
+
+    @property
+    def num_tokens_here(self) -> int:
+        return int(self._lens_here_S.sum())
+
+    @property
+    def first_here_S(self) -> Tensor:
+        """The place of each sequence's first row among those that this rank has, int64."""
+        return self._lens_here_S.cumsum(0) - self._lens_here_S
+
+    @property
+    def _lens_here_S(self) -> Tensor:
+        return self.seq_lens_S if self.here_S is None else self.seq_lens_S * self.here_S
+
+    def count_S(self, is_counted_T: Tensor) -> Tensor:
+        """Return how many tokens of each sequence are counted, int64."""
+        ends_T1 = torch.cat([is_counted_T.new_zeros(1, dtype=torch.int64), is_counted_T.cumsum(0)])
+        ends_S = self.seq_lens_S.cumsum(0)
+        return ends_T1[ends_S] - ends_T1[ends_S - self.seq_lens_S]
+
+    def having(self, stream: TokenStream, rows_T: Tensor) -> Batch:
+        """Return the batch with one more stream, in place of an earlier one of its name."""
+        if stream in CORE_STREAMS:
+            return replace(self, **{f"{stream.name}_T": rows_T})  # type: ignore[arg-type]
+        return replace(self, extra={**self.extra, stream: rows_T})
+
+    @property
+    def values(self) -> dict[TokenStream, Tensor]:
+        """All values of its tokens, by stream."""
+        core = ((stream, getattr(self, f"{stream.name}_T")) for stream in CORE_STREAMS)
+        return {stream: values for stream, values in core if values is not None} | dict(self.extra)
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The input of one forward pass on one rank: packed sequences, and the hidden rows that predict response tokens.
+    """The input of one forward pass on one rank: packed sequences, and the hidden rows that predict sampled tokens.
 
-    rows_R[i] is the place, among this rank's tokens, of the hidden state that predicts response token targets_R[i].
-    Padding for the layout ends a sequence or is an extra sequence at the end; it has no response rows. With context
+    rows_R[i] is the place, among this rank's tokens, of the hidden state that predicts sampled token targets_R[i].
+    Padding for the layout ends a sequence or is an extra sequence at the end; it has no sampled rows. With context
     parallelism the T tokens are this rank's part of the pack (`buffer.packing.context_tokens`), the R rows are of its
     hidden states, and cu_seqlens_S1 describes the whole pack.
     """
@@ -293,8 +774,8 @@ class MicroBatch:
     position_ids_T: Tensor  # int64, restarts at 0 in each sequence
     cu_seqlens_S1: Tensor  # int32, [S + 1], starts with 0, ends with T x context ranks; always on the CPU
     rows_R: Tensor  # int64, ascending
-    sequence_R: Tensor  # int64, ascending: the pack's sequence that each response token belongs to
-    batch_rows_R: Tensor  # int64: place of each response token in the Batch
+    sequence_R: Tensor  # int64, ascending: the pack's sequence that each sampled token belongs to
+    batch_rows_R: Tensor  # int64: place of each sampled token in the Batch
     targets_R: Tensor  # int64
     advantages_R: Tensor  # float32
     behaviour_logprobs_R: Tensor  # float32
@@ -302,16 +783,24 @@ class MicroBatch:
     mask_R: Tensor  # bool
     proximal_logprobs_R: Tensor | None = None  # float32; None unless the Batch has them
     reference_logprobs_R: Tensor | None = None  # float32; None unless the Batch has them
+    extra: Mapping[TokenStream, Tensor] = field(default_factory=dict)
+    """Streams of models and plugins: [R, *shape] of sampled tokens, [T, *shape] of fed ones, by input. Of a staged
+    stream, a row has the layers of this rank's stage alone."""
 
     @property
     def num_tokens(self) -> int:
         return self.token_ids_T.numel()
 
+    def named(self, name: str) -> Tensor:
+        """Return the rows of a stream in `extra`. Raises KeyError."""
+        return {stream.name: rows for stream, rows in self.extra.items()}[name]
+
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch with all tensors but the description of the pack on `device`."""
-        tensors = {f.name: tensor for f in fields(self) if (tensor := getattr(self, f.name)) is not None}
-        del tensors["cu_seqlens_S1"]  # to read a length from a GPU would wait for all work before
-        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
+        values = {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
+        del values["cu_seqlens_S1"]  # to read a length from a GPU would wait for all work before
+        moved = {name: tensor.to(device) for name, tensor in values.items()}
+        return replace(self, **moved, extra={stream: rows.to(device) for stream, rows in self.extra.items()})
 
 
 @dataclass(frozen=True, slots=True)

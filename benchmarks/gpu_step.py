@@ -111,7 +111,7 @@ def make_batch(tokens: StepTokens, vocab_size: int) -> Batch:
     return Batch(
         token_ids_T=torch.randint(vocab_size, (tokens.total,), generator=generator),
         seq_lens_S=lens_S,
-        prompt_lens_S=torch.full_like(lens_S, tokens.prompt),
+        sampled_T=is_response_T,
         advantages_T=signs_S.repeat_interleave(lens_S) * is_response_T,
         behaviour_logprobs_T=-torch.log(torch.tensor(float(vocab_size))) * is_response_T,
         versions_T=torch.where(is_response_T, 0, -1),
@@ -216,8 +216,8 @@ def measure_transfers(config: Config, hf_config: dict[str, Any], num_turns: int)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     bucket = torch.zeros(BUCKET_BYTES if torch.cuda.is_available() else 2**20, dtype=torch.uint8, device=device())
     with learner_of(config, hf_config) as learner:
-        num_bytes = sum(tensor.nbytes for _, tensor in learner.named_weights())
-        export_s = [seconds_of(lambda: [None for _ in learner.named_weights()]) for _ in range(num_turns)]
+        num_bytes = sum(tensor.nbytes for _, tensor in learner.weights().whole())
+        export_s = [seconds_of(lambda: [None for _ in learner.weights().whole()]) for _ in range(num_turns)]
         group = UpdateGroup(
             "alone", store=host_store("127.0.0.1", 1, 60), rank=0, world_size=1, backend=backend, timeout_s=60
         )

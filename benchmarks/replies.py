@@ -1,9 +1,9 @@
-"""Replies through the client of an engine: decoded, checked and handed over as trajectories, against plain Python.
+"""Replies through the client of an engine: decoded, checked and handed over as samples, against plain Python.
 
     python -m benchmarks.replies [--quick]
 
 The bytes are what SGLang answers to /generate with log-probs. The plain way, json and loops over tokens, is the oracle
-of tests/unit/test_replies.py. Both must hand over the same trajectories. Times are CPU seconds.
+of tests/unit/test_replies.py. Both must hand over the same samples. Times are CPU seconds.
 """
 
 import json
@@ -17,7 +17,7 @@ import numpy as np
 
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.engines.http import _REPLIES, _decoded, parse_reply
-from bapo_megatron.types import Prompt, Segment, Trajectory
+from bapo_megatron.types import Prompt, Sample, Segment
 from benchmarks.side_by_side import Rows, main, same, take_turns
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "unit"))
@@ -53,20 +53,20 @@ def call(num_replies: int, num_tokens: int) -> tuple[list[GenerateRequest], byte
     return requests, json.dumps(replies, separators=(",", ":")).encode()
 
 
-def handed_over(result: GenerateResult) -> Trajectory:
+def handed_over(result: GenerateResult) -> Sample:
     segments = [
-        Segment(s.version, 0, result.token_ids[s.start : s.end], result.behaviour_logprobs[s.start : s.end])
+        Segment.sampled(s.version, 0, result.token_ids[s.start : s.end], result.behaviour_logprobs[s.start : s.end])
         for s in result.spans
     ]
-    return Trajectory("0.0", PROMPT).extended(segments, "stop")
+    return Sample.of("0.0", PROMPT).extended(segments, "stop")
 
 
-def plain(raw: bytes, requests: Sequence[GenerateRequest]) -> list[Trajectory]:
+def plain(raw: bytes, requests: Sequence[GenerateRequest]) -> list[Sample]:
     replies = json.loads(raw)
     return [handed_over(plain_parse(r, q, VOCAB_SIZE)) for r, q in zip(replies, requests, strict=True)]
 
 
-def ours(raw: bytes, requests: Sequence[GenerateRequest]) -> list[Trajectory]:
+def ours(raw: bytes, requests: Sequence[GenerateRequest]) -> list[Sample]:
     replies: Any = _decoded(raw, _REPLIES)
     return [handed_over(parse_reply(r, q, VOCAB_SIZE)) for r, q in zip(replies, requests, strict=True)]
 

@@ -39,6 +39,8 @@ from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import EngineError
+from bapo_megatron.rewards.pool import Verdict
+from bapo_megatron.rollout.drivers import JudgeOnce
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.types import Prompt
@@ -208,7 +210,7 @@ class ModeRun:
             config,
             pool=EnginePool([bench.engine]),
             prompts=RandomPrompts(w),
-            score=lambda trajectories: [0.0] * len(trajectories),
+            driver=JudgeOnce(lambda samples: [Verdict(0.0, None, "", 0.0)] * len(samples)),
             stop_token_ids=(),
             seed=w.seed,
         )
@@ -232,9 +234,9 @@ class ModeRun:
             waited_s = time.perf_counter() - asked_s
             measured.idle_s += waited_s
             measured.train_s += train_s(waited_s)
-            for trajectory in (t for group in groups for t in group.trajectories):
-                assert len(trajectory.versions) == bench.workload.length(trajectory.sample_id), "another length"
-            measured.ages += [self._version - v for g in groups for t in g.trajectories for v in t.versions]
+            for sample in (s for group in groups for s in group.samples):
+                assert len(sample.versions) == bench.workload.length(sample.sample_id), "another length"
+            measured.ages += [self._version - v for g in groups for s in g.samples for v in s.versions]
             time.sleep(train_s(waited_s))
             self._version += 1
             self._scheduler.pool.expect(self._version)

@@ -68,7 +68,7 @@ class Case:
         return Batch(
             token_ids_T=torch.randint(1, vocab_size, (num_tokens,), generator=generator),  # 0 pads the demo's
             seq_lens_S=lens_S,
-            prompt_lens_S=torch.full_like(lens_S, self.prompt_tokens),
+            sampled_T=is_response_T,
             advantages_T=advantages_S.repeat_interleave(lens_S) * is_response_T,
             behaviour_logprobs_T=(0.3 * noise_T - math.log(vocab_size)) * is_response_T,
             versions_T=torch.where(is_response_T, 0, -1),

@@ -10,9 +10,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from bapo_megatron.config.base import Section
+from bapo_megatron.config.losses import LOSS_SECTIONS
 from bapo_megatron.config.paths import entries, subsections
 from bapo_megatron.config.schema import Config, SourceConfig
-from bapo_megatron.config.schema_loss import LOSS_SECTIONS, LossConfig
+from bapo_megatron.config.schema_loss import LossConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 _HEAD = """# Configuration

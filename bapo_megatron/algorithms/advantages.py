@@ -1,39 +1,93 @@
-"""From the rewards of one group (all responses to one prompt) to advantages, one per response.
+"""From a group (all responses to one prompt) to advantages, one per response, or one per turn.
 
-Each of `ADVANTAGES` maps float rewards_G to advantages_G of the same shape and type. A group of equal rewards, and so a
-group of one, teaches nothing: its advantages are exactly 0, whatever rounding does to its mean. `whiten` then brings
-the advantages of a whole batch to one scale, if the run asks for it.
+A group of equal rewards, and so a group of one, teaches nothing: its built-in advantages are exactly 0, whatever
+rounding does to its mean. `whiten` then brings the advantages of a whole batch to one scale, if the run asks for it.
+
+The configuration reads this file, so it imports no torch: the built-in advantages use the methods of tensors.
 
 Shape legend: G responses in the group, S responses in the batch.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from bapo_megatron.config.dotted import ADVANTAGE
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bapo_megatron.types import FinishReason, Prompt
 
 _EPSILON = 1e-6  # added to the standard deviation, as GRPO implementations do
 
 
-def grpo(rewards_G: Tensor) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class SampleView:
+    """A response, as an advantage sees it.
+
+    Example: SampleView(reward=1.0, turn_lengths=(120,), finish_reason="stop")
+    """
+
+    reward: float  # shaped and scaled
+    turn_lengths: tuple[int, ...]  # sampled tokens of each turn
+    finish_reason: FinishReason | None
+    parts: Mapping[str, float] = field(default_factory=dict)  # of the judge's verdict, by name; empty: it has none
+    turn_rewards: tuple[float | None, ...] = ()  # of each turn that has one of its own; empty: none has
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.turn_lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    """All responses to one prompt, as an advantage sees them; no tokens."""
+
+    prompt: Prompt
+    samples: tuple[SampleView, ...]
+
+    @property
+    def rewards_G(self) -> Tensor:
+        """The shaped and scaled rewards, float64."""
+        import torch  # takes seconds
+
+        return torch.tensor([sample.reward for sample in self.samples], dtype=torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Advantage:
+    """A built-in advantage."""
+
+    function: Callable[[GroupView], Tensor]
+    divides_by_std: bool = False  # by the standard deviation of the group, so that a scale of rewards does nothing
+
+
+def grpo(group: GroupView) -> Tensor:
     """Compute (r - mean) / (std + 1e-6), std with divisor G - 1: GRPO, arXiv 2402.03300, Eq. 3."""
-    advantages_G = dr_grpo(rewards_G)
+    rewards_G, advantages_G = group.rewards_G, dr_grpo(group)
     return advantages_G / (rewards_G.std() + _EPSILON) if bool(advantages_G.any()) else advantages_G
 
 
-def dr_grpo(rewards_G: Tensor) -> Tensor:
+def dr_grpo(group: GroupView) -> Tensor:
     """Compute r - mean: Dr. GRPO, arXiv 2503.20783, which leaves out the standard deviation."""
-    assert rewards_G.is_floating_point(), "rewards are floats"
+    rewards_G = group.rewards_G
     is_informative = bool((rewards_G != rewards_G[:1]).any())
-    return rewards_G - rewards_G.mean() if is_informative else torch.zeros_like(rewards_G)
+    return rewards_G - rewards_G.mean() if is_informative else rewards_G.new_zeros(rewards_G.shape)
 
 
-def rloo(rewards_G: Tensor) -> Tensor:
+def rloo(group: GroupView) -> Tensor:
     """Compute r - mean of the other responses: leave-one-out, arXiv 2402.14740."""
-    num = rewards_G.numel()
-    return dr_grpo(rewards_G) * num / max(num - 1, 1)
+    num = len(group.samples)
+    return dr_grpo(group) * num / max(num - 1, 1)
+
+
+ADVANTAGES = {
+    "grpo": Advantage(grpo, divides_by_std=True),
+    "dr_grpo": Advantage(dr_grpo),
+    "rloo": Advantage(rloo),
+}
+"""Built-in advantages of a group by `advantage.kind`."""
 
 
 def whiten(advantages_S: Tensor) -> Tensor:
@@ -48,26 +102,3 @@ def whiten(advantages_S: Tensor) -> Tensor:
     if not bool(advantages_S.any()):
         return advantages_S
     return advantages_S / (advantages_S.std() + _EPSILON)
-
-
-ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
-"""Built-in advantages by `advantage.kind`."""
-
-
-def advantages_of(kind: str) -> Callable[[Tensor], Tensor]:
-    """Return the function that `advantage.kind` names: a built-in one, or one at a dotted path.
-
-    Raises:
-        UserError: the dotted path does not lead to such a function, or (when called) the result does not fit.
-    """
-    if kind in ADVANTAGES:
-        return ADVANTAGES[kind]
-    function = ADVANTAGE.load(kind)
-
-    def checked(rewards_G: Tensor) -> Tensor:
-        advantages_G = function(rewards_G)
-        if not isinstance(advantages_G, Tensor) or advantages_G.shape != rewards_G.shape:
-            raise ADVANTAGE.error(kind, f"it returned {advantages_G!r} for {rewards_G!r}")
-        return advantages_G.to(rewards_G)
-
-    return checked

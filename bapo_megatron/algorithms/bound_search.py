@@ -7,30 +7,104 @@
     fixed        none
 
 The mean needs no divisor: every reading of rho is a quotient of P and N, so that a factor common to both cancels. The
-framework's learner and the plugins share this state.
+framework's learner follows `ContributionRule`, the plugins keep a `BoundSearch`.
 """
 
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from typing_extensions import TypedDict
 
 from bapo_megatron.algorithms.clip_bounds import contribution_table, empty_table, search_bounds
-from bapo_megatron.config.schema_loss import ClipBoundConfig
+from bapo_megatron.algorithms.losses import ScoredTokens
+from bapo_megatron.algorithms.update_rules import BoundsRule
+from bapo_megatron.config.schema_loss import ClipBoundConfig, RatioOptions
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.types import ClipBounds, Number
+
+
+class ContributionRule(BoundsRule):
+    """BAPO's search of a table of contributions."""
+
+    def __init__(self, options: Any, bapo: ClipBoundConfig) -> None:
+        super().__init__(options, bapo)
+        self._bapo = bapo
+        self._ratio_options = options if isinstance(options, RatioOptions) else RatioOptions()  # those of the loss
+        self.shape = tuple(empty_table(bapo).shape)
+
+    def table(self, values: ScoredTokens, so_far: Any) -> Tensor:
+        """Return the `contribution_table`."""
+        batch, ratios = values.batch, values.ratios(self._ratio_options)
+        return tabulated(
+            ratios.ratio_R, batch.advantages_R, batch.mask_R, batch.behaviour_logprobs_R, self._bapo, ratios.weight_R
+        )
+
+    def decide(self, total: Tensor, so_far: Any) -> ClipBounds:
+        """Search the table."""
+        return search_bounds(total, self._bapo)
+
+    def remember(self, total: Tensor, past: Tensor | None) -> Tensor | None:
+        """Return the table that the next update searches: see `remembered`."""
+        return remembered(total, past, self._bapo)
+
+    def metrics(self, found: ClipBounds) -> dict[str, float]:
+        """Return the bounds, and how the search went."""
+        if self._bapo.scope == "fixed":
+            return super().metrics(found)
+        start, limits = ((self._bapo.low.points[i], self._bapo.high.points[i]) for i in (0, -1))
+        bounds = (found.low, found.high)
+        return super().metrics(found) | {
+            "bapo/positive_share": found.positive_share,
+            "bapo/saturated_share": float(found.saturated),
+            "bapo/inert_share": float(bounds == start),
+            "bapo/num_at_start": float(bounds == start),
+            "bapo/num_inside": float(bounds not in (start, limits)),
+            "bapo/num_at_limits": float(bounds == limits != start),
+            "bapo/num_moves": float(found.num_moves),
+        }
+
+
+def tabulated(
+    ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    behaviour_logprobs: Tensor | None,
+    bapo: ClipBoundConfig,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Return the `contribution_table` of this rank's tokens, computed on the CPU.
+
+    There the order of additions is the same in every run.
+    """
+    sampled, weights = (None if x is None else x.detach().cpu() for x in (behaviour_logprobs, weights))
+    ratio, advantages, mask = (x.detach().cpu() for x in (ratio, advantages, mask))
+    return contribution_table(ratio, advantages, mask, sampled, bapo, weights)
+
+
+def remembered(total: Tensor, past: Tensor | None, bapo: ClipBoundConfig) -> Tensor | None:
+    """Return the table for the bounds of later updates, from that of a finished one: scopes lagged and smoothed.
+
+    An update that was skipped for a nan, or in which no token has an advantage, leaves these bounds alone.
+    """
+    if not total.isfinite().all() or total[-2:].sum() == 0:  # the same on every rank
+        return past
+    if bapo.scope == "smoothed" and past is not None:
+        return total + (1 - 1 / bapo.smoothing_updates) * past
+    return total
 
 
 class BoundSearchState(TypedDict):
     """A `BoundSearch` in a checkpoint."""
 
-    lagged: list[Number] | None
+    lagged: list[Annotated[Number, Field(gt=-1e18, lt=1e18)]] | None  # sums over tokens
 
 
 class BoundSearch:
-    """Tables in, bounds out, the same on every rank.
+    """The search in a plugin: tables in, bounds out, the same on every rank.
 
     Args:
         config: [bapo].
@@ -53,13 +127,8 @@ class BoundSearch:
         behaviour_logprobs: Tensor | None,
         weights: Tensor | None = None,
     ) -> Tensor:
-        """Return the `contribution_table` of this rank's tokens, computed on the CPU.
-
-        There the order of additions is the same in every run.
-        """
-        sampled, weights = (None if x is None else x.detach().cpu() for x in (behaviour_logprobs, weights))
-        ratio, advantages, mask = (x.detach().cpu() for x in (ratio, advantages, mask))
-        return contribution_table(ratio, advantages, mask, sampled, self.config, weights)
+        """Return the table of this rank's tokens: see `tabulated`."""
+        return tabulated(ratio, advantages, mask, behaviour_logprobs, self.config, weights)
 
     def search(self, table: Tensor) -> ClipBounds:
         """Search the table of this rank's own tokens, after one all-reduce: scopes exact and microbatch."""
@@ -80,14 +149,10 @@ class BoundSearch:
     def finish_update(self) -> None:
         """Keep what was added since the last call for the bounds of later updates, after one all-reduce.
 
-        An update that was skipped for a nan, or in which no token has an advantage, leaves these bounds alone.
+        See `remembered`.
         """
         table, self._open = self._sum_over_ranks(self._open), empty_table(self.config)
-        if not table.isfinite().all() or table[-2:].sum() == 0:  # the same on every rank
-            return
-        if self.config.scope == "smoothed" and self._past is not None:
-            table = table + (1 - 1 / self.config.smoothing_updates) * self._past
-        self._past = table
+        self._past = remembered(table, self._past, self.config)
 
     def metrics(self) -> dict[str, float]:
         """Return the bounds in force as numbers, named as the framework's metrics where these have the meaning."""

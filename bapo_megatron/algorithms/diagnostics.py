@@ -26,12 +26,16 @@ A constant added to all A of a state changes nothing. The sign of (log pi + H) A
 Shape legend: R response tokens of a micro-batch, V values, C cells (ages x classes, or bins), K classes.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from bapo_megatron.algorithms.losses import ClippedTokenLoss
+if TYPE_CHECKING:
+    from bapo_megatron.algorithms.losses import ClippedTokenLoss
 
 TOKEN_CLASSES = ("positive_high", "positive_low", "negative_high", "negative_low")
 AGES = {"age_0": 0, "age_1_3": 1, "age_4_up": 4}

@@ -7,14 +7,15 @@ difference error d_t = r_t + gamma V_{t+1} - V_t,
     n_step   A_t = sum_{k<n} gamma^k d_{t+k}
                  = r_t + ... + gamma^(n-1) r_{t+n-1} + gamma^n V_{t+n} - V_t
 
-The reward comes with the last token, and V is 0 after it. This includes truncated responses: their reward, and
+The tokens are the sampled ones: those given in between add nothing, and V_{t+1} is the value before the next sampled
+token. The reward comes with the last token, and V is 0 after it. This includes truncated responses: their reward, and
 reward.overlong_penalty, judge them as they are. PPO implementations for language models do the same: a value after the
 last token would promise the reward of an ending that the response never reached.
 
 A_t + V_t is what the critic learns to predict. Tokens of an older policy are treated as the current one's: stale
 samples bias the values as they do in PPO with several epochs.
 
-Shape legend: T tokens of all sequences, prompts included, one sequence after the other; S sequences.
+Shape legend: R sampled tokens, one sequence after the other; T tokens with the given ones; S sequences.
 """
 
 import torch
@@ -23,53 +24,48 @@ from torch import Tensor
 _EPSILON = 1e-8  # added to the standard deviation that advantages are divided by
 
 
-def gae(td_errors_T: Tensor, num_left_T: Tensor, *, gamma: float, lam: float) -> Tensor:
+def gae(td_errors_R: Tensor, num_left_R: Tensor, *, gamma: float, lam: float) -> Tensor:
     """Compute generalized advantage estimates: lam = 0 is the TD error, lam = 1 the whole return less V_t."""
-    return discounted_sums(td_errors_T, num_left_T, gamma * lam, max(1, int(num_left_T.max())))
+    return discounted_sums(td_errors_R, num_left_R, gamma * lam, max(1, int(num_left_R.max())))
 
 
-def n_step(td_errors_T: Tensor, num_left_T: Tensor, *, gamma: float, num_steps: int) -> Tensor:
+def n_step(td_errors_R: Tensor, num_left_R: Tensor, *, gamma: float, num_steps: int) -> Tensor:
     """Compute advantages of n-step returns; near the end of the response, the whole return less V_t."""
-    return discounted_sums(td_errors_T, num_left_T, gamma, min(num_steps, max(1, int(num_left_T.max()))))
+    return discounted_sums(td_errors_R, num_left_R, gamma, min(num_steps, max(1, int(num_left_R.max()))))
 
 
-def td_errors(
-    rewards_S: Tensor, values_T: Tensor, seq_lens_S: Tensor, prompt_lens_S: Tensor, *, gamma: float
-) -> tuple[Tensor, Tensor]:
-    """Compute TD errors of response tokens, and how many tokens of the response are left from each on, itself included.
+def td_errors(rewards_S: Tensor, values_R: Tensor, num_sampled_S: Tensor, *, gamma: float) -> tuple[Tensor, Tensor]:
+    """Compute TD errors of sampled tokens, and how many of the sequence are left from each on, itself included.
 
     Args:
-        rewards_S: of each response; comes with its last token.
-        values_T: V of each response token, float; entries on prompts are not read.
-        seq_lens_S: int64, of prompt and response; every response has a token.
-        prompt_lens_S: int64.
+        rewards_S: of each sequence; comes with its last token.
+        values_R: V of each sampled token, float.
+        num_sampled_S: sampled tokens of each sequence, int64; every one has some.
 
-    Returns td_errors_T, of the values' type, and num_left_T, int64; both are 0 on prompts.
+    Returns td_errors_R, of the values' type, and num_left_R, int64.
     """
-    assert bool((prompt_lens_S < seq_lens_S).all()), "every response has a token"
-    index_T = torch.arange(values_T.numel(), device=values_T.device)
-    ends_S = seq_lens_S.cumsum(0)
-    is_response_T = index_T >= (ends_S - seq_lens_S + prompt_lens_S).repeat_interleave(seq_lens_S)
-    num_left_T = (ends_S.repeat_interleave(seq_lens_S) - index_T) * is_response_T
-    errors_T = gamma * _ahead(values_T, 1, num_left_T) - values_T
-    errors_T[ends_S - 1] += rewards_S.to(values_T)
-    return torch.where(is_response_T, errors_T, 0.0), num_left_T
+    assert bool((num_sampled_S > 0).all()), "every response has a token"
+    ends_S = num_sampled_S.cumsum(0)
+    num_left_R = ends_S.repeat_interleave(num_sampled_S) - torch.arange(values_R.numel(), device=values_R.device)
+    errors_R = gamma * _ahead(values_R, 1, num_left_R) - values_R
+    errors_R[ends_S - 1] += rewards_S.to(values_R)
+    return errors_R, num_left_R
 
 
-def discounted_sums(x_T: Tensor, num_left_T: Tensor, discount: float, num_terms: int) -> Tensor:
+def discounted_sums(x_R: Tensor, num_left_R: Tensor, discount: float, num_terms: int) -> Tensor:
     """Compute sum_{k < num_terms} discount^k x_{t+k} within each response.
 
     By doubling: from the sums of 1, 2, 4, ... terms, so log2(num_terms) passes over all tokens and no loop over them.
     """
-    total_T, num_covered = torch.zeros_like(x_T), 0
-    block_T, size = x_T, 1  # sums of `size` terms from each token on
+    total_R, num_covered = torch.zeros_like(x_R), 0
+    block_R, size = x_R, 1  # sums of `size` terms from each token on
     while True:
         if num_terms & size:
-            total_T = total_T + discount**num_covered * _ahead(block_T, num_covered, num_left_T)
+            total_R = total_R + discount**num_covered * _ahead(block_R, num_covered, num_left_R)
             num_covered += size
         if num_covered == num_terms:
-            return total_T
-        block_T = block_T + discount**size * _ahead(block_T, size, num_left_T)
+            return total_R
+        block_R = block_R + discount**size * _ahead(block_R, size, num_left_R)
         size *= 2
 
 
@@ -105,8 +101,8 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
     return 1 - float((returns - values).var(correction=0)) / variance if variance > 0 else float("nan")
 
 
-def _ahead(x_T: Tensor, num_tokens: int, num_left_T: Tensor) -> Tensor:
+def _ahead(x_R: Tensor, num_tokens: int, num_left_R: Tensor) -> Tensor:
     """Shift x by `num_tokens` within each response: x_{t + num_tokens} at t, 0 past the end."""
-    shifted_T = torch.zeros_like(x_T)
-    shifted_T[: x_T.numel() - num_tokens] = x_T[num_tokens:]
-    return torch.where(num_left_T > num_tokens, shifted_T, 0.0)
+    shifted_R = torch.zeros_like(x_R)
+    shifted_R[: x_R.numel() - num_tokens] = x_R[num_tokens:]
+    return torch.where(num_left_R > num_tokens, shifted_R, 0.0)

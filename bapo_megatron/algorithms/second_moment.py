@@ -21,15 +21,70 @@ all tokens, whichever way they move, and takes the ratio of the proximal to the 
 """
 
 import math
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from bapo_megatron.algorithms.losses import ScoredTokens
+from bapo_megatron.algorithms.update_rules import Again, BoundsRule
 from bapo_megatron.types import ClipBounds
 
 _SHIFTS = (22, 11, 0)  # of the 31 bits of a float32 without its sign: three digits of base _BASE
 _BASE = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class _Interval:
+    """The interval of |log r| in which the mean crosses the limit, after some rounds."""
+
+    num_rounds: int
+    start: int  # bits of its first number
+    below: Tensor  # float64 [2]: number and sum of squares of smaller numbers
+
+
+_WHOLE = _Interval(0, 0, torch.zeros(2, dtype=torch.float64))
+
+
+class SecondMomentRule(BoundsRule):
+    """M2PO's limit, `loss.max_second_moment`: the bounds e^-theta, e^theta; 0 and infinity if they mask no token."""
+
+    shape = (2, _BASE)
+
+    def values(self, tokens: ScoredTokens) -> Tensor:
+        """Return |log r| of the tokens of T; those without weight count nowhere."""
+        ratios = tokens.ratios(self.options)
+        return moving_away(ratios.ratio_R, tokens.batch.advantages_R, tokens.batch.mask_R & (ratios.weight_R > 0))
+
+    def table(self, values: Tensor, so_far: _Interval | None) -> Tensor:
+        """Count the tokens, and add their squares, in the parts of the interval."""
+        interval = so_far or _WHOLE
+        columns = torch.stack([torch.ones_like(values), values.square()])
+        digit = (values.float().view(torch.int32) - interval.start) >> _SHIFTS[interval.num_rounds]
+        inside = (digit >= 0) & (digit < _BASE)
+        table = torch.zeros(self.shape, dtype=torch.float64)
+        return table.index_add_(1, digit[inside], columns[:, inside])
+
+    def decide(self, total: Tensor, so_far: _Interval | None) -> ClipBounds | Again:
+        """Find the part in which the mean crosses the limit; after the last round, the number."""
+        interval = so_far or _WHOLE
+        counts, squares = interval.below[:, None] + total.cumsum(1)
+        is_over = squares > self.options.max_second_moment * counts
+        if interval.num_rounds:
+            is_over[-1] = (
+                True  # known from the round before; another order of additions may hide it by a rounding error
+            )
+        elif not is_over.any():
+            return _bounds(math.inf)
+        first = int(is_over.int().argmax())
+        shift = _SHIFTS[interval.num_rounds]
+        start, below = interval.start + (first << shift), interval.below + total[:, :first].sum(1)
+        if interval.num_rounds + 1 < len(_SHIFTS):
+            return Again(_Interval(interval.num_rounds + 1, start, below))
+        # Half-way to the float32 number before, so that the rounding of log and exp puts no token on the other side.
+        bits = torch.tensor([max(start - 1, 0), start], dtype=torch.int32)
+        smaller, smallest_masked = bits.view(torch.float32).tolist()
+        return _bounds((smaller + smallest_masked) / 2)
 
 
 def moving_away(ratio: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -39,38 +94,6 @@ def moving_away(ratio: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """
     is_away = ((advantages > 0) & (ratio > 1)) | ((advantages < 0) & (ratio < 1))
     return ratio[mask & is_away].double().log().abs().cpu()
-
-
-def second_moment_bounds(log_ratios: Tensor, limit: float, sum_over_ranks: Callable[[Tensor], Tensor]) -> ClipBounds:
-    """Return the bounds e^-theta, e^theta of an update, the same on every rank; 0 and infinity if they mask no token.
-
-    Args:
-        log_ratios: of this rank's tokens, from `moving_away`.
-        limit: largest second moment, in nats squared.
-        sum_over_ranks: returns the sum of a float64 table [2, 2048] on the CPU over all ranks that hold other tokens of
-            the update. It is called once or three times.
-    """
-    bits = log_ratios.float().view(torch.int32)
-    values = torch.stack([torch.ones_like(log_ratios), log_ratios.square()])
-    start, below = 0, torch.zeros(2, dtype=torch.float64)  # of the interval; count and sum of squares of smaller ones
-    for shift in _SHIFTS:
-        digit = (bits - start) >> shift
-        inside = (digit >= 0) & (digit < _BASE)
-        own = torch.zeros(2, _BASE, dtype=torch.float64).index_add_(1, digit[inside], values[:, inside])
-        table = sum_over_ranks(own).cpu()
-        counts, squares = below[:, None] + table.cumsum(1)
-        is_over = squares > limit * counts
-        if shift != _SHIFTS[0]:
-            is_over[-1] = (
-                True  # known from the round before; another order of additions may hide it by a rounding error
-            )
-        elif not is_over.any():
-            return _bounds(math.inf)
-        first = int(is_over.int().argmax())
-        start, below = start + (first << shift), below + table[:, :first].sum(1)
-    # Half-way to the float32 number before, so that the rounding of log and exp cannot put a token on the other side.
-    smaller, smallest_masked = torch.tensor([max(start - 1, 0), start], dtype=torch.int32).view(torch.float32).tolist()
-    return _bounds((smaller + smallest_masked) / 2)
 
 
 def _bounds(theta: float) -> ClipBounds:

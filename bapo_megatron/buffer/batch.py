@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from bapo_megatron.algorithms.advantages import advantages_of, whiten
+from bapo_megatron.algorithms.advantages import GroupView, SampleView, whiten
+from bapo_megatron.config.advantages import advantage_function
 from bapo_megatron.config.schema import Config, MixedSource
 from bapo_megatron.rewards.shaping import MomentsState, RewardScaler, is_trained, shaped_reward
-from bapo_megatron.types import Batch, Group
+from bapo_megatron.tokens import BEHAVIOUR_LOGPROBS, CORE_STREAMS, TOKEN_IDS, VERSIONS, TokenStream
+from bapo_megatron.types import Batch, Ended, Group, Sample, Sampled, Segment, total
 
 
 class BuilderState(TypedDict):
@@ -29,56 +31,54 @@ class BatchBuilder:
     def __init__(self, config: Config) -> None:
         self._config = config
         a = config.advantage
-        self._advantages = advantages_of(a.kind) if a.compares_responses else torch.zeros_like  # a critic's come later
+        self._advantages = advantage_function(a.kind) if a.compares_responses else _zeros  # a critic's come later
         self._scaler = RewardScaler(config.reward)
 
     def build(self, groups: Sequence[Group], metrics: dict[str, float]) -> Batch:
         """Return the next step's batch, with `batch_metrics`; its rewards enter running statistics: build it once.
 
-        Each response has one advantage, spread over its tokens. A response without a token is left out, and the tokens
-        of one that is not trained (see `is_trained`) are masked; both still count in their group's advantages.
+        Each turn of a sample has one advantage, spread over its tokens. Each trajectory is a sequence. One without a
+        sampled token is left out, and the tokens of a sample that is not trained (see `is_trained`) are masked; both
+        still count in their group's advantages. An invalid sample is left out of these, too.
         """
         config = self._config
-        shaped = [[shaped_reward(t, config) for t in group.trajectories] for group in groups]
+        shaped = [[shaped_reward(s, config) for s in group.valid] for group in groups]
         rewards, reward_metrics = self._scaler.scaled(shaped)
-        rewards_of = [torch.tensor(values, dtype=torch.float64) for values in rewards]
-        rewards_S = torch.cat(rewards_of)
-        advantages_S = torch.cat([self._advantages(rewards_G) for rewards_G in rewards_of])
+        views = [group_view(group, values) for group, values in zip(groups, rewards, strict=True)]
+        turn_lens = torch.tensor([n for view in views for sample in view.samples for n in sample.turn_lengths])
+        of_turns = [x for view in views for values in self._advantages(view) for x in values]
+        advantages = torch.tensor(of_turns, dtype=torch.float64)
         if config.advantage.whiten_batch:
-            advantages_S = whiten(advantages_S)
-        trajectories = [t for group in groups for t in group.trajectories]
-        has_tokens_S = torch.tensor([t.num_response_tokens > 0 for t in trajectories], dtype=torch.bool)
-        advantages_S = advantages_S[has_tokens_S].float()
-        trajectories = [t for t in trajectories if t.num_response_tokens]
-        prompt_lens = torch.tensor([len(t.prompt.token_ids) for t in trajectories], dtype=torch.int64)
-        response_lens = torch.tensor([t.num_response_tokens for t in trajectories], dtype=torch.int64)
-        part_lens = torch.stack([prompt_lens, response_lens], 1).flatten()
-        is_response_T = torch.tensor([False, True]).repeat(len(trajectories)).repeat_interleave(part_lens)
-        num_tokens = is_response_T.numel()
-
-        def on_responses(values_R: Tensor, dtype: torch.dtype, prompt: float) -> Tensor:
-            out_T = torch.full((num_tokens,), prompt, dtype=dtype)
-            out_T[is_response_T] = values_R.to(dtype)
-            return out_T
-
+            advantages = whiten(advantages)
+        samples = [sample for group in groups for sample in group.valid]
+        places = [i for i, sample in enumerate(samples) for t in sample.trajectories if t.num_sampled_tokens]
+        trajectories = [t for sample in samples for t in sample.trajectories if t.num_sampled_tokens]
         segments = [s for t in trajectories for s in t.segments]
-        segment_lens = torch.tensor([len(s.token_ids) for s in segments], dtype=torch.int64)
-        versions_R = torch.tensor([s.version for s in segments], dtype=torch.int64).repeat_interleave(segment_lens)
-        is_trained_S = torch.tensor([is_trained(t, config) for t in trajectories], dtype=torch.bool)
+        origins = [s.origin for s in segments]
+        num_tokens = torch.tensor([s.num_tokens for s in segments], dtype=torch.int64)
+        is_sampled = torch.tensor([isinstance(origin, Sampled) for origin in origins], dtype=torch.bool)
+        versions = [o.version if isinstance(o, Sampled) else VERSIONS.filler for o in origins]
+        versions_T = torch.tensor(versions, dtype=torch.int64).repeat_interleave(num_tokens)
+        seq_lens_S = torch.tensor([t.num_tokens for t in trajectories], dtype=torch.int64)
+        sampled_T = is_sampled.repeat_interleave(num_tokens)
+        is_trained_S = torch.tensor([is_trained(samples[i], config) for i in places], dtype=torch.bool)
+        of_samples = [reward for values in rewards for reward in values]
+        rewards_S = torch.tensor([of_samples[i] for i in places], dtype=torch.float64)
+        advantages_R = advantages.repeat_interleave(turn_lens).float()
+        core: dict[TokenStream, Tensor] = {}
+        extra: dict[TokenStream, Tensor] = {}
+        for stream in dict.fromkeys([TOKEN_IDS, BEHAVIOUR_LOGPROBS, *(stream for s in segments for stream in s.rows)]):
+            (extra if stream not in CORE_STREAMS else core)[stream] = _on_tokens(stream, segments)
         return Batch(
-            token_ids_T=_joined(
-                (ids for t in trajectories for ids in (t.prompt.token_ids, *(s.token_ids for s in t.segments))),
-                np.int64,
-            ),
-            seq_lens_S=prompt_lens + response_lens,
-            prompt_lens_S=prompt_lens,
-            advantages_T=on_responses(advantages_S.repeat_interleave(response_lens), torch.float32, 0.0),
-            behaviour_logprobs_T=on_responses(
-                _joined((s.behaviour_logprobs for s in segments), np.float64), torch.float32, 0.0
-            ),
-            versions_T=on_responses(versions_R, torch.int64, -1),
-            mask_T=on_responses(is_trained_S.repeat_interleave(response_lens), torch.bool, 0.0),
-            rewards_S=rewards_S[has_tokens_S].float(),
+            token_ids_T=core[TOKEN_IDS],
+            seq_lens_S=seq_lens_S,
+            sampled_T=sampled_T,
+            advantages_T=torch.zeros(sampled_T.numel()).masked_scatter(sampled_T, advantages_R),
+            behaviour_logprobs_T=core[BEHAVIOUR_LOGPROBS],
+            versions_T=versions_T,
+            mask_T=sampled_T & is_trained_S.repeat_interleave(seq_lens_S),
+            rewards_S=rewards_S.float(),
+            extra=extra,
             metrics=batch_metrics(groups) | source_metrics(groups, config.data.sources) | metrics | reward_metrics,
         )
 
@@ -90,14 +90,39 @@ class BatchBuilder:
         self._scaler.load_state_dict(state["rewards"])
 
 
-def _joined(parts: Iterable[Sequence[float]], dtype: type[np.generic]) -> Tensor:
-    return torch.from_numpy(np.fromiter(chain.from_iterable(parts), dtype))
+def group_view(group: Group, rewards: Sequence[float]) -> GroupView:
+    """Return a group as its advantage sees it.
+
+    Args:
+        rewards: of its valid samples, shaped and scaled.
+    """
+    return GroupView(group.prompt, tuple(_sample_view(*found) for found in zip(group.valid, rewards, strict=True)))
+
+
+def _sample_view(sample: Sample, reward: float) -> SampleView:
+    turn_lengths = tuple(len(turn) for trajectory in sample.trajectories for turn in trajectory.turns)
+    end = sample.need.reward if isinstance(sample.need, Ended) else None
+    parts = end if isinstance(end, Mapping) else {}
+    of_turns = [None if r is None else total(r) for r in sample.turn_rewards]
+    if of_turns:
+        of_turns += [None] * (len(turn_lengths) - len(of_turns))  # the last one's is the sample's own
+    return SampleView(reward, turn_lengths or (0,), sample.finish_reason, parts, tuple(of_turns))
+
+
+def _zeros(view: GroupView) -> list[list[float]]:
+    return [[0.0] * len(sample.turn_lengths) for sample in view.samples]
+
+
+def _on_tokens(stream: TokenStream, segments: Sequence[Segment]) -> Tensor:
+    """Return the stream's rows of all tokens, [T, *shape], filled where a segment has none."""
+    parts = (s.values[stream] if stream in s.values else stream.filled(s.num_tokens) for s in segments)
+    return torch.from_numpy(np.concatenate([stream.filled(0), *parts]))
 
 
 def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Return rewards, lengths and shares of one step's judged groups, under the names of docs/metrics.md."""
-    samples = [t for g in groups for t in g.trajectories]
-    lengths = [t.num_response_tokens for t in samples]
+    samples = [s for g in groups for s in g.valid]
+    lengths = [s.num_sampled_tokens for s in samples]
     rewards = [r for g in groups for r in g.rewards]
     return {
         "reward/mean": statistics.fmean(rewards),
@@ -106,8 +131,8 @@ def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/num_samples": float(len(samples)),
         "rollout/response_tokens_mean": statistics.fmean(lengths),
         "rollout/response_tokens_max": float(max(lengths)),
-        "rollout/truncated_share": sum(t.finish_reason == "length" for t in samples) / len(samples),
-        "rollout/resumed_token_share": sum(t.num_resumed_tokens for t in samples) / max(sum(lengths), 1),
+        "rollout/truncated_share": sum(s.finish_reason == "length" for s in samples) / len(samples),
+        "rollout/resumed_token_share": sum(s.num_resumed_tokens for s in samples) / max(sum(lengths), 1),
         "rollout/zero_variance_share": sum(len(set(g.rewards)) == 1 < len(g.rewards) for g in groups) / len(groups),
     }
 

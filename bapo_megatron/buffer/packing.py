@@ -12,11 +12,12 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from bapo_megatron.tokens import CORE_STREAMS, TOKEN_IDS, TokenStream
 from bapo_megatron.types import Batch, MicroBatch, MiniBatch, TokenCounts
 
 
@@ -51,45 +52,70 @@ class Share:
         return math.lcm(self.num_chunks, self.context_size * self.tokens_multiple)
 
 
-def minibatches(
-    batch: Batch, *, num_minibatches: int, num_epochs: int, seed: int, max_tokens: int, share: Share
-) -> Iterator[MiniBatch]:
-    """Yield the optimizer steps of one rollout batch: `num_epochs` passes of `num_minibatches`, newly shuffled.
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A pass over a batch: `num_epochs` times all its sequences, each time newly shuffled into `num_minibatches`."""
 
-    Args:
-        max_tokens: tokens of one micro-batch on one rank; a longer single sequence gets a micro-batch of its own.
-        share: this rank's part and its form; the other ranks call with the same arguments and their own share.
-    """
-    starts_S = batch.seq_lens_S.cumsum(0) - batch.seq_lens_S
-    padded_lens_S = round_up(batch.seq_lens_S, share.num_chunks)
-    for epoch in range(num_epochs):
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-        order = torch.randperm(batch.num_sequences, generator=generator)
-        for part in order.tensor_split(num_minibatches):
-            bins = balanced_shares(padded_lens_S[part].tolist(), share, max_tokens * share.context_size)
-            mine = [part[torch.tensor(sorted(b), dtype=torch.int64)] for b in bins[share.data_rank]]
-            num_trained = sum(
-                int(batch.mask_T[starts_S[s] : starts_S[s] + batch.seq_lens_S[s]].sum()) for s in part.tolist()
-            )
-            if num_trained == 0:
-                continue  # all its responses are masked: an update would divide by nothing
+    share: Share  # this rank's part and its form; the other ranks have the same pass with their own share
+    max_tokens: int  # of one micro-batch on one rank; a longer single sequence gets a micro-batch of its own
+    num_minibatches: int = 1
+    num_epochs: int = 1
+    seed: int = 0
+
+    def steps(self, batch: Batch) -> Iterator[tuple[Tensor, list[list[Tensor]]]]:
+        """Yield the sequences of each optimizer step, and those of each data rank's micro-batches.
+
+        A step whose responses are all masked is left out: an update would divide by nothing. Reads lengths and masks.
+        """
+        padded_lens_S = round_up(batch.seq_lens_S, self.share.num_chunks)
+        num_trained_S = batch.count_S(batch.mask_T)
+        for epoch in range(self.num_epochs):
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            order = torch.randperm(batch.num_sequences, generator=generator)
+            for part in order.tensor_split(self.num_minibatches):
+                max_tokens = self.max_tokens * self.share.context_size
+                shares = balanced_shares(padded_lens_S[part].tolist(), self.share, max_tokens)
+                if num_trained_S[part].any():
+                    yield part, [[part[torch.tensor(sorted(b), dtype=torch.int64)] for b in bins] for bins in shares]
+
+    def minibatches(self, batch: Batch) -> Iterator[MiniBatch]:
+        """Yield this rank's part of the optimizer steps."""
+        share = self.share
+        padded_lens_S = round_up(batch.seq_lens_S, share.num_chunks)
+        num_trained_S, num_sampled_S = batch.count_S(batch.mask_T), batch.num_sampled_S
+        for part, shares in self.steps(batch):
+            mine = shares[share.data_rank]
             lengths = [max(int(padded_lens_S[s].sum()), 1) for s in mine]
             lengths = [round_up(n, share.pack_multiple) for n in lengths]
             if share.equal_lengths:
                 lengths = [max(lengths)] * len(lengths)
-            packs = [pack(batch, starts_S, s, length, share) for s, length in zip(mine, lengths, strict=True)]
-            yield MiniBatch(tuple(packs), num_trained, batch.proximal_version, _counts(batch, part))
+            lens_S = batch.seq_lens_S[part]
+            counts = TokenCounts(int(lens_S.sum()), int((lens_S**2).sum()), int(num_sampled_S[part].sum()))
+            packs = [pack(batch, s, length, share) for s, length in zip(mine, lengths, strict=True)]
+            yield MiniBatch(tuple(packs), int(num_trained_S[part].sum()), batch.proximal_version, counts)
+
+
+def minibatches(
+    batch: Batch, *, num_minibatches: int, num_epochs: int, seed: int, max_tokens: int, share: Share
+) -> Iterator[MiniBatch]:
+    """Yield the optimizer steps of one rollout batch: see `Pass`."""
+    return Pass(share, max_tokens, num_minibatches, num_epochs, seed).minibatches(batch)
 
 
 def one_minibatch(batch: Batch, *, max_tokens: int, share: Share) -> MiniBatch:
-    """Return the whole batch, which has a trained token, as one mini-batch; see `minibatches`."""
-    (whole,) = minibatches(batch, num_minibatches=1, num_epochs=1, seed=0, max_tokens=max_tokens, share=share)
+    """Return the whole batch, which has a trained token, as one mini-batch."""
+    (whole,) = Pass(share, max_tokens).minibatches(batch)
     return whole
 
 
-def _counts(batch: Batch, part: Tensor) -> TokenCounts:
-    lens_S = batch.seq_lens_S[part]
-    return TokenCounts(int(lens_S.sum()), int((lens_S**2).sum()), int((lens_S - batch.prompt_lens_S[part]).sum()))
+def sequences_of(passes: Sequence[Pass], batch: Batch, data_size: int) -> list[Tensor]:
+    """Return the sequences that each data rank needs in these passes, int64, ascending. Reads lengths and masks."""
+    needed = [torch.zeros(batch.num_sequences, dtype=torch.bool) for _ in range(data_size)]
+    for one in passes:
+        for _, shares in one.steps(batch):
+            for is_needed_S, packs in zip(needed, shares, strict=True):
+                is_needed_S[torch.cat(packs)] = True
+    return [is_needed_S.nonzero().squeeze(1) for is_needed_S in needed]
 
 
 def balanced_shares(lengths: list[int], share: Share, max_tokens: int) -> list[list[list[int]]]:
@@ -158,7 +184,7 @@ def longest_first(lengths: Sequence[float], num_bins: int, max_items: int | None
     return bins
 
 
-def pack(batch: Batch, starts_S: Tensor, sequences: Tensor, length: int, share: Share) -> MicroBatch:
+def pack(batch: Batch, sequences: Tensor, length: int, share: Share) -> MicroBatch:
     """Pack the given sequences, each padded to a multiple of `share.num_chunks`, plus one sequence of padding up to
     `length` tokens; return the part of `share.context_rank`."""
     lens_S = batch.seq_lens_S[sequences]
@@ -174,28 +200,47 @@ def pack(batch: Batch, starts_S: Tensor, sequences: Tensor, length: int, share: 
         return values_S.repeat_interleave(padded_lens_S)
 
     is_token_T = position_ids_T < of_each_token(lens_S)
+    starts_S = batch.seq_lens_S.cumsum(0) - batch.seq_lens_S
     source_T = of_each_token(starts_S[sequences]) + position_ids_T  # in the batch; meaningless on padding
-    token_ids_T = torch.zeros(length, dtype=torch.int64)
-    token_ids_T[is_token_T] = batch.token_ids_T[source_T[is_token_T]]
-    is_response_T = is_token_T & (position_ids_T >= of_each_token(batch.prompt_lens_S[sequences]))
-    response_R = is_response_T.nonzero().squeeze(1)
+    here_T = of_each_token(batch.first_here_S[sequences]) + position_ids_T  # among the rows that this rank has
+    token_T = is_token_T.nonzero().squeeze(1)
+    sampled_R = token_T[batch.sampled_T[source_T[token_T]]]
     mine_T = context_tokens(cu_seqlens_S1, share.context_rank, share.context_size)
-    response_R = response_R[torch.isin(response_R - 1, mine_T)]  # a row belongs to the rank that holds its hidden state
-    source_R = source_T[response_R]
+    sampled_R = sampled_R[torch.isin(sampled_R - 1, mine_T)]  # a row belongs to the rank that holds its hidden state
+    source_R = source_T[sampled_R]
+
+    def on_tokens(values_T: Tensor, stream: TokenStream) -> Tensor:
+        """Return the stream's rows of all tokens of the pack; those of fed tokens lie with the next one."""
+        rows_T = values_T.new_full((length, *values_T.shape[1:]), stream.filler)
+        at_T = token_T[position_ids_T[token_T] > 0] if stream.on == "fed" else token_T
+        rows_T[at_T - int(stream.on == "fed")] = values_T[place_T(stream)[at_T]]
+        return rows_T
+
+    def place_T(stream: TokenStream) -> Tensor:
+        return source_T if stream.to == "every rank" else here_T
+
+    token_ids_T = on_tokens(batch.token_ids_T, TOKEN_IDS)
+    of_sampled: dict[str, Any] = {}  # by attribute
+    extra: dict[TokenStream, Tensor] = {}
+    for stream, values_T in batch.values.items():
+        if stream.on == "sampled":
+            values_R = values_T[place_T(stream)[sampled_R]]
+            if stream in CORE_STREAMS:
+                of_sampled[f"{stream.name}_R"] = values_R
+            else:
+                extra[stream] = values_R
+        elif stream not in CORE_STREAMS:
+            extra[stream] = on_tokens(values_T, stream)[mine_T]
     return MicroBatch(
         token_ids_T=token_ids_T[mine_T],
         position_ids_T=position_ids_T[mine_T],
         cu_seqlens_S1=cu_seqlens_S1.to(torch.int32),
-        rows_R=torch.searchsorted(mine_T, response_R - 1),
-        sequence_R=torch.searchsorted(cu_seqlens_S1, response_R, right=True) - 1,
+        rows_R=torch.searchsorted(mine_T, sampled_R - 1),
+        sequence_R=torch.searchsorted(cu_seqlens_S1, sampled_R, right=True) - 1,
         batch_rows_R=source_R,
-        targets_R=token_ids_T[response_R],
-        advantages_R=batch.advantages_T[source_R],
-        behaviour_logprobs_R=batch.behaviour_logprobs_T[source_R],
-        versions_R=batch.versions_T[source_R],
-        mask_R=batch.mask_T[source_R],
-        proximal_logprobs_R=None if batch.proximal_logprobs_T is None else batch.proximal_logprobs_T[source_R],
-        reference_logprobs_R=None if batch.reference_logprobs_T is None else batch.reference_logprobs_T[source_R],
+        targets_R=token_ids_T[sampled_R],
+        extra=extra,
+        **of_sampled,
     )
 
 

@@ -37,7 +37,9 @@ from bapo_megatron.hf.writer import write_durably
 from bapo_megatron.runtime.files import regular_file
 from bapo_megatron.types import Count
 
-FORMAT = 2
+FORMAT = 2  # of a saved model
+STATE_FORMAT = 3  # of state.json
+RESUMED_BEFORE = "b40d263"  # the commit that resumes runs whose state.json has format 2
 INDEX = "index.json"
 STATE = "state.json"  # of a whole checkpoint: store.py
 HF_CONFIG = "hf_config"
@@ -179,8 +181,8 @@ def seal(body: dict[str, Any]) -> str:
     return json.dumps({DIGEST: _digest(body), **body})
 
 
-def read_sealed(file: Path) -> dict[str, Any]:
-    """Read a sealed file and check its digest.
+def read_sealed(file: Path, expected: int = FORMAT) -> dict[str, Any]:
+    """Read a sealed file and check its digest and format.
 
     Raises:
         TornCheckpointError: the file is missing, or differs from what was written.
@@ -199,11 +201,11 @@ def read_sealed(file: Path) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise TornCheckpointError(f"{file} is torn: it does not hold a JSON object")
     if body.get("format") == 1 and named is None:
-        raise _other_format(file.parent, 1)
+        raise _other_format(file.parent, 1, expected)
     if named != digest:
         raise TornCheckpointError(f"{file} is torn: its {DIGEST} is not the one it names")
-    if body.get("format") != FORMAT:
-        raise _other_format(file.parent, body.get("format"))
+    if body.get("format") != expected:
+        raise _other_format(file.parent, body.get("format"), expected)
     return body
 
 
@@ -254,9 +256,14 @@ def _digest(body: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(body).encode())
 
 
-def _other_format(folder: Path, found: Any) -> CheckpointError:
+def _other_format(folder: Path, found: Any, expected: int = FORMAT) -> CheckpointError:
     old = "; if it has a folder hf/, start a new run from that (model.path)" if found == 1 else ""
-    return CheckpointError(f"{folder} has format {found}, this version reads format {FORMAT}{old}")
+    if found == 2:
+        old = (
+            f"; resume it with commit {RESUMED_BEFORE}, or start a new run with its weights: `bapo convert {folder} "
+            "FOLDER`, and set model.path=FOLDER"
+        )
+    return CheckpointError(f"{folder} has format {found}, this version reads format {expected}{old}")
 
 
 def _parse(folder: Path, body: dict[str, Any]) -> Index:

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bapo_megatron.checkpoint.arrays import write_arrays
 from bapo_megatron.checkpoint.folder import INDEX, STATE, Manifest, digest_of, seal
 from bapo_megatron.checkpoint.shards import Snapshot
 from bapo_megatron.hf.writer import write_durably
 from bapo_megatron.runtime.ranks import gather_json
+from bapo_megatron.tokens import Array
 
 _ROUND_S = 5.0  # interval at which waiting ranks meet, well within the deadline of a collective
 
@@ -24,17 +26,25 @@ class Saving:
         final: its later name.
         snapshots: by folder name.
         state: the body of state.json, on rank 0.
+        arrays: of the state, by path; see arrays.py.
         timeout_s: counted from construction.
     """
 
     def __init__(
-        self, partial: Path, final: Path, snapshots: dict[str, Snapshot], state: dict[str, Any], timeout_s: float
+        self,
+        partial: Path,
+        final: Path,
+        snapshots: dict[str, Snapshot],
+        state: dict[str, Any],
+        arrays: dict[str, Array],
+        timeout_s: float,
     ) -> None:
         self.partial = partial
         self.final = final
         self.manifests: dict[str, Manifest] = {}
         self._snapshots = snapshots
         self._state = state
+        self._arrays = arrays
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         self._timeout_s = timeout_s
@@ -48,6 +58,8 @@ class Saving:
         try:
             for name, snapshot in self._snapshots.items():
                 self.manifests[name] = snapshot.write(self.partial / name)
+            if self._arrays:
+                self._state["arrays"] = write_arrays(self._arrays, self.partial)
         except Exception as error:  # any error: all ranks learn of it at the next step boundary
             self._error = error
 

@@ -1,7 +1,9 @@
 """Checkpoints of a whole run: learner, rollout state and counters, saved together and atomically.
 
-checkpoints/step-000020/{learner/, state.json}     a folder appears only when it is complete
-checkpoints/latest                                  the name of the newest complete one
+checkpoints/step-000020/{learner/, state.json, state.safetensors}     a folder appears only when it is complete
+checkpoints/latest                                                     the name of the newest complete one
+
+state.safetensors holds the arrays of the state, values of many tokens, by their place in state.json.
 
 Every rank writes its own files into .writing-step-000020. Once all ranks have agreed that they are done, rank 0 adds
 the indices, flushes the disk and renames the folder. With `checkpoint.asynchronous` training continues meanwhile, and
@@ -11,14 +13,23 @@ these last steps happen at a later step boundary: the writing threads take part 
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NotRequired, Protocol
 
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
-from bapo_megatron.checkpoint.folder import FORMAT, INDEX, STATE, checked, digest_of, read_index, read_sealed
+from bapo_megatron.checkpoint.arrays import attach, detached, read_arrays
+from bapo_megatron.checkpoint.folder import (
+    INDEX,
+    STATE,
+    STATE_FORMAT,
+    checked,
+    digest_of,
+    read_index,
+    read_sealed,
+)
 from bapo_megatron.checkpoint.host_buffer import HostBuffer
 from bapo_megatron.checkpoint.saving import Saving, flush, remove, replace_durably
 from bapo_megatron.checkpoint.shards import Snapshot
@@ -26,6 +37,7 @@ from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.errors import CheckpointError, TornCheckpointError
 from bapo_megatron.runtime.files import regular_file
 from bapo_megatron.runtime.ranks import first_complaint, gather_json, rank_and_size
+from bapo_megatron.tokens import TokenStream
 from bapo_megatron.types import Count
 
 _NAME = re.compile(r"step-([0-9]{6}|[1-9][0-9]{6,17})")
@@ -43,6 +55,7 @@ class _Head(TypedDict):
     step: Count
     parts: NotRequired[dict[str, _Part]]  # none in a checkpoint of an earlier version
     run: NotRequired[str]  # id of the run that saved it
+    arrays: NotRequired[str]  # the digest of state.safetensors; none without arrays
 
 
 _HEAD = TypeAdapter(_Head)
@@ -63,6 +76,7 @@ class CheckpointStore:
         state_type: a TypedDict that describes the whole state.json.
         run_id: the run (`RunDir.run_id`) whose checkpoints these must be. None means any run.
         vocab_size: of the model, for the tokens in state.json.
+        streams: of the model, for the tokens in state.json.
     """
 
     def __init__(
@@ -73,10 +87,11 @@ class CheckpointStore:
         state_type: Any = dict[str, Any],
         run_id: str | None = None,
         vocab_size: int | None = None,
+        streams: Sequence[TokenStream] = (),
     ) -> None:
         self.folder = folder
         self._run_id = run_id
-        self._vocab_size = vocab_size
+        self._of_tokens = {"vocab_size": vocab_size, "streams": streams}
         self._state = TypeAdapter(state_type)
         self._config = config
         self._warn = warn
@@ -108,7 +123,7 @@ class CheckpointStore:
 
         Args:
             parts: models by folder name.
-            state: JSON, needed on rank 0 only; copied now.
+            state: JSON, needed on rank 0 only, copied now; dicts may hold arrays, which must not change.
 
         Raises:
             CheckpointError: on every rank, if one could not write this save or the previous one; the last complete
@@ -118,12 +133,13 @@ class CheckpointStore:
         final = self.folder / f"step-{step:06d}"
         partial = self.folder / f"{_PARTIAL}{final.name}"
         run = {} if self._run_id is None else {"run": self._run_id}
-        body = json.loads(json.dumps({"format": FORMAT, "step": step, **run, **(state or {})}))  # a copy
+        plain, arrays = detached(state or {})
+        body = json.loads(json.dumps({"format": STATE_FORMAT, "step": step, **run, **plain}))  # a copy
         snapshots = {name: part.snapshot() for name, part in parts.items()}
         if self._config.asynchronous:
             for name, snapshot in snapshots.items():
                 snapshot.detach(self._buffers.setdefault(name, HostBuffer()))
-        self._saving = Saving(partial, final, snapshots, body, self._config.timeout_s)
+        self._saving = Saving(partial, final, snapshots, body, arrays, self._config.timeout_s)
         self._prepare(partial, parts)
         self._saving.start()
         if not self._config.asynchronous:
@@ -246,7 +262,7 @@ class CheckpointStore:
             body = _read_state(path)
             self._check_run(path, body.get("run"))
             version = body.get("parts", {}).get("learner", {}).get("version")
-            checked(self._state, body, path / STATE, {"vocab_size": self._vocab_size, "version": version})
+            checked(self._state, body, path / STATE, {**self._of_tokens, "version": version})
             for name in parts:
                 index, saved = read_index(path / name), body.get("parts", {}).get(name)
                 tied = (index.facts["version"], digest_of(path / name / INDEX))
@@ -313,8 +329,10 @@ def _read_state(path: Path) -> dict[str, Any]:
         TornCheckpointError: it is missing, altered, or of another step.
         CheckpointError: it has another format.
     """
-    state = read_sealed(path / STATE)
+    state = read_sealed(path / STATE, STATE_FORMAT)
     checked(_HEAD, state, path / STATE)
+    if "arrays" in state:
+        attach(state, read_arrays(path, state["arrays"]))
     named = _NAME.fullmatch(path.name)
     if named and int(named[1]) != state["step"]:
         raise TornCheckpointError(

@@ -17,6 +17,12 @@ from bapo_megatron.errors import UserError
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
+def imported(path: str) -> Any:
+    """Return the object of the package at "package.module:name"."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 @dataclass(frozen=True, slots=True)
 class Seam:
     """A setting that accepts a dotted path, its built-in names, and the object expected at such a path."""
@@ -53,15 +59,20 @@ class Seam:
         except AttributeError:
             raise self.error(path, f"{loaded.__file__ or module} has no {name}") from None
         if self.parameters is not None:
-            signature = self.signature(path, found)
-            try:
-                is_fit = tuple(signature.bind(*self.parameters).arguments) == self.parameters
-            except TypeError:
-                is_fit = False
-            if not is_fit:
-                asked = ", ".join(self.parameters)
-                raise self.error(path, f"its signature is {signature}, which does not fit: the parameters are {asked}")
+            self.check(path, found)
         return found
+
+    def check(self, path: str, function: Any) -> None:
+        """Check that a function found at `path` can be called as expected. Raises UserError."""
+        assert self.parameters is not None
+        signature = self.signature(path, function)
+        try:
+            is_fit = tuple(signature.bind(*self.parameters).arguments) == self.parameters
+        except TypeError:
+            is_fit = False
+        if not is_fit:
+            asked = ", ".join(self.parameters)
+            raise self.error(path, f"its signature is {signature}, which does not fit: the parameters are {asked}")
 
     def signature(self, path: str, found: Any) -> inspect.Signature:
         """Return the signature of the object found at `path`. Raises UserError if it has none."""
@@ -77,18 +88,6 @@ class Seam:
         return UserError(f'{self.setting}="{path}": {problem}. Expected: {self.expected}')
 
 
-LOSS = Seam(
-    "loss.name",
-    ("bapo", "grpo", "gspo", "gmpo", "cispo", "sapo", "m2po", "sft"),
-    "def loss(inputs: LossInputs, options) -> TokenLoss",
-    ("inputs", "options"),
-)
-ADVANTAGE = Seam(
-    "advantage.kind",
-    ("grpo", "dr_grpo", "rloo", "gae", "n_step"),
-    "def advantage(rewards_G: Tensor) -> Tensor, of the same shape and type",
-    ("rewards_G",),
-)
 REWARD = Seam(
     "reward.kind",
     ("auto", "chains", "reasoning_gym", "math", "code"),

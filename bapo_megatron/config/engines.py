@@ -15,11 +15,12 @@ from bapo_megatron.config.dotted import Seam
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """The capabilities of an engine. `specs` and `check` are dotted paths, so that reading them imports no engine."""
+    """The capabilities of an engine. Its functions are dotted paths, so that reading them imports no engine."""
 
     title: str  # one server, as messages call it
     specs: str | None = None  # function that describes the servers to start on one machine; None: nothing is started
     check: str | None = None  # function that raises UserError where the engine is not installed
+    client: str = "bapo_megatron.engines.connected:http_client"  # function that returns the client of one server
     samples: bool = True  # False: batches come from disk
     on_gpus: bool = False  # each server takes rollout.server_tensor_parallel GPUs of its own, if there are any
     tensor_parallel: bool = False  # a server may split the model over several ranks
@@ -58,6 +59,12 @@ ENGINE_SPECS = Seam(
     ("config", "model_path", "logs", "ports", "share"),
 )
 ENGINE_CHECK = Seam("rollout.engine", (), "def check_installed(has_gpu: bool), which raises UserError", ("has_gpu",))
+ENGINE_CLIENT = Seam(
+    "rollout.engine",
+    (),
+    "def client(url, config: RolloutConfig, vocab_size: int, key: str | None) -> Engine",
+    ("url", "config", "vocab_size", "key"),
+)
 
 
 def engine_kind(name: str) -> EngineKind:
@@ -81,6 +88,6 @@ def check_engine(name: str) -> None:
         UserError: the engine or a function is missing, or has the wrong signature.
     """
     kind = engine_kind(name)
-    for seam, path in ((ENGINE_SPECS, kind.specs), (ENGINE_CHECK, kind.check)):
+    for seam, path in ((ENGINE_SPECS, kind.specs), (ENGINE_CHECK, kind.check), (ENGINE_CLIENT, kind.client)):
         if path is not None and name not in ENGINES:
             seam.load(path)

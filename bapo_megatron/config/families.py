@@ -1,7 +1,17 @@
-"""The model family that `model.family` names."""
+"""The model family that `model.family` names, and the streams that it brings into a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bapo_megatron.config.dotted import Seam
 from bapo_megatron.hf.families import Family
+from bapo_megatron.hf.shape import load_hf_config
+from bapo_megatron.hf.streams import model_streams
+
+if TYPE_CHECKING:
+    from bapo_megatron.tokens import TokenStream
 
 FAMILY = Seam(
     "model.family",
@@ -22,3 +32,16 @@ def own_family(name: str) -> Family | None:
     if not isinstance(family, Family):
         raise FAMILY.error(name, f"it is of type {type(family).__name__}, not Family")
     return family
+
+
+def token_streams(name: str, folder: Path) -> tuple[TokenStream, ...]:
+    """Return the streams that engines return, and that samples, checkpoints and recordings hold.
+
+    Args:
+        name: `model.family`.
+        folder: of the model's checkpoint.
+
+    Raises:
+        UserError: see `own_family`; or the model is not supported.
+    """
+    return tuple(model_streams(load_hf_config(folder), own_family(name)))

@@ -8,7 +8,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from bapo_megatron.config.base import Violation
-from bapo_megatron.config.schema import ClipBoundConfig, Config
+from bapo_megatron.config.losses import losses_with
+from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema_loss import ClipBoundConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +28,21 @@ class Idle:
 
 
 _BOUNDS = "loss.name loss.search_bounds"
+_AVERAGING = " and ".join(losses_with(lambda section: section.averages_ratios))
 
 IDLE = (
     Idle(
         "bapo.*",
         "loss.name",
-        lambda c: c.loss.name not in ("gspo", "gmpo"),
+        lambda c: not c.loss.averages_ratios,
         'loss.name="bapo"',
-        "the search chooses bounds of a token's ratio, but gspo and gmpo take the mean over a response",
+        f"the search chooses bounds of a token's ratio, but {_AVERAGING} take the mean over a response",
     ),
-    Idle("bapo.*", _BOUNDS, lambda c: c.loss.bounds == "bapo", 'loss.name="bapo"'),
+    Idle("bapo.*", _BOUNDS, lambda c: c.loss.searches_bounds, 'loss.name="bapo"'),
     Idle(
         "bapo.rho0 bapo.contribution bapo.token_weight bapo.order",
         f"bapo.scope {_BOUNDS}",
-        lambda c: c.loss.bounds != "bapo" or c.bapo.scope != "fixed",
+        lambda c: not c.loss.searches_bounds or c.bapo.scope != "fixed",
         'bapo.scope="exact"',
     ),
     Idle("bapo.smoothing_updates", "bapo.scope", lambda c: c.bapo.scope == "smoothed", 'bapo.scope="smoothed"'),
@@ -48,7 +51,7 @@ IDLE = (
     Idle(
         "loss.importance_level loss.importance_kind loss.importance_floor loss.importance_cap",
         "loss.proximal",
-        lambda c: c.loss.scores_proximal,
+        lambda c: getattr(c.loss, "proximal", "learner") == "learner",
         'loss.proximal="learner"',
         "the ratio to the policy that sampled a token is its importance weight already",
     ),
@@ -174,7 +177,7 @@ IDLE = (
     Idle(
         "monitor.token_profile",
         "loss.name",
-        lambda c: c.loss.name not in ("sft", "cispo", "sapo"),
+        lambda c: c.loss.clips,
         'a loss that clips, such as loss.name="bapo"',
     ),
     Idle(

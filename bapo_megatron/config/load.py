@@ -28,8 +28,9 @@ from pydantic import BaseModel, ValidationError
 from bapo_megatron.config import earlier, paths
 from bapo_megatron.config.base import ContradictionError, Violation, overlap
 from bapo_megatron.config.coming_from import meant_by
+from bapo_megatron.config.losses import CUSTOM, LOSS_SECTIONS
 from bapo_megatron.config.schema import Config
-from bapo_megatron.config.schema_loss import LOSS_SECTIONS
+from bapo_megatron.config.wording import expected, shown
 from bapo_megatron.errors import ConfigError, escaped
 
 UNSET = "none"
@@ -191,7 +192,7 @@ Mistake = tuple[tuple[paths.Path, ...], Sequence[Violation]]
 
 def _mistakes(errors: Sequence[dict[str, Any]], origins: Origins) -> list[Mistake]:
     found: list[Mistake] = []
-    has_loss = not any(error["loc"] == ("loss", "custom", "name") for error in errors)
+    has_loss = not any(error["loc"] == ("loss", CUSTOM, "name") for error in errors)
     for error in errors:
         path = tuple(str(part) for part in error["loc"])
         loss = path[1] if path[:1] == ("loss",) and len(path) > 1 else ""  # pydantic names the section of [loss]
@@ -324,7 +325,7 @@ def parse_override(text: str) -> tuple[paths.Path, Any]:
         return path, tomllib.loads(f"value = {value}")["value"]
     except (ValueError, RecursionError) as error:  # tomllib.TOMLDecodeError, or an integer of thousands of digits
         if quoted or value[:1] in ("[", "{") or not isinstance(error, tomllib.TOMLDecodeError):
-            raise ConfigError(f"override {_shown(text)}: the value is not TOML: {escaped(str(error))}") from error
+            raise ConfigError(f"override {shown(text)}: the value is not TOML: {escaped(str(error))}") from error
         return path, value
 
 
@@ -386,20 +387,6 @@ def _to_toml(section: BaseModel) -> dict[str, Any]:
     return table
 
 
-_EXPECTED = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "text in quotes",
-    "model_type": "a table",
-    "model_attributes_type": "a table",
-    "dict_type": "a table",
-    "tuple_type": "a list",
-    "finite_number": "a finite number",
-}
-
-
 def _explain(error: dict[str, Any], path: paths.Path, loss: str, origins: Origins) -> list[Violation]:
     """Describe one pydantic error: what, where, what to do.
 
@@ -422,35 +409,9 @@ def _explain(error: dict[str, Any], path: paths.Path, loss: str, origins: Origin
     elif kind == "value_error":  # its text follows the name
         problem = f"{name} {context['error']}"
     else:
-        problem = f"{name}{_expected(error, is_table=suggestion is not None)}, got {_shown(error['input'])}"
+        problem = f"{name}{expected(error, is_table=suggestion is not None)}, got {shown(error['input'])}"
     remedy = f"did you mean {suggestion}?" if suggestion else ""
     return [Violation((".".join(path),), f"{problem} ({source})", remedy)]
-
-
-def _expected(error: dict[str, Any], *, is_table: bool) -> str:
-    """Return what a value must be, as the text after its name."""
-    kind, context = error["type"], error.get("ctx", {})
-    if is_table:
-        return " is a table of settings"
-    if kind in _EXPECTED:
-        return f" must be {_EXPECTED[kind]}"
-    if kind == "literal_error":
-        choices = context["expected"].replace("'", '"')
-        return f" must be {choices}"
-    if kind == "string_pattern_mismatch":
-        return f" must match {context['pattern']}"
-    if kind in _RELATIONS:
-        (limit,) = context.values()
-        return f" must be {_RELATIONS[kind]} {f'{limit:g}' if isinstance(limit, float) else limit}"
-    return f": {error['msg']}"
-
-
-_RELATIONS = {
-    "greater_than": "above",
-    "greater_than_equal": "at least",
-    "less_than": "below",
-    "less_than_equal": "at most",
-}
 
 
 def _most_telling(path: paths.Path, value: Any) -> list[paths.Path]:
@@ -475,7 +436,7 @@ def _losses_with(setting: str) -> str:
 
 
 def _loss_name(tag: str) -> str:
-    return "a loss of your own" if tag == "custom" else f'loss.name="{tag}"'
+    return "a loss of your own" if tag == CUSTOM else f'loss.name="{tag}"'
 
 
 def _source(path: paths.Path, origins: Origins) -> str:
@@ -483,8 +444,3 @@ def _source(path: paths.Path, origins: Origins) -> str:
     around = (path[:n] for n in range(len(path), 0, -1))
     below = (other for other in origins if other[: len(path)] == path)
     return next((origins[p] for p in (*around, *below) if p in origins), "default")
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."

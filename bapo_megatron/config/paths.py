@@ -1,9 +1,8 @@
 """Paths into the schema: all settings, the types they accept, and the setting that a typo meant."""
 
-import difflib
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -12,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from bapo_megatron.config.coming_from import meant_by
 from bapo_megatron.config.schema import Config
+from bapo_megatron.config.wording import closest
 
 Path = tuple[str, ...]
 
@@ -78,7 +78,7 @@ def suggest(path: Path) -> str | None:
     """
     name, last = ".".join(path), path[-1]
     if (listed := schema().get(path[:-2])) is not None and (section := entries(listed)) is not None:
-        close = _closest(last, section.model_fields, 0.55)
+        close = closest(last, section.model_fields, 0.55)
         return ".".join((*path[:-1], close)) if close else None
     dotted = {".".join(p): p for p in schema()}
     if name.lower() in dotted:
@@ -89,15 +89,10 @@ def suggest(path: Path) -> str | None:
     last_names = {p[-1]: known for known, p in settings.items()}
     return (
         meant_by(name, whole=True)
-        or in_section.get(_closest(last, in_section, 0.65))
+        or in_section.get(closest(last, in_section, 0.65))
         or (same_name[0] if len(same_name) == 1 else None)
         or meant_by(name)
-        or _closest(name, dotted, 0.75)
-        or last_names.get(_closest(last, last_names, 0.8))
+        or closest(name, dotted, 0.75)
+        or last_names.get(closest(last, last_names, 0.8))
         or None
     )
-
-
-def _closest(name: str, choices: Iterable[str], cutoff: float) -> str:
-    """Return the most similar of `choices`; empty if none is similar enough."""
-    return next(iter(difflib.get_close_matches(name, choices, n=1, cutoff=cutoff)), "")

@@ -10,13 +10,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from bapo_megatron.config import precision
+from bapo_megatron.config.advantages import ADVANTAGE, advantage_function
 from bapo_megatron.config.base import Severity, Violation, warning
-from bapo_megatron.config.dotted import ADVANTAGE, KEEP_GROUP
+from bapo_megatron.config.dotted import KEEP_GROUP
 from bapo_megatron.config.engines import check_engine
 from bapo_megatron.config.idle import idle_settings
+from bapo_megatron.config.losses import LOSSES
 from bapo_megatron.config.lr_schedule import planned_updates
 from bapo_megatron.config.schema import FORWARDS_FIRST_MEMORY_SHARE, Config, RolloutConfig, SourceConfig
-from bapo_megatron.config.schema_loss import CustomLoss, RatioLoss
 from bapo_megatron.errors import UserError, plural
 from bapo_megatron.hf.shape import layout_problems, model_shape, unsupported
 
@@ -196,10 +197,10 @@ def check_functions(config: Config) -> Iterator[Violation]:
         "rollout.engine": lambda: check_engine(rollout.engine),
         "model.family": lambda: config.model.own_family,
     }
-    if isinstance(loss, CustomLoss):
-        try_to["loss.name loss.options"] = lambda: loss.function
+    if loss.name not in LOSSES:
+        try_to["loss.name loss.options"] = lambda: (loss.function_options, loss.rule)
     if advantage not in ADVANTAGE.names:
-        try_to["advantage.kind"] = lambda: ADVANTAGE.load(advantage)
+        try_to["advantage.kind"] = lambda: advantage_function(advantage)
     if rollout.keep_group not in KEEP_GROUP.names:
         try_to["rollout.keep_group"] = lambda: KEEP_GROUP.load(rollout.keep_group)
     for settings, load in try_to.items():
@@ -444,7 +445,7 @@ def _cut(config: Config) -> Iterator[Violation]:
                 f"of at most {kind.max_cut_tokens}",
                 f"set {table}.top_k, such as {table}.top_k=1024",
             )
-    if r.is_cut and isinstance(config.loss, RatioLoss) and not config.loss.scores_proximal:
+    if r.is_cut and config.loss.ratio_options is not None and not config.loss.scores_proximal:
         yield warning(
             ("loss.proximal", "loss.name", "rollout.top_p", "rollout.top_k"),
             "with rollout.top_p and rollout.top_k, the ratio of a token on policy is the kept mass, below 1: clipping "
@@ -600,14 +601,15 @@ def _reward(config: Config) -> Iterator[Violation]:
             )
     is_scaled = reward.scale != 1 or reward.running_std
     scaling = ("advantage.kind", "reward.scale", "reward.running_std", "reward.clip")
-    if config.advantage.kind == "grpo" and is_scaled and reward.clip is None:
+    if config.advantage.divides_by_std and is_scaled and reward.clip is None:
         name = "reward.running_std" if reward.running_std else f"reward.scale={reward.scale:g}"
         yield warning(
             scaling,
-            f'{name} does nothing with advantage.kind="grpo", which divides by the standard deviation of each group',
+            f'{name} does nothing with advantage.kind="{config.advantage.kind}", which divides by the standard '
+            "deviation of each group",
             'set advantage.kind="dr_grpo" or "rloo"',
         )
-    if config.advantage.whiten_batch and is_scaled and reward.clip is None and config.advantage.kind != "grpo":
+    if config.advantage.whiten_batch and is_scaled and reward.clip is None and not config.advantage.divides_by_std:
         yield warning(
             ("advantage.whiten_batch", *scaling),
             "advantage.whiten_batch=true divides by the standard deviation of the batch, so that reward.scale and "
@@ -625,7 +627,7 @@ def _loss(config: Config) -> Iterator[Violation]:
             "update: nothing is ever clipped",
             "set train.minibatches_per_step=2 or more to let the bounds act",
         )
-    if config.loss.bounds == "bapo" and config.bapo.scope == "microbatch":
+    if config.loss.searches_bounds and config.bapo.scope == "microbatch":
         yield warning(
             ("bapo.scope", "loss.name", "loss.search_bounds"),
             'bapo.scope="microbatch" gives every micro-batch bounds of its own, as the authors\' recipe does: results '

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
+from bapo_megatron.config.advantages import ADVANTAGE, ADVANTAGES, WITH_CRITIC
 from bapo_megatron.config.base import (
     LARGEST,
     ContradictionError,
@@ -21,10 +22,11 @@ from bapo_megatron.config.base import (
     Violation,
     Whole,
 )
-from bapo_megatron.config.dotted import ADVANTAGE, KEEP_GROUP, REWARD
+from bapo_megatron.config.dotted import KEEP_GROUP, REWARD
 from bapo_megatron.config.engines import ENGINE, EngineKind, engine_kind
 from bapo_megatron.config.families import FAMILY, own_family
-from bapo_megatron.config.schema_loss import AnyLoss, BapoLoss, ClipBoundConfig
+from bapo_megatron.config.losses import DEFAULT, LOSSES, AnyLoss
+from bapo_megatron.config.schema_loss import ClipBoundConfig, RuleReads
 from bapo_megatron.config.system_calls import known_calls
 from bapo_megatron.hf.families import Family
 
@@ -334,7 +336,12 @@ class AdvantageConfig(Section):
     @property
     def compares_responses(self) -> bool:
         """Whether advantages come from the rewards of a group; else from a critic's values."""
-        return self.kind not in ("gae", "n_step")
+        return self.kind not in WITH_CRITIC
+
+    @property
+    def divides_by_std(self) -> bool:
+        """Whether each group is divided by its standard deviation, so that a scale of rewards does nothing."""
+        return self.kind in ADVANTAGES and ADVANTAGES[self.kind].divides_by_std
 
 
 class CriticConfig(Section):
@@ -733,7 +740,7 @@ class Config(Section):
     reward: RewardConfig = Field(default_factory=RewardConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
-    loss: AnyLoss = Field(default_factory=BapoLoss)
+    loss: AnyLoss = Field(default_factory=LOSSES[DEFAULT])
     bapo: ClipBoundConfig = Field(default_factory=ClipBoundConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
@@ -786,6 +793,11 @@ class Config(Section):
         return self.model_copy(update={"data": self.data.model_copy(update={**fields, "sources": ()})})
 
     @property
+    def rule_reads(self) -> RuleReads:
+        """Tokens that the loss's update rule reads."""
+        return self.loss.rule_reads(self.bapo)
+
+    @property
     def searches_bounds(self) -> bool:
         """Whether the clip bounds of an update come from a search."""
-        return self.loss.bounds == "bapo" and self.bapo.scope != "fixed"
+        return self.loss.searches_bounds and self.bapo.scope != "fixed"

@@ -1,21 +1,13 @@
-"""The settings of the policy loss, [loss], and of the search for its clip bounds, [bapo]."""
+"""The settings that losses share, [loss], and those of the search for clip bounds, [bapo].
 
-import inspect
+A loss is a section of its own, with the function that it sets and its traits: `algorithms/objectives` has the built-in
+ones, `config/losses.py` finds them.
+"""
+
 import math
-import sys
-from collections.abc import Callable
-from functools import cached_property
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    model_validator,
-)
+from pydantic import Field, model_validator
 
 from bapo_megatron.config.base import (
     LARGEST,
@@ -27,11 +19,15 @@ from bapo_megatron.config.base import (
     Section,
     Violation,
 )
-from bapo_megatron.config.dotted import LOSS
-from bapo_megatron.errors import UserError
 
 MAX_STEPS = 1000  # of the search for one bound: the learner sums over tokens for each of them
 _DIGITS = 10  # grid points are rounded to this many decimals, so that 0.6 + 15 * 0.02 is the 0.9 that the user wrote
+
+
+RuleReads = Literal["nothing", "update", "micro-batch", "earlier updates"]
+"""Tokens that an update rule reads before it decides: none; all of the update, before its first backward pass; those of
+a micro-batch, for the loss of that micro-batch (such a rule decides on `ClipBounds`); those that earlier updates saw in
+their own forward passes, or all of the first update."""
 
 
 class BoundRange(Section):
@@ -151,6 +147,13 @@ class ClipBoundConfig(Section):
         """Whether the bounds of an update come from the tokens of earlier ones."""
         return self.scope in ("lagged", "smoothed")
 
+    @property
+    def reads(self) -> RuleReads:
+        """Tokens that the search reads, by its scope."""
+        if self.looks_back:
+            return "earlier updates"
+        return {"exact": "update", "microbatch": "micro-batch", "fixed": "nothing"}[self.scope]  # type: ignore[return-value]
+
 
 class LossConfig(Section):
     """The policy loss, chosen by `name`; each loss has settings of its own."""
@@ -172,19 +175,45 @@ class LossConfig(Section):
     reference_path: PathText | None = None
     """Hugging Face folder of the reference policy, with the policy's vocabulary. Unset: model.path."""
 
+    metrics: ClassVar[tuple[Any, ...]] = ()
+    """`Metric`s of the loss's own, of fields of its record, besides those of metrics.toml."""
+    streams: ClassVar[tuple[Any, ...]] = ()
+    """`StepStream`s that the learner computes for it in each step."""
+    rule: ClassVar[Any] = "bapo_megatron.algorithms.update_rules:NoBounds"
+    """The `UpdateRule` that decides `LossInputs.found`, or its dotted path, as this file imports no torch."""
+    searches_bounds: ClassVar[bool] = False
+    """Whether the rule is the search of [bapo]."""
+    clips: ClassVar[bool] = False
+    """Whether tokens beyond a bound lose their gradient: the record is a `ClippedTokenLoss`."""
+    averages_ratios: ClassVar[bool] = False
+    """Whether the clipped ratio is a mean over the response."""
+
     @property
-    def bounds(self) -> Literal["bapo", "second_moment", "fixed", "none"]:
-        """Source of the clip bounds: the search of [bapo], the limit of M2PO, this section, or none."""
-        return "none"
+    def function_options(self) -> Any:
+        """The settings that its function and its rule read: this section."""
+        return self
+
+    @property
+    def ratio_options(self) -> "RatioOptions | None":
+        """The settings of the loss's ratios; None for a loss without them."""
+        return None
 
     @property
     def scores_proximal(self) -> bool:
         """Whether the learner scores each batch at the start of a step, for the denominator of the clipped ratio."""
-        return False
+        return self.ratio_options is not None and self.ratio_options.proximal == "learner"
+
+    def rule_reads(self, bapo: "ClipBoundConfig") -> RuleReads:
+        """Return which tokens the rule reads."""
+        return bapo.reads if self.searches_bounds else "nothing"
+
+    def tokens(self, inputs: Any) -> Any:
+        """Compute the loss of each token of a micro-batch, from `LossInputs`: a `TokenLoss`."""
+        raise NotImplementedError
 
 
-class RatioLoss(LossConfig):
-    """A loss of the ratio between the policy and an older one."""
+class RatioOptions(Section):
+    """Settings of a ratio between the policy and an older one, and of the weights that go with it."""
 
     proximal: Literal["behaviour", "learner"] = "behaviour"
     """Denominator of the clipped ratio. behaviour: the policy that sampled the token (the paper's r_t); learner: the
@@ -211,179 +240,31 @@ class RatioLoss(LossConfig):
             raise ContradictionError(Violation(names, problem))
         return self
 
+
+class RatioLoss(RatioOptions, LossConfig):
+    """A loss of the ratio between the policy and an older one."""
+
     @property
-    def scores_proximal(self) -> bool:
-        """Whether the ratio's denominator is the learner at the start of the step."""
-        return self.proximal == "learner"
+    def ratio_options(self) -> RatioOptions:
+        """This section."""
+        return self
 
 
 class ClippedLoss(RatioLoss):
     """A ratio loss between two clip bounds."""
 
+    clips = True
+
     dual_clip: float | None = Field(None, gt=1, le=LARGEST)
     """Bound the loss of a negative token at this multiple of its advantage. Unset: no dual clip."""
-
-
-class BapoLoss(ClippedLoss):
-    """Clip bounds found by the search of [bapo]."""
-
-    name: Literal["bapo"] = "bapo"
-
-    @property
-    def bounds(self) -> Literal["bapo"]:
-        """Always the search."""
-        return "bapo"
 
 
 class BoundedLoss(RatioLoss):
     """A loss between two fixed bounds of a ratio."""
 
+    rule = "bapo_megatron.algorithms.update_rules:FixedBounds"
+
     clip_low: float = Field(0.8, gt=0, le=1)
     """Lower ratio bound (0.8 is 1 - epsilon for epsilon = 0.2)."""
     clip_high: float = Field(1.2, ge=1, le=LARGEST)
     """Upper ratio bound; above 2 - clip_low it is DAPO's clip-higher, such as 1.28."""
-
-    @property
-    def bounds(self) -> Literal["fixed"]:
-        """Always `clip_low` and `clip_high`."""
-        return "fixed"
-
-
-class GrpoLoss(ClippedLoss, BoundedLoss):
-    """Fixed clip bounds."""
-
-    name: Literal["grpo"] = "grpo"
-
-
-class GspoLoss(BoundedLoss):
-    """Fixed clip bounds of a response's ratio, the geometric mean of its tokens' (GSPO, arXiv 2507.18071)."""
-
-    name: Literal["gspo"] = "gspo"
-    clip_low: float = Field(1 - 3e-4, gt=0, le=1)
-    """Lower bound of a response's ratio: a mean over its tokens, so that it stays near 1; default as in the paper."""
-    clip_high: float = Field(1 + 4e-4, ge=1, le=LARGEST)
-    """Upper bound of a response's ratio; default as in the paper."""
-
-
-class GmpoLoss(BoundedLoss):
-    """Geometric mean of a response's ratios, each between the bounds (GMPO, arXiv 2507.20673)."""
-
-    name: Literal["gmpo"] = "gmpo"
-    clip_low: float = Field(math.exp(-0.4), gt=0, le=1)
-    """Lower bound of a token's ratio; default e^-0.4, as in the paper."""
-    clip_high: float = Field(math.exp(0.4), ge=1, le=LARGEST)
-    """Upper bound of a token's ratio; default e^0.4, as in the paper."""
-
-
-class CispoLoss(BoundedLoss):
-    """REINFORCE weighted with the ratio between the bounds, a constant (CISPO, arXiv 2506.13585)."""
-
-    name: Literal["cispo"] = "cispo"
-    clip_low: float = Field(0.0, ge=0, le=1)
-    """Smallest weight of a token; 0 sets no bound, as in the paper."""
-    clip_high: float = Field(5.0, ge=1, le=LARGEST)
-    """Largest weight of a token; the paper gives no number."""
-
-
-class SapoLoss(RatioLoss):
-    """A soft gate of the ratio in place of bounds (SAPO, arXiv 2511.20347)."""
-
-    name: Literal["sapo"] = "sapo"
-    temperature_positive: float = Field(1.0, gt=0, le=LARGEST)
-    """Steepness of the gate for tokens with a positive advantage; the default is the paper's."""
-    temperature_negative: float = Field(1.05, gt=0, le=LARGEST)
-    """Steepness of the gate for all other tokens. Above `temperature_positive`, their gradient fades sooner."""
-
-
-class M2poLoss(RatioLoss):
-    """No clip bounds, but a limit on the second moment of the log-ratios (M2PO, arXiv 2510.01161)."""
-
-    name: Literal["m2po"] = "m2po"
-    max_second_moment: float = Field(0.04, gt=0, le=LARGEST)
-    """Largest mean of (log r)^2, in nats squared, over those tokens of an update that it moves further away (A > 0 and
-    r > 1, or A < 0 and r < 1). The tokens with the largest are masked until it is met. The default is the paper's."""
-
-    @property
-    def bounds(self) -> Literal["second_moment"]:
-        """Always those that meet `max_second_moment`."""
-        return "second_moment"
-
-
-class SftLoss(LossConfig):
-    """Maximum likelihood."""
-
-    name: Literal["sft"] = "sft"
-
-
-class CustomLoss(RatioLoss):
-    """A function of your own, `loss(inputs: LossInputs, options: MyOptions) -> TokenLoss`. Where `MyOptions` is a
-    Section or another pydantic model, it checks [loss.options]; else the function gets them as a dict."""
-
-    name: Annotated[str, AfterValidator(LOSS.known)]
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the function itself."""
-    search_bounds: bool = False
-    """Give the function the bounds of [bapo], as inputs.bounds; else those are nan."""
-
-    @property
-    def bounds(self) -> Literal["bapo", "none"]:
-        """The search where `search_bounds` asks for it."""
-        return "bapo" if self.search_bounds else "none"
-
-    @cached_property
-    def function(self) -> Callable[[Any], Any]:
-        """The function with its options, from inputs to a result.
-
-        Raises:
-            UserError: it cannot be loaded, or the options do not fit their type.
-        """
-        function = LOSS.load(self.name)
-        hint = list(inspect.signature(function).parameters.values())[-1].annotation
-        options: Any = self.options
-        try:
-            if isinstance(hint, str):
-                hint = eval(hint, vars(inspect.getmodule(function) or sys.modules[self.name.partition(":")[0]]))
-            if isinstance(hint, type) and issubclass(hint, BaseModel):
-                options = hint.model_validate(options)
-        except ValidationError as error:
-            problems = [(".".join(map(str, ("loss.options", *e["loc"]))), e["msg"], e["input"]) for e in error.errors()]
-            wrong = "; ".join(f"{name}: {problem}, got {value!r}" for name, problem, value in problems)
-            raise UserError(f'{wrong} (options of loss.name="{self.name}")') from error
-        except Exception as error:  # the annotation is the user's
-            raise LOSS.error(self.name, f"the annotation {hint} of its options cannot be read: {error!r}") from error
-        return lambda inputs: function(inputs, options)
-
-
-LOSS_SECTIONS: dict[str, type[LossConfig]] = {
-    "bapo": BapoLoss,
-    "grpo": GrpoLoss,
-    "gspo": GspoLoss,
-    "gmpo": GmpoLoss,
-    "cispo": CispoLoss,
-    "sapo": SapoLoss,
-    "m2po": M2poLoss,
-    "sft": SftLoss,
-    "custom": CustomLoss,
-}
-"""Sections by the tag of their loss."""
-
-
-def _section_of(value: Any) -> str:
-    """Return the tag of the section that reads a [loss] table, or a section itself."""
-    name = value.get("name", "bapo") if isinstance(value, dict) else getattr(value, "name", "bapo")
-    return name if name in LOSS.names else "custom"
-
-
-AnyLoss = Annotated[
-    Annotated[BapoLoss, Tag("bapo")]
-    | Annotated[GrpoLoss, Tag("grpo")]
-    | Annotated[GspoLoss, Tag("gspo")]
-    | Annotated[GmpoLoss, Tag("gmpo")]
-    | Annotated[CispoLoss, Tag("cispo")]
-    | Annotated[SapoLoss, Tag("sapo")]
-    | Annotated[M2poLoss, Tag("m2po")]
-    | Annotated[SftLoss, Tag("sft")]
-    | Annotated[CustomLoss, Tag("custom")],
-    Discriminator(_section_of),
-]
-"""The type of [loss]."""

@@ -12,16 +12,21 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from bapo_megatron.config.engines import ENGINE_CLIENT
 from bapo_megatron.config.schema import RolloutConfig
-from bapo_megatron.engines.base import EngineState
+from bapo_megatron.engines.base import Engine, EngineState, WeightTransport
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
-from bapo_megatron.errors import EngineError, KeyRefusedError
+from bapo_megatron.errors import EngineError, KeyRefusedError, UserError
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
+from bapo_megatron.tokens import TokenStream
 
 T = TypeVar("T")
 
 _STATES_INTERVAL_S = 5.0
+_INFO_TIMEOUT_S = 60.0
+_MEMBERS = ("url", *(name for name in vars(Engine) if not name.startswith("_")))
+_OF_TRANSPORT = tuple(name for name in vars(WeightTransport) if not name.startswith("_"))
 
 
 class LoopThread:
@@ -73,7 +78,7 @@ class LoopThread:
 class ConnectedEngines:
     """Clients of all engines on one event loop, with their pool; close it after use."""
 
-    def __init__(self, clients: Sequence[HttpEngine], loop: LoopThread) -> None:
+    def __init__(self, clients: Sequence[Engine], loop: LoopThread) -> None:
         self.pool = EnginePool(clients)
         self.loop = loop
         self.states: list[EngineState] = []  # the latest of `watch`; any thread may read them
@@ -81,28 +86,42 @@ class ConnectedEngines:
         self._watches: list[concurrent.futures.Future[None]] = []
 
     @classmethod
-    def connect(cls, config: RolloutConfig, urls: Sequence[str], vocab_size: int, key: str | None) -> ConnectedEngines:
+    def connect(
+        cls,
+        config: RolloutConfig,
+        urls: Sequence[str],
+        vocab_size: int,
+        key: str | None,
+        streams: Sequence[TokenStream] = (),
+    ) -> ConnectedEngines:
         """Return the engines at these urls, which ask for this key, once all are healthy.
+
+        Args:
+            streams: of the model, that the engines are to return.
 
         Raises:
             EngineError: an engine refuses the key, or is not healthy within rollout.startup_timeout_s.
+            UserError: the engine's kind names a client that does not fit, or an engine lacks a stream.
         """
         timeout_s = config.startup_limit_s
-        clients = [
-            HttpEngine(
-                url,
-                request_timeout_s=config.request_timeout_s,
-                vocab_size=vocab_size,
-                generate_url=config.router_url,
-                key=key,
-            )
-            for url in urls
-        ]
+        path = config.engine_kind.client
+        make_client = ENGINE_CLIENT.load(path)
+        try:
+            clients = [make_client(url, config, vocab_size, key) for url in urls]
+        except UserError:
+            raise
+        except Exception as error:  # a function of the user's may fail in any way
+            raise ENGINE_CLIENT.error(path, f"it failed: {type(error).__name__}: {error}") from error
+        for client in clients:
+            if lacking := _lacking(client):
+                problem = f"it returned an object of type {type(client).__name__}, which has no {', '.join(lacking)}"
+                raise ENGINE_CLIENT.error(path, problem)
         engines = cls(clients, LoopThread())
         try:
             for num_ready, client in enumerate(clients):
                 HEARTBEAT.beat(TRAINER, f"engines ready: {num_ready}/{len(clients)}")
                 engines.loop.run(wait_healthy(client, timeout_s), 2 * timeout_s + 10, f"{client.url} to be healthy")
+                engines._check_streams(client, streams)
         except BaseException:
             engines.close()
             raise
@@ -121,12 +140,22 @@ class ConnectedEngines:
             self.loop.run(client.close(), 10.0, f"{client.url} to close")
         self.loop.close()
 
+    def _check_streams(self, client: Engine, streams: Sequence[TokenStream]) -> None:
+        """Raise UserError if an engine lacks a stream without which a token cannot be trained."""
+        if needed := [stream.name for stream in streams if stream.missing is None]:
+            found = self.loop.run(client.capabilities(), _INFO_TIMEOUT_S, f"the capabilities of {client.url}")
+            if lacking := [name for name in needed if name not in found.streams]:
+                raise UserError(
+                    f"{client.url} does not return the stream {lacking[0]}, which the model's family declares: start "
+                    "the engine with the same model.family"
+                )
+
     async def _ask_states(self) -> None:
         while True:
             self.states = list(await asyncio.gather(*map(self._state, self._clients)))
             await asyncio.sleep(_STATES_INTERVAL_S)
 
-    async def _state(self, client: HttpEngine) -> EngineState:
+    async def _state(self, client: Engine) -> EngineState:
         is_live = self.pool.is_live(client)
         try:
             version, num_running, num_waiting = await client.load()
@@ -135,7 +164,29 @@ class ConnectedEngines:
         return EngineState(client.url, True, is_live, version, num_running, num_waiting)
 
 
-async def wait_healthy(engine: HttpEngine, timeout_s: float) -> None:
+def _lacking(client: object) -> list[str]:
+    """Return the members of `Engine`, and of its transport, that an object does not have."""
+    transport = getattr(client, "transport", None)
+    of_transport = [f"transport.{name}" for name in _OF_TRANSPORT if not hasattr(transport, name)]
+    return [name for name in _MEMBERS if not hasattr(client, name)] + of_transport
+
+
+def http_client(url: str, config: RolloutConfig, vocab_size: int, key: str | None) -> HttpEngine:
+    """Return the client of one server that speaks SGLang's API.
+
+    Args:
+        key: what the server asks for. None means that it asks for nothing.
+    """
+    return HttpEngine(
+        url,
+        request_timeout_s=config.request_timeout_s,
+        vocab_size=vocab_size,
+        generate_url=config.router_url,
+        key=key,
+    )
+
+
+async def wait_healthy(engine: Engine, timeout_s: float) -> None:
     """Return once the engine answers its health check.
 
     Raises:

@@ -9,6 +9,7 @@ import asyncio
 import json
 import reprlib
 import sys
+import uuid
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, TypedDict
@@ -17,8 +18,15 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from bapo_megatron.engines.base import GenerateRequest, GenerateResult, PauseMode, VersionSpan
-from bapo_megatron.engines.wire import TensorSpec
+from bapo_megatron.engines.base import (
+    Capabilities,
+    GenerateRequest,
+    GenerateResult,
+    PauseMode,
+    TokenScores,
+    VersionSpan,
+)
+from bapo_megatron.engines.transport import HttpTransport
 from bapo_megatron.errors import (
     BroadcastLostError,
     EngineError,
@@ -27,6 +35,7 @@ from bapo_megatron.errors import (
     UnreachableEngineError,
     escaped,
 )
+from bapo_megatron.tokens import Array, Rows, read_only
 
 _HEALTH_TIMEOUT_S = 5.0
 _ABORT_TIMEOUT_S = 20.0
@@ -42,10 +51,10 @@ _MAX_DIGITS = 18  # of a weight version
 _MAX_SHOWN = 1000  # bytes of an answer in a message
 # The longest valid replies, in bytes, with room to spare:
 _MAX_REPLY = 4 << 20  # SGLang's /server_info repeats its arguments for each data-parallel rank, 20 kB each
-_MAX_WEIGHTS_REPLY = 64 << 20  # a name and a digest of each weight, for each rank: experts of 100 B take 24 MiB
 _MAX_REPLY_BASE = 16 << 10  # of one request: all that does not grow with its tokens
 _MAX_REPLY_TOKEN = 256  # of an output token: its id twice, its log-probs and its text
 _MAX_REPLY_KEPT = 12  # of a token that a cut keeps: SGLang lists their ids
+_MAX_REPLY_NUMBER = 32  # of a number in JSON; the bytes of a larger row grow by a third
 _MAX_KEPT = 4096  # of them per output token: SGLang's limit
 
 
@@ -66,6 +75,7 @@ class _Meta(TypedDict, total=False):
     weight_versions: Any
     output_token_logprobs: list[_Entry]
     output_token_sampling_logprobs: list[float]
+    rows: Any
 
 
 class _Reply(TypedDict, total=False):
@@ -106,6 +116,7 @@ class HttpEngine:
         self._vocab_size = vocab_size
         self._headers = {"Accept-Encoding": "identity"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
         self._session: aiohttp.ClientSession | None = None
+        self.transport = HttpTransport(self.url, self._call)
 
     async def close(self) -> None:
         if self._session is not None:
@@ -136,6 +147,8 @@ class HttpEngine:
         body["return_logprob"] = True
         if any(request.is_cut for request in requests):
             body["return_sampling_mask"] = True
+        if requests[0].streams:  # a run asks for the same ones each time
+            body |= {"return_rows": bodies[0]["return_rows"], "num_fed": [b["num_fed"] for b in bodies]}
         raw = await self._send("POST", "/generate", body, what=what, max_bytes=_max_reply(requests))
         decoded = _decoded(raw, _REPLIES)
         if not isinstance(decoded, list) or len(decoded) != len(requests):
@@ -145,10 +158,50 @@ class HttpEngine:
     def _result(self, reply: Any, request: GenerateRequest) -> GenerateResult | EngineError:
         try:
             return parse_reply(reply, request, self._vocab_size)
-        except _NoCutLogprobsError as problem:  # to ask again, or another time, would not help
+        except _UnfitServerError as problem:  # to ask again, or another time, would not help
             raise RequestRefusedError(f"{self.url}, request {request.rid}: {problem}") from None
         except _BadReplyError as problem:
             return EngineError(f"{self.url}, request {request.rid}: {problem}")
+
+    async def capabilities(self) -> Capabilities:
+        return Capabilities.of(await self.server_info())
+
+    async def score(self, token_ids: Sequence[int], first: int, top_k: int) -> TokenScores:
+        """Score by a prefill alone, as SGLang does; see `Engine.score`."""
+        assert 0 < first < len(token_ids), "the first token follows nothing"
+        rid = f"score-{uuid.uuid4().hex}"
+        request = GenerateRequest(rid, tuple(token_ids), 0, 1.0, (), 0)
+        self._check_vocabulary(request)
+        body = {
+            "rid": rid,
+            "input_ids": request.token_ids,
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": first - 1,  # its own entry holds no log-prob
+            "top_logprobs_num": top_k,
+        }
+        what, num_scored = f"scores of tokens {first} to {len(token_ids) - 1}", len(token_ids) - first
+        max_bytes = _MAX_REPLY_BASE + (num_scored + 1) * (1 + top_k) * _MAX_REPLY_TOKEN
+        raw = await self._send("POST", "/generate", body, what=what, max_bytes=max_bytes)
+        try:
+            return _scores(_as_dict(_as_dict(_plain(raw)).get("meta_info")), num_scored, top_k)
+        except _BadReplyError as problem:
+            raise EngineError(f"{self.url}, {what}: {problem}") from None
+
+    async def release(self) -> None:
+        await self._check_release()
+        await self._call("POST", "/release_memory_occupation", {})
+
+    async def restore(self) -> None:
+        await self._check_release()
+        await self._call("POST", "/resume_memory_occupation", {})
+
+    async def _check_release(self) -> None:
+        if "release" not in (await self.capabilities()).extras:
+            raise EngineError(
+                f"{self.url} cannot release its memory; an SGLang server can with --enable-memory-saver "
+                "(sglang.extra.enable_memory_saver=true)"
+            )
 
     async def abort(self, rid: str | None = None) -> None:
         body = {"abort_all": True} if rid is None else {"rid": rid}
@@ -197,71 +250,11 @@ class HttpEngine:
         except _BadReplyError as problem:
             raise EngineError(f"{self.url}/v1/loads: {problem}") from None
 
-    async def init_update_group(
-        self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
-    ) -> None:
-        body = {
-            "master_address": address,
-            "master_port": port,
-            "rank_offset": rank_offset,
-            "world_size": world_size,
-            "group_name": group_name,
-            "backend": backend,
-        }
-        await self._call("POST", "/init_weights_update_group", body)
-
-    async def begin_weight_update(self) -> None:
-        await self._call("POST", "/begin_weight_update", {})
-
-    async def update_weights(
-        self, specs: Sequence[TensorSpec], group_name: str, *, flat: bool, version: int | None
-    ) -> dict[str, str]:
-        body: dict[str, Any] = {
-            "names": [spec.name for spec in specs],
-            "dtypes": [spec.dtype for spec in specs],
-            "shapes": [spec.shape for spec in specs],
-            "group_name": group_name,
-            "load_format": "flattened_bucket" if flat else None,
-            "flush_cache": version is not None,
-        }
-        if version is not None:
-            body["weight_version"] = str(version)
-        what = f"{len(specs)} weights from {specs[0].name} to {specs[-1].name}"  # SGLang's refusal has no name
-        reply = _as_dict(await self._call("POST", "/update_weights_from_distributed", body, what=what))
-        if reply.get("success") is not True:
-            raise EngineError(f"{self.url}/update_weights_from_distributed, {what}: the reply does not confirm them")
-        return _as_dict(reply.get("digests"))
-
-    async def end_weight_update(self) -> None:
-        await self._call("POST", "/end_weight_update", {})
-
-    async def destroy_update_group(self, group_name: str) -> None:
-        await self._call("POST", "/destroy_weights_update_group", {"group_name": group_name})
-
-    async def update_weights_from_disk(self, folder: str, *, version: int) -> None:
-        body = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
-        await self._call("POST", "/update_weights_from_disk", body)
-
     async def start_profile(self, folder: str) -> None:
         await self._call("POST", "/start_profile", {"output_dir": folder, "with_stack": False})
 
     async def stop_profile(self) -> None:
         await self._call("POST", "/stop_profile")
-
-    async def weights_checksum(self) -> dict[str, Any]:
-        return _as_dict(await self._weights("checksum"))
-
-    async def weights_manifest(self) -> list[TensorSpec]:
-        reply = _as_dict(await self._weights("manifest"))
-        try:
-            return [
-                TensorSpec(str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in reply["weights"]
-            ]
-        except (KeyError, TypeError, ValueError):
-            raise EngineError(f"{self.url}/weights_checker: the reply is no list of weights") from None
-
-    async def _weights(self, action: str) -> Any:
-        return await self._call("POST", "/weights_checker", {"action": action}, max_bytes=_MAX_WEIGHTS_REPLY)
 
     def _check_vocabulary(self, request: GenerateRequest) -> None:
         """Check the token ids: SGLang would read past its embedding. Raises EngineError."""
@@ -361,6 +354,8 @@ def _max_reply(requests: Sequence[GenerateRequest]) -> int:
         _MAX_REPLY_BASE
         + request.max_new_tokens
         * (_MAX_REPLY_TOKEN + (_MAX_REPLY_KEPT * (request.top_k or _MAX_KEPT) if request.is_cut else 0))
+        + (len(request.token_ids) + request.max_new_tokens)
+        * sum(2 * stream.row_bytes + _MAX_REPLY_NUMBER for stream in request.streams)
         for request in requests
     )
 
@@ -402,6 +397,8 @@ def _generate_body(request: GenerateRequest) -> dict[str, Any]:
     if request.is_cut:
         sampling |= {"top_p": request.top_p, "top_k": -1 if request.top_k is None else request.top_k}
         body["return_sampling_mask"] = True
+    if request.streams:
+        body |= {"return_rows": [stream.name for stream in request.streams], "num_fed": request.num_fed}
     return body
 
 
@@ -409,8 +406,8 @@ class _BadReplyError(ValueError):
     """The fault of a reply."""
 
 
-class _NoCutLogprobsError(_BadReplyError):
-    """A reply without the log-probs that a cut needs: its server does not return them."""
+class _UnfitServerError(_BadReplyError):
+    """A fault that its server repeats: it does not return the log-probs of a cut, or a stream as it is declared."""
 
 
 def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) -> GenerateResult:
@@ -448,7 +445,54 @@ def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) ->
         finish_reason=reason,
         num_prompt_tokens=num_prompt_tokens,
         num_cached_tokens=_count(meta, "cached_tokens", 0),
+        rows=_rows(meta, request, len(token_ids)),
     )
+
+
+def _rows(meta: dict[str, Any], request: GenerateRequest, num_new: int) -> Rows:
+    """Return the rows of the request's streams, fed ones from token `num_fed` of its input on."""
+    sent, rows = _as_dict(meta.get("rows")), {}
+    for stream in request.streams if num_new else ():
+        num_rows = num_new + (len(request.token_ids) - request.num_fed if stream.on == "fed" else 0)
+        if stream.name not in sent:
+            if stream.missing is None:
+                raise _UnfitServerError(f"stream {stream.name}: the reply has no rows of it")
+            rows[stream] = read_only(stream.filled(num_rows))
+            continue
+        try:
+            rows[stream] = stream.checked(sent[stream.name], num_rows)
+        except ValueError as problem:
+            raise _UnfitServerError(str(problem)) from None
+    return rows
+
+
+def _scores(meta: dict[str, Any], num_scored: int, top_k: int) -> TokenScores:
+    """Read the log-probs of a prompt's last tokens; a first entry, of the token before them, is not read."""
+    entries = [[entry] for entry in _entries(meta, "input_token_logprobs", num_scored, list[_Entry])]
+    likeliest = _entries(meta, "input_top_logprobs", num_scored, list[list[_Entry]]) if top_k else [[]] * num_scored
+    if any(len(row) != top_k for row in likeliest):
+        raise _BadReplyError(f"input_top_logprobs has not {top_k} entries for each token")
+    logprobs_N1, top_logprobs_NK = _input_logprobs(entries), _input_logprobs(likeliest)
+    top_ids_NK = np.array([[entry.token_id for entry in row] for row in likeliest], np.int32)
+    return TokenScores(read_only(logprobs_N1[:, 0]), read_only(top_ids_NK), read_only(top_logprobs_NK))
+
+
+def _entries(meta: dict[str, Any], name: str, num_scored: int, kind: Any) -> list[Any]:
+    given = meta.get(name)
+    if not isinstance(given, list) or len(given) != num_scored + 1:
+        raise _BadReplyError(f"{name} is not a list of {num_scored + 1} entries; does the server score prompts?")
+    try:
+        return msgspec.convert(given[1:], kind)
+    except msgspec.ValidationError as problem:
+        raise _BadReplyError(f"{name}: {problem}") from None
+
+
+def _input_logprobs(rows: list[list[_Entry]]) -> Array:
+    """Return log-probs, float32 [rows, entries]."""
+    logprobs = np.array([[entry.logprob for entry in row] for row in rows], np.float64)
+    if not ((logprobs >= -_MAX_FLOAT) & (logprobs <= _LOGPROB_SLACK)).all():
+        raise _BadReplyError("a log-prob of a prompt's token is not a finite number <= 0")
+    return np.minimum(logprobs, 0.0).astype(np.float32)
 
 
 def _count(meta: dict[str, Any], name: str, default: int) -> int:
@@ -490,7 +534,7 @@ def _cut_logprobs(meta: dict[str, Any], num_tokens: int) -> tuple[float, ...]:
     if not num_tokens:
         return ()
     if (given := meta.get("output_token_sampling_logprobs")) is None:
-        raise _NoCutLogprobsError(
+        raise _UnfitServerError(
             "the reply has no output_token_sampling_logprobs, the log-probs that top_p and top_k need; use a server "
             "that returns them, such as SGLang 0.5.23, or leave top_p and top_k out"
         )

@@ -7,7 +7,6 @@ items first inside a bucket keeps every offset aligned.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -117,16 +116,26 @@ def digest(tensor: Tensor) -> str:
 
 
 def in_order(named: Iterator[tuple[str, Tensor]], manifest: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the learner's `named_weights` lazily, each checked against the manifest. Reading is collective.
+    """Yield whole weights lazily, each checked against the manifest. Reading is collective.
+
+    The last one is yielded once the end has been read, which raises if a rank failed: without it no version is whole.
 
     Raises:
         EngineError: the learner yields something other than it announced.
     """
-    for pair, expected in itertools.zip_longest(named, manifest):
-        found = None if pair is None else TensorSpec.of(*pair)
-        if found != expected:
-            raise EngineError(
-                f"the trainer was to send {expected or 'nothing more'}, and came up with {found or 'nothing'}; "
-                "nothing is sampled from what was sent so far"
-            )
+    for number, expected in enumerate(manifest, start=1):
+        pair = next(named, None)
+        _check_announced(pair, expected)
+        if number == len(manifest):
+            _check_announced(next(named, None), None)
+        assert pair is not None
         yield pair
+
+
+def _check_announced(pair: tuple[str, Tensor] | None, expected: TensorSpec | None) -> None:
+    found = None if pair is None else TensorSpec.of(*pair)
+    if found != expected:
+        raise EngineError(
+            f"the trainer was to send {expected or 'nothing more'}, and came up with {found or 'nothing'}; "
+            "nothing is sampled from what was sent so far"
+        )

@@ -1,6 +1,6 @@
-"""Evaluating a checkpoint: sample all problems with training's Evaluator, judge the responses, save the results.
+"""Evaluating a checkpoint: sample and judge all problems with training's Evaluator and drivers, save the results.
 
-checkpoint -> Hugging Face folder -> engines -> Evaluator (rollout/) -> RewardScorer (rewards/) -> result.json
+checkpoint -> Hugging Face folder -> engines -> Evaluator, JudgeOnce (rollout/) -> result.json
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards.answers import final_answer, has_answers
 from bapo_megatron.rewards.judges import JudgeSpec
-from bapo_megatron.rewards.pool import Verdict
 from bapo_megatron.rewards.scorer import RewardScorer
+from bapo_megatron.rollout.drivers import JudgeOnce, TextJudge
 from bapo_megatron.rollout.evaluate import Evaluator
 from bapo_megatron.rollout.manager import EVAL_SEED
 from bapo_megatron.runtime.files import JsonlWriter, write_atomically
-from bapo_megatron.types import Prompt, Trajectory
+from bapo_megatron.types import Ended, Prompt, Sample
 
 _FRESH = -1  # weight version of engines that never received weights
 
@@ -113,9 +113,10 @@ class _Asking:
     """Problems and their judge, checked before any engine starts."""
 
     def __init__(self, config: Config, model_path: Path, scorer: RewardScorer, limit: int | None) -> None:
-        self._config, self._scorer = config, scorer
+        self._config = config
         self.kind = JudgeSpec.of(config).kind
         self._tokenizer = load_tokenizer(model_path, config.model.own_family)
+        self._judge = TextJudge(scorer, self._tokenizer)
         self._vocab_size = load_hf_config(model_path)["vocab_size"]
         stream = PromptStream(config, self._tokenizer)
         is_file = config.data.source == "jsonl"
@@ -131,18 +132,18 @@ class _Asking:
         """
         config = self._config
         num_at_once = max(1, config.rollout.max_concurrent_requests * len(urls) // config.eval.samples_per_prompt)
-        stop = (int(self._tokenizer.eos_token_id),)
+        stop, one_set = (int(self._tokenizer.eos_token_id),), config.unnamed_eval_set
         problems: list[Problem] = []
         writer = JsonlWriter(responses)
         engines = ConnectedEngines.connect(config.rollout, urls, self._vocab_size, key)
         with contextlib.closing(writer), contextlib.closing(engines):
             for start in range(0, len(self._prompts), num_at_once):
                 prompts = self._prompts[start : start + num_at_once]
-                evaluator = Evaluator(config, engines.pool, [(config.unnamed_eval_set, prompts)], stop)
-                (samples,) = engines.loop.run(
-                    evaluator.sample(_FRESH), evaluator.deadline_s, evaluator.what, evaluator.progress
-                ).values()
-                judged = self._judge(samples)
+                drivers = {one_set.name: JudgeOnce(self._judge)}
+                evaluator = Evaluator(config, engines.pool, [(one_set, prompts)], stop, drivers)
+                engines.loop.run(evaluator.sample(_FRESH), evaluator.deadline_s, evaluator.what, evaluator.progress)
+                (samples,) = engines.loop.submit(evaluator.judged()).result().values()
+                judged = self._judged(samples)
                 for response in judged:
                     writer.write(response.record())
                 problems += self._problems(prompts, judged)
@@ -151,44 +152,48 @@ class _Asking:
                 tell(f"{len(problems)} of {len(self._prompts)} problems, {passed} of {num} responses pass")
         return tuple(problems)
 
-    def _judge(self, samples: Sequence[Trajectory]) -> list[_Judged]:
-        """Judge responses, each within reward.timeout_s of its turn; raise UserError if the judge rejects the data."""
-        texts = self._tokenizer.batch_decode([list(t.response_ids) for t in samples], skip_special_tokens=True)
-        verdicts = self._scorer.verdicts([(t.prompt, text) for t, text in zip(samples, texts, strict=True)])
-        return [_Judged(*found) for found in zip(samples, texts, verdicts, strict=True)]
+    def _judged(self, samples: Sequence[Sample]) -> list[_Judged]:
+        texts = self._judge.texts(samples)
+        ends = [s.need for s in samples if isinstance(s.need, Ended)]
+        return [_Judged(*found) for found in zip(samples, texts, ends, strict=True)]
 
     def _problems(self, prompts: Sequence[Prompt], judged: Sequence[_Judged]) -> Iterator[Problem]:
         by_prompt: dict[int, list[Answered]] = {prompt.prompt_id: [] for prompt in prompts}
         for response in judged:
-            by_prompt[response.trajectory.prompt.prompt_id].append(response.answered(self.kind))
+            by_prompt[response.sample.prompt.prompt_id].append(response.answered(self.kind))
         for prompt in prompts:
             yield Problem(prompt.prompt_id, prompt.text, prompt.answer, tuple(by_prompt[prompt.prompt_id]))
 
 
 @dataclass(frozen=True, slots=True)
 class _Judged:
-    """One response, as text and with its verdict."""
+    """One response, as text and with its end."""
 
-    trajectory: Trajectory
+    sample: Sample
     text: str
-    verdict: Verdict
+    end: Ended
+
+    @property
+    def reward(self) -> float:
+        assert self.sample.reward is not None, "a judge gives a reward to all"
+        return self.sample.reward
 
     def answered(self, kind: str) -> Answered:
-        t, verdict = self.trajectory, self.verdict
-        answer = final_answer(kind, t.prompt.answer, self.text) if has_answers(kind) else None
-        return Answered(verdict.reward, answer, t.num_response_tokens, t.finish_reason == "length", verdict.problem)
+        s = self.sample
+        answer = final_answer(kind, s.prompt.answer, self.text) if has_answers(kind) else None
+        return Answered(self.reward, answer, s.num_sampled_tokens, s.finish_reason == "length", self.end.problem)
 
     def record(self) -> dict[str, Any]:
         """Return its line of responses.jsonl as a JSON value."""
         return {
-            "index": self.trajectory.prompt.prompt_id,
-            "sample_id": self.trajectory.sample_id,
+            "index": self.sample.prompt.prompt_id,
+            "sample_id": self.sample.sample_id,
             "response": self.text,
-            "reward": self.verdict.reward,
-            "verifier_problem": self.verdict.problem,
-            "verifier_message": self.verdict.message,
-            "num_tokens": self.trajectory.num_response_tokens,
-            "finish_reason": self.trajectory.finish_reason,
+            "reward": self.reward,
+            "verifier_problem": self.end.problem,
+            "verifier_message": self.end.message,
+            "num_tokens": self.sample.num_sampled_tokens,
+            "finish_reason": self.sample.finish_reason,
         }
 
 

@@ -5,10 +5,15 @@ embedded engine, checkpoints and memory estimates read the resulting `hf.shape.M
 below; none knows a family by name.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.hf.splits import Columns, Copy, Interleaved, Rows, Split, Vocab
+
+if TYPE_CHECKING:
+    from bapo_megatron.hf.streams import ModelStream
 
 # Letters of sizes: V vocabulary, E hidden size, D head dimension, G key-value heads, Q query heads x D, K = G x D, F
 # feed-forward size, 1 one; of experts: X their number, M the feed-forward size of one, S that of the shared ones.
@@ -91,6 +96,7 @@ class Family:
     refused: tuple[str, ...] = ()  # keys that change the computation, refused unless absent, null or false
     defaults: dict[str, Any] = field(default_factory=dict)  # transformers' own, for keys that config.json leaves out
     layer: tuple[Parameter, ...] = LAYER
+    streams: tuple[ModelStream, ...] = ()  # what its models compute for single tokens, and trainers learn with
 
 
 _FAMILIES = (

@@ -241,6 +241,11 @@ def unknown_family(hf_config: dict[str, Any], own: Family | None = None) -> str 
     )
 
 
+def family_of(hf_config: dict[str, Any], own: Family | None = None) -> Family | None:
+    """Return the family of a config.json; None if it is not supported."""
+    return _families(own).get(str(hf_config.get("model_type")))
+
+
 def _families(own: Family | None) -> dict[str, Family]:
     return FAMILIES if own is None else FAMILIES | {own.model_type: own}
 

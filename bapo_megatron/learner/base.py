@@ -1,6 +1,6 @@
 """The learner seam: the training loop's view of the policy. Every rank calls every method."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,16 +9,17 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from bapo_megatron.algorithms.kl import KLState
+from bapo_megatron.algorithms.losses import ScoredTokens
 from bapo_megatron.algorithms.mismatch import Mismatch
 from bapo_megatron.buffer.packing import Share
 from bapo_megatron.checkpoint.shards import Snapshot
-from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.learner.gradient_guard import GuardState
-from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
+from bapo_megatron.sync.base import WeightSource
+from bapo_megatron.types import ClipBounds, MiniBatch
 
-BoundsOf = Callable[[MicroBatch, Tensor], ClipBounds]
-"""Finds the bounds of a micro-batch from its log_probs_R at the current weights, as its loss is computed. All ranks of
-a last stage call it together, tensor copies included."""
+FoundOf = Callable[[ScoredTokens], ClipBounds]
+"""Decides for a micro-batch from its tokens at the current weights, as its loss is computed. All ranks of a last stage
+call it together, tensor copies included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class StepResult:
     metrics: dict[str, float]  # the same on every rank
     log_probs: list[Tensor]  # before the update; like Learner.log_probs
     mismatch: Mismatch  # of trained tokens of age 0, engine against learner; the same on every rank, on the CPU
-    bounds: tuple[ClipBounds, ...]  # used by the losses: one, or one per micro-batch; the same on every rank
+    found: tuple[Any, ...]  # decisions that the losses used: one, or one per micro-batch; the same on every rank
 
 
 class UpdatesState(TypedDict):
@@ -64,7 +65,7 @@ class Learner(Protocol):
         ...
 
     def sum_over_last_stage(self, table: Tensor) -> Tensor:
-        """Return the same sum on the ranks of the last stage alone; a `BoundsOf` may call it.
+        """Return the same sum on the ranks of the last stage alone; a `FoundOf` may call it.
 
         They are all at the same micro-batch then; other stages are at other ones.
         """
@@ -77,20 +78,20 @@ class Learner(Protocol):
         """
         ...
 
-    def step(self, minibatch: MiniBatch, bounds: ClipBounds | BoundsOf) -> StepResult:
-        """Make one optimizer update with the configured loss; raise `version` by one."""
+    def step(self, minibatch: MiniBatch, found: Any) -> StepResult:
+        """Make one optimizer update with the configured loss; raise `version` by one.
+
+        Args:
+            found: the decision of the loss's update rule, or a `FoundOf`.
+        """
         ...
 
     def take_times(self) -> dict[str, float]:
         """Return this rank's seconds in parts of `step` since the last call, as metrics. Not collective."""
         ...
 
-    def weight_specs(self) -> list[TensorSpec]:
-        """Return names, types and shapes of `named_weights`, in its order. Not collective."""
-        ...
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights by Hugging Face name, one by one, on global rank 0; elsewhere empty tensors."""
+    def weights(self) -> WeightSource:
+        """Return the weights of the current version, to be read before the next update."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

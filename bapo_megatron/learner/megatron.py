@@ -19,27 +19,27 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from bapo_megatron.algorithms.kl import KLCoefficient, reference_kl
-from bapo_megatron.algorithms.losses import LossInputs, policy_loss
+from bapo_megatron.algorithms.losses import LossInputs, ScoredTokens, TokenLoss
 from bapo_megatron.algorithms.mismatch import logprob_mismatch
+from bapo_megatron.algorithms.update_rules import update_rule
 from bapo_megatron.config.lr_schedule import learning_rate, planned_updates
 from bapo_megatron.config.precision import this_machine
 from bapo_megatron.config.schema import Config
-from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.shape import entries, load_hf_config, model_shape, validate_layout
-from bapo_megatron.learner.base import BoundsOf, StepResult
-from bapo_megatron.learner.bounds import bounds_on_all_stages
+from bapo_megatron.hf.shape import load_hf_config, model_shape, validate_layout
+from bapo_megatron.learner.base import StepResult
+from bapo_megatron.learner.bounds import found_on_all_stages
 from bapo_megatron.learner.gradient_guard import GradientGuard
-from bapo_megatron.learner.metrics import TokenSums, reduce_tokens, summarize
+from bapo_megatron.learner.metrics import TokenMetrics, TokenSums
 from bapo_megatron.learner.model import PolicyModel
 from bapo_megatron.learner.parallel import start_processes
 from bapo_megatron.learner.precision import check_machine
 from bapo_megatron.learner.reference import ReferencePolicy
 from bapo_megatron.learner.schedule import ForwardPasses, Scores
 from bapo_megatron.learner.split_model import TrainedModel
-from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
+from bapo_megatron.types import MicroBatch, MiniBatch
 
-Outcome = tuple[Tensor, ClipBounds, TokenSums]  # of a micro-batch; first its log_probs_R
+Outcome = tuple[Tensor, Any, TokenSums]  # of a micro-batch: its log_probs_R, the decision, and its sums
 
 
 class MegatronLearner(TrainedModel):
@@ -72,6 +72,8 @@ class MegatronLearner(TrainedModel):
         self.reference = ReferencePolicy(config, self.hf_path) if config.loss.kl_coef else None
         self.kl_coefficient = KLCoefficient(config.loss)
         self.guard = GradientGuard(config)
+        self._rule = update_rule(config.loss, config.bapo)
+        self._token_metrics = TokenMetrics(config.loss.metrics)
 
     # scoring
 
@@ -100,19 +102,17 @@ class MegatronLearner(TrainedModel):
 
     # learning
 
-    def step(self, minibatch: MiniBatch, bounds: ClipBounds | BoundsOf) -> StepResult:
+    def step(self, minibatch: MiniBatch, found: Any) -> StepResult:
         """Make one Adam update; a gradient that is not finite is counted and leaves weights and moments as they are.
 
         Raises:
             DivergedError: `optimizer.max_skipped_in_a_row` updates had no finite gradient.
         """
-
-        bounds_of: BoundsOf = (lambda *_: bounds) if isinstance(bounds, ClipBounds) else bounds
+        is_of_each, masks = callable(found), self._rule.masks
+        num_trained = self._rule.num_trained_tokens(found) if masks else minibatch.num_trained_tokens
 
         def loss_of(batch: MicroBatch) -> Callable[[Scores], tuple[Tensor, Tensor, Outcome]]:
-            return lambda scores: self._micro_batch_loss(
-                batch, scores, bounds_of(batch, scores[0].detach()), minibatch.num_trained_tokens
-            )
+            return lambda scores: self._micro_batch_loss(batch, scores, found, num_trained)
 
         scored, self._scored = self._scored, None
         if scored is not None and scored.minibatch is minibatch:
@@ -122,9 +122,9 @@ class MegatronLearner(TrainedModel):
         rate = learning_rate(self.version, self.config.optimizer, planned_updates(self.config))
         outputs, grad_norm = self.update(run, rate)
         counts = (minibatch.counts.tokens, minibatch.counts.squares, minibatch.counts.responses)
-        metrics, mismatch = reduce_tokens([sums for *_, sums in outputs], minibatch.num_trained_tokens, self.layout)
+        num_expected = None if masks else num_trained
+        metrics, mismatch = self._token_metrics.reduce([sums for *_, sums in outputs], num_expected, self.layout)
         metrics |= {
-            "train/tokens": float(minibatch.num_trained_tokens),
             "perf/tflop": 3 * sum(self.shape.forward_flops(*counts)) / 1e12,  # the backward pass does two for one
             "optimizer/lr": rate,
             "optimizer/grad_norm": grad_norm,
@@ -134,41 +134,43 @@ class MegatronLearner(TrainedModel):
         if self.reference is not None:
             metrics["loss/kl_coef"] = self.kl_coefficient.value
             self.kl_coefficient.observe(metrics["loss/kl_reference"])
-        found = [o[1] for o in outputs]
-        used = (bounds,) if isinstance(bounds, ClipBounds) else bounds_on_all_stages(found, minibatch, self.layout)
-        return StepResult(metrics, [o[0] for o in outputs], mismatch, used)
+        log_probs, of_each = [o[0] for o in outputs], [o[1] for o in outputs]
+        used = found_on_all_stages(of_each, minibatch, self.layout) if is_of_each else (found,)
+        return StepResult(metrics, log_probs, mismatch, used)
 
     def _micro_batch_loss(
-        self, batch: MicroBatch, scores: Scores, bounds: ClipBounds, num_trained_tokens: int
+        self, batch: MicroBatch, scores: Scores, found: Any, num_trained_tokens: int
     ) -> tuple[Tensor, Tensor, Outcome]:
-        """Return this micro-batch's share of the update's loss, and its outcome, as Megatron's schedules expect."""
+        """Return this micro-batch's share of the update's loss, and its outcome, as Megatron's schedules expect.
+
+        Args:
+            found: a decision, or a `FoundOf`.
+        """
         log_probs_R, entropy_R = scores
         ages_R = self.version - batch.versions_R
-        inputs = LossInputs(batch, log_probs_R, entropy_R.detach(), ages_R, bounds, self.layout.sum_over_context)
-        tokens = policy_loss(inputs, self.config.loss)
-        loss_R = tokens.loss_R
+        tokens = ScoredTokens(batch, log_probs_R.detach(), ages_R, self.layout.sum_over_context)
+        if callable(found):
+            found = found(tokens)
+        if self._rule.masks:
+            batch = dataclasses.replace(batch, mask_R=self._rule.mask(tokens, found))
+        inputs = LossInputs(
+            batch, log_probs_R, ages_R, self.layout.sum_over_context, entropy_R=entropy_R.detach(), found=found
+        )
+        record: TokenLoss = self.config.loss.tokens(inputs)
+        loss_R = record.loss_R
         if batch.reference_logprobs_R is not None:
             kl_R = reference_kl(log_probs_R, batch.reference_logprobs_R, batch.mask_R, self.config.loss.kl_estimator)
             loss_R = loss_R + self.kl_coefficient.value * kl_R
-            tokens = dataclasses.replace(tokens, kl_reference_R=kl_R)
+            record = dataclasses.replace(record, kl_reference_R=kl_R)
         loss = loss_R.sum()
         if self.config.train.entropy_coef:
             loss = loss - self.config.train.entropy_coef * torch.where(batch.mask_R, entropy_R, 0.0).sum()
         mismatch = logprob_mismatch(log_probs_R, batch.behaviour_logprobs_R, batch.mask_R & (ages_R == 0))
-        sums = summarize(tokens, mismatch, with_profile=self.config.monitor.token_profile)
+        sums = self._token_metrics.summarize(record, mismatch, with_profile=self.config.monitor.token_profile)
         num_tokens = batch.mask_R.sum(dtype=torch.int32)
-        return loss / num_trained_tokens, num_tokens, (log_probs_R.detach(), bounds, sums)
+        return loss / max(num_trained_tokens, 1), num_tokens, (log_probs_R.detach(), found, sums)
 
-    # weights
-
-    def weight_specs(self) -> list[TensorSpec]:
-        """List names, types and shapes of `named_weights`: see `Learner.weight_specs`."""
-        dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
-        return [
-            TensorSpec(name, dtype, size)
-            for entry in entries(self.shape)
-            for name, size in zip(entry.hf_names, entry.hf_shapes, strict=True)
-        ]
+    # state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of KL controller and gradient guard: a JSON value, the same on every rank."""

@@ -3,6 +3,7 @@
 TokenLoss -> sums and maxima of a micro-batch -> of this rank's micro-batches -> of all data ranks -> metrics
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,79 +11,99 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo_megatron.algorithms.diagnostics import entropy_rule_sums, token_profile_sums
-from bapo_megatron.algorithms.losses import ClippedTokenLoss, TokenLoss
+from bapo_megatron.algorithms.losses import TokenLoss
 from bapo_megatron.algorithms.mismatch import Mismatch, no_mismatch
+from bapo_megatron.errors import UserError
 from bapo_megatron.learner.parallel import ParallelLayout
 from bapo_megatron.metrics import METRICS, Metric
-
-_MEANS = [metric for metric in METRICS.values() if metric.tokens == "mean"]
-_MAXIMA = [metric for metric in METRICS.values() if metric.tokens == "max"]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSums:
-    """Sums and maxima over the tokens of a micro-batch. The columns are those of all declared metrics, so that stages
-    that compute no loss know them, too; a metric that does not apply is 0 and not `present`."""
+    """Sums and maxima over the tokens of a micro-batch. The columns are those of all metrics that a loss may have, so
+    that stages that compute no loss know them, too; a metric that does not apply is 0 and not `present`."""
 
-    sums: Tensor  # float64: number of trained tokens, sums by `_MEANS`, then those of the mismatch
-    maxima: Tensor  # float64: maxima by `_MAXIMA`, largest mismatch, then 1 for each metric that is present
-
-
-def token_sums(tokens: TokenLoss, *, with_profile: bool = False) -> dict[str, Tensor]:
-    """Sum the declared means that the record has over its tokens: float32 scalars by key."""
-    values = {metric.key: getattr(tokens, metric.of, None) for metric in _MEANS if metric.of}
-    sums = {key: values_R.sum(dtype=torch.float32) for key, values_R in values.items() if values_R is not None}
-    if isinstance(tokens, ClippedTokenLoss):
-        sums |= entropy_rule_sums(tokens)
-        if with_profile:
-            sums |= token_profile_sums(tokens)
-    return sums
+    sums: Tensor  # float64: number of trained tokens, sums by `TokenMetrics.means`, then those of the mismatch
+    maxima: Tensor  # float64: by `TokenMetrics.largest`, largest mismatch, then 1 for each metric that is present
 
 
-def token_maxima(tokens: TokenLoss) -> dict[str, Tensor]:
-    """Maximise the declared maxima that the record has over its tokens: float32 scalars by key, 0 without tokens."""
-    values = {metric.key: getattr(tokens, metric.of, None) for metric in _MAXIMA}
-    return {
-        key: values_R.float().amax() if values_R.numel() else values_R.new_zeros((), dtype=torch.float32)
-        for key, values_R in values.items()
-        if values_R is not None
-    }
-
-
-@torch.no_grad()
-def summarize(tokens: TokenLoss, mismatch: Mismatch, *, with_profile: bool) -> TokenSums:
-    """Reduce one micro-batch's record; what remains of it is two small rows."""
-    sums, maxima = token_sums(tokens, with_profile=with_profile), token_maxima(tokens)
-    device = tokens.mask_R.device
-    present = torch.tensor([float(metric.key in sums or metric.key in maxima) for metric in (*_MEANS, *_MAXIMA)])
-    present = present.double().to(device, non_blocking=True)
-    return TokenSums(
-        torch.cat([tokens.mask_R.sum().double()[None], _row(sums, _MEANS, device), mismatch.sums]),
-        torch.cat([_row(maxima, _MAXIMA, device), mismatch.largest[None], present]),
-    )
-
-
-def reduce_tokens(
-    rows: Sequence[TokenSums], num_trained_tokens: int, layout: ParallelLayout
-) -> tuple[dict[str, float], Mismatch]:
-    """Reduce over all micro-batches of all data ranks: means per trained token and maxima, by key, and the mismatch of
-    all tokens (on the CPU). Two small all-reduces.
+class TokenMetrics:
+    """The metrics over tokens of a loss.
 
     Args:
-        rows: of this rank's micro-batches; empty unless it is on the last pipeline stage.
+        own: the loss's own, besides those of metrics.toml.
     """
-    num_means, num_maxima = len(_MEANS), len(_MAXIMA)
-    sums = torch.zeros(1 + num_means + no_mismatch().sums.numel(), dtype=torch.float64)
-    largest = torch.zeros(num_maxima + 1 + num_means + num_maxima, dtype=torch.float64)
-    if rows:
-        sums, largest = torch.stack([r.sums for r in rows]).sum(0), torch.stack([r.maxima for r in rows]).amax(0)
-    sums, largest = layout.reduce_over_data(sums).cpu(), layout.reduce_over_data(largest, dist.ReduceOp.MAX).cpu()
-    assert sums[0] == num_trained_tokens, "the ranks trained other tokens than the plan said"
-    values = [x / num_trained_tokens for x in sums[1 : 1 + num_means].tolist()] + largest[:num_maxima].tolist()
-    present = largest[num_maxima + 1 :].tolist()
-    metrics = {m.key: x for m, x, is_present in zip((*_MEANS, *_MAXIMA), values, present, strict=True) if is_present}
-    return metrics, Mismatch(sums[1 + num_means :], largest[num_maxima])
+
+    def __init__(self, own: Sequence[Metric] = ()) -> None:
+        self._own = own
+        declared = (*METRICS.values(), *own)
+        self.means = [metric for metric in declared if metric.tokens == "mean"]
+        self.largest = [metric for metric in declared if metric.tokens == "max"]
+
+    def sums(self, tokens: TokenLoss, *, with_profile: bool = False) -> dict[str, Tensor]:
+        """Sum the declared means that the record has over its tokens: float32 scalars by key."""
+        values = {metric.key: getattr(tokens, metric.of, None) for metric in self.means if metric.of}
+        sums = {key: values_R.sum(dtype=torch.float32) for key, values_R in values.items() if values_R is not None}
+        return sums | tokens.tables(with_profile=with_profile)
+
+    def maxima(self, tokens: TokenLoss) -> dict[str, Tensor]:
+        """Maximise the declared maxima that the record has over its tokens: float32 scalars by key, 0 without
+        tokens."""
+        values = {metric.key: getattr(tokens, metric.of, None) for metric in self.largest}
+        return {
+            key: values_R.float().amax() if values_R.numel() else values_R.new_zeros((), dtype=torch.float32)
+            for key, values_R in values.items()
+            if values_R is not None
+        }
+
+    @torch.no_grad()
+    def summarize(self, tokens: TokenLoss, mismatch: Mismatch, *, with_profile: bool) -> TokenSums:
+        """Reduce one micro-batch's record; what remains of it is two small rows.
+
+        Raises:
+            UserError: the record lacks the field of one of the loss's own metrics.
+        """
+        for metric in self._own:
+            if not hasattr(tokens, metric.of):
+                raise UserError(
+                    f"the metric {metric.key} is made of {metric.of}, a field that {type(tokens).__name__}, the record "
+                    "that its loss returned, does not have"
+                )
+        sums, maxima = self.sums(tokens, with_profile=with_profile), self.maxima(tokens)
+        device = tokens.mask_R.device
+        present = torch.tensor([float(m.key in sums or m.key in maxima) for m in (*self.means, *self.largest)])
+        present = present.double().to(device, non_blocking=True)
+        return TokenSums(
+            torch.cat([tokens.mask_R.sum().double()[None], _row(sums, self.means, device), mismatch.sums]),
+            torch.cat([_row(maxima, self.largest, device), mismatch.largest[None], present]),
+        )
+
+    def reduce(
+        self, rows: Sequence[TokenSums], num_expected: int | None, layout: ParallelLayout
+    ) -> tuple[dict[str, float], Mismatch]:
+        """Reduce over all micro-batches of all data ranks: means per trained token, their number and maxima, by key,
+        and the mismatch of all tokens (on the CPU). Two small all-reduces.
+
+        Args:
+            rows: of this rank's micro-batches; empty unless it is on the last pipeline stage.
+            num_expected: trained tokens of all ranks; None if the update rule leaves some out.
+        """
+        num_means, num_maxima = len(self.means), len(self.largest)
+        sums = torch.zeros(1 + num_means + no_mismatch().sums.numel(), dtype=torch.float64)
+        largest = torch.zeros(num_maxima + 1 + num_means + num_maxima, dtype=torch.float64)
+        if rows:
+            sums, largest = torch.stack([r.sums for r in rows]).sum(0), torch.stack([r.maxima for r in rows]).amax(0)
+        sums, largest = layout.reduce_over_data(sums).cpu(), layout.reduce_over_data(largest, dist.ReduceOp.MAX).cpu()
+        num_trained_tokens = int(sums[0])
+        assert num_expected in (None, num_trained_tokens), "the ranks trained other tokens than the plan said"
+        of_all = sums[1 : 1 + num_means].tolist()
+        means = [x / num_trained_tokens if num_trained_tokens else math.nan for x in of_all]
+        values = means + largest[:num_maxima].tolist()
+        present = largest[num_maxima + 1 :].tolist()
+        declared = (*self.means, *self.largest)
+        metrics = {m.key: x for m, x, is_present in zip(declared, values, present, strict=True) if is_present}
+        metrics["train/tokens"] = float(num_trained_tokens)
+        return metrics, Mismatch(sums[1 + num_means :], largest[num_maxima])
 
 
 def _row(values: Mapping[str, Tensor], metrics: Sequence[Metric], device: torch.device) -> Tensor:

@@ -191,6 +191,10 @@ class ParallelLayout:
         layers_per_chunk = num_layers // (self.pipeline_size * self.num_chunks)
         return layer // layers_per_chunk % self.pipeline_size
 
+    def layers_of_stage(self, stage: int, num_layers: int) -> list[int]:
+        """Return the layers that a pipeline stage holds, ascending."""
+        return [layer for layer in range(num_layers) if self.stage_of_layer(layer, num_layers) == stage]
+
     def share(self, *, sequence_parallel: bool, tokens_multiple: int = 1, pair_cost: float = 0.0) -> Share:
         """Return this rank's part of a mini-batch, and the form that it is packed in.
 

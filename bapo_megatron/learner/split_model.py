@@ -13,7 +13,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
-from torch.nn import Module, ModuleList, Parameter
+from torch.nn import Module, ModuleList
 
 from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT, Facts, read_index
 from bapo_megatron.checkpoint.shard_reader import ShardReader
@@ -34,7 +34,9 @@ from bapo_megatron.learner.hf.names import place_shard
 from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device, raising_together
 from bapo_megatron.learner.schedule import Schedule
+from bapo_megatron.learner.weights import ModelWeights, Unquantised
 from bapo_megatron.runtime.straggler import LocalTime
+from bapo_megatron.sync.base import WeightSource
 
 PARTS = (WEIGHT, *MOMENTS)
 
@@ -154,19 +156,16 @@ class TrainedModel(SplitModel):
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield weights under Hugging Face names: see `Learner.named_weights` and `hf.convert.gather_weights`."""
+    def weights(self) -> WeightSource:
+        """Return the current weights: see `Learner.weights`."""
         self._finish_gathering()
-        return gather_weights(self.model, self.shape, self.layout, self._unquantised)
-
-    def _unquantised(self, parameter: Parameter) -> Tensor:
-        """Return a parameter as engines and checkpoints hold it: with FP8, Adam's float32 weight, rounded."""
-        if is_float8tensor(parameter):  # its `dtype` reads bfloat16
-            return self.adam.gather(parameter, WEIGHT).to(parameter.dtype)
-        return parameter.detach()
+        weights = ModelWeights(self.model, self.shape, self.layout, self.version)
+        if any(map(is_float8tensor, self.model.parameters())):
+            return Unquantised(weights, partial(self.adam.gather, name=WEIGHT))
+        return weights
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the last update's clipped gradient, like `named_weights`: for tests and diagnostics."""
+        """Yield the last update's clipped gradient, like `WeightSource.whole`: for tests and diagnostics."""
         return gather_weights(self.model, self.shape, self.layout, self.adam.gather_gradient)
 
     def facts(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Value-based advantages in the training loop: an advantage for each token of a batch.
 
-Batch -> critic.values (no gradient, all micro-batches) -> one all-reduce: V of every response token, on every rank
+Batch -> critic.values (no gradient, all micro-batches) -> one all-reduce: V of every sampled token, on every rank
       -> algorithms/gae.py -> token advantages, and returns -> the critic's own updates towards the returns
 """
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from bapo_megatron.algorithms.gae import explained_variance, gae, n_step, td_errors, whitened
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.buffer.packing import minibatches
+from bapo_megatron.buffer.packing import Pass
 from bapo_megatron.config.schema import AdvantageConfig, Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.learner.critic import Critic
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.learner.whole_batch import of_batch
+from bapo_megatron.learner.whole_batch import of_batch, update_pass
 from bapo_megatron.metrics import reduce_updates
 from bapo_megatron.types import Batch
 
@@ -72,19 +72,24 @@ class ValueAdvantages:
         metrics |= self._fit(self.critic, batch, step, values_T, returns_T)
         if self._config.advantage.whiten_tokens:
             advantages_T = whitened(advantages_T, batch.mask_T)
-        return replace(batch, advantages_T=advantages_T.float(), metrics=batch.metrics | metrics)
+        return replace(batch, advantages_T=batch.here(advantages_T.float()), metrics=batch.metrics | metrics)
+
+    def passes(self, step: int) -> list[Pass]:
+        """Return the passes of `on` over a batch."""
+        if self.critic is None:
+            return []
+        return [
+            Pass(self.critic.share, self._config.train.max_tokens_per_microbatch),
+            self._updates(self.critic, step),
+        ]
+
+    def _updates(self, critic: Critic, step: int) -> Pass:
+        return update_pass(self._config, step, critic.share, self._config.critic.epochs_per_step)
 
     def _fit(self, critic: Critic, batch: Batch, step: int, values_T: Tensor, returns_T: Tensor) -> dict[str, float]:
         """Make the critic's updates of one step, and return their metrics."""
         collected: dict[str, list[float]] = defaultdict(list)
-        for minibatch in minibatches(
-            batch,
-            num_minibatches=self._config.train.minibatches_per_step,
-            num_epochs=self._config.critic.epochs_per_step,
-            seed=self._config.run.seed * 1_000_003 + step,
-            max_tokens=self._config.train.max_tokens_per_microbatch,
-            share=critic.share,
-        ):
+        for minibatch in self._updates(critic, step).minibatches(batch):
             for name, value in critic.fit(minibatch, values_T, returns_T).items():
                 collected[name].append(value)
         critic.take_times()  # only the policy's are reported
@@ -92,13 +97,14 @@ class ValueAdvantages:
 
 
 def token_advantages(batch: Batch, values_T: Tensor, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """Compute unwhitened advantages and returns (advantage + value) of response tokens; float64 [T], 0 on prompts."""
+    """Compute unwhitened advantages and returns (advantage + value) of sampled tokens; float64 [T], 0 on given ones."""
     assert batch.rewards_S is not None
-    errors_T, num_left_T = td_errors(
-        batch.rewards_S, values_T, batch.seq_lens_S, batch.prompt_lens_S, gamma=config.gamma
-    )
+    values_R = values_T[batch.sampled_T]
+    errors_R, num_left_R = td_errors(batch.rewards_S, values_R, batch.num_sampled_S, gamma=config.gamma)
     if config.kind == "gae":
-        advantages_T = gae(errors_T, num_left_T, gamma=config.gamma, lam=config.lam)
+        advantages_R = gae(errors_R, num_left_R, gamma=config.gamma, lam=config.lam)
     else:
-        advantages_T = n_step(errors_T, num_left_T, gamma=config.gamma, num_steps=config.n_step)
-    return advantages_T, torch.where(num_left_T > 0, advantages_T + values_T, 0.0)
+        advantages_R = n_step(errors_R, num_left_R, gamma=config.gamma, num_steps=config.n_step)
+    advantages_T, returns_T = torch.zeros_like(values_T), torch.zeros_like(values_T)
+    advantages_T[batch.sampled_T], returns_T[batch.sampled_T] = advantages_R, advantages_R + values_R
+    return advantages_T, returns_T

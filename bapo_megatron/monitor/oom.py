@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import OutOfMemoryError
+from bapo_megatron.errors import OutOfMemoryError, UserError
 from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape
 from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.memory import TrainerMemory, trainer_memory
@@ -48,8 +48,9 @@ def explaining_out_of_memory(config: Config, model_path: Path, rank: int) -> Ite
     """
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+    except (MemoryError, RuntimeError, UserError) as raised:
+        error = raised.__cause__ if isinstance(raised, UserError) else raised  # see `failing_together`
+        if error is None or not is_out_of_memory(error):
             raise
         raise OutOfMemoryError(explain(error, config, model_path, rank)) from error
 

@@ -4,7 +4,7 @@ profile/step-000003-trainer-0.json.gz      one for each rank of `monitor.profile
 profile/step-000003-engine-0/              what the first engine writes, on its machine: SGLang a file for each rank
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from bapo_megatron.config.schema import MonitorConfig
@@ -37,20 +37,25 @@ class StepProfiler:
         self._rank = rank
         self._engines = engines
         self._warn = warn
+        self._name = ""  # of the traces in progress
+        self._trace: Trace | None = None
+        self._tracing_engines: list[int] = []  # their places in the pool
 
-    def steps(self, steps: Iterable[int]) -> Iterator[int]:
-        """Yield the steps, numbered from 0; the work until the next one is asked for belongs to a step's traces."""
-        for step in steps:
-            if step + 1 not in self._chosen:
-                yield step
-                continue
-            name = f"step-{step + 1:06d}"
-            started = self._start_engines(name)
-            trace = Trace() if self._traces_here else None
-            yield step
-            if trace is not None:
-                trace.write(self._folder / f"{name}-trainer-{self._rank}.json.gz")
-            self._stop_engines(started)
+    def begin(self, step: int) -> None:
+        """Start the traces of this step, numbered from 0, if it is a chosen one."""
+        if step + 1 in self._chosen:
+            self._name = f"step-{step + 1:06d}"
+            self._tracing_engines = self._start_engines(self._name)
+            self._trace = Trace() if self._traces_here else None
+
+    def end(self) -> None:
+        """End and write the traces in progress, if any."""
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            trace.write(self._folder / f"{self._name}-trainer-{self._rank}.json.gz")
+        started, self._tracing_engines = self._tracing_engines, []
+        for i in started:
+            self._ask(i, None)
 
     def _start_engines(self, name: str) -> list[int]:
         """Return the places, in the pool, of the engines that trace."""
@@ -59,10 +64,6 @@ class StepProfiler:
         live = self._engines.pool.live()
         chosen = [i for i, engine in enumerate(self._engines.pool.engines) if engine in live]
         return [i for i in chosen if self._ask(i, self._folder / f"{name}-engine-{i}")]
-
-    def _stop_engines(self, started: list[int]) -> None:
-        for i in started:
-            self._ask(i, None)
 
     def _ask(self, index: int, folder: Path | None) -> bool:
         """Ask an engine to start a trace in a folder, or (None) to end it; return whether it did."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.algorithms.mismatch import no_mismatch
+from bapo_megatron.algorithms.update_rules import update_rule
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.plan_slurm import check_time
 from bapo_megatron.config.schema import Config
@@ -23,7 +26,7 @@ from bapo_megatron.rollout.recorded import write_groups
 from bapo_megatron.rollout.shared import Rollouts
 from bapo_megatron.runtime.files import JsonlWriter, truncate_after, write_atomically
 from bapo_megatron.runtime.straggler import StragglerAlarm
-from bapo_megatron.types import ClipBounds, Group, Trajectory
+from bapo_megatron.types import Group, Sample
 
 if TYPE_CHECKING:
     from bapo_megatron.monitor.prometheus import PrometheusEndpoint
@@ -33,40 +36,24 @@ class UpdateMetrics:
     """Metrics of a step's optimizer updates, reduced to one number each."""
 
     def __init__(self, config: Config) -> None:
-        self._ends = (
-            [(config.bapo.low.points[i], config.bapo.high.points[i]) for i in (0, -1)]
-            if config.searches_bounds
-            else None
-        )
+        self._rule = update_rule(config.loss, config.bapo)
+        self._own = config.loss.metrics
         self._values: dict[str, list[float]] = defaultdict(list)
         self._mismatch = no_mismatch()
         self._mismatch_limit = config.monitor.mismatch_limit(config.model.dtype, is_cut=config.rollout.is_cut)
 
     def add(self, result: StepResult) -> None:
-        for bounds in result.bounds:
-            self._add_bounds(bounds)
+        for found in result.found:
+            for name, value in self._rule.metrics(found).items():
+                self._add(name, value)
         for name, value in result.metrics.items():
             self._add(name, value)
         self._mismatch += result.mismatch
         is_alarm = result.mismatch.num_tokens > 0 and not result.mismatch.mean <= self._mismatch_limit
         self._add("mismatch/alarms", float(is_alarm))
 
-    def _add_bounds(self, bounds: ClipBounds) -> None:
-        self._add("bapo/low", bounds.low)
-        self._add("bapo/high", bounds.high)
-        if self._ends is not None:
-            start, limits = self._ends
-            found = (bounds.low, bounds.high)
-            self._add("bapo/positive_share", bounds.positive_share)
-            self._add("bapo/saturated_share", float(bounds.saturated))
-            self._add("bapo/inert_share", float(found == start))
-            self._add("bapo/num_at_start", float(found == start))
-            self._add("bapo/num_inside", float(found not in (start, limits)))
-            self._add("bapo/num_at_limits", float(found == limits != start))
-            self._add("bapo/num_moves", float(bounds.num_moves))
-
     def result(self) -> dict[str, float]:
-        return reduce_updates(self._values) | {
+        return reduce_updates(self._values, self._own) | {
             "mismatch/logprob_mean": self._mismatch.mean,
             "mismatch/logprob_p99": self._mismatch.quantile(0.99),
             "mismatch/logprob_max": float(self._mismatch.largest) if self._mismatch.num_tokens else math.nan,
@@ -105,6 +92,8 @@ class Recorder:
         history = read_metrics(self._run_dir.metrics_path)
         self._metrics = JsonlWriter(self._run_dir.metrics_path)
         self._samples = JsonlWriter(self._run_dir.samples_path)
+        if own := self._config.loss.metrics:  # for reports, which do not import the user's modules
+            write_atomically(self._run_dir.own_metrics_path, json.dumps([asdict(metric) for metric in own], indent=2))
         self._sinks = open_sinks(self._config, self._run_dir, first_step, self.warn)
         self._rollouts = rollouts
         self._console.resume(history)
@@ -122,9 +111,9 @@ class Recorder:
         if self._config.rollout.record:
             write_groups(self._run_dir.rollouts_dir, step, groups)
         assert self._rollouts is not None
-        trajectories = [t for g in groups for t in g.trajectories]
-        for trajectory in trajectories[: self._config.monitor.samples_per_step]:
-            self._samples.write(sample_record(step, trajectory, self._rollouts.decode))
+        samples = [s for g in groups for s in g.samples]
+        for sample in samples[: self._config.monitor.samples_per_step]:
+            self._samples.write(sample_record(step, sample, self._rollouts.decode))
 
     def record(self, step: int, version: int, *parts: Mapping[str, float]) -> None:
         """Write and show step number `step`, counted from 1; `parts` are its metrics."""
@@ -219,29 +208,25 @@ class SilentRecorder:
         pass
 
 
-def sample_record(step: int, trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+def sample_record(step: int, sample: Sample, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     """Return the line of `samples.jsonl` for a trained response; `decode` must keep special tokens.
 
     Segments are decoded separately: a character split over two of them shows as a replacement character there.
-    `response` is decoded whole.
+    `response` is decoded whole. It is that of the last trajectory.
     """
+    segments = sample.trajectories[-1].segments[1:]
     return {
         "step": step,
-        "sample_id": trajectory.sample_id,
-        "source": trajectory.prompt.source,
-        "prompt": trajectory.prompt.text,
-        "answer": trajectory.prompt.answer,
-        "response": decode(trajectory.response_ids),
-        "reward": trajectory.reward,
-        "finish_reason": trajectory.finish_reason,
-        "num_tokens": trajectory.num_response_tokens,
+        "sample_id": sample.sample_id,
+        "source": sample.prompt.source,
+        "prompt": sample.prompt.text,
+        "answer": sample.prompt.answer,
+        "response": decode([i for s in segments for i in s.token_ids.tolist()]),
+        "reward": sample.reward,
+        "finish_reason": sample.finish_reason,
+        "num_tokens": sample.num_sampled_tokens,
         "segments": [
-            {
-                "version": segment.version,
-                "step": segment.step,
-                "num_tokens": len(segment.token_ids),
-                "text": decode(segment.token_ids),
-            }
-            for segment in trajectory.segments
+            {**segment.origin.facts, "num_tokens": segment.num_tokens, "text": decode(segment.token_ids.tolist())}
+            for segment in segments
         ],
     }

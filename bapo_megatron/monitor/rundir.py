@@ -194,6 +194,10 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def own_metrics_path(self) -> Path:
+        return self.path / "own_metrics.json"
+
+    @property
     def samples_path(self) -> Path:
         return self.path / "samples.jsonl"
 

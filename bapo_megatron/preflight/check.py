@@ -9,6 +9,7 @@ from typing import Any
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.base import Violation, overlap
 from bapo_megatron.config.load import read_config, split_arguments
+from bapo_megatron.config.losses import stand_in
 from bapo_megatron.config.plan import check, check_functions
 from bapo_megatron.config.plan_slurm import (
     check_node_gpus,
@@ -126,6 +127,8 @@ def violations_of(
         config, unread = _with_default(config, "rollout", "engine"), {*unread, "rollout.engine"}
     if any(v.depends_on(["model.family"]) for v in found):
         config, unread = _with_default(config, "model", "family"), {*unread, "model.family", "model.path"}
+    if any(v.depends_on(["loss.name"]) for v in found):
+        config, unread = config.model_copy(update={"loss": stand_in(config.loss)}), {*unread, "loss.name"}
     known = known_config(config.model.path) if elsewhere and not here else None
     model = None if known else _model(config.model.path, "model.path", found)
     hf_config = known or _hf_config(model, "model.path", found)

@@ -52,7 +52,7 @@ def read_inputs(config: Config, model: Path | None, memory: Memory, *, here: boo
             memory[key] = list(dict.fromkeys(_prompts_and_judge(config, model, here)))
         found += memory[key]
     else:
-        found += _recording(config, here)
+        found += _recording(config, model, here)
     return [*found, *_key(config, here), *_passed_on(config)]
 
 
@@ -230,7 +230,7 @@ def _as_response(answer: Any) -> str:
     return answer if isinstance(answer, str) else json.dumps(answer)
 
 
-def _recording(config: Config, here: bool) -> Iterator[Violation]:
+def _recording(config: Config, model: Path | None, here: bool) -> Iterator[Violation]:
     """Read the first recorded step, and see that the last one is there."""
     if config.rollout.recorded_from is None:
         return  # config/plan.py reports it
@@ -242,11 +242,12 @@ def _recording(config: Config, here: bool) -> Iterator[Violation]:
         else:
             yield warning(settings, f"rollout.recorded_from={folder} is not on this machine, and was not read")
         return
+    from bapo_megatron.config.families import token_streams
     from bapo_megatron.rollout.recorded import read_groups
 
     for step, decided_by in ((1, settings), (config.train.num_steps, (*settings, "train.num_steps"))):
         try:
-            read_groups(folder, step)
+            read_groups(folder, step, token_streams(config.model.family, model) if model else ())
         except UserError as error:
             yield Violation(decided_by, str(error))
             return

@@ -216,8 +216,8 @@ def recomputed_layers(config: Config, shape: ModelShape) -> int:
 
 
 def searches_exactly(config: Config) -> bool:
-    """Return whether bounds are found from the ratios of the update's own tokens."""
-    return config.loss.bounds == "second_moment" or (config.searches_bounds and config.bapo.scope == "exact")
+    """Return whether the update rule reads the update's own tokens before the update."""
+    return config.rule_reads == "update"
 
 
 def microbatch_tokens(config: Config) -> int:

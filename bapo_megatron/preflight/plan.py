@@ -60,6 +60,7 @@ MEMORY = (
     "rollout.max_response_tokens",
     "data.max_prompt_tokens",
     "loss.name",
+    "loss.options",
     "loss.kl_coef",
     "loss.proximal",
     "loss.search_bounds",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.metrics import FAMILIES, METRICS
+from bapo_megatron.metrics import FAMILIES, METRICS, Metric
 from bapo_megatron.report import quantities
 from bapo_megatron.report.figures import STEPS, Scale, XAxis
 from bapo_megatron.report.history import History, entry_names
@@ -60,11 +60,11 @@ def _curve(label: str, metric: str = "", values: Sequence[str] = (), **looks: An
 FIGURES = _designed()
 
 
-def _with_declared(figures: tuple[Panel, ...]) -> tuple[Panel, ...]:
+def _with_declared(figures: tuple[Panel, ...], metrics: Mapping[str, Metric]) -> tuple[Panel, ...]:
     """Draw each metric that declares a panel: added to the figure of that name, or in a plain figure of its own."""
     drawn = {curve.metric for panel in figures for curve in panel.curves}
     missing: dict[str, list[str]] = defaultdict(list)
-    for metric in METRICS.values():
+    for metric in metrics.values():
         if metric.panel and metric.key not in drawn:
             missing[metric.panel].append(metric.key)
     panels = [
@@ -73,8 +73,8 @@ def _with_declared(figures: tuple[Panel, ...]) -> tuple[Panel, ...]:
     ]
     for name, keys in missing.items():
         section, title = name.split(" / ")
-        how_to_read = " ".join(f"{key}: {METRICS[key].meaning} {METRICS[key].how_to_read}".strip() for key in keys)
-        panels.append(Panel(section, title, METRICS[keys[0]].unit, _plain_curves(keys), how_to_read))
+        how_to_read = " ".join(f"{key}: {metrics[key].meaning} {metrics[key].how_to_read}".strip() for key in keys)
+        panels.append(Panel(section, title, metrics[keys[0]].unit, _plain_curves(keys), how_to_read))
     sections = list(dict.fromkeys(panel.section for panel in panels))
     return tuple(sorted(panels, key=lambda panel: sections.index(panel.section)))
 
@@ -83,11 +83,12 @@ def _plain_curves(keys: list[str]) -> tuple[Curve, ...]:
     return tuple(Curve(key, key, row=key) for key in keys)
 
 
-PANELS = _with_declared(FIGURES)
+PANELS = _with_declared(FIGURES, METRICS)
 
 
 def with_named(panels: Sequence[Panel], runs: Sequence[History]) -> tuple[Panel, ...]:
-    """Add the figures of what the runs' settings name: evaluation sets, and sources that training mixes.
+    """Add the figures of what the runs' settings name: evaluation sets, sources that training mixes, and the metrics of
+    a loss of the user's own.
 
     The figure of the evaluation set without a name is left out where every run has named ones.
     """
@@ -99,7 +100,8 @@ def with_named(panels: Sequence[Panel], runs: Sequence[History]) -> tuple[Panel,
             extended += [_of_set(panel, name) for name in entry_names(runs, "eval.sets")]
         elif panel.title == "Reward":
             extended += _of_sources(entry_names(runs, "data.sources"))
-    return tuple(extended)
+    own = {metric.key: metric for run in runs for metric in run.own_metrics}
+    return _with_declared(tuple(extended), own) if own else tuple(extended)
 
 
 def _of_set(panel: Panel, name: str) -> Panel:

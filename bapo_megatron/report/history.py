@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bapo_megatron.errors import UserError
+from bapo_megatron.metrics import Metric
 from bapo_megatron.monitor.rundir import different_settings, read_metrics
 from bapo_megatron.monitor.summary import Row
 
@@ -28,6 +29,7 @@ class History:
     settings: Mapping[str, Any]  # flat, such as "bapo.rho0"
     environment: Mapping[str, Any]
     diff_digest: str  # of uncommitted changes to the code; "" for none
+    own_metrics: tuple[Metric, ...] = ()  # of a loss of the user's own
 
     @property
     def steps(self) -> NDArray[np.float64]:
@@ -78,6 +80,7 @@ def read_history(path: Path) -> History:
         config_text=config_text,
         settings=settings,
         environment=_read_environment(path / "environment.json"),
+        own_metrics=_read_own_metrics(path / "own_metrics.json"),
         diff_digest=hashlib.sha256(diff).hexdigest()[:8] if diff.strip() else "",
     )
 
@@ -89,3 +92,12 @@ def _read_environment(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}); restore it from logs/attempt-N/environment.json") from error
+
+
+def _read_own_metrics(path: Path) -> tuple[Metric, ...]:
+    if not path.exists():
+        return ()
+    try:
+        return tuple(Metric(**declared) for declared in json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}); remove it to do without its figures") from error

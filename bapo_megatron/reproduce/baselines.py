@@ -1,17 +1,17 @@
 """REINFORCE with a constant baseline: advantages of the study `regimes`, named there by dotted path.
 
 They are not centred on the group: with few right answers, failures outweigh successes, and groups without any right
-answer count too. Rewards are 0 or 1. Shape legend: G responses in the group.
+answer count too. Rewards are 0 or 1.
 """
 
-from torch import Tensor
+from bapo_megatron.algorithms.advantages import GroupView
 
 
-def baseline_40(rewards_G: Tensor) -> Tensor:
+def baseline_40(group: GroupView) -> list[float]:
     """Compute r - 0.4."""
-    return rewards_G - 0.4
+    return [sample.reward - 0.4 for sample in group.samples]
 
 
-def baseline_50(rewards_G: Tensor) -> Tensor:
+def baseline_50(group: GroupView) -> list[float]:
     """Compute r - 0.5, which weighs a failure like a success."""
-    return rewards_G - 0.5
+    return [sample.reward - 0.5 for sample in group.samples]

@@ -14,7 +14,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from bapo_megatron.config.dotted import REWARD
 from bapo_megatron.errors import UserError
@@ -37,6 +37,10 @@ def fields_of(prompt: Prompt, response: str) -> dict[str, Any]:
 class JudgeSpec:
     """Description of a judge in JSON values, sent to judge processes."""
 
+    role: ClassVar[str] = "judge"
+    does: ClassVar[str] = "judges responses"
+    gives: ClassVar[str] = "verdict"
+
     kind: str  # a name in config.dotted.REWARD, but not "auto", or "package.module:function"
     datasets: dict[str, dict[str, Any]]  # reasoning_gym: dataset, size and options, by the name of the prompt source
     seed: int
@@ -44,6 +48,11 @@ class JudgeSpec:
     process_memory_bytes: int
     code_memory_bytes: int
     allowed_calls: tuple[str, ...]  # system calls that programs may make beside the usual ones
+
+    @property
+    def keeps_deadline(self) -> bool:
+        """Whether the judge keeps the deadline itself."""
+        return self.kind in OWN_DEADLINE
 
     @classmethod
     def of(cls, config: Config) -> JudgeSpec:
@@ -116,13 +125,20 @@ class Judge:
 
     @property
     def place(self) -> tuple[str, int, str] | None:
-        """File, first line and name of the function; None for one that is not written in Python."""
-        function = self.function
-        while isinstance(function, functools.partial):
-            function = function.func
-        function = inspect.unwrap(function)
-        code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-        return None if code is None else (code.co_filename, code.co_firstlineno, code.co_name)
+        return place_of(self.function)
+
+    def reply(self, value: Any) -> dict[str, Any]:
+        """Return the reply to what it returned. Raises TypeError or ValueError."""
+        return {"reward": as_reward(value)}
+
+
+def place_of(function: Any) -> tuple[str, int, str] | None:
+    """Return file, first line and name of a function; None for one that is not written in Python."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return None if code is None else (code.co_filename, code.co_firstlineno, code.co_name)
 
 
 def build_judge(spec: JudgeSpec) -> Judge:

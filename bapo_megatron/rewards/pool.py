@@ -1,13 +1,13 @@
-"""Judge processes: a verdict for each response within a deadline, whatever the judge does.
+"""Worker processes for judges and environments: a reply within a deadline, whatever the user's function does.
 
-    score() in any thread -> event loop in a thread -> one socket per process, one JSON object a line
+    judge() in any thread, ask() in any loop -> event loop in a thread -> one socket per process, one JSON object a line
 
-A plain judge has `concurrency` processes with one response in each; an asynchronous judge has a single process with up
-to `concurrency` responses. When a process dies or hangs, each of its responses is judged again, alone in a process, so
-that only the response to blame is lost.
+A plain function has `concurrency` processes with one request in each; an asynchronous one has a single process with up
+to `concurrency` requests. When a process dies or hangs, each of its requests is made again, alone in a process, so that
+only the one to blame is lost: a response that is judged, or a turn that is answered.
 
 No library does this: process pools (concurrent.futures, pebble) unpickle what their workers send, and these workers run
-text that a model wrote; none gives each of many concurrent responses its own deadline.
+text that a model wrote; none gives each of many concurrent requests its own deadline.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.rewards.judges import OWN_DEADLINE, JudgeSpec
+from bapo_megatron.rewards.environments import Answer, EnvironmentSpec, Failed, TurnJson, as_answer
+from bapo_megatron.rewards.judges import JudgeSpec
 from bapo_megatron.rewards.scratch import delete_abandoned, scratch_folder
 from bapo_megatron.runtime import num_cores
 
@@ -56,16 +57,19 @@ class Verdict:
     refused_calls: tuple[str, ...] = ()  # system calls that a program which failed was refused
 
 
+Spec = JudgeSpec | EnvironmentSpec
+
+
 class WorkerLost(Exception):  # noqa: N818
-    """End of a judge process before its verdict."""
+    """End of a worker process before its reply."""
 
 
 class Worker:
-    """One judge process, on one event loop."""
+    """One worker process, on one event loop."""
 
     def __init__(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self.is_async = False
-        self.place = ""  # of the judge's function: " in judge (/home/me/rewards.py, line 3)"
+        self.place = ""  # of the function: " in judge (/home/me/rewards.py, line 3)"
         self._process = process
         self._reader = reader
         self._writer = writer
@@ -75,11 +79,11 @@ class Worker:
         self._tasks = [asyncio.create_task(self._watch())]
 
     @classmethod
-    async def start(cls, spec: JudgeSpec, scratch: str) -> Worker:
-        """Start a process and build its judge; its temporary files go below `scratch`.
+    async def start(cls, spec: Spec, scratch: str) -> Worker:
+        """Start a process and build its function; its temporary files go below `scratch`.
 
         Raises:
-            UserError: the judge cannot be built from `spec`.
+            UserError: the function cannot be built from `spec`.
             WorkerLost: the process ended before it was ready, or was not ready after START_TIMEOUT_S.
         """
         ours, theirs = socket.socketpair()
@@ -147,14 +151,14 @@ class Worker:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._exit(), _END_TIMEOUT_S)
 
-    async def _hello(self, spec: JudgeSpec) -> dict[str, Any]:
-        self._writer.write(json.dumps(dataclasses.asdict(spec)).encode() + b"\n")
+    async def _hello(self, spec: Spec) -> dict[str, Any]:
+        self._writer.write(json.dumps({spec.role: dataclasses.asdict(spec)}).encode() + b"\n")
         try:
             line = await self._reader.readline()
         except OSError:
             line = b""
         if not line:
-            raise WorkerLost("it ended before its judge was built")
+            raise WorkerLost(f"it ended before its {spec.role} was built")
         hello = json.loads(line)
         if "user_error" in hello:
             raise UserError(hello["user_error"])
@@ -185,9 +189,9 @@ class Worker:
 
 
 class WorkerPool:
-    """Verdicts from judge processes; `judge` may be called from several threads at once."""
+    """Replies of worker processes; `judge` and `ask` may be called from several threads at once."""
 
-    def __init__(self, spec: JudgeSpec, concurrency: int | None) -> None:
+    def __init__(self, spec: Spec, concurrency: int | None) -> None:
         """Start a first process, so that a judge that cannot work fails now. Raises UserError, RuntimeError."""
         self._spec = spec
         delete_abandoned(tempfile.gettempdir(), *_PREFIXES)
@@ -216,6 +220,11 @@ class WorkerPool:
         """
         return self._run(self._judge_all(fields))
 
+    async def ask(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return the reply to one request, from any event loop. Raises like `judge`."""
+        reply, _ = await asyncio.wrap_future(self._submitted(self._reply(fields)))
+        return reply
+
     def close(self) -> None:
         """End the processes; pending calls raise RuntimeError. Safe to call twice."""
         with self._gate:
@@ -227,12 +236,15 @@ class WorkerPool:
         self._thread.join()
         self._resources.close()
 
-    def _run(self, coroutine: Any) -> Any:
+    def _submitted(self, coroutine: Any) -> concurrent.futures.Future[Any]:
         with self._gate:
             if self._is_closed:
                 coroutine.close()
                 raise RuntimeError("the judge processes were closed")
-            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _run(self, coroutine: Any) -> Any:
+        future = self._submitted(coroutine)
         try:
             return future.result()
         except concurrent.futures.CancelledError:
@@ -250,14 +262,24 @@ class WorkerPool:
             self._slots = asyncio.Semaphore(concurrency or num_processes)
         self._alone = asyncio.Semaphore(min(num_processes, concurrency or num_processes))
         self._shared_start = asyncio.Lock()
-        keeps_deadline = self._is_async or self._spec.kind in OWN_DEADLINE
+        keeps_deadline = self._is_async or self._spec.keeps_deadline
         self._limit_s = self._spec.timeout_s + (GRACE_S if keeps_deadline else 0.0)
 
     async def _judge_all(self, fields: Sequence[dict[str, Any]]) -> list[Verdict]:
         return list(await asyncio.gather(*(self._judge(f) for f in fields)))
 
     async def _judge(self, fields: dict[str, Any]) -> Verdict:
-        """Ask, and once more, alone, if the process was lost: another response may have killed it."""
+        reply, waited_s = await self._reply(fields)
+        refused = tuple(reply.get("refused_calls", ()))
+        parts = [reply.get("message", ""), f"the sandbox refused the program {', '.join(refused)}" if refused else ""]
+        message, trace = "; ".join(filter(None, parts)), reply.get("traceback", "")
+        return Verdict(reply.get("reward", 0.0), reply.get("problem"), message, waited_s, trace, refused)
+
+    async def _reply(self, fields: dict[str, Any]) -> tuple[dict[str, Any], float]:
+        """Ask, and once more, alone, if the process was lost: another request may have killed it.
+
+        Returns the reply and the seconds that it took, the queue included.
+        """
         began_s = time.monotonic()
         async with self._slots:
             try:
@@ -266,14 +288,10 @@ class WorkerPool:
                 reply = await self._ask_again(fields)
         if "user_error" in reply:
             raise UserError(reply["user_error"])
-        waited_s = time.monotonic() - began_s
-        refused = tuple(reply.get("refused_calls", ()))
-        parts = [reply.get("message", ""), f"the sandbox refused the program {', '.join(refused)}" if refused else ""]
-        message, trace = "; ".join(filter(None, parts)), reply.get("traceback", "")
-        return Verdict(reply.get("reward", 0.0), reply.get("problem"), message, waited_s, trace, refused)
+        return reply, time.monotonic() - began_s
 
     async def _ask_shared(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Ask the process that many responses share. Raises WorkerLost for all of them, though one is to blame."""
+        """Ask the process that many requests share. Raises WorkerLost for all of them, though one is to blame."""
         async with self._shared_start:
             if self._shared is None or not self._shared.is_alive:
                 self._shared = await self._start()
@@ -294,12 +312,15 @@ class WorkerPool:
                 return {"problem": "error", "message": f"its process died, twice: {loss}"}
 
     async def _ask_alone(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Ask a process that judges nothing else meanwhile. Raises WorkerLost."""
+        """Ask a process that does nothing else meanwhile. Raises WorkerLost."""
         worker = await self._lease()
         try:
             return await worker.ask(fields, self._limit_s)
         except TimeoutError:
-            return {"problem": "timeout", "message": f"no verdict in {self._limit_s:g} s{worker.place}"}
+            return {"problem": "timeout", "message": f"no {self._spec.gives} in {self._limit_s:g} s{worker.place}"}
+        except asyncio.CancelledError:
+            worker.kill()  # it is still at this request
+            raise
         finally:
             if worker.is_alive:
                 self._idle.append(worker)
@@ -327,7 +348,7 @@ class WorkerPool:
                 continue
             self._workers.add(worker)
             return worker
-        raise RuntimeError(f"no process that judges responses could be started: {'; '.join(reasons)}")
+        raise RuntimeError(f"no process that {self._spec.does} could be started: {'; '.join(reasons)}")
 
     async def _end_all(self) -> None:
         me = asyncio.current_task()
@@ -336,3 +357,23 @@ class WorkerPool:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+
+
+class EnvironmentProcesses:
+    """An environment whose step function runs in worker processes."""
+
+    def __init__(self, spec: EnvironmentSpec, concurrency: int | None = None) -> None:
+        """Start a first process. Raises UserError, RuntimeError."""
+        self.deadline_s = 2 * (spec.timeout_s + GRACE_S)  # asked again if its process is lost
+        self._pool = WorkerPool(spec, concurrency)
+
+    async def step(self, turn: TurnJson, state: Any) -> Answer:
+        """Answer a turn; a step that raises, hangs or returns nonsense has failed."""
+        reply = await self._pool.ask({"turn": turn, "state": state})
+        if "answer" in reply:
+            return as_answer(reply["answer"])
+        return Failed(reply["message"], reply["problem"])
+
+    def close(self) -> None:
+        """End the processes. Safe to call twice."""
+        self._pool.close()

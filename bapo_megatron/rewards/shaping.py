@@ -22,31 +22,31 @@ from bapo_megatron.types import Count, Number
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config, RewardConfig
-    from bapo_megatron.types import Group, Trajectory
+    from bapo_megatron.types import Group, Sample
 
 _EPSILON = 1e-8  # added to the variance, as PPO implementations do: equal rewards must not divide by 0
 
 
-def shaped_reward(trajectory: Trajectory, config: Config) -> float:
+def shaped_reward(sample: Sample, config: Config) -> float:
     """Subtract the length penalty from the verdict: DAPO's soft over-long punishment, arXiv 2503.14476, Eq. 13.
 
     The penalty grows linearly from 0 to reward.overlong_penalty over the last reward.overlong_buffer_tokens before
-    rollout.max_response_tokens; a truncated response loses all of it. `Trajectory.reward` keeps the verdict.
+    rollout.max_response_tokens; a truncated response loses all of it. `Sample.reward` keeps the verdict.
     Example: limit 100, buffer 20, penalty 1: 80 tokens cost 0, 90 cost 0.5, a truncated response 1.
     """
-    assert trajectory.reward is not None, f"{trajectory.sample_id} has no verdict"
+    assert sample.reward is not None, f"{sample.sample_id} has no verdict"
     penalty, buffer = config.reward.overlong_penalty, config.reward.overlong_buffer_tokens
-    if trajectory.finish_reason == "length":
-        return trajectory.reward - penalty
-    num_left = config.rollout.max_response_tokens - trajectory.num_response_tokens
+    if sample.finish_reason == "length":
+        return sample.reward - penalty
+    num_left = config.rollout.max_response_tokens - sample.num_sampled_tokens
     if num_left >= buffer:
-        return trajectory.reward
-    return trajectory.reward - penalty * min(1.0, (buffer - num_left) / buffer)
+        return sample.reward
+    return sample.reward - penalty * min(1.0, (buffer - num_left) / buffer)
 
 
-def is_trained(trajectory: Trajectory, config: Config) -> bool:
+def is_trained(sample: Sample, config: Config) -> bool:
     """Return whether the response's tokens count in the loss; rollout.truncated = "mask" excludes truncated ones."""
-    return not (config.rollout.truncated == "mask" and trajectory.finish_reason == "length")
+    return not (config.rollout.truncated == "mask" and sample.finish_reason == "length")
 
 
 def is_informative(group: Group, config: Config) -> bool:
@@ -55,9 +55,9 @@ def is_informative(group: Group, config: Config) -> bool:
     rollout.keep_group = "informative" drops the others (DAPO's dynamic sampling, arXiv 2503.14476, section 3.2).
     Rewards that reward.clip makes equal do not differ, but with reward.running_std only the batch can tell.
     """
-    if not any(t.num_response_tokens and is_trained(t, config) for t in group.trajectories):
+    if not any(s.num_sampled_tokens and is_trained(s, config) for s in group.valid):
         return False
-    rewards = [shaped_reward(t, config) for t in group.trajectories]
+    rewards = [shaped_reward(s, config) for s in group.valid]
     if config.reward.clip is not None and not config.reward.running_std:
         rewards = [bounded(config.reward.scale * reward, config.reward.clip) for reward in rewards]
     return len(set(rewards)) > 1

@@ -1,8 +1,8 @@
-"""Run a judge process: `python -m bapo_megatron.rewards.worker FD`, started by `rewards/pool.py`.
+"""Run a judge or an environment: `python -m bapo_megatron.rewards.worker FD`, started by `rewards/pool.py`.
 
 The socket FD carries one JSON object a line.
-    in:   the JudgeSpec, then {"id": n, "fields": {...}} for each response
-    out:  {"is_async": b, "place": p}, then for each id {"reward": x} or
+    in:   {"judge": JudgeSpec} or {"environment": EnvironmentSpec}, then {"id": n, "fields": {...}} for each request
+    out:  {"is_async": b, "place": p}, then for each id {"reward": x} or {"answer": a} or
           {"problem": "timeout" or "error", "message": m, "traceback": t}, with the judge "code" either may also have
           "refused_calls": [names]; {"user_error": m} instead of any of these
 
@@ -24,18 +24,21 @@ from typing import Any
 
 from bapo_megatron.config.dotted import REWARD
 from bapo_megatron.errors import UserError
-from bapo_megatron.rewards import judges
-from bapo_megatron.rewards.judges import Judge, JudgeSpec, as_reward, build_judge
+from bapo_megatron.rewards import environments, judges
+from bapo_megatron.rewards.environments import EnvironmentSpec, StepFunction, build_environment
+from bapo_megatron.rewards.judges import Judge, JudgeSpec, build_judge
 
 MAX_LINE_BYTES = 256 << 20  # of a request: room for a long response and a large answer
 _MAX_MESSAGE_CHARS = 500
 _MAX_TRACEBACK_CHARS = 4000
-_OURS = (__file__, judges.__file__, asyncio.tasks.__file__, asyncio.timeouts.__file__)
+_OURS = (__file__, judges.__file__, environments.__file__, asyncio.tasks.__file__, asyncio.timeouts.__file__)
 _PR_SET_PDEATHSIG = 1
+
+Work = Judge | StepFunction
 
 
 def main() -> None:
-    """Serve verdicts until the other side closes the socket."""
+    """Serve replies until the other side closes the socket."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a judge that hangs ends too
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
@@ -44,35 +47,36 @@ def main() -> None:
     def send(message: dict[str, Any]) -> None:
         connection.sendall(_line(message))
 
-    spec = JudgeSpec(**json.loads(requests.readline()))
+    ((role, facts),) = json.loads(requests.readline()).items()
+    spec = JudgeSpec(**facts) if role == JudgeSpec.role else EnvironmentSpec(**facts)
     _limit_memory(spec.process_memory_bytes)
     try:
-        judge = build_judge(spec)
+        work: Work = build_judge(spec) if isinstance(spec, JudgeSpec) else build_environment(spec)
     except UserError as error:
         send({"user_error": str(error)})
         return
-    send({"is_async": judge.is_async, "place": judge.place})
-    if judge.is_async:
-        asyncio.run(_serve_async(judge, spec.timeout_s, connection))
+    send({"is_async": work.is_async, "place": work.place})
+    if work.is_async:
+        asyncio.run(_serve_async(work, spec.timeout_s, connection))
         return
     for line in requests:
         request = json.loads(line)
-        verdict = _verdict(judge, request["fields"], is_built_in=spec.kind in REWARD.names)
-        send({"id": request["id"], **verdict})
+        reply = _reply(work, request["fields"], is_built_in=spec.kind in REWARD.names)
+        send({"id": request["id"], **reply})
 
 
 def _line(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def _verdict(judge: Judge, fields: dict[str, Any], *, is_built_in: bool) -> dict[str, Any]:
+def _reply(work: Work, fields: dict[str, Any], *, is_built_in: bool) -> dict[str, Any]:
     try:
-        value = judge(fields)
-        return {"reward": as_reward(value), **_refused_calls(value, is_built_in)}
+        value = work(fields)
+        return {**work.reply(value), **_refused_calls(value, is_built_in)}
     except (Exception, SystemExit) as error:  # arbitrary text can make a judge raise anything
         if is_built_in and isinstance(error, OSError) and not isinstance(error, TimeoutError):
             raise
-        return _failure(error, judge) | _refused_calls(error, is_built_in)
+        return _failure(error, work) | _refused_calls(error, is_built_in)
 
 
 def _refused_calls(outcome: object, is_built_in: bool) -> dict[str, Any]:
@@ -81,47 +85,47 @@ def _refused_calls(outcome: object, is_built_in: bool) -> dict[str, Any]:
     return {"refused_calls": names} if names else {}
 
 
-async def _verdict_async(judge: Judge, fields: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+async def _reply_async(work: Work, fields: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     try:
-        return {"reward": as_reward(await asyncio.wait_for(judge(fields), timeout_s))}
+        return work.reply(await asyncio.wait_for(work(fields), timeout_s))
     except (Exception, SystemExit) as error:
-        return _failure(error, judge)
+        return _failure(error, work)
 
 
-def _failure(error: BaseException, judge: Judge) -> dict[str, Any]:
+def _failure(error: BaseException, work: Work) -> dict[str, Any]:
     if isinstance(error, UserError):
         return {"user_error": str(error)}
     problem = "timeout" if isinstance(error, TimeoutError) else "error"
-    text, place = _explained(error, judge)
+    text, place = _explained(error, work)
     return {"problem": problem, "message": f"{error!r:.{_MAX_MESSAGE_CHARS}}{place}", "traceback": text}
 
 
-def _explained(error: BaseException, judge: Judge) -> tuple[str, str]:
-    """Return the traceback without this package's frames around the judge, and its last place: " (my.py, line 3)".
+def _explained(error: BaseException, work: Work) -> tuple[str, str]:
+    """Return the traceback without this package's frames around the function, and its last place: " (my.py, line 3)".
 
-    A result that is no number has no frame of the judge: its first line stands for it.
+    A result that does not fit has no frame of the function: its first line stands for it.
     """
     summary = traceback.TracebackException.from_exception(error)
     for part in (summary, summary.__cause__):
         if part is not None:
             part.stack = traceback.StackSummary.from_list([f for f in part.stack if f.filename not in _OURS])
     frames = [*summary.stack, *(summary.__cause__.stack if summary.__cause__ else [])]
-    if not frames and judge.place is not None:
-        frames = [traceback.FrameSummary(*judge.place)]
+    if not frames and work.place is not None:
+        frames = [traceback.FrameSummary(*work.place)]
         summary.stack.extend(frames)
     text = "".join(summary.format())
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return text[-_MAX_TRACEBACK_CHARS:], place
 
 
-async def _serve_async(judge: Judge, timeout_s: float, connection: socket.socket) -> None:
+async def _serve_async(work: Work, timeout_s: float, connection: socket.socket) -> None:
     """Serve all requests at once; the other side bounds their number."""
     connection.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_LINE_BYTES)
     running: set[asyncio.Task[None]] = set()
 
     async def serve(request: dict[str, Any]) -> None:
-        writer.write(_line({"id": request["id"], **await _verdict_async(judge, request["fields"], timeout_s)}))
+        writer.write(_line({"id": request["id"], **await _reply_async(work, request["fields"], timeout_s)}))
 
     while line := await reader.readline():
         task = asyncio.create_task(serve(json.loads(line)))

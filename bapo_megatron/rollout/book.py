@@ -1,13 +1,13 @@
-"""The samples between prompt and batch: admitted, growing, complete, judged, chosen. No engine, no clock.
+"""The samples between prompt and batch: admitted, growing, answered, ended, chosen. No engine, no driver, no clock.
 
-prompts --admit--> active groups --grow--> complete --settle (judged)--> finished --choose--> one step's groups
+prompts --admit--> active groups --grow, answer--> complete --settle--> finished --choose--> one step's groups
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+from pydantic import InstanceOf, ValidationInfo
 from typing_extensions import TypedDict
 
 from bapo_megatron.config.schema import RolloutConfig
@@ -15,7 +15,8 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.prompts.mixture import PromptsState
 from bapo_megatron.rollout.ledger import Ledger, LedgerError, LedgerState
 from bapo_megatron.rollout.staleness import StalenessBound
-from bapo_megatron.types import Group, GroupJson, Prompt, Trajectory
+from bapo_megatron.tokens import Array, JoinedRows, TokenStream
+from bapo_megatron.types import Group, GroupJson, NeedsEnvironment, NeedsTokens, Prompt, Sample, with_values
 
 Keep = Callable[[Group], bool]
 """Tells whether a judged group is worth training."""
@@ -34,8 +35,32 @@ class BookState(TypedDict):
 
     prompts: PromptsState
     ledger: LedgerState
-    active: list[GroupJson]
+    active: list[GroupJson]  # whose values are numbers of rows
     finished: list[GroupJson]
+    rows: dict[str, InstanceOf[Array]]  # of all groups, joined: by the name of their stream
+
+
+def samples_fit(state: Any, info: ValidationInfo) -> Any:
+    """Check the values of a `BookState`'s tokens, as a validator; "streams" and "vocab_size" may be in the context."""
+    context = info.context or {}
+    groups_of(state, context.get("streams", ()), context.get("vocab_size"))
+    return state
+
+
+def groups_of(state: Any, streams: Iterable[TokenStream], vocab_size: int | None = None) -> tuple[list[Group], ...]:
+    """Return the active and the finished groups of a state. Raises ValueError naming prompt and stream."""
+    rows, streams = JoinedRows(state["rows"]), tuple(streams)
+
+    def group(value: Any) -> Group:
+        try:
+            value = with_values(value, rows.take)
+        except ValueError as problem:
+            raise ValueError(f"prompt {value['prompt']['prompt_id']}: {problem}") from problem
+        return Group.from_json(value, streams, vocab_size)
+
+    found = tuple([group(value) for value in state[name]] for name in ("active", "finished"))
+    rows.check_empty()
+    return found
 
 
 class RolloutBook:
@@ -47,157 +72,195 @@ class RolloutBook:
         prompts: Prompts,
         bound: StalenessBound,
         keep: Keep = lambda judged: True,
+        streams: Sequence[TokenStream] = (),
+        *,
+        by_group: bool = True,
     ) -> None:
+        """`streams`: of models and plugins, that the engines return. `by_group`: see `Driver`."""
         self.ledger = Ledger()
         self.bound = bound
         self.num_dropped: Counter[str] = Counter()  # groups by reason, since this attempt began
         self._prompts = prompts
         self._keep = keep
+        self._streams = streams
+        self.by_group = by_group
         self._samples_per_prompt = config.samples_per_prompt
         self._samples_in_flight = (config.groups_in_flight or config.prompts_per_step) * config.samples_per_prompt
         self._active: dict[int, Group] = {}  # by prompt id, oldest first
         self._finished: list[Group] = []  # judged, in the order of the verdicts
-        self._num_unfinished = 0
+        self._num_growing = 0  # samples that need tokens
         self._begun: dict[str, int] = {}  # weight version at the start of each request in progress, by sample id
 
-    def admit(self, version: int, next_version: int) -> list[Trajectory]:
-        """Draw prompts until as many responses are unfinished as the configuration asks for; return the new ones.
+    def admit(self, version: int, next_version: int) -> list[Sample]:
+        """Draw prompts until as many samples need tokens as the configuration asks for; return the new ones.
 
-        A sample is replaced when it ends, not when its group does: a slow response holds back no other group.
+        A sample is replaced when it needs no more tokens, not when its group ends: one that is slow, or waits for its
+        environment, holds back no other group. All of them count for the staleness bound.
         """
-        admitted: list[Trajectory] = []
+        admitted: list[Sample] = []
         capacity = self.bound.capacity(version, next_version)
-        while self._num_unfinished < self._samples_in_flight and len(self._active) + len(self._finished) < capacity:
+        while self._num_growing < self._samples_in_flight and len(self._active) + len(self._finished) < capacity:
             prompt = self._prompts.next()
-            new = tuple(Trajectory(f"{prompt.prompt_id}.{i}", prompt) for i in range(self._samples_per_prompt))
-            for trajectory in new:
-                self.ledger.admit(trajectory.sample_id)
-            self._active[prompt.prompt_id] = Group(prompt, new)
-            self._num_unfinished += len(new)
-            admitted += new
+            group = Group.begun(prompt, self._samples_per_prompt)
+            for sample in group.samples:
+                self.ledger.admit(sample.sample_id)
+            self._active[prompt.prompt_id] = group
+            self._num_growing += len(group.samples)
+            admitted += group.samples
         return admitted
 
-    def unfinished(self) -> list[Trajectory]:
-        """Return responses that need more tokens, those of older prompts first."""
-        return [t for group in self._active.values() for t in group.trajectories if t.finish_reason is None]
+    def growing(self) -> list[Sample]:
+        """Return samples that need more tokens, those of older prompts first."""
+        return [s for group in self._active.values() for s in group.samples if isinstance(s.need, NeedsTokens)]
 
-    def start(self, trajectory: Trajectory, version: int) -> None:
-        """Record that a request for this response is in progress, with tokens of weight `version` or newer."""
-        self.ledger.start(trajectory.sample_id)
-        self._begun[trajectory.sample_id] = version
+    def waiting(self) -> list[list[Sample]]:
+        """Return the samples to ask a driver about, those to be asked together in one list, older prompts first."""
+        return [samples for group in self._active.values() for samples in self.waiting_in(group)]
 
-    def grow(self, trajectory: Trajectory) -> None:
-        """Record the response that a request returned."""
-        group = self._active[trajectory.prompt.prompt_id]
-        trajectories = tuple(trajectory if t.sample_id == trajectory.sample_id else t for t in group.trajectories)
-        self._active[trajectory.prompt.prompt_id] = replace(group, trajectories=trajectories)
-        self._num_unfinished -= trajectory.finish_reason is not None
-        self._stop(trajectory)
+    def waiting_in(self, group: Group) -> list[list[Sample]]:
+        """Return the samples of an active group as `waiting` does."""
+        waiting = [s for s in group.samples if isinstance(s.need, NeedsEnvironment)]
+        if not self.by_group:
+            return [[sample] for sample in waiting]
+        is_due = waiting and not any(isinstance(s.need, NeedsTokens) for s in group.samples)
+        return [waiting] if is_due else []
+
+    def start(self, sample: Sample, version: int) -> None:
+        """Record that a request for this sample is in progress, with tokens of weight `version` or newer."""
+        self.ledger.start(sample.sample_id)
+        self._begun[sample.sample_id] = version
+
+    def grow(self, sample: Sample) -> None:
+        """Record the sample that a request returned."""
+        self._num_growing -= not isinstance(sample.need, NeedsTokens)
+        self._put(sample)
+        self._stop(sample)
+
+    def answer(self, sample: Sample) -> None:
+        """Record the sample that a driver returned."""
+        self.ledger.answer(sample)
+        self._num_growing += isinstance(sample.need, NeedsTokens)
+        self._put(sample)
 
     def release(self, sample_id: str) -> None:
-        """Record that the request has ended; a response that did not come back stays as it was."""
+        """Record that the request has ended; a sample that did not come back stays as it was."""
         if self.ledger.is_running(sample_id):
             self._stop(self.get(sample_id))
 
-    def get(self, sample_id: str) -> Trajectory:
-        """Return an active response."""
+    def get(self, sample_id: str) -> Sample:
+        """Return an active sample."""
         group = self.group(int(sample_id.split(".")[0]))
-        return next(t for t in group.trajectories if t.sample_id == sample_id)
+        return next(s for s in group.samples if s.sample_id == sample_id)
 
     def group(self, prompt_id: int) -> Group:
         """Return an active group."""
         return self._active[prompt_id]
 
-    def complete(self) -> list[Group]:
-        """Return groups whose responses have all ended, and that wait to be judged."""
-        return [group for group in self._active.values() if group.is_complete]
-
-    def settle(self, group: Group, rewards: Sequence[float], version: int) -> bool:
-        """Give a complete group one reward per response; it then waits to be trained, or is dropped.
+    def settle(self, group: Group, version: int) -> bool:
+        """Let a complete group wait to be trained, or drop it; a group without a reward is dropped as "failed".
 
         Returns whether it is worth training. A group too old at `version` is dropped all the same, as "stale".
         """
-        trajectories = zip(group.trajectories, rewards, strict=True)
-        judged = replace(group, trajectories=tuple(replace(t, reward=float(r)) for t, r in trajectories))
         del self._active[group.prompt.prompt_id]
-        is_kept = self._keep(judged)
-        if self.bound.is_stale(judged, version):
-            self._drop(judged, "stale")
+        is_kept = bool(group.valid) and self._keep(group)
+        if self.bound.is_stale(group, version):
+            self._drop(group, "stale")
         elif not is_kept:
-            self._drop(judged, "keep_group")
+            self._drop(group, "keep_group" if group.valid else "failed")
         else:
-            self._finished.append(judged)
+            self._finished.append(group)
         return is_kept
 
     def choose(self, version: int) -> list[Group] | None:
-        """Return one step's groups and book them as trained; None if the step has to wait for others to finish."""
+        """Return one step's groups and book them as trained; None if the step has to wait for others to finish.
+
+        Their invalid samples are booked as dropped, as "failed".
+        """
         chosen = self.bound.choose(self._finished, [self._slack(g, version) for g in self._active.values()], version)
         if chosen is None:
             return None
         taken = {group.prompt.prompt_id for group in chosen}
         self._finished = [group for group in self._finished if group.prompt.prompt_id not in taken]
-        for trajectory in (t for group in chosen for t in group.trajectories):
-            self.ledger.train(trajectory.sample_id)
+        for sample in (s for group in chosen for s in group.samples):
+            if sample.reward is None:
+                self.ledger.drop(sample.sample_id, "failed")
+            else:
+                self.ledger.train(sample.sample_id)
         self.ledger.check(self.buffered())
         return chosen
 
     def drop_stale(self, version: int) -> None:
         """Drop groups that can no longer be trained within the bound: none, unless it was lowered between runs.
 
-        Groups with a request in progress, and complete ones, whose verdict may be, are left to `settle`.
+        Groups with a request in progress, and those that a driver may have been asked about, are left to `settle`.
         """
         for group in [g for g in self._finished if self.bound.is_stale(g, version)]:
             self._finished.remove(group)
             self._drop(group, "stale")
         for group in [g for g in self._active.values() if self.bound.is_stale(g, version)]:
-            if not (group.is_complete or any(self.ledger.is_running(t.sample_id) for t in group.trajectories)):
+            is_running = any(self.ledger.is_running(s.sample_id) for s in group.samples)
+            if not (is_running or self.waiting_in(group)):
                 del self._active[group.prompt.prompt_id]
-                self._num_unfinished -= sum(t.finish_reason is None for t in group.trajectories)
+                self._num_growing -= sum(isinstance(s.need, NeedsTokens) for s in group.samples)
                 self._drop(group, "stale")
 
-    def is_urgent(self, trajectory: Trajectory, version: int) -> bool:
+    def is_urgent(self, sample: Sample, version: int) -> bool:
         """Return whether its group must be trained in the step that begins at `version`, or never."""
-        return self._slack(self._active[trajectory.prompt.prompt_id], version) == 0
+        return self._slack(self._active[sample.prompt.prompt_id], version) == 0
 
-    def buffered(self) -> Iterator[Trajectory]:
-        """Yield every response here: partial, waiting, or finished and not yet taken."""
+    def buffered(self) -> Iterator[Sample]:
+        """Yield every sample here: growing, waiting, or finished and not yet taken."""
         for group in (*self._active.values(), *self._finished):
-            yield from group.trajectories
+            yield from group.samples
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a JSON value with which a resumed run loses nothing; running requests are sent again."""
+        """Return JSON, with arrays, that a resumed run loses nothing with.
+
+        Requests in progress are sent again, and drivers asked again.
+        """
+        rows = JoinedRows()
+        groups = {"active": self._active.values(), "finished": self._finished}
+        samples = {name: [with_values(g.to_json(), rows.put) for g in some] for name, some in groups.items()}
         return {
             "prompts": self._prompts.state_dict(),
             "ledger": self.ledger.state_dict(),
-            "active": [g.to_json() for g in self._active.values()],
-            "finished": [g.to_json() for g in self._finished],
+            **samples,
+            "rows": rows.arrays(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the state was taken. Raises CheckpointError if it contradicts itself, or the configuration."""
         self._prompts.load_state_dict(state["prompts"])
         self.ledger.load_state_dict(state["ledger"])
-        active = [Group.from_json(g) for g in state["active"]]
+        try:
+            active, self._finished = groups_of(state, self._streams)
+        except ValueError as problem:
+            raise CheckpointError(f"the checkpoint's samples cannot be used: {problem}") from problem
         self._active = {group.prompt.prompt_id: group for group in active}
-        self._finished = [Group.from_json(g) for g in state["finished"]]
-        self._num_unfinished = len(self.unfinished())
+        self._num_growing = len(self.growing())
         try:
             self.ledger.check(self.buffered())
         except LedgerError as error:
             raise CheckpointError(f"the checkpoint's samples contradict its ledger: {error}") from error
-        if any(t.reward is None for group in self._finished for t in group.trajectories):
+        if any(group.is_complete for group in active):
+            raise CheckpointError("the checkpoint holds a group whose samples have all ended among those that grow")
+        if not all(group.is_complete and group.valid for group in self._finished):
             raise CheckpointError("the checkpoint holds a finished group without rewards")
 
     def _slack(self, group: Group, version: int) -> float:
         """Return the slack of an active group: tokens on their way may be as old as their request."""
-        begun = [self._begun[t.sample_id] for t in group.trajectories if t.sample_id in self._begun]
+        begun = [self._begun[s.sample_id] for s in group.samples if s.sample_id in self._begun]
         return min([self.bound.slack_of(group, version), *(self.bound.slack(v, version) for v in begun)])
 
-    def _stop(self, trajectory: Trajectory) -> None:
-        self.ledger.stop(trajectory)
-        del self._begun[trajectory.sample_id]
+    def _put(self, sample: Sample) -> None:
+        prompt_id = sample.prompt.prompt_id
+        self._active[prompt_id] = self._active[prompt_id].grown(sample)
+
+    def _stop(self, sample: Sample) -> None:
+        self.ledger.stop(sample)
+        del self._begun[sample.sample_id]
 
     def _drop(self, group: Group, reason: str) -> None:
         self.num_dropped[reason] += 1
-        for trajectory in group.trajectories:
-            self.ledger.drop(trajectory.sample_id, reason)
+        for sample in group.samples:
+            self.ledger.drop(sample.sample_id, reason)

@@ -17,12 +17,13 @@ from bapo_megatron.engines.base import Engine, GenerateRequest, GenerateResult
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, RequestRefusedError
 from bapo_megatron.runtime.heartbeat import HEARTBEAT
-from bapo_megatron.types import Segment, Trajectory
+from bapo_megatron.tokens import Rows, TokenStream
+from bapo_megatron.types import NeedsTokens, Sample, Segment, TurnEnd
 
 log = logging.getLogger(__name__)
 
-Accept = Callable[[Trajectory], None]
-"""Takes a response that has grown. Called at once for each, so that a cancelled wait loses no reply."""
+Accept = Callable[[Sample], None]
+"""Takes a sample that has grown. Called at once for each, so that a cancelled wait loses no reply."""
 
 
 @dataclass(slots=True)
@@ -41,16 +42,24 @@ class RolloutStats:
 
 
 class Dispatcher:
-    """Continues responses. Runs on the engines' event loop."""
+    """Continues samples. Runs on the engines' event loop."""
 
     def __init__(
-        self, config: RolloutConfig, pool: EnginePool, *, stop_token_ids: tuple[int, ...], run_seed: int
+        self,
+        config: RolloutConfig,
+        pool: EnginePool,
+        *,
+        stop_token_ids: tuple[int, ...],
+        run_seed: int,
+        streams: Sequence[TokenStream] = (),
     ) -> None:
+        """`streams`: of models and plugins, that the engines are asked for."""
         self.pool = pool
         self.version = 0  # of the weights that every live engine has at least
         self._config = config
         self._stop_token_ids = stop_token_ids
         self._run_seed = run_seed
+        self._streams = tuple(streams)
         self._call_numbers = itertools.count()
         self._open: dict[str, Engine] = {}  # by rid: requests without an answer
         self.stats = RolloutStats()
@@ -74,16 +83,16 @@ class Dispatcher:
         asked = [(rid, e) for rid, engine in self._open.items() for e in (live if by_router else [engine])]
         await asyncio.gather(*(abort(rid, engine) for rid, engine in asked if self.pool.is_live(engine)))
 
-    async def grow_together(self, trajectories: Sequence[Trajectory], step: int, accept: Accept) -> None:
-        """Grow each response by one piece, in one call to each live engine; return when all calls have ended.
+    async def grow_together(self, samples: Sequence[Sample], step: int, accept: Accept) -> None:
+        """Grow each sample by one piece, in one call to each live engine; return when all calls have ended.
 
         Raises:
             RequestRefusedError, EngineError: as `grow`.
         """
-        calls: dict[str, tuple[Engine, list[Trajectory]]] = {}
-        for trajectory in trajectories:
-            if (home := self.pool.home(trajectory.prompt.prompt_id)) is not None:
-                calls.setdefault(home.url, (home, []))[1].append(trajectory)
+        calls: dict[str, tuple[Engine, list[Sample]]] = {}
+        for sample in samples:
+            if (home := self.pool.home(sample.prompt.prompt_id)) is not None:
+                calls.setdefault(home.url, (home, []))[1].append(sample)
         outcomes = await asyncio.gather(
             *(self.grow(mine, engine, step, accept) for engine, mine in calls.values()), return_exceptions=True
         )
@@ -91,16 +100,16 @@ class Dispatcher:
             if failure is not None:
                 raise failure
 
-    async def grow(self, trajectories: Sequence[Trajectory], engine: Engine, step: int, accept: Accept) -> None:
-        """Grow each response by one piece, in one call, which the engine batches.
+    async def grow(self, samples: Sequence[Sample], engine: Engine, step: int, accept: Accept) -> None:
+        """Grow each sample by one piece, in one call, which the engine batches.
 
-        `accept` gets every response, unless the engine failed and is fenced now.
+        `accept` gets every sample, unless the engine failed and is fenced now.
 
         Raises:
             RequestRefusedError: the engine is healthy, but refuses the request.
             EngineError: another trainer is updating this engine.
         """
-        remaining, problem = list(trajectories), None
+        remaining, problem = list(samples), None
         for attempt in range(self._config.max_retries + 1):
             if problem is not None:
                 self._count_retries(len(remaining), engine, problem)
@@ -113,11 +122,11 @@ class Dispatcher:
         self.fence(engine, f"{problem} (gave up after {self._config.max_retries + 1} attempts)")
 
     async def _attempt(
-        self, trajectories: list[Trajectory], engine: Engine, step: int, accept: Accept
-    ) -> tuple[list[Trajectory], str | None]:
-        """Send one call. Return the responses that have not grown and the last reason, None if all have."""
+        self, samples: list[Sample], engine: Engine, step: int, accept: Accept
+    ) -> tuple[list[Sample], str | None]:
+        """Send one call. Return the samples that have not grown and the last reason, None if all have."""
         call, oldest_version = next(self._call_numbers), self.version
-        requests = [self._request(t, f"{t.sample_id}-s{step}c{call}") for t in trajectories]
+        requests = [self._request(s, f"{s.sample_id}-s{step}c{call}") for s in samples]
         opened = {request.rid: engine for request in requests}
         self._open |= opened
         role = f"engine {engine.url}"
@@ -128,21 +137,21 @@ class Dispatcher:
         except RequestRefusedError:
             raise
         except EngineError as failure:
-            return trajectories, str(failure)
+            return samples, str(failure)
         finally:
             for rid in opened:
                 del self._open[rid]
-        failed: list[Trajectory] = []
+        failed: list[Sample] = []
         problem: str | None = None
-        for trajectory, result in zip(trajectories, results, strict=True):
+        for sample, result in zip(samples, results, strict=True):
             if isinstance(result, EngineError):
-                failed.append(trajectory)
+                failed.append(sample)
                 problem = str(result)
                 continue
             versions = [span.version for span in result.spans]
             found = f"{engine.url}, request {result.rid}: tokens of weight version"
             if min(versions, default=oldest_version) < oldest_version:
-                failed.append(trajectory)
+                failed.append(sample)
                 problem = f"{found} {min(versions)}, but version {oldest_version} was sent there; was it restarted?"
                 self.fence(engine, problem)
             elif max(versions, default=0) > (newest := self.pool.newest_version):
@@ -150,7 +159,7 @@ class Dispatcher:
                 raise EngineError(f"{found} {max(versions)}, but the trainer is at {newest}; {another}")
             else:
                 self.stats.num_tokens += len(result.token_ids)
-                accept(self._grown(trajectory, result, step))
+                accept(self._grown(sample, result, step))
         return failed, problem
 
     def _count_retries(self, num: int, engine: Engine, problem: str) -> None:
@@ -162,32 +171,47 @@ class Dispatcher:
             self.stats.told.add(complaint)
             log.warning("a request is repeated: %s", problem)
 
-    def _request(self, trajectory: Trajectory, rid: str) -> GenerateRequest:
-        room = self._config.max_response_tokens - trajectory.num_response_tokens
+    def _request(self, sample: Sample, rid: str) -> GenerateRequest:
+        assert isinstance(sample.need, NeedsTokens), f"{sample.sample_id} needs no tokens"
+        room = self._config.max_response_tokens - sample.num_sampled_tokens
+        trajectory = sample.turn
         return GenerateRequest(
             rid=rid,
-            token_ids=trajectory.prompt.token_ids + trajectory.response_ids,
+            token_ids=tuple(trajectory.token_ids.tolist()),
             max_new_tokens=min(room, self._config.tokens_per_round or room),
             temperature=self._config.temperature,
             top_p=self._config.top_p,
             top_k=self._config.top_k,
             stop_token_ids=self._stop_token_ids,
-            seed=sample_seed(self._run_seed, trajectory.sample_id),
+            seed=sample_seed(self._run_seed, sample.sample_id, sample.need.trajectory),
+            streams=self._streams,
+            num_fed=trajectory.num_fed(self._streams),
         )
 
-    def _grown(self, trajectory: Trajectory, result: GenerateResult, step: int) -> Trajectory:
-        """Return the trajectory with the reply's tokens, cut into segments at the server's version spans."""
+    def _grown(self, sample: Sample, result: GenerateResult, step: int) -> Sample:
+        """Return the sample with the reply's tokens, cut into segments at the server's version spans."""
+        num_new = len(result.token_ids)
+
+        def rows(start: int, end: int) -> Rows:
+            return {stream: values[len(values) - num_new :][start:end] for stream, values in result.rows.items()}
+
         segments = [
-            Segment(s.version, step, result.token_ids[s.start : s.end], result.behaviour_logprobs[s.start : s.end])
+            Segment.sampled(
+                s.version,
+                step,
+                result.token_ids[s.start : s.end],
+                result.behaviour_logprobs[s.start : s.end],
+                rows(s.start, s.end),
+            )
             for s in result.spans
         ]
-        num_tokens = trajectory.num_response_tokens + len(result.token_ids)
-        is_full = num_tokens >= self._config.max_response_tokens
-        return trajectory.extended(
-            segments, "stop" if result.finish_reason == "stop" else "length" if is_full else None
-        )
+        late = {stream: values[: len(values) - num_new] for stream, values in result.rows.items()}
+        is_full = sample.num_sampled_tokens + num_new >= self._config.max_response_tokens
+        turn_end: TurnEnd | None = "stop" if result.finish_reason == "stop" else "length" if is_full else None
+        return sample.extended(segments, turn_end, late)
 
 
-def sample_seed(run_seed: int, sample_id: str) -> int:
-    """Return a 31-bit sampling seed that depends only on the run's seed and the sample."""
-    return int.from_bytes(hashlib.blake2b(f"{run_seed}/{sample_id}".encode(), digest_size=4).digest(), "big") >> 1
+def sample_seed(run_seed: int, sample_id: str, trajectory: int = 0) -> int:
+    """Return a 31-bit sampling seed that depends only on the run's seed, the sample and the place in it."""
+    name = f"{run_seed}/{sample_id}" + (f"/{trajectory}" if trajectory else "")
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big") >> 1

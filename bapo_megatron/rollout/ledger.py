@@ -1,11 +1,15 @@
 """The ledger: the state of every sample, and proof that no token was lost or counted twice.
 
     queued -> running -> partial -> running -> ... -> finished -> trained
+                            ^--- its environment's answer ---'
                                                    (any of them) -> dropped(reason)
 
-The conservation law, checked against the buffers at every step:
+A sample is *finished* while it needs no token: it waits for its environment, its judge or its step. The conservation
+law, checked against the buffers at every step:
 
     tokens generated = tokens trained + tokens buffered + tokens dropped
+
+and the same for the tokens that environments gave: given = trained + buffered + dropped.
 """
 
 from collections import Counter
@@ -14,7 +18,7 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from bapo_megatron.types import Count, Trajectory
+from bapo_megatron.types import Count, NeedsTokens, Sample
 
 State = Literal["queued", "running", "partial", "finished"]
 
@@ -22,7 +26,7 @@ _ALLOWED: dict[State, tuple[State, ...]] = {
     "queued": ("running",),
     "running": ("queued", "partial", "finished"),
     "partial": ("running",),
-    "finished": (),
+    "finished": ("partial",),
 }
 
 
@@ -37,6 +41,8 @@ class LedgerState(TypedDict):
     tokens: dict[str, Count]
     num_samples: dict[str, Count]
     num_tokens: dict[str, Count]
+    given: dict[str, Count]
+    num_given: dict[str, Count]
     dropped: dict[str, Count]
 
 
@@ -49,8 +55,10 @@ class Ledger:
     def __init__(self) -> None:
         self._states: dict[str, State] = {}
         self._tokens: dict[str, int] = {}  # generated so far, by sample still here
+        self._given: dict[str, int] = {}  # by environments so far, by sample still here that has any
         self.num_samples: Counter[str] = Counter()  # admitted, trained, dropped
         self.num_tokens: Counter[str] = Counter()  # generated, trained, dropped
+        self.num_given: Counter[str] = Counter()  # given, trained, dropped
         self.dropped: Counter[str] = Counter()  # samples by reason
 
     def admit(self, sample_id: str) -> None:
@@ -65,18 +73,27 @@ class Ledger:
         """Book the beginning of a request for this sample."""
         self._move(sample_id, "running")
 
-    def stop(self, trajectory: Trajectory) -> None:
+    def stop(self, sample: Sample) -> None:
         """Book the end of a request: the sample is finished, partial, or queued again if it has no token."""
-        sample_id, num_tokens = trajectory.sample_id, trajectory.num_response_tokens
+        sample_id, num_tokens = sample.sample_id, sample.num_sampled_tokens
         grown = num_tokens - self._tokens.get(sample_id, 0)
         if grown < 0:
             raise LedgerError(f"sample {sample_id} shrank by {-grown} tokens")
-        if trajectory.finish_reason is not None:
+        if not isinstance(sample.need, NeedsTokens):
             self._move(sample_id, "finished")
         else:
             self._move(sample_id, "partial" if num_tokens else "queued")
         self._tokens[sample_id] = num_tokens
         self.num_tokens["generated"] += grown
+        self._count_given(sample)
+
+    def answer(self, sample: Sample) -> None:
+        """Book an answer of the sample's environment: it may need tokens again, after those that it was given."""
+        if sample.num_sampled_tokens != self._tokens.get(sample.sample_id):
+            raise LedgerError(f"sample {sample.sample_id} was answered, and has other tokens than before")
+        if isinstance(sample.need, NeedsTokens):
+            self._move(sample.sample_id, "partial")
+        self._count_given(sample)
 
     def is_running(self, sample_id: str) -> bool:
         """Return whether a request for this sample is in progress."""
@@ -104,28 +121,34 @@ class Ledger:
             "dropped": self.num_samples["dropped"],
         }
 
-    def check(self, buffered: Iterable[Trajectory]) -> None:
-        """Check the accounts against the scheduler's trajectories and the conservation law.
+    def check(self, buffered: Iterable[Sample]) -> None:
+        """Check the accounts against the scheduler's samples and the conservation laws.
 
         Raises:
             LedgerError: with the first disagreement.
         """
         held = list(buffered)
-        ids = {t.sample_id for t in held}
+        ids = {s.sample_id for s in held}
         if len(ids) != len(held):
             raise LedgerError("a sample is buffered twice")
         if ids != self._states.keys():
             lost, unknown = sorted(self._states.keys() - ids)[:3], sorted(ids - self._states.keys())[:3]
             raise LedgerError(f"samples lost: {lost}; samples without an entry: {unknown}")
-        for t in held:
-            if (self._states[t.sample_id] == "finished") != (t.finish_reason is not None):
-                raise LedgerError(f"sample {t.sample_id} is {self._states[t.sample_id]}, but ended: {t.finish_reason}")
-        num_buffered = sum(t.num_response_tokens for t in held)
+        for sample in held:
+            if (self._states[sample.sample_id] == "finished") == isinstance(sample.need, NeedsTokens):
+                raise LedgerError(f"sample {sample.sample_id} is {self._states[sample.sample_id]}, but {sample.need}")
+        num_buffered = sum(s.num_sampled_tokens for s in held)
         n = self.num_tokens
         if n["generated"] != n["trained"] + n["dropped"] + num_buffered:
             raise LedgerError(
                 f"{n['generated']} tokens generated, but {n['trained']} trained + {num_buffered} buffered + "
                 f"{n['dropped']} dropped"
+            )
+        g, num_given = self.num_given, sum(s.num_given_tokens for s in held)
+        if g["given"] != g["trained"] + g["dropped"] + num_given:
+            raise LedgerError(
+                f"{g['given']} tokens given by environments, but {g['trained']} trained + {num_given} buffered + "
+                f"{g['dropped']} dropped"
             )
         s = self.num_samples
         if s["dropped"] != self.dropped.total():
@@ -135,10 +158,10 @@ class Ledger:
                 f"{s['admitted']} samples admitted, but {s['trained']} trained + {len(held)} buffered + "
                 f"{s['dropped']} dropped"
             )
-        for t in held:
-            if not self.is_running(t.sample_id) and self._tokens.get(t.sample_id) != t.num_response_tokens:
-                booked = self._tokens.get(t.sample_id)
-                raise LedgerError(f"sample {t.sample_id} has {t.num_response_tokens} tokens, not {booked}")
+        for sample in held:
+            booked = self._tokens.get(sample.sample_id)
+            if not self.is_running(sample.sample_id) and booked != sample.num_sampled_tokens:
+                raise LedgerError(f"sample {sample.sample_id} has {sample.num_sampled_tokens} tokens, not {booked}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return a JSON value. Running samples are saved as before their request, which is sent again."""
@@ -151,6 +174,8 @@ class Ledger:
             "tokens": dict(self._tokens),
             "num_samples": dict(self.num_samples),
             "num_tokens": dict(self.num_tokens),
+            "given": dict(self._given),
+            "num_given": dict(self.num_given),
             "dropped": dict(self.dropped),
         }
 
@@ -159,7 +184,17 @@ class Ledger:
         self._tokens = dict(state["tokens"])
         self.num_samples = Counter(state["num_samples"])
         self.num_tokens = Counter(state["num_tokens"])
+        self._given = dict(state["given"])
+        self.num_given = Counter(state["num_given"])
         self.dropped = Counter(state["dropped"])
+
+    def _count_given(self, sample: Sample) -> None:
+        num_given, num_before = sample.num_given_tokens, self._given.get(sample.sample_id, 0)
+        if num_given < num_before:
+            raise LedgerError(f"sample {sample.sample_id} lost {num_before - num_given} given tokens")
+        if num_given:
+            self._given[sample.sample_id] = num_given
+            self.num_given["given"] += num_given - num_before
 
     def _move(self, sample_id: str, to: State) -> None:
         state = self._states.get(sample_id)
@@ -170,4 +205,6 @@ class Ledger:
     def _leave(self, sample_id: str, to: Literal["trained", "dropped"]) -> None:
         del self._states[sample_id]
         self.num_tokens[to] += self._tokens.pop(sample_id)
+        if num_given := self._given.pop(sample_id, 0):
+            self.num_given[to] += num_given
         self.num_samples[to] += 1

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.buffer.batch import BatchBuilder, BuilderState
+from bapo_megatron.config.families import token_streams
 from bapo_megatron.config.schema import Config, EvalSet
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.engines.connected import ConnectedEngines
@@ -25,24 +26,12 @@ from bapo_megatron.rewards.pool import Verdict
 from bapo_megatron.rewards.shaping import group_filter
 from bapo_megatron.rollout.book import BookState
 from bapo_megatron.rollout.dispatch import RolloutStats
+from bapo_megatron.rollout.drivers import JudgeOnce, TextJudge
 from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
 from bapo_megatron.rollout.scheduler import Scheduler
-from bapo_megatron.types import Batch, Group, Prompt, Trajectory
+from bapo_megatron.types import Batch, Group, Prompt
 
 EVAL_SEED = 1_000_003  # added to run.seed, so that evaluation draws other prompts than training
-
-
-@dataclass(slots=True)
-class Judge:
-    """A scorer of response texts, with the tokenizer that makes texts of tokens."""
-
-    scorer: RewardScorer
-    tokenizer: Any
-
-    def __call__(self, trajectories: Sequence[Trajectory]) -> list[float]:
-        """Return one reward per finished response. Blocks; see `RewardScorer.score`."""
-        texts = self.tokenizer.batch_decode([t.response_ids for t in trajectories], skip_special_tokens=True)
-        return self.scorer.score([(t.prompt, text) for t, text in zip(trajectories, texts, strict=True)])
 
 
 @dataclass(slots=True)
@@ -50,7 +39,7 @@ class Evaluation:
     """The evaluation inside a run: problems of its own, and judges that do not disturb that of training."""
 
     evaluator: Evaluator
-    judges: dict[str, Judge]  # by the name of a set; sets may share one
+    judges: list[TextJudge]
 
 
 class ManagerState(BookState):
@@ -66,7 +55,7 @@ class RolloutManager:
     config: Config
     engines: ConnectedEngines
     prompts: PromptStream | PromptMixture
-    judge: Judge
+    judge: TextJudge
     scheduler: Scheduler
     builder: BatchBuilder
     evaluation: Evaluation | None  # None without eval.interval_steps
@@ -115,14 +104,14 @@ class RolloutManager:
             return {}
         asked, loop = self.evaluation.evaluator, self.engines.loop
         try:
-            samples = loop.run(asked.sample(version), asked.deadline_s, asked.what, asked.progress)
+            loop.run(asked.sample(version), asked.deadline_s, asked.what, asked.progress)
         except NoEngineLeftError:
             timeout_s = self.config.rollout.startup_limit_s
             loop.run(self.engines.pool.until_one_is_back(timeout_s), timeout_s + 10, "an engine to be back")
             return None
         metrics: dict[str, float] = {}
-        for name, of_set in samples.items():
-            metrics |= eval_metrics(of_set, self.evaluation.judges[name](of_set), name)
+        for name, samples in loop.submit(asked.judged()).result().items():
+            metrics |= eval_metrics(samples, name)
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,7 +134,7 @@ class RolloutManager:
         self.engines.loop.run(self.scheduler.close(), self._patience_s, "sampling to stop", self._progress)
         self.judge.scorer.close()
         if self.evaluation is not None:
-            for judge in self.evaluation.judges.values():
+            for judge in self.evaluation.judges:
                 judge.scorer.close()
         self.engines.close()
 
@@ -153,17 +142,15 @@ class RolloutManager:
     def _patience_s(self) -> float:
         """The longest time without progress if engines and judges keep their deadlines; after it, something hangs.
 
-        A request fails with all its repetitions, an engine comes back, the responses of a group are judged one by one,
-        each of them twice.
+        A request fails with all its repetitions, an engine comes back, the driver takes as long as it may.
         """
         r = self.config.rollout
-        judging_s = 2 * self.config.reward.timeout_s * r.samples_per_prompt
-        return r.request_timeout_s * (r.max_retries + 1) + r.startup_limit_s + judging_s
+        return r.request_timeout_s * (r.max_retries + 1) + r.startup_limit_s + self.scheduler.driver.deadline_s
 
     def _progress(self) -> tuple[int, ...]:
-        """Return counts that grow during sampling: tokens, verdicts, and engines fenced with their requests."""
+        """Return counts that grow during sampling: tokens, answers, and engines fenced with their requests."""
         num_tokens = self.scheduler.ledger.num_tokens["generated"]
-        return num_tokens, self.judge.scorer.num_judged, self.engines.pool.num_fenced
+        return num_tokens, self.scheduler.num_answers, self.engines.pool.num_fenced
 
     def _metrics(self, stats: RolloutStats, elapsed_s: float) -> dict[str, float]:
         """Return the costs of a batch, under the names of docs/metrics.md."""
@@ -195,17 +182,22 @@ def connect_rollouts(config: Config, model_path: Path, urls: Sequence[str]) -> R
     stop_token_ids = (int(tokenizer.eos_token_id),)
     prompts = prompts_of(config, tokenizer)
     prompts.check()
-    judge = Judge(RewardScorer(config), tokenizer)
-    engines = ConnectedEngines.connect(config.rollout, urls, load_hf_config(model_path)["vocab_size"], key)
+    judge = TextJudge(RewardScorer(config), tokenizer)
+    # The responses of a group are judged one by one, each of them twice.
+    driver = JudgeOnce(judge, 2 * config.reward.timeout_s * config.rollout.samples_per_prompt)
+    streams = token_streams(config.model.family, model_path)
+    vocab_size = load_hf_config(model_path)["vocab_size"]
+    engines = ConnectedEngines.connect(config.rollout, urls, vocab_size, key, streams)
     scheduler = Scheduler(
         config.rollout,
         pool=engines.pool,
         prompts=prompts,
-        score=judge,
+        driver=driver,
         stop_token_ids=stop_token_ids,
         seed=config.run.seed,
         keep=group_filter(config),
         updates_per_step=config.train.minibatches_per_step * config.train.epochs_per_step,
+        streams=streams,
     )
     evaluation = None
     if config.eval.interval_steps is not None:
@@ -220,16 +212,17 @@ def _evaluation(
     """Take the prompts of every set; those of a procedural source are drawn with another seed than in training."""
     config = config.model_copy(update={"run": config.run.model_copy(update={"seed": config.run.seed + EVAL_SEED})})
     sets: list[tuple[EvalSet, list[Prompt]]] = []
-    judges: dict[str, Judge] = {}
-    by_spec: list[tuple[JudgeSpec, Judge]] = []
+    drivers: dict[str, JudgeOnce] = {}
+    judges: list[tuple[JudgeSpec, TextJudge]] = []
     for table, one in config.eval_sets.items():
         alone = config.with_prompts_of(one)
         stream = PromptStream(alone, tokenizer, build_source(alone, table))
         num_prompts = min(one.num_prompts, len(stream.source))
         sets.append((one, [stream.next() for _ in range(num_prompts)]))
         spec = JudgeSpec.of(alone)
-        if (judge := next((judge for other, judge in by_spec if other == spec), None)) is None:
-            judge = Judge(RewardScorer(alone), tokenizer)
-            by_spec.append((spec, judge))
-        judges[one.name] = judge
-    return Evaluation(Evaluator(config, engines.pool, sets, stop_token_ids), judges)
+        if (judge := next((judge for other, judge in judges if other == spec), None)) is None:
+            judge = TextJudge(RewardScorer(alone), tokenizer)
+            judges.append((spec, judge))
+        drivers[one.name] = JudgeOnce(judge)
+    evaluator = Evaluator(config, engines.pool, sets, stop_token_ids, drivers)
+    return Evaluation(evaluator, [judge for _, judge in judges])

@@ -18,11 +18,13 @@ from pydantic import ValidationError
 from typing_extensions import TypedDict
 
 from bapo_megatron.buffer.batch import BatchBuilder, BuilderState
+from bapo_megatron.config.families import token_streams
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, DataError, wrong_fields
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.rollout.shared import Rollouts
 from bapo_megatron.runtime.files import explaining_os_errors, regular_file
+from bapo_megatron.tokens import TokenStream, encoded_rows
 from bapo_megatron.types import Batch, Group
 
 
@@ -38,13 +40,16 @@ def write_groups(folder: Path, step: int, groups: Sequence[Group]) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with gzip.open(partial, "wt", encoding="utf-8", compresslevel=1) as file:
             for group in groups:
-                file.write(json.dumps(group.to_json()) + "\n")
+                file.write(json.dumps(group.to_json(), default=encoded_rows) + "\n")
         os.replace(partial, path)
     return path
 
 
-def read_groups(folder: Path, step: int) -> list[Group]:
+def read_groups(folder: Path, step: int, streams: Sequence[TokenStream] = ()) -> list[Group]:
     """Return the groups that `write_groups` wrote.
+
+    Args:
+        streams: of the model, that the samples have: see `config.families.token_streams`.
 
     Raises:
         DataError: the step is missing, or its file is damaged; names the file and the line.
@@ -60,8 +65,8 @@ def read_groups(folder: Path, step: int) -> list[Group]:
     try:
         with gzip.open(regular_file(path), "rt", encoding="utf-8") as file:
             for line in file:
-                group = Group.from_json(json.loads(line))
-                if any(t.reward is None for t in group.trajectories):
+                group = Group.from_json(json.loads(line), streams)
+                if not (group.is_complete and group.valid):
                     raise ValueError("a response without a reward")
                 groups.append(group)
     except (OSError, EOFError, zlib.error, ValueError, RecursionError) as problem:
@@ -87,6 +92,7 @@ class RecordedRollouts(Rollouts):
         assert config.rollout.recorded_from is not None, "config.plan checks this"
         self._folder = Path(config.rollout.recorded_from).expanduser()
         self._tokenizer = load_tokenizer(model_path, config.model.own_family)
+        self._streams = token_streams(config.model.family, model_path)
         self._builder = BatchBuilder(config)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -98,8 +104,8 @@ class RecordedRollouts(Rollouts):
         Raises:
             DataError: the step was not recorded, or by a run with more updates per step, whose tokens have no age here.
         """
-        groups = read_groups(self._folder, step + 1)
-        newest = max((v for g in groups for t in g.trajectories for v in t.versions), default=0)
+        groups = read_groups(self._folder, step + 1, self._streams)
+        newest = max((int(s.versions.max()) for g in groups for s in g.samples if s.num_sampled_tokens), default=0)
         if newest > version:
             raise DataError(
                 f"{_path(self._folder, step + 1)} holds tokens of weight version {newest}, but this run is at version "

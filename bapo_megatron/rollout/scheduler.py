@@ -4,14 +4,15 @@
     abort_tail         once a step has its groups, the unfinished responses are aborted, and resumed later
     overlap            sampling goes on while the trainer trains, within `max_staleness`
 
-Without the last two a step samples in *rounds*: one piece of every unfinished response, all engines together. The
-samples then depend only on the seed and the weights, so that an interrupted run can be repeated exactly. With either of
-them a `Stream` keeps every slot busy. Both keep untaken responses for the next step.
+Without the last two a step samples in *rounds*: the driver answers all samples that wait for it, then each sample that
+needs tokens grows by one piece, all engines together. The samples then depend only on the seed and the weights, so that
+an interrupted run can be repeated exactly. With either of them a `Stream` keeps every slot busy. Both keep untaken
+samples for the next step.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from bapo_megatron.config.schema import RolloutConfig
@@ -19,16 +20,16 @@ from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, UserError
 from bapo_megatron.rollout.book import Keep, Prompts, RolloutBook
 from bapo_megatron.rollout.dispatch import Dispatcher, RolloutStats
+from bapo_megatron.rollout.drivers import Driver, advanced
 from bapo_megatron.rollout.ledger import Ledger
 from bapo_megatron.rollout.staleness import StalenessBound
 from bapo_megatron.rollout.stream import Stream
-from bapo_megatron.types import Group, Trajectory
+from bapo_megatron.tokens import TokenStream
+from bapo_megatron.types import Ended, Group, Sample
 
 _MAX_IDLE_ROUNDS = 3  # rounds in a row without a single token before the engines are declared broken
 _MAX_DROPPED_STEPS = 20  # as many groups as this many steps train may be dropped in a row
 _POLL_S = 0.2
-
-Score = Callable[[Sequence[Trajectory]], Sequence[float]]
 
 
 class Scheduler:
@@ -40,20 +41,22 @@ class Scheduler:
         *,
         pool: EnginePool,
         prompts: Prompts,
-        score: Score,
+        driver: Driver,
         stop_token_ids: tuple[int, ...],
         seed: int,
         updates_per_step: int = 1,
         keep: Keep = lambda group: True,
+        streams: Sequence[TokenStream] = (),
     ) -> None:
-        """`score` may block (it is called in threads) and returns one reward per finished trajectory."""
+        """`streams`: of models and plugins, that the engines return."""
         self.config = config
         self.pool = pool
+        self.driver = driver
+        self.num_answers = 0  # of the driver, since this attempt began
         bound = StalenessBound(config.max_staleness, updates_per_step, config.prompts_per_step)
-        self.book = RolloutBook(config, prompts, bound, keep)
-        self._score = score
-        self._dispatcher = Dispatcher(config, pool, stop_token_ids=stop_token_ids, run_seed=seed)
-        self._stream = Stream(config, self.book, self._dispatcher, self._judge)
+        self.book = RolloutBook(config, prompts, bound, keep, streams, by_group=driver.by_group)
+        self._dispatcher = Dispatcher(config, pool, stop_token_ids=stop_token_ids, run_seed=seed, streams=streams)
+        self._stream = Stream(config, self.book, self._dispatcher, self._answers, self._book_answers)
         self._updates_per_step = updates_per_step
         self._num_dropped_before: Counter[str] = Counter()  # groups by reason, until the last stats
         self._num_dropped_in_a_row = 0
@@ -79,11 +82,11 @@ class Scheduler:
         return groups, RolloutStats() if groups is None else self._take_stats()
 
     async def close(self) -> None:
-        """Stop sampling; responses keep their tokens."""
-        await self._stream.halt()
+        """Stop sampling; samples keep their tokens, and those that wait for their environment will ask it again."""
+        await self._stream.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a JSON value with which a resumed run loses nothing."""
+        """Return JSON, with arrays, that a resumed run loses nothing with."""
         return self.book.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -94,7 +97,8 @@ class Scheduler:
     async def _take_rounds(self, step: int, version: int) -> list[Group] | None:
         num_idle = 0
         while True:
-            await self._judge_complete()
+            if await self._answer_all():
+                num_idle = 0  # it may be environments alone that a step waits for
             if (groups := self.book.choose(version)) is not None:
                 return groups
             if not self.pool.live():
@@ -109,25 +113,26 @@ class Scheduler:
                 )
 
     async def _run_round(self, step: int) -> bool:
-        """Grow every unfinished response by one piece. Return whether it gave a token or fenced an engine."""
+        """Grow every sample that needs tokens by one piece. Return whether it gave a token or fenced an engine."""
         engines, num_before = self.pool.live(), self.ledger.num_tokens["generated"]
-        unfinished = self.book.unfinished()
-        for trajectory in unfinished:
-            self.book.start(trajectory, self._dispatcher.version)
+        growing = self.book.growing()
+        for sample in growing:
+            self.book.start(sample, self._dispatcher.version)
         try:
-            await self._dispatcher.grow_together(unfinished, step, self.book.grow)
+            await self._dispatcher.grow_together(growing, step, self.book.grow)
         finally:
-            for trajectory in unfinished:
-                self.book.release(trajectory.sample_id)
+            for sample in growing:
+                self.book.release(sample.sample_id)
         self._dispatcher.stats.num_rounds += 1
         return self.ledger.num_tokens["generated"] > num_before or not all(map(self.pool.is_live, engines))
 
-    async def _judge_complete(self) -> None:
-        """Judge all complete groups at once; settle them in the order of their prompts, not of the verdicts."""
-        groups = self.book.complete()
-        rewards = await asyncio.gather(*(self._rewards(group) for group in groups))
-        for group, values in zip(groups, rewards, strict=True):
-            self._settle(group, values)
+    async def _answer_all(self) -> bool:
+        """Ask the driver about all samples that wait, and book its answers in the order of their prompts, whichever
+        comes first. Return whether there were any."""
+        answers = await asyncio.gather(*(self._answers(samples) for samples in self.book.waiting()))
+        for samples in answers:
+            self._book_answers(samples)
+        return bool(answers)
 
     # streaming
 
@@ -144,9 +149,6 @@ class Scheduler:
             await self._stream.halt()
         return groups
 
-    async def _judge(self, group: Group) -> None:
-        self._settle(group, await self._rewards(group))
-
     # both
 
     def _take_stats(self) -> RolloutStats:
@@ -157,14 +159,29 @@ class Scheduler:
         stats.num_fenced = self.pool.num_fenced
         return stats
 
-    async def _rewards(self, group: Group) -> Sequence[float]:
-        return await asyncio.to_thread(self._score, group.trajectories)
+    async def _answers(self, samples: Sequence[Sample]) -> list[Sample]:
+        return await advanced(self.driver, samples, self.config.max_response_tokens)
 
-    def _settle(self, group: Group, rewards: Sequence[float]) -> None:
-        self._dispatcher.stats.rewards += rewards
-        is_kept = self.book.settle(group, rewards, self._dispatcher.version)
+    def _book_answers(self, samples: Sequence[Sample]) -> None:
+        """Book a driver's answers to samples of one group, and settle the group if it is complete now."""
+        self.num_answers += len(samples)
+        for sample in samples:
+            self.book.answer(sample)
+        if (group := self.book.group(samples[0].prompt.prompt_id)).is_complete:
+            self._settle(group)
+
+    def _settle(self, group: Group) -> None:
+        self._dispatcher.stats.rewards += group.rewards
+        is_kept = self.book.settle(group, self._dispatcher.version)
         self._num_dropped_in_a_row = 0 if is_kept else self._num_dropped_in_a_row + 1
         if self._num_dropped_in_a_row >= _MAX_DROPPED_STEPS * self.config.prompts_per_step:
+            if not group.valid:
+                first = group.samples[0].need
+                why = first.message if isinstance(first, Ended) else ""
+                raise UserError(
+                    f"{self._num_dropped_in_a_row} groups in a row were dropped, the last one because its environment "
+                    f"failed on all of its samples: {why}"
+                )
             raise UserError(
                 f"{self._num_dropped_in_a_row} groups in a row were dropped (keep_group): the prompts are far too easy "
                 'or too hard for this policy; choose others, or set rollout.keep_group="all"'

@@ -1,43 +1,46 @@
-"""The rollouts of trainer rank 0, shared with every rank: the same batch, the same evaluation, or the same error.
+"""The rollouts of trainer rank 0, shared with every rank: a share of the batch, the evaluation, or the same error.
 
-Rank 0 makes a batch in a thread and broadcasts a sign of life meanwhile; a JSON header and the tensors follow.
+Rank 0 makes a batch in a thread and broadcasts a sign of life meanwhile; a JSON header and the shares follow.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import fields
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.base import EngineState
+from bapo_megatron.engines.connected import ConnectedEngines
 from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.pool import Verdict
+from bapo_megatron.rollout.shares import BatchShares, Plan, describe
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.types import Batch, Group
 
 T = TypeVar("T")
-Push = Callable[[], Mapping[str, float]]
-"""Sends the learner's weights to every live engine. Collective."""
-
-_LATER = ("proximal_logprobs_T", "proximal_version", "reference_logprobs_T")  # added by each rank itself
-_TENSORS = tuple(f.name for f in fields(Batch) if f.name not in ("metrics", *_LATER))
+NEEDS_WEIGHTS: Final = None
+"""The result of a call that needs a push first: the last engine has failed, and one is back without the weights. After
+the push, the same call resumes."""
 
 
 class Rollouts(Protocol):
     """The maker of batches, on trainer rank 0. The methods with a body here are right without engines."""
 
+    @property
+    def engines(self) -> ConnectedEngines | None:
+        """The engines that it samples with."""
+        return None
+
     def next_batch(self, step: int, version: int) -> tuple[Batch, list[Group]] | None:
-        """Return one step's batch, blocking; None asks for a push of the current weights and for another call."""
+        """Return one step's batch, blocking, or NEEDS_WEIGHTS."""
         ...
 
     def evaluate(self, version: int) -> dict[str, float] | None:
-        """Return metrics of the weights that were just pushed, on evaluation prompts; None as in `next_batch`."""
+        """Return metrics of the weights that were just pushed, on evaluation prompts, or NEEDS_WEIGHTS."""
         return {}
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -63,32 +66,47 @@ class Rollouts(Protocol):
 class SharedRollouts:
     """Rank 0's rollouts for all ranks, which call `next_batch` and `evaluate` in the same order."""
 
-    def __init__(self, config: Config, first: Rollouts | None, keep: Callable[[int, Sequence[Group]], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        first: Rollouts | None,
+        keep: Callable[[int, Sequence[Group]], None],
+        shares: BatchShares,
+    ) -> None:
         """`first` makes the batches on rank 0, None elsewhere; `keep` gets each step's number, from 1, and groups."""
         self._config = config
         self._first = first
         self._keep = keep
+        self._shares = shares
         self._sign_of_life_s = config.parallel.timeout_s / 4
 
-    def next_batch(self, step: int, version: int, push: Push) -> Batch:
-        """Return the batch of one step, sampled with weights of `version` or older.
+    def next_batch(self, step: int, version: int, plan: Plan) -> Batch | None:
+        """Return this rank's share of one step's batch, sampled with weights of `version` or older, or NEEDS_WEIGHTS.
 
-        `push`, here and below, is called when the last engine has failed and one is back without these weights.
+        Args:
+            plan: what each data rank needs.
         """
-        make = partial(self._make, self._first, step, version) if self._first else None
-        while (batch := share_batch(make, sign_of_life_s=self._sign_of_life_s)) is None:
-            push()
-        return batch
+        made: Batch | None = None
 
-    def evaluate(self, num_done: int, version: int, push: Push) -> dict[str, float]:
-        """Return metrics of the weights that were just pushed; empty if no evaluation is due after `num_done` steps."""
+        def make() -> dict[str, Any] | None:
+            nonlocal made
+            assert self._first is not None
+            made = self._make(self._first, step, version)
+            return None if made is None else describe(made)
+
+        header = share_json(make if self._first else None, sign_of_life_s=self._sign_of_life_s)
+        return NEEDS_WEIGHTS if header is NEEDS_WEIGHTS else self._shares.deal(made, header, plan)
+
+    def evaluate(self, num_done: int, version: int) -> dict[str, float] | None:
+        """Return metrics of the weights that were just pushed, or NEEDS_WEIGHTS.
+
+        They are empty if no evaluation is due after `num_done` steps.
+        """
         interval = self._config.eval.interval_steps
         if interval is None or (num_done % interval and num_done != self._config.train.num_steps):
             return {}
         ask = partial(self._first.evaluate, version) if self._first else None
-        while (metrics := share_json(ask, sign_of_life_s=self._sign_of_life_s)) is None:
-            push()
-        return metrics
+        return share_json(ask, sign_of_life_s=self._sign_of_life_s)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the state of the rollouts on rank 0, None elsewhere."""
@@ -103,34 +121,11 @@ class SharedRollouts:
             self._first.close()
 
     def _make(self, first: Rollouts, step: int, version: int) -> Batch | None:
-        if (made := first.next_batch(step, version)) is None:
-            return None
+        if (made := first.next_batch(step, version)) is NEEDS_WEIGHTS:
+            return NEEDS_WEIGHTS
         batch, groups = made
         self._keep(step + 1, groups)
         return batch
-
-
-def share_batch(make_batch: Callable[[], Batch | None] | None, *, sign_of_life_s: float) -> Batch | None:
-    """Return rank 0's batch, or its None, on every rank, as `share_json` does a JSON value."""
-    batch: Batch | None = None
-
-    def make_header() -> dict[str, Any] | None:
-        nonlocal batch
-        assert make_batch is not None
-        if (batch := make_batch()) is None:
-            return None
-        tensors = {name: tensor for name in _TENSORS if (tensor := getattr(batch, name)) is not None}
-        described = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
-        return {"metrics": batch.metrics, "tensors": described}
-
-    header = share_json(make_header if make_batch else None, sign_of_life_s=sign_of_life_s)
-    if header is None or dist.get_world_size() == 1:
-        return batch
-    tensors: dict[str, Any] = {
-        name: _broadcast(getattr(batch, name) if batch else torch.empty(shape, dtype=getattr(torch, dtype)))
-        for name, (dtype, shape) in header["tensors"].items()
-    }
-    return batch or Batch(**tensors, metrics=header["metrics"])
 
 
 def share_json(make: Callable[[], T] | None, *, sign_of_life_s: float) -> T:
@@ -173,12 +168,6 @@ def wait_together(making: Future[Any] | None, sign_of_life_s: float = 0.0) -> No
         dist.broadcast(is_done, src=0)
         if making is None:  # rank 0 beats with the engines' answers
             HEARTBEAT.beat(TRAINER, "sign of life of rank 0")
-
-
-def _broadcast(tensor: Tensor) -> Tensor:
-    wire = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor.contiguous()
-    dist.broadcast(wire, src=0)
-    return wire.to(tensor.dtype)
 
 
 def _broadcast_json(value: dict[str, Any]) -> dict[str, Any]:

@@ -62,5 +62,5 @@ class StalenessBound:
 
     def slack_of(self, group: Group, version: int) -> float:
         """Return the slack of the group's oldest token, or of a token sampled now if it has none."""
-        versions = [v for t in group.trajectories if (v := t.oldest_version) is not None]
+        versions = [v for s in group.samples if (v := s.oldest_version) is not None]
         return self.slack(min(versions, default=version), version)

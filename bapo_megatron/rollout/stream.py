@@ -1,50 +1,54 @@
-"""Sampling without rounds: one request per response, replaced one by one, while the trainer waits or trains.
+"""Sampling without rounds: one request per sample, replaced one by one, while the trainer waits or trains.
 
-    ready --free slot of a live engine--> running --returned--> ready again, or its group is complete --judge--> settled
+    ready --free slot of a live engine--> running --returned--> ready again, or waiting for its environment or judge
+                                                                waiting --answered--> ready again, or ended
 
-Each request grows its response by at most `tokens_per_round` tokens; then the response queues behind those with fewer
-turns in this step, so that long ones do not starve the others. Responses whose group must be trained in the very next
-batch come first.
+Each request grows its sample by one piece, of at most `tokens_per_round` tokens; then the sample queues behind those
+with fewer pieces in this step, so that long ones do not starve the others. Samples whose group must be trained in the
+very next batch come first. Who waits for an environment holds no slot.
 """
 
 import asyncio
 import contextlib
 import heapq
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.base import Engine
 from bapo_megatron.errors import EngineError
 from bapo_megatron.rollout.book import RolloutBook
 from bapo_megatron.rollout.dispatch import Dispatcher
-from bapo_megatron.types import Group, Trajectory
+from bapo_megatron.types import NeedsTokens, Sample
 
 _TICK_S = 0.5  # interval at which changes of the pool are noticed
 _ABORT_AGAIN_S = 0.5  # a request may have reached its engine just after the abort did
-_MAX_EMPTY_TURNS = 3  # replies without a token, per unfinished response, before the engines are declared broken
+_MAX_EMPTY_PIECES = 3  # replies without a token, per sample that needs one, before the engines are declared broken
 
-Judge = Callable[[Group], Coroutine[None, None, None]]
-"""Scores a complete group and settles it in the book."""
+Ask = Callable[[Sequence[Sample]], Coroutine[None, None, list[Sample]]]
+"""Returns a driver's answers to samples of one group."""
+Take = Callable[[Sequence[Sample]], None]
+"""Books a driver's answers."""
 
 
 class Stream:
     """Requests that keep every slot of every live engine busy. Belongs to one event loop."""
 
-    def __init__(self, config: RolloutConfig, book: RolloutBook, dispatcher: Dispatcher, judge: Judge) -> None:
+    def __init__(self, config: RolloutConfig, book: RolloutBook, dispatcher: Dispatcher, ask: Ask, take: Take) -> None:
         self.step = 0
         self.version = 0  # of the sampling weights
         self.next_version = 0  # of the learner at the next batch
         self._config = config
         self._book = book
         self._dispatcher = dispatcher
-        self._judge = judge
+        self._ask = ask
+        self._take = take
         self._is_open = False
         self._requests: dict[str, tuple[asyncio.Task[None], Engine]] = {}  # by sample id
         self._withdrawn: set[str] = set()  # sample ids whose request was cancelled, to be sent elsewhere
-        self._verdicts: dict[int, asyncio.Task[None]] = {}  # by prompt id
-        self._ready: list[tuple[bool, int, int, str]] = []  # heap: not urgent, turns, prompt id, sample id
-        self._turns: Counter[str] = Counter()  # requests per response in this step
+        self._answers: dict[str, asyncio.Task[None]] = {}  # by the id of the first sample asked about
+        self._ready: list[tuple[bool, int, int, str]] = []  # heap: not urgent, pieces, prompt id, sample id
+        self._pieces: Counter[str] = Counter()  # requests per sample in this step
         self._num_empty = 0  # replies in a row without a token
         self._failure: BaseException | None = None
         self._ticker: asyncio.Task[None] | None = None
@@ -53,13 +57,13 @@ class Stream:
     def start(self, step: int, version: int) -> None:
         """Sample for the batch of `step` with weights of `version`; open requests go on."""
         self.step, self.version, self.next_version = step, version, version
-        self._raise_failure()  # of a request or a verdict since the last batch
-        self._turns.clear()
+        self._raise_failure()  # of a request or an answer since the last batch
+        self._pieces.clear()
         self._num_empty, self._is_open = 0, True
-        self._ready = [self._rank(t) for t in self._book.unfinished() if t.sample_id not in self._requests]
+        self._ready = [self._rank(s) for s in self._book.growing() if s.sample_id not in self._requests]
         heapq.heapify(self._ready)
-        for group in self._book.complete():
-            self._start_verdict(group)
+        for samples in self._book.waiting():
+            self._start_answer(samples)
         if self._ticker is None:
             self._ticker = asyncio.get_running_loop().create_task(self._tick())
         self._pump()
@@ -77,7 +81,10 @@ class Stream:
         self._raise_failure()
 
     async def halt(self) -> None:
-        """Stop sampling: abort open requests, which keep their tokens, and await verdicts."""
+        """Stop sampling: abort open requests, which keep their tokens, and await verdicts.
+
+        Environments that were asked about single samples go on meanwhile.
+        """
         self._is_open = False
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._config.request_timeout_s
@@ -89,20 +96,27 @@ class Stream:
             reason = f"{engine.url}: requests did not end within {self._config.request_timeout_s:g} s of their abort"
             self._dispatcher.fence(engine, reason)
             task.cancel()
-        leftover = [task for task, _ in self._requests.values()] + list(self._verdicts.values())
-        if leftover:
+        leftover = [task for task, _ in self._requests.values()]
+        if leftover := leftover + (list(self._answers.values()) if self._book.by_group else []):
             await asyncio.wait(leftover)
         if self._ticker is not None:
             self._ticker.cancel()
             self._ticker = None
         self._raise_failure()
 
+    async def close(self) -> None:
+        """Stop sampling for good: as `halt`, without waiting for environments, which will be asked again."""
+        if not self._book.by_group:
+            for task in self._answers.values():
+                task.cancel()
+        await self.halt()
+
     def _pump(self) -> None:
-        """Admit new groups within the bound, and give every free slot to the first response in the queue."""
+        """Admit new groups within the bound, and give every free slot to the first sample in the queue."""
         if not self._is_open or self._failure is not None:
             return
-        for trajectory in self._book.admit(self.version, self.next_version):
-            heapq.heappush(self._ready, self._rank(trajectory))
+        for sample in self._book.admit(self.version, self.next_version):
+            heapq.heappush(self._ready, self._rank(sample))
         engines = {engine.url: engine for engine in self._dispatcher.pool.live()}
         load = Counter(dict.fromkeys(engines, 0))
         for _, engine in self._requests.values():
@@ -117,12 +131,12 @@ class Stream:
             load[url] += 1
             self._start_request(self._book.get(sample_id), engines[url])
 
-    def _start_request(self, trajectory: Trajectory, engine: Engine) -> None:
-        sample_id, num_before = trajectory.sample_id, trajectory.num_response_tokens
-        self._book.start(trajectory, self.version)
-        self._turns[sample_id] += 1
+    def _start_request(self, sample: Sample, engine: Engine) -> None:
+        sample_id, num_before = sample.sample_id, sample.num_sampled_tokens
+        self._book.start(sample, self.version)
+        self._pieces[sample_id] += 1
         task = asyncio.get_running_loop().create_task(
-            self._dispatcher.grow([trajectory], engine, self.step, self._book.grow)
+            self._dispatcher.grow([sample], engine, self.step, self._book.grow)
         )
         self._requests[sample_id] = (task, engine)
         task.add_done_callback(lambda done: self._end_request(done, sample_id, num_before))
@@ -130,26 +144,25 @@ class Stream:
     def _end_request(self, task: asyncio.Task[None], sample_id: str, num_before: int) -> None:
         _, engine = self._requests.pop(sample_id)
         self._book.release(sample_id)
-        trajectory = self._book.get(sample_id)
+        sample = self._book.get(sample_id)
         if task.cancelled() and sample_id not in self._withdrawn:
             self._is_open = False  # the event loop is ending: a new request would outlive it
         self._withdrawn.discard(sample_id)
         if not task.cancelled() and task.exception() is not None:
             self._fail(task.exception())
-        elif trajectory.finish_reason is None:
-            heapq.heappush(self._ready, self._rank(trajectory))
+        elif isinstance(sample.need, NeedsTokens):
+            heapq.heappush(self._ready, self._rank(sample))
             if self._dispatcher.pool.is_live(engine):
-                self._count_empty(trajectory.num_response_tokens - num_before)
+                self._count_empty(sample.num_sampled_tokens - num_before)
         else:
             self._num_empty = 0
-            group = self._book.group(trajectory.prompt.prompt_id)
-            if group.is_complete:
-                self._start_verdict(group)
+            for samples in self._book.waiting_in(self._book.group(sample.prompt.prompt_id)):
+                self._start_answer(samples)
         self._pump()
 
     def _count_empty(self, num_new: int) -> None:
         self._num_empty = 0 if num_new or not self._is_open else self._num_empty + 1
-        if self._num_empty > _MAX_EMPTY_TURNS * max(1, len(self._ready) + len(self._requests)):
+        if self._num_empty > _MAX_EMPTY_PIECES * max(1, len(self._ready) + len(self._requests)):
             urls = ", ".join(engine.url for engine in self._dispatcher.pool.engines)
             self._fail(
                 EngineError(
@@ -157,16 +170,22 @@ class Stream:
                 )
             )
 
-    def _start_verdict(self, group: Group) -> None:
-        prompt_id = group.prompt.prompt_id
-        if prompt_id in self._verdicts:
+    def _start_answer(self, samples: Sequence[Sample]) -> None:
+        name = samples[0].sample_id
+        if name in self._answers:
             return
-        task = asyncio.get_running_loop().create_task(self._judge(group))
-        self._verdicts[prompt_id] = task
-        task.add_done_callback(lambda done: self._end_verdict(done, prompt_id))
+        self._answers[name] = asyncio.get_running_loop().create_task(self._answer(samples))
+        self._answers[name].add_done_callback(lambda done: self._end_answer(done, name))
 
-    def _end_verdict(self, task: asyncio.Task[None], prompt_id: int) -> None:
-        del self._verdicts[prompt_id]
+    async def _answer(self, samples: Sequence[Sample]) -> None:
+        answers = await self._ask(samples)
+        self._take(answers)  # booked and queued in one go: `start`, in between, would queue them twice
+        for sample in answers:
+            if isinstance(sample.need, NeedsTokens):
+                heapq.heappush(self._ready, self._rank(sample))
+
+    def _end_answer(self, task: asyncio.Task[None], name: str) -> None:
+        del self._answers[name]
         if not task.cancelled() and task.exception() is not None:
             self._fail(task.exception())
         self._changed.set()
@@ -193,6 +212,6 @@ class Stream:
             self._pump()
             await asyncio.sleep(_TICK_S)
 
-    def _rank(self, trajectory: Trajectory) -> tuple[bool, int, int, str]:
-        sample_id, prompt_id = trajectory.sample_id, trajectory.prompt.prompt_id
-        return (not self._book.is_urgent(trajectory, self.next_version), self._turns[sample_id], prompt_id, sample_id)
+    def _rank(self, sample: Sample) -> tuple[bool, int, int, str]:
+        sample_id, prompt_id = sample.sample_id, sample.prompt.prompt_id
+        return (not self._book.is_urgent(sample, self.next_version), self._pieces[sample_id], prompt_id, sample_id)

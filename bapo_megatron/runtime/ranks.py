@@ -5,6 +5,7 @@ Flags and JSON values travel as CPU tensors over the default process group. Impo
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from bapo_megatron import errors
+from bapo_megatron.errors import UserError
 
 _NUM_DIRECT = 1 << 14  # numbers that ranks send each other directly; the ring is faster from 16 times as many on
 _COMBINE: dict[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], Tensor]] = {
@@ -49,6 +53,34 @@ def first_complaint(complaint: str | None) -> str | None:
     return text if rank_and_size()[1] == 1 else f"trainer rank {rank}: {text}"
 
 
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """Raise the first rank's error of the block on every rank, so that no rank waits for one that has left.
+
+    Collective over all ranks at the end of the block.
+
+    Raises:
+        UserError: on every rank, of the same class and text. Of an error that is not a UserError, which is its cause on
+            the rank that failed, the text names the rank.
+    """
+    error: Exception | None = None
+    complaint = None
+    try:
+        yield
+    except UserError as caught:
+        error, complaint = caught, [type(caught).__name__, str(caught)]
+    except Exception as caught:
+        text = f"trainer rank {rank_and_size()[0]} failed: {type(caught).__name__}: {caught}"
+        error, complaint = caught, ["UserError", text]
+    complaints = [found for found in gather_json(complaint) if found is not None]
+    if not complaints:
+        return
+    if isinstance(error, UserError) and complaint == complaints[0]:
+        raise error
+    name, text = complaints[0]
+    raise getattr(errors, name, UserError)(text) from error
+
+
 def combine(
     table: Tensor, group: dist.ProcessGroup | None = None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
@@ -69,11 +101,11 @@ def combine(
 
 
 def share_flag(value: bool | None) -> bool:
-    """Return rank 0's flag on every rank of the default process group; `value` is None on the others."""
-    if dist.get_world_size() == 1:
-        assert value is not None
-        return value
-    assert (value is None) == (dist.get_rank() != 0), "rank 0 alone decides"
+    """Return rank 0's flag on every rank; `value` is None on the others. Collective over all ranks."""
+    rank, size = rank_and_size()
+    assert (value is None) == (rank != 0), "rank 0 alone decides"
+    if size == 1:
+        return bool(value)
     flag = torch.tensor(bool(value), dtype=torch.uint8)
     dist.broadcast(flag, src=0)
     return bool(flag)

@@ -1,7 +1,7 @@
 """Breakdown of a training step's time."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, Heartbeat
@@ -29,11 +29,9 @@ class Stopwatch:
         self._open: str | None = None
         self._lap_start = clock()
 
-    def steps(self, steps: Iterable[int]) -> Iterator[int]:
-        """Yield the steps, numbered from 0, and tell the heartbeat which one is running."""
-        for step in steps:
-            self._heartbeat.step = step + 1
-            yield step
+    def begin(self, step: int) -> None:
+        """Tell the heartbeat which step, numbered from 0, is running."""
+        self._heartbeat.step = step + 1
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:

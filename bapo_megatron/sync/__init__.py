@@ -3,21 +3,36 @@
 from pathlib import Path
 
 from bapo_megatron.config.schema import SyncConfig
+from bapo_megatron.engines.base import PauseMode
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.processes import own_address
-from bapo_megatron.sync.base import Channel, Submit
+from bapo_megatron.sync.base import Channel, RankZeroChannel, Sender, Submit
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.sync.disk import DiskChannel
 
 
-def open_channel(config: SyncConfig, pool: EnginePool, submit: Submit, *, folder: Path, hf_path: Path) -> Channel:
-    """Return the channel that `sync.channel` names, not connected yet. For the trainer's first process.
+def open_channel(
+    config: SyncConfig,
+    engines: tuple[EnginePool, Submit] | None,
+    *,
+    folder: Path,
+    hf_path: Path,
+    pause_mode: PauseMode = "retract",
+) -> Channel:
+    """Return this rank's end of the channel that `sync.channel` names, not connected yet.
 
     Args:
-        submit: runs a coroutine on the engines' event loop.
+        engines: on the trainer's first rank: the engines, and a function that runs a coroutine on their event loop.
         folder: disk channel: place for the weights of each version.
         hf_path: disk channel: the policy's checkpoint folder, for config and tokenizer.
+        pause_mode: see `Channel.pause_mode`.
     """
-    if config.channel == "disk":
-        return DiskChannel(pool, config, submit, folder=folder, hf_path=hf_path)
-    return BroadcastChannel(pool, config, submit, host=own_address([engine.url for engine in pool.engines]))
+    sender: Sender | None = None
+    if engines is not None:
+        pool, submit = engines
+        if config.channel == "disk":
+            sender = DiskChannel(pool, config, submit, folder=folder, hf_path=hf_path, pause_mode=pause_mode)
+        else:
+            host = own_address([engine.url for engine in pool.engines])
+            sender = BroadcastChannel(pool, config, submit, host=host, pause_mode=pause_mode)
+    return RankZeroChannel(sender, pause_mode)

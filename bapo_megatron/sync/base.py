@@ -10,8 +10,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from bapo_megatron.checkpoint.shards import Piece
+from bapo_megatron.engines.base import PauseMode
 from bapo_megatron.engines.wire import TensorSpec
-from bapo_megatron.runtime.ranks import share_flag
+from bapo_megatron.runtime.ranks import failing_together, share_flag
 
 Submit = Callable[[Coroutine[Any, Any, Any]], "Future[Any]"]
 """Runs a coroutine on the engines' event loop: `lambda c: asyncio.run_coroutine_threadsafe(c, loop)`."""
@@ -57,56 +59,119 @@ class SyncStats:
 
 
 class WeightSource(Protocol):
-    """The owner of the weights that a channel pushes; every rank has one."""
+    """The weights of one version, to be read before the next one is made. Every rank has one; it may wrap another."""
 
-    version: int
+    @property
+    def version(self) -> int: ...
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights by Hugging Face name on global rank 0, empty tensors elsewhere. Collective."""
+    def manifest(self) -> Sequence[TensorSpec]:
+        """Return names, types and shapes of the weights, in order: the same on every rank. Not collective."""
+        ...
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield this rank's own boxes, mostly views of live weights; those of all ranks make up each weight once.
+
+        Collective: every rank reads to the end, and uses nothing before.
+
+        Raises:
+            UserError: at the end, on every rank, if any rank failed; see `failing_together`.
+        """
+        ...
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole weights by Hugging Face name, as in the manifest, on global rank 0; elsewhere empty tensors.
+
+        Collective, and raises, as `pieces`.
+        """
         ...
 
 
 class Channel(Protocol):
-    """A way to the engines, for the trainer's first process and its main thread."""
+    """A way from the trainer to the engines. Every rank has one, and calls every method.
 
-    def connect(self, manifest: Sequence[TensorSpec]) -> None:
+    A method ends on all ranks with the same result, or raises an error of the same class and text.
+    """
+
+    pause_mode: PauseMode
+    """What becomes of requests during a push. retract: they wait, and are computed anew with the new weights; abort:
+    they end with the tokens so far; in_place: they wait, and continue with what older weights have computed, which
+    SGLang uses for new requests with the same prefix too."""
+
+    def connect(self, source: WeightSource) -> None:
         """Check that the engines can take these weights. Raises EngineError naming the URL and first difference."""
         ...
 
-    def push(self, named_weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
-        """Send the whole policy once; `push_until_whole` repeats it if an engine fails on the way.
-
-        Args:
-            named_weights: Hugging Face names and whole tensors, in the order of the manifest.
-            version: the weight version that the engines report from now on.
+    def push(self, source: WeightSource) -> SyncStats:
+        """Send the whole policy until every live engine holds it, or none is left and one is expected back.
 
         Raises:
             EngineError: all engines refuse, and stay paused; or no engine is left, and none is expected back.
+            UserError: a rank failed, and is named; the engines sample nothing from what they have received.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave the engines."""
+        ...
+
+
+class Sender(Protocol):
+    """A way to the engines for whole weights, in the trainer's first process and its main thread."""
+
+    def connect(self, manifest: Sequence[TensorSpec]) -> None:
+        """See `Channel.connect`."""
+        ...
+
+    def push(self, weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
+        """Send the whole policy once.
+
+        Args:
+            weights: Hugging Face names and whole tensors, in the order of the manifest.
+            version: the weight version that the engines report from now on.
+
+        Returns the stats; if they are not `is_whole`, an engine failed on the way, is fenced, and the push must be
+        repeated.
+
+        Raises:
+            EngineError: see `Channel.push`.
+            UserError: from `weights`.
         """
         ...
 
     def close(self) -> None: ...
 
 
-def push_until_whole(channel: Channel | None, source: WeightSource) -> SyncStats:
-    """Push the source's weights until every live engine holds them. Every rank calls it, since gathering is collective.
+class RankZeroChannel:
+    """Implements `Channel`: all ranks gather whole weights on rank 0, which sends them."""
 
-    An incomplete push fences at least one engine, and a repeated push admits none, so this ends.
+    def __init__(self, sender: Sender | None, pause_mode: PauseMode = "retract") -> None:
+        """`sender`, None on every rank but the first, pauses engines in this mode."""
+        self.pause_mode = pause_mode
+        self._sender = sender
 
-    Args:
-        channel: None on every rank but the first, which only helps to gather the weights.
+    def connect(self, source: WeightSource) -> None:
+        """See `Channel.connect`."""
+        with failing_together():
+            if self._sender is not None:
+                self._sender.connect(source.manifest())
 
-    Raises:
-        EngineError: on the first rank; see `Channel.push`.
-    """
-    stats = SyncStats()
-    while True:
-        weights = source.named_weights()
-        try:
-            if channel is not None:
-                stats = channel.push(weights, source.version).after(stats)
-        finally:
-            for _ in weights:  # no other rank may wait for this one
-                pass
-        if share_flag(None if channel is None else stats.is_whole):
-            return stats
+    def push(self, source: WeightSource) -> SyncStats:
+        """See `Channel.push`. An incomplete push fences an engine, and a repeated one admits none, so this ends."""
+        stats = SyncStats()
+        while True:
+            with failing_together():
+                weights = source.whole()
+                try:
+                    if self._sender is not None:
+                        stats = self._sender.push(weights, source.version).after(stats)
+                finally:
+                    for _ in weights:  # no other rank may wait for this one
+                        pass
+            if share_flag(None if self._sender is None else stats.is_whole):
+                return stats
+
+    def close(self) -> None:
+        """See `Channel.close`."""
+        with failing_together():
+            if self._sender is not None:
+                self._sender.close()

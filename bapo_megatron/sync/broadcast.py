@@ -1,13 +1,12 @@
 """Weights over one torch.distributed group in which every engine is a rank, verified before a token is sampled.
 
-    pause(retract) -> group -> begin -> per bucket: gather | announce by HTTP + broadcast -> end -> verify -> continue
+    pause -> begin -> group -> per bucket: gather | announce by HTTP + broadcast -> end -> verify -> continue
 
 While one bucket travels, its digests are computed and the next one is gathered. Every wait watches the engines' replies
 and the broadcast together, has a deadline and names the late engine. An engine that fails is fenced off; if that tears
 a broadcast, the others stay paused until the push is repeated. Nothing is sampled from unverified weights.
 """
 
-import contextlib
 import itertools
 import secrets
 import time
@@ -19,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
-from bapo_megatron.engines.base import Capability, Engine, can
+from bapo_megatron.engines.base import Capabilities, Engine, GroupSeat, PauseMode
 from bapo_megatron.engines.group import GroupBackend, UpdateGroup, connect_store, host_store, in_thread
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import Bucket, TensorSpec, digest, in_order, pack, plan_buckets
-from bapo_megatron.errors import BroadcastLostError, EngineError, NoEngineLeftError, UnreachableEngineError
+from bapo_megatron.errors import BroadcastLostError, EngineError, NoEngineLeftError, UserError
 from bapo_megatron.sync.base import Submit, SyncStats
 from bapo_megatron.sync.session import Infos, Members, Replies, Session
 
@@ -34,27 +33,36 @@ _RELEASE_S = 5.0  # time for engines to say that a rendezvous was called off
 
 
 class BroadcastChannel:
-    """Implements `Channel`."""
+    """Implements `Sender`."""
 
-    def __init__(self, pool: EnginePool, config: SyncConfig, submit: Submit, *, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        pool: EnginePool,
+        config: SyncConfig,
+        submit: Submit,
+        *,
+        host: str = "127.0.0.1",
+        pause_mode: PauseMode = "retract",
+    ) -> None:
         """`host` is this process's address for the engines. An engine is one rank, or `tp_size` if it reports that."""
         self._config = config
-        self._session = Session(pool, submit, config.timeout_s)
+        backends = {"gloo", "nccl"} if config.backend == "auto" else {config.backend}
+        self._session = Session(pool, submit, config.timeout_s, pause_mode, backends)
         self._host = host
         self._group: UpdateGroup | None = None
         self._urls: set[str] = set()  # of the engines in the group
         self._plan: list[Bucket] = []
 
     def connect(self, manifest: Sequence[TensorSpec]) -> None:
-        """See `Channel.connect`."""
+        """See `Sender.connect`."""
         self._session.connect(manifest)
         self._plan = plan_buckets(manifest, int(self._config.bucket_mib * 2**20))
 
-    def push(self, named_weights: Weights, version: int) -> SyncStats:
-        """See `Channel.push`."""
+    def push(self, weights: Weights, version: int) -> SyncStats:
+        """See `Sender.push`."""
         assert self._plan, "connect() comes before push()"
         try:
-            return self._push(in_order(named_weights, self._session.manifest), version)
+            return self._push(in_order(weights, self._session.manifest), version)
         except NoEngineLeftError:
             self._abandon_group()
             return self._session.abandon()
@@ -68,10 +76,10 @@ class BroadcastChannel:
     def _push(self, weights: Weights, version: int) -> SyncStats:
         stats = SyncStats()
         members, infos, new = self._session.pause(version)
-        members.all("begin the weight update", _begin)
+        members.all("begin the weight update", lambda engine: engine.transport.begin())
         group = self._join(members, infos, new)
         stats.lap("pause")
-        proving = {url for url, info in infos.items() if can(info, "weight_digests")}
+        proving = {url for url, info in infos.items() if "weight_digests" in Capabilities.of(info).extras}
         sender = _Sender(members, group, version, stats, proving)
         try:
             sender.send(self._plan, weights)
@@ -81,12 +89,12 @@ class BroadcastChannel:
             members.drop(torn.failures)
             stats.is_whole = False
             return stats
-        except EngineError:
+        except UserError:
             self._abandon_group()
             raise
         finally:
             stats.lap(None)
-        members.all("end the weight update", lambda engine: engine.end_weight_update())
+        members.all("end the weight update", lambda engine: engine.transport.end())
         self._session.finish(members, sender.digests, version, stats)
         return stats
 
@@ -102,11 +110,10 @@ class BroadcastChannel:
 
     def _leave_group(self, members: Members) -> None:
         """Leave the group and tell the members that are in it; their answers do not matter."""
-        if (group := self._group) is not None:
+        if self._group is not None:
             self._abandon_group()
-            _, _ = members.start(
-                "leave the weight group", lambda engine: engine.destroy_update_group(group.name), only=self._urls
-            ).collect()
+            leaving = members.start("leave the weight group", lambda engine: engine.transport.leave(), only=self._urls)
+            _, _ = leaving.collect()
 
     def _abandon_group(self) -> None:
         if self._group is not None:
@@ -116,7 +123,8 @@ class BroadcastChannel:
     def _backend(self, infos: Infos) -> GroupBackend:
         if self._config.backend != "auto":
             return self._config.backend
-        return "nccl" if torch.cuda.is_available() and not _any(infos, "gloo_only") else "gloo"
+        have_nccl = all("nccl" in Capabilities.of(info).transports for info in infos.values())
+        return "nccl" if torch.cuda.is_available() and have_nccl else "gloo"
 
 
 class _TornError(Exception):
@@ -192,14 +200,15 @@ class _Sender:
     def _start(self, bucket: Bucket, tensors: list[Tensor], *, is_last: bool) -> None:
         """Announce a bucket and start its broadcast. The last one carries the version."""
         version = self.version if is_last else None
-        if flat := self.group.backend == "nccl":
+        if self.group.backend == "nccl":
             data = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._device)
             pack(bucket, tensors, data)
             tensors = [data]
         names = {spec.name for spec in bucket.specs}
 
         async def take(engine: Engine) -> None:
-            received = await engine.update_weights(bucket.specs, self.group.name, flat=flat, version=version)
+            keeps_cache = self.members.session.keeps_cache
+            received = await engine.transport.take(bucket, version=version, keeps_cache=keeps_cache)
             if engine.url in self.proving and received.keys() != names:
                 raise EngineError(
                     f"{engine.url} confirms the bucket with {bucket.specs[0].name}, and not that it received it: is "
@@ -287,7 +296,7 @@ def _try_to_form(
     port = server.port
     replies = members.start(
         "join the weight group",
-        lambda e: e.init_update_group(host, port, first_ranks[e.url], world_size, name, backend),
+        lambda e: e.transport.join(GroupSeat(name, host, port, first_ranks[e.url], world_size, backend)),
     )
 
     def join() -> UpdateGroup:
@@ -312,19 +321,3 @@ def _try_to_form(
     replies.deadline = time.monotonic()
     _, failures = replies.collect()
     return {url: error for url, error in failures.items() if url in refused | late}
-
-
-async def _begin(engine: Engine) -> None:
-    """Open an update session; close one that was left open first, since all its weights are replaced."""
-    try:
-        await engine.begin_weight_update()
-    except UnreachableEngineError:
-        raise
-    except EngineError:
-        with contextlib.suppress(EngineError):  # it may say that its weights are torn
-            await engine.end_weight_update()
-        await engine.begin_weight_update()
-
-
-def _any(infos: Infos, capability: Capability) -> bool:
-    return any(can(info, capability) for info in infos.values())

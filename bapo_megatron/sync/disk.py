@@ -1,6 +1,6 @@
 """Weights as files: the trainer writes a Hugging Face checkpoint that every engine loads, if no group can be formed.
 
-    write <folder>/v-N (renamed into place) -> pause(retract) -> load -> verify -> continue -> older versions removed
+    write <folder>/v-N (renamed into place) -> pause -> load -> verify -> continue -> older versions removed
 
 Trainer and engines must share the folder. An engine that fails is fenced off; the others are not affected.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
+from bapo_megatron.engines.base import Folder, PauseMode
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec, digest, in_order
 from bapo_megatron.errors import NoEngineLeftError
@@ -22,24 +23,33 @@ from bapo_megatron.sync.session import Session
 
 
 class DiskChannel:
-    """Implements `Channel`."""
+    """Implements `Sender`."""
 
-    def __init__(self, pool: EnginePool, config: SyncConfig, submit: Submit, *, folder: Path, hf_path: Path) -> None:
+    def __init__(
+        self,
+        pool: EnginePool,
+        config: SyncConfig,
+        submit: Submit,
+        *,
+        folder: Path,
+        hf_path: Path,
+        pause_mode: PauseMode = "retract",
+    ) -> None:
         """Write versions below `folder`; copy config and tokenizer, which SGLang reads too, from `hf_path`."""
-        self._session = Session(pool, submit, config.timeout_s)
+        self._session = Session(pool, submit, config.timeout_s, pause_mode, {"disk"})
         self._folder = folder.absolute()
         self._hf_path = hf_path
 
     def connect(self, manifest: Sequence[TensorSpec]) -> None:
-        """See `Channel.connect`."""
+        """See `Sender.connect`."""
         self._session.connect(manifest)
         shutil.rmtree(self._folder, ignore_errors=True)  # left by a dead trainer
         self._folder.mkdir(parents=True)
 
-    def push(self, named_weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
-        """See `Channel.push`; never incomplete, since no engine's failure affects another."""
+    def push(self, weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
+        """See `Sender.push`; never incomplete, since no engine's failure affects another."""
         try:
-            return self._push(in_order(named_weights, self._session.manifest), version)
+            return self._push(in_order(weights, self._session.manifest), version)
         except NoEngineLeftError:
             return self._session.abandon()
 
@@ -54,7 +64,11 @@ class DiskChannel:
         stats.lap("gather")
         members, _, _ = self._session.pause(version)
         stats.lap("pause")
-        members.all("load the weights", lambda engine: engine.update_weights_from_disk(str(folder), version=version))
+        keeps_cache = self._session.keeps_cache
+        members.all(
+            "load the weights",
+            lambda engine: engine.transport.take(Folder(folder), version=version, keeps_cache=keeps_cache),
+        )
         stats.lap("broadcast")
         self._session.finish(members, digests, version, stats)
         for other in self._folder.iterdir():

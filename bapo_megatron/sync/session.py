@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence, Set
 from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, wait
 from typing import Any, Generic, TypeVar
 
-from bapo_megatron.engines.base import Engine
+from bapo_megatron.engines.base import Capabilities, Engine, PauseMode
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import (
@@ -31,14 +31,24 @@ _OF_THE_TRAINER = (RequestRefusedError, BroadcastLostError)  # replies that blam
 class Session:
     """State of the engines from one push to the next."""
 
-    def __init__(self, pool: EnginePool, submit: Submit, timeout_s: float) -> None:
+    def __init__(
+        self, pool: EnginePool, submit: Submit, timeout_s: float, pause_mode: PauseMode, transports: Set[str]
+    ) -> None:
+        """Require of each engine that it has one of these `Transport`s."""
         self.pool = pool
+        self.pause_mode = pause_mode
         self.manifest: tuple[TensorSpec, ...] = ()
         self.is_torn = False  # the last push broke off and has to be repeated
         self.submit = submit
         self.timeout_s = timeout_s
+        self._transports = transports
         self._version: int | None = None  # last pushed
         self._paused_at: float | None = None
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether requests continue with what they have computed with older weights."""
+        return self.pause_mode == "in_place"
 
     def connect(self, manifest: Sequence[TensorSpec]) -> Infos:
         """Check every engine before anything is sent.
@@ -62,7 +72,7 @@ class Session:
         self.pool.expect(version)
         back = [] if self.is_torn else self.pool.back()
         members = Members([*self.pool.live(), *back], self)
-        infos = members.all("pause", _pause)
+        infos = members.all("pause", self._pause)
         self._paused_at = self._paused_at or time.monotonic()
         new = {engine.url for engine in back}
         if self._version is not None:
@@ -74,7 +84,7 @@ class Session:
         """Let engines that hold the weights sent go on, and fence the others."""
 
         async def verify(engine: Engine) -> dict[str, Any]:
-            info, checksum = await engine.server_info(), await engine.weights_checksum()
+            info, checksum = await engine.server_info(), await engine.transport.digests()
             check_weights(engine.url, version, digests, info, checksum)
             return checksum
 
@@ -100,12 +110,21 @@ class Session:
         return SyncStats()
 
     async def _check(self, engine: Engine) -> dict[str, Any]:
-        return await check_model(engine, self.manifest)
+        info = await check_model(engine, self.manifest)
+        if not self._transports & (offered := Capabilities.of(info).transports):
+            raise EngineError(
+                f"{engine.url} takes weights over {_listed(offered)}, not over {_listed(self._transports)}: set "
+                "sync.channel and sync.backend to fit it"
+            )
+        return info
+
+    async def _pause(self, engine: Engine) -> dict[str, Any]:
+        await engine.pause(self.pause_mode)
+        return await engine.server_info()
 
 
-async def _pause(engine: Engine) -> dict[str, Any]:
-    await engine.pause("retract")
-    return await engine.server_info()
+def _listed(transports: Set[str]) -> str:
+    return " or ".join(sorted(transports)) or "nothing"
 
 
 class Replies(Generic[T]):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.engines.base import Engine, can
+from bapo_megatron.engines.base import Capabilities, Engine
 from bapo_megatron.engines.http import shown
 from bapo_megatron.engines.wire import DIGEST, TensorSpec
 from bapo_megatron.errors import CheckpointError, EngineError
@@ -32,11 +32,11 @@ async def check_model(engine: Engine, manifest: Sequence[TensorSpec]) -> dict[st
             f"{engine.url} answers, but not as SGLang or the embedded engine do (no weight_version at /model_info); "
             "is the URL right?"
         )
-    if can(info, "weight_manifest"):
-        _check_specs(engine.url, manifest, await engine.weights_manifest())
+    if "weight_manifest" in Capabilities.of(info).extras:
+        _check_specs(engine.url, manifest, await engine.transport.manifest())
     else:
         _check_started_with(engine.url, manifest, info)
-        _check_names(engine.url, [spec.name for spec in manifest], await engine.weights_checksum())
+        _check_names(engine.url, [spec.name for spec in manifest], await engine.transport.digests())
     return info
 
 

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from bapo_megatron.algorithms.losses import LossInputs, TokenLoss, importance_ratio
 from bapo_megatron.config.base import Section
+from bapo_megatron.config.losses import Loss
+from bapo_megatron.metrics import Metric
 
 
 class CispoOptions(Section):
@@ -31,3 +33,16 @@ def cispo(inputs: LossInputs, options: CispoOptions) -> CispoTokenLoss:
     weight_R = torch.where(mask_R, ratio_R.clamp(max=options.cap) * batch.advantages_R, 0.0)
     log_probs_R = torch.where(mask_R, inputs.log_probs_R, 0.0)  # a masked row may hold anything, nan included
     return CispoTokenLoss(inputs, -weight_R * log_probs_R, cut_R=mask_R & (ratio_R > options.cap))
+
+
+CUT_SHARE = Metric(
+    "loss/cispo_cut_share",
+    "share",
+    "Trained tokens whose ratio is above `loss.options.cap`.",
+    advice="Should stay small.",
+    remedy="the cap, not the ratio, weights much of the batch: raise it, or reuse less.",
+    tokens="mean",
+    of="cut_R",
+    panel="The update / Clip fraction",
+)
+CISPO = Loss(cispo, metrics=(CUT_SHARE,))

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithms.kl import KLCoefficient
+from bapo_megatron.algorithms.update_rules import no_tokens
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.buffer.batch import BatchBuilder
+from bapo_megatron.checkpoint.arrays import detached, write_arrays
 from bapo_megatron.checkpoint.folder import (
     DIGEST,
     INDEX,
@@ -45,7 +48,7 @@ from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rollout.book import RolloutBook
 from bapo_megatron.rollout.staleness import StalenessBound
 from bapo_megatron.train import RunState
-from bapo_megatron.types import Segment
+from bapo_megatron.types import Ended, Segment
 from tests.attacks.conftest import HangError, Outcomes, deadline
 from tests.distributed import HANG_S
 from tests.unit.test_hf_convert import make_shape, random_weights
@@ -116,14 +119,17 @@ class Run:
         """Finish one group, train none; leave partial responses."""
         tokens = (5, 6, 7)
         self.book.admit(step, step)
-        for number, trajectory in enumerate(self.book.unfinished()[:3]):
-            self.book.start(trajectory, step)
-            segment = Segment(step, step, tokens, (-0.5, -0.25, -1.0))
-            self.book.grow(trajectory.extended([segment], "stop" if number < 2 else None))
-        for group in self.book.complete():
-            self.book.settle(group, [1.0, 0.0], step)
+        for number, sample in enumerate(self.book.growing()[:3]):
+            self.book.start(sample, step)
+            segment = Segment.sampled(step, step, tokens, (-0.5, -0.25, -1.0))
+            self.book.grow(sample.extended([segment], "stop" if number < 2 else None))
+        for samples in self.book.waiting():
+            for sample, reward in zip(samples, (1.0, 0.0), strict=True):
+                self.book.answer(replace(sample, need=Ended("stop", reward)))
+            self.book.settle(self.book.group(samples[0].prompt.prompt_id), step)
         self.guard.observe(0.5 / step)
-        self.finder._search._past = torch.arange(float(num_bins(self.finder)), dtype=torch.float64) + step
+        size, rule = num_bins(self.finder), self.finder._rule
+        self.finder._past = torch.arange(float(size), dtype=torch.float64).reshape(rule.shape) + step
 
     def state(self) -> dict[str, Any]:
         return {
@@ -142,8 +148,7 @@ class Run:
 
 
 def num_bins(finder: BoundsFinder) -> int:
-    grid = finder._config.bapo
-    return len(grid.high.points) + len(grid.low.points) + 2
+    return no_tokens(finder._rule).numel()
 
 
 class Checkpoints:
@@ -170,7 +175,7 @@ class Checkpoints:
         torch.manual_seed(0)
         for step in STEPS:
             run.advance(step)
-            state = json.loads(json.dumps(run.state()))
+            state, arrays = detached(run.state())
             models = self.models()
             path = folder / f"step-{step:06d}"
             parts = {}
@@ -180,8 +185,9 @@ class Checkpoints:
                 model.tensors[SQUARES] = {name: tensor.square() for name, tensor in model.tensors[SQUARES].items()}
                 model.save(path / name)
                 parts[name] = {"version": model.version, "index": digest_of(path / name / INDEX)}
-            (path / STATE).write_text(seal({"format": 2, "step": step, **state, "parts": parts}))
-            self.saved[step] = ({name: model.tensors for name, model in models.items()}, state)
+            body = {"format": 3, "step": step, **state, "arrays": write_arrays(arrays, path), "parts": parts}
+            (path / STATE).write_text(seal(body))
+            self.saved[step] = ({name: model.tensors for name, model in models.items()}, plain(run.state()))
         (folder / "latest").write_text(f"step-{STEPS[-1]:06d}")
 
     def models(self) -> dict[str, Model]:
@@ -209,12 +215,16 @@ class Checkpoints:
         tensors, original = self.saved.get(state["step"], ({}, {}))
         if (
             not equal({name: model.tensors for name, model in models.items()}, tensors)
-            or json.loads(json.dumps(run.state())) != original
+            or plain(run.state()) != original
         ):
             return "silent", f"step {state['step']} was loaded with another content"
         if state["step"] == STEPS[-1]:
             return "right", None
         return "older, with a warning", None if said else "an older step without a warning"
+
+
+def plain(state: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(state, default=lambda rows: [str(rows.dtype), rows.tolist()]))
 
 
 def equal(found: dict[str, Tensors], wanted: dict[str, Tensors]) -> bool:
@@ -393,7 +403,7 @@ def test_damaged_checkpoints(checkpoints: Checkpoints, tmp_path: Path, outcomes:
 
 
 Place = tuple[Any, Any]  # a dict or list, and a key of it
-_ANY_VALUE = ("answer", "model")  # any JSON value is right, or checked by name only
+_ANY_VALUE = ("answer", "model", "state")  # any JSON value is right, or checked by name only
 
 
 def places(value: Any) -> Iterator[Place]:
@@ -429,6 +439,8 @@ def of_another_type(rng: random.Random, body: Any) -> None:
     others = [None, True, 1.5, "x", [], {}, [[1]], {"a": 1}, deep(200)]
     number = (int, float)
     kind = type(holder[key])
+    if key == "reward":
+        others.remove({"a": 1})  # a reward of named parts
     holder[key] = rng.choice(
         [v for v in others if type(v) is not kind and not (isinstance(v, number) and kind is float)]
     )
@@ -469,7 +481,7 @@ def reordered(rng: random.Random, body: Any) -> None:
         entries = body["tensors"][part][rng.choice(sorted(body["tensors"][part]))]["boxes"]
     else:
         groups = [body["rollout"][name] for name in ("active", "finished")]
-        entries = rng.choice([*groups, *(group["trajectories"] for held in groups for group in held)])
+        entries = rng.choice([*groups, *(group["samples"] for held in groups for group in held)])
     if rng.randrange(2):
         entries.append(json.loads(json.dumps(rng.choice(entries))))
     else:
@@ -478,7 +490,7 @@ def reordered(rng: random.Random, body: Any) -> None:
 
 def of_another_format(rng: random.Random, body: Any) -> None:
     """Change the format."""
-    body["format"] = rng.choice((0, 1, 3, "2", None, [], 2.5, 10**30))
+    body["format"] = rng.choice((0, 1, 4, "2", None, [], 2.5, 10**30))
 
 
 EDITS: dict[Callable[[random.Random, Any], None], int] = {

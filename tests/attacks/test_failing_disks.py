@@ -28,7 +28,7 @@ from bapo_megatron.monitor.rundir import RunDir, read_metrics
 from bapo_megatron.report import page
 from bapo_megatron.report.page import write_report
 from bapo_megatron.rollout.recorded import read_groups
-from bapo_megatron.types import Group, Prompt, Segment, Trajectory
+from bapo_megatron.types import Ended, Group, Prompt, Sample, Segment
 from tests.attacks.conftest import HangError, Outcomes, deadline
 from tests.distributed import HANG_S
 from tests.unit.run_folders import step as metrics_of
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.slow
 
 NUM_STEPS = 3
 PROMPT = Prompt(1, (3, 4), "1+1=", "2", "chains")
-GROUP = Group(PROMPT, (Trajectory("1.0", PROMPT, (Segment(0, 1, (5, 6), (-0.5, -1.0)),), "stop", 1.0),))
+GROUP = Group(PROMPT, (Sample.of("1.0", PROMPT, (Segment.sampled(0, 1, (5, 6), (-0.5, -1.0)),), Ended("stop", 1.0)),))
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _CHANGES = ("os.rename", "os.mkdir", "os.truncate", "os.chmod", "os.link", "os.symlink")
 _REMOVALS = ("os.remove", "os.rmdir")

@@ -17,7 +17,8 @@ from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.prompts.jsonl import JsonlSource
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rollout.recorded import read_groups, write_groups
-from bapo_megatron.types import Group, Prompt, Segment, Trajectory
+from bapo_megatron.tokens import encoded_rows
+from bapo_megatron.types import Ended, Group, Prompt, Sample, Segment
 from tests.attacks.conftest import HangError, Outcomes, deadline
 from tests.distributed import HANG_S
 
@@ -173,9 +174,9 @@ def test_prompts_of_evaluation_are_read_by_the_same_code(tmp_path: Path) -> None
 
 
 PROMPT = Prompt(1, (3, 4), "1+1=", "2", "chains")
-SEGMENTS = (Segment(0, 1, (5, 6), (-0.5, -1.0)),)
-GROUP = Group(PROMPT, tuple(Trajectory(f"1.{i}", PROMPT, SEGMENTS, "stop", 1.0) for i in range(2)))
-LINE = json.dumps(GROUP.to_json()).encode()
+SEGMENTS = (Segment.sampled(0, 1, (5, 6), (-0.5, -1.0)),)
+GROUP = Group(PROMPT, tuple(Sample.of(f"1.{i}", PROMPT, SEGMENTS, Ended("stop", 1.0)) for i in range(2)))
+LINE = json.dumps(GROUP.to_json(), default=encoded_rows).encode()
 
 
 def edited(*path: Any, value: Any = None, drop: bool = False) -> bytes:
@@ -190,11 +191,14 @@ def edited(*path: Any, value: Any = None, drop: bool = False) -> bytes:
     return json.dumps(body).encode()
 
 
-SEGMENT = ("trajectories", 0, "segments", 0)
+SEGMENT = ("samples", 0, "trajectories", 0, "segments", 0)
+NEED = ("samples", 1, "need")
+VALUES = (*SEGMENT, "values")
+LOGPROBS = "response 1.0 of prompt 1: stream behaviour_logprobs: "
 RECORDS: dict[str, tuple[bytes, str | None]] = {
     "whole": (LINE + b"\n", None),
     "no newline at the end": (LINE, None),
-    "of an earlier version": (LINE.replace(b"behaviour_logprobs", b"logprobs"), None),
+    "of an earlier version": (edited("prompt_values", drop=True), "prompt_values: Field required"),
     "empty": (b"", "is empty"),
     "a cut line": (LINE + b"\n" + LINE[:100], "line 2"),
     "no JSON": (b"x", "line 1"),
@@ -203,22 +207,48 @@ RECORDS: dict[str, tuple[bytes, str | None]] = {
     "not UTF-8": (b"\xff\xfe", "line 1"),
     "deep": (b"[" * 100_000, "line 1"),
     "no prompt": (edited("prompt", drop=True), "prompt: Field required"),
-    "no trajectories": (edited("trajectories", drop=True), "trajectories: Field required"),
-    "a token that is a string": (edited(*SEGMENT, "token_ids", value=["5", 6]), "token_ids.0"),
-    "a token that is a fraction": (edited(*SEGMENT, "token_ids", value=[5.5, 6]), "token_ids.0"),
-    "a negative token": (edited(*SEGMENT, "token_ids", value=[-5, 6]), "token_ids.0"),
-    "a huge token": (edited(*SEGMENT, "token_ids", value=[10**30, 6]), "token_ids.0"),
-    "a token too many": (edited(*SEGMENT, "token_ids", value=[5, 6, 7]), "3 tokens with 2 behaviour_logprobs"),
-    "no log-probs": (edited(*SEGMENT, "behaviour_logprobs", drop=True), "2 tokens with 0 behaviour_logprobs"),
-    "a log-prob that is NaN": (edited(*SEGMENT, "behaviour_logprobs", value=[float("nan"), -1]), "logprobs.0"),
-    "a log-prob that is -inf": (edited(*SEGMENT, "behaviour_logprobs", value=[float("-inf"), -1]), "logprobs.0"),
-    "a log-prob that is null": (edited(*SEGMENT, "behaviour_logprobs", value=[None, -1]), "logprobs.0"),
+    "no samples": (edited("samples", drop=True), "samples: Field required"),
+    "a sample without a trajectory": (edited("samples", 1, "trajectories", value=[]), "samples.1.trajectories"),
+    "a trajectory that is not there": (
+        edited(*NEED, value={"needs": "environment", "turn_end": "stop", "trajectory": 1}),
+        "trajectory 1 is not one of 1",
+    ),
+    "a token that is a string": (edited(*VALUES, "token_ids", value=["5", 6]), "prompt 1: stream token_ids: "),
+    "a token that is a fraction": (edited(*VALUES, "token_ids", value=[5.5, 6]), "prompt 1: stream token_ids: "),
+    "a negative token": (edited(*VALUES, "token_ids", value=[-5, 6]), "prompt 1: stream token_ids: "),
+    "a huge token": (edited(*VALUES, "token_ids", value=[10**30, 6]), "prompt 1: stream token_ids: "),
+    "a token too many": (
+        edited(*VALUES, "token_ids", value=[5, 6, 7]),
+        rf"{LOGPROBS}rows of shape \[2\], not \[3\]",
+    ),
+    "no log-probs": (
+        edited(*VALUES, "behaviour_logprobs", drop=True),
+        f"{LOGPROBS}is missing",
+    ),
+    "a log-prob that is NaN": (
+        edited(*VALUES, "behaviour_logprobs", value=[float("nan"), -1]),
+        f"{LOGPROBS}row 0 is not",
+    ),
+    "a log-prob that is -inf": (
+        edited(*VALUES, "behaviour_logprobs", value=[float("-inf"), -1]),
+        f"{LOGPROBS}row 0 is not",
+    ),
+    "a log-prob that is null": (
+        edited(*VALUES, "behaviour_logprobs", value=[None, -1]),
+        f"{LOGPROBS}row 0 is not",
+    ),
     "a version that is true": (edited(*SEGMENT, "version", value=True), "version"),
-    "no version": (edited(*SEGMENT, "version", drop=True), "version: Field required"),
-    "a reward that is NaN": (edited("trajectories", 1, "reward", value=float("nan")), "trajectories.1.reward"),
-    "a reward that is a string": (edited("trajectories", 1, "reward", value="1"), "trajectories.1.reward"),
-    "no reward": (edited("trajectories", 1, "reward", value=None), "without a reward"),
-    "another finish reason": (edited("trajectories", 1, "finish_reason", value="x"), "trajectories.1.finish_reason"),
+    "no version": (edited(*SEGMENT, "version", drop=True), "a segment has version and step, or by; this one has step"),
+    "a reward that is NaN": (edited(*NEED, "reward", value=float("nan")), r"samples.1.need.nothing.reward"),
+    "a reward that is a string": (edited(*NEED, "reward", value="1"), "samples.1.need.nothing.reward"),
+    "a part of a reward that is NaN": (
+        edited(*NEED, "reward", value={"a": float("nan")}),
+        "samples.1.need.nothing.rew",
+    ),
+    "no reward": (LINE.replace(b'"reward": 1.0', b'"reward": null'), "without a reward"),
+    "a sample that has not ended": (edited(*NEED, value={"needs": "tokens", "trajectory": 0}), "without a reward"),
+    "another need": (edited(*NEED, "needs", value="x"), "samples.1.need"),
+    "another finish reason": (edited(*NEED, "reason", value="x"), "samples.1.need.nothing.reason"),
     "a surrogate": (edited("prompt", "text", value="\ud800"), "line 1"),
 }
 

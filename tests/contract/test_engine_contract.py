@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bapo_megatron.config.engines import ENGINES
 from bapo_megatron.config.schema import SyncConfig
-from bapo_megatron.engines.base import GenerateRequest, GenerateResult, VersionSpan
+from bapo_megatron.engines.base import GenerateRequest, GenerateResult, PauseMode, VersionSpan
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.processes import reserved_ports
@@ -511,7 +511,7 @@ def test_weights_that_all_servers_refuse_end_a_push_at_once(servers: Servers) ->
     finally:
         for engine in servers.engines:
             with contextlib.suppress(EngineError):  # a failed update may have closed the session already
-                servers.loop.run(engine.end_weight_update())
+                servers.loop.run(engine.transport.end())
             servers.loop.run(engine.resume())
     assert_matches(servers, "a", ask(servers))
 
@@ -583,3 +583,100 @@ def test_a_trace_is_written(servers: Servers, tmp_path: Path) -> None:
     for file in files:
         names = {event.get("name") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
         assert any("aten::" in str(name) for name in names), file
+
+
+def test_a_server_names_its_capabilities(servers: Servers) -> None:
+    found = servers.loop.run(servers.engine.capabilities())
+    assert {"gloo", "disk"} <= found.transports
+    assert "score" in found.extras
+    assert ({"weight_manifest", "weight_digests", "release"} <= found.extras) == (servers.kind == "embedded")
+
+
+@pytest.mark.parametrize(("first", "top_k"), [(1, 0), (3, 5), (39, 1)])
+def test_scores_are_log_probs_of_a_prefill(servers: Servers, first: int, top_k: int) -> None:
+    """Of tokens that nobody sampled, without a temperature."""
+    generator = torch.Generator().manual_seed(first)
+    token_ids = torch.randint(2, VOCAB_SIZE - 1, (40,), generator=generator)
+    scores = servers.loop.run(servers.engine.score(token_ids.tolist(), first, top_k))
+    with torch.no_grad():
+        logits_NV = servers.models["a"](token_ids[None]).logits[0, first - 1 : -1].double()
+    expected_NV = torch.log_softmax(logits_NV, -1)
+    of_tokens_N = expected_NV.gather(1, token_ids[first:, None])[:, 0].float()
+    torch.testing.assert_close(torch.tensor(scores.logprobs_N), of_tokens_N, atol=TOLERANCE, rtol=0)
+    top_NK = expected_NV.topk(top_k, -1)
+    assert scores.top_ids_NK.shape == (40 - first, top_k)
+    torch.testing.assert_close(torch.tensor(scores.top_logprobs_NK), top_NK.values.float(), atol=TOLERANCE, rtol=0)
+    of_ids_NK = expected_NV.gather(1, torch.tensor(scores.top_ids_NK).long()).float()
+    torch.testing.assert_close(of_ids_NK, top_NK.values.float(), atol=TOLERANCE, rtol=0)  # those, or as likely ones
+
+
+def test_scores_are_of_the_weights_in_use_and_leave_requests_alone(servers: Servers) -> None:
+    token_ids = [*PROMPT, 3, 4]
+    (pending,) = servers.held(lambda: [ask_later(servers, "beside-scores")])
+    servers.loop.run(servers.engine.resume())
+    before = servers.loop.run(servers.engine.score(token_ids, 1, 0)).logprobs_N
+    assert_matches(servers, "a", pending.result(HANG_S)[1])
+    servers.push("b")
+    after = servers.loop.run(servers.engine.score(token_ids, 1, 0)).logprobs_N
+    assert abs(after - before).max() > 0.1
+
+
+@pytest.mark.parametrize("mode", ["in_place", "abort"])
+def test_requests_outlive_a_push_as_the_channels_pause_mode_says(servers: Servers, mode: PauseMode) -> None:
+    """In place they continue with their cache; aborted, they return what they have."""
+    before = servers.version
+    channel = BroadcastChannel(servers.pool, SyncConfig(timeout_s=HANG_S), servers.loop.submit, pause_mode=mode)
+    channel.connect(servers.manifest("b"))
+
+    def push() -> None:
+        servers.version += 1
+        assert channel.push(iter(servers.models["b"].state_dict().items()), servers.version).is_whole
+
+    if mode == "abort":
+        _, (reply,) = until_caught(servers, push)
+        assert 0 < len(reply["output_ids"]) < servers.num_long
+        assert {span["version"] for span in reply["meta_info"]["weight_versions"]} <= {str(servers.version - 1)}
+    else:
+        (pending,) = servers.held(lambda: [ask_later(servers, "in-place-push")])
+        push()
+        status, reply = pending.result(HANG_S)
+        assert status == 200, reply
+        assert [span["version"] for span in reply["meta_info"]["weight_versions"]] == [str(before), str(before + 1)]
+        assert len(reply["output_ids"]) == servers.num_long
+        assert reply["meta_info"]["num_retractions"] == 0
+    channel.close()
+    fresh = [81, 7, 3, servers.version % VOCAB_SIZE]  # SGLang continues a prefix that it has, of whatever weights
+    expected = reference_logprobs(servers.models["b"], fresh, (reply := ask(servers, fresh))["output_ids"])
+    torch.testing.assert_close(logprobs_of(reply), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_released_memory_comes_back_with_a_push(servers: Servers) -> None:
+    run, engine = servers.loop.run, servers.engine
+    if "release" not in run(engine.capabilities()).extras:
+        for call in (engine.release, engine.restore):
+            with pytest.raises(EngineError, match=rf"{servers.url} cannot release its memory.*enable_memory_saver"):
+                run(call())
+        return
+    (pending,) = servers.held(lambda: [ask_later(servers, "before-release")])
+    with pytest.raises(EngineError, match="1 requests are held with their cache"):
+        run(engine.release())
+    for one in servers.engines:
+        run(one.pause("retract"))
+        run(one.release())
+    with pytest.raises(EngineError, match="memory of the weights is released"):
+        run(engine.transport.digests())
+    for one in servers.engines:
+        run(one.restore())
+        run(one.resume())  # by mistake: nothing is sampled from weights that are lost
+    with pytest.raises(EngineError, match="weights are not whole"):
+        run(engine.score(PROMPT, 1, 0))
+    run(engine.transport.begin())
+    with pytest.raises(EngineError, match="weights were lost with the released memory"):
+        run(engine.transport.end())
+    assert not pending.done()
+    servers.push("b")
+    reply = pending.result(HANG_S)[1]
+    cut = reply["meta_info"]["weight_versions"][1]["start"]
+    for model, part in (("a", slice(0, cut)), ("b", slice(cut, None))):
+        expected = reference_logprobs(servers.models[model], PROMPT, reply["output_ids"])[part]
+        torch.testing.assert_close(logprobs_of(reply)[part], expected, atol=TOLERANCE, rtol=0)

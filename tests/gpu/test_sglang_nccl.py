@@ -43,9 +43,9 @@ def exchanges(folder: Path, settings: tuple[str, ...]) -> list[Exchange]:
     with running_engines(config, folder, folder, EngineShare(count=1, first_gpu=1), KEY) as urls:
         engines = ConnectedEngines.connect(config.rollout, urls, SIZES["vocab_size"], KEY)
         channel = BroadcastChannel(engines.pool, config.sync, engines.loop.submit)
-        channel.connect(learner.weight_specs())
+        channel.connect(learner.weights().manifest())
         for version in (1, 2):
-            assert channel.push(learner.named_weights(), version).is_whole
+            assert channel.push(learner.weights().whole(), version).is_whole
             assert channel._group is not None
             (engine,) = engines.pool.live()
             request = GenerateRequest(f"ask-{version}", PROMPT, NUM_NEW, 1.0, (), seed=1)
@@ -56,7 +56,7 @@ def exchanges(folder: Path, settings: tuple[str, ...]) -> list[Exchange]:
             batch = Batch(
                 token_ids_T=tokens_T,
                 seq_lens_S=torch.tensor([len(tokens_T)]),
-                prompt_lens_S=torch.tensor([len(PROMPT)]),
+                sampled_T=mask_T,
                 advantages_T=1.0 * mask_T,
                 behaviour_logprobs_T=torch.tensor([0.0] * len(PROMPT) + list(reply.behaviour_logprobs)),
                 versions_T=torch.where(mask_T, 0, -1),

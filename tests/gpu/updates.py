@@ -77,9 +77,9 @@ def _one_update(folder: Path, overrides: tuple[str, ...]) -> Result:
     def copied(named: Any) -> dict[str, Tensor]:
         return {name: tensor.float().cpu().clone() for name, tensor in named}
 
-    exported = copied(learner.named_weights())
+    exported = copied(learner.weights().whole())
     learner.step(minibatch, BOUNDS)
-    return Result(log_probs_T, copied(learner.named_gradients()), exported, copied(learner.named_weights()))
+    return Result(log_probs_T, copied(learner.named_gradients()), exported, copied(learner.weights().whole()))
 
 
 def log_prob_distance(a: Result, b: Result) -> float:

@@ -38,10 +38,12 @@ from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards import RewardScorer
+from bapo_megatron.rewards.pool import Verdict
+from bapo_megatron.rollout.drivers import JudgeOnce
 from bapo_megatron.rollout.scheduler import Scheduler
-from bapo_megatron.sync.base import push_until_whole
+from bapo_megatron.sync.base import RankZeroChannel
 from bapo_megatron.sync.broadcast import BroadcastChannel
-from bapo_megatron.types import Trajectory
+from bapo_megatron.types import Sample
 from tests.distributed import HANG_S
 from tests.integration.faulty_proxy import FAULTS, Answer, FaultyProxy
 from tests.integration.nursery import is_running, kill_session
@@ -98,12 +100,12 @@ class Policy:
             for name, t in self._base.items()
         }
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.weights(self.version).items():
             self._while_gathering()
             yield name, tensor
 
-    def weight_specs(self) -> list[TensorSpec]:
+    def manifest(self) -> list[TensorSpec]:
         return [TensorSpec.of(name, tensor) for name, tensor in self.weights(self.version).items()]
 
     def save(self, version: int, folder: Path) -> Path:
@@ -252,8 +254,8 @@ class Campaign:
     def __init__(self, starter: Starter, num_sites: int, folder: Path, vain: Vain) -> None:
         self.hits: Counter[tuple[str, str]] = Counter()  # by leg and kind
         self.policy = Policy(self._before_a_bucket)
-        self.trained: list[Trajectory] = []
-        self.left: list[Trajectory] = []  # in the buffers at the end of each leg
+        self.trained: list[Sample] = []
+        self.left: list[Sample] = []  # in the buffers at the end of each leg
         self.num_fenced = 0
         self.leg = ""
         self.num_steps = 0
@@ -286,7 +288,7 @@ class Campaign:
         watch = self._loop.submit(pool.watch())
         self._scheduler = scheduler = self._new_scheduler(pool, settings)
         self._channel = BroadcastChannel(pool, SyncConfig(bucket_mib=1.0, timeout_s=NEVER_S), self._loop.submit)
-        self._channel.connect(self.policy.weight_specs())
+        self._channel.connect(self.policy.manifest())
         self._push()
         for faults in plan:
             self._let_all_happen()
@@ -458,7 +460,7 @@ class Campaign:
             groups, _ = self._run(self._scheduler.take(self.num_steps, self.policy.version))
             if groups is None:
                 self._push()
-        self._audit([t for g in groups for t in g.trajectories])
+        self._audit([t for g in groups for t in g.samples])
         self.num_steps += 1
         time.sleep(TRAIN_S)
         self.policy.version += UPDATES_PER_STEP
@@ -472,7 +474,7 @@ class Campaign:
         self._run(self.between_pushes.acquire())
         self.pool.expect(self.policy.version)
         began_s = time.monotonic()
-        push_until_whole(self._channel, self.policy)  # type: ignore[arg-type]
+        RankZeroChannel(self._channel).push(self.policy)  # type: ignore[arg-type]
         assert time.monotonic() - began_s < HANG_S, f"{self.leg}: a push took too long"
         self._run(release())
 
@@ -486,7 +488,7 @@ class Campaign:
             self.vain.begin()
             self._absent = None
 
-    def _audit(self, mine: list[Trajectory]) -> None:
+    def _audit(self, mine: list[Sample]) -> None:
         """After a step: the books balance, the bound holds, nothing was trained twice."""
         scheduler = self._scheduler
         first = len(self.trained) - self._num_trained_in_leg
@@ -503,7 +505,7 @@ class Campaign:
         async def check_books() -> None:
             buffered = list(scheduler.book.buffered())
             scheduler.ledger.check(buffered)
-            num_tokens = sum(t.num_response_tokens for t in (*in_leg, *buffered))
+            num_tokens = sum(t.num_sampled_tokens for t in (*in_leg, *buffered))
             assert scheduler.ledger.num_tokens["generated"] == num_tokens
             assert not scheduler.ledger.dropped
 
@@ -512,17 +514,17 @@ class Campaign:
     def _new_scheduler(self, pool: EnginePool, settings: dict[str, Any]) -> Scheduler:
         self._num_trained_in_leg = 0
 
-        def score(trajectories: Sequence[Trajectory]) -> list[float]:
-            texts = self._tokenizer.batch_decode([t.response_ids for t in trajectories], skip_special_tokens=True)
-            return self._scorer.score(
-                [(t.prompt, BAD_RESPONSES.get(t.sample_id, text)) for t, text in zip(trajectories, texts, strict=True)]
+        def judge(samples: Sequence[Sample]) -> list[Verdict]:
+            texts = self._tokenizer.batch_decode([s.sampled_ids.tolist() for s in samples], skip_special_tokens=True)
+            return self._scorer.verdicts(
+                [(s.prompt, BAD_RESPONSES.get(s.sample_id, text)) for s, text in zip(samples, texts, strict=True)]
             )
 
         return Scheduler(
             self.config.rollout.model_copy(update=ROLLOUT | settings),
             pool=pool,
             prompts=PromptStream(self.config, self._tokenizer),
-            score=score,
+            driver=JudgeOnce(judge),
             stop_token_ids=(self._tokenizer.eos_token_id,),
             seed=self.num_steps,
             updates_per_step=UPDATES_PER_STEP,
@@ -576,20 +578,18 @@ class Campaign:
         return self._loop.run(coroutine, HANG_S, f"leg {self.leg!r}, step {self.num_steps}")
 
 
-def _logprobs(
-    model: Any, weights: dict[str, Tensor], samples: Sequence[Trajectory], temperature: float
-) -> list[Tensor]:
+def _logprobs(model: Any, weights: dict[str, Tensor], samples: Sequence[Sample], temperature: float) -> list[Tensor]:
     """Log-prob float32 [response tokens] of each sample under these weights."""
     model.load_state_dict(weights)
     results: list[Tensor] = []
     for begin in range(0, len(samples), 64):
         some = samples[begin : begin + 64]
-        rows = [torch.tensor(t.prompt.token_ids + t.response_ids) for t in some]
+        rows = [torch.tensor(t.token_ids.tolist()) for t in some]
         token_ids_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         with torch.inference_mode():
             logits_BTV = model(token_ids_BT).logits.float() / temperature
         logprobs_BT = logits_BTV.log_softmax(-1)[:, :-1].gather(2, token_ids_BT[:, 1:, None])[:, :, 0]
         for t, row in zip(some, logprobs_BT, strict=True):
             first = len(t.prompt.token_ids) - 1
-            results.append(row[first : first + t.num_response_tokens])
+            results.append(row[first : first + t.num_sampled_tokens])
     return results

@@ -7,7 +7,8 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +72,33 @@ def build() -> None:
         _count_saving()
     if "push" in kinds:
         _count_pushing()
-    steps, starting = Stopwatch.steps, runtime.starting
+    begin, starting = Stopwatch.begin, runtime.starting
 
-    def steps_through_gates(self: Stopwatch, numbers: Iterable[int]) -> Iterator[int]:
-        for step in steps(self, numbers):
-            _pass(step + 1)
-            yield step
-        _pass("end")
+    def begin_behind_gate(self: Stopwatch, step: int) -> None:
+        begin(self, step)
+        _pass(step + 1)
+        _end_behind_gate()  # torch is imported by now
 
     def starting_through_gate() -> object:
         _pass("import")
         return starting()
 
-    Stopwatch.steps = steps_through_gates  # type: ignore[method-assign]
+    Stopwatch.begin = begin_behind_gate  # type: ignore[method-assign]
     runtime.starting = starting_through_gate  # type: ignore[assignment]
+
+
+@cache
+def _end_behind_gate() -> None:
+    """Put a gate before what follows the last step."""
+    from bapo_megatron.checkpoint.store import CheckpointStore
+
+    close = CheckpointStore.close
+
+    def close_behind_gate(self: CheckpointStore) -> None:
+        _pass("end")
+        close(self)
+
+    CheckpointStore.close = close_behind_gate  # type: ignore[method-assign]
 
 
 def _count_saving() -> None:

@@ -11,7 +11,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -24,6 +24,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.processes import reserved_ports
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.runtime.files import JsonlWriter, read_jsonl
+from bapo_megatron.tokens import encoded_rows
 from bapo_megatron.types import ClipBounds, MiniBatch
 from tests.distributed import HANG_S, forkserver
 from tests.hang import PATIENT
@@ -36,12 +37,12 @@ _SAVE, _PUSH = 30, 60  # about as many gates have one save, and one push
 class Engine:
     """An embedded engine with the demo model, in a process of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *arguments: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         ready = folder / "ready.json"
         ready.unlink(missing_ok=True)
         self.process: BaseProcess = forkserver().Process(
-            target=_serve, args=(ready, folder / "engine.log"), daemon=True
+            target=_serve, args=(ready, folder / "engine.log", arguments), daemon=True
         )
         self.process.start()
         _wait(ready.exists, self.process, "the engine started")
@@ -55,7 +56,10 @@ class Engine:
 class Attempt:
     """One attempt of a run: all its ranks, which can be frozen, let go on, and killed. A context manager."""
 
-    def __init__(self, config: Config, engine: Engine, gates: Gates | None = None) -> None:
+    def __init__(
+        self, config: Config, engine: Engine, gates: Gates | None = None, prepare: Callable[[], None] | None = None
+    ) -> None:
+        """`prepare` is called in each rank before it begins."""
         self.engine, self.gates = engine, gates
         self._lock = RunDir.open(config)
         self.run_dir = self._lock.path
@@ -67,7 +71,11 @@ class Attempt:
         self.ranks: list[BaseProcess] = [
             forkserver().Process(
                 target=_train,
-                args=(rank, size, port, self.run_dir, engine.url, self._journal, gates.environment if gates else {}),
+                args=(
+                    *(rank, size, port, self.run_dir, engine.url, self._journal),
+                    gates.environment if gates else {},
+                    prepare,
+                ),
                 daemon=True,
             )
             for rank in range(size)
@@ -224,15 +232,24 @@ def _wait(condition: Callable[[], bool], process: BaseProcess, what: str) -> Non
 # in the forked processes
 
 
-def _serve(ready: Path, log: Path) -> None:
+def _serve(ready: Path, log: Path, of_test: Sequence[str]) -> None:
     from bapo_megatron.engines.embedded.server import main
 
     _write_to(log)
     arguments = ["--model-path", str(demo_model_path()), "--max-context", "64", "--max-running", "64"]
-    main([*arguments, "--update-timeout-s", str(HANG_S), "--ready-file", str(ready)])
+    main([*arguments, "--update-timeout-s", str(HANG_S), "--ready-file", str(ready), *of_test])
 
 
-def _train(rank: int, size: int, port: int, run_dir: Path, url: str, journal: Path, of_gates: dict[str, str]) -> None:
+def _train(
+    rank: int,
+    size: int,
+    port: int,
+    run_dir: Path,
+    url: str,
+    journal: Path,
+    of_gates: dict[str, str],
+    prepare: Callable[[], None] | None,
+) -> None:
     import torch
 
     from bapo_megatron import worker
@@ -246,6 +263,8 @@ def _train(rank: int, size: int, port: int, run_dir: Path, url: str, journal: Pa
     if of_gates:
         os.environ |= of_gates
         build()
+    if prepare:
+        prepare()
     raise SystemExit(worker.main(["--run-dir", str(run_dir), "--engine-url", url]))
 
 
@@ -266,7 +285,8 @@ def _keep_journal(path: Path) -> None:
     def keep_batch(self: RolloutManager, step: int, version: int) -> Any:
         made = next_batch(self, step, version)
         if made is not None:
-            journal.write({"step": step + 1, "version": version, "groups": [g.to_json() for g in made[1]]})
+            groups = json.loads(json.dumps([g.to_json() for g in made[1]], default=encoded_rows))
+            journal.write({"step": step + 1, "version": version, "groups": groups})
         return made
 
     def keep_bounds(self: BoundsFinder, minibatch: MiniBatch) -> ClipBounds:

@@ -79,16 +79,16 @@ def random_batch(num_sequences: int = 9) -> Batch:
         return torch.randint(low, high, (size,), generator=generator)
 
     seq_lens_S = integers(4, 40, num_sequences)
-    prompt_lens_S = torch.minimum(integers(1, 6, num_sequences), seq_lens_S - 1)
+    prompt_lens = torch.minimum(integers(1, 6, num_sequences), seq_lens_S - 1)
     num_tokens = int(seq_lens_S.sum())
     is_response_T = torch.cat(
-        [torch.arange(n) >= p for n, p in zip(seq_lens_S.tolist(), prompt_lens_S.tolist(), strict=True)]
+        [torch.arange(n) >= p for n, p in zip(seq_lens_S.tolist(), prompt_lens.tolist(), strict=True)]
     )
     mask_T = is_response_T & (torch.rand(num_tokens, generator=generator) > 0.1)
     return Batch(
         token_ids_T=integers(0, VOCAB_SIZE, num_tokens),
         seq_lens_S=seq_lens_S,
-        prompt_lens_S=prompt_lens_S,
+        sampled_T=is_response_T,
         advantages_T=torch.randn(num_tokens, generator=generator) * is_response_T,
         behaviour_logprobs_T=(-3.5 + torch.randn(num_tokens, generator=generator)) * is_response_T,
         versions_T=torch.where(is_response_T, -torch.arange(num_tokens), -1),

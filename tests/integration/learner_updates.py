@@ -59,7 +59,7 @@ def updates_of(learner: MegatronLearner, *, read_between: bool = True) -> list[U
         gradients, weights = {}, {}
         if read_between or number == NUM_UPDATES - 1:
             gradients = {name: gradient.clone() for name, gradient in learner.named_gradients()}
-            weights = {name: weight.clone() for name, weight in learner.named_weights()}
+            weights = {name: weight.clone() for name, weight in learner.weights().whole()}
         found.append(Update(result.metrics, result.log_probs, gradients, weights))
     parallel_state.destroy_model_parallel()
     return found

@@ -79,7 +79,7 @@ def longest_batch() -> Batch:
     return Batch(
         token_ids_T=torch.randint(0, SIZES["vocab_size"], (num_tokens,), generator=generator),
         seq_lens_S=torch.full((NUM_SEQUENCES,), length),
-        prompt_lens_S=torch.full((NUM_SEQUENCES,), PROMPT_TOKENS),
+        sampled_T=is_response_T,
         advantages_T=torch.randn(num_tokens, generator=generator) * is_response_T,
         behaviour_logprobs_T=(-8.0 + torch.randn(num_tokens, generator=generator)) * is_response_T,
         versions_T=torch.where(is_response_T, 0, -1),

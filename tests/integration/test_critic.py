@@ -30,6 +30,10 @@ LR, CLIP, GAMMA, LAM = 3e-3, 0.05, 0.99, 0.9
 Case = tuple[str, dict[str, Any], int]  # model, layout, tokens per micro-batch
 
 
+def prompt_lens(batch: Batch) -> Tensor:
+    return batch.seq_lens_S - batch.num_sampled_S
+
+
 def make_batch() -> Batch:
     batch = random_batch()
     rewards_S = torch.randn(batch.num_sequences, generator=torch.Generator().manual_seed(3))
@@ -69,9 +73,7 @@ def reference_step(folder: Path, batch: Batch) -> Reference:
     def values() -> Tensor:
         """V of each token is of the tokens before it; 0 on prompts."""
         values_T = []
-        for ids, prompt_len in zip(
-            batch.token_ids_T.split(batch.seq_lens_S.tolist()), batch.prompt_lens_S, strict=True
-        ):
+        for ids, prompt_len in zip(batch.token_ids_T.split(batch.seq_lens_S.tolist()), prompt_lens(batch), strict=True):
             of_states = (model.model(ids[None]).last_hidden_state[0] @ head[0])[prompt_len - 1 : -1]
             values_T.append(torch.cat([torch.zeros(int(prompt_len), dtype=torch.float64), of_states]))
         return torch.cat(values_T)
@@ -81,7 +83,7 @@ def reference_step(folder: Path, batch: Batch) -> Reference:
     advantages_T = torch.zeros_like(old_T)
     ends = batch.seq_lens_S.cumsum(0).tolist()
     for end, length, prompt_len, reward in zip(
-        ends, batch.seq_lens_S.tolist(), batch.prompt_lens_S.tolist(), batch.rewards_S.tolist(), strict=True
+        ends, batch.seq_lens_S.tolist(), prompt_lens(batch).tolist(), batch.rewards_S.tolist(), strict=True
     ):
         following, advantage = 0.0, 0.0
         for t in range(end - 1, end - length + prompt_len - 1, -1):
@@ -160,7 +162,7 @@ def check_step(root: Path, family: str, layout: dict[str, Any], max_tokens: int)
         assert critic.layout.rank > 0 or name in want.gradients
         if critic.layout.rank == 0:
             assert_close(gradient, want.gradients.pop(name), f"gradient of {name}")
-    for name, weight in critic.named_weights():
+    for name, weight in critic.weights().whole():
         if critic.layout.rank == 0:
             assert_close(weight, want.weights.pop(name), f"weight {name} after {NUM_UPDATES} updates")
     assert critic.layout.rank > 0 or not (want.gradients or want.weights)
@@ -186,12 +188,12 @@ def check_new_critic(root: Path) -> None:
     """From the policy's weights: all values are 0, and the first update moves the head alone. The policy stays."""
     config = make_config(None, {})
     policy, advantages, critic = make_advantages(config, root / "qwen2")
-    before = {name: weight.clone() for name, weight in policy.named_weights()}
+    before = {name: weight.clone() for name, weight in policy.weights().whole()}
     batch = make_batch()
     out = advantages.on(batch, step=0)
     discounts = [
         (GAMMA * LAM) ** (n - 1 - t)
-        for n, p in zip(batch.seq_lens_S, batch.prompt_lens_S, strict=True)
+        for n, p in zip(batch.seq_lens_S, prompt_lens(batch), strict=True)
         for t in range(n)
     ]
     rewards_T = batch.rewards_S.repeat_interleave(batch.seq_lens_S)
@@ -201,9 +203,11 @@ def check_new_critic(root: Path) -> None:
     assert out.metrics["critic/value_mean"] == 0
     assert critic.version == NUM_UPDATES
     assert policy.version == 0
-    for name, weight in policy.named_weights():
+    for name, weight in policy.weights().whole():
         assert torch.equal(weight, before[name]), name
-    changed = {name for name, weight in critic.named_weights() if name not in before or not weight.equal(before[name])}
+    changed = {
+        name for name, weight in critic.weights().whole() if name not in before or not weight.equal(before[name])
+    }
     assert "score.weight" in changed
     assert len(changed) > 1, "later updates move the body too"
     parallel_state.destroy_model_parallel()
@@ -211,7 +215,9 @@ def check_new_critic(root: Path) -> None:
     critic_config = make_config(None, {}, critic={"lr": LR})
     _, advantages, critic = make_advantages(critic_config, root / "qwen2")
     advantages.on(batch, step=0)
-    changed = {name for name, weight in critic.named_weights() if name not in before or not weight.equal(before[name])}
+    changed = {
+        name for name, weight in critic.weights().whole() if name not in before or not weight.equal(before[name])
+    }
     assert changed == {"score.weight"}
     parallel_state.destroy_model_parallel()
 
@@ -239,7 +245,7 @@ def check_learning(root: Path) -> None:
         batch = Batch(
             token_ids_T=torch.randint(0, 16, kinds_T.shape, generator=generator) + 16 * kinds_T,
             seq_lens_S=lens_S,
-            prompt_lens_S=torch.full_like(lens_S, 3),
+            sampled_T=torch.cat([torch.arange(n) >= 3 for n in lens_S]),
             advantages_T=torch.zeros(kinds_T.shape),
             behaviour_logprobs_T=torch.zeros(kinds_T.shape),
             versions_T=torch.zeros_like(kinds_T),
@@ -299,7 +305,7 @@ def check_resumed(rank: int, world_size: int, root: Path) -> None:
     advantages.on(batch, step=0)
     store.save(1, {"learner": policy, **advantages.parts}, {})
     want = advantages.on(batch, step=1)
-    weights = {name: weight.clone() for name, weight in critic.named_weights()}
+    weights = {name: weight.clone() for name, weight in critic.weights().whole()}
     parallel_state.destroy_model_parallel()
     for layout in ({"tensor": 2}, {"pipeline": 2}, {"data": 2, "distributed": True}):
         policy, advantages, critic = make_advantages(make_config(None, layout), root / "qwen2")
@@ -308,7 +314,7 @@ def check_resumed(rank: int, world_size: int, root: Path) -> None:
         got = advantages.on(batch, step=1)
         tolerance = 0.0 if layout == {"tensor": 2} else TOLERANCE
         assert got.metrics == pytest.approx(want.metrics, rel=tolerance, abs=tolerance), layout
-        for name, weight in critic.named_weights():
+        for name, weight in critic.weights().whole():
             torch.testing.assert_close(weight, weights[name], rtol=tolerance, atol=tolerance)
         parallel_state.destroy_model_parallel()
 
@@ -320,9 +326,9 @@ def check_skips(rank: int, world_size: int, root: Path) -> None:
     limit = {"eps": ADAM_EPS, "max_skipped_in_a_row": NUM_UPDATES + 1}
     config = make_config(root / "critic-qwen2", {"pipeline": 2}, optimizer=limit)
     policy, advantages, critic = make_advantages(config, root / "qwen2")
-    before = {name: weight.clone() for name, weight in critic.named_weights()}
+    before = {name: weight.clone() for name, weight in critic.weights().whole()}
     assert advantages.on(broken, step=0).metrics["critic/skipped"] == NUM_UPDATES
-    assert all(torch.equal(weight, before[name]) for name, weight in critic.named_weights())
+    assert all(torch.equal(weight, before[name]) for name, weight in critic.weights().whole())
     store.save(1, {"learner": policy, **advantages.parts}, {})
     parallel_state.destroy_model_parallel()
 

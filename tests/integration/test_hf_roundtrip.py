@@ -63,7 +63,7 @@ def check_start_and_refusals(rank: int, world_size: int, root: Path) -> None:
         assert learner.version == 0
         for _ in range(2):
             learner.step(minibatch, BOUNDS)
-        losses.append([weight.clone() for _, weight in learner.named_weights()])
+        losses.append([weight.clone() for _, weight in learner.weights().whole()])
         parallel_state.destroy_model_parallel()
     for one, other in zip(*losses, strict=True):
         assert torch.equal(one, other)

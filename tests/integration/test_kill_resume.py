@@ -18,9 +18,11 @@ import psutil
 import pytest
 
 from bapo_megatron.checkpoint.folder import DIGEST
+from bapo_megatron.checkpoint.store import CheckpointStore
+from bapo_megatron.rollout.book import groups_of
 from bapo_megatron.rollout.ledger import Ledger
 from bapo_megatron.runtime.files import read_jsonl
-from bapo_megatron.types import Group, Trajectory
+from bapo_megatron.types import Group, Sample
 from tests.distributed import HANG_S
 from tests.integration.gates import Gates
 from tests.integration.killable import SMALL, Attempt, Engine, Moment, repeated, small_run, surviving
@@ -174,11 +176,11 @@ def assert_nothing_lost(run: Path, *, num_steps: int, max_staleness: int) -> Non
     rows = read_jsonl(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, num_steps + 1))
     assert max(row["staleness/max"] for row in rows) <= max_staleness
-    trained: dict[str, Trajectory] = {}
-    seen: dict[str, Trajectory] = {}  # buffered in the checkpoint before
+    trained: dict[str, Sample] = {}
+    seen: dict[str, Sample] = {}  # buffered in the checkpoint before
     for step in range(1, num_steps + 1):
         batch = surviving(run, "step")[step]
-        now = [t for g in batch["groups"] for t in Group.from_json(g).trajectories]
+        now = [t for g in batch["groups"] for t in Group.from_json(g).samples]
         assert not trained.keys() & {t.sample_id for t in now}, "trained twice"
         assert all(
             batch["version"] - t.oldest_version + 1 <= max_staleness for t in now if t.oldest_version is not None
@@ -190,11 +192,10 @@ def assert_nothing_lost(run: Path, *, num_steps: int, max_staleness: int) -> Non
         assert seen, "sampling goes on while the trainer trains"
 
 
-def buffered_in(run: Path, step: int, trained: Set[str]) -> dict[str, Trajectory]:
+def buffered_in(run: Path, step: int, trained: Set[str]) -> dict[str, Sample]:
     """What a checkpoint holds, once its books were found in order: admitted = trained + buffered, none dropped."""
-    state = json.loads((run / "checkpoints" / f"step-{step:06d}" / "state.json").read_text())["rollout"]
-    groups = [Group.from_json(g) for g in state["active"] + state["finished"]]
-    held = {t.sample_id: t for g in groups for t in g.trajectories}
+    state = CheckpointStore.load(run / "checkpoints" / f"step-{step:06d}", {})["rollout"]
+    held = {t.sample_id: t for groups in groups_of(state, ()) for g in groups for t in g.samples}
     ledger = Ledger()
     ledger.load_state_dict(state["ledger"])
     ledger.check(held.values())
@@ -206,10 +207,10 @@ def buffered_in(run: Path, step: int, trained: Set[str]) -> dict[str, Trajectory
     return held
 
 
-def assert_grown(before: Trajectory | None, after: Trajectory) -> None:
+def assert_grown(before: Sample | None, after: Sample) -> None:
     """Tokens that were sampled are kept as they were."""
     if before is not None:
-        n = before.num_response_tokens
-        assert after.response_ids[:n] == before.response_ids
-        assert after.behaviour_logprobs[:n] == before.behaviour_logprobs
-        assert after.versions[:n] == before.versions
+        n = before.num_sampled_tokens
+        assert tuple(after.sampled_ids[:n]) == tuple(before.sampled_ids)
+        assert tuple(after.behaviour_logprobs[:n]) == tuple(before.behaviour_logprobs)
+        assert tuple(after.versions[:n]) == tuple(before.versions)

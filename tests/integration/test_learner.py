@@ -132,7 +132,7 @@ def check_layout(folder: Path, family: str, layout: dict[str, Any], max_tokens: 
     minibatch = make_minibatch(learner, max_tokens, batch)
     is_rank_0 = learner.layout.rank == 0
 
-    for name, tensor in learner.named_weights():
+    for name, tensor in learner.weights().whole():
         assert torch.equal(tensor, original.pop(name)) if is_rank_0 else tensor.numel() == 0, name
     assert not is_rank_0 or not original
 
@@ -155,7 +155,7 @@ def check_layout(folder: Path, family: str, layout: dict[str, Any], max_tokens: 
         for name, gradient in learner.named_gradients():
             if is_rank_0:
                 assert_close(gradient, want["gradients"][name], f"update {version}, gradient of {name}")
-    for name, weight in learner.named_weights():
+    for name, weight in learner.weights().whole():
         if is_rank_0:
             assert_close(weight, reference["weights"][name], f"weight {name} after {NUM_UPDATES} updates")
     parallel_state.destroy_model_parallel()
@@ -252,7 +252,7 @@ def check_resume(rank: int, world_size: int, root: Path, model: str, layouts: li
         assert learner.version == NUM_UPDATES - 1
         result = learner.step(minibatch, BOUNDS)
         assert result.metrics["loss/policy"] == pytest.approx(reference["updates"][-1]["loss"], rel=TOLERANCE)
-        for name, weight in learner.named_weights():
+        for name, weight in learner.weights().whole():
             if rank == 0:
                 assert_close(weight, reference["weights"][name], f"{layout}: {name} after the resumed update")
         parallel_state.destroy_model_parallel()
@@ -270,7 +270,7 @@ def check_broken_gradient(rank: int, world_size: int, root: Path, distributed: b
     """One nan advantage on one data rank: no rank changes its weights, all count it, and the next update works."""
     learner = MegatronLearner(make_config({"data": 2, "distributed": distributed}), root / "qwen2")
     minibatch = make_minibatch(learner, 60, random_batch())
-    before = {name: weight.clone() for name, weight in learner.named_weights()}
+    before = {name: weight.clone() for name, weight in learner.weights().whole()}
     broken = minibatch
     if learner.layout.data_rank == 1:
         micro = minibatch.micro_batches[0]
@@ -280,7 +280,7 @@ def check_broken_gradient(rank: int, world_size: int, root: Path, distributed: b
     metrics = learner.step(broken, BOUNDS).metrics
     assert metrics["optimizer/skipped"] == 1.0
     assert not math.isfinite(metrics["optimizer/grad_norm"])
-    for name, weight in learner.named_weights():
+    for name, weight in learner.weights().whole():
         assert torch.equal(weight, before[name]), name
 
     metrics = learner.step(minibatch, BOUNDS).metrics

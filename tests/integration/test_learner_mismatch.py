@@ -14,7 +14,7 @@ from bapo_megatron.algorithms.mismatch import Mismatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.learner.whole_batch import with_proximal_logprobs
+from bapo_megatron.learner.whole_batch import proximal_scorer, with_scores
 from bapo_megatron.monitor.record import UpdateMetrics
 from bapo_megatron.types import Batch
 from tests.distributed import run_distributed
@@ -103,7 +103,7 @@ def check_layout(folder: Path, layout: dict[str, Any], max_tokens: int) -> None:
     config = decoupled_config(layout, max_tokens)
     learner = MegatronLearner(config, folder / "qwen3")
     batch = some_of_age_0(random_batch())
-    scored = with_proximal_logprobs(batch, learner, config)
+    scored = with_scores(batch, [proximal_scorer(learner)], learner, config)
     is_response_T = batch.behaviour_logprobs_T != 0
     proximal_T = scored.proximal_logprobs_T
     assert proximal_T is not None
@@ -151,7 +151,7 @@ def check_search(learner: MegatronLearner, config: Config, batch: Batch, log_pro
 
 def check_alarm(learner: MegatronLearner, old: Batch, max_tokens: int) -> None:
     """Right log-probs are silent; shifted ones, and those of the weights of two updates ago, are not."""
-    now_T = with_proximal_logprobs(old, learner, learner.config).proximal_logprobs_T
+    now_T = with_scores(old, [proximal_scorer(learner)], learner, learner.config).proximal_logprobs_T
     assert now_T is not None
     assert old.proximal_logprobs_T is not None
     for name, behaviour_T, is_wrong in (

@@ -13,12 +13,13 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from bapo_megatron.checkpoint.folder import MOMENTS
+from bapo_megatron.config.losses import CustomLoss
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, ConfigError, DivergedError
 from bapo_megatron.learner.hf.convert import gather_weights
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.learner.whole_batch import with_fixed_logprobs
-from bapo_megatron.types import MiniBatch
+from bapo_megatron.learner.whole_batch import scorers_of, with_scores
+from bapo_megatron.types import Batch, MiniBatch
 from tests.distributed import run_distributed
 from tests.integration.learner_reference import (
     ADAM_EPS,
@@ -32,9 +33,15 @@ from tests.integration.learner_reference import (
 )
 from tests.integration.test_learner import assert_close, make_config, make_minibatch
 
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 TOLERANCE = 1e-5
 START, TARGET = 0.7, 0.02  # of the adaptive coefficient: the KL is far over the target, so that it grows
 FAMILY = "llama_biases"
+
+
+@pytest.fixture(autouse=True)
+def _on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +84,7 @@ def check_kl(root: Path, layout: dict[str, Any], estimator: str) -> None:
     path = str(root / "reference")
     config = kl_config(layout, kl_coef=START, kl_target=TARGET, kl_estimator=estimator, reference_path=path)
     learner = MegatronLearner(config, root / "policy")
-    batch = with_fixed_logprobs(random_batch(), learner, learner.reference, config)
+    batch = with_scores(random_batch(), scorers_of(config, learner, learner.reference), learner, config)
     wanted_T = torch.load(root / "reference.pt", weights_only=True)
     is_response_T = batch.behaviour_logprobs_T != 0
     assert batch.reference_logprobs_T is not None
@@ -97,13 +104,34 @@ def check_kl(root: Path, layout: dict[str, Any], estimator: str) -> None:
     parallel_state.destroy_model_parallel()
 
 
+def check_teacher(root: Path, layout: dict[str, Any]) -> None:
+    """docs/examples/distil.py: a stream that its loss declares, computed by a model of its own."""
+    config = make_config(layout, max_tokens_per_microbatch=60)
+    loss = CustomLoss(name="distil:DISTIL", options={"teacher": str(root / "reference")})
+    learner = MegatronLearner(config.model_copy(update={"loss": loss}), root / "policy")
+    scorers = scorers_of(learner.config, learner, learner.reference)
+    batch = with_scores(random_batch(), scorers, learner, learner.config)
+    teacher_T = torch.load(root / "reference.pt", weights_only=True)
+
+    def loss_of(log_probs_T: Tensor, batch: Batch) -> Tensor:
+        return -((teacher_T - log_probs_T.detach()) * log_probs_T)[batch.mask_T].mean()
+
+    want = reference_update(load_float64(root / "policy"), random_batch(), loss_of=loss_of)
+    metrics = learner.step(make_minibatch(learner, 60, batch), BOUNDS).metrics
+    assert metrics["loss/policy"] == pytest.approx(want.loss, rel=TOLERANCE, abs=TOLERANCE)
+    for name, gradient in learner.named_gradients():
+        if learner.layout.rank == 0:
+            assert_close(gradient, want.gradients[name], f"gradient of {name}", 2e-5)
+    parallel_state.destroy_model_parallel()
+
+
 def check_policy_as_reference(root: Path) -> None:
     """Where the policy is its own reference, KL and its gradient are exactly 0: the update is the plain one."""
     gradients = []
     for loss in ({}, {"kl_coef": 100.0, "kl_estimator": "k2"}, {"kl_coef": 100.0}):
         config = kl_config({}, **loss)
         learner = MegatronLearner(config, root / "policy")
-        batch = with_fixed_logprobs(random_batch(), learner, learner.reference, config)
+        batch = with_scores(random_batch(), scorers_of(config, learner, learner.reference), learner, config)
         metrics = learner.step(make_minibatch(learner, 60, batch), BOUNDS).metrics
         assert metrics.get("loss/kl_reference") == (0.0 if loss else None)
         gradients.append({name: g.clone() for name, g in learner.named_gradients()})
@@ -130,6 +158,7 @@ def check_one_process(rank: int, world_size: int, root: Path) -> None:
         check_kl(root, {}, estimator)
     check_policy_as_reference(root)
     check_refusals(root)
+    check_teacher(root, {})
 
 
 def test_one_process(folder: Path) -> None:
@@ -138,7 +167,7 @@ def test_one_process(folder: Path) -> None:
 
 def whole_state(learner: MegatronLearner) -> dict[str, Tensor]:
     """Weights and both moments, on rank 0."""
-    state = {f"weight of {name}": tensor.clone() for name, tensor in learner.named_weights()}
+    state = {f"weight of {name}": tensor.clone() for name, tensor in learner.weights().whole()}
     for moment in MOMENTS:
         gather = partial(learner.adam.gather, name=moment)
         named = gather_weights(learner.model, learner.shape, learner.layout, gather)
@@ -174,7 +203,7 @@ def check_weight_decay(root: Path, layout: dict[str, Any]) -> None:
         learner = MegatronLearner(config.model_copy(update={"optimizer": optimizer}), root / "policy")
         minibatch = make_minibatch(learner, 60, random_batch())
         learner.step(minibatch, BOUNDS)
-        results.append({name: tensor.clone() for name, tensor in learner.named_weights()})
+        results.append({name: tensor.clone() for name, tensor in learner.weights().whole()})
         if weight_decay:
             check_skips(learner, minibatch)
         parallel_state.destroy_model_parallel()
@@ -192,6 +221,8 @@ def check_two_processes(rank: int, world_size: int, root: Path) -> None:
     check_kl(root, {"pipeline": 2}, "k2")
     check_kl(root, {"context": 2}, "k3")
     check_kl(root, {"data": 2, "distributed": True}, "k3")
+    for layout in ({"tensor": 2}, {"pipeline": 2}, {"context": 2}, {"data": 2}):
+        check_teacher(root, layout)
     check_weight_decay(root, {"tensor": 2})
     check_weight_decay(root, {"data": 2, "distributed": True})
 

@@ -55,7 +55,7 @@ def check_one_micro_batch(root: Path, **layout: Any) -> None:
     exact, alone = (updates(with_scope(config, scope, rho0=0.3), root / "qwen3") for scope in ("exact", "microbatch"))
     assert exact[0].bounds.num_moves > 0, "the search should have something to find"
     for want, got in zip(exact, alone, strict=True):
-        (bounds,) = got.result.bounds
+        (bounds,) = got.result.found
         assert_same(dataclasses.replace(got, bounds=bounds), want)
         assert got.num_forwards == want.num_forwards == 1
 
@@ -108,7 +108,7 @@ def check_layout(root: Path, layout: dict[str, Any], max_tokens: int) -> None:
 
 def check_bounds(config: Config, result: StepResult, wanted: list[ClipBounds]) -> None:
     """On every rank, stages without a loss included; a step's metrics are means over micro-batches."""
-    for got, want in zip(result.bounds, wanted, strict=True):
+    for got, want in zip(result.found, wanted, strict=True):
         assert (got.low, got.high, got.saturated) == (want.low, want.high, want.saturated)
         assert got.positive_share == pytest.approx(want.positive_share, abs=TOLERANCE)
         moves = (got.low - SEARCH.low.start) / SEARCH.low.step + (got.high - SEARCH.high.start) / SEARCH.high.step

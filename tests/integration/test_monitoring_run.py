@@ -278,10 +278,10 @@ def _out_of_memory(folder: Path) -> None:
     bounds = ClipBounds(0.8, 1.2, 0.5, False, 0)
 
     def in_span(span: str, body: Callable[[], object]) -> None:
-        for _ in watch.steps([2]):
-            watch._heartbeat.span = None
-            with watch.span(span):
-                body()
+        watch.begin(2)
+        watch._heartbeat.span = None
+        with watch.span(span):
+            body()
 
     forward = PolicyModel.forward
     PolicyModel.forward = fail  # type: ignore[method-assign,assignment]

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bapo_megatron.algorithms.mismatch import logprob_mismatch
 from bapo_megatron.learner import attention
 from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.tokens import TokenStream
 from bapo_megatron.types import MicroBatch
 from tests.distributed import run_distributed
 from tests.integration.learner_reference import BOUNDS, save_random_model
@@ -137,9 +138,11 @@ def test_packs_are_described_on_the_cpu(context: tuple[int, int]) -> None:
 
 
 def test_a_micro_batch_leaves_its_lengths_on_the_cpu() -> None:
-    tensors = {f.name: torch.zeros(3) for f in dataclasses.fields(MicroBatch)}
-    moved = MicroBatch(**tensors).to(META)
-    devices = {f.name: getattr(moved, f.name).device.type for f in dataclasses.fields(MicroBatch)}
+    names = {f.name for f in dataclasses.fields(MicroBatch)} - {"extra"}
+    stream = TokenStream("routes", "uint8", (2,))
+    batch = MicroBatch(**{name: torch.zeros(3) for name in names}, extra={stream: torch.zeros(3, 2)})
+    moved = batch.to(META)
+    devices = {name: getattr(moved, name).device.type for name in names} | {"extra": moved.extra[stream].device.type}
     assert devices.pop("cu_seqlens_S1") == "cpu"
     assert set(devices.values()) == {"meta"}
 

@@ -52,7 +52,7 @@ def check_readers(rank: int, world_size: int, root: Path) -> None:
     """Weights for a push, and those of a snapshot, are the new ones on every rank while the gathering is put off."""
     split_model.DistributedDataParallelConfig = SmallBuckets  # type: ignore[misc]
     config = make_config(distributed=True, parallel={"data": 2, "overlap_communication": True})
-    for read in (lambda learner: list(learner.named_weights()), lambda learner: learner.snapshot()):
+    for read in (lambda learner: list(learner.weights().whole()), lambda learner: learner.snapshot()):
         learner = MegatronLearner(config, root / "qwen3")
         learner.step(pack(learner), BOUNDS)
         stale = [p.detach().clone() for p in learner.model.parameters()]

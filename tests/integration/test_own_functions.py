@@ -13,7 +13,9 @@ from bapo_megatron.assets import demo_model_path
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.hf.families import FAMILIES
 from bapo_megatron.hf.shape import load_hf_config
-from bapo_megatron.monitor.rundir import read_metrics
+from bapo_megatron.monitor.rundir import RunDir, read_metrics
+from bapo_megatron.report.gallery import PANELS, with_named
+from bapo_megatron.report.history import read_history
 from tests.integration.forked import SMALL
 from tests.integration.test_train import bapo
 
@@ -22,12 +24,13 @@ MODULE = """
 from dataclasses import replace
 
 from bapo_megatron.algorithms.losses import clipped_policy_loss
+from bapo_megatron.algorithms.objectives.clipped import GrpoLoss
 from bapo_megatron.config.base import Section
 from bapo_megatron.config.engines import EngineKind
-from bapo_megatron.config.schema_loss import GrpoLoss
+from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.start import embedded_specs
 
-ENGINE = EngineKind("engine of mine", specs="own:specs")
+ENGINE = EngineKind("engine of mine", specs="own:specs", client="own:Client")
 
 
 class Options(Section):
@@ -42,8 +45,8 @@ def loss(inputs, options: Options):
     return replace(result, loss_R=options.factor * result.loss_R)
 
 
-def advantage(rewards_G):
-    return rewards_G - 1.0
+def advantage(group):
+    return [sample.reward - 1.0 for sample in group.samples]
 
 
 def judge(response):
@@ -52,6 +55,27 @@ def judge(response):
 
 def keep(group, config):
     return group.prompt.prompt_id % 2 == 0
+
+
+class Client(HttpEngine):
+    def __init__(self, url, config, vocab_size, key):
+        super().__init__(url, request_timeout_s=config.request_timeout_s, vocab_size=vocab_size, key=key)
+        self.calls = []
+        end = self.transport.end
+
+        async def counted():
+            self.calls.append("push")
+            await end()
+
+        self.transport.end = counted
+
+    async def generate_many(self, requests):
+        self.calls.append("generate")
+        return await super().generate_many(requests)
+
+    async def close(self):
+        print("client of mine", *self.calls, flush=True)
+        await super().close()
 
 
 def specs(config, model_path, logs, ports, share):
@@ -71,6 +95,10 @@ def test_all_five_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     done = bapo("train", "demo", *SMALL, *options)
     assert done.returncode == 0, done.stderr
     assert "specs of mine 1" in done.stdout
+    log = RunDir.attach(tmp_path / "runs" / "own").log_path("trainer", 0).read_text()
+    (calls,) = [line.split()[3:] for line in log.splitlines() if line.startswith("client of mine")]
+    assert calls.count("push") == 3, "the first weights, and one push a step"
+    assert calls.count("generate") >= 2, "each step samples"
     rows = read_metrics(tmp_path / "runs" / "own" / "metrics.jsonl")
     assert len(rows) == 2
     assert rows[-1]["ledger/dropped"] > 0, "half of the prompts are turned down"
@@ -83,7 +111,7 @@ def test_all_five_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_examples_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The five of docs/extending.md; what each computes is in tests/unit/test_docs_examples.py."""
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))
-    options = ("parallel.tensor=1", "train.num_steps=2", "loss.name=cispo:cispo", "loss.options.cap=3")
+    options = ("parallel.tensor=1", "train.num_steps=2", "loss.name=cispo:CISPO", "loss.options.cap=3")
     options += ("advantage.kind=max_rl:max_rl", "reward.kind=last_number:last_number", "run.name=examples")
     options += ("rollout.keep_group=hard_groups:hard_groups", "rollout.engine=nice_engine:KIND")
     done = bapo("train", "demo", *SMALL, *options, f"run.dir={tmp_path}")
@@ -94,6 +122,10 @@ def test_the_examples_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert all(0 < row["reward/mean"] <= 0.75 for row in rows), "and so are easy ones"
     assert all(row["optimizer/grad_norm"] > 0 for row in rows)
     assert all("loss/clip_high_share" not in row for row in rows), "no metric of a clipped loss"
+    assert all(0 <= row["loss/cispo_cut_share"] < 1 for row in rows)
+    (panel,) = [p for p in with_named(PANELS, [read_history(tmp_path / "examples")]) if p.title == "Clip fraction"]
+    assert panel.curves[-1].metric == "loss/cispo_cut_share"
+    assert "loss/cispo_cut_share" in (tmp_path / "examples" / "report.html").read_text()
 
 
 LEARNED = ("reward/", "loss/", "bapo/", "optimizer/", "policy/", "ledger/")  # no clock

@@ -68,7 +68,5 @@ def test_rollouts_alone_leave_the_weights_as_they_are(forked_engine: Engine, tmp
     rows = train(forked_engine, tmp_path, "sampling", *settings)
     assert [row["version"] for row in rows] == [0, 0]
     assert "loss/policy" not in rows[0]
-    assert {
-        v for g in read_groups(tmp_path / "sampling" / "rollouts", 2) for t in g.trajectories for v in t.versions
-    } == {0}
+    assert {v for g in read_groups(tmp_path / "sampling" / "rollouts", 2) for t in g.samples for v in t.versions} == {0}
     assert read_metrics(tmp_path / "sampling" / "metrics.jsonl") == rows

@@ -10,10 +10,10 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from bapo_megatron.algorithms.clip_bounds import contribution_table, search_bounds
-from bapo_megatron.algorithms.losses import fixed_bounds
 from bapo_megatron.buffer.packing import one_minibatch
+from bapo_megatron.config.losses import LOSS_SECTIONS
 from bapo_megatron.config.schema import Config
-from bapo_megatron.config.schema_loss import LOSS_SECTIONS, RatioLoss
+from bapo_megatron.config.schema_loss import RatioLoss
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.types import Batch, ClipBounds
@@ -26,6 +26,7 @@ from tests.integration.learner_reference import (
     save_random_model,
 )
 from tests.integration.test_schedule import LARGE, SMALL, make_config
+from tests.unit.loss_inputs import fixed_bounds
 from tests.unit.test_proximal import literal_weights
 from tests.unit.test_rivals import RIVALS, objective_of
 
@@ -72,7 +73,7 @@ def weights_and_bounds(config: Config, log_probs: Tensor, batch: Batch) -> tuple
     weights = torch.tensor(literal_weights(loss, *(x.tolist() for x in columns)), dtype=torch.float64)
     ratios, is_trained = (log_probs - proximal).exp(), torch.ones_like(weights, dtype=torch.bool)
     table = contribution_table(ratios, advantages, is_trained, behaviour, config.bapo, weights=weights)
-    return weights, search_bounds(table, config.bapo) if loss.bounds == "bapo" else fixed_bounds(loss)
+    return weights, search_bounds(table, config.bapo) if loss.searches_bounds else fixed_bounds(loss)
 
 
 def sequence_of(batch: Batch) -> Tensor:

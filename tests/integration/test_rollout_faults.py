@@ -28,13 +28,16 @@ from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec, plan_buckets
 from bapo_megatron.errors import EngineError
 from bapo_megatron.prompts.stream import PromptStream
+from bapo_megatron.rewards.pool import Verdict
 from bapo_megatron.rollout.dispatch import RolloutStats
+from bapo_megatron.rollout.drivers import JudgeOnce
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.sync.broadcast import BroadcastChannel
-from bapo_megatron.types import Trajectory
+from bapo_megatron.types import Sample
 from tests.distributed import HANG_S
 from tests.integration.engines import EngineProcess, start_engines
 from tests.integration.faulty_proxy import CALL_FAULTS, FAULTS, RESULT_FAULTS, FaultyProxy
+from tests.unit.test_scheduler import verdict
 
 STEPS, PROMPTS, SAMPLES, IN_FLIGHT = 4, 4, 4, 6
 MAX_STALENESS = 2
@@ -117,7 +120,7 @@ def make(tokenizer: Any) -> Make:
             config.rollout.model_copy(update=SETTINGS | settings),
             pool=EnginePool(engines),
             prompts=PromptStream(config, tokenizer),
-            score=lambda trajectories: [float(t.num_response_tokens) for t in trajectories],
+            driver=JudgeOnce(lambda samples: [verdict(s.num_sampled_tokens) for s in samples]),
             stop_token_ids=(tokenizer.eos_token_id,),
             seed=7,
         )
@@ -136,12 +139,12 @@ def move_clock(seconds: float) -> None:
     loop.time = lambda: now() + seconds  # type: ignore[method-assign]
 
 
-async def take(scheduler: Scheduler, step: int) -> tuple[list[Trajectory], RolloutStats]:
+async def take(scheduler: Scheduler, step: int) -> tuple[list[Sample], RolloutStats]:
     """One step's responses, within a deadline."""
     groups, stats = await asyncio.wait_for(scheduler.take(step, 0), HANG_S)
     assert groups is not None
     assert len(groups) == scheduler.config.prompts_per_step
-    return [t for g in groups for t in g.trajectories], stats
+    return [t for g in groups for t in g.samples], stats
 
 
 async def close(scheduler: Scheduler, engines: Sequence[HttpEngine]) -> None:
@@ -150,8 +153,8 @@ async def close(scheduler: Scheduler, engines: Sequence[HttpEngine]) -> None:
         await engine.close()
 
 
-def responses(trajectories: Any) -> Responses:
-    return {t.sample_id: (t.response_ids, t.behaviour_logprobs) for t in trajectories}
+def responses(samples: Any) -> Responses:
+    return {t.sample_id: (tuple(t.sampled_ids), tuple(t.behaviour_logprobs)) for t in samples}
 
 
 def assert_prefix(mine: Responses, whole: Responses) -> None:
@@ -161,17 +164,17 @@ def assert_prefix(mine: Responses, whole: Responses) -> None:
         assert logprobs == pytest.approx(whole[sample_id][1][: len(token_ids)], abs=1e-4), sample_id
 
 
-def assert_balanced(scheduler: Scheduler, trained: list[Trajectory], whole: Responses) -> None:
+def assert_balanced(scheduler: Scheduler, trained: list[Sample], whole: Responses) -> None:
     """The books agree with what is really here, and every finished response is the undisturbed one, to its end."""
     scheduler.ledger.check(scheduler.book.buffered())
     assert scheduler.ledger.counts()["running"] == 0 or scheduler.config.overlap
     assert len({t.sample_id for t in trained}) == len(trained)
     buffered = list(scheduler.book.buffered())
-    num_tokens = sum(t.num_response_tokens for t in (*trained, *buffered))
+    num_tokens = sum(t.num_sampled_tokens for t in (*trained, *buffered))
     assert scheduler.ledger.num_tokens["generated"] == num_tokens
     assert_prefix(responses([*trained, *buffered]), whole)
     for t in (t for t in (*trained, *buffered) if t.finish_reason):
-        assert t.num_response_tokens == len(whole[t.sample_id][0]), t.sample_id
+        assert t.num_sampled_tokens == len(whole[t.sample_id][0]), t.sample_id
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +189,7 @@ def undisturbed(servers: list[EngineProcess], make: Make) -> Responses:
         await close(scheduler, engines)
         assert groups is not None
         assert (stats.num_rounds, stats.num_retries) == (1, 0)
-        return responses(t for g in groups for t in g.trajectories)
+        return responses(t for g in groups for t in g.samples)
 
     whole = asyncio.run(run())
     assert len({len(token_ids) for token_ids, _ in whole.values()}) > 5, "lengths vary, or resuming is not tested"
@@ -239,13 +242,13 @@ def test_aborts_and_pauses_at_random_moments_lose_no_token(
                     finally:
                         await engine.resume()
 
-    async def run() -> tuple[list[Trajectory], int]:
+    async def run() -> tuple[list[Sample], int]:
         engines = connect(*(server.url for server in servers))
         scheduler = make(engines, **MODES[mode])
         enough = asyncio.Event()
         engines[1].cut = f"{cut}-" if is_streamed else ""
         await engines[0].pause("in_place")
-        trained: list[Trajectory] = []
+        trained: list[Sample] = []
         for step in range(STEPS + 1):
             taking = asyncio.create_task(take(scheduler, step))
             if step == 0:
@@ -276,7 +279,7 @@ def test_aborts_and_pauses_at_random_moments_lose_no_token(
     assert len(trained) == ((STEPS + 1) * PROMPTS + MAX_UNTRAINED) * SAMPLES
     num_resumed = {t.sample_id: t.num_resumed_tokens for t in trained}
     assert num_resumed[cut] > 0 if is_streamed else sum(num_resumed.values()) > 0
-    assert all(t.reward == t.num_response_tokens for t in trained)
+    assert all(t.reward == t.num_sampled_tokens for t in trained)
 
 
 def test_a_request_that_is_aborted_before_its_first_token_comes_back_empty(servers: list[EngineProcess]) -> None:
@@ -326,7 +329,7 @@ def test_random_faults_of_every_kind_are_repeated_and_change_nothing(
             proxy.hits = hits
             engines = connect(proxy.url, servers[1].url)
             scheduler = make(engines, max_retries=2, **MODES[mode])
-            trained: list[Trajectory] = []
+            trained: list[Sample] = []
             num_retries = step = 0
             while step < STEPS:
                 mine, stats = await take(scheduler, step)
@@ -357,7 +360,7 @@ def test_one_spoilt_result_of_many_costs_its_own_request_only(
         async with FaultyProxy(servers[0].url, spoil) as proxy:
             engines = connect(proxy.url)
             scheduler = make(engines, max_retries=2)
-            trained: list[Trajectory] = []
+            trained: list[Sample] = []
             for step in range(STEPS):
                 mine, stats = await take(scheduler, step)
                 assert stats.num_retries == len(stats.errors), "one request each"
@@ -490,16 +493,16 @@ def test_a_judge_that_fails_loses_no_sample(servers: list[EngineProcess], make: 
     async def run() -> None:
         engines = connect(*(server.url for server in servers))
         scheduler = make(engines)
-        judge = scheduler._score
+        driver = scheduler.driver
 
-        def broken(trajectories: Any) -> list[float]:
+        def broken(samples: Any) -> list[Verdict]:
             raise RuntimeError("the judge is ill")
 
-        scheduler._score = broken
+        scheduler.driver = JudgeOnce(broken)
         with pytest.raises(RuntimeError, match="ill"):
             await scheduler.take(0, 0)
         assert_balanced(scheduler, [], undisturbed)
-        scheduler._score = judge
+        scheduler.driver = driver
         trained, _ = await take(scheduler, 0)
         assert_balanced(scheduler, trained, undisturbed)
         await close(scheduler, engines)
@@ -536,7 +539,7 @@ def test_a_refused_weight_push_is_one_clear_error_and_nothing_is_sampled_until_a
         channel.connect(manifest)
         assert channel.push(iter(weights.items()), 1).is_whole
         groups, _ = loop.run(make([engine]).take(0, 1), HANG_S)
-        trained = [t for g in groups or [] for t in g.trajectories]
+        trained = [t for g in groups or [] for t in g.samples]
         assert {v for t in trained for v in t.versions} == {1}
         assert_prefix(responses(trained), undisturbed)
         channel.close()

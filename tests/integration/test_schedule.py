@@ -10,12 +10,13 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from bapo_megatron.algorithms.objectives.supervised import SftLoss
 from bapo_megatron.buffer.packing import minibatches
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.learner.whole_batch import with_proximal_logprobs
+from bapo_megatron.learner.whole_batch import proximal_scorer, with_scores
 from bapo_megatron.types import ClipBounds, MiniBatch
 from tests.distributed import HANG_S, run_distributed
 from tests.integration.learner_reference import ADAM_EPS, LR, SEARCH, TEMPERATURE, random_batch, save_random_model
@@ -64,7 +65,7 @@ class CountedLearner(MegatronLearner):
 def pack(learner: MegatronLearner, proximal: bool = False, num_minibatches: int = 1) -> list[MiniBatch]:
     batch = random_batch()
     if proximal:
-        batch = with_proximal_logprobs(batch, learner, learner.config)
+        batch = with_scores(batch, [proximal_scorer(learner)], learner, learner.config)
     max_tokens = learner.config.train.max_tokens_per_microbatch
     return list(
         minibatches(
@@ -99,7 +100,7 @@ def updates(config: Config, path: Path, broken: bool = False) -> list[Update]:
         bounds = finder.find(mine)
         result = learner.step(mine, bounds)
         gradients = {name: gradient.clone() for name, gradient in learner.named_gradients()}
-        weights = {name: weight.clone() for name, weight in learner.named_weights()}
+        weights = {name: weight.clone() for name, weight in learner.weights().whole()}
         found.append(Update(bounds, result, gradients, learner.num_forwards, weights))
     close(learner)
     return found
@@ -198,7 +199,7 @@ def check_scores_of_another_minibatch(root: Path) -> None:
 def check_supervised(root: Path) -> None:
     """loss.name = "sft": the mean negative log-prob of the trained tokens, which falls."""
     config = make_config({}, SMALL)
-    config = config.model_copy(update={"loss": config.loss.model_copy(update={"name": "sft"})})
+    config = config.model_copy(update={"loss": SftLoss()})
     learner = MegatronLearner(config, root / "qwen2")
     finder = BoundsFinder(config, learner)
     (minibatch,) = pack(learner)

@@ -24,8 +24,8 @@ from bapo_megatron.engines.processes import reserved_ports
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import CheckpointError, EngineError
 from bapo_megatron.hf.tokenizer import check_tokenizer
-from bapo_megatron.sync import base, broadcast, open_channel
-from bapo_megatron.sync.base import Channel, SyncStats, push_until_whole
+from bapo_megatron.sync import broadcast, open_channel
+from bapo_megatron.sync.base import Channel, SyncStats
 from tests.distributed import HANG_S
 from tests.integration.engines import EngineProcess, start_engines
 from tests.integration.nursery import stop
@@ -43,10 +43,10 @@ class Learner:
         self.while_gathering: Callable[[int], None] = lambda index: None
         self.num_read = 0
 
-    def weight_specs(self) -> list[TensorSpec]:
+    def manifest(self) -> list[TensorSpec]:
         return [TensorSpec.of(name, tensor) for name, tensor in self.weights.items()]
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
         for index, (name, tensor) in enumerate(self.weights.items()):
             self.while_gathering(index)
             self.num_read += 1
@@ -69,13 +69,13 @@ class World:
         self.learner = Learner()
         config = SyncConfig(channel=channel, bucket_mib=0.25, timeout_s=NEVER_S)  # type: ignore[call-arg, arg-type]
         self.channel: Channel = open_channel(
-            config, self.pool, self.loop.submit, folder=folder / "weights", hf_path=demo_model_path()
+            config, (self.pool, self.loop.submit), folder=folder / "weights", hf_path=demo_model_path()
         )
-        self.channel.connect(self.learner.weight_specs())
+        self.channel.connect(self.learner)
 
     def push(self) -> SyncStats:
         self.learner.step()
-        return push_until_whole(self.channel, self.learner)  # type: ignore[arg-type]
+        return self.channel.push(self.learner)
 
     def ask(self, engine: HttpEngine) -> GenerateResult:
         return self.loop.run(engine.generate(REQUEST), HANG_S)
@@ -114,7 +114,6 @@ class World:
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
-    monkeypatch.setattr(base, "share_flag", lambda value: value)  # one trainer process, without a group
     with contextlib.ExitStack() as stack:
 
         def build(num_engines: int = 2, channel: str = "broadcast") -> World:
@@ -251,7 +250,7 @@ def test_an_engine_that_cannot_join_does_not_hold_up_the_others(
     async def refuse(*_: Any) -> None:
         raise EngineError(f"{world.engines[1].url}: HTTP 400: no more groups")
 
-    world.engines[1].init_update_group = refuse  # type: ignore[method-assign]
+    world.engines[1].transport.join = refuse  # type: ignore[method-assign]
     world.push()
     world.assert_live(0)
     assert "no more groups" in world.pool.describe()
@@ -277,8 +276,11 @@ def loop() -> Iterator[LoopThread]:
 def connect(url: str, specs: list[TensorSpec], loop: LoopThread, folder: Path, channel: str = "broadcast") -> None:
     engine = HttpEngine(url, request_timeout_s=HANG_S)
     config = SyncConfig(channel=channel, timeout_s=HANG_S)  # type: ignore[call-arg, arg-type]
+    learner = Learner()
+    learner.manifest = lambda: specs  # type: ignore[method-assign]
+    engines = EnginePool([engine]), loop.submit
     try:
-        open_channel(config, EnginePool([engine]), loop.submit, folder=folder, hf_path=demo_model_path()).connect(specs)
+        open_channel(config, engines, folder=folder, hf_path=demo_model_path()).connect(learner)
     finally:
         loop.run(engine.close(), HANG_S)
 
@@ -310,17 +312,17 @@ EMBEDDING = "model.embed_tokens.weight"
 def test_another_model_is_one_clear_error(
     engine: EngineProcess, loop: LoopThread, tmp_path: Path, change: Any, message: str, channel: str
 ) -> None:
-    specs = change(Learner().weight_specs())
+    specs = change(Learner().manifest())
     with pytest.raises(EngineError, match=message) as raised:
         connect(engine.url, specs, loop, tmp_path, channel)
     assert engine.url in str(raised.value)
     assert "\n" not in str(raised.value)
-    connect(engine.url, Learner().weight_specs(), loop, tmp_path, channel)
+    connect(engine.url, Learner().manifest(), loop, tmp_path, channel)
 
 
 def test_nobody_at_the_url(loop: LoopThread, tmp_path: Path) -> None:
     with reserved_ports(1) as (port,), pytest.raises(EngineError, match=rf":{port}/.*is the server running\?"):
-        connect(f"http://127.0.0.1:{port}", Learner().weight_specs(), loop, tmp_path)
+        connect(f"http://127.0.0.1:{port}", Learner().manifest(), loop, tmp_path)
 
 
 @pytest.mark.parametrize(("status", "body"), [(200, b"<html>hello</html>"), (200, b"[1, 2]"), (404, b"not here")])
@@ -342,7 +344,7 @@ def test_something_else_at_the_url(loop: LoopThread, tmp_path: Path, status: int
     url = f"http://127.0.0.1:{server.server_address[1]}"
     try:
         with pytest.raises(EngineError, match=r"HTTP 404" if status == 404 else r"is the URL right\?") as raised:
-            connect(url, Learner().weight_specs(), loop, tmp_path)
+            connect(url, Learner().manifest(), loop, tmp_path)
         assert url in str(raised.value)
     finally:
         server.shutdown()

@@ -1,12 +1,18 @@
 """Inputs of the losses from a few columns, and their sums as the learner makes them."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from bapo_megatron.algorithms.clip_bounds import _rho
 from bapo_megatron.algorithms.losses import LossInputs, TokenLoss
-from bapo_megatron.config.schema_loss import ClipBoundConfig
-from bapo_megatron.learner.metrics import token_maxima, token_sums
+from bapo_megatron.algorithms.second_moment import SecondMomentRule
+from bapo_megatron.algorithms.update_rules import Again, NoBounds, no_tokens, update_rule
+from bapo_megatron.config.losses import LOSSES
+from bapo_megatron.config.schema_loss import ClipBoundConfig, LossConfig
+from bapo_megatron.learner.metrics import TokenMetrics
+from bapo_megatron.metrics import Metric
 from bapo_megatron.types import ClipBounds, MicroBatch
 
 
@@ -42,13 +48,30 @@ def loss_inputs(
         reference_logprobs_R=reference_logprobs_R,
     )
     entropy_R = torch.zeros_like(log_probs_R.detach()) if entropy_R is None else entropy_R
-    return LossInputs(batch, log_probs_R, entropy_R, torch.zeros_like(rows_R) if ages_R is None else ages_R, bounds)
+    ages_R = torch.zeros_like(rows_R) if ages_R is None else ages_R
+    return LossInputs(batch, log_probs_R, ages_R, entropy_R=entropy_R, found=bounds)
 
 
-def sums_of(tokens: TokenLoss, *, with_profile: bool = False) -> dict[str, float]:
+def sums_of(tokens: TokenLoss, *, with_profile: bool = False, own: tuple[Metric, ...] = ()) -> dict[str, float]:
     """Sums over tokens by metric, as the learner forms them."""
     with torch.no_grad():
-        return {key: float(value) for key, value in token_sums(tokens, with_profile=with_profile).items()}
+        return {key: float(value) for key, value in TokenMetrics(own).sums(tokens, with_profile=with_profile).items()}
+
+
+def fixed_bounds(loss: LossConfig) -> ClipBounds:
+    """The bounds of a loss whose rule reads no token."""
+    rule = update_rule(loss, ClipBoundConfig())
+    assert isinstance(rule, NoBounds), f"the bounds of {loss.name} come from its search"
+    return rule.decide(no_tokens(rule), None)
+
+
+def second_moment_bounds(log_ratios: Tensor, limit: float, sum_over_ranks: Callable[[Tensor], Tensor]) -> ClipBounds:
+    """M2PO's bounds, from |log r| of the tokens of T."""
+    rule = SecondMomentRule(LOSSES["m2po"](max_second_moment=limit), ClipBoundConfig())
+    found = Again(None)
+    while isinstance(found, Again):
+        found = rule.decide(sum_over_ranks(rule.table(log_ratios, found.so_far)), found.so_far)
+    return found
 
 
 def float32_sum_error(values_R: Tensor, num_roundings: int | None = None) -> float:
@@ -64,7 +87,7 @@ def float32_sum_error(values_R: Tensor, num_roundings: int | None = None) -> flo
 
 def maxima_of(tokens: TokenLoss) -> dict[str, float]:
     with torch.no_grad():
-        return {key: float(value) for key, value in token_maxima(tokens).items()}
+        return {key: float(value) for key, value in TokenMetrics().maxima(tokens).items()}
 
 
 def positive_share(table: Tensor, config: ClipBoundConfig, low: float, high: float) -> float:

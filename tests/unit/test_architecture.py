@@ -28,3 +28,12 @@ def test_one_file_of_the_framework_asks_for_parallel_state() -> None:
 
 def test_nothing_is_unpickled_by_torch() -> None:
     assert [name(f) for f in FILES if "torch.load(" in f.read_text() or "_object_list(" in f.read_text()] == []
+
+
+def test_the_training_loop_can_be_read_aloud() -> None:
+    text = (PACKAGE / "train.py").read_text()
+    assert len(text.splitlines()) <= 180
+    headers = [node.iter for node in ast.walk(ast.parse(text)) if isinstance(node, ast.For)]
+    for header in headers:
+        steps = [node for node in ast.walk(header) if isinstance(node, ast.Attribute) and node.attr == "steps"]
+        assert len(steps) <= 1, "one thing decides on the steps"

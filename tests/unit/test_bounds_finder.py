@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bapo_megatron.algorithms.losses import LossInputs, clipped_policy_loss
 from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import CheckpointError
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.types import MicroBatch, MiniBatch
 
@@ -52,7 +53,10 @@ def test_m2po_leaves_tokens_without_weight_out_of_its_second_moment() -> None:
 
 def finder(config: Config, log_probs_R: Tensor) -> BoundsFinder:
     learner: Any = SimpleNamespace(
-        score=lambda _: [log_probs_R], sum_over_data_ranks=lambda table: table, sum_over_context=lambda table: table
+        version=0,
+        score=lambda _: [log_probs_R],
+        sum_over_data_ranks=lambda table: table,
+        sum_over_context=lambda table: table,
     )
     return BoundsFinder(config, learner)
 
@@ -81,6 +85,49 @@ def test_a_nan_in_the_update_itself_starts_the_search_and_spoils_the_loss_so_tha
         assert (bounds.low, bounds.high) == (config.bapo.low.start, config.bapo.high.start)
         assert math.isnan(bounds.positive_share)
         (micro,) = batch.micro_batches
-        inputs = LossInputs(micro, log_probs_R, torch.zeros(3), micro.versions_R, bounds)
+        inputs = LossInputs(micro, log_probs_R, micro.versions_R, entropy_R=torch.zeros(3), found=bounds)
         clipped_policy_loss(inputs, config.loss).loss_R.sum().backward()
         assert not log_probs_R.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_of_first", "num_of_next", "num_after"),
+    [
+        ({"loss": {"name": "bapo"}}, 1, 1, 0),
+        ({"loss": {"name": "bapo"}, "bapo": {"scope": "lagged"}}, 1, 0, 1),
+        ({"loss": {"name": "bapo"}, "bapo": {"scope": "fixed"}}, 0, 0, 0),
+        ({"loss": {"name": "m2po", "max_second_moment": 1e-4}}, 3, 3, 0),
+        ({"loss": {"name": "m2po", "max_second_moment": 9.0}}, 1, 1, 0),
+        ({"loss": {"name": "grpo"}}, 0, 0, 0),
+        ({"loss": {"name": "sft"}}, 0, 0, 0),
+    ],
+)
+def test_a_rule_makes_one_all_reduce_a_round_and_scores_only_what_it_reads(
+    settings: dict[str, Any], num_of_first: int, num_of_next: int, num_after: int
+) -> None:
+    calls = []
+    log_probs_R = torch.tensor([0.1, 0.2, -0.3])
+    learner: Any = SimpleNamespace(
+        version=0,
+        score=lambda _: calls.append("score") or [log_probs_R],
+        sum_over_data_ranks=lambda table: calls.append("sum") or table,
+        sum_over_context=lambda table: table,
+    )
+    found, batch = BoundsFinder(Config.model_validate(settings), learner), minibatch(1.0, 1.0, -3.0)
+    for num_sums in (num_of_first, num_of_next):
+        calls.clear()
+        found.find(batch)
+        assert calls == ["score"] * (num_sums > 0) + ["sum"] * num_sums
+        calls.clear()
+        found.observe(batch, [log_probs_R])
+        assert calls == ["sum"] * num_after
+
+
+def test_the_table_of_another_rule_is_refused() -> None:
+    lagged = {"loss": {"name": "bapo"}, "bapo": {"scope": "lagged"}}
+    wide = {**lagged, "bapo": {"scope": "lagged", "high": [1.2, 2.0, 0.05]}}
+    zeros_R = torch.zeros(3)
+    kept = finder(Config.model_validate(lagged), zeros_R)
+    kept.observe(minibatch(1.0, 1.0, -3.0), [zeros_R])
+    with pytest.raises(CheckpointError, match="the checkpoint's table of bounds has 55 entries, not 35"):
+        finder(Config.model_validate(wide), zeros_R).load_state_dict(kept.state_dict())

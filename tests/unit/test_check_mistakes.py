@@ -1,8 +1,10 @@
 """`bapo check` loses nothing: it finds each mistake, once, unless another prevents it from being looked at."""
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -16,6 +18,7 @@ from bapo_megatron.config.idle import IDLE, Idle
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.plan import RANKS
 from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema_loss import LossConfig
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.preflight import check
 from bapo_megatron.preflight.plan import MEMORY, SERVER_MEMORY, check_memory
@@ -252,12 +255,13 @@ def reads(config: Config, function: Callable[[Config], object]) -> set[str]:
     """Return the settings that a function reads."""
     sections = {type(getattr(config, name)): name for name in Config.model_fields}
     seen: set[str] = set()
+    traits = LossConfig.__class_vars__ | {"rule_reads"}
 
     def recording(self: Section, name: str) -> Any:
         if type(self) in sections and name in type(self).model_fields:
             seen.add(f"{sections[type(self)]}.{name}")
-        if name == "bounds":
-            seen.add("loss.name")  # its section decides them
+        if issubclass(type(self), LossConfig) and name in traits:
+            seen.add("loss.name")  # its section decides these traits
         return object.__getattribute__(self, name)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -286,7 +290,12 @@ def configured(variant: str) -> Config:
     return load_config(BASE[:1], [*BASE[1:], *variant.replace("'", '"').split()])
 
 
-def test_the_memory_plan_reads_the_settings_that_its_violations_name() -> None:
+def test_the_memory_plan_reads_the_settings_that_its_violations_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.py").write_text("def loss(inputs, options): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own", raising=False)
     hf_config = load_hf_config(demo_model_path())
     on_gpus = [configured(text) for text in VARIANTS if "cluster.gpu" not in text]
     read = {name for config in on_gpus for name in reads(config, lambda c: check_memory(c, hf_config))}

@@ -13,18 +13,23 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import numpy as np
 import pytest
 import torch
+from pydantic import AfterValidator, InstanceOf
 from typing_extensions import TypedDict
 
+from bapo_megatron.checkpoint.arrays import write_arrays
 from bapo_megatron.checkpoint.folder import DIGEST, SQUARES, Manifest, read_index, seal
 from bapo_megatron.checkpoint.saving import Saving
 from bapo_megatron.checkpoint.shard_reader import ShardReader
 from bapo_megatron.checkpoint.shards import Piece, Snapshot
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.rollout.book import samples_fit
+from bapo_megatron.tokens import TokenStream
 from bapo_megatron.types import GroupJson
 from tests.distributed import HANG_S, in_new_process
 from tests.unit.saveable import TinyModel, save_whole, settings
@@ -232,7 +237,7 @@ def test_a_checkpoint_of_the_first_format_is_not_passed_over(tmp_path: Path) -> 
     for place in ("", "learner"):
         (tmp_path / "step-000002" / place / "state.json").write_text('{"format": 1, "step": 2}')
     (tmp_path / "latest").write_text("step-000002")
-    with pytest.raises(CheckpointError, match="has format 1, this version reads format 2"):
+    with pytest.raises(CheckpointError, match="has format 1, this version reads format 3"):
         resume(tmp_path)
 
 
@@ -478,45 +483,114 @@ def test_the_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path) -> Non
     assert model.value == 2
 
 
+class Samples(TypedDict):
+    """The samples of a `BookState`."""
+
+    active: list[GroupJson]
+    finished: list[GroupJson]
+    rows: dict[str, InstanceOf[np.ndarray]]
+
+
 class Groups(TypedDict):
     """A state.json with samples."""
 
-    groups: list[GroupJson]
+    rollout: Annotated[Samples, AfterValidator(samples_fit)]
+
+
+MARKS = TokenStream("marks", "uint8", (3,))
+ROWS = {
+    "token_ids": np.array([3, 19]),
+    "behaviour_logprobs": np.array([-0.5, 0.0], np.float32),
+    "marks": np.zeros((2, 3), np.uint8),
+}
+RESPONSE = "response 0.0 of prompt 0: stream "
 
 
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("token_ids", [3, 20], "token_ids: Value error, token 20 is not in the model's vocabulary of 20"),
-        ("token_ids", [3, 10**18], "token 1000000000000000000 is not in the model's vocabulary of 20"),
-        ("behaviour_logprobs", [-0.5, 5.0], "behaviour_logprobs.1: Input should be less than or equal to 0"),
-        ("behaviour_logprobs", [-0.5, -1e308], "behaviour_logprobs.1: Input should be greater than or equal to -34028"),
-        ("behaviour_logprobs", [-0.5, float("nan")], "behaviour_logprobs.1: Input should be"),
+        ("token_ids", np.array([3, 20]), "prompt 0: token 20 is not in the model's vocabulary of 20"),
+        ("token_ids", np.array([3, 10**18]), "token 1000000000000000000 is not in the model's vocabulary of 20"),
+        ("token_ids", np.array([3, 19], np.int32), f"{RESPONSE}token_ids: rows are int32, not int64"),
+        ("token_ids", np.array([3]), "prompt 0: stream token_ids: 1 rows are there, and 0 + 2 are needed"),
+        ("token_ids", np.array([3, 4, 5]), "stream token_ids: 3 rows are there, and 2 are needed"),
+        ("behaviour_logprobs", np.float32([-0.5, 5.0]), f"{RESPONSE}behaviour_logprobs: row 1 is not <= 0"),
+        ("behaviour_logprobs", np.float32([-0.5, -np.inf]), f"{RESPONSE}behaviour_logprobs: row 1 is not >= -3.4"),
+        ("behaviour_logprobs", np.float32([-0.5, np.nan]), f"{RESPONSE}behaviour_logprobs: row 1 is not"),
+        ("behaviour_logprobs", np.float32([[-0.5], [-1.0]]), f"{RESPONSE}behaviour_logprobs: rows of shape [2, 1]"),
+        ("routes", np.zeros(2, np.uint8), "stream routes: 2 rows are there, and 0 are needed"),
+        ("marks", np.zeros((2, 3), np.int8), f"{RESPONSE}marks: rows are int8, not uint8"),
+        ("marks", np.zeros((2, 2), np.uint8), f"{RESPONSE}marks: rows of shape [2, 2], not [2, 3]"),
+        ("marks", np.zeros((1, 3), np.uint8), "prompt 0: stream marks: 1 rows are there, and 0 + 2 are needed"),
         ("version", 1, "version: Value error, weight version 1 is newer than the weights, which have version 0"),
     ],
 )
-def test_values_that_no_run_saves_are_named_with_file_and_field(
+def test_values_that_no_run_saves_are_named_with_file_and_stream(
     tmp_path: Path, field: str, value: Any, said: str
 ) -> None:
-    segment = {"version": 0, "step": 0, "token_ids": [3, 19], "behaviour_logprobs": [-0.5, 0.0]}
+    segment = {"version": 0, "step": 0, "values": dict.fromkeys(ROWS, 2)}
     prompt = {"prompt_id": 0, "token_ids": [1], "text": "", "answer": "", "source": "chains"}
-    trajectory = {"sample_id": "0.0", "segments": [segment], "finish_reason": None, "reward": None}
-    group = {"prompt": prompt, "trajectories": [trajectory]}
+    sample = {
+        "sample_id": "0.0",
+        "trajectories": [{"segments": [segment]}],
+        "need": {"needs": "tokens", "trajectory": 0},
+        "state": None,
+        "turn_rewards": [],
+    }
+    group = {"prompt": prompt, "prompt_values": {}, "samples": [sample]}
+    rollout = {"active": [group], "finished": [], "rows": ROWS}
 
     def store() -> CheckpointStore:
-        return CheckpointStore(tmp_path, settings(), print, state_type=Groups, vocab_size=20)
+        return CheckpointStore(tmp_path, settings(), print, state_type=Groups, vocab_size=20, streams=[MARKS])
 
-    path = store().save(1, {"learner": TinyModel(1)}, {"groups": [group]})
-    assert store().resume({"learner": TinyModel(0)}) is not None
+    path = store().save(1, {"learner": TinyModel(1)}, {"rollout": rollout})
+    state = store().resume({"learner": TinyModel(0)})
+    assert state is not None
+    assert {name: rows.tolist() for name, rows in state["rollout"]["rows"].items()} == {
+        name: rows.tolist() for name, rows in ROWS.items()
+    }
     body = json.loads((path / "state.json").read_text())
     del body[DIGEST]
-    body["groups"][0]["trajectories"][0]["segments"][0][field] = value
+    if field == "version":
+        body["rollout"]["active"][0]["samples"][0]["trajectories"][0]["segments"][0][field] = value
+    else:
+        body["arrays"] = write_arrays({f"rollout/rows/{n}": rows for n, rows in {**ROWS, field: value}.items()}, path)
     (path / "state.json").write_text(seal(body))
     with pytest.raises(CheckpointError) as raised:
         store().resume({"learner": TinyModel(0)})
-    place = f"{path}/state.json is damaged: groups.0.trajectories.0.segments.0."
-    assert place in str(raised.value)
+    assert f"{path}/state.json is damaged: rollout" in str(raised.value)
     assert said in str(raised.value)
+
+
+def test_arrays_are_part_of_the_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, settings(keep_last=2))
+    for step in (1, 2):
+        rows = {"token_ids": np.arange(step), "routes": np.full((step, 2), step, np.uint8), "none": np.zeros((0, 3))}
+        store.save(step, {"learner": TinyModel(step)}, {"rollout": {"rows": rows}})
+    file = tmp_path / "step-000002" / "state.safetensors"
+    whole = file.read_bytes()
+    for torn in (whole[:-1], whole[:-1] + b"x", b"", None):
+        file.unlink() if torn is None else file.write_bytes(torn)
+        said: list[str] = []
+        state = CheckpointStore(tmp_path, settings(), said.append).resume({"learner": TinyModel(0)})
+        assert state is not None
+        assert {name: rows.tolist() for name, rows in state["rollout"]["rows"].items()} == {
+            "token_ids": [0],
+            "routes": [[1, 1]],
+            "none": [],
+        }
+        assert str(file) in said[0]
+
+
+def test_a_run_saved_before_segments_is_refused_with_the_commit_that_resumes_it(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    body = json.loads((path / "state.json").read_text())
+    del body[DIGEST]
+    (path / "state.json").write_text(seal(body | {"format": 2}))
+    with pytest.raises(
+        CheckpointError, match="has format 2, this version reads format 3; resume it with commit b40d263"
+    ):
+        resume(tmp_path)
 
 
 def test_a_negative_mean_of_squares_is_refused(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from aiohttp.test_utils import TestServer
 
 from bapo_megatron import worker
 from bapo_megatron.engines import http
-from bapo_megatron.engines.base import GenerateRequest
+from bapo_megatron.engines.base import GenerateRequest, GroupSeat
 from bapo_megatron.engines.connected import wait_healthy
-from bapo_megatron.engines.wire import TensorSpec
+from bapo_megatron.engines.http import HttpEngine
+from bapo_megatron.engines.wire import Bucket, TensorSpec
 from bapo_megatron.errors import EngineError, KeyRefusedError
 from tests.distributed import HANG_S
 
@@ -171,9 +172,14 @@ def test_weights_are_not_confirmed_by_a_reply_that_does_not_say_so(body: str) ->
     async def answer(_: web.Request) -> web.Response:
         return web.Response(text=body)
 
-    specs = [TensorSpec("w", "float32", (2,))]
+    bucket = Bucket((TensorSpec("w", "float32", (2,)),))
+
+    async def take(engine: HttpEngine) -> None:
+        engine.transport._seat = GroupSeat("group", "127.0.0.1", 1, 1, 2, "gloo")
+        await engine.transport.take(bucket, version=None)
+
     with pytest.raises(EngineError, match=r"1 weights from w to w: (HTTP 200: .*|the reply does not confirm them)"):
-        ask(answer, lambda engine: engine.update_weights(specs, "group", flat=False, version=None))
+        ask(answer, take)
 
 
 def test_escape_codes_of_a_server_become_text() -> None:

@@ -16,7 +16,7 @@ from bapo_megatron.algorithms.diagnostics import (
     entropy_rule_sums,
 )
 from bapo_megatron.algorithms.losses import ClippedTokenLoss, clipped_policy_loss
-from bapo_megatron.config.schema_loss import BapoLoss
+from bapo_megatron.algorithms.objectives.clipped import BapoLoss
 from bapo_megatron.types import ClipBounds
 from tests.unit.loss_inputs import loss_inputs
 from tests.unit.loss_inputs import sums_of as sums_of_record

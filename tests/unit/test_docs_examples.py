@@ -1,31 +1,32 @@
 """The examples of docs/extending.md work as the page says, and docs/coming-from.md names settings that exist."""
 
 import importlib
-import importlib.util
+import json
 import math
 import re
-import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 import transformers
 
-from bapo_megatron import cli, metrics
-from bapo_megatron.algorithms.advantages import advantages_of
-from bapo_megatron.algorithms.losses import policy_loss
+from bapo_megatron import cli
+from bapo_megatron.algorithms.advantages import GroupView, SampleView
+from bapo_megatron.config.advantages import advantage_function
 from bapo_megatron.config.load import load_config
+from bapo_megatron.config.losses import CustomLoss
 from bapo_megatron.config.paths import schema
-from bapo_megatron.config.schema_loss import CustomLoss
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.processes import EngineShare
-from bapo_megatron.errors import CheckpointError
+from bapo_megatron.errors import CheckpointError, UserError
 from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape
-from bapo_megatron.learner import metrics as learner_metrics
+from bapo_megatron.metrics import METRICS, page
+from bapo_megatron.report.gallery import PANELS, with_named
+from bapo_megatron.report.history import read_history
 from bapo_megatron.rewards.shaping import group_filter
-from bapo_megatron.types import ClipBounds, Group, Prompt, Trajectory
+from bapo_megatron.types import ClipBounds, Ended, Group, Prompt, Sample
 from tests.distributed import HANG_S
 from tests.hf_models import SIZES, VOCAB_SIZE, save_randomised
 from tests.unit.loss_inputs import loss_inputs, sums_of
@@ -34,6 +35,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLES = DOCS / "examples"
 EXTENDING, COMING_FROM = ((DOCS / name).read_text(encoding="utf-8") for name in ("extending.md", "coming-from.md"))
 OVERRIDES = re.search(r"bapo demo ((?:.*\\\n)*.*)", EXTENDING).group(1).replace("\\\n", " ").split()
+KEEP_NEAR = ("loss.name=keep_near:KEEP_NEAR", "loss.options.max_distance=0.2")
+DISTIL = ("loss.name=distil:DISTIL", "loss.options.teacher=demo")
 METRIC = "loss/cispo_cut_share"
 
 
@@ -58,8 +61,8 @@ def test_the_page_shows_every_example_in_full() -> None:
 
 def test_the_commands_pass_one_by_one_and_together(capsys: pytest.CaptureFixture[str]) -> None:
     commands = re.findall(r"^    bapo check configs/demo\.toml (.+)$", EXTENDING, re.MULTILINE)
-    assert len(commands) == 5
-    assert set(" ".join(commands).split()) == set(OVERRIDES)
+    assert len(commands) == 7
+    assert set(" ".join(commands).split()) == {*OVERRIDES, *KEEP_NEAR, *DISTIL}
     for command in (*commands, " ".join(OVERRIDES)):
         assert check(capsys, *command.split()) == "", command
 
@@ -67,8 +70,9 @@ def test_the_commands_pass_one_by_one_and_together(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     "mistake",
     [
-        "loss.name=cispo:sispo",
-        "loss.name=cispo:cispo loss.options.kap=3",
+        "loss.name=cispo:SISPO",
+        "loss.name=cispo:CISPO loss.options.kap=3",
+        "loss.name=cispo:CISPO loss.max_drift=0.1",
         "advantage.kind=hard_groups:hard_groups",
         "reward.kind=max_rl:max_rl",
         "rollout.engine=nice_engine:engine_specs",
@@ -88,7 +92,7 @@ def cispo_record(cap: float) -> tuple[torch.Tensor, object]:
         mask_R=torch.tensor([True, True, True, False]),
         bounds=ClipBounds(math.nan, math.nan, math.nan, saturated=False, num_moves=0),
     )
-    return log_probs_R, policy_loss(inputs, CustomLoss(name="cispo:cispo", options={"cap": cap}))
+    return log_probs_R, CustomLoss(name="cispo:CISPO", options={"cap": cap}).tokens(inputs)
 
 
 def test_cispo_keeps_the_gradient_of_cut_tokens() -> None:
@@ -101,40 +105,35 @@ def test_cispo_keeps_the_gradient_of_cut_tokens() -> None:
     torch.testing.assert_close(log_probs_R.grad, -torch.tensor(weights))
 
 
-def load_metrics(folder: Path, addition: str) -> ModuleType:
-    """Import a copy of metrics.py beside a metrics.toml with a further table."""
-    source = Path(metrics.__file__)
-    shutil.copy(source, folder)
-    table = source.with_suffix(".toml").read_text(encoding="utf-8")
-    (folder / "metrics.toml").write_text(f"{table}\n{addition}", encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("metrics_with_one_more", folder / "metrics.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # for dataclasses
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        del sys.modules[spec.name]
-    return module
+def test_the_metric_is_summed_recorded_and_drawn(tmp_path: Path) -> None:
+    (metric,) = own = CustomLoss(name="cispo:CISPO").metrics
+    assert metric.key == METRIC
+    assert METRIC not in METRICS
+    assert METRIC not in page(), "docs/metrics.md has the package's"
+    assert metric.panel in {other.panel for other in METRICS.values()}
+    tokens = cispo_record(cap=3.0)[1]
+    assert sums_of(tokens, own=own)[METRIC] == 1.0
+    assert METRIC not in sums_of(tokens)
 
-
-def test_the_metric_is_documented_summed_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    extended = load_metrics(tmp_path, (EXAMPLES / "cispo_metrics.toml").read_text(encoding="utf-8"))
-    (new,) = extended.METRICS.keys() - metrics.METRICS.keys()
-    assert new == METRIC
-    assert f"| `{METRIC}` | share |" in extended.page()
-    metric = extended.METRICS[METRIC]
-    assert metric.panel in {other.panel for other in metrics.METRICS.values()}
-    monkeypatch.setattr(learner_metrics, "_MEANS", [metric])
-    assert sums_of(cispo_record(cap=3.0)[1]) == {METRIC: 1.0}
-    with pytest.raises(TypeError, match="unexpected keyword argument 'averaged'"):
-        load_metrics(tmp_path, f'["{METRIC}"]\nunit = "share"\nmeaning = "."\naveraged = true\n')
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, METRIC: 0.25}) + "\n")
+    assert with_named(PANELS, [read_history(tmp_path)]) == PANELS
+    (tmp_path / "own_metrics.json").write_text(json.dumps([asdict(metric)]))
+    (panel,) = set(with_named(PANELS, [read_history(tmp_path)])) - set(PANELS)
+    assert f"{panel.section} / {panel.title}" == metric.panel
+    assert panel.curves[-1].metric == METRIC
+    (tmp_path / "own_metrics.json").write_text("[{")
+    with pytest.raises(UserError, match=r"own_metrics.json is damaged .*; remove it"):
+        read_history(tmp_path)
 
 
 def test_max_rl_is_the_deviation_over_the_mean() -> None:
-    max_rl = advantages_of("max_rl:max_rl")
-    torch.testing.assert_close(max_rl(torch.tensor([1.0, 0.0, 0.0, 0.0])), torch.tensor([3.0, -1.0, -1.0, -1.0]))
-    assert max_rl(torch.zeros(4)).tolist() == [0.0] * 4
-    assert max_rl(torch.ones(4)).tolist() == [0.0] * 4
+    def max_rl(*rewards: float) -> list[float]:
+        group = GroupView(Prompt(0, (1,), "", "", "chains"), tuple(SampleView(r, (1,), "stop") for r in rewards))
+        return [value for (value,) in advantage_function("max_rl:max_rl")(group)]
+
+    assert max_rl(1.0, 0.0, 0.0, 0.0) == pytest.approx([3.0, -1.0, -1.0, -1.0])
+    assert max_rl(0.0, 0.0, 0.0, 0.0) == [0.0] * 4
+    assert max_rl(1.0, 1.0, 1.0, 1.0) == [0.0] * 4
 
 
 def test_the_last_number_is_judged() -> None:
@@ -146,7 +145,9 @@ def test_hard_groups_are_kept() -> None:
     prompt = Prompt(0, (1,), "", "", "chains")
 
     def group(*rewards: float) -> Group:
-        return Group(prompt, tuple(Trajectory(f"0.{i}", prompt, reward=reward) for i, reward in enumerate(rewards)))
+        return Group(
+            prompt, tuple(Sample.of(f"0.{i}", prompt, need=Ended("stop", reward)) for i, reward in enumerate(rewards))
+        )
 
     keeps = group_filter(load_config(["demo"], ["rollout.keep_group=hard_groups:hard_groups"]))
     assert [keeps(group(*rewards)) for rewards in ((0, 1), (0, 1, 1, 1))] == [True, True]

@@ -9,10 +9,13 @@ import pytest
 
 from bapo_megatron import cli
 from bapo_megatron.assets import demo_model_path
-from bapo_megatron.config.dotted import ADVANTAGE, KEEP_GROUP, LOSS, REWARD, Seam
-from bapo_megatron.config.engines import ENGINE, ENGINE_SPECS
+from bapo_megatron.config.advantages import ADVANTAGE
+from bapo_megatron.config.dotted import KEEP_GROUP, REWARD, Seam
+from bapo_megatron.config.engines import ENGINE, ENGINE_CLIENT, ENGINE_SPECS
 from bapo_megatron.config.families import FAMILY
-from bapo_megatron.config.schema_loss import CustomLoss
+from bapo_megatron.config.losses import LOSS, CustomLoss
+from bapo_megatron.config.schema import RolloutConfig
+from bapo_megatron.engines.connected import ConnectedEngines
 from bapo_megatron.errors import UserError
 from tests.distributed import HANG_S
 
@@ -20,6 +23,10 @@ SEAMS = (LOSS, ADVANTAGE, KEEP_GROUP, REWARD, ENGINE, FAMILY)
 TYPES = {ENGINE: "EngineKind", FAMILY: "Family"}
 MODULE = """
 from pydantic import BaseModel
+from bapo_megatron.config.losses import Loss, StepStream
+from bapo_megatron.tokens import TokenStream
+from bapo_megatron.config.schema_loss import RatioOptions
+from bapo_megatron.metrics import Metric
 from bapo_megatron.config.engines import EngineKind
 from bapo_megatron.hf.families import Family
 
@@ -28,18 +35,49 @@ OTHER = Family("other", qk_norm=True)
 FINE_ENGINE = EngineKind("mine", specs="own_parts:specs")
 BAD_SPECS = EngineKind("mine", specs="own_parts:no_parameters")
 NO_SPECS = EngineKind("mine", specs="own_parts:missing")
+BAD_CLIENT = EngineKind("mine", specs="own_parts:specs", client="own_parts:no_parameters")
+NO_CLIENT = EngineKind("mine", specs="own_parts:specs", client="own_parts:missing")
+WRONG_CLIENT = EngineKind("mine", specs="own_parts:specs", client="own_parts:client")
+FAILING_CLIENT = EngineKind("mine", specs="own_parts:specs", client="own_parts:failing_client")
+def failing_client(url, config, vocab_size, key): raise KeyError("no such option")
 
-class Options(BaseModel):
+class Options(BaseModel, extra="forbid"):
     beta: float = 0.5
 
 def loss(inputs, options: Options): return inputs, options
+class Ratios(RatioOptions):
+    beta: float = 0.5
+
+class Rule:
+    def __init__(self, options, bapo): pass
+
+def ratio_loss(inputs, options: Ratios): return inputs, options
+def metric(**changes):
+    told = {"key": "loss/mine", "unit": "share", "meaning": "Mine.", "tokens": "mean", "of": "mine_R"}
+    return Metric(**told | changes)
+LOSS = Loss(loss, metrics=(metric(),), rule=Rule)
+class Masks(Rule):
+    masks = True
+
+LATE_MASKS = Loss(loss, rule=Masks, reads="earlier updates")
+NO_FUNCTION = Loss(3)
+OTHER_FUNCTION = Loss(lambda answer, other: None)
+TAKEN = Loss(loss, metrics=(metric(key="loss/entropy"),))
+OF_NOTHING = Loss(loss, metrics=(metric(of=""),))
+LAST = Loss(loss, metrics=(metric(tokens=None),))
+NO_SECTION = Loss(loss, metrics=(metric(panel="Clip fraction"),))
+STEP = TokenStream("mine", "float32", kept=False)
+KEPT = Loss(loss, streams=(StepStream(TokenStream("mine", "float32"), loss),))
+TWICE = Loss(loss, streams=(StepStream(STEP, loss), StepStream(STEP, loss)))
+
 def untyped_loss(inputs, options): return inputs, options
 def late_loss(inputs, options: "Options"): return inputs, options
 def unreadable_loss(inputs, options: "Nothing"): return None
-def advantage(rewards_G): return rewards_G
+def advantage(group): return [0.0 for sample in group.samples]
 def keep(group, config): return True
 def judge(response): return 1.0
 def specs(config, model_path, logs, ports, share): return []
+def client(url, config, vocab_size, key): return Options()
 def no_parameters(): return None
 def four(a, b, c, d): return None
 def others(answer, other): return None
@@ -86,7 +124,9 @@ def test_what_is_wrong_is_one_message(capsys: pytest.CaptureFixture[str], seam: 
 
 
 @pytest.mark.parametrize("path", ["math:sqrt", "own_parts:others"])
-@pytest.mark.parametrize("seam", [LOSS, ADVANTAGE, KEEP_GROUP, ENGINE_SPECS], ids=lambda seam: seam.expected)
+@pytest.mark.parametrize(
+    "seam", [LOSS, ADVANTAGE, KEEP_GROUP, ENGINE_SPECS, ENGINE_CLIENT], ids=lambda seam: seam.expected
+)
 def test_the_names_of_the_parameters_tell_a_function_of_another_kind(seam: Seam, path: str) -> None:
     with pytest.raises(UserError, match=f"which does not fit: the parameters are {seam.parameters[0]}"):
         seam.load(path)
@@ -126,24 +166,110 @@ def test_a_family_is_for_models_of_its_type(capsys: pytest.CaptureFixture[str], 
     assert "model_type 'other' is not supported" in line
 
 
-@pytest.mark.parametrize(("name", "reason"), [("BAD_SPECS", "does not fit"), ("NO_SPECS", "has no missing")])
-def test_the_functions_of_an_engine_are_checked_too(capsys: pytest.CaptureFixture[str], name: str, reason: str) -> None:
-    (line,) = check(capsys, f"rollout.engine=own_parts:{name}")
+@pytest.mark.parametrize(("seam", "part"), [(ENGINE_SPECS, "SPECS"), (ENGINE_CLIENT, "CLIENT")])
+@pytest.mark.parametrize(("name", "reason"), [("BAD", "does not fit"), ("NO", "has no missing")])
+def test_the_functions_of_an_engine_are_checked_too(
+    capsys: pytest.CaptureFixture[str], seam: Seam, part: str, name: str, reason: str
+) -> None:
+    (line,) = check(capsys, f"rollout.engine=own_parts:{name}_{part}")
     assert reason in line
-    assert line.endswith(f"Expected: {ENGINE_SPECS.expected}")
+    assert line.endswith(f"Expected: {seam.expected}")
+
+
+def test_a_client_that_is_not_an_engine_is_named_before_anything_is_sent() -> None:
+    config = RolloutConfig(engine="own_parts:WRONG_CLIENT")
+    with pytest.raises(UserError) as raised:
+        ConnectedEngines.connect(config, ["http://127.0.0.1:1"], 10, None)
+    message = str(raised.value)
+    assert message.startswith(
+        'rollout.engine="own_parts:client": it returned an object of type Options, which has no url, '
+    )
+    assert "generate_many" in message
+    assert "transport.take" in message
+    assert "\n" not in message
+    assert message.endswith(f"Expected: {ENGINE_CLIENT.expected}")
+
+
+def test_a_client_that_fails_is_named_too() -> None:
+    config = RolloutConfig(engine="own_parts:FAILING_CLIENT")
+    with pytest.raises(UserError) as raised:
+        ConnectedEngines.connect(config, ["http://127.0.0.1:1"], 10, None)
+    message = "rollout.engine=\"own_parts:failing_client\": it failed: KeyError: 'no such option'. Expected: "
+    assert str(raised.value) == message + ENGINE_CLIENT.expected
 
 
 @pytest.mark.parametrize("name", ["loss", "late_loss"])
 def test_options_are_checked_by_the_type_that_the_loss_names(capsys: pytest.CaptureFixture[str], name: str) -> None:
     (line,) = check(capsys, f"loss.name=own_parts:{name}", "loss.options.beta=big")
-    assert line.startswith("bapo: loss.options.beta: ")
-    assert line.endswith(f"""got 'big' (options of loss.name="own_parts:{name}")""")
-    _, options = CustomLoss(name=f"own_parts:{name}", options={"beta": 2}).function("inputs")
+    assert line == f'bapo: loss.options.beta must be a number, got "big" (options of loss.name="own_parts:{name}")'
+    _, options = CustomLoss(name=f"own_parts:{name}", options={"beta": 2}).tokens("inputs")
     assert options.beta == 2.0
     assert type(options).__name__ == "Options"
 
 
 def test_untyped_options_are_a_dict() -> None:
-    assert CustomLoss(name="own_parts:untyped_loss", options={"x": 1}).function(5) == (5, {"x": 1})
-    with pytest.raises(UserError, match="annotation Nothing of its options cannot be read"):
-        _ = CustomLoss(name="own_parts:unreadable_loss").function
+    assert CustomLoss(name="own_parts:untyped_loss", options={"x": 1}).tokens(5) == (5, {"x": 1})
+    with pytest.raises(UserError, match="annotations of its function cannot be read: NameError"):
+        _ = CustomLoss(name="own_parts:unreadable_loss").function_options
+
+
+@pytest.mark.parametrize("name", ["loss", "untyped_loss", "LOSS", "ratio_loss"])
+@pytest.mark.parametrize("setting", ["max_drift=0.1", "importance_cap=1.5", "proximal=learner"])
+def test_a_loss_of_the_users_own_has_no_settings_that_its_function_cannot_read(
+    capsys: pytest.CaptureFixture[str], name: str, setting: str
+) -> None:
+    (line,) = check(capsys, f"loss.name=own_parts:{name}", f"loss.{setting}")
+    key = setting.partition("=")[0]
+    assert line.startswith(f'bapo: loss.{key} is not a setting of a loss of your own, but of loss.name="bapo", ')
+
+
+def test_options_that_are_ratio_options_are_read_by_the_learner_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(capsys, "loss.name=own_parts:ratio_loss", "loss.options.max_drift=0.1") == []
+    options = {"proximal": "learner", "importance_cap": 1.5}
+    loss = CustomLoss(name="own_parts:ratio_loss", options=options)
+    assert loss.scores_proximal
+    assert loss.ratio_options.importance_cap == 1.5
+    assert not CustomLoss(name="own_parts:ratio_loss").scores_proximal
+    assert not CustomLoss(name="own_parts:untyped_loss", options=options).scores_proximal
+    (line,) = check(capsys, "loss.name=own_parts:ratio_loss", "loss.options.importance_cap=0.5")
+    assert line.startswith("bapo: loss.options.importance_cap must be at least 1, got 0.5 (options of ")
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "said"),
+    [
+        ("loss", "bata=1", "; did you mean loss.options.beta?"),
+        ("ratio_loss", "max_drfit=1", "; did you mean loss.options.max_drift?"),
+        ("loss", "unlike=1", ""),
+    ],
+)
+def test_a_mistyped_option_is_answered_with_a_suggestion(
+    capsys: pytest.CaptureFixture[str], name: str, option: str, said: str
+) -> None:
+    (line,) = check(capsys, f"loss.name=own_parts:{name}", f"loss.options.{option}")
+    key = option.partition("=")[0]
+    assert line == f'bapo: no such setting: loss.options.{key}{said} (options of loss.name="own_parts:{name}")'
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("NO_FUNCTION", "it is of type int, which is not callable"),
+        ("OTHER_FUNCTION", "the parameters are inputs, options"),
+        ("TAKEN", "its metric loss/entropy is one of the package's"),
+        ("OF_NOTHING", "its metric loss/mine needs tokens="),
+        ("LAST", "its metric loss/mine needs tokens="),
+        ("NO_SECTION", "its metric loss/mine needs a panel like"),
+        ("LATE_MASKS", 'its rule masks tokens, which needs reads="update", not "earlier updates"'),
+        ("KEPT", "stream mine: a step computes rows of sampled tokens, of all layers"),
+        ("TWICE", "stream mine: the name is taken"),
+        ("LOSS loss.search_bounds=true", "leave loss.search_bounds out"),
+    ],
+)
+def test_what_is_wrong_with_a_declared_loss_is_one_message(
+    capsys: pytest.CaptureFixture[str], name: str, reason: str
+) -> None:
+    assert check(capsys, "loss.name=own_parts:LOSS") == []
+    (line,) = check(capsys, *f"loss.name=own_parts:{name}".split())
+    assert line.startswith(f'bapo: loss.name="own_parts:{name.split()[0]}": ')
+    assert reason in line

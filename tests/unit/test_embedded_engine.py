@@ -247,11 +247,28 @@ def prompt_and(**params: object) -> dict[str, object]:
     return {"input_ids": [3, 4], "sampling_params": {"max_new_tokens": 4, **params}}
 
 
+SCORED: dict[str, Any] = {
+    "input_ids": [3, 4],
+    "sampling_params": {"max_new_tokens": 0},
+    "return_logprob": True,
+    "logprob_start_len": 0,
+}
+
+
 @pytest.mark.parametrize(
     ("kind", "body", "message"),
     [
         (protocol.GenerateBody, prompt_and(top_k=2**63), "sampling_params.top_k"),
         (protocol.GenerateBody, {"input_ids": [[3]] * 5000}, "input_ids"),
+        (protocol.GenerateBody, prompt_and(max_new_tokens=0), "max_new_tokens=0 and a logprob_start_len go together"),
+        (
+            protocol.GenerateBody,
+            SCORED | {"sampling_params": {}},
+            "max_new_tokens=0 and a logprob_start_len go together",
+        ),
+        (protocol.GenerateBody, prompt_and() | {"top_logprobs_num": 2}, "top_logprobs_num needs a logprob_start_len"),
+        (protocol.GenerateBody, SCORED | {"input_ids": [[3, 4]]}, "needs the input_ids of one prompt"),
+        (protocol.GenerateBody, SCORED | {"return_logprob": False}, "and return_logprob"),
         (protocol.GenerateBody, {"input_ids": [3.5] * 100_000}, "input_ids.0: Input should be a valid integer"),
         (
             protocol.InitGroupBody,
@@ -382,3 +399,44 @@ def test_the_engine_thread_alone_has_the_threads() -> None:
     """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert run.stdout.split() == ["1", "3", "3"], run.stderr
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "start", "top_k", "message"),
+    [
+        ([3, 4], 1, 0, "logprob_start_len: 1 leaves none of 2 tokens to score"),
+        ([3, 4], 0, 17, "top_logprobs_num: 17 of a vocabulary of 16"),
+        ([3, 16], 0, 0, "token ids must be in"),
+        ([3] * 65, 0, 0, "exceed the context of 64 tokens"),
+    ],
+)
+def test_scores_that_are_not_there_are_refused(
+    model: Model, token_ids: list[int], start: int, top_k: int, message: str
+) -> None:
+    engine = BatchingEngine(model, max_running=1, max_context=64)
+    server = Server(engine, model_path="demo", update_timeout_s=HANG_S)
+    try:
+        with pytest.raises(BadRequestError, match=message):
+            asyncio.run(server._score(token_ids, start, top_k))
+    finally:
+        stop(engine)
+
+
+def test_released_memory_is_given_back() -> None:
+    """The operating system then hands out zeros."""
+    model = Model.from_pretrained(demo_model_path(), max_len=64)
+    engine = BatchingEngine(model, max_running=1, max_context=64)
+    try:
+        serve(engine, [([3, 4, 5], SamplingParams(max_new_tokens=4))])
+        assert engine._cache.data.any()
+        assert all(weight.any() for name, weight in model.named_weights.items() if "proj" in name)
+        engine.call(engine.release, when_still=True).result(HANG_S)
+        assert not engine._cache.data.any()
+        assert not any(weight.any() for weight in model.named_weights.values())
+        engine.call(engine.restore).result(HANG_S)
+        with pytest.raises(BadRequestError, match="memory was not released"):
+            engine.call(engine.restore).result(HANG_S)
+        with pytest.raises(BadRequestError, match="weights were lost"):
+            engine.call(lambda: engine.publish("2")).result(HANG_S)
+    finally:
+        stop(engine)

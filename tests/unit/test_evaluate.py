@@ -15,17 +15,29 @@ from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, NoEngineLeftError
+from bapo_megatron.rewards.pool import Verdict
 from bapo_megatron.rollout import manager
+from bapo_megatron.rollout.drivers import JudgeOnce, TextJudge
 from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
 from bapo_megatron.rollout.manager import RolloutManager
-from bapo_megatron.types import Prompt, Segment, Trajectory
+from bapo_megatron.types import Ended, Prompt, Sample, Segment
 from tests.hang import HANG_S
-from tests.unit.test_scheduler import STOP, ScriptedEngine
+from tests.unit.test_scheduler import STOP, ScriptedEngine, verdict
 
 PROMPTS = [Prompt(i, (1, 2, i % 7), "", "", "test") for i in range(5)]
 
 
-def evaluator(*engines: ScriptedEngine, **settings: Any) -> Evaluator:
+class Judge:
+    """A scorer and a tokenizer in one."""
+
+    def batch_decode(self, ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        return ["text"] * len(ids)
+
+    def verdicts(self, items: Sequence[tuple[Prompt, str]]) -> list[Verdict]:
+        return [verdict(prompt.prompt_id == 0) for prompt, _ in items]
+
+
+def evaluator(*engines: ScriptedEngine, judge: Judge | None = None, **settings: Any) -> Evaluator:
     config = Config.model_validate(
         {
             "eval": {"samples_per_prompt": 2, "temperature": 0.5, "top_k": 20},
@@ -33,12 +45,23 @@ def evaluator(*engines: ScriptedEngine, **settings: Any) -> Evaluator:
         }
     )
 
-    return Evaluator(config, EnginePool(engines), [(config.unnamed_eval_set, PROMPTS)], (STOP,))  # type: ignore[arg-type]
+    sets = [(config.unnamed_eval_set, PROMPTS)]
+    return Evaluator(config, EnginePool(engines), sets, (STOP,), {"": driver(judge)})  # type: ignore[arg-type]
 
 
-def ask(asked: Evaluator, version: int) -> list[Trajectory]:
-    """Return the responses of the only set."""
-    (samples,) = asyncio.run(asked.sample(version)).values()
+def driver(judge: Judge | None = None) -> JudgeOnce:
+    judge = judge or Judge()
+    return JudgeOnce(TextJudge(judge, judge))  # type: ignore[arg-type]
+
+
+async def sampled(asked: Evaluator, version: int) -> dict[str, list[Sample]]:
+    await asked.sample(version)
+    return await asked.judged()
+
+
+def ask(asked: Evaluator, version: int) -> list[Sample]:
+    """Return the samples of the only set."""
+    (samples,) = asyncio.run(sampled(asked, version)).values()
     return samples
 
 
@@ -57,7 +80,7 @@ def test_a_failing_engine_leaves_its_part_to_the_others_and_aborts_are_made_good
     bad, chaotic = ScriptedEngine(url="http://bad"), ScriptedEngine(random.Random(1), url="http://chaotic")
     bad.failures = 9
     samples = ask(evaluator(bad, chaotic), 0)
-    assert {t.sample_id: t.response_ids for t in samples} == {t.sample_id: t.response_ids for t in whole}
+    assert {t.sample_id: tuple(t.sampled_ids) for t in samples} == {t.sample_id: tuple(t.sampled_ids) for t in whole}
 
 
 def test_no_engine_left_is_an_error() -> None:
@@ -82,7 +105,7 @@ def test_when_the_last_engine_is_back_the_evaluation_asks_for_a_push_and_goes_on
     whole = ask(evaluator(ScriptedEngine()), 0)
     first, second = FailsOnce("http://first", call=2), FailsOnce("http://second", call=1)
     asked = evaluator(first, second)
-    made = rollouts(loop, asked, Judge())
+    made = rollouts(loop, asked)
     made.config = Config.model_validate({"rollout": {"startup_timeout_s": 0.1}})
     with pytest.raises(EngineError, match=r"no rollout engine is left after 0\.1 s: http://second is fenced"):
         made.evaluate(0)
@@ -92,8 +115,8 @@ def test_when_the_last_engine_is_back_the_evaluation_asks_for_a_push_and_goes_on
     watch.cancel()
     for engine in (first, second):
         asked._pool.admit(engine)  # type: ignore[arg-type]
-    (samples,) = loop.run(asked.sample(0), HANG_S).values()
-    assert {t.sample_id: t.response_ids for t in samples} == {t.sample_id: t.response_ids for t in whole}
+    (samples,) = loop.run(sampled(asked, 0), HANG_S).values()
+    assert {t.sample_id: tuple(t.sampled_ids) for t in samples} == {t.sample_id: tuple(t.sampled_ids) for t in whole}
     assert len(first.requests) + len(second.requests) == 10, "what was answered is not asked again"
     assert (made.evaluate(0) or {})["eval/num_samples"] == 10
     assert len(first.requests) + len(second.requests) == 20, "a new evaluation begins anew"
@@ -110,18 +133,21 @@ def evaluator_of_sets(*engines: ScriptedEngine, names: Sequence[str] = tuple(SET
     config = Config.model_validate({"eval": {"sets": tuple(SETS[name] for name in names)}, "rollout": rollout})
     prompts = {"short": PROMPTS, "many": PROMPTS[:2]}
     sets = [(one, prompts[one.name]) for one in config.eval.sets]
-    return Evaluator(config, EnginePool(engines), sets, (STOP,))  # type: ignore[arg-type]
+    drivers = {name: driver() for name in names}
+    return Evaluator(config, EnginePool(engines), sets, (STOP,), drivers)  # type: ignore[arg-type]
 
 
 def test_sets_are_asked_together_each_with_its_own_settings() -> None:
     engine = ScriptedEngine()
-    samples = asyncio.run(evaluator_of_sets(engine).sample(0))
+    samples = asyncio.run(sampled(evaluator_of_sets(engine), 0))
     assert {name: len(of_set) for name, of_set in samples.items()} == {"short": 10, "many": 6}
     assert Counter((r.temperature, r.max_new_tokens) for r in engine.requests) == {(0.5, 4): 10, (1.0, 16): 6}
-    assert max(t.num_response_tokens for t in samples["short"]) <= 4
+    assert max(t.num_sampled_tokens for t in samples["short"]) <= 4
     assert len({t.sample_id for of_set in samples.values() for t in of_set}) == 16
-    (alone,) = asyncio.run(evaluator_of_sets(ScriptedEngine(), names=["many"]).sample(0)).values()
-    assert [t.response_ids for t in alone] == [t.response_ids for t in samples["many"]], "whatever other sets there are"
+    (alone,) = asyncio.run(sampled(evaluator_of_sets(ScriptedEngine(), names=["many"]), 0)).values()
+    assert [tuple(t.sampled_ids) for t in alone] == [tuple(t.sampled_ids) for t in samples["many"]], (
+        "whatever other sets there are"
+    )
 
 
 def test_an_engine_lost_in_the_middle_costs_no_set_its_answers(loop: LoopThread) -> None:
@@ -136,7 +162,7 @@ def test_an_engine_lost_in_the_middle_costs_no_set_its_answers(loop: LoopThread)
                 raise EngineError(f"{self.url}: connection refused")
             return await super().generate_many(requests)
 
-    whole = asyncio.run(evaluator_of_sets(ScriptedEngine()).sample(0))
+    whole = asyncio.run(sampled(evaluator_of_sets(ScriptedEngine()), 0))
     engine = Loses()
     asked = evaluator_of_sets(engine)
     with pytest.raises(NoEngineLeftError):
@@ -144,20 +170,10 @@ def test_an_engine_lost_in_the_middle_costs_no_set_its_answers(loop: LoopThread)
     num_answered = len(engine.requests)
     assert num_answered in (10, 6), "one set's call was answered"
     asked._pool.admit(engine)  # type: ignore[arg-type]
-    samples = loop.run(asked.sample(0), HANG_S)
+    samples = loop.run(sampled(asked, 0), HANG_S)
     assert len(engine.requests) == 16, "what was answered is not asked again"
     for name, of_set in samples.items():
-        assert [t.response_ids for t in of_set] == [t.response_ids for t in whole[name]]
-
-
-class Judge:
-    """A scorer and a tokenizer in one."""
-
-    def batch_decode(self, ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
-        return ["text"] * len(ids)
-
-    def score(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
-        return [float(prompt.prompt_id == 0) for prompt, _ in items]
+        assert [tuple(t.sampled_ids) for t in of_set] == [tuple(t.sampled_ids) for t in whole[name]]
 
 
 @pytest.fixture
@@ -167,11 +183,10 @@ def loop() -> Iterator[LoopThread]:
     loop.close()
 
 
-def rollouts(loop: LoopThread, asked: Evaluator, judge: Judge) -> RolloutManager:
+def rollouts(loop: LoopThread, asked: Evaluator) -> RolloutManager:
     engines: Any = SimpleNamespace(loop=loop, pool=asked._pool)
-    judged: Any = manager.Judge(judge, judge)  # type: ignore[arg-type]
     unused: Any = None
-    evaluation = manager.Evaluation(asked, {"": judged})
+    evaluation = manager.Evaluation(asked, [])
     return RolloutManager(Config(), engines, unused, unused, unused, unused, evaluation)
 
 
@@ -198,12 +213,12 @@ def test_judging_has_a_deadline_of_its_own(loop: LoopThread, monkeypatch: pytest
     deadlines = Deadlines(loop, monkeypatch)
 
     class Unhurried(Judge):
-        def score(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
+        def verdicts(self, items: Sequence[tuple[Prompt, str]]) -> list[Verdict]:
             assert deadlines.now == []
-            return super().score(items)
+            return super().verdicts(items)
 
-    asked = evaluator(ScriptedEngine(), request_timeout_s=400)
-    metrics = rollouts(loop, asked, Unhurried()).evaluate(0) or {}
+    asked = evaluator(ScriptedEngine(), judge=Unhurried(), request_timeout_s=400)
+    metrics = rollouts(loop, asked).evaluate(0) or {}
     assert (metrics["eval/reward"], metrics["eval/num_samples"]) == (0.2, 10.0)
     assert deadlines.seen == [asked.deadline_s] == [800]
 
@@ -219,16 +234,17 @@ def test_engines_that_hang_are_named_with_the_real_deadline(loop: LoopThread) ->
         r"each of rollout.max_retries \+ 2 tries\): no progress"
     )
     with pytest.raises(EngineError, match=message):
-        rollouts(loop, evaluator(Hanging(), request_timeout_s=0.5), Judge()).evaluate(0)
+        rollouts(loop, evaluator(Hanging(), request_timeout_s=0.5)).evaluate(0)
 
 
 def test_metrics_by_hand() -> None:
-    def answer(prompt: int, index: int, num_tokens: int, reason: Any) -> Trajectory:
-        segment = Segment(0, 0, (1,) * num_tokens, (-0.5,) * num_tokens)
-        return Trajectory(f"{prompt}.{index}", PROMPTS[prompt], (segment,), reason)
+    def answer(prompt: int, index: int, num_tokens: int, reason: Any, reward: float | None = 0.0) -> Sample:
+        segment = Segment.sampled(0, 0, (1,) * num_tokens, (-0.5,) * num_tokens)
+        return Sample.of(f"{prompt}.{index}", PROMPTS[prompt], (segment,), Ended(reason, reward))
 
-    samples = [answer(0, 0, 2, "stop"), answer(0, 1, 4, "length"), answer(1, 0, 6, "stop"), answer(1, 1, 8, "stop")]
-    assert eval_metrics(samples, [1.0, 0.0, 0.0, 0.0]) == {
+    samples = [answer(0, 0, 2, "stop", 1.0), answer(0, 1, 4, "length"), answer(1, 0, 6, "stop")]
+    samples += [answer(1, 1, 8, "stop"), answer(1, 2, 9, "failed", None)]
+    assert eval_metrics(samples) == {
         "eval/reward": 0.25,
         "eval/reward_stderr": pytest.approx(math.sqrt(2 * 0.25**2) / math.sqrt(2)),
         "eval/best_of_group": 0.5,
@@ -241,9 +257,7 @@ def test_metrics_by_hand() -> None:
 def test_each_set_has_its_judge_and_its_metrics(loop: LoopThread) -> None:
     engine = ScriptedEngine()
     asked = evaluator_of_sets(engine)
-    made = rollouts(loop, asked, Judge())
-    assert made.evaluation is not None
-    made.evaluation.judges = dict.fromkeys(SETS, made.evaluation.judges[""])
+    made = rollouts(loop, asked)
     metrics = made.evaluate(0) or {}
     assert {key.split("/")[1] for key in metrics} == set(SETS)
     assert (metrics["eval/short/reward"], metrics["eval/many/reward"]) == (0.2, 0.5), "one of five prompts, one of two"

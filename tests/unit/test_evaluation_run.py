@@ -1,5 +1,6 @@
 """`bapo eval` from end to end on the demo model, and what it makes of bad responses and bad input."""
 
+import asyncio
 import itertools
 import json
 import random
@@ -20,7 +21,8 @@ from bapo_megatron.evaluation.run import _Asking, eval_config, evaluate
 from bapo_megatron.prompts.chains import Chain
 from bapo_megatron.rewards.pool import Verdict
 from bapo_megatron.rewards.scorer import RewardScorer
-from bapo_megatron.types import Prompt, Segment, Trajectory
+from bapo_megatron.rollout.drivers import JudgeOnce
+from bapo_megatron.types import NeedsEnvironment, Prompt, Sample, Segment
 from tests.hang import HANG_S, PATIENT
 from tests.unit.test_evaluate import Deadlines
 from tests.unit.test_scheduler import ScriptedEngine
@@ -113,14 +115,15 @@ def test_responses_that_are_no_answers_count_as_wrong_and_are_reported(
     config = eval_config(Path("demo"), [], overrides, path, len(rewards))
     with RewardScorer(config) as scorer:
         asking = _Asking(config, demo_model_path(), scorer, None)
-        asking._tokenizer = Texts(list(rewards))
+        asking._judge.tokenizer = Texts(list(rewards))
         (prompt,) = asking._prompts
         samples = [
-            Trajectory(f"eval-0.{i}", prompt, (Segment(-1, 0, (i,), (-1.0,)),), "stop") for i in range(len(rewards))
+            Sample.of(f"eval-0.{i}", prompt, (Segment.sampled(-1, 0, (i,), (-1.0,)),), NeedsEnvironment("stop"))
+            for i in range(len(rewards))
         ]
-        judged = asking._judge(samples)
+        judged = asking._judged(asyncio.run(JudgeOnce(asking._judge).advance(samples)))
         (problem,) = asking._problems([prompt], judged)
-    assert [response.verdict.reward for response in judged] == list(rewards.values())
+    assert [response.reward for response in judged] == list(rewards.values())
     assert problem.num_passed == sum(rewards.values())
     has_no_verdict = [response.problem in ("timeout", "error") for response in problem.responses]
     assert has_no_verdict == [timeout_s == 2] * len(rewards)

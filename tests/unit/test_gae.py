@@ -8,6 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.algorithms.gae import explained_variance, gae, n_step, td_errors, whitened
+from bapo_megatron.config.schema import AdvantageConfig
+from bapo_megatron.learner.values import token_advantages
+from bapo_megatron.types import Batch
 
 number = st.floats(-5, 5)
 sequence = st.tuples(st.integers(1, 4), number, st.lists(number, min_size=1, max_size=20))  # prompt, reward, values
@@ -17,15 +20,16 @@ Sequence = tuple[int, float, list[float]]
 
 
 def errors_of(batch: list[Sequence], gamma: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values on prompts are nan: nothing may depend on them."""
-    values = [v for prompt, _, values in batch for v in [math.nan] * prompt + values]
     return td_errors(
         torch.tensor([reward for _, reward, _ in batch], dtype=torch.float64),
-        torch.tensor(values, dtype=torch.float64),
-        torch.tensor([prompt + len(values) for prompt, _, values in batch]),
-        torch.tensor([prompt for prompt, _, _ in batch]),
+        torch.tensor([v for _, _, values in batch for v in values], dtype=torch.float64),
+        torch.tensor([len(values) for _, _, values in batch]),
         gamma=gamma,
     )
+
+
+def joined(per_sequence: list[list[float]]) -> list[float]:
+    return [a for values in per_sequence for a in values]
 
 
 def rewards_of(reward: float, length: int) -> list[float]:
@@ -56,17 +60,11 @@ def literal_gae(reward: float, values: list[float], gamma: float, lam: float) ->
     return advantages
 
 
-def on_prompts_too(batch: list[Sequence], per_sequence: list[list[float]]) -> list[float]:
-    return [
-        a for (prompt, _, _), values in zip(batch, per_sequence, strict=True) for a in [0.0] * prompt + list(values)
-    ]
-
-
 @settings(max_examples=150, deadline=None)
 @given(batch=sequences, gamma=discount, lam=discount)
 def test_gae_is_the_weighted_mean_of_n_step_advantages(batch, gamma, lam):
     got = gae(*errors_of(batch, gamma), gamma=gamma, lam=lam)
-    want = on_prompts_too(batch, [literal_gae(reward, values, gamma, lam) for _, reward, values in batch])
+    want = joined([literal_gae(reward, values, gamma, lam) for _, reward, values in batch])
     assert got.tolist() == pytest.approx(want, abs=1e-10)
 
 
@@ -74,7 +72,7 @@ def test_gae_is_the_weighted_mean_of_n_step_advantages(batch, gamma, lam):
 @given(batch=sequences, gamma=discount, n=st.integers(1, 25))
 def test_n_step_is_the_bootstrapped_return_less_the_value(batch, gamma, n):
     got = n_step(*errors_of(batch, gamma), gamma=gamma, num_steps=n)
-    want = on_prompts_too(batch, [literal_n_step(reward, values, gamma, n) for _, reward, values in batch])
+    want = joined([literal_n_step(reward, values, gamma, n) for _, reward, values in batch])
     assert got.tolist() == pytest.approx(want, abs=1e-10)
 
 
@@ -82,14 +80,43 @@ def test_n_step_is_the_bootstrapped_return_less_the_value(batch, gamma, n):
 @given(batch=sequences, gamma=discount)
 def test_the_ends_of_both_families(batch, gamma):
     """lam = 0 and n = 1 are the TD error; lam = 1 and n = infinity the discounted reward less the value."""
-    errors_T, num_left_T = errors_of(batch, gamma)
-    monte_carlo = on_prompts_too(
-        batch, [[gamma ** (len(v) - 1 - t) * r - v[t] for t in range(len(v))] for _, r, v in batch]
+    errors_R, num_left_R = errors_of(batch, gamma)
+    monte_carlo = [gamma ** (len(v) - 1 - t) * r - v[t] for _, r, v in batch for t in range(len(v))]
+    assert torch.equal(gae(errors_R, num_left_R, gamma=gamma, lam=0.0), errors_R)
+    assert torch.equal(n_step(errors_R, num_left_R, gamma=gamma, num_steps=1), errors_R)
+    assert gae(errors_R, num_left_R, gamma=gamma, lam=1.0).tolist() == pytest.approx(monte_carlo, abs=1e-10)
+    assert n_step(errors_R, num_left_R, gamma=gamma, num_steps=10**9).tolist() == pytest.approx(monte_carlo, abs=1e-10)
+
+
+@settings(max_examples=100, deadline=None)
+@given(batch=sequences, gamma=discount.filter(bool), data=st.data())
+def test_given_tokens_add_nothing_wherever_they_lie(batch, gamma, data):
+    """Values on given tokens are nan: nothing may depend on them."""
+    sampled = [
+        [False] * prompt + [here for _ in values for here in [False] * data.draw(st.integers(0, 2)) + [True]]
+        for prompt, _, values in batch
+    ]
+    sampled_T = torch.tensor(joined(sampled))
+    values_T = torch.full(sampled_T.shape, math.nan, dtype=torch.float64)
+    values_T[sampled_T] = torch.tensor(joined([values for _, _, values in batch]), dtype=torch.float64)
+    zeros_T = torch.zeros(sampled_T.shape)
+    step = Batch(
+        token_ids_T=zeros_T.long(),
+        seq_lens_S=torch.tensor([len(s) for s in sampled]),
+        sampled_T=sampled_T,
+        advantages_T=zeros_T,
+        behaviour_logprobs_T=zeros_T,
+        versions_T=zeros_T.long(),
+        mask_T=sampled_T,
+        rewards_S=torch.tensor([reward for _, reward, _ in batch], dtype=torch.float64),
     )
-    assert torch.equal(gae(errors_T, num_left_T, gamma=gamma, lam=0.0), errors_T)
-    assert torch.equal(n_step(errors_T, num_left_T, gamma=gamma, num_steps=1), errors_T)
-    assert gae(errors_T, num_left_T, gamma=gamma, lam=1.0).tolist() == pytest.approx(monte_carlo, abs=1e-10)
-    assert n_step(errors_T, num_left_T, gamma=gamma, num_steps=10**9).tolist() == pytest.approx(monte_carlo, abs=1e-10)
+    config = AdvantageConfig.model_validate({"kind": "gae", "gamma": gamma, "lam": 0.9})
+    advantages_T, returns_T = token_advantages(step, values_T, config)
+    want = joined([literal_gae(reward, values, gamma, 0.9) for _, reward, values in batch])
+    assert advantages_T[sampled_T].tolist() == pytest.approx(want, abs=1e-10)
+    assert not advantages_T[~sampled_T].any()
+    assert torch.equal(returns_T[sampled_T], (advantages_T + values_T)[sampled_T])
+    assert not returns_T[~sampled_T].any()
 
 
 @settings(max_examples=50, deadline=None)
@@ -107,10 +134,10 @@ def test_a_sequence_does_not_depend_on_its_neighbours(batch, lam, n):
 def test_a_long_response_is_summed_without_loss():
     """64k tokens, a discount close to 1: against a loop in float64 with exact summation."""
     length, decay = 65_536, 0.9999
-    errors_T = torch.randn(length, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    got = gae(errors_T, torch.arange(length, 0, -1), gamma=1.0, lam=decay)
+    errors_R = torch.randn(length, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    got = gae(errors_R, torch.arange(length, 0, -1), gamma=1.0, lam=decay)
     running, want = 0.0, []
-    for error in reversed(errors_T.tolist()):
+    for error in reversed(errors_R.tolist()):
         running = error + decay * running
         want.append(running)
     torch.testing.assert_close(got, torch.tensor(want[::-1], dtype=torch.float64), rtol=1e-11, atol=1e-11)

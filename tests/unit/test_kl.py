@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.algorithms.kl import ESTIMATORS, KLCoefficient, reference_kl
-from bapo_megatron.algorithms.losses import LOSSES, LossInputs, TokenLoss, fixed_bounds
-from bapo_megatron.config.schema_loss import LOSS_SECTIONS, BapoLoss, LossConfig
+from bapo_megatron.algorithms.losses import LossInputs, TokenLoss
+from bapo_megatron.algorithms.objectives.clipped import BapoLoss
+from bapo_megatron.config.losses import LOSSES
+from bapo_megatron.config.schema_loss import ClipBoundConfig, LossConfig
 from bapo_megatron.types import ClipBounds
-from tests.unit.loss_inputs import loss_inputs, sums_of
+from tests.unit.loss_inputs import fixed_bounds, loss_inputs, sums_of
 
 FORMULAS = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
 SLOPES = {"k1": lambda d: 1.0, "k2": lambda d: d, "k3": lambda d: 1 - math.exp(-d)}
@@ -43,7 +45,7 @@ def make_inputs(tokens, mask=None) -> LossInputs:
 
 def with_kl(inputs: LossInputs, config: LossConfig, coefficient: float) -> tuple[torch.Tensor, TokenLoss]:
     """The loss of each token with its KL term, and the record, as in the learner."""
-    tokens = LOSSES[config.name](inputs, config)
+    tokens = config.tokens(inputs)
     reference_R = inputs.batch.reference_logprobs_R
     kl_R = reference_kl(inputs.log_probs_R, reference_R, inputs.batch.mask_R, config.kl_estimator)
     return tokens.loss_R + coefficient * kl_R, replace(tokens, kl_reference_R=kl_R)
@@ -54,11 +56,11 @@ def with_kl(inputs: LossInputs, config: LossConfig, coefficient: float) -> tuple
 @settings(max_examples=40, deadline=None)
 @given(tokens=tokens, coefficient=st.floats(0, 5))
 def test_loss_and_gradient_equal_the_formula_with_every_loss(name, estimator, tokens, coefficient):
-    config = LOSS_SECTIONS[name](kl_coef=0.1, kl_estimator=estimator)
+    config = LOSSES[name](kl_coef=0.1, kl_estimator=estimator)
     inputs = make_inputs(tokens)
-    if config.bounds in ("fixed", "none"):
-        inputs = replace(inputs, bounds=fixed_bounds(config))
-    plain = LOSSES[name](inputs, config)
+    if config.rule_reads(ClipBoundConfig()) == "nothing":
+        inputs = replace(inputs, found=fixed_bounds(config))
+    plain = config.tokens(inputs)
     (plain_grad,) = torch.autograd.grad(plain.loss_R.sum(), inputs.log_probs_R)
     loss_R, result = with_kl(inputs, config, coefficient)
     (grad,) = torch.autograd.grad(loss_R.sum(), inputs.log_probs_R)

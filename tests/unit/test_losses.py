@@ -8,18 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.algorithms.clip_bounds import contribution_table
-from bapo_megatron.algorithms.losses import (
-    LOSSES,
-    clipped_policy_loss,
-    fixed_bounds,
-    importance_ratio,
-    supervised_loss,
-)
-from bapo_megatron.config.dotted import LOSS
-from bapo_megatron.config.schema_loss import LOSS_SECTIONS, BapoLoss, ClipBoundConfig, GrpoLoss, SftLoss
+from bapo_megatron.algorithms.losses import clipped_policy_loss, importance_ratio
+from bapo_megatron.algorithms.objectives.clipped import BapoLoss, GrpoLoss
+from bapo_megatron.algorithms.objectives.supervised import SftLoss
+from bapo_megatron.config.losses import LOSS, LOSS_SECTIONS, LOSSES
+from bapo_megatron.config.schema_loss import ClipBoundConfig
 from bapo_megatron.metrics import METRICS
 from bapo_megatron.types import ClipBounds
-from tests.unit.loss_inputs import float32_sum_error, loss_inputs, maxima_of, sums_of
+from tests.unit.loss_inputs import fixed_bounds, float32_sum_error, loss_inputs, maxima_of, sums_of
 
 BOUNDS = ClipBounds(low=0.6, high=1.45, positive_share=0.4, saturated=False, num_moves=5)
 CONFIG = BapoLoss()
@@ -222,7 +218,7 @@ def test_the_supervised_loss_is_the_negative_log_prob_of_trained_tokens(tokens):
     inputs = make_inputs(log_ratios, advantages, mask, entropies=[0.5] * len(tokens), ages=[7] * len(tokens))
     expected = [-x if m else 0.0 for x, m in zip(inputs.log_probs_R.tolist(), mask, strict=True)]
     inputs.log_probs_R.data[~inputs.batch.mask_R] = math.nan  # a masked token may hold anything
-    result = supervised_loss(inputs, SftLoss())
+    result = SftLoss().tokens(inputs)
     assert result.loss_R.tolist() == pytest.approx(expected)
     result.loss_R.sum().backward()
     assert inputs.log_probs_R.grad.tolist() == [-float(m) for m in mask]
@@ -235,7 +231,7 @@ def test_the_supervised_loss_is_the_negative_log_prob_of_trained_tokens(tokens):
 
 
 def test_the_supervised_loss_takes_an_empty_micro_batch_and_has_no_bounds():
-    result = supervised_loss(make_inputs([], []), SftLoss())
+    result = SftLoss().tokens(make_inputs([], []))
     assert result.loss_R.shape == (0,)
     assert maxima_of(result)["staleness/max"] == 0
     assert math.isnan(fixed_bounds(SftLoss()).low)

@@ -15,7 +15,7 @@ from bapo_megatron.monitor.rundir import read_metrics
 from bapo_megatron.monitor.summary import count, duration, find_problems, summarize
 from bapo_megatron.runtime.files import JsonlWriter, read_jsonl, truncate_after
 from bapo_megatron.runtime.stopwatch import Stopwatch
-from bapo_megatron.types import Prompt, Segment, Trajectory
+from bapo_megatron.types import Ended, Prompt, Sample, Segment
 
 DOCS_PATH = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -106,9 +106,9 @@ def test_lines_that_are_not_objects_are_skipped(tmp_path: Path) -> None:
 
 def test_a_sample_keeps_its_segments_and_survives_the_file(tmp_path: Path) -> None:
     prompt = Prompt(7, (1,), "3+5=", {"value": 1}, "chains")
-    segments = (Segment(4, 2, (1, 2), (-0.1, -0.2)), Segment(6, 3, (3,), (-0.3,)))
-    trajectory = Trajectory("7.0", prompt, segments, "stop", 1.0)
-    record = sample_record(3, trajectory, lambda ids: "".join("_ü\nz"[i] for i in ids))
+    segments = (Segment.sampled(4, 2, (1, 2), (-0.1, -0.2)), Segment.sampled(6, 3, (3,), (-0.3,)))
+    sample = Sample.of("7.0", prompt, segments, Ended("stop", 1.0))
+    record = sample_record(3, sample, lambda ids: "".join("_ü\nz"[i] for i in ids))
     assert [(s["version"], s["num_tokens"], s["text"]) for s in record["segments"]] == [(4, 2, "ü\n"), (6, 1, "z")]
     assert record["response"] == "ü\nz"
     writer = JsonlWriter(tmp_path / "samples.jsonl")

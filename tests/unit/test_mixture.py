@@ -14,7 +14,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.prompts.mixture import PromptMixture, prompts_of
 from bapo_megatron.prompts.stream import PromptStream
-from bapo_megatron.types import Group, Prompt, Trajectory
+from bapo_megatron.types import Ended, Group, Prompt, Sample
 
 TOKENIZER: Any = SimpleNamespace(encode=lambda text: list(text.encode()), chat_template=None)
 WEIGHTS = st.lists(st.integers(1, 60) | st.floats(1e-3, 1e3), min_size=1, max_size=5)
@@ -93,7 +93,7 @@ def test_a_checkpoint_of_another_mixture_is_refused() -> None:
 def test_metrics_of_each_source() -> None:
     def group(source: str, *rewards: float) -> Group:
         prompt = Prompt(0, (1,), "", "", source)
-        return Group(prompt, tuple(Trajectory(f"0.{i}", prompt, reward=r) for i, r in enumerate(rewards)))
+        return Group(prompt, tuple(Sample.of(f"0.{i}", prompt, need=Ended("stop", r)) for i, r in enumerate(rewards)))
 
     sources = Config.model_validate({"data": {"sources": ({"name": "a"}, {"name": "b"}, {"name": "c"})}}).data.sources
     metrics = source_metrics([group("a", 1.0, 0.0), group("b", 1.0), group("a", 1.0, 1.0)], sources)

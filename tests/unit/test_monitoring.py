@@ -188,15 +188,15 @@ def test_a_stall_is_reported_once_with_stacks_and_tasks(tmp_path: Path) -> None:
 
     try:
         with StallWatchdog(0, tmp_path, timeout_s=0.1, engine_timeout_s=600, tell=told.append, heartbeat=heartbeat):
-            for _ in watch.steps([4]):
-                with watch.span("train"):
-                    heartbeat.beat(TRAINER, "forward step 2 of 3")
-                    wait_for(is_reported)  # nothing moves
-                    wait_for(lambda: told)
-                    first, num_looks = report.read_text(), clock.num_looks
-                    clock.now_s += 1
-                    wait_for(lambda: clock.num_looks > num_looks + 3)  # noqa: B023
-                    assert report.read_text() == first, "told again although nothing has changed"
+            watch.begin(4)
+            with watch.span("train"):
+                heartbeat.beat(TRAINER, "forward step 2 of 3")
+                wait_for(is_reported)  # nothing moves
+                wait_for(lambda: told)
+                first, num_looks = report.read_text(), clock.num_looks
+                clock.now_s += 1
+                wait_for(lambda: clock.num_looks > num_looks + 3)
+                assert report.read_text() == first, "told again although nothing has changed"
     finally:
         loop.call_soon_threadsafe(release.set)
         waiting.result(HANG_S)

@@ -22,25 +22,28 @@ from bapo_megatron.buffer.packing import (
 )
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape, model_shape
-from bapo_megatron.learner.whole_batch import with_proximal_logprobs
+from bapo_megatron.learner.whole_batch import Scorer, with_scores
 from bapo_megatron.preflight.known import KNOWN_MODELS
-from bapo_megatron.types import Batch, FinishReason, Group, MicroBatch, Prompt, Segment, TokenCounts, Trajectory
+from bapo_megatron.tokens import PROXIMAL_LOGPROBS, TokenStream
+from bapo_megatron.types import Batch, Ended, FinishReason, Group, MicroBatch, Prompt, Sample, Segment, TokenCounts
 
 
 def group(prompt_id: int, prompt_len: int, lengths: list[int]) -> Group:
     """Every token id, log-prob and version is unique, so that a misplaced one is seen."""
     prompt = Prompt(prompt_id, tuple(range(prompt_id * 1000, prompt_id * 1000 + prompt_len)), "", "", "test")
-    trajectories = []
+    samples = []
     for i, n in enumerate(lengths):
         base = prompt_id * 1000 + 100 * (i + 1)
         cut = n // 2
         segments = tuple(
-            Segment(base + k, 0, tuple(range(base + a, base + b)), tuple(-float(x) for x in range(base + a, base + b)))
+            Segment.sampled(
+                base + k, 0, tuple(range(base + a, base + b)), tuple(-float(x) for x in range(base + a, base + b))
+            )
             for k, (a, b) in enumerate(((0, cut), (cut, n)))
             if b > a
         )
-        trajectories.append(Trajectory(f"{prompt_id}.{i}", prompt, segments, "stop", reward=float(i)))
-    return Group(prompt, tuple(trajectories))
+        samples.append(Sample.of(f"{prompt_id}.{i}", prompt, segments, Ended("stop", float(i))))
+    return Group(prompt, tuple(samples))
 
 
 def build_batch(groups: list[Group], **settings_: object) -> Batch:
@@ -51,10 +54,10 @@ def build_batch(groups: list[Group], **settings_: object) -> Batch:
 
 def truncated(group: Group, *lengths: int) -> Group:
     """Return the group with its responses of these lengths cut off, as `rollout.truncated` = "mask" leaves out."""
-    trajectories = group.trajectories
-    reasons: list[FinishReason] = ["length" if t.num_response_tokens in lengths else "stop" for t in trajectories]
-    cut = (replace(t, finish_reason=reason) for t, reason in zip(trajectories, reasons, strict=True))
-    return replace(group, trajectories=tuple(cut))
+    samples = group.samples
+    reasons: list[FinishReason] = ["length" if s.num_sampled_tokens in lengths else "stop" for s in samples]
+    cut = (replace(s, need=Ended(reason, s.reward)) for s, reason in zip(samples, reasons, strict=True))
+    return replace(group, samples=tuple(cut))
 
 
 GROUPS = st.lists(
@@ -66,7 +69,8 @@ def test_build_batch_lays_out_prompt_and_response() -> None:
     batch = build_batch([group(1, 2, [3, 1])])
     assert batch.token_ids_T.tolist() == [1000, 1001, 1100, 1101, 1102, 1000, 1001, 1200]
     assert batch.seq_lens_S.tolist() == [5, 3]
-    assert batch.prompt_lens_S.tolist() == [2, 2]
+    assert batch.sampled_T.tolist() == [False, False, True, True, True, False, False, True]
+    assert batch.num_sampled_S.tolist() == [3, 1]
     assert batch.mask_T.tolist() == [False, False, True, True, True, False, False, True]
     assert batch.behaviour_logprobs_T.tolist() == [0, 0, -1100, -1101, -1102, 0, 0, -1200]
     assert batch.versions_T.tolist() == [-1, -1, 1100, 1101, 1101, -1, -1, 1201]
@@ -114,7 +118,8 @@ def test_masked_responses_are_forwarded_but_divide_nothing() -> None:
 def test_a_batch_can_be_masked_as_a_whole() -> None:
     batch = build_batch([truncated(group(1, 2, [3, 5]), 3, 5)], rollout={"truncated": "mask"})
     assert (batch.num_sequences, batch.num_trained_tokens) == (2, 0)
-    assert with_proximal_logprobs(batch, None, Config()) is batch, "there is nothing to score"
+    scorer = Scorer(PROXIMAL_LOGPROBS, None, None)
+    assert with_scores(batch, [scorer], None, Config()) is batch, "there is nothing to score"
 
 
 def rows(mb: MicroBatch) -> list[tuple]:
@@ -138,9 +143,9 @@ def reference_rows(groups: list[Group]) -> list[tuple]:
     out = []
     for g in groups:
         mean = sum(g.rewards) / len(g.rewards)
-        for t in g.trajectories:
-            ids = (*t.prompt.token_ids, *t.response_ids)
-            for i in range(t.num_response_tokens):
+        for t in g.samples:
+            ids = (*t.prompt.token_ids, *t.sampled_ids)
+            for i in range(t.num_sampled_tokens):
                 p = len(t.prompt.token_ids) + i
                 advantage = float(torch.tensor(t.reward - mean, dtype=torch.float32))
                 out.append((ids[p - 1], ids[p], advantage, t.behaviour_logprobs[i], t.versions[i], p - 1))
@@ -197,6 +202,35 @@ def test_every_response_token_is_trained_exactly_once_per_epoch(
             for mb in step.micro_batches:
                 _check_structure(mb, share, max_tokens)
     assert sorted(seen) == sorted(reference_rows(groups) * num_epochs)
+
+
+FED = TokenStream("routes", "int64", (2,), missing=-7, on="fed")
+SAMPLED = TokenStream("scores", "int64")
+
+
+@settings(max_examples=50, deadline=None)
+@given(GROUPS, st.integers(8, 120), LAYOUTS)
+def test_rows_of_a_stream_lie_with_their_token_and_those_of_inputs_with_the_input(
+    shapes: list, max_tokens: int, layout: dict
+) -> None:
+    """The rows of token i of the batch are made of i; tokens are numbered from 1, as padding is token 0."""
+    batch = build_batch([group(i + 1, p, [n or 1 for n in lengths]) for i, (p, lengths) in enumerate(shapes)])
+    num_tokens = batch.token_ids_T.numel()
+    index_T = torch.arange(num_tokens)
+    fed_T = torch.stack([index_T, 10 * index_T], 1)
+    batch = replace(batch, token_ids_T=index_T + 1, extra={FED: fed_T, SAMPLED: 3 * index_T})
+    starts = set((batch.seq_lens_S.cumsum(0) - batch.seq_lens_S).tolist())
+    seen = []
+    for data_rank in range(layout["data_size"]):
+        for context_rank in range(layout["context_size"]):
+            share = Share(data_rank=data_rank, context_rank=context_rank, **layout)
+            for mb in one_minibatch(batch, max_tokens=max_tokens, share=share).micro_batches:
+                assert torch.equal(mb.extra[SAMPLED], 3 * mb.batch_rows_R)
+                for token, row in zip(mb.token_ids_T.tolist(), mb.extra[FED].tolist(), strict=True):
+                    is_followed = 0 < token < num_tokens and token not in starts  # the next one has index `token`
+                    assert row == ([token, 10 * token] if is_followed else [-7, -7])
+                    seen += [token] if is_followed else []
+    assert sorted(seen) == [i for i in range(1, num_tokens) if i not in starts]
 
 
 def _check_structure(mb: MicroBatch, share: Share, max_tokens: int) -> None:

@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from bapo_megatron.algorithms.clip_bounds import contribution_table
 from bapo_megatron.algorithms.losses import (
-    LOSSES,
     LossInputs,
     clipped_policy_loss,
     importance_ratio,
     token_ratios,
 )
+from bapo_megatron.algorithms.objectives.clipped import BapoLoss, GrpoLoss
 from bapo_megatron.buffer.packing import Share, minibatches
-from bapo_megatron.config.schema_loss import LOSS_SECTIONS, BapoLoss, ClipBoundConfig, GrpoLoss, RatioLoss
+from bapo_megatron.config.losses import LOSS_SECTIONS
+from bapo_megatron.config.schema_loss import ClipBoundConfig, RatioLoss
 from bapo_megatron.types import Batch, ClipBounds
 from tests.unit.loss_inputs import loss_inputs, positive_share, sums_of
 
@@ -106,9 +107,7 @@ def test_an_uncapped_unclipped_token_has_the_plain_gradient(tokens):
 def test_the_search_counts_the_masses_of_the_loss(tokens):
     """gradient: P and N are the gradient that the loss lets through; surrogate: they are the loss's own terms."""
     inputs = make_inputs(tokens)
-    result = clipped_policy_loss(
-        replace(inputs, bounds=ClipBounds(LOW, 1.2, 0, False, 0)), BapoLoss(importance_cap=CAP)
-    )
+    result = clipped_policy_loss(replace(inputs, found=ClipBounds(LOW, 1.2, 0, False, 0)), BapoLoss(importance_cap=CAP))
     result.loss_R.sum().backward()
     ratios = token_ratios(inputs.batch, inputs.log_probs_R.detach(), BapoLoss(importance_cap=CAP))
     gradient_R = -inputs.log_probs_R.grad
@@ -210,9 +209,9 @@ def test_the_search_and_other_losses_weight_a_token_alike(responses, correction)
     )
     torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-12)
     for name in ("gspo", "gmpo", "cispo", "sapo", "m2po"):
-        section, loss = LOSS_SECTIONS[name], LOSSES[name]
-        plain_R = loss(inputs, section.model_validate({"name": name} | ones)).loss_R
-        weighted_R = loss(inputs, section.model_validate({"name": name} | options)).loss_R
+        section = LOSS_SECTIONS[name]
+        plain_R = section.model_validate({"name": name} | ones).tokens(inputs).loss_R
+        weighted_R = section.model_validate({"name": name} | options).tokens(inputs).loss_R
         torch.testing.assert_close(weighted_R, plain_R * weights_R, rtol=1e-9, atol=1e-12)
 
 
@@ -274,7 +273,7 @@ def test_packing_keeps_every_proximal_log_prob_with_its_token(lengths, data_size
     batch = Batch(
         token_ids_T=index_T,
         seq_lens_S=prompt_lens + response_lens,
-        prompt_lens_S=prompt_lens,
+        sampled_T=is_response_T,
         advantages_T=torch.zeros(num_tokens),
         behaviour_logprobs_T=-index_T.float(),
         versions_T=index_T,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,13 +16,17 @@ from bapo_megatron.hf.shape import ModelShape, entries, hf_tensors, model_shape
 from bapo_megatron.learner.adam import WEIGHT
 from bapo_megatron.learner.hf.convert import gather_weights, parameters_by_global_name
 from bapo_megatron.learner.hf.names import to_shard
-from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.learner.weights import ModelWeights, Unquantised
 
 LAYOUT: Any = SimpleNamespace(
     rank=0,
     pipeline_rank=0,
     pipeline_size=1,
-    axes={"dense": SimpleNamespace(rank=0, size=1, is_first_copy=True)},
+    axes={
+        "dense": SimpleNamespace(
+            rank=0, size=1, is_first_copy=True, copies=SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+        )
+    },
     stage_of_layer=lambda *_: 0,
 )
 # Transformer Engine's names of what a layer holds (module/layernorm_linear.py, linear.py, rmsnorm.py)
@@ -112,17 +117,22 @@ def test_engines_get_the_main_weights_rounded_to_bfloat16() -> None:
         assert name == WEIGHT
         return main[parameter]
 
-    learner = object.__new__(MegatronLearner)
-    learner.model, learner.shape, learner.layout = model, shape, LAYOUT
-    learner._wrapped = []
-    learner.adam = SimpleNamespace(gather=gather)  # type: ignore[assignment]
-    exported = dict(learner.named_weights())
-    assert exported.keys() == weights.keys()
-    for name, tensor in exported.items():
+    def rounded(name: str, tensor: Tensor) -> None:
         assert type(tensor) is torch.Tensor, name
         assert tensor.dtype == torch.bfloat16, name
         assert torch.equal(tensor, weights[name].bfloat16()), name
-    assert [spec.dtype for spec in learner.weight_specs()] == ["bfloat16"] * len(weights)
+
+    source = Unquantised(ModelWeights(model, shape, LAYOUT, version=3), partial(gather, name=WEIGHT))
+    exported = dict(source.whole())
+    assert exported.keys() == weights.keys()
+    for name, tensor in exported.items():
+        rounded(name, tensor)
+    assert [spec.dtype for spec in source.manifest()] == ["bfloat16"] * len(weights)
+    assert source.version == 3
+    pieces = list(source.pieces())
+    assert {piece.name for piece in pieces} == weights.keys()
+    for piece in pieces:
+        rounded(piece.name, piece.values.reshape(piece.size))
 
     # not what the forward pass computes with, which is coarser
     dequantised = dict(gather_weights(model, shape, LAYOUT, lambda p: getattr(p, "dequantize", p.detach)()))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from plain_reply import plain_parse
 
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
-from bapo_megatron.engines.http import _REPLY, HttpEngine, _decoded, parse_reply
+from bapo_megatron.engines.http import _REPLY, HttpEngine, _decoded, _scores, parse_reply
 from bapo_megatron.errors import EngineError, RequestRefusedError
 from tests.hang import HANG_S
 
@@ -147,6 +147,36 @@ def test_one_bad_reply_of_a_call_spares_the_others() -> None:
     assert (first.behaviour_logprobs, last.behaviour_logprobs) == ((-0.25,), (-0.125,))
     for error, shown in ((none, "None"), (nan, "nan")):
         assert f"log-prob {shown} at output token 0 is not a finite number <= 0" in str(error)
+
+
+SCORES = [None, [-0.5, 7, None], [-1, 8, None]]
+LIKELIEST = [None, [[-0.5, 7], [-2.0, 1]], [[-0.25, 3], [-1, 8]]]
+
+
+def test_scores_are_read() -> None:
+    meta = {"input_token_logprobs": [[None, 5, None], *SCORES[1:]], "input_top_logprobs": LIKELIEST}
+    scores = _scores(meta, 2, 2)
+    assert scores.logprobs_N.tolist() == [-0.5, -1.0]
+    assert scores.top_ids_NK.tolist() == [[7, 1], [3, 8]]
+    assert scores.top_logprobs_NK.tolist() == [[-0.5, -2.0], [-0.25, -1.0]]
+    assert _scores(meta, 2, 0).top_ids_NK.shape == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_token_logprobs": None}, "input_token_logprobs is not a list of 3 entries; does the server score"),
+        ({"input_token_logprobs": SCORES[:2]}, "input_token_logprobs is not a list of 3 entries"),
+        ({"input_token_logprobs": [None, None, [-1, 8]]}, "input_token_logprobs: Expected `array`, got `null`"),
+        ({"input_token_logprobs": [None, [-math.inf, 7], [-1, 8]]}, "not a finite number <= 0"),
+        ({"input_token_logprobs": [None, [0.5, 7], [-1, 8]]}, "not a finite number <= 0"),
+        ({"input_top_logprobs": [None, [[-0.5, 7]], [[-0.25, 3]]]}, "has not 2 entries for each token"),
+        ({"input_top_logprobs": [None, [[-0.5, 7], [-2, "a"]], LIKELIEST[2]]}, "input_top_logprobs: Expected `int`"),
+    ],
+)
+def test_bad_scores_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _scores({"input_token_logprobs": SCORES, "input_top_logprobs": LIKELIEST} | change, 2, 2)
 
 
 CUT = replace(REQUEST, top_p=0.9, top_k=5)

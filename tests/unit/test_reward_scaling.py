@@ -14,7 +14,7 @@ from bapo_megatron.buffer.batch import BatchBuilder
 from bapo_megatron.config.schema import Config, RewardConfig
 from bapo_megatron.config.schema_loss import ClipBoundConfig
 from bapo_megatron.rewards.shaping import Moments, RewardScaler, is_informative
-from bapo_megatron.types import Batch, Group, Prompt, Segment, Trajectory
+from bapo_megatron.types import Batch, Ended, Group, Prompt, Sample, Segment
 
 PROMPT = Prompt(3, (1, 2), "?", "a", "test")
 values = st.sampled_from([-2.0, 0.0, 0.25, 1.0, 3.0])
@@ -33,8 +33,10 @@ def make_config(kind: str = "grpo", whiten_batch: bool = False, **reward: float 
 
 
 def make_group(rewards: list[float]) -> Group:
-    segment = Segment(0, 0, (5, 6), (-0.5, -0.5))
-    return Group(PROMPT, tuple(Trajectory(f"3.{i}", PROMPT, (segment,), "stop", r) for i, r in enumerate(rewards)))
+    segment = Segment.sampled(0, 0, (5, 6), (-0.5, -0.5))
+    return Group(
+        PROMPT, tuple(Sample.of(f"3.{i}", PROMPT, (segment,), Ended("stop", r)) for i, r in enumerate(rewards))
+    )
 
 
 def build(config: Config, rewards: list[list[float]]) -> Batch:

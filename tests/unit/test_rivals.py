@@ -11,11 +11,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bapo_megatron.algorithms.losses import LOSSES, LossInputs, fixed_bounds, response_means, token_ratios
-from bapo_megatron.algorithms.second_moment import moving_away, second_moment_bounds
-from bapo_megatron.config.schema_loss import LOSS_SECTIONS, BoundedLoss, M2poLoss, RatioLoss, SapoLoss
+from bapo_megatron.algorithms.losses import LossInputs, response_means, token_ratios
+from bapo_megatron.algorithms.objectives.rivals import M2poLoss, SapoLoss
+from bapo_megatron.algorithms.second_moment import moving_away
+from bapo_megatron.config.losses import LOSS_SECTIONS
+from bapo_megatron.config.schema_loss import BoundedLoss, RatioLoss
 from bapo_megatron.types import ClipBounds
-from tests.unit.loss_inputs import loss_inputs, sums_of
+from tests.unit.loss_inputs import fixed_bounds, loss_inputs, second_moment_bounds, sums_of
 
 RIVALS = ("gspo", "gmpo", "cispo", "sapo", "m2po")
 
@@ -110,7 +112,7 @@ def inputs_of(responses: Sequence[Response], config: RatioLoss, weights: Tensor 
     )
     if isinstance(config, M2poLoss):
         bounds = second_moment_bounds(away_of(inputs), config.max_second_moment, lambda table: table)
-        inputs = replace(inputs, bounds=bounds)
+        inputs = replace(inputs, found=bounds)
     return inputs
 
 
@@ -160,7 +162,7 @@ def test_loss_and_gradient_equal_the_paper(name: str, options: dict[str, float],
     inputs = inputs_of(responses, config)
     if isinstance(config, M2poLoss):
         assume(is_off_the_limit(away_of(inputs), config.max_second_moment))
-    loss = LOSSES[name](inputs, config).loss_R.sum()
+    loss = config.tokens(inputs).loss_R.sum()
     (gradient_R,) = torch.autograd.grad(loss, inputs.log_probs_R)
     expected, expected_gradient_R = reference(inputs, config)
     torch.testing.assert_close(loss.detach(), expected, rtol=1e-9, atol=1e-9)
@@ -174,9 +176,9 @@ def test_the_ratio_to_the_proximal_policy_is_weighted(name: str) -> None:
     responses: list[Response] = [(1.0, [0.1, -0.2, 0.3]), (-0.5, [-0.4, 0.2])]
     weights_R = torch.tensor([0.5, 1.0, 3.0, 0.25, 8.0], dtype=torch.float64)
     plain, weighted = inputs_of(responses, config), inputs_of(responses, config, weights_R)
-    tokens = LOSSES[name](weighted, config)
+    tokens = config.tokens(weighted)
     torch.testing.assert_close(
-        tokens.loss_R, LOSSES[name](plain, config).loss_R * weights_R.clamp(max=2.0), rtol=1e-12, atol=1e-12
+        tokens.loss_R, config.tokens(plain).loss_R * weights_R.clamp(max=2.0), rtol=1e-12, atol=1e-12
     )
     assert tokens.capped_R.tolist() == [False, False, True, False, True]  # type: ignore[attr-defined]
 
@@ -192,16 +194,16 @@ def test_any_cut_over_context_ranks_gives_the_same(name: str, responses: list[Re
     parts = [part_of(whole, rank_R == rank) for rank in range(3)]
     tables: list[Tensor] = []
     for part in parts:
-        LOSSES[name](replace(part, over_context=lambda table: tables.append(table) or table), config)
+        config.tokens(replace(part, over_context=lambda table: tables.append(table) or table))
     total = torch.stack(tables).sum(0) if tables else None
     loss_R, gradient_R = torch.zeros_like(whole.log_probs_R), torch.zeros_like(whole.log_probs_R)
     for rank, part in enumerate(parts):
         if name == "gmpo" or name == "gspo":
             part = replace(part, over_context=lambda _: total)
-        of_rank_R = LOSSES[name](part, config).loss_R
+        of_rank_R = config.tokens(part).loss_R
         loss_R[rank_R == rank] = of_rank_R.detach()
         gradient_R[rank_R == rank] = torch.autograd.grad(of_rank_R.sum(), part.log_probs_R)[0]
-    expected_R = LOSSES[name](whole, config).loss_R
+    expected_R = config.tokens(whole).loss_R
     torch.testing.assert_close(loss_R, expected_R.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(
         gradient_R, torch.autograd.grad(expected_R.sum(), whole.log_probs_R)[0], rtol=1e-12, atol=1e-12
@@ -215,9 +217,9 @@ def part_of(inputs: LossInputs, mine_R: Tensor) -> LossInputs:
     return LossInputs(
         batch,
         inputs.log_probs_R.detach()[mine_R].requires_grad_(),
-        inputs.entropy_R[mine_R],
         inputs.ages_R[mine_R],
-        inputs.bounds,
+        entropy_R=inputs.entropy_R[mine_R],
+        found=inputs.found,
     )
 
 
@@ -226,11 +228,11 @@ def test_masked_tokens_count_nowhere(name: str) -> None:
     config = config_of(name)
     inputs = inputs_of([(1.0, [0.1, -0.2, 0.3]), (-0.5, [-0.4, 0.2])], config)
     kept_R = torch.tensor([True, False, True, True, False])
-    expected_R = LOSSES[name](part_of(inputs, kept_R), config).loss_R
+    expected_R = config.tokens(part_of(inputs, kept_R)).loss_R
     noise_R = torch.where(kept_R, 0.0, math.nan)
     masked = replace(inputs.batch, mask_R=kept_R, advantages_R=inputs.batch.advantages_R + noise_R)
     log_probs_R = (inputs.log_probs_R.detach() + noise_R).requires_grad_()
-    tokens = LOSSES[name](replace(inputs, batch=masked, log_probs_R=log_probs_R), config)
+    tokens = config.tokens(replace(inputs, batch=masked, log_probs_R=log_probs_R))
     torch.testing.assert_close(tokens.loss_R[kept_R], expected_R, rtol=1e-12, atol=1e-12)
     assert tokens.loss_R[~kept_R].tolist() == [0.0, 0.0]
     assert torch.autograd.grad(tokens.loss_R.sum(), log_probs_R)[0].isfinite().all()
@@ -241,14 +243,14 @@ def test_masked_tokens_count_nowhere(name: str) -> None:
 def test_a_micro_batch_without_responses(name: str) -> None:
     config = config_of(name)
     empty = part_of(inputs_of([(1.0, [0.1])], config), torch.tensor([False]))
-    assert LOSSES[name](empty, config).loss_R.sum() == 0
+    assert config.tokens(empty).loss_R.sum() == 0
 
 
 def test_on_the_policys_own_samples_all_have_the_gradient_of_reinforce() -> None:
     for name in RIVALS:
         config = config_of(name)
         inputs = inputs_of([(1.0, [0.0, 0.0]), (-0.5, [0.0])], config)
-        (gradient_R,) = torch.autograd.grad(LOSSES[name](inputs, config).loss_R.sum(), inputs.log_probs_R)
+        (gradient_R,) = torch.autograd.grad(config.tokens(inputs).loss_R.sum(), inputs.log_probs_R)
         assert gradient_R.tolist() == pytest.approx([-1.0, -1.0, 0.5], rel=1e-12), name
 
 
@@ -275,7 +277,7 @@ def test_m2po_masks_equal_tokens_together_and_none_within_its_limit() -> None:
     def masks(*log_ratios: float) -> list[bool]:
         config = config_of("m2po")
         inputs = inputs_of([(1.0, list(log_ratios))], config)
-        tokens = LOSSES["m2po"](inputs, config)
+        tokens = config.tokens(inputs)
         assert tokens.loss_R[tokens.clipped_R].abs().sum() == 0  # type: ignore[attr-defined]
         return tokens.clipped_R.tolist()  # type: ignore[attr-defined, no-any-return]
 

@@ -92,10 +92,11 @@ def manager(loop: LoopThread, take: Any, **counts: Any) -> RolloutManager:
     config = Config.model_validate({"rollout": quick, "reward": {"timeout_s": SHORT_S / 2}})
     now = dict.fromkeys(("tokens", "judged", "fenced"), lambda: 0) | counts
     engines: Any = SimpleNamespace(loop=loop, pool=_Counts(num_fenced=now["fenced"]))
-    judge: Any = SimpleNamespace(scorer=_Counts(num_judged=now["judged"]))
-    scheduler: Any = SimpleNamespace(take=take, ledger=SimpleNamespace(num_tokens=_Tokens(now["tokens"])))
+    driver = SimpleNamespace(deadline_s=SHORT_S)
+    ledger = SimpleNamespace(num_tokens=_Tokens(now["tokens"]))
+    scheduler: Any = _Counts(num_answers=now["judged"], take=lambda: take, driver=lambda: driver, ledger=lambda: ledger)
     unused: Any = None
-    return RolloutManager(config, engines, unused, judge, scheduler, unused, unused)
+    return RolloutManager(config, engines, unused, unused, scheduler, unused, unused)
 
 
 class _Counts:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from pydantic import Field
 
+from bapo_megatron.algorithms.objectives.clipped import GrpoLoss
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
-from bapo_megatron.config.schema_loss import GrpoLoss
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reproduce import identity
 from bapo_megatron.reproduce.identity import run_name

@@ -1,14 +1,15 @@
 """The scheduler in rounds, against a scripted engine: budgets, order, retries, fencing, restarts, random aborts."""
 
 import asyncio
-import json
 import math
 import random
 import selectors
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,11 +18,14 @@ from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult, VersionSpan
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, RequestRefusedError, UserError
+from bapo_megatron.rewards.pool import Verdict
 from bapo_megatron.rollout.book import RolloutBook
 from bapo_megatron.rollout.dispatch import RolloutStats, sample_seed
+from bapo_megatron.rollout.drivers import JudgeOnce
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.rollout.staleness import StalenessBound
-from bapo_megatron.types import Group, Prompt, Segment, Trajectory
+from bapo_megatron.types import Ended, Group, Prompt, Sample, Segment
+from tests.states import through_checkpoint
 
 STOP = 9
 T = TypeVar("T")
@@ -128,20 +132,29 @@ class ScriptedEngine:
         return GenerateResult(request.rid, tuple(tokens), logprobs, spans, reason, done + 3, 0)  # type: ignore[arg-type]
 
 
+def verdict(reward: float) -> Verdict:
+    return Verdict(float(reward), None, "", 0.0)
+
+
 def make(
-    *engines: ScriptedEngine, seed: int = 0, updates_per_step: int = 1, keep: Any = None, **settings_: Any
+    *engines: ScriptedEngine,
+    seed: int = 0,
+    updates_per_step: int = 1,
+    keep: Any = None,
+    driver: Any = None,
+    **settings_: Any,
 ) -> Scheduler:
     defaults = {"prompts_per_step": 2, "samples_per_prompt": 3, "max_response_tokens": 16, "max_retries": 1}
     config = RolloutConfig(**{**defaults, "startup_timeout_s": 0.5, **settings_})
 
-    def score(trajectories: Sequence[Trajectory]) -> list[float]:
-        return [float(t.finish_reason == "stop") for t in trajectories]
+    def judge(samples: Sequence[Sample]) -> list[Verdict]:
+        return [verdict(s.finish_reason == "stop") for s in samples]
 
     return Scheduler(
         config,
         pool=EnginePool(engines),  # type: ignore[arg-type]
         prompts=CountingPrompts(),
-        score=score,
+        driver=driver or JudgeOnce(judge),
         stop_token_ids=(STOP,),
         seed=seed,
         updates_per_step=updates_per_step,
@@ -149,7 +162,7 @@ def make(
     )
 
 
-def expected(engine: ScriptedEngine, t: Trajectory, max_tokens: int = 16) -> tuple[int, ...]:
+def expected(engine: ScriptedEngine, t: Sample, max_tokens: int = 16) -> tuple[int, ...]:
     seed, tokens = sample_seed(0, t.sample_id), []
     while len(tokens) < max_tokens and STOP not in tokens:
         tokens.append(engine.token(seed, len(tokens)))
@@ -160,12 +173,12 @@ def test_partial_responses_are_resumed_with_later_weights_and_keep_every_token()
     engine = ScriptedEngine()
     scheduler = make(engine, tokens_per_round=5, groups_in_flight=5)
 
-    async def run() -> list[Trajectory]:
+    async def run() -> list[Sample]:
         out = []
         for step in range(12):
             groups, _ = await scheduler.take(step, engine.version)
             assert groups is not None
-            out += [t for g in groups for t in g.trajectories]
+            out += [t for g in groups for t in g.samples]
             engine.version += 1
         return out
 
@@ -173,11 +186,11 @@ def test_partial_responses_are_resumed_with_later_weights_and_keep_every_token()
     assert len(trained) == 12 * 2 * 3
     assert len({t.sample_id for t in trained}) == len(trained)
     for t in trained:
-        assert t.response_ids == expected(engine, t)
-        assert t.behaviour_logprobs == tuple(-0.01 * (i + 1) for i in range(t.num_response_tokens))
+        assert tuple(t.sampled_ids) == expected(engine, t)
+        assert t.behaviour_logprobs.tolist() == [np.float32(-0.01 * (i + 1)) for i in range(t.num_sampled_tokens)]
         assert list(t.versions) == sorted(t.versions)
         assert t.reward == float(t.finish_reason == "stop")
-        assert (t.finish_reason == "length") == (STOP not in t.response_ids)
+        assert (t.finish_reason == "length") == (STOP not in tuple(t.sampled_ids))
     assert any(len(set(t.versions)) > 1 for t in trained)
     assert sum(t.num_resumed_tokens for t in trained) > 0
     assert all(r.max_new_tokens <= 5 for r in engine.requests)
@@ -236,7 +249,7 @@ def test_a_failing_engine_is_fenced_and_the_others_take_over() -> None:
     groups, stats = run_on_clock(scheduler.take(0, 0))
     assert groups is not None
     assert [g.prompt.prompt_id for g in groups] == [0, 1]
-    assert all(t.response_ids == expected(good, t) for g in groups for t in g.trajectories)
+    assert all(tuple(t.sampled_ids) == expected(good, t) for g in groups for t in g.samples)
     assert (stats.num_fenced, stats.num_retries) == (1, 3)
     assert "http://bad is fenced (http://bad: HTTP 500" in scheduler.pool.describe()
 
@@ -352,7 +365,7 @@ def test_stale_groups_are_dropped_and_counted() -> None:
     groups, stats = run_on_clock(after.take(1, 3))
     assert groups is not None
     assert stats.num_stale_groups == 6
-    assert min(v for g in groups for t in g.trajectories for v in t.versions) == 3
+    assert min(v for g in groups for t in g.samples for v in t.versions) == 3
     assert after.ledger.dropped == {"stale": 18}
 
 
@@ -363,29 +376,31 @@ def test_the_bound_holds_for_groups_that_are_running_or_being_judged_when_they_b
     for response, reason in ((being_judged, "stop"), (running, None)):
         book.start(response, 0)
         if reason:
-            book.grow(response.extended([Segment(0, 0, (5,), (-1.0,))], reason))  # type: ignore[arg-type]
-    (complete,) = book.complete()
+            book.grow(response.extended([Segment.sampled(0, 0, (5,), (-1.0,))], reason))  # type: ignore[arg-type]
+    ((waiting,),) = book.waiting()
     book.drop_stale(1)
     assert not book.num_dropped, "neither may leave now: its request, or its verdict, would find it gone"
-    book.settle(complete, [1.0], 1)
+    book.answer(replace(waiting, need=Ended("stop", 1.0)))
+    book.settle(book.group(0), 1)
     assert book.num_dropped == {"stale": 1}
-    book.grow(running.extended([Segment(0, 0, (6, 7), (-1.0, -1.0))], "length"))
+    book.grow(running.extended([Segment.sampled(0, 0, (6, 7), (-1.0, -1.0))], "length"))
     assert not book.is_urgent(running, 1), "no hurry: it is too late"
-    (complete,) = book.complete()
-    book.settle(complete, [1.0], 1)
+    ((waiting,),) = book.waiting()
+    book.answer(replace(waiting, need=Ended("length", 1.0)))
+    book.settle(book.group(1), 1)
     assert book.num_dropped == {"stale": 2}
     book.ledger.check(book.buffered())
     assert book.ledger.num_tokens == {"generated": 3, "dropped": 3}
 
 
 def test_a_restored_scheduler_goes_on_exactly() -> None:
-    def take(scheduler: Scheduler, engine: ScriptedEngine, steps: range) -> list[Trajectory]:
+    def take(scheduler: Scheduler, engine: ScriptedEngine, steps: range) -> list[Sample]:
         out = []
         for step in steps:
             engine.version = step
             groups, _ = run_on_clock(scheduler.take(step, step))
             assert groups is not None
-            out += [t for g in groups for t in g.trajectories]
+            out += [t for g in groups for t in g.samples]
         return out
 
     options = {"tokens_per_round": 4, "groups_in_flight": 6}
@@ -393,7 +408,7 @@ def test_a_restored_scheduler_goes_on_exactly() -> None:
     straight = take(make(engine, **options), engine, range(8))
     first, engine = make(ScriptedEngine(), **options), ScriptedEngine()
     head = take(first, engine, range(3))
-    saved = json.loads(json.dumps(first.state_dict()))
+    saved = through_checkpoint(first.state_dict())
     second = make(engine, **options)
     second.load_state_dict(saved)
     assert head + take(second, engine, range(3, 8)) == straight
@@ -409,11 +424,11 @@ def test_conservation_under_random_aborts(chaos: int, budget: int, in_flight: in
         engine.version = step
         groups, _ = run_on_clock(scheduler.take(step, step))
         assert groups is not None
-        num_trained_tokens += sum(t.num_response_tokens for g in groups for t in g.trajectories)
-        for t in (t for g in groups for t in g.trajectories):
-            assert t.response_ids == expected(engine, t)
+        num_trained_tokens += sum(t.num_sampled_tokens for g in groups for t in g.samples)
+        for t in (t for g in groups for t in g.samples):
+            assert tuple(t.sampled_ids) == expected(engine, t)
             assert all(math.isfinite(x) for x in t.behaviour_logprobs)
-        num_buffered = sum(t.num_response_tokens for t in scheduler.book.buffered())
+        num_buffered = sum(t.num_sampled_tokens for t in scheduler.book.buffered())
         assert scheduler.ledger.num_tokens["generated"] == num_trained_tokens + num_buffered
         assert scheduler.ledger.num_tokens["trained"] == num_trained_tokens
         scheduler.ledger.check(scheduler.book.buffered())

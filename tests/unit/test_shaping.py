@@ -1,6 +1,5 @@
 """Shaped rewards, and which groups and responses teach something."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import strategies as st
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.rewards.shaping import is_informative, is_trained, shaped_reward
-from bapo_megatron.types import FinishReason, Group, Prompt, Segment, Trajectory
+from bapo_megatron.types import Ended, FinishReason, Group, Prompt, Sample, Segment
 
 PROMPT = Prompt(3, (1, 2), "?", "a", "test")
 
@@ -19,13 +18,13 @@ def make_config(penalty: float = 0.0, buffer: int = 0, **rollout: Any) -> Config
     return Config.model_validate({"reward": reward, "rollout": {"max_response_tokens": 100, **rollout}})
 
 
-def response(num_tokens: int, reason: FinishReason = "stop", reward: float = 1.0) -> Trajectory:
-    segment = Segment(0, 0, (5,) * num_tokens, (-0.5,) * num_tokens)
-    return Trajectory(f"3.{num_tokens}", PROMPT, (segment,) if num_tokens else (), reason, reward)
+def response(num_tokens: int, reason: FinishReason = "stop", reward: float | None = 1.0) -> Sample:
+    segment = Segment.sampled(0, 0, (5,) * num_tokens, (-0.5,) * num_tokens)
+    return Sample.of(f"3.{num_tokens}", PROMPT, (segment,) if num_tokens else (), Ended(reason, reward))
 
 
-def group(*trajectories: Trajectory) -> Group:
-    return Group(PROMPT, trajectories)
+def group(*samples: Sample) -> Group:
+    return Group(PROMPT, samples)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +60,7 @@ def test_longer_never_pays_and_never_costs_more_than_the_penalty(a: int, b: int,
 
 def test_an_unscored_response_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="has no verdict"):
-        shaped_reward(replace(response(3), reward=None), make_config())
+        shaped_reward(response(3, reward=None), make_config())
 
 
 def test_masking_leaves_out_truncated_responses_only() -> None:
@@ -89,7 +88,7 @@ class TestInformative:
         cut = group(response(100, "length"), response(100, "length", reward=0.0))
         assert is_informative(cut, make_config())
         assert not is_informative(cut, make_config(truncated="mask"))
-        one_left = group(*cut.trajectories, response(9))
+        one_left = group(*cut.samples, response(9))
         assert is_informative(one_left, make_config(truncated="mask"))
         empty = group(response(0), response(100, "length", reward=0.0))
         assert not is_informative(empty, make_config(truncated="mask"))

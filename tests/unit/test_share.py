@@ -12,7 +12,8 @@ import torch.distributed as dist
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import EngineError, UserError
 from bapo_megatron.rollout import shared as share
-from bapo_megatron.rollout.shared import SharedRollouts
+from bapo_megatron.rollout.shared import NEEDS_WEIGHTS, SharedRollouts
+from bapo_megatron.rollout.shares import BatchShares
 from bapo_megatron.runtime import ranks
 from bapo_megatron.types import Batch, Group
 from tests.distributed import HANG_S, run_distributed
@@ -22,7 +23,7 @@ def make() -> Batch:
     return Batch(
         token_ids_T=torch.tensor([1, 2, 3]),
         seq_lens_S=torch.tensor([3]),
-        prompt_lens_S=torch.tensor([1]),
+        sampled_T=torch.tensor([False, True, True]),
         advantages_T=torch.tensor([0.0, 0.5, -0.5]),
         behaviour_logprobs_T=torch.tensor([0.0, -1.25, -2.5]),
         versions_T=torch.tensor([-1, 3, 4]),
@@ -40,9 +41,9 @@ def once_all_have_heard(made: Callable[[], Batch]) -> Callable[[], Batch]:
     """Make what takes as long as three signs of life to the other ranks."""
     num_sent, are_sent, broadcast = 0, threading.Event(), dist.broadcast
 
-    def count(tensor: torch.Tensor, src: int) -> None:
+    def count(tensor: torch.Tensor, src: int, group: dist.ProcessGroup | None = None) -> None:
         nonlocal num_sent
-        broadcast(tensor, src=src)
+        broadcast(tensor, src=src, group=group)
         if (num_sent := num_sent + 1) == 3:
             are_sent.set()
 
@@ -55,16 +56,43 @@ def once_all_have_heard(made: Callable[[], Batch]) -> Callable[[], Batch]:
     return make_late
 
 
+class Rollouts:
+    """Rollouts whose batch is made, or fails to be."""
+
+    def __init__(self, make: Callable[[], Batch]) -> None:
+        self._make = make
+
+    def next_batch(self, step: int, version: int) -> tuple[Batch, list[Group]]:
+        return self._make(), []
+
+
+def everything(batch: Batch) -> list[torch.Tensor]:
+    return [torch.arange(batch.num_sequences)]
+
+
+def rollouts_of(first: Any, config: Config | None = None) -> SharedRollouts:
+    """The rollouts of ranks that all belong to one data rank."""
+    shares = BatchShares(0, 0, lambda stage, num_layers: [*range(num_layers)], HANG_S)
+    rollouts = SharedRollouts(config or Config(), first, lambda *_: None, shares)
+    rollouts._sign_of_life_s = 0.01
+    return rollouts
+
+
 def on_every_rank(rank: int, world_size: int) -> None:
-    is_first = rank == 0
-    slowly = once_all_have_heard(make) if is_first else None
-    got, expected = share.share_batch(slowly, sign_of_life_s=0.01), make()
-    for name in share._TENSORS:
-        assert torch.equal(getattr(got, name), getattr(expected, name)), name
-        assert getattr(got, name).dtype == getattr(expected, name).dtype, name
+    is_first, expected = rank == 0, make()
+    got = rollouts_of(Rollouts(once_all_have_heard(make)) if is_first else None).next_batch(0, 1, everything)
+    assert got is not NEEDS_WEIGHTS
+    assert torch.equal(got.seq_lens_S, expected.seq_lens_S)
+    assert got.rewards_S is not None
+    assert expected.rewards_S is not None
+    assert torch.equal(got.rewards_S, expected.rewards_S)
+    assert got.values.keys() == expected.values.keys()
+    for stream, values_T in expected.values.items():
+        assert torch.equal(got.values[stream], values_T), stream
+        assert got.values[stream].dtype == values_T.dtype, stream
     assert got.metrics == expected.metrics
     with pytest.raises(UserError, match="http://engine:1 is gone"):
-        share.share_batch(once_all_have_heard(fail) if is_first else None, sign_of_life_s=0.01)
+        rollouts_of(Rollouts(once_all_have_heard(fail)) if is_first else None).next_batch(0, 1, everything)
 
 
 class Interrupted:
@@ -82,26 +110,25 @@ class Interrupted:
         return {"eval/reward": 0.5} if self.num_asked % 3 == 0 else None
 
 
-def pushes_on_every_rank(rank: int, world_size: int) -> None:
+def asks_on_every_rank(rank: int, world_size: int) -> None:
     config = Config.model_validate({"eval": {"interval_steps": 2}})
-    pushed: list[int] = []
-
-    def push() -> dict[str, float]:
-        dist.barrier()
-        pushed.append(rank)
-        return {}
-
     first: Any = Interrupted() if rank == 0 else None
-    rollouts = SharedRollouts(config, first, lambda *_: None)
-    assert rollouts.next_batch(0, 1, push).metrics == {"reward/mean": 0.1}
-    assert pushed == [rank] * 2
-    assert rollouts.evaluate(2, 1, push) == {"eval/reward": 0.5}
-    assert pushed == [rank] * 4
-    assert rollouts.evaluate(3, 1, push) == {}, "none is due"
+    rollouts = rollouts_of(first, config)
+    for _ in range(2):
+        assert rollouts.next_batch(0, 1, everything) is NEEDS_WEIGHTS
+        dist.barrier()  # a push, which every rank takes part in
+    batch = rollouts.next_batch(0, 1, everything)
+    assert batch is not NEEDS_WEIGHTS
+    assert batch.metrics == {"reward/mean": 0.1}
+    for _ in range(2):
+        assert rollouts.evaluate(2, 1) is NEEDS_WEIGHTS
+        dist.barrier()
+    assert rollouts.evaluate(2, 1) == {"eval/reward": 0.5}
+    assert rollouts.evaluate(3, 1) == {}, "none is due"
 
 
-def test_every_rank_pushes_until_the_batch_or_the_evaluation_is_there() -> None:
-    run_distributed(pushes_on_every_rank, 2)
+def test_every_rank_is_asked_for_a_push_until_the_batch_or_the_evaluation_is_there() -> None:
+    run_distributed(asks_on_every_rank, 2)
 
 
 def flags_on_every_rank(rank: int, world_size: int) -> None:

@@ -2,20 +2,23 @@
 the staleness bound."""
 
 import asyncio
-import json
 import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult, VersionSpan
 from bapo_megatron.errors import EngineError
+from bapo_megatron.rewards.pool import Verdict
 from bapo_megatron.rollout.dispatch import sample_seed
+from bapo_megatron.rollout.drivers import JudgeOnce
 from bapo_megatron.rollout.scheduler import Scheduler
-from bapo_megatron.types import Group, Trajectory
+from bapo_megatron.types import Group, Sample
+from tests.states import through_checkpoint
 from tests.unit.test_scheduler import STOP, ClockLoop, ScriptedEngine, make, run_on_clock
 
 
@@ -68,7 +71,7 @@ class TimedEngine(ScriptedEngine):
         self._aborted.add(rid)
 
 
-def expected(t: Trajectory, max_tokens: int = 48) -> tuple[int, ...]:
+def expected(t: Sample, max_tokens: int = 48) -> tuple[int, ...]:
     seed, tokens = sample_seed(0, t.sample_id), []
     while len(tokens) < max_tokens and STOP not in tokens:
         tokens.append(TimedEngine().token(seed, len(tokens)))
@@ -77,17 +80,17 @@ def expected(t: Trajectory, max_tokens: int = 48) -> tuple[int, ...]:
 
 def check(scheduler: Scheduler, trained: Sequence[Group]) -> None:
     """Every response is what its seed says, was trained once, and no token is missing from the books."""
-    samples = [t for g in trained for t in g.trajectories]
+    samples = [t for g in trained for t in g.samples]
     assert len({t.sample_id for t in samples}) == len(samples)
     for t in samples:
-        assert t.response_ids == expected(t)
-        assert t.behaviour_logprobs == tuple(-0.01 * (i + 1) for i in range(t.num_response_tokens))
+        assert tuple(t.sampled_ids) == expected(t)
+        assert t.behaviour_logprobs.tolist() == [np.float32(-0.01 * (i + 1)) for i in range(t.num_sampled_tokens)]
         assert list(t.versions) == sorted(t.versions)
     scheduler.ledger.check(scheduler.book.buffered())
     for t in scheduler.book.buffered():
-        assert t.response_ids == expected(t)[: t.num_response_tokens]
-    num_buffered = sum(t.num_response_tokens for t in scheduler.book.buffered())
-    num_trained = sum(t.num_response_tokens for t in samples)
+        assert tuple(t.sampled_ids) == expected(t)[: t.num_sampled_tokens]
+    num_buffered = sum(t.num_sampled_tokens for t in scheduler.book.buffered())
+    num_trained = sum(t.num_sampled_tokens for t in samples)
     assert scheduler.ledger.num_tokens["generated"] == num_trained + num_buffered
 
 
@@ -133,9 +136,9 @@ def test_the_tail_is_aborted_and_resumed_with_newer_weights(budget: int | None) 
     batches = run_on_clock(train(scheduler, [engine], num_steps=12, updates=1))
     check(scheduler, [g for batch in batches for g in batch])
     assert engine.num_running == 0, "nothing is left running between steps"
-    trained = [t for batch in batches for g in batch for t in g.trajectories]
+    trained = [t for batch in batches for g in batch for t in g.samples]
     assert any(len(set(t.versions)) > 1 for t in trained)
-    assert any(t.num_response_tokens > 40 for t in trained)
+    assert any(t.num_sampled_tokens > 40 for t in trained)
     if budget is not None:
         assert all(r.max_new_tokens <= budget for r in engine.requests)
 
@@ -148,8 +151,8 @@ def test_a_step_does_not_wait_for_the_tail() -> None:
 
     groups, _ = run_on_clock(asyncio.wait_for(scheduler.take(0, 0), 60))
     assert groups is not None
-    begun = [*(t for g in groups for t in g.trajectories), *scheduler.book.buffered()]
-    assert all(t.num_response_tokens < 40 for t in begun)
+    begun = [*(t for g in groups for t in g.samples), *scheduler.book.buffered()]
+    assert all(t.num_sampled_tokens < 40 for t in begun)
     assert any(len(expected(t)) > 40 for t in begun), "or none was slow"
 
 
@@ -175,7 +178,7 @@ def test_responses_go_on_through_a_push_and_know_both_versions() -> None:
     scheduler = make(engine, overlap=True, max_staleness=6, **OPTIONS)
     batches = run_on_clock(train(scheduler, [engine], num_steps=15, updates=1))
     check(scheduler, [g for batch in batches for g in batch])
-    trained = [t for batch in batches for g in batch for t in g.trajectories]
+    trained = [t for batch in batches for g in batch for t in g.samples]
     assert any(len(set(t.versions)) > 1 for t in trained)
 
 
@@ -216,23 +219,24 @@ def test_engines_that_return_nothing_are_an_error_not_a_busy_loop() -> None:
 def test_a_failing_judge_is_loud() -> None:
     scheduler = make(TimedEngine(), abort_tail=True, **OPTIONS)
 
-    def broken(_: Any) -> list[float]:
+    def broken(_: Any) -> list[Verdict]:
         raise RuntimeError("no verdict")
 
-    scheduler._score = broken
+    scheduler.driver = JudgeOnce(broken)
     with pytest.raises(RuntimeError, match="no verdict"):
         run_on_clock(asyncio.wait_for(scheduler.take(0, 0), 60))
 
 
 def test_a_failure_between_two_batches_is_told_once_by_the_next() -> None:
     scheduler = make(TimedEngine(), overlap=True, max_staleness=9, **OPTIONS)
-    judge, failed = scheduler._score, []
+    driver, failed = scheduler.driver, []
+    assert isinstance(driver, JudgeOnce)
 
-    def fails_once(trajectories: Any) -> Sequence[float]:
+    def fails_once(samples: Any) -> Sequence[Verdict]:
         if not failed:
-            failed.append(trajectories)
+            failed.append(samples)
             raise RuntimeError("no verdict")
-        return judge(trajectories)
+        return driver.judge(samples)
 
     async def told() -> None:
         while scheduler._stream._failure is None:
@@ -240,7 +244,7 @@ def test_a_failure_between_two_batches_is_told_once_by_the_next() -> None:
 
     async def run() -> None:
         await scheduler.take(0, 0)
-        scheduler._score = fails_once
+        scheduler.driver = JudgeOnce(fails_once)
         await asyncio.wait_for(told(), 60)
         with pytest.raises(RuntimeError, match="no verdict"):
             await scheduler.take(1, 1)
@@ -264,14 +268,14 @@ def test_state_saved_while_sampling_goes_on_loses_and_repeats_nothing() -> None:
             engine.version = step + 1
             scheduler.pool.expect(step + 1)
         assert engine.num_running > 0, "requests are under way while the state is saved"
-        saved = json.dumps(scheduler.state_dict())
+        saved = through_checkpoint(scheduler.state_dict())
         await scheduler.close()
         return trained, saved
 
     engine = TimedEngine()
     head, saved = run_on_clock(first(engine, make(engine, **options)))
     second = make(engine, **options)
-    second.load_state_dict(json.loads(saved))
+    second.load_state_dict(saved)
     assert second.ledger.counts()["running"] == 0
 
     async def rest() -> list[Group]:
@@ -295,16 +299,17 @@ def test_a_bound_that_is_lowered_between_runs_holds_from_then_on(judge_s: float)
     first = make(engine, max_staleness=12, **options)
     head = run_on_clock(train(first, [engine], num_steps=4, updates=1))
     second = make(engine, max_staleness=2, **options)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    score = second._score
+    second.load_state_dict(through_checkpoint(first.state_dict()))
+    driver = second.driver
+    assert isinstance(driver, JudgeOnce)
 
-    def judge(trajectories: Sequence[Trajectory]) -> Sequence[float]:
+    def judge(samples: Sequence[Sample]) -> Sequence[Verdict]:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, ClockLoop)
-        loop.work(judge_s if trajectories[0].prompt.prompt_id % 3 else 0.0)
-        return score(trajectories)
+        loop.work(judge_s if samples[0].prompt.prompt_id % 3 else 0.0)
+        return driver.judge(samples)
 
-    second._score = judge
+    second.driver = JudgeOnce(judge)
     num_stale = 0
 
     async def rest() -> list[list[Group]]:
@@ -323,10 +328,10 @@ def test_a_bound_that_is_lowered_between_runs_holds_from_then_on(judge_s: float)
 
     tail = run_on_clock(rest())
     for step, groups in enumerate(tail, start=4):
-        assert max(step - v for g in groups for t in g.trajectories for v in t.versions) <= 2
-    samples = [t for groups in (*head, *tail) for g in groups for t in g.trajectories]
+        assert max(step - v for g in groups for t in g.samples for v in t.versions) <= 2
+    samples = [t for groups in (*head, *tail) for g in groups for t in g.samples]
     assert len({t.sample_id for t in samples}) == len(samples)
-    assert all(t.response_ids == expected(t) for t in samples)
+    assert all(tuple(t.sampled_ids) == expected(t) for t in samples)
     second.ledger.check(second.book.buffered())
     assert 0 < num_stale == second.book.num_dropped["stale"]
 
@@ -404,6 +409,6 @@ def test_the_staleness_bound_is_never_passed_and_nothing_is_dropped(
     for step, groups in enumerate(batches):
         last_update = (step + 1) * updates - 1
         assert len(groups) == 2
-        assert max(last_update - v for g in groups for t in g.trajectories for v in t.versions) <= bound
+        assert max(last_update - v for g in groups for t in g.samples for v in t.versions) <= bound
     check(scheduler, [g for batch in batches for g in batch])
     assert not scheduler.ledger.dropped

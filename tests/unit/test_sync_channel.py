@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
+from bapo_megatron.engines.base import Capabilities, PauseMode
 from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.pool import EnginePool
-from bapo_megatron.engines.wire import DIGEST, TensorSpec, digest
+from bapo_megatron.engines.wire import DIGEST, Bucket, TensorSpec, digest
 from bapo_megatron.errors import BroadcastLostError, EngineError, RequestRefusedError, UnreachableEngineError
 from bapo_megatron.sync import broadcast, session
-from bapo_megatron.sync.base import push_until_whole
+from bapo_megatron.sync.base import RankZeroChannel
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.sync.session import Members
 from tests.distributed import HANG_S
@@ -121,7 +122,9 @@ class ScriptedEngine:
         self.calls: list[str] = []
         self._num_taken = 0
         self._num_received: list[int] = []
-        self.capabilities = ["weight_manifest", "weight_digests", "gloo_only"]
+        self.extras = ["weight_manifest", "weight_digests"]
+        self.transport = self
+        self.keeps_cache = False
         self._one_at_a_time = asyncio.Lock()
 
     async def _stage(self, name: str) -> None:
@@ -149,22 +152,23 @@ class ScriptedEngine:
         if self.is_dead:
             raise UnreachableEngineError(f"{self.url}: connection refused")
         return {
-            "capabilities": self.capabilities,
+            "capabilities": self.extras,
+            "transports": ["gloo"],
             "weight_version": self.version,
             "tp_size": 1,
         }
 
-    async def weights_manifest(self) -> list[TensorSpec]:
+    async def manifest(self) -> list[TensorSpec]:
         return [TensorSpec.of(name, tensor) for name, tensor in self.weights.items()]
 
-    async def begin_weight_update(self) -> None:
+    async def begin(self) -> None:
         await self._stage("begin")
         self._num_taken = 0
         self._num_received = []
 
-    async def update_weights(
-        self, specs: Sequence[TensorSpec], group_name: str, *, flat: bool, version: int | None
-    ) -> dict[str, str]:
+    async def take(self, bucket: Bucket, *, version: int | None, keeps_cache: bool) -> dict[str, str]:
+        specs = bucket.specs
+        assert keeps_cache == self.keeps_cache
         index, self._num_taken = self._num_taken, self._num_taken + 1
         stage = "first bucket" if index == 0 else "last bucket" if version is not None else "middle bucket"
         if self.faults.get(stage) == "lie":
@@ -191,15 +195,15 @@ class ScriptedEngine:
         if version is not None:
             self.version, self.is_torn = str(version), False
 
-    async def end_weight_update(self) -> None:
+    async def end(self) -> None:
         await self._stage("end")
         if self.group is not None:
             self.group.sent.clear()
 
-    async def destroy_update_group(self, group_name: str) -> None:
-        assert group_name == FakeGroup.name
+    async def leave(self) -> None:
+        pass
 
-    async def weights_checksum(self) -> dict[str, Any]:
+    async def digests(self) -> dict[str, Any]:
         await self._stage("checksum")
         if self.faults.pop("weights", None):
             self.weights["w3"] = self.weights["w3"] + 1
@@ -221,10 +225,10 @@ class FakeLearner:
         self.version = 1
         self.num_read = 0
 
-    def weight_specs(self) -> list[TensorSpec]:
+    def manifest(self) -> list[TensorSpec]:
         return [TensorSpec(name, "float32", (8,)) for name in NAMES]
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
         for name in NAMES:
             self.num_read += 1
             yield name, torch.full((8,), float(self.version))
@@ -237,10 +241,10 @@ class World:
         self.learner = FakeLearner()
         config = SyncConfig(bucket_mib=64 / 2**20, timeout_s=timeout_s)  # type: ignore[call-arg] - 2 weights a bucket
         self.channel = BroadcastChannel(self.pool, config, loop.submit)
-        self.channel.connect(self.learner.weight_specs())
+        self.channel.connect(self.learner.manifest())
 
     def push(self) -> None:
-        push_until_whole(self.channel, self.learner)  # type: ignore[arg-type]
+        RankZeroChannel(self.channel).push(self.learner)  # type: ignore[arg-type]
 
     def assert_goes_on(self, *names: str) -> None:
         """These hold the learner's weights and generate; no other one may be asked."""
@@ -270,7 +274,6 @@ def use_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broadcast, "form_group", FakeGroup.form)
     use_clock(monkeypatch)
-    monkeypatch.setattr("bapo_megatron.sync.base.share_flag", lambda value: value)
 
 
 @pytest.mark.parametrize("num_engines", [1, 3])
@@ -293,7 +296,7 @@ def test_an_engine_that_fails_is_fenced_and_the_others_go_on(
     world = World(loop, num_engines)
     world.push()
     world.learner.version = 2
-    world.engines[1].faults = {stage: fault} if (stage, fault) != ("begin", "refuse") else {"begin": "die"}
+    world.engines[1].faults = {stage: fault}
     began_s, world.learner.num_read = clock.monotonic(), 0
     world.push()
     assert clock.monotonic() - began_s < (30 * TIMEOUT_S if fault == "hang" else TIMEOUT_S)
@@ -343,7 +346,7 @@ def test_an_engine_that_confirms_what_it_did_not_receive_is_fenced_and_not_who_l
     world = World(loop, 2)
     healthy, liar = world.engines
     if not proves:
-        liar.capabilities = ["weight_manifest", "gloo_only"]
+        liar.extras = ["weight_manifest"]
     healthy.faults, liar.faults = {stage: "lose"}, {stage: "lie"}
     world.push()
     world.assert_goes_on("a")
@@ -362,7 +365,7 @@ def test_a_broadcast_that_does_not_end_though_all_confirm_it_fences_who_has_no_p
     loop: LoopThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(loop, 2)
-    world.engines[1].capabilities = ["weight_manifest", "gloo_only"]
+    world.engines[1].extras = ["weight_manifest"]
     num_formed, wait = FakeGroup.num_formed, FakeGroup.wait
 
     def late(group: FakeGroup) -> bool:
@@ -522,7 +525,7 @@ def test_a_flapping_engine_does_not_keep_a_push_from_ending(loop: LoopThread, mo
 
 def test_a_learner_that_breaks_its_word_is_an_error_and_nothing_goes_on(loop: LoopThread) -> None:
     world = World(loop, 2)
-    world.learner.named_weights = lambda: iter([("w0", torch.zeros(8)), ("w2", torch.zeros(8))])  # type: ignore
+    world.learner.whole = lambda: iter([("w0", torch.zeros(8)), ("w2", torch.zeros(8))])  # type: ignore
     with pytest.raises(EngineError, match=r"was to send w1 .* came up with w2"):
         world.push()
     assert all(engine.paused for engine in world.engines)
@@ -530,7 +533,7 @@ def test_a_learner_that_breaks_its_word_is_an_error_and_nothing_goes_on(loop: Lo
 
 def test_stats_say_where_the_time_went(loop: LoopThread) -> None:
     world = World(loop, 2)
-    stats = push_until_whole(world.channel, world.learner)  # type: ignore[arg-type]
+    stats = RankZeroChannel(world.channel).push(world.learner)  # type: ignore[arg-type]
     assert (stats.num_bytes, stats.num_tensors, stats.num_buckets) == (6 * 32, 6, 3)
     metrics = stats.metrics()
     stages = ["pause", "gather", "broadcast", "verify", "resume"]
@@ -539,3 +542,42 @@ def test_stats_say_where_the_time_went(loop: LoopThread) -> None:
     )
     assert metrics["sync/seconds"] == pytest.approx(sum(metrics[f"sync/{s}_s"] for s in stages))
     assert 0 < metrics["sync/generation_pause_s"] <= metrics["sync/seconds"]
+
+
+def test_an_engine_without_the_channels_transport_is_told_by_the_settings(loop: LoopThread) -> None:
+    world = World(loop, 1)
+    config = SyncConfig(backend="nccl", timeout_s=TIMEOUT_S)  # type: ignore[call-arg]
+    channel = BroadcastChannel(world.pool, config, loop.submit)
+    with pytest.raises(EngineError, match=r"http://a takes weights over gloo, not over nccl: set sync\.channel and"):
+        channel.connect(world.learner.manifest())
+
+
+@pytest.mark.parametrize("mode", ["abort", "in_place"])
+def test_engines_pause_in_the_mode_of_the_channel(loop: LoopThread, mode: PauseMode) -> None:
+    world = World(loop, 1)
+    modes: list[str] = []
+    pause = world.engines[0].pause
+
+    async def noted(mode: str) -> None:
+        modes.append(mode)
+        await pause(mode)
+
+    world.engines[0].pause = noted  # type: ignore[method-assign]
+    world.engines[0].keeps_cache = mode == "in_place"
+    config = SyncConfig(bucket_mib=64 / 2**20, timeout_s=TIMEOUT_S)  # type: ignore[call-arg]
+    sender = BroadcastChannel(world.pool, config, loop.submit, pause_mode=mode)
+    channel = RankZeroChannel(sender, mode)
+    assert channel.pause_mode == mode
+    channel.connect(world.learner)
+    channel.push(world.learner)
+    world.assert_goes_on("a")
+    assert modes == [mode]
+
+
+def test_capabilities_of_a_server_that_names_none_are_those_of_sglang() -> None:
+    assert Capabilities.of({}) == Capabilities(frozenset(), frozenset({"gloo", "nccl", "disk"}), frozenset({"score"}))
+    assert Capabilities.of({"enable_memory_saver": True}).extras == {"score", "release"}
+    odd = {"capabilities": 3, "transports": [None, "gloo", []], "streams": {"routes": 1}}
+    assert Capabilities.of(odd) == Capabilities(frozenset(), frozenset({"gloo"}), frozenset())
+    named = {"capabilities": ["release"], "transports": ["disk"], "streams": ["routes"]}
+    assert Capabilities.of(named) == Capabilities(frozenset({"routes"}), frozenset({"disk"}), frozenset({"release"}))

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -18,10 +18,11 @@ from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
 from bapo_megatron.engines import group
+from bapo_megatron.engines.base import GroupSeat
 from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.group import Launch, UpdateGroup, host_store
 from bapo_megatron.engines.pool import EnginePool
-from bapo_megatron.engines.wire import TensorSpec, digest, unpack
+from bapo_megatron.engines.wire import Bucket, digest, unpack
 from bapo_megatron.errors import EngineError
 from bapo_megatron.sync import broadcast
 from bapo_megatron.sync.broadcast import BroadcastChannel
@@ -82,7 +83,6 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LazyGroup]]:
     monkeypatch.setattr(group.dist, "destroy_process_group", destroy)
     use_clock(monkeypatch)
     monkeypatch.setattr(broadcast._Sender, "_device", "cpu")
-    monkeypatch.setattr("bapo_megatron.sync.base.share_flag", lambda value: value)
     yield formed
     for lazy in formed:
         lazy.is_met.set()
@@ -101,20 +101,21 @@ class NcclEngine(ScriptedEngine):
 
     groups: list[LazyGroup]
 
-    async def init_update_group(self, host: str, port: int, offset: int, size: int, name: str, backend: str) -> None:
-        assert backend == "nccl"
-        self.group_name, self._num_buckets = name, 0
+    async def server_info(self) -> dict[str, Any]:
+        return await super().server_info() | {"transports": ["nccl"]}
 
-    async def destroy_update_group(self, name: str) -> None:
-        assert name == self.group_name
+    async def join(self, seat: GroupSeat) -> None:
+        assert seat.is_flat
+        self.group_name, self._num_buckets = seat.group, 0
 
-    async def update_weights(
-        self, specs: Sequence[TensorSpec], group_name: str, *, flat: bool, version: int | None
-    ) -> dict[str, str]:
-        assert flat
+    async def leave(self) -> None:
+        pass
+
+    async def take(self, bucket: Bucket, *, version: int | None, keeps_cache: bool) -> dict[str, str]:
+        specs = bucket.specs
         index, self._num_buckets = self._num_buckets, self._num_buckets + 1
         await self._stage("first bucket" if index == 0 else "last bucket" if version is not None else "middle bucket")
-        lazy = next(lazy for lazy in self.groups if lazy.name == group_name)
+        lazy = next(lazy for lazy in self.groups if lazy.name == self.group_name)
         lazy.enter(self.url)
         while len(lazy.sent) <= index:
             await (asyncio.sleep(0.001) if lazy.is_met.is_set() else clock.wait_in_vain())
@@ -133,7 +134,7 @@ class NcclWorld(World):
         self.learner = FakeLearner()
         config = SyncConfig(bucket_mib=64 / 2**20, timeout_s=TIMEOUT_S, backend="nccl")  # type: ignore[call-arg]
         self.channel = BroadcastChannel(self.pool, config, loop.submit)
-        self.channel.connect(self.learner.weight_specs())
+        self.channel.connect(self.learner.manifest())
 
     def bring_back(self) -> None:
         for engine in self.engines:

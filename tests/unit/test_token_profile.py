@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.algorithms.diagnostics import BINS, MEANS
-from bapo_megatron.algorithms.losses import LOSSES, LossInputs, clipped_policy_loss
+from bapo_megatron.algorithms.losses import LossInputs, clipped_policy_loss
 from bapo_megatron.algorithms.mismatch import no_mismatch
+from bapo_megatron.algorithms.objectives.clipped import BapoLoss
+from bapo_megatron.config.losses import LOSSES
 from bapo_megatron.config.schema import Config
-from bapo_megatron.config.schema_loss import LOSS_SECTIONS, BapoLoss
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.metrics import METRICS, reduce_updates
 from bapo_megatron.monitor.record import UpdateMetrics
@@ -109,7 +110,7 @@ def test_a_step_pools_the_tokens_of_its_updates() -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_off_unless_asked_for(name: str) -> None:
     rows = [(0.3, 0.1, 1.0, 0.5, True)]
-    tokens = LOSSES[name](make_inputs(rows), LOSS_SECTIONS[name]())
+    tokens = LOSSES[name]().tokens(make_inputs(rows))
     assert profile(helpers.sums_of(tokens)) == {}
     clips = name not in ("sft", "cispo", "sapo")
     assert bool(profile(helpers.sums_of(tokens, with_profile=True))) == clips

@@ -1,26 +1,189 @@
-"""Groups keep every bit on their way through JSON, and older files are read."""
+"""Groups keep every bit of every stream on their way through JSON and arrays, and segments join."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
-from bapo_megatron.types import Group, Prompt, Segment, Trajectory
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bapo_megatron.tokens import CORE_STREAMS, JoinedRows, TokenStream, encoded_rows
+from bapo_megatron.types import (
+    Batch,
+    Ended,
+    Group,
+    MicroBatch,
+    NeedsEnvironment,
+    Prompt,
+    Sample,
+    Segment,
+    Trajectory,
+    with_values,
+)
 
 PROMPT = Prompt(7, (1, 2), "3+5=", {"answer": 8}, "chains")
 GROUP = Group(
     PROMPT,
     (
-        Trajectory("7.0", PROMPT, (Segment(4, 2, (5, 6), (-0.1, -1e-17)), Segment(5, 3, (9,), (-2.5,))), "stop", 1.0),
-        Trajectory("7.1", PROMPT),
+        Sample.of(
+            "7.0",
+            PROMPT,
+            (Segment.sampled(4, 2, (5, 6), (-0.1, -1e-17)), Segment.sampled(5, 3, (9,), (-2.5,))),
+            Ended("stop", {"answer": 1.0, "format": 1e-17}),
+        ),
+        Sample.of("7.1", PROMPT),
+        Sample.of("7.2", PROMPT, (Segment.sampled(4, 2, (5,), (-0.1,)),), NeedsEnvironment("length")),
     ),
 )
+ROUTES = TokenStream("routes", "uint8", (3, 2), missing=255, on="fed")
+SCORES = TokenStream("scores", "float32", missing=-1.0)
 
 
-def test_a_group_comes_back_from_json_bit_for_bit() -> None:
-    assert Group.from_json(json.loads(json.dumps(GROUP.to_json()))) == GROUP
+def rows_of(first: int, num: int) -> np.ndarray:
+    return (np.arange(first, first + num)[:, None, None] + 10 * np.arange(3)[:, None] + np.arange(2)).astype(np.uint8)
 
 
-def test_segments_of_older_files_name_their_log_probs_otherwise() -> None:
-    value = GROUP.to_json()
-    for trajectory in value["trajectories"]:
-        for segment in trajectory["segments"]:
-            segment["logprobs"] = segment.pop("behaviour_logprobs")
-    assert Group.from_json(value) == GROUP
+def through_json(group: Group) -> Any:
+    return json.loads(json.dumps(group.to_json(), default=encoded_rows))
+
+
+def through_arrays(group: Group) -> Any:
+    rows = JoinedRows()
+    structure = json.loads(json.dumps(with_values(group.to_json(), rows.put)))
+    joined = JoinedRows(rows.arrays())
+    value = with_values(structure, joined.take)
+    joined.check_empty()
+    return value
+
+
+WAYS = pytest.mark.parametrize("way", [through_json, through_arrays])
+
+
+@WAYS
+def test_a_group_comes_back_bit_for_bit(way: Callable[[Group], Any]) -> None:
+    assert Group.from_json(way(GROUP)) == GROUP
+
+
+@WAYS
+@given(
+    pieces=st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.integers(1, 3)), max_size=8),
+    num_prompt_tokens=st.integers(1, 3),
+)
+def test_fed_rows_arrive_with_the_next_reply_and_lie_with_the_next_token(
+    way: Callable[[Group], Any], pieces: list[tuple[int, bool, int]], num_prompt_tokens: int
+) -> None:
+    """Row i, of any stream, is made of i: so each row tells whose it is."""
+    prompt = replace(PROMPT, token_ids=tuple(range(num_prompt_tokens)))
+    begun = Group.begun(prompt, 2)
+    sample = begun.samples[1]
+    (trajectory,) = sample.trajectories
+    version = 0
+    for grows_older, is_answered, num in pieces:
+        version += grows_older
+        start = trajectory.num_tokens
+        if is_answered:
+            trajectory = trajectory.extended([Segment.given("environment", range(start, start + num))])
+            continue
+        num_fed = trajectory.num_fed([ROUTES])
+        late = {ROUTES: rows_of(num_fed, start - num_fed)}
+        scores = np.arange(start, start + num, dtype=np.float32)
+        rows = {ROUTES: rows_of(start, num), SCORES: scores}
+        new = Segment.sampled(version, 0, range(start, start + num), [-float(i) for i in range(num)], rows)
+        trajectory = trajectory.extended([new], late)
+        assert trajectory.num_fed([ROUTES]) == trajectory.num_tokens
+    group = begun.grown(sample.with_trajectory(0, trajectory))
+    assert Group.from_json(way(group), [ROUTES, SCORES]) == group
+    (found,) = group.samples[1].trajectories
+    assert found.token_ids.tolist() == list(range(found.num_tokens))
+    at = 0
+    for number, segment in enumerate(found.segments):
+        if ROUTES in segment.rows:
+            expected = rows_of(at, segment.num_tokens)
+            assert np.array_equal(segment.rows[ROUTES][number == 0 :], expected[number == 0 :])
+        if SCORES in segment.rows:
+            assert segment.rows[SCORES].tolist() == list(range(at, at + segment.num_tokens))
+        assert not segment.token_ids.flags.writeable
+        at += segment.num_tokens
+    assert sum(s.num_tokens for s in found.segments if ROUTES in s.rows) in (0, found.num_fed([ROUTES]))
+    assert group.samples[0].trajectories[0].segments[0] is found.segments[0], "rows of the prompt are kept once"
+
+
+@WAYS
+def test_a_response_that_lacks_rows_is_named(way: Callable[[Group], Any]) -> None:
+    """Rows of tokens that a reply has not yet brought may be missing, and those that have a value for it."""
+    needed = replace(ROUTES, missing=None)
+    sampled = Segment.sampled(0, 0, (3, 4), (-1.0, -1.0), {needed: rows_of(5, 2)})
+    given_in_between = Segment.given("environment", (5, 6, 7), {needed: rows_of(7, 3)})
+    at_the_end = Segment.given("environment", (8,))
+    first = Segment.given("prompt", PROMPT.token_ids, {needed: rows_of(0, 2)})
+    whole = [first, sampled, given_in_between, sampled, at_the_end]
+    for number in range(5):
+        segments = [replace(s, rows={}) if i == number else s for i, s in enumerate(whole)]
+        group = Group(PROMPT, (Sample("7.1", PROMPT, (Trajectory(tuple(segments)),)),))
+        if number == 4:
+            assert Group.from_json(way(group), [needed, SCORES]) == group
+        else:
+            with pytest.raises(ValueError, match=r"response 7\.1 of prompt 7: stream routes: is missing"):
+                Group.from_json(way(group), [needed, SCORES])
+
+
+@WAYS
+@given(num_tokens=st.integers(2, 9), second=st.integers(3, 12))
+def test_each_sampled_token_is_trained_in_one_trajectory(
+    way: Callable[[Group], Any], num_tokens: int, second: int
+) -> None:
+    """Branches of a response, and of a branch, share its tokens, and rows of inputs, as context."""
+    scores = np.arange(2, 6, dtype=np.float32)
+    policy = Segment.sampled(4, 2, range(2, 6), [-1.0] * 4, {ROUTES: rows_of(2, 4), SCORES: scores})
+    answer = Segment.given("environment", [6, 7], {ROUTES: rows_of(6, 2)})
+    last = Segment.sampled(5, 2, [8], [-1.0], {ROUTES: rows_of(8, 1), SCORES: scores[:1]})
+    sample = Sample.of("7.1", PROMPT).extended([policy], None, {ROUTES: rows_of(1, 1)})
+    whole = sample.trajectories[0].extended([answer, last])
+    sample = sample.with_trajectory(0, whole)
+    assert sample.with_trajectory(1, whole.branch(9)).num_sampled_tokens == sample.num_sampled_tokens == 5
+    branch = whole.branch(num_tokens)
+    assert branch.token_ids.tolist() == whole.token_ids.tolist()[:num_tokens]
+    assert (branch.num_sampled_tokens, branch.turns) == (0, [])
+    assert branch.num_shared_tokens == (0 if num_tokens == 2 else min(num_tokens, 6) if num_tokens < 9 else 9)
+    assert branch.num_fed([ROUTES]) == num_tokens, "an engine need not send them again"
+    assert not any(SCORES in segment.rows for segment in branch.segments)
+    grown = branch.extended(
+        [Segment.sampled(6, 3, [20, 21, 22], [-2.0] * 3, {ROUTES: rows_of(20, 3), SCORES: scores[:3]})]
+    )
+    sample = sample.with_trajectory(1, grown).with_trajectory(2, grown.branch(min(second, grown.num_tokens)))
+    assert sample.num_sampled_tokens == 8
+    assert sample.sampled_ids.tolist() == [2, 3, 4, 5, 8, 20, 21, 22]
+    assert sample.versions.tolist() == [4] * 4 + [5] + [6] * 3
+    group = GROUP.grown(sample)
+    assert Group.from_json(way(group), [ROUTES, SCORES]) == group
+    own = Segment.given("prompt", [40, 41])  # of a helper of the policy's own
+    group = GROUP.grown(sample.with_trajectory(3, replace(whole, segments=(own, *branch.segments[1:]))))
+    assert Group.from_json(way(group), [ROUTES, SCORES]) == group
+    with pytest.raises(AssertionError):
+        whole.branch(whole.num_tokens + 1)
+
+
+@pytest.mark.parametrize(
+    ("stream", "values", "said"),
+    [
+        (ROUTES, np.zeros((2, 3, 2), np.int16), "rows are int16, not uint8"),
+        (ROUTES, np.zeros((3, 3, 2), np.uint8), r"rows of shape \[3, 3, 2\], not \[2, 3, 2\]"),
+        (ROUTES, "AAAA", "3 bytes are not rows of 6"),
+        (ROUTES, [1, 2], r"rows of shape \[3, 2\] must be base64"),
+        (SCORES, [1.0], r"rows of shape \[1\], not \[2\]"),
+        (SCORES, [1.0, True], "row 1 is not a number"),
+        (SCORES, None, "must be a list of numbers"),
+    ],
+)
+def test_rows_that_do_not_fit_are_named(stream: TokenStream, values: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=f"stream {stream.name}: {said}"):
+        stream.checked(values, 2)
+
+
+def test_core_values_have_attributes_of_their_stream() -> None:
+    for stream in CORE_STREAMS:
+        assert f"{stream.name}_T" in Batch.__dataclass_fields__
+        assert stream.on != "sampled" or f"{stream.name}_R" in MicroBatch.__dataclass_fields__

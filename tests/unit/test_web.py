@@ -250,6 +250,8 @@ CONTROL = {
     "/end_weight_update": {},
     "/update_weights_from_disk": {"model_path": str(demo_model_path()), "weight_version": "31337"},
     "/weights_checker": {"action": "checksum"},
+    "/release_memory_occupation": {},
+    "/resume_memory_occupation": {},
     "/start_profile": {"output_dir": "/nowhere"},
     "/stop_profile": {},
 }

@@ -15,7 +15,7 @@ import queue
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,11 +24,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from bapo_megatron.engines.base import PauseMode
+from bapo_megatron.engines.base import PauseMode, TokenScores
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
 from bapo_megatron.engines.embedded.sampler import sample
+from bapo_megatron.engines.embedded.streams import FedRows, Streams, sampled_rows
+from bapo_megatron.hf.streams import ServedTokens
 from bapo_megatron.runtime.trace import Trace
+from bapo_megatron.tokens import TokenStream, encoded_rows
 
 _MAX_PREFILL_TOKENS = 8192  # padded tokens in one prefill
 _MAX_PADDING = 2.0  # a prefill holds no row that is padded to more than this many times its length
@@ -76,6 +79,9 @@ class Sequence:
     num_cached_tokens: int = 0  # of the prompt, found in the cache
     outlived_weights: bool = False  # its row of the cache has entries of earlier weights
     on_token: Callable[[], None] | None = None  # called by the engine thread after each token
+    streams: tuple[TokenStream, ...] = ()  # whose rows are asked for
+    num_fed: int = 0  # leading inputs whose rows of fed streams are here, or with the client
+    rows: dict[TokenStream, list[Tensor]] = field(default_factory=dict)  # those that were asked for, so far
     done: Future[Sequence] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
@@ -95,6 +101,28 @@ class Sequence:
         starts = self.version_starts  # empty where it was aborted before its first token
         ends = [*(start for _, start in starts[1:]), len(self.output_ids)][: len(starts)]
         return [{"version": v, "start": start, "end": end} for (v, start), end in zip(starts, ends, strict=True)]
+
+    @property
+    def is_fed_but_last(self) -> bool:
+        """Whether the last token is the only one whose rows of fed streams may be missing."""
+        return self.num_fed >= self.num_tokens - 1 or not any(stream.on == "fed" for stream in self.streams)
+
+    def take_rows(self, rows_T: Mapping[TokenStream, Tensor], first: int = 0) -> None:
+        """Keep the rows that were asked for and are not here.
+
+        Args:
+            rows_T: [T, *shape]: of all inputs from token `first` on, or of one sampled token.
+        """
+        for stream in self.streams:
+            if stream in rows_T:
+                is_fed = stream.on == "fed"
+                part = rows_T[stream][self.num_fed - first : self.num_tokens - first] if is_fed else rows_T[stream]
+                self.rows.setdefault(stream, []).append(part)
+
+    def encoded_rows(self) -> dict[str, Any]:
+        """Return the rows by name, as in a reply."""
+        parts = ((stream, self.rows.get(stream, [stream.new_tensor(0)])) for stream in self.streams)
+        return {stream.name: encoded_rows(torch.cat(rows).numpy()) for stream, rows in parts}
 
     def append(self, token_id: int, logprob: float, cut_logprob: float, version: str) -> None:
         if not self.version_starts or self.version_starts[-1][0] != version:
@@ -134,6 +162,8 @@ class BatchingEngine:
         self.version = version
         self.paused: PauseMode | None = None
         self.is_torn = False  # an update is in place in part only: nothing is sampled until it is whole
+        self.is_released = False  # weights and cache have no memory
+        self.lost: set[str] = set()  # names of weights that have not come again since their memory was released
         self.failure: BaseException | None = None  # the error that ended the engine thread
         self.ended: Future[None] = Future()  # resolves when the engine thread has ended
         self.num_generated_tokens = 0
@@ -150,8 +180,21 @@ class BatchingEngine:
 
     # Called from other threads ---------------------------------------------------------------------
 
-    def new_sequence(self, rid: str, prompt_ids: list[int], params: SamplingParams, index: int = 0) -> Sequence:
+    def new_sequence(
+        self,
+        rid: str,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        index: int = 0,
+        *,
+        streams: tuple[TokenStream, ...] = (),
+        num_fed: int = 0,
+    ) -> Sequence:
         """Return a sequence for a request that fits this model. Sample `index` of n has seed `sampling_seed + index`.
+
+        Args:
+            streams: of the model, whose rows to return.
+            num_fed: leading inputs whose rows of fed streams are not asked for.
 
         Raises:
             BadRequestError: names the field that is wrong.
@@ -167,7 +210,7 @@ class BatchingEngine:
             raise BadRequestError(f"input_ids: token ids must be in [0, {spec.vocab_size})")
         stop_ids = frozenset() if params.ignore_eos else spec.eos_token_ids | frozenset(params.stop_token_ids or ())
         seed = secrets.randbits(63) if params.sampling_seed is None else (params.sampling_seed + index) % 2**63
-        return Sequence(rid, prompt_ids, params, stop_ids, seed)
+        return Sequence(rid, prompt_ids, params, stop_ids, seed, streams=streams, num_fed=num_fed)
 
     def submit(self, sequences: list[Sequence]) -> None:
         """Queue requests; each one's `done` resolves when it ends. Raises BadRequestError for a rid that is in use."""
@@ -237,6 +280,36 @@ class BatchingEngine:
             )
         self._kept.clear()
 
+    def score(self, token_ids: list[int], first: int, top_k: int) -> TokenScores | None:
+        """Score the tokens from number `first` on, as `Model.score`; return None while the weights are not whole."""
+        if self.is_torn:
+            return None
+        scores = self.model.score(torch.tensor(token_ids), first, top_k)
+        logprobs_N, top_ids_NK, top_logprobs_NK = (tensor.numpy() for tensor in scores)
+        return TokenScores(logprobs_N, top_ids_NK, top_logprobs_NK)
+
+    def release(self) -> None:
+        """Give the memory of cache and weights back, when still; weights have to be pushed again after `restore`.
+
+        Raises:
+            BadRequestError: a pause in place holds requests that need the cache.
+        """
+        if self._rows:
+            raise BadRequestError(
+                f"{len(self._rows)} requests are held with their cache: pause with mode=retract first"
+            )
+        self.is_torn = self.is_released = True
+        self.lost = set(self.model.named_weights)
+        self._kept.clear()
+        self._cache.release()
+        self.model.release()
+
+    def restore(self) -> None:
+        """Let weights be written again. Raises BadRequestError if their memory was not released."""
+        if not self.is_released:
+            raise BadRequestError("memory was not released")
+        self.is_released = False
+
     def set_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy checked weights into place, when still; nothing is sampled until `publish`."""
         self.is_torn = True
@@ -246,9 +319,18 @@ class BatchingEngine:
         with torch.inference_mode():
             for name, tensor in tensors:
                 self.model.named_weights[name].copy_(tensor)
+                self.lost.discard(name)
 
     def publish(self, version: str | None) -> None:
-        """Mark the weights as whole; later tokens carry this version (None: the same as before)."""
+        """Mark the weights as whole; later tokens carry this version (None: the same as before).
+
+        Raises:
+            BadRequestError: weights that were lost with their memory have not come again.
+        """
+        if self.lost:
+            raise BadRequestError(
+                f"{len(self.lost)} weights were lost with the released memory, such as {min(self.lost)!r}: push all"
+            )
         self.is_torn = False
         self.version = self.version if version is None else version
 
@@ -314,7 +396,11 @@ class BatchingEngine:
         if self._rows:
             positions = [s.num_tokens - 1 for s in self._rows]  # of the last token, which is not yet in the cache
             last_ids_B = torch.tensor([(s.output_ids or s.prompt_ids)[-1] for s in self._rows])
-            logits_BV = self.model.decode(last_ids_B, torch.tensor(positions), self._cache)
+            positions_B = torch.tensor(positions)
+            fed = self._fed_rows(self._rows, last_ids_B[:, None], positions_B[:, None])
+            logits_BV = self.model.decode(last_ids_B, positions_B, self._cache, fed)
+            if fed is not None:
+                self._take_fed(self._rows, fed, range(len(self._rows)), positions)
             self._extend(self._rows, logits_BV)
 
     def _admit(self) -> None:
@@ -323,7 +409,7 @@ class BatchingEngine:
         new: list[Sequence] = []
         continued: dict[int, Sequence] = {}  # by the row that holds all but the last token
         for sequence in [self._waiting.popleft() for _ in range(num_admitted)]:
-            row = self._kept.pop(tuple(sequence.token_ids[:-1]), None)
+            row = self._kept.pop(tuple(sequence.token_ids[:-1]), None) if sequence.is_fed_but_last else None
             if row is None:
                 new.append(sequence)
             else:
@@ -371,18 +457,48 @@ class BatchingEngine:
         token_ids_BT = torch.zeros(len(different), max(lengths), dtype=torch.int64)
         for row, sequence in enumerate(different):
             token_ids_BT[row, : lengths[row]] = torch.tensor(sequence.token_ids)
-        logits_BV = self.model.prefill(token_ids_BT, torch.tensor(lengths), self._cache, first_row)
+        fed = self._fed_rows(group, token_ids_BT, torch.arange(max(lengths))[None])
+        logits_BV = self.model.prefill(token_ids_BT, torch.tensor(lengths), self._cache, first_row, fed)
+        if fed is not None:
+            self._take_fed(group, fed, index, [0] * len(group))
         if len(different) == len(group):
             return logits_BV
         rows = range(first_row, first_row + len(group))
         self._cache.arrange(rows, [first_row + i for i in index], max(lengths))
         return logits_BV[index]
 
+    def _fed_rows(self, sequences: list[Sequence], token_ids_BT: Tensor, positions_BT: Tensor) -> FedRows | None:
+        """Return the rows to compute in a pass; None if no sequence asks for any."""
+        asked = self._asked(sequences)
+        return FedRows(asked, self._served(token_ids_BT, positions_BT)) if asked else None
+
+    def _asked(self, sequences: list[Sequence]) -> Streams:
+        if not self.model.streams:
+            return {}
+        return {stream: self.model.streams[stream] for s in sequences for stream in s.streams}
+
+    def _served(self, token_ids_BT: Tensor, positions_BT: Tensor, logits_BV: Tensor | None = None) -> ServedTokens:
+        version = int(self.version) if self.version.isdecimal() else -1
+        return ServedTokens(token_ids_BT, positions_BT, version, logits_BV=logits_BV)
+
+    def _take_fed(self, sequences: list[Sequence], fed: FedRows, index: Iterable[int], first: Iterable[int]) -> None:
+        """Give each sequence its rows of a pass, which read its tokens from `first` on as row `index` of the batch."""
+        rows = fed.rows()
+        for sequence, row, position in zip(sequences, index, first, strict=True):
+            sequence.take_rows({stream: rows_BT[row] for stream, rows_BT in rows.items()}, position)
+            sequence.num_fed = sequence.num_tokens
+
     def _extend(self, sequences: list[Sequence], logits_BV: Tensor) -> None:
         """Sample the next token of each sequence and let go of those that are finished."""
+        positions = [s.num_tokens for s in sequences]
         token_ids, logprobs, cut_logprobs = sample(
-            logits_BV, [s.params for s in sequences], [s.seed for s in sequences], [s.num_tokens for s in sequences]
+            logits_BV, [s.params for s in sequences], [s.seed for s in sequences], positions
         )
+        if asked := self._asked(sequences):
+            sampled = self._served(torch.tensor(token_ids)[:, None], torch.tensor(positions)[:, None], logits_BV)
+            rows = sampled_rows(asked, sampled)
+            for number, sequence in enumerate(sequences):
+                sequence.take_rows({stream: rows_B1[number] for stream, rows_B1 in rows.items()})
         version, num_finished = self.version, 0
         extended = zip(sequences, token_ids, logprobs, cut_logprobs, strict=True)
         for sequence, token_id, logprob, cut_logprob in extended:

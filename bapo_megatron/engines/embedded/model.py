@@ -21,12 +21,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bapo_megatron.engines.embedded.streams import FedRows, Streams
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.families import EMBEDDING, FINAL_NORM, OUTPUT, Family
 from bapo_megatron.hf.reader import HFReader
 from bapo_megatron.hf.shape import ModelShape, entries, load_hf_config, model_shape, rotary_frequencies
 from bapo_megatron.hf.splits import Entry
+from bapo_megatron.hf.streams import model_streams
+
+_TOGETHER = 256  # tokens that are scored at a time: log-probs of the whole vocabulary take memory
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -40,12 +44,14 @@ class KVCache:
 
     def __init__(self, spec: ModelShape, *, num_rows: int, max_len: int, dtype: torch.dtype) -> None:
         shape = (spec.num_layers, 2, num_rows, spec.num_kv_heads, max_len, spec.head_dim)
-        # Zeros, since masked positions are multiplied by 0, and 0 times nan is nan. Mapped, not allocated: the
-        # operating system provides zeroed memory only for rows that are written.
-        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.data = torch.frombuffer(memory, dtype=dtype).view(shape)
+        # Zeros, since masked positions are multiplied by 0, and 0 times nan is nan.
+        self.data, self._memory = _mapped_zeros(shape, dtype)
         self.num_rows = num_rows
         self.max_len = max_len
+
+    def release(self) -> None:
+        """Give the memory back to the operating system; from now on all entries are zero."""
+        self._memory.madvise(mmap.MADV_DONTNEED)
 
     def arrange(self, targets: Sequence[int], sources: Sequence[int], num_tokens: int) -> None:
         """Copy rows over others at once, up to `num_tokens`; a row may be both a source and a target."""
@@ -55,10 +61,12 @@ class KVCache:
 class Model:
     """One checkpoint, ready to sample from."""
 
-    def __init__(self, spec: ModelShape, *, max_len: int, dtype: torch.dtype) -> None:
+    def __init__(self, spec: ModelShape, *, max_len: int, dtype: torch.dtype, streams: Streams | None = None) -> None:
         self.spec = spec
+        self.streams = streams or {}
         self.dtype = dtype
         self.named_weights: dict[str, Tensor] = {}
+        self._memory: list[mmap.mmap] = []  # of the weights
         self._layers: list[dict[str, Tensor]] = [{} for _ in range(spec.num_layers)]  # by name within the layer
         self._weights: dict[str, Tensor] = {}  # outside the layers
         for entry in entries(spec):
@@ -87,12 +95,13 @@ class Model:
             CheckpointError: a file is missing, the family is not supported, or the weights do not fit config.json.
         """
         folder = Path(path)
-        spec = model_shape(load_hf_config(folder), folder, own=own)
+        hf_config = load_hf_config(folder)
+        spec = model_shape(hf_config, folder, own=own)
         if max_len > spec.max_positions:
             raise CheckpointError(
                 f"{folder}: a context of {max_len} tokens exceeds the model's {spec.max_positions} positions"
             )
-        model = cls(spec, max_len=max_len, dtype=dtype)
+        model = cls(spec, max_len=max_len, dtype=dtype, streams=model_streams(hf_config, own))
         with HFReader(folder) as read:
             read.check(spec)
             for name, weight in model.named_weights.items():
@@ -116,12 +125,15 @@ class Model:
             raise CheckpointError(f"{spec} was sent, and the model has {held}")
 
     @torch.inference_mode()
-    def prefill(self, token_ids_BT: Tensor, lengths_B: Tensor, cache: KVCache, first_row: int) -> Tensor:
+    def prefill(
+        self, token_ids_BT: Tensor, lengths_B: Tensor, cache: KVCache, first_row: int, fed: FedRows | None = None
+    ) -> Tensor:
         """Run right-padded sequences from position 0 into cache rows [first_row, first_row + B).
 
         Args:
             token_ids_BT: int64; tokens beyond a row's length are ignored.
             lengths_B: int64, each at least 1.
+            fed: computes rows of these tokens.
 
         Returns: logits float32 [B, V] of the token after each sequence.
         """
@@ -139,17 +151,18 @@ class Model:
             return out_BHTD.transpose(1, 2)
 
         cos_TD, sin_TD = self._cos_LD[:num_tokens], self._sin_LD[:num_tokens]
-        hidden_BTE = self._blocks(token_ids_BT, cos_TD[None, :, None], sin_TD[None, :, None], attend)
+        hidden_BTE = self._blocks(token_ids_BT, cos_TD[None, :, None], sin_TD[None, :, None], attend, fed)
         last_BE = hidden_BTE[torch.arange(num_rows), lengths_B - 1]
         return self._logits(last_BE)
 
     @torch.inference_mode()
-    def decode(self, token_ids_B: Tensor, positions_B: Tensor, cache: KVCache) -> Tensor:
+    def decode(self, token_ids_B: Tensor, positions_B: Tensor, cache: KVCache, fed: FedRows | None = None) -> Tensor:
         """Append one token to each of the cache rows [0, B), at the given positions.
 
         Args:
             token_ids_B: int64.
             positions_B: int64, the number of tokens that each row already holds.
+            fed: computes rows of these tokens.
 
         Returns: logits float32 [B, V] of the token after it.
         """
@@ -173,10 +186,40 @@ class Model:
             return out_BKGD.reshape(num_rows, 1, self.spec.num_heads, self.spec.head_dim)
 
         cos_BD, sin_BD = self._cos_LD[positions_B], self._sin_LD[positions_B]
-        hidden_B1E = self._blocks(token_ids_B[:, None], cos_BD[:, None, None], sin_BD[:, None, None], attend)
+        hidden_B1E = self._blocks(token_ids_B[:, None], cos_BD[:, None, None], sin_BD[:, None, None], attend, fed)
         return self._logits(hidden_B1E[:, 0])
 
-    def _blocks(self, token_ids_BT: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    @torch.inference_mode()
+    def score(self, token_ids_T: Tensor, first: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Score the tokens from number `first` (at least 1) on, without a cache: N = T - first.
+
+        Returns: their log-probs float32 [N], and the `top_k` likeliest tokens in their places: ids int32 and log-probs
+        float32 [N, top_k].
+        """
+        num_tokens = len(token_ids_T)
+
+        def attend(layer: int, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor:
+            q_BHTD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
+            out_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=True)
+            return out_BHTD.transpose(1, 2)
+
+        cos_TD, sin_TD = self._cos_LD[:num_tokens], self._sin_LD[:num_tokens]
+        hidden_BTE = self._blocks(token_ids_T[None], cos_TD[None, :, None], sin_TD[None, :, None], attend, None)
+        parts = []
+        places = zip(hidden_BTE[0, first - 1 : -1].split(_TOGETHER), token_ids_T[first:].split(_TOGETHER), strict=True)
+        for rows_NE, ids_N in places:
+            logprobs_NV = torch.log_softmax(self._logits(rows_NE), -1)
+            top_NK = logprobs_NV.topk(top_k, -1)
+            parts.append((logprobs_NV.gather(1, ids_N[:, None])[:, 0], top_NK.indices.int(), top_NK.values))
+        logprobs, top_ids, top_logprobs = (torch.cat(list(part)) for part in zip(*parts, strict=True))
+        return logprobs, top_ids, top_logprobs
+
+    def release(self) -> None:
+        """Give the memory of all weights back to the operating system; from now on they are zero."""
+        for memory in self._memory:
+            memory.madvise(mmap.MADV_DONTNEED)
+
+    def _blocks(self, token_ids_BT: Tensor, cos: Tensor, sin: Tensor, attend: Attend, fed: FedRows | None) -> Tensor:
         """Run all transformer layers; cos and sin broadcast against [B, T, heads, D]."""
         spec, activation = self.spec, _ACTIVATIONS[self.spec.activation]
         x_BTE = F.embedding(token_ids_BT, self._embed_VE)
@@ -192,8 +235,12 @@ class Model:
             out_BTHD = attend(index, _rotate(q_BTHD, cos, sin), _rotate(k_BTKD, cos, sin), v_BTKD)
             x_BTE = x_BTE + _linear(out_BTHD.flatten(2), layer, "self_attention.linear_proj")
             h_BTE = self._rms_norm(x_BTE, layer["pre_mlp_layernorm.weight"])
+            if fed is not None:
+                fed.see_layer(index, h_BTE, layer)
             gate_BTF, up_BTF = _linear(h_BTE, layer, "mlp.linear_fc1").chunk(2, dim=-1)
             x_BTE = x_BTE + _linear(activation(gate_BTF) * up_BTF, layer, "mlp.linear_fc2")
+        if fed is not None:
+            fed.see_end(x_BTE)
         return x_BTE
 
     def _logits(self, hidden_BE: Tensor) -> Tensor:
@@ -210,9 +257,17 @@ class Model:
     def _allocate(self, entry: Entry) -> Tensor:
         """Make one parameter whose slices along the first dimension are the named weights."""
         rows = [shape[0] for shape in entry.hf_shapes]
-        weight = torch.zeros((sum(rows), *entry.hf_shapes[0][1:]), dtype=self.dtype)
+        weight, memory = _mapped_zeros((sum(rows), *entry.hf_shapes[0][1:]), self.dtype)
+        self._memory.append(memory)
         self.named_weights.update(zip(entry.hf_names, weight.split(rows), strict=True))
         return weight
+
+
+def _mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, mmap.mmap]:
+    """Return zeros, and their memory: mapped, so that the system provides only what is written, and takes it back."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape), memory
 
 
 def _linear(x: Tensor, layer: dict[str, Tensor], name: str) -> Tensor:

@@ -56,7 +56,7 @@ class SamplingParams(RequestBody):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=-1, lt=2**31)
     min_p: float = Field(default=0.0, ge=0, le=1)
-    max_new_tokens: int = Field(default=128, ge=1)
+    max_new_tokens: int = Field(default=128, ge=0)  # 0: a prompt is scored
     stop: None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
@@ -97,14 +97,38 @@ class GenerateBody(RequestBody):
     rid: str | list[str] | None = None
     return_logprob: bool = False
     return_sampling_mask: bool = False  # the reply has the log-probs under the cut distribution; SGLang adds its tokens
-    logprob_start_len: Literal[-1] | None = None
-    top_logprobs_num: Literal[0] | None = None
+    logprob_start_len: int | None = Field(default=None, ge=-1)  # of an only prompt, for max_new_tokens=0
+    top_logprobs_num: int | None = Field(default=None, ge=0)
     stream: Literal[False] = False
+    return_rows: tuple[str, ...] = ()  # streams of the model, by name; SGLang has none
+    num_fed: StrictInt | list[StrictInt] = (
+        1  # of each prompt: leading tokens whose rows of fed streams are not asked for
+    )
 
     @model_validator(mode="after")
     def _has_one_prompt(self) -> Self:
         if (self.input_ids is None) == (self.text is None):
             raise ValueError("send either input_ids or text")
+        return self
+
+    @property
+    def to_score(self) -> tuple[list[int], int, int] | None:
+        """The prompt whose own tokens are asked for, the place before the first, and the number of likeliest tokens."""
+        if self.logprob_start_len in (None, -1):
+            return None
+        assert self.logprob_start_len is not None
+        prompt = [i for i in self.input_ids or () if isinstance(i, int)]
+        return prompt, self.logprob_start_len, self.top_logprobs_num or 0
+
+    @model_validator(mode="after")
+    def _scores_or_samples(self) -> Self:
+        params = self.sampling_params if isinstance(self.sampling_params, list) else [self.sampling_params]
+        if any((p.max_new_tokens == 0) != (self.to_score is not None) for p in params):
+            raise ValueError("max_new_tokens=0 and a logprob_start_len go together")
+        if self.top_logprobs_num and self.to_score is None:
+            raise ValueError("top_logprobs_num needs a logprob_start_len")
+        if self.to_score is not None and not (self.to_score[0] and self.return_logprob):
+            raise ValueError("logprob_start_len needs the input_ids of one prompt, and return_logprob")
         return self
 
 
@@ -126,6 +150,12 @@ class PauseBody(RequestBody):
 
 class EmptyBody(RequestBody):
     pass
+
+
+class MemoryBody(RequestBody):
+    """/release_memory_occupation and /resume_memory_occupation: of everything."""
+
+    tags: None = None
 
 
 class InitGroupBody(RequestBody):

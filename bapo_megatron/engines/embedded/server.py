@@ -35,6 +35,7 @@ from bapo_megatron.engines.embedded.weights import WeightUpdater
 from bapo_megatron.engines.key import take_key
 from bapo_megatron.errors import UserError, escaped
 from bapo_megatron.runtime.web import Guard
+from bapo_megatron.tokens import TokenStream
 
 if TYPE_CHECKING:
     from bapo_megatron.engines.embedded.text import TextModel
@@ -102,6 +103,8 @@ class Server:
                 web.post("/end_weight_update", self.end_weight_update),
                 web.post("/update_weights_from_disk", self.update_weights_from_disk),
                 web.post("/weights_checker", self.weights_checker),
+                web.post("/release_memory_occupation", self.release_memory_occupation),
+                web.post("/resume_memory_occupation", self.resume_memory_occupation),
                 web.post("/start_profile", self.start_profile),
                 web.post("/stop_profile", self.stop_profile),
             ]
@@ -116,6 +119,8 @@ class Server:
 
     async def generate(self, request: web.Request) -> web.Response:
         body = protocol.parse(protocol.GenerateBody, await request.read())
+        if (asked := body.to_score) is not None:
+            return await self._score(*asked)
         started = time.monotonic()
         sequences, is_single = self._sequences(body)
         self.engine.submit(sequences)
@@ -186,6 +191,16 @@ class Server:
         answer = self._updater.checksum if body.action == "checksum" else self._updater.manifest
         return web.json_response({"success": True, "message": "Success"} | await asyncio.to_thread(answer))
 
+    async def release_memory_occupation(self, request: web.Request) -> web.Response:
+        protocol.parse(protocol.MemoryBody, await request.read())
+        await asyncio.to_thread(self._updater.release)
+        return _success("Success")
+
+    async def resume_memory_occupation(self, request: web.Request) -> web.Response:
+        protocol.parse(protocol.MemoryBody, await request.read())
+        await asyncio.to_thread(self._updater.restore)
+        return _success("Success")
+
     async def start_profile(self, request: web.Request) -> web.Response:
         body = protocol.parse(protocol.ProfileBody, await request.read())
         await self._command(lambda: self.engine.start_profile(Path(body.output_dir)))
@@ -207,7 +222,8 @@ class Server:
     async def server_info(self, request: web.Request) -> web.Response:
         engine = self.engine
         info = {
-            "capabilities": ["weight_manifest", "weight_digests", "gloo_only"],
+            "capabilities": ["weight_manifest", "weight_digests", "score", "release"],
+            "transports": ["gloo", "disk"],
             "model_path": self._model_path,
             "context_length": engine.max_context,
             "max_running_requests": engine.max_running,
@@ -217,11 +233,34 @@ class Server:
             "paused": engine.paused,
             "num_generated_tokens": engine.num_generated_tokens,
             "tp_size": 1,
+            "streams": [stream.name for stream in engine.model.streams],
         }
         return web.json_response(info | await self._command(engine.load))
 
     async def loads(self, request: web.Request) -> web.Response:
         return web.json_response({"loads": [await self._command(self.engine.load)]})
+
+    async def _score(self, token_ids: list[int], start: int, top_k: int) -> web.Response:
+        """Answer with the log-probs of a prompt's tokens after `start`, whose own entry has none, as SGLang does."""
+        self.engine.new_sequence("", token_ids, protocol.SamplingParams(max_new_tokens=0))  # checks them
+        if start > len(token_ids) - 2:
+            raise BadRequestError(f"logprob_start_len: {start} leaves none of {len(token_ids)} tokens to score")
+        if top_k > (vocab_size := self.engine.model.spec.vocab_size):
+            raise BadRequestError(f"top_logprobs_num: {top_k} of a vocabulary of {vocab_size}")
+        scores = await self._command(lambda: self.engine.score(token_ids, start + 1, top_k))
+        if scores is None:
+            message = "the weights are not whole: ask again after the update"
+            return web.json_response({"success": False, "message": message}, status=503)
+        scored = zip(scores.logprobs_N.tolist(), token_ids[start + 1 :], strict=True)
+        meta = {
+            "prompt_tokens": len(token_ids),
+            "weight_version": self.engine.version,
+            "input_token_logprobs": [(None, token_ids[start], None), *((p, i, None) for p, i in scored)],
+        }
+        if top_k:
+            rows = zip(scores.top_logprobs_NK.tolist(), scores.top_ids_NK.tolist(), strict=True)
+            meta["input_top_logprobs"] = [None, *([(p, i, None) for p, i in zip(*row, strict=True)] for row in rows)]
+        return web.json_response({"output_ids": [], "meta_info": meta})
 
     async def _command(self, command: Callable[[], Any]) -> Any:
         return await asyncio.wrap_future(self.engine.call(command))
@@ -243,12 +282,24 @@ class Server:
             raise BadRequestError(f"sampling_params: {num_samples} samples in a request, more than {limit}; send fewer")
         if len(rids) != len(prompts) or len(set(rids)) != len(rids):
             raise BadRequestError(f"rid: need {len(prompts)} different ones")
+        streams = self._streams(body.return_rows)
+        num_fed = body.num_fed if isinstance(body.num_fed, list) else [body.num_fed] * len(prompts)
+        if len(num_fed) != len(prompts) or not all(1 <= n <= len(p) for n, p in zip(num_fed, prompts, strict=True)):
+            raise BadRequestError("num_fed: need one number for each prompt, from 1 to its length")
         sequences = [
-            self.engine.new_sequence(rid if p.n == 1 else f"{rid}_{i}", prompt, p, i)
-            for rid, prompt, p in zip(rids, prompts, params, strict=True)
+            self.engine.new_sequence(
+                rid if p.n == 1 else f"{rid}_{i}", prompt, p, i, streams=streams, num_fed=known - 1
+            )
+            for rid, prompt, p, known in zip(rids, prompts, params, num_fed, strict=True)
             for i in range(p.n)
         ]
         return sequences, not is_batch and params[0].n == 1
+
+    def _streams(self, names: tuple[str, ...]) -> tuple[TokenStream, ...]:
+        known = {stream.name: stream for stream in self.engine.model.streams}
+        if unknown := [name for name in names if name not in known]:
+            raise BadRequestError(f"return_rows: this model has no stream {unknown[0]!r}; it has {[*known]}")
+        return tuple(known[name] for name in names)
 
     def _token_ids(self, body: protocol.GenerateBody) -> list[int] | list[list[int]]:
         if body.text is None:
@@ -277,6 +328,8 @@ class Server:
             meta["output_token_logprobs"] = [(logprob, token_id, None) for logprob, token_id in pairs]
         if body.return_sampling_mask:
             meta["output_token_sampling_logprobs"] = sequence.cut_logprobs
+        if body.return_rows:
+            meta["rows"] = sequence.encoded_rows()
         reply = {"output_ids": sequence.output_ids, "meta_info": meta}
         if self._text is not None:
             reply["text"] = self._text.tokenizer.decode(sequence.output_ids, skip_special_tokens=True)

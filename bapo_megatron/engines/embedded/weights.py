@@ -109,6 +109,7 @@ class WeightUpdater:
                     )
                 if body.abort_all_requests:
                     self._abort_all()
+                self._check_memory()
                 self._run_when_still(lambda: self._engine.set_weights([]))  # torn: it samples no more
                 self._receive(group, specs, flat=body.load_format == "flattened_bucket")
                 if body.flush_cache or body.weight_version is not None:
@@ -128,6 +129,7 @@ class WeightUpdater:
             BadRequestError: the folder cannot be read, or does not hold exactly this model's names, types and shapes.
         """
         with self._lock, contextlib.ExitStack() as files:
+            self._check_memory()
             try:
                 opened = [
                     files.enter_context(safe_open(f, framework="pt")) for f in weight_files(Path(body.model_path))
@@ -145,6 +147,7 @@ class WeightUpdater:
         """Return the digest of each weight by Hugging Face name, and of all together."""
         weights = self._engine.model.named_weights
         with self._lock:
+            self._check_memory()
             checksums = {name: self._digests.get(name) or digest(tensor) for name, tensor in weights.items()}
             self._digests = checksums
         whole = hashlib.sha256("".join(f"{n}{checksums[n]}" for n in sorted(checksums)).encode()).hexdigest()
@@ -154,10 +157,25 @@ class WeightUpdater:
             "per_engine_checksum": hashlib.sha256(whole.encode()).hexdigest(),
         }
 
+    def release(self) -> None:
+        """Give the memory of weights and cache back; see `BatchingEngine.release`. Once more changes nothing."""
+        with self._lock:
+            self._digests.clear()
+            self._run_when_still(self._engine.release)
+
+    def restore(self) -> None:
+        """Take the memory back; nothing is sampled until all weights have come again."""
+        with self._lock:
+            self._engine.call(self._engine.restore).result(self._timeout_s)
+
     def manifest(self) -> dict[str, Any]:
         """Return the name, type and shape of each weight."""
         specs = [TensorSpec.of(name, tensor) for name, tensor in self._engine.model.named_weights.items()]
         return {"weights": [(spec.name, spec.dtype, spec.shape) for spec in specs]}
+
+    def _check_memory(self) -> None:
+        if self._engine.is_released:
+            raise BadRequestError("the memory of the weights is released: call resume_memory_occupation first")
 
     def _abort_all(self) -> None:
         self._engine.call(lambda: self._engine.abort(None)).result(self._timeout_s)
@@ -222,6 +240,7 @@ class WeightUpdater:
                 for name, tensor in unpack(data, specs):
                     places[name].copy_(tensor)
                     self._digests[name] = digest(places[name])
+                self._engine.lost -= places.keys()
                 return
             works = {name: group.broadcast(place) for name, place in places.items()}
             try:
@@ -230,6 +249,7 @@ class WeightUpdater:
                     self._digests[name] = digest(places[name])
             finally:
                 _wait_for_all(works.values())  # none may write into its place once this update is over
+            self._engine.lost -= places.keys()
         except (RuntimeError, ValueError) as problem:
             raise BadRequestError(f"Failed to receive weights: {problem}") from problem
 

@@ -8,12 +8,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
 
+from bapo_megatron.checkpoint.folder import WEIGHT
+from bapo_megatron.checkpoint.shards import Piece
 from bapo_megatron.hf.families import EMBEDDING, OUTPUT, VALUE_HEAD
 from bapo_megatron.hf.reader import HFReader
 from bapo_megatron.hf.shape import ModelShape, entries
 from bapo_megatron.hf.splits import Entry
-from bapo_megatron.learner.hf.names import Slicer, canonical, from_shards, to_shard
+from bapo_megatron.learner.hf.names import Slicer, canonical, from_shards, place_shard, to_shard
 from bapo_megatron.learner.parallel import ParallelLayout, device, raising_together
+from bapo_megatron.runtime.ranks import failing_together
 
 
 def parameters_by_global_name(chunks: Iterable[Module]) -> dict[str, Parameter]:
@@ -86,7 +89,7 @@ def gather_weights(
     model: ModuleList,
     shape: ModelShape,
     layout: ParallelLayout,
-    tensor_of: Callable[[Parameter], Tensor] = lambda parameter: parameter.detach(),
+    tensor_of: Callable[[Parameter], Tensor] = Parameter.detach,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield whole tensors by Hugging Face name, one by one, on global rank 0; an empty tensor on every other rank.
 
@@ -98,12 +101,16 @@ def gather_weights(
         model: this rank's chunks of the model.
         tensor_of: maps a parameter to the tensor to gather, of the parameter's shape, e.g. its gradient. All ranks that
             hold the parameter call it in the same order: it may be collective over data ranks.
+
+    Raises:
+        UserError: at the end, on every rank: `tensor_of` failed on one, which is named.
     """
     parameters = parameters_by_global_name(model)
-    dtype = tensor_of(next(model.parameters())).dtype
+    read = _SharedReader(tensor_of)
+    read.dtype = read(next(model.parameters())).dtype
     for entry in entries(shape):
         stage, axis = _stage(entry, shape, layout), layout.axes[entry.axis]
-        shard = tensor_of(parameters[entry.megatron_name]) if layout.pipeline_rank == stage else None
+        shard = read(parameters[entry.megatron_name]) if layout.pipeline_rank == stage else None
         tensors: list[Tensor] = []
         if shard is not None and axis.is_first_copy:
             shards = [shard]
@@ -117,11 +124,59 @@ def gather_weights(
                 for tensor in tensors:
                     dist.send(tensor.contiguous(), dst=layout.pipeline_group_rank(0), group=layout.pipeline_group)
             elif layout.pipeline_rank == 0:
-                tensors = [torch.empty(size, dtype=dtype, device=device()) for size in entry.hf_shapes]
+                tensors = [torch.empty(size, dtype=read.dtype, device=device()) for size in entry.hf_shapes]
                 for tensor in tensors:
                     dist.recv(tensor, src=layout.pipeline_group_rank(stage), group=layout.pipeline_group)
         for i, name in enumerate(entry.hf_names):
             yield name, tensors[i] if layout.rank == 0 else torch.empty(0)
+    read.end()
+
+
+@torch.no_grad()
+def own_pieces(
+    model: ModuleList,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    tensor_of: Callable[[Parameter], Tensor] = Parameter.detach,
+) -> Iterator[Piece]:
+    """Yield this rank's boxes of the tensors of `gather_weights`; those of all ranks make up each tensor once.
+
+    Ranks that hold the same part of a model take turns, parameter by parameter. Collective and aliasing as
+    `gather_weights`.
+
+    Raises:
+        UserError: at the end, on every rank: `tensor_of` failed on one, which is named.
+    """
+    parameters = parameters_by_global_name(model)
+    read = _SharedReader(tensor_of)
+    for number, entry in enumerate(entries(shape)):
+        if (parameter := parameters.get(entry.megatron_name)) is not None:
+            axis, shard = layout.axes[entry.axis], read(parameter)
+            if number % axis.copies.size() == axis.copies.rank():
+                yield from place_shard(entry, WEIGHT, shard, axis.rank, axis.size)
+    read.end()
+
+
+class _SharedReader:
+    """A reader of parameters on all ranks: one that fails takes part to the end, since others wait in collectives."""
+
+    def __init__(self, tensor_of: Callable[[Parameter], Tensor]) -> None:
+        self.dtype: torch.dtype | None = None  # of the zeros that stand for what cannot be read; None: the parameter's
+        self._tensor_of = tensor_of
+        self._failures: list[Exception] = []
+
+    def __call__(self, parameter: Parameter) -> Tensor:
+        try:
+            return self._tensor_of(parameter)
+        except Exception as problem:
+            self._failures.append(problem)
+            return torch.zeros(parameter.shape, dtype=self.dtype or parameter.dtype, device=parameter.device)
+
+    def end(self) -> None:
+        """Raise the first rank's first failure on every rank, as a UserError. Collective over all ranks."""
+        with failing_together():
+            if self._failures:
+                raise self._failures[0]
 
 
 def _stage(entry: Entry, shape: ModelShape, layout: ParallelLayout) -> int:

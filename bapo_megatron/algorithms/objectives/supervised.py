@@ -1,0 +1,20 @@
+"""Maximum likelihood: sum_t log pi_theta(t)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from bapo_megatron.config.schema_loss import LossConfig
+
+if TYPE_CHECKING:
+    from bapo_megatron.algorithms.losses import LossInputs, TokenLoss
+
+
+class SftLoss(LossConfig):
+    """Maximum likelihood."""
+
+    name: Literal["sft"] = "sft"
+
+    def tokens(self, inputs: LossInputs[Any]) -> TokenLoss:
+        """Compute -log pi per token, in nats, of the trained tokens, without advantages and bounds."""
+        return inputs.plain(-inputs.log_probs_R.where(inputs.batch.mask_R, 0.0))

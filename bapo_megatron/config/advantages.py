@@ -1,0 +1,47 @@
+"""The advantages that `advantage.kind` may name, and the functions of the user's own."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bapo_megatron.config.dotted import Seam, imported
+
+ADVANTAGES = imported("bapo_megatron.algorithms.advantages:ADVANTAGES")
+WITH_CRITIC = ("gae", "n_step")
+"""Advantages of each token, from a critic's values (`algorithms/gae.py`)."""
+
+ADVANTAGE = Seam(
+    "advantage.kind",
+    (*ADVANTAGES, *WITH_CRITIC),
+    "def advantage(group: GroupView) -> list[float], one for each sample; or a list for each, one for each turn",
+    ("group",),
+)
+
+
+def advantage_function(kind: str) -> Callable[[Any], list[list[float]]]:
+    """Return the function that `advantage.kind` names, from a `GroupView` to one value for each turn of each sample.
+
+    Raises:
+        UserError: the dotted path does not lead to such a function, or (when called) the result does not fit.
+    """
+    function = ADVANTAGES[kind].function if kind in ADVANTAGES else ADVANTAGE.load(kind)
+
+    def of_turns(group: Any) -> list[list[float]]:
+        result = function(group)
+        try:
+            values = result.tolist() if hasattr(result, "tolist") else list(result)
+            pairs = zip(group.samples, values, strict=True)
+            return [_of_turns(value, len(sample.turn_lengths)) for sample, value in pairs]
+        except (TypeError, ValueError):
+            turns = [len(sample.turn_lengths) for sample in group.samples]
+            raise ADVANTAGE.error(kind, f"it returned {result!r} for samples with {turns} turns") from None
+
+    return of_turns
+
+
+def _of_turns(value: Any, num_turns: int) -> list[float]:
+    """Return one value for each turn. Raises TypeError or ValueError if there are neither one nor as many values."""
+    if not isinstance(value, Sequence):
+        return [float(value)] * num_turns
+    if len(value) != num_turns:
+        raise ValueError(value)
+    return [float(one) for one in value]

@@ -1,0 +1,73 @@
+"""The weights of a model, as engines get them. Implements `sync.base.WeightSource`."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megatron.core.fp8_utils import is_float8tensor
+from torch import Tensor
+from torch.nn import ModuleList, Parameter
+
+from bapo_megatron.checkpoint.shards import Piece
+from bapo_megatron.engines.wire import TensorSpec
+from bapo_megatron.hf.shape import ModelShape, entries
+from bapo_megatron.learner.hf.convert import gather_weights, own_pieces
+from bapo_megatron.learner.parallel import ParallelLayout
+
+Read = Callable[[Parameter], Tensor]
+"""Returns what stands for a parameter, in its shape. May be collective over the ranks that hold copies of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """The parameters as they are, or as a source that wraps this one reads them."""
+
+    model: ModuleList  # this rank's chunks
+    shape: ModelShape
+    layout: ParallelLayout
+    version: int
+
+    def manifest(self) -> list[TensorSpec]:
+        """See `WeightSource.manifest`."""
+        dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
+        return [
+            TensorSpec(name, dtype, size)
+            for entry in entries(self.shape)
+            for name, size in zip(entry.hf_names, entry.hf_shapes, strict=True)
+        ]
+
+    def pieces(self, read: Read = Parameter.detach) -> Iterator[Piece]:
+        """See `WeightSource.pieces` and `own_pieces`."""
+        return own_pieces(self.model, self.shape, self.layout, read)
+
+    def whole(self, read: Read = Parameter.detach) -> Iterator[tuple[str, Tensor]]:
+        """See `WeightSource.whole` and `gather_weights`."""
+        return gather_weights(self.model, self.shape, self.layout, read)
+
+
+@dataclass(frozen=True, slots=True)
+class Unquantised:
+    """A source that wraps the weights of a model with FP8 parameters, and gives Adam's weights, rounded, for those."""
+
+    inner: ModelWeights
+    main_weight: Read  # of an FP8 parameter, float32
+
+    @property
+    def version(self) -> int:
+        return self.inner.version
+
+    def manifest(self) -> list[TensorSpec]:
+        """See `WeightSource.manifest`."""
+        return self.inner.manifest()
+
+    def pieces(self) -> Iterator[Piece]:
+        """See `WeightSource.pieces`."""
+        return self.inner.pieces(self._read)
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """See `WeightSource.whole`."""
+        return self.inner.whole(self._read)
+
+    def _read(self, parameter: Parameter) -> Tensor:
+        if is_float8tensor(parameter):  # its `dtype` reads bfloat16
+            return self.main_weight(parameter).to(parameter.dtype)
+        return parameter.detach()

@@ -1,0 +1,181 @@
+"""Environments: what answers a turn of the policy, as a function of the user's own in worker processes.
+
+    def step(turn, state): ...          async def step(turn, state): ...
+
+It gets the new turn (a `TurnJson`) and the state that its last answer returned, None before the first; both are JSON.
+It has no other memory: a lost process, or a run that was killed, asks it again with the same two. It returns one of
+
+    {"text": "1702;", "state": {...}}     the sample goes on after these words; or "messages": [...], "token_ids": [...]
+    {"reward": 1.0}                       the end; a reward next to a text is that of this turn
+    {"failed": "the browser crashed"}     no reward: the sample is left out
+
+A reward is a number, or numbers by name, whose sum counts. Worker processes import this file too, so it imports neither
+torch nor the configuration.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+from typing_extensions import TypedDict
+
+from bapo_megatron.config.dotted import Seam
+from bapo_megatron.rewards.judges import place_of
+
+ENVIRONMENT = Seam(
+    "environment.kind",
+    (),
+    "def step(turn, state) -> dict, plain or async, as docs/api/rollout.md says",
+    ("turn", "state"),
+)
+MAX_ANSWER_BYTES = 1_000_000  # as JSON
+_KEYS = ("text", "messages", "token_ids", "state", "reward", "failed")
+_WORDS = ("text", "messages", "token_ids")
+
+
+class TurnJson(TypedDict):
+    """A turn of the policy, as its environment gets it."""
+
+    prompt: str
+    answer: Any  # of the prompt
+    source: str  # of the prompt
+    number: int  # from 1
+    text: str  # the policy's words in this turn, without special tokens
+    token_ids: list[int]
+    end: Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Continue:
+    """Words for the policy to go on after: exactly one of text, messages and tokens."""
+
+    state: Any
+    text: str | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    token_ids: Sequence[int] | None = None
+    reward: float | Mapping[str, float] | None = None  # of this turn
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of a sample."""
+
+    reward: float | Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A failure that is not the policy's: its sample gets no reward."""
+
+    reason: str
+    problem: Literal["timeout", "error"] = "error"
+
+
+Answer = Continue | End | Failed
+
+
+class Environment(Protocol):
+    """What answers the turns of all samples."""
+
+    @property
+    def deadline_s(self) -> float:
+        """The longest time that a step may take."""
+        ...
+
+    async def step(self, turn: TurnJson, state: Any) -> Answer:
+        """Answer a turn. May be called again with the same turn and state."""
+        ...
+
+
+def as_answer(value: Any) -> Answer:
+    """Return the answer that a step function returned as JSON. Raises TypeError or ValueError."""
+    keys = set(value) if isinstance(value, Mapping) else {None}
+    words = [name for name in _WORDS if name in keys]
+    if not keys <= {*_KEYS} or len(words) + ("failed" in keys) > 1 or not (words or keys & {"reward", "failed"}):
+        raise TypeError(
+            "a step returns a dict with text, messages or token_ids, or with a reward at the end, or with failed, not "
+            f"{type(value).__name__}: {value!r:.200}"
+        )
+    try:
+        size = len(json.dumps(value, allow_nan=False).encode())
+    except (TypeError, ValueError, RecursionError) as problem:
+        raise TypeError(f"a step returns JSON; {problem}: {value!r:.200}") from problem
+    if size > MAX_ANSWER_BYTES:
+        raise ValueError(f"a step returns at most {MAX_ANSWER_BYTES} bytes of JSON, not {size}")
+    reward = _reward(value["reward"]) if value.get("reward") is not None else None
+    if "failed" in keys:
+        return Failed(str(value["failed"]))
+    if words:
+        given = value[words[0]]
+        if not _is_word(words[0], given):
+            raise TypeError(f"a step returned {words[0]} that is {type(given).__name__}: {given!r:.200}")
+        return Continue(value.get("state"), reward=reward, **{words[0]: given})
+    if reward is None:
+        raise TypeError(f"a step ends a sample with a reward, not {value!r:.200}")
+    return End(reward)
+
+
+def _is_word(name: str, given: Any) -> bool:
+    if name == "text":
+        return isinstance(given, str)
+    kind = int if name == "token_ids" else Mapping
+    return isinstance(given, list | tuple) and all(isinstance(one, kind) and one is not True for one in given)
+
+
+def _reward(value: Any) -> float | dict[str, float]:
+    if isinstance(value, Mapping) and value:
+        return {str(name): _number(part) for name, part in value.items()}
+    return _number(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool | str) or not hasattr(value, "__float__") or not math.isfinite(float(value)):
+        raise TypeError(f"a reward is a finite number, or finite numbers by name, not {value!r:.80}")
+    return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentSpec:
+    """Description of an environment in JSON values, sent to worker processes."""
+
+    role: ClassVar[str] = "environment"
+    does: ClassVar[str] = "answers turns"
+    gives: ClassVar[str] = "answer"
+    keeps_deadline: ClassVar[bool] = False
+
+    kind: str  # "package.module:function"
+    timeout_s: float
+    process_memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepFunction:
+    """A step function, as a worker process calls it."""
+
+    function: Callable[..., Any]
+
+    @property
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self.function)
+
+    @property
+    def place(self) -> tuple[str, int, str] | None:
+        return place_of(self.function)
+
+    def __call__(self, fields: dict[str, Any]) -> Any:
+        return self.function(fields["turn"], fields["state"])
+
+    def reply(self, value: Any) -> dict[str, Any]:
+        """Return the reply to what it returned. Raises TypeError or ValueError."""
+        as_answer(value)
+        return {"answer": value}
+
+
+def build_environment(spec: EnvironmentSpec) -> StepFunction:
+    """Build the environment. Raises UserError if it cannot be built or has the wrong signature."""
+    return StepFunction(ENVIRONMENT.load(spec.kind))

@@ -1,0 +1,207 @@
+"""What a sample needs besides tokens: drivers take it on from the end of a turn, until it has ended.
+
+    NeedsTokens --engine--> NeedsEnvironment --driver--> NeedsTokens again, or Ended
+
+Training in rounds or as a stream, the evaluation in a run and `bapo eval` ask the same drivers.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+from bapo_megatron.errors import UserError
+from bapo_megatron.rewards.environments import Continue, End, Environment, Failed, TurnJson
+from bapo_megatron.rewards.pool import Verdict
+from bapo_megatron.rewards.scorer import RewardScorer
+from bapo_megatron.types import Ended, NeedsEnvironment, NeedsTokens, Reward, Sample, total
+
+log = logging.getLogger(__name__)
+
+_NUM_FIRST = 32  # answers that show whether the environment works at all
+
+
+class Driver(Protocol):
+    """What a sample waits for once its turn has ended."""
+
+    @property
+    def by_group(self) -> bool:
+        """Whether it is asked about all samples of a group together, once none needs a token, as a judge is, or about
+        each on its own, as soon as its turn has ended."""
+        ...
+
+    @property
+    def deadline_s(self) -> float:
+        """The longest time that a call may take."""
+        ...
+
+    async def advance(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return each sample, which waits for its environment, with more tokens or its end.
+
+        May be called again with the same samples: after a crash, or when the call was cancelled.
+        """
+        ...
+
+
+async def advanced(driver: Driver, samples: Sequence[Sample], max_response_tokens: int) -> list[Sample]:
+    """Return the samples as their driver takes them on.
+
+    Raises:
+        UserError: it returned neither tokens nor an end for one of them.
+    """
+    found = await driver.advance(samples)
+    if len(found) != len(samples):
+        raise UserError(f"{_named(driver)} returned {len(found)} samples for {len(samples)}")
+    for before, after in zip(samples, found, strict=True):
+        if problem := _problem(before, after, max_response_tokens):
+            where = f"sample {before.sample_id} of prompt {before.prompt.prompt_id}"
+            raise UserError(f"{_named(driver)}, {where}: neither tokens nor an end: {problem}")
+    return found
+
+
+def _problem(before: Sample, after: Any, max_response_tokens: int) -> str | None:
+    """Return why a sample cannot follow another; None if it can."""
+    if not isinstance(after, Sample) or after.sample_id != before.sample_id:
+        return f"it returned {after!r:.200}"
+    if after.num_sampled_tokens != before.num_sampled_tokens:
+        return f"it changed {before.num_sampled_tokens} sampled tokens to {after.num_sampled_tokens}"
+    match after.need:
+        case Ended(reason=reason, reward=reward):
+            if (reward is None) != (reason == "failed"):
+                return f"it ended by {reason!r} {'without' if reward is None else 'with'} a reward"
+        case NeedsEnvironment():
+            return f"the sample still waits for its environment, with {after.num_given_tokens} given tokens"
+        case NeedsTokens(trajectory=place):
+            known = before.trajectories[place : place + 1]
+            if place >= len(after.trajectories):
+                return f"it asks for tokens of trajectory {place} of {len(after.trajectories)}"
+            if known and after.trajectories[place].num_tokens <= known[0].num_tokens:
+                return f"it asks for tokens after the {known[0].num_tokens} that trajectory {place} had before"
+            if after.num_sampled_tokens >= max_response_tokens:
+                return f"it asks for tokens, but the sample has all {max_response_tokens} that it may have"
+    return None
+
+
+def _named(driver: Driver) -> str:
+    return f"driver {type(driver).__name__}"
+
+
+@dataclass(slots=True)
+class TextJudge:
+    """A scorer of response texts, with the tokenizer that makes texts of tokens."""
+
+    scorer: RewardScorer
+    tokenizer: Any
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Verdict]:
+        """Return one verdict per sample. Blocks; see `RewardScorer.verdicts`."""
+        return self.scorer.verdicts([(s.prompt, text) for s, text in zip(samples, self.texts(samples), strict=True)])
+
+    def texts(self, samples: Sequence[Sample]) -> list[str]:
+        """Return the policy's own words in each sample, without special tokens."""
+        return self.tokenizer.batch_decode([s.sampled_ids.tolist() for s in samples], skip_special_tokens=True)
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeOnce:
+    """The driver of single turns: a judge gives a reward to each sample of a group once all have their tokens."""
+
+    judge: Callable[[Sequence[Sample]], Sequence[Verdict]]  # may block
+    deadline_s: float = 0.0
+    by_group: bool = field(default=True, init=False)
+
+    async def advance(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return each sample with its end. Raises what the judge does."""
+        verdicts = await asyncio.to_thread(self.judge, samples)
+        return [self._ended(*found) for found in zip(samples, verdicts, strict=True)]
+
+    def _ended(self, sample: Sample, verdict: Verdict) -> Sample:
+        assert isinstance(sample.need, NeedsEnvironment), f"{sample.sample_id} has no turn to judge"
+        end = Ended(sample.need.turn_end, float(verdict.reward), verdict.problem, verdict.message)
+        return replace(sample, need=end)
+
+
+@dataclass(slots=True)
+class StepDriver:
+    """The driver of turns: an environment answers each, until it ends the sample or the sample meets a limit.
+
+    The answer is tokenised alone, and what the policy sampled stays as it is.
+    """
+
+    environment: Environment
+    encode: Callable[[Continue], Sequence[int]]  # the tokens of an answer; raises ValueError if it has none
+    decode: Callable[[Sequence[int]], str]  # the text of a turn, without special tokens
+    max_response_tokens: int  # sampled tokens of all turns
+    max_tokens: int  # of a trajectory, its prompt included
+    max_turns: int | None = None
+    by_group: bool = field(default=False, init=False)
+    _num_failed: int = field(default=0, init=False)
+    _works: bool = field(default=False, init=False)
+
+    @property
+    def deadline_s(self) -> float:
+        return self.environment.deadline_s
+
+    async def advance(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return each sample with its environment's answer, or its end.
+
+        Raises:
+            UserError: the environment has failed on all of its first turns.
+        """
+        return list(await asyncio.gather(*map(self._step, samples)))
+
+    async def _step(self, sample: Sample) -> Sample:
+        assert isinstance(sample.need, NeedsEnvironment), f"{sample.sample_id} waits for no environment"
+        end, turn = sample.need.turn_end, sample.turn.turns[-1].tolist() if sample.turn.turns else []
+        of = sample.prompt
+        answer = await self.environment.step(
+            TurnJson(
+                prompt=of.text,
+                answer=of.answer,
+                source=of.source,
+                number=len(sample.turn_rewards) + 1,
+                text=self.decode(turn),
+                token_ids=turn,
+                end=end,
+            ),
+            sample.state,
+        )
+        if isinstance(answer, Continue):
+            try:
+                return self._continued(sample, answer, [*self.encode(answer)])
+            except ValueError as problem:
+                answer = Failed(str(problem))
+        if isinstance(answer, Failed):
+            self._count_failure(sample, answer)
+            return replace(sample, need=Ended("failed", None, answer.problem, answer.reason))
+        if not isinstance(answer, End):
+            where = f"sample {sample.sample_id} of prompt {of.prompt_id}"
+            raise UserError(f"environment, {where}: neither words nor an end: {answer!r:.200}")
+        self._works = True
+        return replace(sample, need=Ended(end, answer.reward))
+
+    def _continued(self, sample: Sample, answer: Continue, token_ids: list[int]) -> Sample:
+        if not token_ids:
+            raise ValueError(f"an answer without a token: {answer!r:.200}")
+        self._works = True
+        longer = sample.answered(token_ids, answer.state, answer.reward)
+        reason: Literal["turns", "length"] | None = None
+        if len(longer.turn_rewards) == self.max_turns:
+            reason = "turns"
+        elif longer.num_sampled_tokens >= self.max_response_tokens or longer.turn.num_tokens >= self.max_tokens:
+            reason = "length"
+        if reason is None:
+            return longer
+        earned: Reward = sum(total(reward) for reward in longer.turn_rewards if reward is not None)
+        return replace(sample, need=Ended(reason, earned), state=answer.state, turn_rewards=longer.turn_rewards)
+
+    def _count_failure(self, sample: Sample, failure: Failed) -> None:
+        where = f"turn {len(sample.turn_rewards) + 1} of sample {sample.sample_id}, prompt {sample.prompt.prompt_id}"
+        log.warning("environment: %s on %s: %s", failure.problem, where, failure.reason)
+        self._num_failed += 1
+        if not self._works and self._num_failed >= _NUM_FIRST:
+            raise UserError(
+                f"the environment failed on all of the first {self._num_failed} turns, so nothing can be learned; the "
+                f"last one, {where}: {failure.reason}"
+            )

@@ -1,0 +1,36 @@
+"""The phases of a training step, for placements that have to make room in one phase for what another one needs."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+
+class Phases(Protocol):
+    """The phases of a step under one placement of trainer and engines. Every rank enters them in the same order.
+
+    A push may come within sampling; when it ends, sampling holds again.
+    """
+
+    def sampling(self) -> AbstractContextManager[None]:
+        """Hold what engines need to sample, for training or evaluation."""
+        ...
+
+    def training(self) -> AbstractContextManager[None]:
+        """Hold what the trainer needs to score a batch and to update its models."""
+        ...
+
+    def pushing(self) -> AbstractContextManager[None]:
+        """Hold the weights of the trainer and those of the engines."""
+        ...
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Hold the weights and the optimizer state that a checkpoint reads."""
+        ...
+
+
+class SeparateDevices:
+    """Implements `Phases`: trainer and engines have devices of their own, so every phase always holds."""
+
+    def sampling(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    training = pushing = saving = sampling

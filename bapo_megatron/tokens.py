@@ -1,0 +1,217 @@
+"""Values of single tokens: each is declared once, as a `TokenStream`, and travels by that declaration.
+
+    engine's reply -> Segment -> checkpoint, recording -> Batch -> every rank that needs it -> MicroBatch -> loss
+
+A declaration says what one row is and where rows lie; it checks, encodes, joins and fills them. Values that every run
+has are typed attributes of `Segment`, `Batch` and `MicroBatch`, named after their stream; those of a model or a plugin
+lie in `rows` and `extra`, under the stream itself.
+"""
+
+import base64
+import binascii
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStream:
+    """One kind of value that tokens have.
+
+    Example: TokenStream("routes", "uint8", (24, 8), missing=255, on="fed", to="owner's stage"): the experts that 24
+    layers chose for a token that was an input.
+    """
+
+    name: str
+    dtype: str  # numpy's and torch's name of it
+    shape: tuple[int, ...] = ()  # of one row; may depend on the model. A stage's part is of the first axis: layers
+    missing: float | None = None  # the value of a row that no engine sent; None: every token has one, or it is an error
+    on: Literal["token", "sampled", "fed"] = "sampled"
+    #   token    one row per token
+    #   sampled  one row per sampled token; arrives with the reply that sampled it
+    #   fed      one row per token that was an input. It lies with the next token, whose reply brings it: the row of
+    #            position t - 1 belongs to token t, given or sampled. Token 0 has none.
+    kept: bool = True  # in checkpoints and recordings; False: computed within a step
+    to: Literal["every rank", "owner", "owner's stage"] = "owner"  # who needs it: ranks that hold the sequence, mostly
+    least: float | None = None  # the bounds of valid values
+    most: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a declaration that contradicts itself."""
+        if not (isinstance(getattr(torch, self.dtype, None), torch.dtype) and self.dtype in np.sctypeDict):
+            raise ValueError(f"stream {self.name}: numpy and torch do not both have the type {self.dtype}")
+        if self.to == "owner's stage" and not self.shape:
+            raise ValueError(
+                f"stream {self.name}: the shape of a row must begin with the layers, to give a stage its part"
+            )
+
+    @property
+    def filler(self) -> float:
+        """The value on tokens without a row, padding among them."""
+        return 0 if self.missing is None else self.missing
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of one row."""
+        return int(np.dtype(self.dtype).itemsize * np.prod(self.shape, dtype=int))
+
+    def check_kept(self, taken: Iterable[str]) -> None:
+        """Raise ValueError if an engine cannot return this stream, or its name is a core stream's or one of `taken`."""
+        self._check_name(taken)
+        if not self.kept or self.on == "token":
+            raise ValueError(f"stream {self.name}: engines return rows of sampled or fed tokens, which are kept")
+
+    def check_computed(self, taken: Iterable[str]) -> None:
+        """Raise ValueError if the learner cannot compute this stream within a step: see `check_kept`."""
+        self._check_name(taken)
+        if self.kept or self.on != "sampled" or self.to == "owner's stage":
+            raise ValueError(
+                f"stream {self.name}: a step computes rows of sampled tokens, of all layers: use kept=False, "
+                'on="sampled", and to="owner" or "every rank"'
+            )
+
+    def _check_name(self, taken: Iterable[str]) -> None:
+        if self.name in {*taken, *(stream.name for stream in CORE_STREAMS)}:
+            raise ValueError(f"stream {self.name}: the name is taken")
+
+    def checked(self, values: Any, num_rows: int) -> Array:
+        """Return the rows as a read-only array [num_rows, *shape].
+
+        Args:
+            values: an array of this type; or, from JSON, what `encoded_rows` returns.
+
+        Raises:
+            ValueError: names the stream and what is wrong.
+        """
+        rows = self._decoded(values)
+        if str(rows.dtype) != self.dtype:
+            raise ValueError(f"stream {self.name}: rows are {rows.dtype}, not {self.dtype}")
+        if rows.shape != (num_rows, *self.shape):
+            raise ValueError(f"stream {self.name}: rows of shape {list(rows.shape)}, not {[num_rows, *self.shape]}")
+        if self.least is not None and not (rows >= self.least).all():
+            raise ValueError(f"stream {self.name}: row {_first(~(rows >= self.least))} is not >= {self.least:g}")
+        if self.most is not None and not (rows <= self.most).all():
+            raise ValueError(f"stream {self.name}: row {_first(~(rows <= self.most))} is not <= {self.most:g}")
+        return read_only(rows)
+
+    def joined(self, parts: Iterable[Array]) -> Array:
+        """Return the rows of all parts, read-only."""
+        return read_only(np.concatenate([self.filled(0), *parts]))
+
+    def filled(self, num_rows: int) -> Array:
+        """Return rows that hold no value."""
+        return np.full((num_rows, *self.shape), self.filler, self.dtype)
+
+    def new_tensor(self, num_rows: int) -> Tensor:
+        """Return a tensor of rows that hold no value."""
+        return torch.full((num_rows, *self.shape), self.filler, dtype=getattr(torch, self.dtype))
+
+    def _decoded(self, values: Any) -> Array:
+        if isinstance(values, np.ndarray):
+            return values
+        if self.shape:
+            try:
+                data = base64.b64decode(values, validate=True)
+            except (TypeError, ValueError, binascii.Error):
+                raise ValueError(f"stream {self.name}: rows of shape {list(self.shape)} must be base64") from None
+            if len(data) % max(self.row_bytes, 1):
+                raise ValueError(f"stream {self.name}: {len(data)} bytes are not rows of {self.row_bytes}")
+            return np.frombuffer(data, self.dtype).reshape(-1, *self.shape)
+        is_integer = np.issubdtype(self.dtype, np.integer)
+        allowed, kind = ({int}, "whole number") if is_integer else ({int, float}, "number")
+        if not isinstance(values, list):
+            raise ValueError(f"stream {self.name}: must be a list of {kind}s")
+        if not {*map(type, values)} <= allowed:
+            row = next(i for i, value in enumerate(values) if type(value) not in allowed)
+            raise ValueError(f"stream {self.name}: row {row} is not a {kind}")
+        try:
+            with np.errstate(over="ignore"):
+                return np.array(values, self.dtype if is_integer else np.float64).astype(self.dtype)
+        except OverflowError:
+            raise ValueError(f"stream {self.name}: a number does not fit {self.dtype}") from None
+
+
+Rows = Mapping[TokenStream, Array]
+"""Rows of some tokens, by their stream. Read-only."""
+
+_LOWEST = float(np.finfo(np.float32).min)
+
+TOKEN_IDS = TokenStream("token_ids", "int64", on="token", least=0)
+SAMPLED = TokenStream("sampled", "bool", on="token", kept=False, to="every rank")
+BEHAVIOUR_LOGPROBS = TokenStream("behaviour_logprobs", "float32", least=_LOWEST, most=0.0)
+VERSIONS = TokenStream("versions", "int64", missing=-1, kept=False)
+ADVANTAGES = TokenStream("advantages", "float32", kept=False)
+MASK = TokenStream("mask", "bool", kept=False, to="every rank")
+PROXIMAL_LOGPROBS = TokenStream("proximal_logprobs", "float32", kept=False)
+REFERENCE_LOGPROBS = TokenStream("reference_logprobs", "float32", kept=False)
+
+CORE_STREAMS = (
+    TOKEN_IDS,
+    SAMPLED,
+    BEHAVIOUR_LOGPROBS,
+    VERSIONS,
+    ADVANTAGES,
+    MASK,
+    PROXIMAL_LOGPROBS,
+    REFERENCE_LOGPROBS,
+)
+"""Streams with a typed attribute of their name: `Batch.<name>_T`, and `MicroBatch.<name>_R` of those on sampled tokens
+and of the mask."""
+
+
+class JoinedRows:
+    """Rows of many segments, joined by the name of their stream for a file; taken out in the order they were put in."""
+
+    def __init__(self, arrays: Mapping[str, Array] | None = None) -> None:
+        self._arrays = arrays or {}
+        self._parts: dict[str, list[Array]] = defaultdict(list)
+        self._num_taken: Counter[str] = Counter()
+
+    def put(self, values: Mapping[str, Array]) -> dict[str, int]:
+        """Append rows by name; return how many of each, for `take`."""
+        for name, rows in values.items():
+            self._parts[name].append(rows)
+        return {name: len(rows) for name, rows in values.items()}
+
+    def arrays(self) -> dict[str, Array]:
+        """Return all rows that were put in, by name."""
+        return {name: np.concatenate(parts) for name, parts in self._parts.items()}
+
+    def take(self, counts: Mapping[str, int]) -> dict[str, Array]:
+        """Return the next rows by name. Raises ValueError if there are none left."""
+        taken = {}
+        for name, num in counts.items():
+            rows, start = self._arrays.get(name, np.empty(0)), self._num_taken[name]
+            if type(num) is not int or not 0 <= num <= len(rows) - start:
+                raise ValueError(f"stream {name}: {len(rows)} rows are there, and {start} + {num} are needed")
+            taken[name] = rows[start : start + num]
+            self._num_taken[name] += num
+        return taken
+
+    def check_empty(self) -> None:
+        """Raise ValueError if rows are left that were not taken."""
+        for name, rows in self._arrays.items():
+            if len(rows) != self._num_taken[name]:
+                raise ValueError(f"stream {name}: {len(rows)} rows are there, and {self._num_taken[name]} are needed")
+
+
+def encoded_rows(rows: Array) -> list[Any] | str:
+    """Return rows for JSON, every bit of them: numbers if a row is one, else base64 of the bytes."""
+    return rows.tolist() if rows.ndim == 1 else base64.b64encode(rows.tobytes()).decode()
+
+
+def read_only(array: Array) -> Array:
+    """Return the array, which must not be written from now on."""
+    array.flags.writeable = False
+    return array
+
+
+def _first(is_bad: Array) -> int:
+    return int(is_bad.reshape(len(is_bad), -1).any(1).argmax())

@@ -1,0 +1,38 @@
+"""Environments of the tests, called in worker processes: the prompt's answer says what to do with a turn."""
+
+import asyncio
+import os
+import threading
+from typing import Any
+
+
+def step(turn: dict[str, Any], state: Any) -> Any:
+    """Do it in the way of a plain function."""
+    match turn["answer"]:
+        case "count":
+            count = (state or {"count": 0})["count"] + len(turn["token_ids"])
+            return {"text": f"{count};", "state": {"count": count}, "reward": 0.5}
+        case "end":
+            return {"reward": {"right": 1.0, "short": -0.25}}
+        case "failed":
+            return {"failed": "no browser"}
+        case "raise":
+            raise LookupError(turn["text"])
+        case "die":
+            os._exit(3)
+        case "hang":
+            threading.Event().wait()
+        case "long":
+            return {"text": "x" * 2_000_000, "state": None}
+    return turn["answer"]
+
+
+async def astep(turn: dict[str, Any], state: Any) -> Any:
+    """Do it in the way of an asynchronous one."""
+    if turn["answer"] == "hang":
+        await asyncio.Event().wait()
+    return step(turn, state)
+
+
+def no_step(turn: dict[str, Any]) -> Any:
+    """Take other parameters."""

@@ -1,0 +1,393 @@
+"""Drivers in rounds, streams and evaluations: turns, ends, failures, resumed turns, and answers that are none."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bapo_megatron.buffer.batch import BatchBuilder
+from bapo_megatron.config.schema import Config
+from bapo_megatron.engines.pool import EnginePool
+from bapo_megatron.errors import UserError
+from bapo_megatron.rewards.environments import Answer, Continue, End, EnvironmentSpec, Failed, TurnJson, as_answer
+from bapo_megatron.rewards.pool import EnvironmentProcesses
+from bapo_megatron.rollout.drivers import StepDriver
+from bapo_megatron.rollout.evaluate import Evaluator
+from bapo_megatron.rollout.scheduler import Scheduler
+from bapo_megatron.types import Ended, Given, Group, NeedsEnvironment, NeedsTokens, Prompt, Sample, Segment
+from tests.hang import HANG_S
+from tests.states import through_checkpoint
+from tests.unit.test_scheduler import STOP, ScriptedEngine, make, run_on_clock
+from tests.unit.test_stream import TimedEngine, train
+
+WORDS = (20, 21)  # of the environment: no engine samples them
+LIMIT = 40
+
+
+class Turns:
+    """Answers every turn but the third; what it has said is in its state alone."""
+
+    deadline_s = 0.0
+
+    def __init__(self, answer_s: float = 0.0, failing: int | None = None) -> None:
+        self.asked: list[str] = []
+        self._answer_s = answer_s
+        self._failing = failing  # one of so many samples
+
+    async def step(self, turn: TurnJson, state: Any) -> Answer:
+        self.asked.append(json.dumps([turn, state]))
+        if self._answer_s:
+            await asyncio.sleep(self._answer_s * (1 + len(turn["token_ids"]) % 3))
+        lengths = [*(state or []), len(turn["token_ids"])]
+        assert turn["number"] == len(lengths)
+        if self._failing and sum(turn["token_ids"]) % self._failing == 0:
+            return Failed("no browser")
+        if len(lengths) == 3:
+            return End({"short": -float(sum(lengths)), "turns": 3.0})
+        return Continue(lengths, token_ids=WORDS, reward=0.25)
+
+
+def ends_turns(engine_type: type[ScriptedEngine]) -> type[ScriptedEngine]:
+    class Short(engine_type):  # type: ignore[valid-type, misc]
+        def token(self, seed: int, position: int) -> int:
+            return STOP if position % (3 + seed % 5) == 2 else (seed + position) % 9
+
+    return Short
+
+
+Rounds, Timed = ends_turns(ScriptedEngine), ends_turns(TimedEngine)
+
+
+def driver(environment: Any = None, **limits: Any) -> StepDriver:
+    limits = {"max_response_tokens": LIMIT, "max_tokens": 100} | limits
+    return StepDriver(environment or Turns(), lambda answer: answer.token_ids or (), str, **limits)
+
+
+def check(scheduler: Scheduler, groups: Sequence[Group]) -> None:
+    """The books balance, and turns alternate with the environment's words as its state says."""
+    scheduler.ledger.check(scheduler.book.buffered())
+    samples = [s for g in groups for s in g.samples]
+    assert len({s.sample_id for s in samples}) == len(samples)
+    for s in samples:
+        (trajectory,) = s.trajectories
+        lengths = [len(turn) for turn in trajectory.turns]
+        given = [x for x in trajectory.segments[1:] if isinstance(x.origin, Given)]
+        assert all(x.token_ids.tolist() == [*WORDS] for x in given)
+        assert all(turn[-1] == STOP for turn in trajectory.turns)
+        assert (s.finish_reason == "failed") == (s.reward is None)
+        if s.finish_reason == "stop":
+            assert len(lengths) == 3 == len(given) + 1
+            assert s.state == lengths[:2]
+            assert s.reward == 3.0 - sum(lengths)
+            assert s.turn_rewards == (0.25, 0.25)
+    held = list(scheduler.book.buffered())
+    kinds = (
+        (scheduler.ledger.num_tokens, "generated", [s.num_sampled_tokens for s in held]),
+        (scheduler.ledger.num_given, "given", [s.num_given_tokens for s in held]),
+    )
+    for counts, made, buffered in kinds:
+        assert counts[made] == counts["trained"] + counts["dropped"] + sum(buffered)
+
+
+def test_turns_in_rounds_whatever_a_round_may_sample() -> None:
+    def take(budget: int | None) -> list[Group]:
+        scheduler = make(Rounds(), driver=driver(), tokens_per_round=budget, max_response_tokens=LIMIT)
+        groups, _ = run_on_clock(scheduler.take(0, 0))
+        assert groups is not None
+        check(scheduler, groups)
+        return sorted(groups, key=lambda group: group.prompt.prompt_id)
+
+    whole = take(None)
+    assert {s.finish_reason for g in whole for s in g.samples} == {"stop"}
+    assert take(1) == take(2) == whole
+
+
+def test_a_slow_environment_is_no_broken_engine_and_holds_no_slot() -> None:
+    engine = Timed()
+    slow = driver(Turns(answer_s=60.0))
+    scheduler = make(engine, driver=slow, overlap=True, max_staleness=9, max_response_tokens=LIMIT, groups_in_flight=4)
+
+    async def run() -> list[Group]:
+        taking = asyncio.create_task(scheduler.take(0, 0))
+        await asyncio.sleep(10.0)
+        waiting = [s for s in scheduler.book.buffered() if isinstance(s.need, NeedsEnvironment)]
+        assert len(waiting) == 10 * 2 * 3, "as many as the staleness bound lets begin"
+        assert engine.num_running == 0
+        groups, _ = await taking
+        assert groups is not None
+        await scheduler.close()
+        return groups
+
+    check(scheduler, run_on_clock(run()))
+    rounds = make(Rounds(), driver=driver(Turns(answer_s=60.0)), max_response_tokens=LIMIT)
+    groups, stats = run_on_clock(rounds.take(0, 0))
+    assert groups is not None
+    assert stats.num_rounds == 3
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    answer_s=st.sampled_from([0.0, 0.0003, 0.01]),
+    failing=st.sampled_from([None, 5]),
+    budget=st.sampled_from([None, 2]),
+    abort_tail=st.booleans(),
+    overlap=st.booleans(),
+)
+def test_streams_lose_no_turn(
+    answer_s: float, failing: int | None, budget: int | None, abort_tail: bool, overlap: bool
+) -> None:
+    engine = Timed(token_s=0.001)
+    scheduler = make(
+        engine,
+        driver=driver(Turns(answer_s, failing)),
+        tokens_per_round=budget,
+        abort_tail=abort_tail,
+        overlap=overlap,
+        max_staleness=4,
+        groups_in_flight=5,
+        max_response_tokens=LIMIT,
+    )
+    batches = run_on_clock(train(scheduler, [engine], num_steps=6, updates=1))
+    check(scheduler, [g for batch in batches for g in batch])
+    assert not scheduler.ledger.dropped.keys() - {"failed"}
+
+
+def test_a_turn_is_resumed_in_the_middle_and_asked_again() -> None:
+    """The state taken inside of a turn, and while the environment is asked, goes on to the same groups."""
+    options: dict[str, Any] = {"tokens_per_round": 2, "groups_in_flight": 5, "max_response_tokens": LIMIT}
+
+    def take(scheduler: Scheduler, steps: range, states: list[Any] | None = None) -> list[Group]:
+        found: list[Group] = []
+        for step in steps:
+            groups, _ = run_on_clock(scheduler.take(step, 0))
+            found += groups or []
+            if states is not None:
+                states.append(through_checkpoint(scheduler.state_dict()))
+        return found
+
+    straight = take(make(Rounds(), driver=driver(), **options), range(4))
+
+    class Killed(Exception):  # noqa: N818
+        pass
+
+    class Dies(Turns):
+        async def step(self, turn: TurnJson, state: Any) -> Answer:
+            answer = await super().step(turn, state)
+            if len(self.asked) == 25:
+                raise Killed
+            return answer
+
+    dies, states = Dies(), []
+    first = make(Rounds(), driver=driver(dies), **options)
+    states.append(through_checkpoint(first.state_dict()))
+    with pytest.raises(Killed):
+        take(first, range(4), states)
+    killed = through_checkpoint(first.state_dict())  # as another task of the loop may save it now
+    num_taken = len(states) - 1
+    needs = {s["need"]["needs"] for group in killed["active"] for s in group["samples"]}
+    assert {"tokens", "environment"} <= needs, "samples inside of a turn, and some that wait"
+    assert any(s["state"] for group in killed["active"] for s in group["samples"])
+    again = Turns()
+    second = make(Rounds(), driver=driver(again), **options)
+    second.load_state_dict(killed)
+    assert second.ledger.counts()["running"] == 0
+    assert take(second, range(num_taken, 4)) == straight[2 * num_taken :]
+    assert dies.asked[-1] in again.asked, "its answer was not booked"
+    third = make(Rounds(), driver=driver(), **options)
+    third.load_state_dict(states[-1])
+    assert take(third, range(num_taken, 4)) == straight[2 * num_taken :], "a killed run resumes its last checkpoint"
+
+
+def test_limits_of_turns_and_tokens_end_a_sample_with_what_it_has_earned() -> None:
+    for limits, reason in (({"max_turns": 2}, "turns"), ({"max_tokens": 8}, "length")):
+        scheduler = make(Rounds(), driver=driver(**limits), max_response_tokens=LIMIT)
+        groups, _ = run_on_clock(scheduler.take(0, 0))
+        assert groups is not None
+        samples = [s for g in groups for s in g.samples]
+        assert {s.finish_reason for s in samples} == {reason}
+        assert all(s.reward == 0.25 * len(s.turn_rewards) for s in samples)
+        assert all(isinstance(s.trajectories[0].segments[-1].origin, type(s.sampled_segments[0][0])) for s in samples)
+        scheduler.ledger.check(scheduler.book.buffered())
+    scheduler = make(Rounds(), driver=driver(max_response_tokens=4), max_response_tokens=4)
+    groups, _ = run_on_clock(scheduler.take(0, 0))
+    assert groups is not None
+    for s in (s for g in groups for s in g.samples):
+        assert s.num_sampled_tokens <= 4, "and no request for 0 tokens"
+        assert s.finish_reason in ("length", "stop")
+
+
+def test_samples_that_failed_have_no_reward_and_change_nothing_for_the_others() -> None:
+    def take(failing: int | None) -> tuple[Scheduler, list[Group]]:
+        scheduler = make(
+            Rounds(), driver=driver(Turns(failing=failing)), max_response_tokens=LIMIT, samples_per_prompt=12
+        )
+        groups, _ = run_on_clock(scheduler.take(0, 0))
+        assert groups is not None
+        check(scheduler, groups)
+        return scheduler, groups
+
+    scheduler, groups = take(failing=6)
+    failed = [s for g in groups for s in g.samples if s.reward is None]
+    assert 0 < len(failed) < 24, "or nothing is tested"
+    assert scheduler.ledger.dropped == {"failed": len(failed)}
+    assert failed[0].need == Ended("failed", None, "error", "no browser")
+    batch = BatchBuilder(Config()).build(groups, {})
+    alone = BatchBuilder(Config()).build([replace(g, samples=tuple(g.valid)) for g in groups], {})
+    for name in ("advantages_T", "mask_T", "token_ids_T", "rewards_S", "seq_lens_S"):
+        assert getattr(batch, name).equal(getattr(alone, name)), name
+    assert batch.metrics == alone.metrics
+    assert batch.num_sequences == 24 - len(failed)
+
+
+def test_a_group_that_failed_as_a_whole_is_replaced() -> None:
+    class Flaky(Turns):
+        async def step(self, turn: TurnJson, state: Any) -> Answer:
+            return Failed("no browser") if turn["answer"] == 0 else await super().step(turn, state)
+
+    class Numbered:
+        position = 0
+
+        def next(self) -> Prompt:
+            self.position += 1
+            return Prompt(self.position - 1, (1, 2, 3), "", self.position - 1, "test")
+
+    scheduler = make(Rounds(), driver=driver(Flaky()), max_response_tokens=LIMIT)
+    scheduler.book._prompts = Numbered()  # type: ignore[assignment]
+    groups, _ = run_on_clock(scheduler.take(0, 0))
+    assert groups is not None
+    assert [g.prompt.prompt_id for g in groups] == [1, 2]
+    assert scheduler.ledger.dropped == {"failed": 3}
+    check(scheduler, groups)
+
+
+def test_an_environment_that_only_fails_ends_the_run_with_its_reason() -> None:
+    scheduler = make(Rounds(), driver=driver(Turns(failing=1)), max_response_tokens=LIMIT)
+    with pytest.raises(UserError, match=r"failed on all of the first 32 turns.*sample \d+\.\d, prompt \d+: no browser"):
+        run_on_clock(scheduler.take(0, 0))
+
+
+def test_an_environment_that_breaks_later_ends_the_run_too() -> None:
+    class Breaks(Turns):
+        async def step(self, turn: TurnJson, state: Any) -> Answer:
+            return Failed("no browser") if len(self.asked) > 20 else await super().step(turn, state)
+
+    scheduler = make(Rounds(), driver=driver(Breaks()), max_response_tokens=LIMIT)
+    with pytest.raises(UserError, match=r"40 groups in a row were dropped, the last one because its .*: no browser"):
+        run_on_clock(train(scheduler, [], num_steps=9, updates=0))
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda s: s, "the sample still waits for its environment"),
+        (lambda s: replace(s, need=NeedsTokens()), "it asks for tokens after the . that trajectory 0 had before"),
+        (lambda s: replace(s, need=NeedsTokens(3)), "it asks for tokens of trajectory 3 of 1"),
+        (lambda s: replace(s, need=Ended("stop", None)), "it ended by 'stop' without a reward"),
+        (lambda s: {"text": "1702;"}, r"it returned \{'text': '1702;'\}"),
+        (lambda s: s.answered([20] * 3).extended([Segment.sampled(0, 0, [1], [-1.0])], None), "it changed . sampled"),
+    ],
+)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_driver_that_returns_neither_tokens_nor_an_end_is_one_message(
+    answer: Any, said: str, is_stream: bool
+) -> None:
+    class Wrong:
+        by_group, deadline_s = False, 0.0
+
+        async def advance(self, samples: Sequence[Sample]) -> list[Sample]:
+            return [answer(s) for s in samples]
+
+    scheduler = make((Timed if is_stream else Rounds)(), driver=Wrong(), abort_tail=is_stream)
+    where = r"driver Wrong, sample (\d+)\.\d of prompt \1: neither tokens nor an end: "
+    with pytest.raises(UserError, match=where + said):
+        run_on_clock(scheduler.take(0, 0))
+    scheduler.ledger.check(scheduler.book.buffered())
+
+
+def test_an_evaluation_asks_the_same_environments() -> None:
+    limits = {"rollout": {"max_response_tokens": LIMIT, "max_retries": 0}, "eval": {"samples_per_prompt": 2}}
+    config = Config.model_validate(limits)
+    prompts = [Prompt(i, (1, 2, i), "", "", "test") for i in range(4)]
+    sets = [(config.unnamed_eval_set, prompts)]
+    asked = Evaluator(config, EnginePool([Rounds()]), sets, (STOP,), {"": driver()})  # type: ignore[list-item]
+
+    async def run() -> list[Sample]:
+        await asked.sample(0)
+        (samples,) = (await asked.judged()).values()
+        return samples
+
+    samples = asyncio.run(run())
+    assert [s.reward for s in samples] == [3.0 - s.num_sampled_tokens for s in samples]
+    assert all(len(s.trajectories[0].turns) == 3 for s in samples)
+
+
+# worker processes
+
+
+def turn_of(answer: Any, number: int = 1) -> TurnJson:
+    return TurnJson(prompt="3+5=", answer=answer, source="t", number=number, text="?!", token_ids=[1, 2], end="stop")
+
+
+@pytest.mark.parametrize("name", ["step", "astep"])
+def test_an_environment_in_processes_answers_or_fails_and_others_go_on(name: str) -> None:
+    spec = EnvironmentSpec(f"tests.unit.step_functions:{name}", timeout_s=2.0, process_memory_bytes=4 << 30)
+    environment = EnvironmentProcesses(spec, concurrency=2)
+    failures = {
+        "failed": "no browser",
+        "raise": r"LookupError('?!') (step_functions.py, line ",
+        "die": "its process died, twice: it ended with code 3",
+        "hang": "no answer in 2 s" if name == "step" else "TimeoutError",
+        "long": "at most 1000000 bytes of JSON, not 2000",
+    }
+    asked = ["count", "end", *failures, "neither"]
+
+    async def run() -> list[Answer]:
+        return list(await asyncio.gather(*(environment.step(turn_of(a), {"count": 40}) for a in asked)))
+
+    try:
+        answers = asyncio.run(asyncio.wait_for(run(), HANG_S))
+    finally:
+        environment.close()
+    assert answers[:2] == [Continue({"count": 42}, text="42;", reward=0.5), End({"right": 1.0, "short": -0.25})]
+    for answer, said in zip(answers[2:], [*failures.values(), "not str: 'neither'"], strict=True):
+        assert isinstance(answer, Failed)
+        assert said in answer.reason
+    hang = answers[2 + list(failures).index("hang")]
+    assert isinstance(hang, Failed)
+    assert hang.problem == "timeout"
+
+
+def test_a_step_function_that_does_not_fit_is_refused() -> None:
+    spec = EnvironmentSpec("tests.unit.step_functions:no_step", timeout_s=2.0, process_memory_bytes=4 << 30)
+    with pytest.raises(UserError, match=r"no_step\": its signature is .* the parameters are turn, state"):
+        EnvironmentProcesses(spec)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        {},
+        {"state": {}},
+        {"text": 1, "state": {}},
+        {"text": "a", "token_ids": [1]},
+        {"text": "a", "failed": "b"},
+        {"token_ids": [True]},
+        {"token_ids": [1.5]},
+        {"messages": ["a"]},
+        {"reward": None},
+        {"reward": "1"},
+        {"reward": float("nan")},
+        {"reward": {"a": None}},
+        {"text": "a", "state": {1, 2}},
+        {"text": "a", "rewards": 1.0},
+    ],
+)
+def test_an_answer_that_is_none_is_shown(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"step|reward"):
+        as_answer(value)

@@ -1,0 +1,213 @@
+"""Rows of a model's streams: the embedded engine computes each once, for the tokens that were asked for."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from bapo_megatron.assets import demo_model_path
+from bapo_megatron.engines.base import GenerateRequest
+from bapo_megatron.engines.embedded import protocol
+from bapo_megatron.engines.embedded.engine import BatchingEngine, Sequence
+from bapo_megatron.engines.embedded.model import Model
+from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
+from bapo_megatron.engines.embedded.server import Server
+from bapo_megatron.engines.http import HttpEngine, parse_reply
+from bapo_megatron.errors import RequestRefusedError, UserError
+from bapo_megatron.hf.families import FAMILIES, Family
+from bapo_megatron.hf.shape import load_hf_config
+from bapo_megatron.hf.streams import ModelStream, ServedTokens, model_streams
+from bapo_megatron.tokens import TokenStream
+from tests.distributed import HANG_S
+
+
+def marks(tokens: ServedTokens) -> Tensor:
+    """Token and position, with layer and version: [B, T, 2]."""
+    assert tokens.layer is not None
+    assert tokens.hidden_BTE is not None
+    assert tokens.hidden_BTE.shape[:2] == tokens.token_ids_BT.shape
+    first_BT = tokens.token_ids_BT + 16 * tokens.layer
+    return torch.stack([first_BT, (100 * (tokens.version + 1) + tokens.positions_BT).expand_as(first_BT)], -1)
+
+
+def norms(tokens: ServedTokens) -> Tensor:
+    assert tokens.hidden_BTE is not None
+    return tokens.hidden_BTE.norm(dim=-1)
+
+
+def surprises(tokens: ServedTokens) -> Tensor:
+    """The log-probs of sampled tokens."""
+    assert tokens.logits_BV is not None
+    return tokens.logits_BV.log_softmax(-1).gather(1, tokens.token_ids_BT)
+
+
+DECLARED = (
+    ModelStream(
+        lambda shape: TokenStream("marks", "uint8", (shape.num_layers, 2), on="fed", to="owner's stage"), marks
+    ),
+    ModelStream(lambda shape: TokenStream("norms", "float32", on="fed"), norms),
+    ModelStream(lambda shape: TokenStream("surprises", "float32"), surprises),
+)
+
+
+def family_with(*streams: ModelStream) -> Family:
+    return replace(FAMILIES["qwen3"], streams=streams)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model.from_pretrained(demo_model_path(), max_len=64, own=family_with(*DECLARED))
+
+
+@pytest.fixture
+def engine(model: Model) -> Iterator[BatchingEngine]:
+    engine = BatchingEngine(model, max_running=9, max_context=64, version="0")
+    yield engine
+    engine.call(sys.exit)
+    engine.ended.result(HANG_S)
+
+
+def prompts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 20, (count,), generator=generator).tolist()
+    ids = [torch.randint(2, 16, (length,), generator=generator).tolist() for length in lengths]
+    return [*ids, *ids[:3]]  # some twice, which are prefilled once
+
+
+def grow(engine: BatchingEngine, asked: list[tuple[list[int], int]], num_tokens: int) -> list[Sequence]:
+    """Continue tokens of which the rows of so many inputs are known."""
+    streams = tuple(engine.model.streams)
+    sequences = [
+        engine.new_sequence(
+            str(i),
+            ids,
+            SamplingParams(max_new_tokens=num_tokens, sampling_seed=i, ignore_eos=True),
+            streams=streams,
+            num_fed=num_fed,
+        )
+        for i, (ids, num_fed) in enumerate(asked)
+    ]
+    engine.submit(sequences)
+    for sequence in sequences:
+        sequence.done.result(HANG_S)
+    return sequences
+
+
+def versions_of(sequence: Sequence) -> list[int]:
+    """Of the pass that read each input: it sampled the token after it, or was the prefill before the first sample."""
+    sampled = [int(s["version"]) for s in sequence.spans for _ in range(s["start"], s["end"])]
+    return [sampled[0]] * (len(sequence.prompt_ids) - 1) + sampled
+
+
+def check(sequence: Sequence, num_fed: int) -> None:
+    rows = {stream.name: torch.cat(parts) for stream, parts in sequence.rows.items()}
+    ids, versions = sequence.token_ids, versions_of(sequence)
+    expected = [
+        [[ids[i] + 16 * layer, (100 * (versions[i] + 1) + i) % 256] for layer in range(rows["marks"].shape[1])]
+        for i in range(num_fed, len(ids) - 1)
+    ]
+    assert rows["marks"].tolist() == expected
+    assert rows["norms"].shape == (len(expected),)
+    assert (rows["norms"] > 0).all()
+    assert rows["surprises"].tolist() == pytest.approx(sequence.logprobs, abs=1e-6)
+
+
+def test_each_input_has_one_row_whatever_happens_to_its_request(engine: BatchingEngine) -> None:
+    """Requests are continued from what was kept; weights change in the middle, and the cache is dropped."""
+    asked = [(ids, 0) for ids in prompts(9)]
+    for num_tokens in (4, 7):
+        sequences = grow(engine, asked, num_tokens)
+        for sequence, (_, num_fed) in zip(sequences, asked, strict=True):
+            check(sequence, num_fed)
+        asked = [(s.token_ids, s.num_tokens - 1) for s in sequences]
+    assert any(s.num_cached_tokens for s in sequences), "some were continued from the cache"
+
+    streams = tuple(engine.model.streams)
+    params = SamplingParams(max_new_tokens=9, ignore_eos=True)
+    sequences = [
+        engine.new_sequence(str(i), [*ids, 3, 4], params, streams=streams, num_fed=num_fed)  # two given tokens
+        for i, (ids, num_fed) in enumerate(asked[:4])
+    ]
+
+    def change_weights() -> None:
+        if len(sequences[0].output_ids) == 4:
+            engine.call(lambda: engine.pause("retract"))
+            engine.call(lambda: engine.publish("1"))
+            engine.call(engine.resume)
+
+    sequences[0].on_token = change_weights
+    engine.submit(sequences)
+    for sequence, (_, num_fed) in zip(sequences, asked, strict=False):
+        check(sequence.done.result(HANG_S), num_fed)
+        assert [span["version"] for span in sequence.spans] == ["0", "1"]
+        assert sequence.num_retractions == 1
+
+
+def test_rows_that_a_client_has_lost_are_computed_again(engine: BatchingEngine) -> None:
+    (first,) = grow(engine, [([5, 9, 4], 0)], 6)
+    (again,) = grow(engine, [(first.token_ids, 2)], 3)
+    assert again.num_cached_tokens == 0, "what is kept has no rows"
+    check(again, 2)
+
+
+def test_a_reply_brings_the_rows_that_were_asked_for(engine: BatchingEngine) -> None:
+    """As the client reads them."""
+    server, streams = Server(engine, model_path="", update_timeout_s=HANG_S), tuple(engine.model.streams)
+    client = HttpEngine("http://engine:1", request_timeout_s=HANG_S, vocab_size=16)
+    request = GenerateRequest("r", (5, 9, 4, 7), 5, 1.0, (), 0, streams=streams, num_fed=3)
+    names = [stream.name for stream in streams]
+    fields = {"rid": "r", "input_ids": [5, 9, 4, 7], "return_logprob": True, "return_rows": names, "num_fed": 3}
+    body = protocol.GenerateBody.model_validate(
+        {**fields, "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}}
+    )
+    (sequence,), _ = server._sequences(body)
+    engine.submit([sequence])
+    sequence.done.result(HANG_S)
+    reply = server._reply(sequence, body, 0.0)
+    rows = parse_reply(reply, request, 16).rows
+    for stream, found in rows.items():
+        assert np.array_equal(found, torch.cat(sequence.rows[stream]).numpy())
+    assert [len(found) for found in rows.values()] == [6, 6, 5]
+
+    for changed, said in (
+        ({"return_rows": ["routes"]}, "no stream 'routes'"),
+        ({"num_fed": 0}, "num_fed"),
+        ({"num_fed": 5}, "num_fed"),
+    ):
+        with pytest.raises(BadRequestError, match=said):
+            server._sequences(body.model_copy(update=changed))
+    fields = reply["meta_info"]["rows"]
+    for name, value, said in (
+        ("marks", None, "stream marks: the reply has no rows of it"),
+        ("marks", fields["marks"][:32], r"stream marks: rows of shape \[3, 4, 2\], not \[6, 4, 2\]"),
+        ("norms", [1.0], r"stream norms: rows of shape \[1\], not \[6\]"),
+        ("surprises", fields["marks"], "stream surprises: must be a list of numbers"),
+    ):
+        reply["meta_info"]["rows"] = {n: v for n, v in {**fields, name: value}.items() if v is not None}
+        with pytest.raises(RequestRefusedError, match=f"http://engine:1, request r: {said}"):
+            client._result(reply, request)
+
+
+@pytest.mark.parametrize(
+    ("stream", "said"),
+    [
+        (lambda: TokenStream("mask", "bool"), "stream mask: the name is taken"),
+        (lambda: TokenStream("marks", "bool"), "stream marks: the name is taken"),
+        (lambda: TokenStream("mine", "uint8", on="token"), "stream mine: engines return rows of sampled or fed tokens"),
+        (lambda: TokenStream("mine", "uint8", kept=False), "stream mine: engines return rows of sampled or fed tokens"),
+        (lambda: TokenStream("mine", "uint9"), "stream mine: numpy and torch do not both have the type uint9"),
+        (
+            lambda: TokenStream("mine", "uint8", to="owner's stage"),
+            "stream mine: the shape of a row must begin with the layers",
+        ),
+    ],
+)
+def test_a_declaration_that_contradicts_itself_is_refused(stream, said: str) -> None:
+    family = family_with(*DECLARED, ModelStream(lambda shape: stream(), marks))
+    with pytest.raises(UserError, match=f"model family qwen3: {said}"):
+        model_streams(load_hf_config(demo_model_path()), family)
+    assert model_streams(load_hf_config(demo_model_path())) == {}

@@ -1,0 +1,92 @@
+"""The boxes that all ranks own of a model's weights, for layouts that a test of processes has no time for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import Module, ModuleList, Parameter
+
+from bapo_megatron.hf.families import EMBEDDING, OUTPUT
+from bapo_megatron.hf.shape import ModelShape, entries, hf_tensors, model_shape
+from bapo_megatron.learner.hf.names import to_shard
+from bapo_megatron.learner.weights import ModelWeights
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[ModelShape, int, int, int]:
+    """A model, and how many tensor ranks, stages and copies it can have."""
+    tensor, stages, copies = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    kv_heads = tensor * draw(st.integers(1, 2))
+    config = {
+        "model_type": draw(st.sampled_from(["qwen2", "qwen3", "llama"])),
+        "vocab_size": draw(st.integers(3, 19)),  # divides by nothing
+        "hidden_size": 4 * draw(st.integers(1, 3)),
+        "intermediate_size": tensor * draw(st.integers(1, 3)),
+        "num_hidden_layers": stages * draw(st.integers(1, 2)),
+        "num_attention_heads": kv_heads * draw(st.integers(1, 2)),
+        "num_key_value_heads": kv_heads,
+        "head_dim": 2 * draw(st.integers(1, 2)),
+        "tie_word_embeddings": draw(st.booleans()),
+    }
+    return model_shape(config), tensor, stages, copies
+
+
+def rank_of(
+    shape: ModelShape, weights: dict[str, Tensor], ranks: tuple[int, int, int], sizes: tuple[int, int, int]
+) -> ModelWeights:
+    """The source of one rank: tensor rank, stage and copy."""
+    (rank, stage, copy), (size, num_stages, num_copies) = ranks, sizes
+    layers_per_stage = shape.num_layers // num_stages
+    chunk, layers = Module(), ModuleList(Module() for _ in range(layers_per_stage))
+    for number, layer in enumerate(layers, start=1 + stage * layers_per_stage):
+        layer.layer_number = number  # type: ignore[assignment]
+    chunk.decoder = Module()
+    chunk.decoder.layers = layers
+
+    def put(name: str, values: Tensor) -> None:
+        *path, last = name.split(".")
+        module = chunk
+        for part in path:
+            if part not in dict(module.named_children()):
+                module.add_module(part, Module())
+            module = module.get_submodule(part)
+        module.register_parameter(last, Parameter(values))
+
+    for entry in entries(shape):
+        values = to_shard(entry, lambda name, index: weights[name][index], rank, size)
+        if entry.layer is not None:
+            if entry.layer // layers_per_stage == stage:
+                _, _, _, rest = entry.megatron_name.split(".", 3)
+                put(f"decoder.layers.{entry.layer % layers_per_stage}.{rest}", values)
+        elif stage == (0 if entry.megatron_name == EMBEDDING.name else num_stages - 1):
+            put(entry.megatron_name, values)
+        elif shape.tied_embeddings and entry.megatron_name == EMBEDDING.name and stage == num_stages - 1:
+            put(OUTPUT.name, values)  # a copy that nobody sends
+    copies = SimpleNamespace(rank=lambda: copy, size=lambda: num_copies)
+    layout: Any = SimpleNamespace(axes={"dense": SimpleNamespace(rank=rank, size=size, copies=copies)})
+    return ModelWeights(ModuleList([chunk]), shape, layout, version=0)
+
+
+@settings(deadline=None, max_examples=40)
+@given(layouts(), st.integers(0, 2**31))
+def test_the_pieces_of_all_ranks_make_up_each_weight_once(drawn: tuple[ModelShape, int, int, int], seed: int) -> None:
+    shape, *sizes = drawn
+    generator = torch.Generator().manual_seed(seed)
+    weights = {name: torch.randn(size, generator=generator) for name, size in hf_tensors(shape).items()}
+    joined = {name: torch.full_like(tensor, torch.nan) for name, tensor in weights.items()}
+    tensor, stages, copies = sizes
+    for ranks in ((t, s, c) for t in range(tensor) for s in range(stages) for c in range(copies)):
+        source = rank_of(shape, weights, ranks, (tensor, stages, copies))
+        assert [spec.name for spec in source.manifest()] == list(weights), "the same on every rank"
+        for piece in source.pieces():
+            assert piece.shape == tuple(weights[piece.name].shape)
+            box = joined[piece.name][tuple(slice(a, a + n) for a, n in zip(piece.start, piece.size, strict=True))]
+            assert box.isnan().all(), f"{piece.name} comes twice"
+            box.copy_(piece.values.reshape(piece.size))
+    for name, values in joined.items():
+        assert torch.equal(values.view(torch.int32), weights[name].view(torch.int32)), name
