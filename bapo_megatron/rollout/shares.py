@@ -36,7 +36,8 @@ class BatchShares:
     """The ranks that batches are dealt to. Construct it on every rank, and call `deal` on every rank.
 
     Args:
-        data_rank, stage: this rank's.
+        data_rank: this rank's place among those that hold copies of the model.
+        stage: this rank's pipeline stage.
         layers_of: from a pipeline stage and a number of layers to those that the stage holds.
         timeout_s: the deadline of one message.
     """
