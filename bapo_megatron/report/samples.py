@@ -21,7 +21,7 @@ _MAX_TEXT_CHARS = 4000
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ShownSample:
     """A sampled response; None for a fact that was not recorded."""
 
     key: str  # tells it from the others
@@ -40,7 +40,7 @@ class Sample:
         return len(self.prompt) + len(self.answer) + sum(len(text) for _, text in self.segments)
 
 
-def read_samples(run: History) -> list[Sample]:
+def read_samples(run: History) -> list[ShownSample]:
     """Read samples.jsonl; tolerant, because other tools may write such lines. One with odd segments is skipped."""
     versions = {int(row["step"]): row["version"] for row in run.rows if math.isfinite(row.get("version", math.nan))}
     before = {step + 1: int(version) for step, version in versions.items()} | {1: 0}
@@ -53,13 +53,13 @@ def read_samples(run: History) -> list[Sample]:
     return samples
 
 
-def _sample(key: str, record: Mapping[str, Any], version_before: Mapping[int, int]) -> Sample:
+def _sample(key: str, record: Mapping[str, Any], version_before: Mapping[int, int]) -> ShownSample:
     """Read a line; `version_before` has the weight version that each step trained."""
     segments = record.get("segments") or [{"text": record.get("response", "")}]
     versions = [version for segment in segments if (version := _version(segment)) is not None]
     step, num_tokens = step_of(record), _number(record.get("num_tokens"))
     trained = version_before.get(step) if step is not None else None
-    return Sample(
+    return ShownSample(
         key=key,
         step=step,
         reward=_number(record.get("reward")),
@@ -73,7 +73,7 @@ def _sample(key: str, record: Mapping[str, Any], version_before: Mapping[int, in
     )
 
 
-def choose_samples(samples: Sequence[Sample]) -> list[Sample]:
+def choose_samples(samples: Sequence[ShownSample]) -> list[ShownSample]:
     """Choose samples spread evenly over the run, the first and the last among them, as many as fit a page."""
     num = min(len(samples), _MAX_SAMPLES)
     while True:
