@@ -584,7 +584,7 @@ def _logprobs(model: Any, weights: dict[str, Tensor], samples: Sequence[Sample],
     results: list[Tensor] = []
     for begin in range(0, len(samples), 64):
         some = samples[begin : begin + 64]
-        rows = [torch.tensor(t.token_ids.tolist()) for t in some]
+        rows = [torch.tensor(t.trajectories[0].token_ids.tolist()) for t in some]
         token_ids_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         with torch.inference_mode():
             logits_BTV = model(token_ids_BT).logits.float() / temperature
