@@ -1,4 +1,4 @@
-"""`pip install bapo-megatron` brings torch, pydantic, numpy, the algorithms and the plugins; the framework is an extra."""
+"""`pip install bapo-megatron` brings torch, pydantic, numpy, algorithms and plugins; the framework is an extra."""
 
 from pathlib import Path
 
