@@ -18,6 +18,7 @@ MAPPED_FOLDERS = {f"bapo_megatron_{folder}": folder for folder in ("patches", "c
 BASE = [  # algorithms and plugins, for the environment of another framework
     "torch>=2.7",  # open: an installed build must never be replaced
     "pydantic>=2.7",
+    "numpy",  # tokens and their values are its arrays
     "typing-extensions>=4.12",  # which both of them need too
 ]
 TRAIN = [  # the framework; every package has wheels, so that no compiler is needed

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bapo_megatron.buffer.packing import Share, one_minibatch
-from bapo_megatron.checkpoint.folder import FORMAT
+from bapo_megatron.checkpoint.folder import STATE_FORMAT
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig, Config
 from bapo_megatron.convert import convert
@@ -248,7 +248,7 @@ def check_resume(rank: int, world_size: int, root: Path, model: str, layouts: li
             state = store.resume({"learner": learner})
             assert state is not None
             assert state.pop("parts").keys() == {"learner"}
-            assert state == {"format": FORMAT, "step": 1}
+            assert state == {"format": STATE_FORMAT, "step": 1}
         assert learner.version == NUM_UPDATES - 1
         result = learner.step(minibatch, BOUNDS)
         assert result.metrics["loss/policy"] == pytest.approx(reference["updates"][-1]["loss"], rel=TOLERANCE)

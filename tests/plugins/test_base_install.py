@@ -1,4 +1,4 @@
-"""`pip install bapo-megatron` brings torch, pydantic, the algorithms and the plugins; the framework is an extra."""
+"""`pip install bapo-megatron` brings torch, pydantic, numpy, algorithms and plugins; the framework is an extra."""
 
 from pathlib import Path
 
@@ -24,12 +24,12 @@ for host in ("trl", "verl"):
 
 
 @pytest.mark.slow
-def test_the_base_installation_holds_torch_and_pydantic_only(wheel: Path, tmp_path: Path) -> None:
-    environment = make_environment(tmp_path / "env", wheel, linked=["torch", "pydantic"])
+def test_the_base_installation_holds_torch_pydantic_and_numpy_only(wheel: Path, tmp_path: Path) -> None:
+    environment = make_environment(tmp_path / "env", wheel, linked=["torch", "pydantic", "numpy"])
     assert "megatron-core" not in environment.log
     have = environment.distributions(tmp_path)
-    assert {"torch", "pydantic", "bapo-megatron"} <= have
-    assert not have & {"numpy", "megatron-core", "transformers", "aiohttp", "matplotlib", "rich", "trl", "verl"}
+    assert {"torch", "pydantic", "numpy", "bapo-megatron"} <= have
+    assert not have & {"megatron-core", "transformers", "aiohttp", "matplotlib", "rich", "trl", "verl"}
 
     high, ours, *missing = environment.run(environment.python, "-c", PROBE, cwd=tmp_path).splitlines()
     assert high == "1.2"
