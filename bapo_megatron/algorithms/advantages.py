@@ -32,8 +32,8 @@ class SampleView:
     reward: float  # shaped and scaled
     turn_lengths: tuple[int, ...]  # sampled tokens of each turn
     finish_reason: FinishReason | None
-    parts: Mapping[str, float] = field(default_factory=dict)  # of the judge's verdict, by name; empty: it has none
-    turn_rewards: tuple[float | None, ...] = ()  # of each turn that has one of its own; empty: none has
+    parts: Mapping[str, float] = field(default_factory=dict)  # by name, where the judge's verdict has parts
+    turn_rewards: tuple[float | None, ...] = ()  # one per turn, where turns have rewards of their own
 
     @property
     def num_tokens(self) -> int:

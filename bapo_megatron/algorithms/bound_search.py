@@ -33,7 +33,9 @@ class ContributionRule(BoundsRule):
     def __init__(self, options: Any, bapo: ClipBoundConfig) -> None:
         super().__init__(options, bapo)
         self._bapo = bapo
-        self._ratio_options = options if isinstance(options, RatioOptions) else RatioOptions()  # those of the loss
+        self._ratio_options = (
+            options if isinstance(options, RatioOptions) else RatioOptions()
+        )  # the loss computes with them
         self.shape = tuple(empty_table(bapo).shape)
 
     def table(self, values: ScoredTokens, so_far: Any) -> Tensor:
@@ -86,7 +88,7 @@ def tabulated(
 
 
 def remembered(total: Tensor, past: Tensor | None, bapo: ClipBoundConfig) -> Tensor | None:
-    """Return the table for the bounds of later updates, from that of a finished one: scopes lagged and smoothed.
+    """Return the table for the bounds of later updates, from a finished update's: scopes lagged and smoothed.
 
     An update that was skipped for a nan, or in which no token has an advantage, leaves these bounds alone.
     """

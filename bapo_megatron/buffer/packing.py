@@ -95,13 +95,6 @@ class Pass:
             yield MiniBatch(tuple(packs), int(num_trained_S[part].sum()), batch.proximal_version, counts)
 
 
-def minibatches(
-    batch: Batch, *, num_minibatches: int, num_epochs: int, seed: int, max_tokens: int, share: Share
-) -> Iterator[MiniBatch]:
-    """Yield the optimizer steps of one rollout batch: see `Pass`."""
-    return Pass(share, max_tokens, num_minibatches, num_epochs, seed).minibatches(batch)
-
-
 def one_minibatch(batch: Batch, *, max_tokens: int, share: Share) -> MiniBatch:
     """Return the whole batch, which has a trained token, as one mini-batch."""
     (whole,) = Pass(share, max_tokens).minibatches(batch)

@@ -26,7 +26,7 @@ from bapo_megatron.engines.base import (
     TokenScores,
     VersionSpan,
 )
-from bapo_megatron.engines.transport import HttpTransport
+from bapo_megatron.engines.transport import HttpTransport, as_dict
 from bapo_megatron.errors import (
     BroadcastLostError,
     EngineError,
@@ -184,7 +184,7 @@ class HttpEngine:
         max_bytes = _MAX_REPLY_BASE + (num_scored + 1) * (1 + top_k) * _MAX_REPLY_TOKEN
         raw = await self._send("POST", "/generate", body, what=what, max_bytes=max_bytes)
         try:
-            return _scores(_as_dict(_as_dict(_plain(raw)).get("meta_info")), num_scored, top_k)
+            return _scores(as_dict(as_dict(_plain(raw)).get("meta_info")), num_scored, top_k)
         except _BadReplyError as problem:
             raise EngineError(f"{self.url}, {what}: {problem}") from None
 
@@ -231,17 +231,17 @@ class HttpEngine:
 
     async def server_info(self) -> dict[str, Any]:
         """Return the server's description of itself, always with `weight_version`."""
-        info = _as_dict(await self._call("GET", "/server_info"))
+        info = as_dict(await self._call("GET", "/server_info"))
         # SGLang's /server_info repeats the arguments of its start; the version in force is in /model_info.
-        model_info = _as_dict(await self._call("GET", "/model_info"))
+        model_info = as_dict(await self._call("GET", "/model_info"))
         return info | {"weight_version": model_info.get("weight_version")}
 
     async def load(self) -> tuple[int, int, int]:
         """Return the weight version (-1: its first) and the requests running and waiting, of all parallel parts."""
-        model = _as_dict(await self._call("GET", "/model_info", timeout_s=_HEALTH_TIMEOUT_S))
-        reply = _as_dict(await self._call("GET", "/v1/loads", timeout_s=_HEALTH_TIMEOUT_S))
+        model = as_dict(await self._call("GET", "/model_info", timeout_s=_HEALTH_TIMEOUT_S))
+        reply = as_dict(await self._call("GET", "/v1/loads", timeout_s=_HEALTH_TIMEOUT_S))
         loads = reply.get("loads")
-        parts = [_as_dict(part) for part in loads] if isinstance(loads, list) else []
+        parts = [as_dict(part) for part in loads] if isinstance(loads, list) else []
         try:
             running, waiting = (
                 sum(_count(part, name, 0) for part in parts) for name in ("num_running_reqs", "num_waiting_reqs")
@@ -279,7 +279,7 @@ class HttpEngine:
         """Return the decoded reply, None if it is not JSON. Raises as `_send`, also if it denies success."""
         raw = await self._send(method, path, body, what=what, timeout_s=timeout_s, max_bytes=max_bytes)
         reply = _plain(raw)
-        if _as_dict(reply).get("success") is False:
+        if as_dict(reply).get("success") is False:
             raise self._failure(f"{self.url}{path}" + (f", {what}" if what else ""), 200, raw)
         return reply
 
@@ -416,8 +416,8 @@ def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) ->
     Raises:
         _BadReplyError (a ValueError): names the first fault.
     """
-    meta = _as_dict(_as_dict(reply).get("meta_info"))
-    token_ids = _as_dict(reply).get("output_ids")
+    meta = as_dict(as_dict(reply).get("meta_info"))
+    token_ids = as_dict(reply).get("output_ids")
     if not isinstance(token_ids, list):
         raise _BadReplyError("the reply has no output_ids")
     if (rid := meta.get("id", request.rid)) != request.rid:
@@ -451,7 +451,7 @@ def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) ->
 
 def _rows(meta: dict[str, Any], request: GenerateRequest, num_new: int) -> Rows:
     """Return the rows of the request's streams, fed ones from token `num_fed` of its input on."""
-    sent, rows = _as_dict(meta.get("rows")), {}
+    sent, rows = as_dict(meta.get("rows")), {}
     for stream in request.streams if num_new else ():
         num_rows = num_new + (len(request.token_ids) - request.num_fed if stream.on == "fed" else 0)
         if stream.name not in sent:
@@ -576,7 +576,7 @@ def _spans(meta: dict[str, Any], num_tokens: int) -> tuple[VersionSpan, ...]:
     spans: list[VersionSpan] = []
     covered = 0
     for entry in raw:
-        start, end = _as_dict(entry).get("start"), _as_dict(entry).get("end")
+        start, end = as_dict(entry).get("start"), as_dict(entry).get("end")
         if start != covered or type(end) is not int or end < covered:
             raise _BadReplyError(uncovered)
         if end > covered:
@@ -601,7 +601,3 @@ def parse_version(version: object) -> int:
 def shown(value: object) -> str:
     """Return the representation of what a server sent, shortened."""
     return _SHORT.repr(value)
-
-
-def _as_dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}

@@ -62,10 +62,10 @@ class HttpTransport:
             "load_format": "flattened_bucket" if self._seat.is_flat else None,
         }
         what = f"{len(specs)} weights from {specs[0].name} to {specs[-1].name}"  # SGLang's refusal has no name
-        reply = _as_dict(await self._call("POST", "/update_weights_from_distributed", body, what=what))
+        reply = as_dict(await self._call("POST", "/update_weights_from_distributed", body, what=what))
         if reply.get("success") is not True:
             raise EngineError(f"{self._url}/update_weights_from_distributed, {what}: the reply does not confirm them")
-        return _as_dict(reply.get("digests"))
+        return as_dict(reply.get("digests"))
 
     async def end(self) -> None:
         """See `WeightTransport.end`."""
@@ -79,11 +79,11 @@ class HttpTransport:
 
     async def digests(self) -> dict[str, Any]:
         """See `WeightTransport.digests`."""
-        return _as_dict(await self._check_weights("checksum"))
+        return as_dict(await self._check_weights("checksum"))
 
     async def manifest(self) -> list[TensorSpec]:
         """See `WeightTransport.manifest`."""
-        reply = _as_dict(await self._check_weights("manifest"))
+        reply = as_dict(await self._check_weights("manifest"))
         try:
             return [
                 TensorSpec(str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in reply["weights"]
@@ -95,5 +95,6 @@ class HttpTransport:
         return await self._call("POST", "/weights_checker", {"action": action}, max_bytes=_MAX_WEIGHTS_REPLY)
 
 
-def _as_dict(value: Any) -> dict[str, Any]:
+def as_dict(value: Any) -> dict[str, Any]:
+    """Return a part of a reply that should be an object; an empty one for anything else."""
     return value if isinstance(value, dict) else {}

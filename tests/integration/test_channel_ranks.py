@@ -80,10 +80,10 @@ class PiecesChannel:
 
 
 @dataclass(frozen=True, slots=True)
-class Failing:
-    """A source that wraps another: the fourth parameter that this rank reads is lost."""
+class Wrapping:
+    """A source with another's version and manifest."""
 
-    inner: ModelWeights
+    inner: WeightSource
 
     @property
     def version(self) -> int:
@@ -91,6 +91,13 @@ class Failing:
 
     def manifest(self) -> Sequence[TensorSpec]:
         return self.inner.manifest()
+
+
+@dataclass(frozen=True, slots=True)
+class Failing(Wrapping):
+    """A source that wraps another: the fourth parameter that this rank reads is lost."""
+
+    inner: ModelWeights
 
     def pieces(self) -> Iterator[Piece]:
         return self.inner.pieces(self._half_way())
@@ -111,17 +118,8 @@ class Failing:
 
 
 @dataclass(frozen=True, slots=True)
-class Doubled:
+class Doubled(Wrapping):
     """A source that wraps any other and changes its values, as a merged adapter would."""
-
-    inner: WeightSource
-
-    @property
-    def version(self) -> int:
-        return self.inner.version
-
-    def manifest(self) -> Sequence[TensorSpec]:
-        return self.inner.manifest()
 
     def pieces(self) -> Iterator[Piece]:
         return (replace(piece, values=2 * piece.values) for piece in self.inner.pieces())

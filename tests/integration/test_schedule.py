@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from bapo_megatron.algorithms.objectives.supervised import SftLoss
-from bapo_megatron.buffer.packing import minibatches
+from bapo_megatron.buffer.packing import Pass
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.bounds import BoundsFinder
@@ -67,11 +67,7 @@ def pack(learner: MegatronLearner, proximal: bool = False, num_minibatches: int 
     if proximal:
         batch = with_scores(batch, [proximal_scorer(learner)], learner, learner.config)
     max_tokens = learner.config.train.max_tokens_per_microbatch
-    return list(
-        minibatches(
-            batch, num_minibatches=num_minibatches, num_epochs=1, seed=0, max_tokens=max_tokens, share=learner.share
-        )
-    )
+    return list(Pass(learner.share, max_tokens, num_minibatches=num_minibatches).minibatches(batch))
 
 
 def close(learner: MegatronLearner) -> None:

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from bapo_megatron.buffer.batch import BatchBuilder, batch_metrics
 from bapo_megatron.buffer.packing import (
+    Pass,
     Share,
     balanced_bins,
     balanced_shares,
     context_tokens,
     longest_first,
-    minibatches,
     one_minibatch,
 )
 from bapo_megatron.config.schema import Config
@@ -177,16 +177,7 @@ def test_every_response_token_is_trained_exactly_once_per_epoch(
         for context_rank in range(layout["context_size"])
     ]
     ranks = [
-        list(
-            minibatches(
-                batch,
-                num_minibatches=num_minibatches,
-                num_epochs=num_epochs,
-                seed=7,
-                max_tokens=max_tokens,
-                share=share,
-            )
-        )
+        list(Pass(share, max_tokens, num_minibatches=num_minibatches, num_epochs=num_epochs, seed=7).minibatches(batch))
         for share in shares
     ]
     seen = []
@@ -301,10 +292,10 @@ def test_equal_sequences_are_balanced_without_waste() -> None:
 
 def test_minibatches_are_shuffled_anew_each_epoch_and_reproducibly() -> None:
     batch = build_batch([group(i, 2, [4, 5, 6]) for i in range(1, 5)])
-    options = {"num_minibatches": 2, "num_epochs": 2, "max_tokens": 999, "share": Share()}
 
     def order(seed: int) -> list[list[int]]:
-        return [s.micro_batches[0].targets_R.sort().values.tolist() for s in minibatches(batch, seed=seed, **options)]
+        steps = Pass(Share(), 999, num_minibatches=2, num_epochs=2, seed=seed).minibatches(batch)
+        return [s.micro_batches[0].targets_R.sort().values.tolist() for s in steps]
 
     assert order(1) == order(1)
     assert order(1) != order(2)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from bapo_megatron.buffer.packing import minibatches
+from bapo_megatron.buffer.packing import Pass
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.plan import check
 from bapo_megatron.config.precision import RECIPES, Machine, check_precision, tokens_multiple, version_numbers
@@ -260,12 +260,12 @@ def test_packs_are_padded_for_the_matrix_products(recipe: str, tensor: int, cont
         for name, value in ({"data_rank": 0, "data_size": 1, "num_chunks": 1} | known).items():
             object.__setattr__(layout, name, value)
         share = layout.share(sequence_parallel=sequence, tokens_multiple=multiple)
-        for minibatch in minibatches(batch, num_minibatches=2, num_epochs=1, seed=0, max_tokens=60, share=share):
+        for minibatch in Pass(share, 60, num_minibatches=2).minibatches(batch):
             for pack in minibatch.micro_batches:
                 assert pack.num_tokens % (multiple * (tensor if sequence else 1)) == 0
                 assert int(pack.cu_seqlens_S1[-1]) == pack.num_tokens * context
                 rows.append(pack.batch_rows_R)
-    plain = minibatches(batch, num_minibatches=2, num_epochs=1, seed=0, max_tokens=60, share=type(share)())
+    plain = Pass(type(share)(), 60, num_minibatches=2).minibatches(batch)
     trained = torch.cat([pack.batch_rows_R for minibatch in plain for pack in minibatch.micro_batches])
     assert torch.equal(torch.cat(rows).sort().values, trained.sort().values)
 

@@ -17,7 +17,7 @@ from bapo_megatron.algorithms.losses import (
     token_ratios,
 )
 from bapo_megatron.algorithms.objectives.clipped import BapoLoss, GrpoLoss
-from bapo_megatron.buffer.packing import Share, minibatches
+from bapo_megatron.buffer.packing import Pass, Share
 from bapo_megatron.config.losses import LOSS_SECTIONS
 from bapo_megatron.config.schema_loss import ClipBoundConfig, RatioLoss
 from bapo_megatron.types import Batch, ClipBounds
@@ -282,14 +282,8 @@ def test_packing_keeps_every_proximal_log_prob_with_its_token(lengths, data_size
     )
     seen = []
     for data_rank in range(data_size):
-        for minibatch in minibatches(
-            batch,
-            num_minibatches=2,
-            num_epochs=1,
-            seed=seed,
-            max_tokens=max_tokens,
-            share=Share(data_rank, data_size),
-        ):
+        dealt = Pass(Share(data_rank, data_size), max_tokens, num_minibatches=2, seed=seed)
+        for minibatch in dealt.minibatches(batch):
             for mb in minibatch.micro_batches:
                 assert torch.equal(mb.batch_rows_R, mb.targets_R)
                 assert torch.equal(mb.proximal_logprobs_R, mb.behaviour_logprobs_R - 0.5)
