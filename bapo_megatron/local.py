@@ -1,7 +1,7 @@
 """Runs on one machine: start the engines and trainer ranks, and stop them at the end.
 
 bapo train -> run() -> engine processes (if the run starts any), under a supervisor
-                    -> one process for each trainer rank: worker.py
+                    -> one process for each trainer rank: worker.py; all of them again after a failure (restarts.py)
 
 The first Ctrl-C, SIGTERM or SIGHUP asks the ranks to save and stop at the end of their step, the second ends them
 without waiting. Nothing here listens on any address but loopback.
@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -31,6 +32,7 @@ from bapo_megatron.engines.start import started_engines
 from bapo_megatron.engines.supervisor import StartedEngines
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.console import Screen, header, shown_path
+from bapo_megatron.monitor.restarts import Restart, how_often, next_restart, start_again
 from bapo_megatron.monitor.rundir import RunDir, with_pinned_models
 from bapo_megatron.monitor.stall import hanging_ranks
 from bapo_megatron.monitor.summary import duration
@@ -177,7 +179,7 @@ def _train_and_report(config: Config, stop: _Stop, began_s: float) -> int:
             count = num_ranks(config)
             share = EngineShare(config.rollout.num_servers, first_gpu=count, num_ranks=count)
             with started_engines(config, model_path, run_dir.log_dir, share, key := new_key()) as engines:
-                code = _train(config, run_dir, engines, key, stop, screen)
+                code = _train_through_failures(config, run_dir, engines, key, stop, screen)
             if code in (0, STOPPED) and config.monitor.report:
                 from bapo_megatron.report.page import write_report  # with matplotlib
 
@@ -204,15 +206,62 @@ def _resume_command(run_dir: RunDir) -> str:
     return shlex.join(["bapo", "train", shown_path(run_dir.config_path)])
 
 
-def _train(config: Config, run_dir: RunDir, engines: StartedEngines, key: str, stop: _Stop, screen: Screen) -> int:
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """An attempt that failed in a way that another start of the ranks may mend."""
+
+    lines: list[str]  # for the user
+    errors: list[str]  # of ranks that failed as well
+    code: int
+    at_s: float  # Unix time at which it was noticed
+
+
+def _train_through_failures(
+    config: Config, run_dir: RunDir, engines: StartedEngines, key: str, stop: _Stop, screen: Screen
+) -> int:
+    """Start the ranks, and again after each failure that `next_restart` allows; return the last exit code.
+
+    Engines keep running. Raises EngineError if one does not start, and UserError for errors of the ranks.
+    """
+    while isinstance(outcome := _train(config, run_dir, engines, key, stop, screen), _Failure):
+        if config.run.max_restarts and run_dir.num_steps_saved() >= config.train.num_steps:
+            screen.note("\n".join([*outcome.lines, "all steps are done and saved"]), "yellow")
+            run_dir.mark("finished")
+            return 0
+        reason: Restart | str = "the run was asked to stop"
+        if not run_dir.stop_file.exists():
+            reason = next_restart(run_dir, "; ".join(outcome.lines), outcome.at_s, config.run.max_restarts)
+        if isinstance(reason, str):
+            return _give_up(run_dir, outcome, [reason] if config.run.max_restarts else [])
+        start_again(run_dir, reason)
+        what = f"restart {reason.number} of {config.run.max_restarts} in {reason.delay_s:g} s"
+        screen.note("\n".join([*outcome.lines, f"{what}, logs: {shown_path(run_dir.log_dir)}"]), "yellow")
+        time.sleep(reason.delay_s)
+    return outcome
+
+
+def _give_up(run_dir: RunDir, failure: _Failure, reasons: list[str]) -> int:
+    """Tell why the run ends, and return its exit code. Raises UserError if a rank has left an error."""
+    lines = [*(failure.errors or failure.lines), *reasons, *how_often(run_dir)]
+    if failure.errors:
+        raise UserError("\n".join(lines))
+    for line in lines:
+        print(f"bapo: {line}", file=sys.stderr)
+    return failure.code
+
+
+def _train(
+    config: Config, run_dir: RunDir, engines: StartedEngines, key: str, stop: _Stop, screen: Screen
+) -> int | _Failure:
     """Run worker.py on every rank until all have ended or one has failed, for which the others would wait forever.
 
-    The ranks import their modules while the engines start. Raises EngineError if an engine does not.
+    The ranks import their modules while the engines start. Raises EngineError if an engine does not, and UserError for
+    an error that a rank leaves.
     """
     codes: list[int | None] = []
     are_engines_healthy = False
     try:
-        with _ranks(config, run_dir, engines.urls, key) as ranks:
+        with _ranks(config, run_dir, engines.urls_left(), key) as ranks:
             while True:
                 stop.tell(screen)
                 are_engines_healthy = are_engines_healthy or engines.are_healthy()
@@ -221,25 +270,24 @@ def _train(config: Config, run_dir: RunDir, engines: StartedEngines, key: str, s
                 if failed or None not in codes:
                     break
                 time.sleep(_POLL_S)
+            at_s = time.time()
     finally:
         if codes[:1] not in ([0], [STOPPED]):
             screen.restore()
     if not failed:
         return STOPPED if STOPPED in codes else 0
-    run_dir.mark("failed")
-    messages = [text for path in sorted(run_dir.log_dir.glob("error-*.txt")) if (text := path.read_text())]
-    if messages:  # the cause of the lost connections that follow
-        raise UserError("\n".join(dict.fromkeys(messages)))
-    if 2 in failed.values():
-        return 2  # that rank could not write its error file and has printed the error
+    run_dir.mark("failed")  # from now on a signal ends the run at once
+    errors = [text for path in sorted(run_dir.log_dir.glob("error-*.txt")) if (text := path.read_text())]
+    errors = list(dict.fromkeys(errors))  # the cause of the lost connections that follow
     rank, code = min(failed.items(), key=lambda item: item[1] > 0)  # a signal is a cause, an exit often its effect
-    print(
-        f"bapo: trainer rank {rank} ended with exit code {code}; its log: {run_dir.log_path('trainer', rank)}",
-        file=sys.stderr,
-    )
+    if code > 0 and (errors or 2 in failed.values()):
+        if errors:
+            raise UserError("\n".join([*errors, *how_often(run_dir)]))
+        return 2  # that rank could not write its error file and has printed the error
+    lines = [f"trainer rank {rank} ended with exit code {code}; its log: {run_dir.log_path('trainer', rank)}"]
     if hanging := hanging_ranks(run_dir.log_dir, len(codes), config.parallel.timeout_s):
-        print(f"bapo: it had waited for {hanging}; see {run_dir.log_dir}/stall-<rank>.txt", file=sys.stderr)
-    return max(code, 1)
+        lines.append(f"it had waited for {hanging}; see {run_dir.log_dir}/stall-<rank>.txt")
+    return _Failure(lines, errors, 2 if 2 in failed.values() else max(code, 1), at_s)
 
 
 @contextlib.contextmanager
@@ -286,6 +334,7 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
         for rank in running:
             if rank.poll() is None:  # not reaped yet, so the pid is still its own
                 os.killpg(rank.pid, number)
+                os.killpg(rank.pid, signal.SIGCONT)  # one that was stopped would not end before
         for rank in running:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 rank.wait(None if number == signal.SIGKILL else max(0.0, deadline - time.monotonic()))

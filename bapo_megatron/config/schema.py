@@ -42,6 +42,10 @@ class RunConfig(Section):
     """Seeds prompt order, sampling, mini-batch order. On a CPU, with embedded engines and neither overlap nor
     abort_tail, the same seed, layout and threads give the same run bit for bit, interrupted or not; else see
     docs/architecture.md, Resuming."""
+    max_restarts: Whole = 0
+    """bapo train: restarts of the trainer ranks, from the newest checkpoint, after one has died or hangs
+    (parallel.timeout_s); engines keep running. Begun after growing delays, counted anew once an attempt has saved three
+    steps; none after two attempts in a row that complete no step, or an error that a user has to mend."""
 
 
 class ModelConfig(Section):

@@ -99,6 +99,11 @@ class StartedEngines:
         self._num_healthy = 0
         self._began_s = time.monotonic()
 
+    def urls_left(self) -> list[str]:
+        """Return the URLs of the engines that are not given up; all of them if none is left."""
+        given_up = {engine.spec.url for engine in self._engines if engine.is_given_up}
+        return [url for url in self.urls if url not in given_up] or self.urls
+
     def are_healthy(self) -> bool:
         """Tell whether each has answered; from then on they are looked after.
 
@@ -144,6 +149,7 @@ class _Engine:
     run_ended: threading.Event
     process: subprocess.Popen[bytes] = field(init=False)
     problem: str | None = field(default=None, init=False)  # noticed, and not over until it answers again
+    is_given_up: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.name = self.spec.log.stem
@@ -168,6 +174,7 @@ class _Engine:
             except OSError as problem:  # no memory or no process left: the next attempt may find some
                 self.tell(f"{self} could not be started: {problem}")
         if self._wait_for_a_problem():
+            self.is_given_up = True
             self.tell(f"{self} {self.problem} (its log: {self.log}); no restart is left, the run goes on without it")
 
     def _wait_for_a_problem(self) -> bool:

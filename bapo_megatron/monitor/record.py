@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -18,9 +19,10 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.metrics import reduce_updates
 from bapo_megatron.monitor.console import Console, shown_path
+from bapo_megatron.monitor.restarts import num_restarts, restart_of
 from bapo_megatron.monitor.rundir import RunDir, read_metrics
 from bapo_megatron.monitor.sinks import BackgroundSink, open_sinks
-from bapo_megatron.monitor.summary import percent, reward_metric
+from bapo_megatron.monitor.summary import duration, percent, reward_metric
 from bapo_megatron.preflight.known import device_peak_flops
 from bapo_megatron.rollout.recorded import write_groups
 from bapo_megatron.rollout.shared import Rollouts
@@ -73,6 +75,8 @@ class Recorder:
         self._run_dir = run_dir
         self._console = console
         self._rollouts: Rollouts | None = None  # from `begin` on
+        self._num_restarts = num_restarts(run_dir.path)
+        self._restart = restart_of(run_dir)  # until a step is done
         self._knows_step_time = False
         self._sinks: list[BackgroundSink] = []
         self._stragglers = StragglerAlarm(config.monitor.straggler_ratio)
@@ -104,7 +108,7 @@ class Recorder:
             run, num_steps = shown_path(self._run_dir.path), self._config.train.num_steps
             self._console.note(f"resuming {run} after step {first_step} of {num_steps}")
         self._peak_flops = device_peak_flops(self._config.model.dtype)
-        self._run_dir.mark("training")
+        self._run_dir.mark_training(first_step)
 
     def keep_samples(self, step: int, groups: Sequence[Group]) -> None:
         """Save the first responses of a step's batch for reading; with rollout.record, all of them for training."""
@@ -117,7 +121,10 @@ class Recorder:
 
     def record(self, step: int, version: int, *parts: Mapping[str, float]) -> None:
         """Write and show step number `step`, counted from 1; `parts` are its metrics."""
-        metrics: dict[str, float] = {"step": step, "version": version}
+        metrics: dict[str, float] = {"step": step, "version": version, "run/restarts": self._num_restarts}
+        restart, self._restart = self._restart, None
+        if restart:
+            metrics["run/recovery_s"] = max(0.0, time.time() - restart.failed_at_s)
         for part in parts:
             metrics.update(part)
         if "train/tokens" in metrics:
@@ -141,6 +148,8 @@ class Recorder:
             num_responses = metrics["rollout/num_samples" if name == "reward/mean" else "reward/judged"]
             self._console.note(f"untrained pass rate {metrics[name]:.2f} ({num_responses:.0f} responses)")
         self._console.step(metrics)
+        if restart:
+            self._console.note(f"recovered {duration(metrics['run/recovery_s'])} after the failure")
         if warning := self._stragglers.observe(metrics):
             self._console.warn(warning)
         self._warn_of_the_judge(step, metrics.get("reward/failed_share", 0.0))

@@ -6,6 +6,8 @@
         run-id.txt                                               random: whose checkpoints these are
         logs/attempt-N/                                          logs of one attempt, with its own copy of the above
             state.txt                                            its `State`
+            first-step.txt                                       finished steps before it, once it trains
+            restart.json                                         why the run began it by itself (restarts.py)
             judge.txt                                            first failure of a judge that fails often
 
 Running the same name again starts the next attempt of the same run.
@@ -50,6 +52,7 @@ logger = logging.getLogger(__name__)
 # Settings that may change on resuming a run: they affect its length, speed or output, not its results.
 RESUMABLE_SETTINGS = (
     "run.dir",
+    "run.max_restarts",
     "cluster.*",
     "slurm.*",
     "checkpoint.*",
@@ -142,17 +145,26 @@ class RunDir:
             run = cls._next(path, config_text, lock)
             if run.is_finished:
                 return run
-            with explaining_os_errors(path):
-                run.log_dir.mkdir(parents=True)
-                run.checkpoints_dir.mkdir(exist_ok=True)
-            run._record_facts(config_text)
-            if run.run_id is None:
-                write_atomically(path / _RUN_ID, f"{secrets.token_hex(8)}\n")
-            run.mark("starting")
+            run._begin(config_text)
         except BaseException:
             lock.close()
             raise
         return run
+
+    def begin_next(self) -> None:
+        """Begin the next attempt with the same settings, under the same lock. Raises UserError if the disk is full."""
+        config_text = self.config_path.read_text(encoding="utf-8")
+        self.attempt += 1
+        self._begin(config_text)
+
+    def _begin(self, config_text: str) -> None:
+        with explaining_os_errors(self.path):
+            self.log_dir.mkdir(parents=True)
+            self.checkpoints_dir.mkdir(exist_ok=True)
+        self._record_facts(config_text)
+        if self.run_id is None:
+            write_atomically(self.path / _RUN_ID, f"{secrets.token_hex(8)}\n")
+        self.mark("starting")
 
     @classmethod
     def preview(cls, config: Config) -> RunDir:
@@ -233,8 +245,24 @@ class RunDir:
 
     def mark(self, state: State) -> None:
         """Record the state of this attempt as far as the disk allows: it decides nothing that is trained."""
+        self._note("state.txt", state)
+
+    def mark_training(self, first_step: int) -> None:
+        """Record that this attempt trains after so many finished steps, at which metrics.jsonl ends now."""
+        self._note("first-step.txt", first_step)
+        self.mark("training")
+
+    @property
+    def first_step(self) -> int | None:
+        """Finished steps that this attempt continues after; None before it trains."""
+        try:
+            return int((self.log_dir / "first-step.txt").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+
+    def _note(self, name: str, value: object) -> None:
         with contextlib.suppress(UserError):
-            write_atomically(self.log_dir / "state.txt", f"{state}\n")
+            write_atomically(self.log_dir / name, f"{value}\n")
 
     def num_steps_saved(self) -> int:
         """Return the steps behind the checkpoint that a resume begins with, or 0."""

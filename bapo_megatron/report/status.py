@@ -64,6 +64,7 @@ _WATCHED = (
     _Watched("optimizer/grad_alarms", "gradient spikes", is_running_total=False),
     _Watched("optimizer/skipped", "skipped updates", is_running_total=True),
     _Watched("rollout/num_fenced", "engines fenced off", is_running_total=True),
+    _Watched("run/restarts", "restarts of the trainer ranks", is_running_total=True),
 )
 
 

@@ -1,4 +1,4 @@
-"""A launcher whose trainer ranks train nothing: `python -m tests.unit.launched FOLDER KIND`.
+"""A launcher whose trainer ranks train nothing: `python -m tests.unit.launched FOLDER KIND [KEY=VALUE ...]`.
 
 A rank says on standard output where it is, so that a test can send a signal at that moment. KIND:
 
@@ -7,8 +7,17 @@ A rank says on standard output where it is, so that a test can send a signal at 
     starting    never begins to train
     loading     there is no rank yet: the configuration is being loaded
     done        trains to its end once its standard output has no reader
+    dying       is killed before it trains, at every start
+    faltering   saves one step and is killed, at every start, until all steps are done
+    lost        is killed after the last step is saved
+    refusing    leaves an error for the user
+    halting     is killed as it trains, and when started again never begins to
+    doomed      trains until it is asked to stop, and is killed
 """
 
+import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -34,7 +43,7 @@ SETTINGS = (
 )
 
 
-def launch(folder: Path, kind: str) -> int:
+def launch(folder: Path, kind: str, settings: list[str]) -> int:
     start = subprocess.Popen
 
     def start_rank(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
@@ -43,18 +52,32 @@ def launch(folder: Path, kind: str) -> int:
 
     names = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
     local.subprocess = SimpleNamespace(Popen=start_rank, **names)  # type: ignore[assignment]
-    config = load_config(["demo"], [f"run.dir={folder}", *SETTINGS])
+    config = load_config(["demo"], [f"run.dir={folder}", *SETTINGS, *settings])
     return local._run(wait_to_be_killed, lambda _: config, 0.0) if kind == "loading" else local.run(config)
 
 
 def be_rank(run_dir: RunDir, kind: str) -> int:
     terminal = redirect_output(run_dir.log_path("trainer", 0))
     console = Console("auto", 4, stream=terminal)
-    if kind == "starting":
+    if kind == "starting" or (kind == "halting" and run_dir.attempt > 1):
         console.note("not training yet")
         wait_to_be_killed()
-    run_dir.mark("training")
+    if kind == "dying":
+        be_killed()
+    if kind == "refusing":
+        (run_dir.log_dir / "error-0.txt").write_text("no such judge")
+        return 2
+    run_dir.mark_training(num_saved := run_dir.num_steps_saved())
     console.note("training")
+    if kind in ("faltering", "lost"):
+        step = 4 if kind == "lost" else num_saved + 1
+        with run_dir.metrics_path.open("a") as metrics:
+            metrics.write(json.dumps({"step": step}) + "\n")
+        save(run_dir, step)
+        if kind == "lost" or step < 4:
+            be_killed()
+        run_dir.mark("finished")
+        return 0
     if kind == "done":
         while not terminal.problem:  # type: ignore[attr-defined]
             console.step({"step": 1.0})
@@ -62,10 +85,12 @@ def be_rank(run_dir: RunDir, kind: str) -> int:
         save(run_dir, 4)
         run_dir.mark("finished")
         return 0
-    while not run_dir.stop_file.exists():
+    while kind != "halting" and not run_dir.stop_file.exists():
         time.sleep(_POLL_S)
     if kind == "stuck":
         wait_to_be_killed()
+    if kind in ("doomed", "halting"):
+        be_killed()
     console.step({"step": 3.0})
     save(run_dir, 3)
     run_dir.mark("interrupted")
@@ -79,6 +104,11 @@ def save(run_dir: RunDir, step: int) -> None:
     (run_dir.checkpoints_dir / "latest").write_text(name)
 
 
+def be_killed() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("nobody survives this")
+
+
 def wait_to_be_killed() -> NoReturn:
     print("waiting", flush=True)
     while True:
@@ -87,4 +117,5 @@ def wait_to_be_killed() -> NoReturn:
 
 if __name__ == "__main__":
     path, kind = Path(sys.argv[1]), sys.argv[2]
-    sys.exit(be_rank(RunDir.attach(path), kind) if len(sys.argv) > 3 else launch(path, kind))
+    rest = sys.argv[3:]
+    sys.exit(be_rank(RunDir.attach(path), kind) if rest == ["rank"] else launch(path, kind, rest))

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,13 +28,13 @@ SIGNALS = {130: signal.SIGINT, 143: signal.SIGTERM, 129: signal.SIGHUP}
 class Launched:
     """A launcher with one rank of a kind, see launched.py."""
 
-    def __init__(self, folder: Path, kind: str, ignored: str = "") -> None:
+    def __init__(self, folder: Path, kind: str, ignored: str = "", settings: Sequence[str] = ()) -> None:
         self.folder = folder
         self.text = ""
         trap = f"trap '' {ignored}; " if ignored else ""
-        command = f'{trap}exec "$0" -m tests.unit.launched "$1" "$2"'
+        command = f'{trap}exec "$0" -m tests.unit.launched "$@"'
         self.process = subprocess.Popen(
-            ["bash", "-c", command, sys.executable, str(folder), kind],
+            ["bash", "-c", command, sys.executable, str(folder), kind, *settings],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -70,9 +70,9 @@ class Launched:
 
 
 @contextmanager
-def launched(folder: Path, kind: str, ignored: str = "") -> Iterator[Launched]:
+def launched(folder: Path, kind: str, ignored: str = "", settings: Sequence[str] = ()) -> Iterator[Launched]:
     """End it after a hang: whoever reads it meets the end of its output."""
-    run = Launched(folder, kind, ignored)
+    run = Launched(folder, kind, ignored, settings)
     watchdog = threading.Timer(HANG_S, run.process.kill)
     watchdog.start()
     try:

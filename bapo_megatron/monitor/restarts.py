@@ -1,0 +1,100 @@
+"""Restarts of the trainer ranks within a run: whether one is allowed, and what it leaves in the attempt's folder.
+
+an attempt fails --> next_restart() --a Restart--> start_again(): logs/attempt-N/restart.json, then the ranks
+                                   \\--a reason--> the run ends
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bapo_megatron.errors import plural
+from bapo_megatron.monitor.rundir import RunDir, read_metrics
+from bapo_megatron.runtime.files import write_atomically
+
+_FILE = "restart.json"
+_MAX_IN_VAIN = 2
+_GOOD_STEPS = 3
+_FIRST_DELAY_S = 1.0
+_MAX_DELAY_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """The reason why a run has begun an attempt by itself."""
+
+    problem: str  # how the attempt before ended
+    failed_at_s: float  # Unix time at which that was noticed
+    number: int  # from 1, of those that run.max_restarts allows
+    num_in_vain: int  # attempts in a row, up to the one that failed, that completed no step
+
+    @property
+    def delay_s(self) -> float:
+        """Seconds to wait before the ranks start: 1, 2, 4, ..., 30."""
+        return float(min(_FIRST_DELAY_S * 2 ** min(self.number - 1, 10), _MAX_DELAY_S))
+
+
+def next_restart(run_dir: RunDir, problem: str, failed_at_s: float, max_restarts: int) -> Restart | str:
+    """Return the restart after the failure of this attempt, or why there is none.
+
+    The count begins anew after an attempt that saved three steps or more, so that no run restarts for ever.
+
+    Args:
+        problem: how the attempt ended.
+        failed_at_s: Unix time at which that was noticed.
+        max_restarts: see run.max_restarts.
+    """
+    before = restart_of(run_dir)
+    num_completed, num_saved = _progress(run_dir)
+    num_in_vain = 0 if num_completed else 1 + (before.num_in_vain if before else 0)
+    number = 1 if before is None or num_saved >= _GOOD_STEPS else before.number + 1
+    if num_in_vain >= _MAX_IN_VAIN:
+        return f"{_MAX_IN_VAIN} attempts in a row completed no step"
+    if number > max_restarts:
+        return f"no restart is left (run.max_restarts={max_restarts})"
+    return Restart(problem, failed_at_s, number, num_in_vain)
+
+
+def start_again(run_dir: RunDir, restart: Restart) -> None:
+    """Begin the next attempt of a run, under the same lock. Raises UserError if the disk is full."""
+    run_dir.begin_next()
+    write_atomically(run_dir.log_dir / _FILE, json.dumps(asdict(restart)) + "\n")
+
+
+def restart_of(run_dir: RunDir) -> Restart | None:
+    """Return the reason of this attempt; None for one that a command began, or whose file is damaged."""
+    try:
+        return Restart(**json.loads((run_dir.log_dir / _FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def num_restarts(run_path: Path) -> int:
+    """Return how often a run has restarted its ranks, over all commands."""
+    return len(list(run_path.glob(f"logs/attempt-*/{_FILE}")))
+
+
+def earlier_failures(run_dir: RunDir) -> Iterator[str]:
+    """Yield a line for each attempt of this command before this one, the first one first."""
+    if restart := restart_of(run_dir):
+        before = RunDir(run_dir.path, run_dir.attempt - 1)
+        yield from earlier_failures(before)
+        yield f"attempt {before.attempt}: {restart.problem}"
+
+
+def how_often(run_dir: RunDir) -> list[str]:
+    """Return lines that say how often the ranks were started by this command, and why; none after one start."""
+    failures = list(earlier_failures(run_dir))
+    return [f"the ranks were restarted {plural(len(failures), 'time')}:", *failures] if failures else []
+
+
+def _progress(run_dir: RunDir) -> tuple[int, int]:
+    """Return the steps that this attempt has completed, and those that it has saved."""
+    if (first_step := run_dir.first_step) is None:
+        return 0, 0
+    rows = read_metrics(run_dir.metrics_path)
+    last_step = int(rows[-1]["step"]) if rows else 0
+    return max(0, last_step - first_step), run_dir.num_steps_saved() - first_step

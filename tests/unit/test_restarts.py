@@ -1,0 +1,169 @@
+"""Restarts of the trainer ranks: when the run starts them again, when it gives up, and what it says."""
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bapo_megatron.monitor.restarts import next_restart, num_restarts, restart_of
+from bapo_megatron.monitor.rundir import RunDir
+from tests.unit.launched import save
+from tests.unit.test_stopping import Launched, launched
+
+SLOW = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt that failed: the steps that it completed, and how many of them it saved."""
+
+    num_completed: int
+    num_saved: int
+    has_trained: bool = True
+
+
+@st.composite
+def attempts(draw: st.DrawFn) -> Attempt:
+    if draw(st.booleans()):
+        return Attempt(0, 0, has_trained=draw(st.booleans()))
+    num_completed = draw(st.integers(1, 6))
+    return Attempt(num_completed, draw(st.integers(0, num_completed)))
+
+
+def fail(run_dir: RunDir, attempt: Attempt) -> None:
+    """Leave what an attempt leaves; one that has not trained leaves the metrics of the one before."""
+    first_step = run_dir.num_steps_saved()
+    if attempt.has_trained:
+        run_dir.mark_training(first_step)
+        rows = [json.dumps({"step": step + 1}) + "\n" for step in range(first_step + attempt.num_completed)]
+        run_dir.metrics_path.write_text("".join(rows))
+    if attempt.num_saved:
+        save(run_dir, first_step + attempt.num_saved)
+
+
+def expected(failed: list[Attempt], max_restarts: int) -> int | str:
+    """The number of the next restart, or a word of the reason why there is none."""
+    if len(failed) > 1 and failed[-1].num_completed == failed[-2].num_completed == 0:
+        return "completed no step"
+    good = [index for index, attempt in enumerate(failed) if attempt.num_saved >= 3]
+    number = len(failed) - (good[-1] if good and good[-1] > 0 else 0)
+    return number if number <= max_restarts else "no restart is left"
+
+
+@given(history=st.lists(attempts(), min_size=1, max_size=8), max_restarts=st.integers(0, 4))
+def test_restarts_end_after_two_attempts_in_vain_or_too_many_without_progress(
+    history: list[Attempt], max_restarts: int
+) -> None:
+    with TemporaryDirectory() as folder:
+        run_dir = RunDir(Path(folder), 1)
+        run_dir.checkpoints_dir.mkdir()
+        run_dir.log_dir.mkdir(parents=True)
+        for number, attempt in enumerate(history, start=1):
+            fail(run_dir, attempt)
+            found = next_restart(run_dir, "it died", 12.5, max_restarts)
+            wanted = expected(history[:number], max_restarts)
+            if isinstance(found, str):
+                assert isinstance(wanted, str)
+                assert wanted in found
+                return
+            assert (found.number, found.problem, found.failed_at_s) == (wanted, "it died", 12.5)
+            assert found.delay_s == min(2.0 ** (found.number - 1), 30.0)
+            run_dir = RunDir(Path(folder), number + 1)
+            run_dir.log_dir.mkdir()
+            (run_dir.log_dir / "restart.json").write_text(json.dumps(asdict(found)))
+            assert restart_of(run_dir) == found
+            assert num_restarts(Path(folder)) == number
+
+
+def ran(folder: Path, kind: str, max_restarts: int) -> Launched:
+    """A launcher whose ranks are of a kind, see launched.py, once it has ended."""
+    with launched(folder, kind, settings=(f"run.max_restarts={max_restarts}",)) as run:
+        run.end()
+    return run
+
+
+def num_attempts(folder: Path) -> int:
+    return len(list(folder.glob("run/logs/attempt-*")))
+
+
+@SLOW
+def test_a_rank_that_dies_at_every_start_is_given_up_after_two(tmp_path: Path) -> None:
+    run = ran(tmp_path, "dying", 5)
+    assert run.process.returncode == 1
+    assert num_attempts(tmp_path) == 2
+    assert run.run_dir.state == "failed"
+    assert "Traceback" not in run.stderr
+    first, *told = run.stderr.splitlines()
+    log = tmp_path / "run" / "logs" / "attempt-{}" / "trainer-0.log"
+    ended = "trainer rank 0 ended with exit code -9; its log: {}"
+    assert first == f"bapo: {ended.format(str(log).format(2))}"
+    assert told == [
+        "bapo: 2 attempts in a row completed no step",
+        "bapo: the ranks were restarted 1 time:",
+        f"bapo: attempt 1: {ended.format(str(log).format(1))}",
+    ]
+    assert "restart 1 of 5 in 1 s, logs: " in run.text
+
+
+@SLOW
+def test_attempts_that_get_on_are_restarted_until_all_steps_are_done(tmp_path: Path) -> None:
+    run = ran(tmp_path, "faltering", 3)
+    assert run.process.returncode == 0, run.stderr
+    assert num_attempts(tmp_path) == 4
+    assert re.findall(r"restart (\d) of 3 in (\d) s", run.text) == [("1", "1"), ("2", "2"), ("3", "4")]
+    assert [RunDir(tmp_path / "run", n).state for n in (1, 2, 3, 4)] == ["failed", "failed", "failed", "finished"]
+
+
+@SLOW
+def test_restarts_run_out(tmp_path: Path) -> None:
+    run = ran(tmp_path, "faltering", 1)
+    assert run.process.returncode == 1
+    assert num_attempts(tmp_path) == 2
+    assert "bapo: no restart is left (run.max_restarts=1)" in run.stderr
+    again = ran(tmp_path, "faltering", 1)
+    assert again.process.returncode == 0, "the same command has as many again"
+
+
+@SLOW
+def test_a_rank_that_dies_after_the_last_step_is_saved_has_finished_the_run(tmp_path: Path) -> None:
+    run = ran(tmp_path, "lost", 1)
+    assert run.process.returncode == 0
+    assert num_attempts(tmp_path) == 1
+    assert run.run_dir.state == "finished"
+    assert "all steps are done and saved" in run.text
+
+
+@SLOW
+def test_an_error_that_the_user_has_to_mend_restarts_nothing(tmp_path: Path) -> None:
+    run = ran(tmp_path, "refusing", 3)
+    assert run.process.returncode != 0
+    assert num_attempts(tmp_path) == 1
+    assert run.run_dir.state == "failed"
+    assert "no such judge" in run.stderr
+    assert "restart" not in run.text
+
+
+@SLOW
+def test_a_run_that_was_asked_to_stop_is_not_restarted(tmp_path: Path) -> None:
+    with launched(tmp_path, "doomed", settings=("run.max_restarts=3",)) as run:
+        run.read_until("training\n")
+        run.process.terminate()
+        assert run.end() == 1
+    assert num_attempts(tmp_path) == 1
+    assert "bapo: the run was asked to stop" in run.stderr
+
+
+@SLOW
+def test_a_signal_between_two_attempts_ends_the_run(tmp_path: Path) -> None:
+    with launched(tmp_path, "halting", settings=("run.max_restarts=3",)) as run:
+        run.read_until("restart 1 of 3 in 1 s")
+        run.process.terminate()
+        assert run.end() == 143
+    assert num_attempts(tmp_path) == 2
+    assert run.run_dir.state == "interrupted"
+    assert "resume" in run.text
