@@ -17,6 +17,7 @@ PLACEMENTS = {
 }
 FORMS = {
     "requeue": ("slurm.time_limit=01:00:00", "slurm.interface=lo"),
+    "restarts": ("run.max_restarts=3", "slurm.spare_nodes=1"),
     "chain": ("slurm.chain=3", "slurm.requeue=false"),
     "array": ('slurm.sweep=["optimizer.lr=1e-5", "optimizer.lr=1e-4 bapo.rho0=0.4"]',),
     "all-options": (

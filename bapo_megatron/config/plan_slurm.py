@@ -185,6 +185,12 @@ def _jobs(config: Config) -> Iterator[Violation]:
             "set slurm.chain=1: with slurm.requeue each task continues by itself",
         )
 
+    if config.slurm.spare_nodes and not config.run.max_restarts:
+        yield Violation(
+            ("slurm.spare_nodes", "run.max_restarts"),
+            f"slurm.spare_nodes={config.slurm.spare_nodes} would be idle: run.max_restarts=0 starts nothing again",
+            "set run.max_restarts=3, or slurm.spare_nodes=0",
+        )
     if config.checkpoint.interval_steps is None and (config.slurm.requeue or config.slurm.chain > 1):
         yield warning(
             ("checkpoint.interval_steps", "slurm.requeue", "slurm.chain"),

@@ -43,7 +43,7 @@ class RunConfig(Section):
     abort_tail, the same seed, layout and threads give the same run bit for bit, interrupted or not; else see
     docs/architecture.md, Resuming."""
     max_restarts: Whole = 0
-    """bapo train: restarts of the trainer ranks, from the newest checkpoint, after one has died or hangs
+    """Restarts of the trainer ranks, from the newest checkpoint, after one has died or hangs
     (parallel.timeout_s); engines keep running. Begun after growing delays, counted anew once an attempt has saved three
     steps; none after two attempts in a row that complete no step, or an error that a user has to mend."""
 
@@ -541,6 +541,8 @@ class SlurmConfig(Section):
     rollout_nodes: Whole | None = None
     """The last nodes, for engines alone. 0: each node has trainer ranks on its first GPUs and engines on the next.
     Unset: as many as SGLang's servers fill, else 0."""
+    spare_nodes: Whole = 0
+    """Nodes on top of cluster.nodes that wait for one of the trainer's to fail (run.max_restarts)."""
     time_limit: str | None = None
     """Longest time of one job, as D-HH:MM:SS or HH:MM:SS. Unset: the partition's default."""
     cpus_per_rank: Count | None = None

@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 _STATES_INTERVAL_S = 5.0
 _INFO_TIMEOUT_S = 60.0
+_DOWN_S = 30.0  # silence after which an engine that ran before is down
 _MEMBERS = ("url", *(name for name in vars(Engine) if not name.startswith("_")))
 _OF_TRANSPORT = tuple(name for name in vars(WeightTransport) if not name.startswith("_"))
 
@@ -93,14 +94,17 @@ class ConnectedEngines:
         vocab_size: int,
         key: str | None,
         streams: Sequence[TokenStream] = (),
+        *,
+        may_have_failed: bool = False,
     ) -> ConnectedEngines:
         """Return the engines at these urls, which ask for this key, once all are healthy.
 
         Args:
             streams: of the model, that the engines are to return.
+            may_have_failed: whether they have run for a while; then some may be down, and are fenced off.
 
         Raises:
-            EngineError: an engine refuses the key, or is not healthy within rollout.startup_timeout_s.
+            EngineError: an engine refuses the key, or is not healthy within rollout.startup_timeout_s; none is left.
             UserError: the engine's kind names a client that does not fit, or an engine lacks a stream.
         """
         timeout_s = config.startup_limit_s
@@ -118,8 +122,10 @@ class ConnectedEngines:
                 raise ENGINE_CLIENT.error(path, problem)
         engines = cls(clients, LoopThread())
         try:
-            for num_ready, client in enumerate(clients):
-                HEARTBEAT.beat(TRAINER, f"engines ready: {num_ready}/{len(clients)}")
+            if may_have_failed:
+                engines.loop.run(engines._fence_those_down(timeout_s), 2 * timeout_s + 10, "an engine to be healthy")
+            for num_ready, client in enumerate(live := engines.pool.live()):
+                HEARTBEAT.beat(TRAINER, f"engines ready: {num_ready}/{len(live)}")
                 engines.loop.run(wait_healthy(client, timeout_s), 2 * timeout_s + 10, f"{client.url} to be healthy")
                 engines._check_streams(client, streams)
         except BaseException:
@@ -139,6 +145,28 @@ class ConnectedEngines:
         for client in self._clients:
             self.loop.run(client.close(), 10.0, f"{client.url} to close")
         self.loop.close()
+
+    async def _fence_those_down(self, timeout_s: float) -> None:
+        """Fence the engines that stay silent for a while; one that answers later comes back with the next push.
+
+        Raises:
+            EngineError: none answers within `timeout_s`, or one refuses the key.
+        """
+        tasks = {asyncio.ensure_future(wait_healthy(client, timeout_s)): client for client in self._clients}
+        done, silent = await asyncio.wait(tasks, timeout=_DOWN_S)
+        while silent and all(task.exception() for task in done):
+            newly_done, silent = await asyncio.wait(silent, return_when=asyncio.FIRST_COMPLETED)
+            done |= newly_done
+        for task in silent:
+            task.cancel()
+            self.pool.fence(tasks[task], f"it has not answered for {_DOWN_S:g} s")
+        for task in done:
+            if problem := task.exception():
+                if not isinstance(problem, EngineError) or isinstance(problem, KeyRefusedError):
+                    raise problem
+                self.pool.fence(tasks[task], str(problem))
+        if not self.pool.live():
+            raise EngineError(f"no rollout engine is left: {self.pool.describe()}")
 
     def _check_streams(self, client: Engine, streams: Sequence[TokenStream]) -> None:
         """Raise UserError if an engine lacks a stream without which a token cannot be trained."""

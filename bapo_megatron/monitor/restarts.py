@@ -61,6 +61,11 @@ def next_restart(run_dir: RunDir, problem: str, failed_at_s: float, max_restarts
 def start_again(run_dir: RunDir, restart: Restart) -> None:
     """Begin the next attempt of a run, under the same lock. Raises UserError if the disk is full."""
     run_dir.begin_next()
+    note_restart(run_dir, restart)
+
+
+def note_restart(run_dir: RunDir, restart: Restart) -> None:
+    """Record the reason of this attempt. Raises UserError if the disk is full."""
     write_atomically(run_dir.log_dir / _FILE, json.dumps(asdict(restart)) + "\n")
 
 

@@ -117,10 +117,13 @@ class RunDir:
         self._lock = lock
 
     @classmethod
-    def open(cls, config: Config) -> RunDir:
+    def open(cls, config: Config, *, patience_s: float = 0.0) -> RunDir:
         """Lock runs/<name>/ for this process, check that it may be resumed, and record the new attempt.
 
         A finished run is left unchanged.
+
+        Args:
+            patience_s: longest wait for another process to give up the run, as on a node that has just failed.
 
         Raises:
             UserError: another process holds the run.
@@ -129,10 +132,10 @@ class RunDir:
         """
         from bapo_megatron.config.load import dump_config
 
-        return cls.open_path(Path(config.run.dir) / config.run.name, dump_config(config))
+        return cls.open_path(Path(config.run.dir) / config.run.name, dump_config(config), patience_s)
 
     @classmethod
-    def open_path(cls, path: Path, config_text: str) -> RunDir:
+    def open_path(cls, path: Path, config_text: str, patience_s: float = 0.0) -> RunDir:
         """Open a folder as `open` does, for a configuration as TOML text."""
         path = path.absolute()
         try:
@@ -140,7 +143,7 @@ class RunDir:
         except OSError as error:
             raise UserError(f"cannot create the run directory {path}: {error.strerror}; set run.dir") from error
         with explaining_os_errors(path):
-            lock = _take_lock(path)
+            lock = _take_lock(path, patience_s)
         try:
             run = cls._next(path, config_text, lock)
             if run.is_finished:
@@ -429,10 +432,10 @@ def with_pinned_models(config: Config) -> Config:
 _READER_S = 0.3  # longer than `is_in_use` holds the lock
 
 
-def _take_lock(path: Path) -> TextIO:
+def _take_lock(path: Path, patience_s: float) -> TextIO:
     """Take an exclusive lock, which the system releases when this process ends for any reason."""
     lock = (path / ".lock").open("a+", encoding="utf-8")
-    deadline = time.monotonic() + _READER_S
+    deadline = time.monotonic() + max(patience_s, _READER_S)
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -171,8 +171,13 @@ class RolloutManager:
         }
 
 
-def connect_rollouts(config: Config, model_path: Path, urls: Sequence[str]) -> RolloutManager:
+def connect_rollouts(
+    config: Config, model_path: Path, urls: Sequence[str], *, may_have_failed: bool = False
+) -> RolloutManager:
     """Build the rollouts of a run with the tokenizer and vocabulary of `model_path`, once every engine is healthy.
+
+    Args:
+        may_have_failed: whether engines may be down, see ConnectedEngines.connect.
 
     Raises:
         UserError: the prompts, the judge or an engine are not fit; names which.
@@ -187,7 +192,7 @@ def connect_rollouts(config: Config, model_path: Path, urls: Sequence[str]) -> R
     driver = JudgeOnce(judge, 2 * config.reward.timeout_s * config.rollout.samples_per_prompt)
     streams = token_streams(config.model.family, model_path)
     vocab_size = load_hf_config(model_path)["vocab_size"]
-    engines = ConnectedEngines.connect(config.rollout, urls, vocab_size, key, streams)
+    engines = ConnectedEngines.connect(config.rollout, urls, vocab_size, key, streams, may_have_failed=may_have_failed)
     scheduler = Scheduler(
         config.rollout,
         pool=engines.pool,

@@ -6,14 +6,17 @@
 srun numbers the processes (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS); they share the rest through small files in a
 folder that all nodes share:
 
-    run.json          by trainer rank 0: the run directory and the ranks' rendezvous, or that the run is finished
+    run.json          by trainer rank 0: the run directory, for the engine nodes
+    run-<n>.json      by trainer rank 0: the ranks' rendezvous in attempt n of this job, or that nothing is left to do
     engines-<i>.json  by engine node i: the URLs of its healthy engines; when all are there, training begins
-    key               by trainer rank 0: the key of the engines, for this user's eyes only, until all are healthy
-    end.json          by trainer rank 0: the run has ended or stopped, and engine nodes end their engines
+    key               by trainer rank 0: the key of the engines, for this user's eyes only, while ranks may need it
     stop              by the batch script or the user: save and stop at the end of the current step (runtime/ranks.py)
     stopped           by trainer rank 0: the run was saved and stopped
+    end               by the batch script: the trainer has ended, and engine nodes end their engines
+    over              by any process: the ranks must not start again (run.max_restarts)
 
-Each file appears whole or not at all. A key `error` in it says why its writer failed.
+Each file appears whole or not at all. A key `error` in it says why its writer failed. The ranks of every attempt use
+the same engines.
 """
 
 import argparse
@@ -27,6 +30,7 @@ import struct
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +43,34 @@ from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_vari
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.console import Screen, header
+from bapo_megatron.monitor.restarts import Restart, how_often, next_restart, note_restart
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.runtime.files import explaining_os_errors, write_atomically
 from bapo_megatron.worker import STOPPED, run_rank
 
-RUN, END = "run", "end"
+RUN = "run"
 _SETTING = "slurm.startup_timeout_s"
 _POLL_S = 0.2
 _END_POLL_S = 1.0
 _SIOCGIFADDR = 0x8915  # Linux: address of an interface
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One start of the trainer's step, as the batch script describes it."""
+
+    number: int = 1
+    failed_at_s: float = 0.0  # Unix time at which the start before ended; 0 for the first one, like the next
+    exit_code: int = 0  # of the start before
+
+    @property
+    def file(self) -> str:
+        """Name of the file in which rank 0 tells the ranks of this start where to meet."""
+        return f"{RUN}-{self.number}"
+
+
 class Meeting:
-    """The folder of one attempt, on a shared file system."""
+    """The folder of one job, on a shared file system."""
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
@@ -66,6 +85,14 @@ class Meeting:
     def stopped_file(self) -> Path:
         return self.folder / "stopped"
 
+    @property
+    def end_file(self) -> Path:
+        return self.folder / "end"
+
+    @property
+    def over_file(self) -> Path:
+        return self.folder / "over"
+
     def share_key(self, key: str) -> None:
         """Hand the engines' key to the nodes that start them."""
         with explaining_os_errors(self._key_file):
@@ -79,7 +106,7 @@ class Meeting:
         return self._key_file.read_text()
 
     def forget_key(self) -> None:
-        """Remove the file of the key: every engine has it."""
+        """Remove the file of the key: all who need it have it."""
         self._key_file.unlink(missing_ok=True)
 
     @property
@@ -125,57 +152,97 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("role", choices=("trainer", "engines"))
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--meeting", type=Path, required=True)
+    parser.add_argument("--attempt", type=int, default=1, metavar="N", help="start of the trainer, in this job")
+    parser.add_argument("--failed-at-s", type=float, default=0.0, metavar="UNIX_TIME", help="end of the start before")
+    parser.add_argument("--exit-code", type=int, default=0, metavar="N", help="exit code of the start before")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
     options = parser.parse_args(arguments)
     terminal = os.fdopen(os.dup(2), "w", buffering=1)  # a trainer rank sends its own output to its log
-    rank = -1
+    rank, meeting = -1, None
     try:
         rank = _from_slurm("SLURM_PROCID")
         config = load_config([options.config], options.settings)
         meeting = Meeting(options.meeting)
-        return _run_trainer(config, meeting, rank) if options.role == "trainer" else _run_engines(config, meeting, rank)
+        if options.role == "engines":
+            return _run_engines(config, meeting, rank)
+        return _run_trainer(config, meeting, rank, Start(options.attempt, options.failed_at_s, options.exit_code))
     except UserError as error:
+        if meeting is not None:
+            meeting.over_file.touch()
         who = "trainer rank" if options.role == "trainer" else "engine node"
         for line in str(error).splitlines():
             print(f"bapo: {who} {rank} on {socket.gethostname()}: {line}", file=terminal)
         return 2
 
 
-def _run_trainer(config: Config, meeting: Meeting, rank: int) -> int:
+def _run_trainer(config: Config, meeting: Meeting, rank: int, start: Start) -> int:
     """Run one trainer rank, from the rendezvous to the end of the run."""
     if rank > 0:
-        code = _run_rank(config, meeting, rank)
+        code = _run_rank(config, meeting, rank, start)
         return 0 if code == STOPPED else code  # srun kills the other ranks, rank 0 too, after a nonzero exit code
-    with _telling_failures(meeting, RUN), RunDir.open(config) as run_dir:
-        if run_dir.is_finished:
-            print(f"bapo: all {config.train.num_steps} steps of {run_dir.path} are done")
-            meeting.tell(RUN, {"is_finished": True})
-            return 0
-        Screen(sys.stdout).facts(header(config, run_dir))
-        host, key = node_address(config), new_key()
-        meeting.share_key(key)
-        with reserved_ports(1, host) as ports:  # torch's store sets SO_REUSEADDR: it can still bind
-            meeting.tell(RUN, {"run_dir": str(run_dir.path), "host": host, "port": ports[0]})
-            code = _run_rank(config, meeting, rank, key)
-        if code == STOPPED:
-            meeting.stopped_file.touch()
-            return 0
-        if code == 0 and config.monitor.report:
-            from bapo_megatron.report.page import write_report  # with matplotlib
-
-            write_report(run_dir.path)
-        return code
+    with _telling_failures(meeting, start.file, RUN):
+        restart = _restart_after(config, start)
+        if isinstance(restart, list):
+            print("\n".join(f"bapo: {line}" for line in restart))
+            meeting.over_file.touch()
+            meeting.tell(start.file, {"is_over": True})
+            return start.exit_code
+        with RunDir.open(config, patience_s=config.slurm.startup_timeout_s if restart else 0.0) as run_dir:
+            return _run_first_rank(config, meeting, start, run_dir, restart)
 
 
-def _run_rank(config: Config, meeting: Meeting, rank: int, key: str | None = None) -> int:
-    """Run a rank once all engines are there. The first one has their key."""
-    run = meeting.wait(RUN, "trainer rank 0", config.slurm.startup_timeout_s, _SETTING)
-    if "is_finished" in run:
+def _run_first_rank(config: Config, meeting: Meeting, start: Start, run_dir: RunDir, restart: Restart | None) -> int:
+    """Tell all others where to meet, and run rank 0."""
+    if run_dir.is_finished:
+        print(f"bapo: all {config.train.num_steps} steps of {run_dir.path} are done")
+        for name in (start.file, RUN):
+            meeting.tell(name, {"is_over": True})
+        return 0
+    if restart:
+        note_restart(run_dir, restart)
+        print(
+            f"bapo: restart {restart.number} of {config.run.max_restarts} in {restart.delay_s:g} s: {restart.problem}"
+        )
+        time.sleep(restart.delay_s)
+    Screen(sys.stdout).facts(header(config, run_dir))
+    host = node_address(config)
+    if not meeting.has(RUN):
+        meeting.share_key(new_key())
+        meeting.tell(RUN, {"run_dir": str(run_dir.path)})
+    with reserved_ports(1, host) as ports:  # torch's store sets SO_REUSEADDR: it can still bind
+        meeting.tell(start.file, {"run_dir": str(run_dir.path), "host": host, "port": ports[0]})
+        code = _run_rank(config, meeting, 0, start)
+    if code == STOPPED:
+        meeting.stopped_file.touch()
+        return 0
+    if code == 0 and config.monitor.report:
+        from bapo_megatron.report.page import write_report  # with matplotlib
+
+        write_report(run_dir.path)
+    return code
+
+
+def _restart_after(config: Config, start: Start) -> Restart | list[str] | None:
+    """Return the restart that this start is, or lines why there is none; None for the job's first start."""
+    path = Path(config.run.dir) / config.run.name
+    if start.number == 1 or not path.is_dir():
+        return None
+    before = RunDir.attach(path)
+    problem = f"the trainer ended with exit code {start.exit_code}"
+    restart = next_restart(before, problem, start.failed_at_s, config.run.max_restarts)
+    return restart if isinstance(restart, Restart) else [problem, restart, *how_often(before)]
+
+
+def _run_rank(config: Config, meeting: Meeting, rank: int, start: Start) -> int:
+    """Run a rank once all engines are there. The first one takes their key."""
+    run = meeting.wait(start.file, "trainer rank 0", config.slurm.startup_timeout_s, _SETTING)
+    if "is_over" in run:
         return 0
     urls = _await_engines(config, meeting)
-    if key is not None:
-        meeting.forget_key()
-        os.environ[KEY_VARIABLE] = key
+    if rank == 0:
+        os.environ[KEY_VARIABLE] = meeting.shared_key()
+        if not config.run.max_restarts:
+            meeting.forget_key()
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(_from_slurm("SLURM_LOCALID")),
@@ -205,11 +272,11 @@ def _await_engines(config: Config, meeting: Meeting) -> list[str]:
 
 
 def _run_engines(config: Config, meeting: Meeting, node: int) -> int:
-    """Run the engines of one node until the run ends or SIGTERM."""
+    """Run the engines of one node until the batch script ends them, or SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with _telling_failures(meeting, _engines(node)):
         run = meeting.wait(RUN, "trainer rank 0", config.slurm.startup_timeout_s, _SETTING)
-        if "is_finished" in run:
+        if "is_over" in run:
             return 0
         placement = place(config)
         share = EngineShare(
@@ -222,23 +289,20 @@ def _run_engines(config: Config, meeting: Meeting, node: int) -> int:
         key = meeting.shared_key()
         with running_engines(config, resolve_model_path(config.model.path), log_dir, share, key) as urls:
             meeting.tell(_engines(node), {"urls": urls})
-            while not meeting.has(END):  # no deadline: SLURM ends this process with the job
+            while not meeting.end_file.exists():  # no deadline: SLURM ends this process with the job
                 time.sleep(_END_POLL_S)
-    return 0
 
 
 @contextlib.contextmanager
-def _telling_failures(meeting: Meeting, name: str) -> Iterator[None]:
-    """Report an exception to the processes that wait for `name`. Rank 0 always reports its end as well."""
+def _telling_failures(meeting: Meeting, *names: str) -> Iterator[None]:
+    """Report an exception to the processes that wait for one of these files."""
     try:
         yield
     except Exception as error:
-        if not meeting.has(name):
-            meeting.tell(name, {"error": str(error) or repr(error)})
+        for name in names:
+            if not meeting.has(name):
+                meeting.tell(name, {"error": str(error) or repr(error)})
         raise
-    finally:
-        if name == RUN:
-            meeting.tell(END, {})
 
 
 def node_address(config: Config) -> str:

@@ -114,6 +114,7 @@ def _render(config: Config, folder: Path, config_path: Path, tasks: Sequence[Seq
     return _template().render(
         name=config.run.name,
         slurm=slurm,
+        max_restarts=config.run.max_restarts,
         place=placement,
         engine=config.rollout.engine,
         gpus_per_node=config.cluster.gpus_per_node if config.cluster.gpu is not None else 0,
@@ -290,6 +291,7 @@ def _script_facts(config: Config) -> dict[str, Any]:
     placement, cluster = place(config), config.cluster
     return {
         "run.dir": config.run.dir,
+        "run.max_restarts": config.run.max_restarts,
         "parallel.threads_per_rank": config.parallel.threads_per_rank,
         **{f"slurm.{name}": value for name, value in config.slurm},
         "nodes:": placement.num_nodes,

@@ -1,4 +1,4 @@
-"""A real SLURM on this machine: munged, slurmctld and two slurmds on loopback, in a folder of their own."""
+"""A real SLURM on this machine: munged, slurmctld and three slurmds on loopback, in a folder of their own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import psutil
 
 from bapo_megatron.engines.processes import reserved_ports
 from tests.debian import which
@@ -51,14 +53,16 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={n1} CPUs=16 Gres=gpu:8 State=UNKNOWN
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={n2} CPUs=16 Gres=gpu:8 State=UNKNOWN
-PartitionName=debug Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
-PartitionName=closed Nodes=n1,n2 AllowAccounts=owners State=UP
+NodeName=n3 NodeHostname={host} NodeAddr=127.0.0.1 Port={n3} CPUs=16 Gres=gpu:8 State=UNKNOWN
+PartitionName=debug Nodes=n[1-3] Default=YES MaxTime=INFINITE State=UP
+PartitionName=closed Nodes=n[1-3] AllowAccounts=owners State=UP
 """
-_GPUS = "NodeName=n[1-2] Name=gpu File={folder}/gpu[0-7]\n"
+_NODES = ("n1", "n2", "n3")
+_GPUS = "NodeName=n[1-3] Name=gpu File={folder}/gpu[0-7]\n"
 
 
 class Cluster:
-    """Two nodes, n1 and n2, of 16 CPUs and 8 GPUs, all made up.
+    """Three nodes, n1 to n3, of 16 CPUs and 8 GPUs, all made up.
 
     A context manager, which ends its daemons, by their process ids.
     """
@@ -71,6 +75,7 @@ class Cluster:
         }
         self._stack = contextlib.ExitStack()
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self._slurmds: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Cluster:
         try:
@@ -108,6 +113,36 @@ class Cluster:
     def logs(self) -> str:
         return "\n".join(f"== {log.name}\n{log.read_text()[-3000:]}" for log in sorted(self.folder.glob("*.log")))
 
+    def processes(self, job_id: str, node: str) -> list[psutil.Process]:
+        """Return the processes that a job runs in its steps on a node."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # one that has just ended
+                variables = process.environ()
+                if variables.get("SLURM_JOB_ID") == job_id and variables.get("SLURMD_NODENAME") == node:
+                    found.append(process)
+        return found
+
+    @contextlib.contextmanager
+    def failing(self, node: str, job_id: str) -> Iterator[None]:
+        """Let a node fail with all that a job runs there; put it back into service at the end."""
+        tasks = self.processes(job_id, node)
+        step_daemons = [parent for task in tasks if (parent := task.parent()) and "slurmstepd" in parent.name()]
+        for process in (self._slurmds[node], *step_daemons, *tasks):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._slurmds[node].wait()
+        self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=failed")
+        try:
+            yield
+        finally:
+            self._start_node(node)
+            self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+            _wait(lambda: self._idle() == len(_NODES), "idle nodes", self.logs)
+
+    def _start_node(self, node: str) -> None:
+        self._slurmds[node] = self._daemon("slurmd", "-D", "-f", f"{self.folder}/slurm.conf", "-N", node)
+
     def _cancel_jobs(self) -> None:
         """Those that a failed test leaves: their processes would outlive the daemons."""
         deadline = time.monotonic() + HANG_S
@@ -124,10 +159,11 @@ class Cluster:
 
     def _start(self) -> None:
         folder = self.folder
-        for name in ("state", "spool-n1", "spool-n2"):
+        for name in ("state", *(f"spool-{node}" for node in _NODES)):
             (folder / name).mkdir(parents=True)
-        controller, n1, n2 = self._stack.enter_context(reserved_ports(3, "0.0.0.0"))  # the daemons can listen there
-        text = _CONF.format(host=socket.gethostname(), folder=folder, controller=controller, n1=n1, n2=n2)
+        controller, *ports = self._stack.enter_context(reserved_ports(4, "0.0.0.0"))  # the daemons can listen there
+        nodes = dict(zip(_NODES, ports, strict=True))
+        text = _CONF.format(host=socket.gethostname(), folder=folder, controller=controller, **nodes)
         (folder / "slurm.conf").write_text(text)
         (folder / "gres.conf").write_text(_GPUS.format(folder=folder))
         for index in range(8):
@@ -142,22 +178,23 @@ class Cluster:
         )
         _wait(sock.exists, "munged")
         self._daemon("slurmctld", "-D", "-f", f"{folder}/slurm.conf")
-        for node in ("n1", "n2"):
-            self._daemon("slurmd", "-D", "-f", f"{folder}/slurm.conf", "-N", node)
-        _wait(lambda: self._idle() == 2, "two idle nodes", self.logs)
+        for node in _NODES:
+            self._start_node(node)
+        _wait(lambda: self._idle() == len(_NODES), "idle nodes", self.logs)
 
     def _idle(self) -> int:
         with contextlib.suppress(subprocess.SubprocessError):  # the controller does not answer yet
             return self._ask("sinfo", "-h", "-N", "-p", "debug", "-o", "%t").split().count("idle")
         return 0
 
-    def _daemon(self, *command: str) -> None:
+    def _daemon(self, *command: str) -> subprocess.Popen[bytes]:
         with (self.folder / f"output-{command[0]}-{len(self._daemons)}.log").open("wb") as output:
             program = which(command[0])
             assert program is not None
             self._daemons.append(
                 subprocess.Popen([program, *command[1:]], env=self.environment, stdout=output, stderr=output)
             )
+            return self._daemons[-1]
 
 
 def _wait(condition: Callable[[], bool], what: str, logs: Callable[[], str] = str) -> None:

@@ -1,4 +1,4 @@
-"""A real SLURM with two nodes on this machine: the demo is submitted, requeued twice, and ends as if left alone."""
+"""A real SLURM with three nodes on this machine: whatever becomes of a job, the demo ends as if left alone."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ from tests.distributed import HANG_S
 from tests.integration.gates import Gates
 from tests.integration.killable import SMALL
 from tests.integration.slurm_cluster import PACKAGES, PROGRAMS, Cluster
-from tests.integration.test_kill_resume import assert_same
+from tests.integration.test_kill_resume import assert_same, checkpoint_of, metrics_of
 from tests.slurm_kinds import KINDS, settings_of
 
 pytestmark = pytest.mark.slow
@@ -41,6 +41,21 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     debian.require(PROGRAMS, PACKAGES)
     with Cluster(tmp_path_factory.mktemp("slurm")) as started:
         yield started
+
+
+@pytest.fixture(scope="module")
+def alone(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Path]]:
+    """Start the run without SLURM, left alone; the function waits for its end and returns its folder."""
+    folder = tmp_path_factory.mktemp("alone")
+    command = ("train", "demo", f"run.dir={folder}", "run.name=run", *SETTINGS)
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(bapo, cluster, *command)
+
+        def wait() -> Path:
+            assert done.result(HANG_S).returncode == 0, done.result().stderr
+            return folder / "run"
+
+        yield wait
 
 
 def bapo(cluster: Cluster, *arguments: str, gates: Gates | None = None) -> subprocess.CompletedProcess[str]:
@@ -80,16 +95,21 @@ def wait_for(condition: Callable[[], bool], what: str, cluster: Cluster, run: Pa
         time.sleep(0.1)
 
 
-def test_a_run_over_two_nodes_is_requeued_and_loses_nothing(cluster: Cluster, tmp_path: Path) -> None:
+def submitted(cluster: Cluster, run: Path, *settings: str, gates: Gates) -> str:
+    """Submit the demo on two nodes and return the job's id."""
+    settings = (f"run.dir={run.parent}", f"run.name={run.name}", *SETTINGS, *TWO_NODES, *settings)
+    told = bapo(cluster, "slurm", "demo", *settings, "--submit", gates=gates)
+    assert told.returncode == 0, told.stderr
+    (job,) = [line.split()[1] for line in told.stdout.splitlines() if line.startswith("submitted")]
+    return job
+
+
+def test_a_run_over_two_nodes_is_requeued_and_loses_nothing(
+    cluster: Cluster, alone: Callable[[], Path], tmp_path: Path
+) -> None:
     run = tmp_path / "two"
-    reference = ThreadPoolExecutor(1).submit(
-        bapo, cluster, "train", "demo", f"run.dir={tmp_path}", "run.name=alone", *SETTINGS
-    )
     gates = Gates(tmp_path / "gates", 2, 4)
-    command = ("slurm", "demo", f"run.dir={tmp_path}", "run.name=two", *SETTINGS, *TWO_NODES, "--submit")
-    submitted = bapo(cluster, *command, gates=gates)
-    assert submitted.returncode == 0, submitted.stderr
-    (job,) = [line.split()[1] for line in submitted.stdout.splitlines() if line.startswith("submitted")]
+    job = submitted(cluster, run, gates=gates)
 
     def is_running() -> bool:
         return cluster.job(job)["JobState"] not in ("COMPLETED", "FAILED", "CANCELLED")
@@ -124,10 +144,67 @@ def test_a_run_over_two_nodes_is_requeued_and_loses_nothing(cluster: Cluster, tm
         assert [len(facts["urls"]) for facts in told] == [1, 1]
 
     # The same machine, left alone, without SLURM: bit for bit the same run.
-    alone = reference.result(HANG_S)
-    assert alone.returncode == 0, alone.stderr
     assert len(read_jsonl(run / "metrics.jsonl")) == NUM_STEPS
-    assert_same(run, tmp_path / "alone", NUM_STEPS)
+    assert_same(run, alone(), NUM_STEPS)
+
+
+def test_ranks_start_again_in_the_job_after_a_rank_and_a_whole_node_have_died(
+    cluster: Cluster, alone: Callable[[], Path], tmp_path: Path
+) -> None:
+    run = tmp_path / "restarted"
+    gates = Gates(tmp_path / "gates", 3, 5, 7)
+    job = submitted(cluster, run, "run.max_restarts=3", "slurm.spare_nodes=1", gates=gates)
+
+    def complaints() -> str:
+        logs = [*run.glob("slurm/*.log"), *run.glob("logs/*/*.log")]
+        return "\n".join(f"== {log}\n{log.read_text()[-2000:]}" for log in logs) + cluster.logs()
+
+    def is_running() -> bool:
+        return cluster.job(job)["JobState"] in ("PENDING", "RUNNING")
+
+    def processes(node: str, *words: str) -> list[psutil.Process]:
+        found = [p for p in cluster.processes(job, node) if all(word in p.cmdline() for word in words)]
+        return [p for p in found if "srun" not in p.name()]
+
+    def engines(node: str) -> list[psutil.Process]:
+        return processes(node, "bapo_megatron.engines.embedded")
+
+    gates.wait(3, is_running, complaints)
+    first = {node: engines(node) for node in ("n1", "n2")}
+    assert [len(found) for found in first.values()] == [1, 1]
+    (rank,) = processes("n2", "bapo_megatron.slurm.node", "trainer")
+    rank.kill()
+    gates.open(3)
+
+    gates.wait(5, is_running, complaints)
+    assert {node: engines(node) for node in ("n1", "n2")} == first, "the same processes"
+    assert processes("n3") == []
+    with cluster.failing("n2", job):
+        gates.open(5)
+        gates.wait(7, is_running, complaints)
+        assert engines("n1") == first["n1"]
+        assert len(processes("n3", "bapo_megatron.slurm.node", "trainer")) == 1
+        gates.open(7)
+        wait_for(lambda: cluster.job(job)["JobState"] == "COMPLETED", "the job was done", cluster, run)
+    assert len(list((run / "logs").glob("attempt-*"))) == 3
+    log = (run / "slurm" / f"job-{job}.log").read_text()
+    assert "it starts again on n1 n2\n" in log
+    assert "it starts again on n1 n3\n" in log
+    assert "restart 1 of 3 in 1 s" in log
+    assert not (run / "slurm" / f"job-{job}-0" / "key").exists()
+    rows = read_jsonl(run / "metrics.jsonl")
+    assert [row["run/restarts"] for row in rows] == [0, 0, 1, 1, 2, 2, 2, 2]
+    assert [row["step"] for row in rows if "run/recovery_s" in row] == [3, 5]
+
+    # Bit for bit while there are two engines; then one has other batches, and other last digits of log-probs.
+    expected = alone()
+    assert metrics_of(run)[:4] == metrics_of(expected)[:4]
+    for step in range(1, 5):
+        assert checkpoint_of(run, step) == checkpoint_of(expected, step)
+    assert read_jsonl(run / "samples.jsonl") == read_jsonl(expected / "samples.jsonl")
+    for row, other in zip(rows, read_jsonl(expected / "metrics.jsonl"), strict=True):
+        for name in ("loss/policy", "optimizer/grad_norm", "bapo/positive_share"):
+            assert row[name] == pytest.approx(other[name], rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)

@@ -29,10 +29,11 @@ from bapo_megatron.engines.start import embedded_specs
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.monitor.console import Console
 from bapo_megatron.monitor.record import Recorder
+from bapo_megatron.monitor.restarts import Restart, note_restart
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.runtime.ranks import StopFile
 from bapo_megatron.slurm import node
-from bapo_megatron.slurm.node import END, RUN, Meeting
+from bapo_megatron.slurm.node import RUN, Meeting
 from bapo_megatron.slurm.submit import check_job, known_step_s, make_job
 from tests.distributed import HANG_S
 from tests.slurm_kinds import KINDS, settings_of
@@ -104,6 +105,7 @@ def test_what_is_accepted_runs_everything_once_on_gpus_of_its_own(
         (("slurm.runtime=apptainer", "slurm.container_image=/nowhere/a.sif"), "/nowhere/a.sif does not exist"),
         (("slurm.container_image=a",), 'needs slurm.runtime="pyxis"'),
         (("slurm.time_limit=00:05:00",), "slurm.stop_before_end_s=300 is not below slurm.time_limit=00:05:00"),
+        (("slurm.spare_nodes=1",), "slurm.spare_nodes=1 would be idle: run.max_restarts=0"),
         (("slurm.chain=2", 'slurm.sweep=["optimizer.lr=1"]'), "slurm.sweep cannot be combined with slurm.chain=2"),
     ],
 )
@@ -182,7 +184,7 @@ def test_a_bad_task_of_a_sweep_is_named() -> None:
 def test_the_script_means_what_was_set_however_it_is_written(tmp_path: Path) -> None:
     """bash runs the script with srun, scontrol replaced by programs that write down what they are given.
 
-    The trainer ends after the engines have done so, which wait to be ended by the script.
+    The trainer ends once the engines have begun, which wait to be ended by the script.
     """
     folder = tmp_path / 'it\'s $HOME; a "folder"'
     tools = tmp_path / "tools"
@@ -191,9 +193,11 @@ def test_the_script_means_what_was_set_however_it_is_written(tmp_path: Path) -> 
     os.mkfifo(meet)
     for name in ("srun", "scontrol"):
         (tools / name).write_text(
-            f"#!{sys.executable}\nimport json, os, signal, sys\n"
+            f"#!{sys.executable}\nimport json, os, sys, time\n"
             f"with open({str(said)!r}, 'a') as f: f.write(json.dumps([sys.argv, os.environ.get('NOTE')]) + '\\n')\n"
-            f"if 'engines' in sys.argv: open({str(meet)!r}, 'w'), signal.pause()\n"
+            f"if 'engines' in sys.argv: open({str(meet)!r}, 'w')\n"
+            "while 'engines' in sys.argv and not os.path.exists(sys.argv[sys.argv.index('--meeting') + 1] + '/end'):\n"
+            "    time.sleep(0.02)\n"
             f"if 'trainer' in sys.argv: open({str(meet)!r})\n"
         )
         (tools / name).chmod(0o755)
@@ -219,6 +223,100 @@ def test_the_script_means_what_was_set_however_it_is_written(tmp_path: Path) -> 
         assert Path(argv[argv.index("--meeting") + 1]) == job.folder / "job-7-3"
     assert {note for _, note in calls} == {'$(touch /tmp/never) `x` "quoted"'}
     assert load_config([job.config_path]) == config
+
+
+FAKE_TOOL = """#!{python}
+import json, os, pathlib, sys
+name, arguments = pathlib.Path(sys.argv[0]).name, sys.argv[1:]
+folder = pathlib.Path({folder!r})
+with (folder / "said").open("a") as said:
+    said.write(json.dumps([name, *arguments]) + chr(10))
+if name == "scontrol":
+    print(*("n1", "n2", "n3", "n4"), sep=chr(10))
+if name == "sinfo":
+    print((folder / "states").read_text())
+if "engines" in arguments:
+    open(folder / "end_of_engines").read()
+if "trainer" in arguments:
+    number = next((a.split("=")[1] for a in arguments if a.startswith("--attempt=")), "1")
+    meeting = pathlib.Path(arguments[arguments.index("--meeting") + 1])
+    for left in (folder / f"leaves-{{number}}").read_text().split():
+        (meeting / left).touch()
+    sys.exit(int((folder / f"code-{{number}}").read_text()))
+"""
+
+
+class FakeJob:
+    """A job whose steps are made up: what each start of the trainer leaves, and its exit code."""
+
+    def __init__(self, folder: Path, starts: list[tuple[str, int]], states: str) -> None:
+        tools = folder / "tools"
+        tools.mkdir()
+        (folder / "said").touch()
+        (folder / "states").write_text(states)
+        os.mkfifo(folder / "end_of_engines")
+        for number, (left, code) in enumerate(starts, 1):
+            (folder / f"leaves-{number}").write_text(left)
+            (folder / f"code-{number}").write_text(str(code))
+        for name in ("srun", "scontrol", "sinfo"):
+            (tools / name).write_text(FAKE_TOOL.format(python=sys.executable, folder=str(folder)))
+            (tools / name).chmod(0o755)
+        layout = ("cluster.nodes=3", "slurm.rollout_nodes=1", "slurm.spare_nodes=1", "run.max_restarts=2")
+        job = make_job(configured(f"run.dir={folder / 'runs'}", *layout))
+        job.write()
+        environment = {"PATH": f"{tools}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]"}
+        with subprocess.Popen(
+            ["bash", str(job.script_path)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
+            deadline = time.monotonic() + HANG_S
+            while not (job.folder / "job-7-0" / "end").exists():
+                assert time.monotonic() < deadline
+                assert process.poll() is None, process.communicate()[0]
+                time.sleep(0.02)
+            (folder / "end_of_engines").write_text("")  # as engine nodes do when they see the file
+            self.text, _ = process.communicate(timeout=HANG_S)
+        self.code = process.returncode
+        calls = [json.loads(line) for line in (folder / "said").read_text().splitlines()]
+        self.trainers = [call for call in calls if "trainer" in call]
+        (self.engines,) = [call for call in calls if "engines" in call]
+
+
+UP = "n1 alloc\nn2 alloc\nn3 alloc\nn4 alloc"
+N2_DOWN = "n1 alloc\nn2 down*\nn3 alloc\nn4 mix\nn4 mix"
+
+
+def test_the_script_starts_the_trainer_again_on_nodes_that_are_up(tmp_path: Path) -> None:
+    job = FakeJob(tmp_path, [("run-1.json", 137), ("run-2.json", 143), ("run-3.json", 0)], N2_DOWN)
+    assert job.code == 0, job.text
+    first, second, third = job.trainers
+    assert "--relative=0" in first
+    assert not any(argument.startswith(("--nodelist", "--attempt")) for argument in first)
+    assert {"--nodelist=n1,n4", "--nodes=2", "--attempt=2", "--exit-code=137"} <= {*second}
+    assert {"--nodelist=n1,n4", "--nodes=2", "--attempt=3", "--exit-code=143"} <= {*third}
+    (failed_at,) = [argument.partition("=")[2] for argument in third if argument.startswith("--failed-at-s")]
+    assert float(failed_at) > 0
+    assert {"--no-kill", "--relative=2"} <= {*job.engines}
+    assert "bapo: the trainer ended with exit code 137; it starts again on n1 n4" in job.text
+
+
+@pytest.mark.parametrize(
+    ("starts", "states", "said"),
+    [
+        ([("run-1.json stop", 137)], UP, "the trainer ended with exit code 137"),
+        ([("run-1.json over", 137)], UP, "the trainer ended with exit code 137"),
+        ([("run-1.json", 137)], N2_DOWN.replace("n4 mix", "n4 down"), "the trainer needs 2 node(s), and 1 are up"),
+        ([("", 1), ("", 1)], UP, "trainer rank 0 has not begun in two attempts in a row"),
+        ([("run-1.json", 137), ("run-2.json over", 137)], UP, "the trainer ended with exit code 137"),
+    ],
+    ids=["stopped", "an-error", "no-node-left", "never-begins", "given-up"],
+)
+def test_the_script_does_not_start_the_trainer_again(
+    starts: list[tuple[str, int]], states: str, said: str, tmp_path: Path
+) -> None:
+    job = FakeJob(tmp_path, starts, states)
+    assert job.code == starts[-1][1]
+    assert len(job.trainers) == len(starts)
+    assert said in job.text
 
 
 def test_a_sweep_has_one_task_for_each_line() -> None:
@@ -318,10 +416,48 @@ def test_a_rank_that_cannot_begin_tells_the_others(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("SLURM_PROCID", "0")
     with RunDir.open(config):
         assert node.main(["trainer", *arguments]) == 2
-    assert Meeting(meeting).has(END)
+    assert Meeting(meeting).over_file.exists(), "the ranks would meet the same error again"
     assert "is in use by" in json.loads((meeting / "run.json").read_text())["error"]
     assert node.main(["engines", *arguments]) == 2
     assert "is in use by" in json.loads((meeting / "engines-0.json").read_text())["error"]
+
+
+def test_rank_0_gives_up_after_two_attempts_without_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config, meeting = configured(f"run.dir={tmp_path}", "run.max_restarts=5"), tmp_path / "meeting"
+    meeting.mkdir()
+    job = make_job(config)
+    job.write()
+    with RunDir.open(config):
+        pass
+    with RunDir.open(config) as run_dir:
+        note_restart(run_dir, Restart("the trainer ended with exit code 143", 1.0, number=1, num_in_vain=1))
+    for rank in ("0", "1"):
+        monkeypatch.setenv("SLURM_PROCID", rank)
+        arguments = ["--config", str(job.config_path), "--meeting", str(meeting)]
+        code = node.main(["trainer", *arguments, "--attempt=3", "--failed-at-s=2", "--exit-code=137"])
+        assert code == (137 if rank == "0" else 0)
+    assert Meeting(meeting).over_file.exists()
+    assert RunDir.attach(run_dir.path).attempt == 2, "no third one was begun"
+    said = capfd.readouterr().out
+    for line in (
+        "bapo: the trainer ended with exit code 137",
+        "bapo: 2 attempts in a row completed no step",
+        "bapo: the ranks were restarted 1 time:",
+        "bapo: attempt 1: the trainer ended with exit code 143",
+    ):
+        assert line in said.splitlines()
+
+
+def test_a_restart_waits_for_a_run_that_a_failed_node_still_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(f"run.dir={tmp_path}")
+    held = RunDir.open(config)
+    monkeypatch.setattr("bapo_megatron.monitor.rundir.time.sleep", lambda _: held.close())
+    with RunDir.open(config, patience_s=HANG_S) as run_dir:
+        assert run_dir.attempt == 2
 
 
 def test_a_port_that_is_in_use_on_an_engine_node_is_told_to_all_with_the_log(
