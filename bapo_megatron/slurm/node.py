@@ -291,6 +291,7 @@ def _run_engines(config: Config, meeting: Meeting, node: int) -> int:
             meeting.tell(_engines(node), {"urls": urls})
             while not meeting.end_file.exists():  # no deadline: SLURM ends this process with the job
                 time.sleep(_END_POLL_S)
+    return 0
 
 
 @contextlib.contextmanager
