@@ -288,7 +288,8 @@ def _train(
     codes: list[int | None] = []
     are_engines_healthy = is_standby_filled = False
     try:
-        with _ranks(config, run_dir, engines.urls_left(), key, standby) as ranks:
+        urls = engines.urls_left() or engines.urls  # rank 0 says so if none answers
+        with _ranks(config, run_dir, urls, key, standby) as ranks:
             while True:
                 stop.tell(screen)
                 if not is_standby_filled and run_dir.state == "training":  # before, the ranks need the cores

@@ -31,7 +31,7 @@ class Restart:
     """The reason why a run has begun an attempt by itself."""
 
     problem: str  # how the attempt before ended
-    failed_at_s: float  # Unix time at which that was noticed
+    failed_at_s: float  # Unix time at which the first failure since the last completed step was noticed
     number: int  # from 1, of those that run.max_restarts allows
     num_in_vain: int  # attempts in a row, up to the one that failed, that completed no step
 
@@ -59,7 +59,8 @@ def next_restart(run_dir: RunDir, problem: str, failed_at_s: float, max_restarts
         return f"{_MAX_IN_VAIN} attempts in a row completed no step"
     if number > max_restarts:
         return f"no restart is left (run.max_restarts={max_restarts})"
-    return Restart(problem, failed_at_s, number, num_in_vain)
+    began_s = failed_at_s if num_completed or before is None else before.failed_at_s
+    return Restart(problem, began_s, number, num_in_vain)
 
 
 def start_again(run_dir: RunDir, restart: Restart) -> None:
