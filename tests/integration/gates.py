@@ -58,6 +58,10 @@ class Gates:
         """Whether a rank stands before it."""
         return (self._folder / f"reached-{place}").exists()
 
+    def is_standing_by(self, pid: int) -> bool:
+        """Whether this process on standby has imported everything."""
+        return (self._folder / f"standing-by-{pid}").exists()
+
     def open(self, place: int | str) -> None:
         (self._folder / f"closed-{place}").unlink()
 
@@ -72,6 +76,7 @@ def build_in_ranks() -> None:
 def build() -> None:
     """Put the gates into this process, a rank."""
     from bapo_megatron import runtime
+    from bapo_megatron.runtime.standby import Orders
     from bapo_megatron.runtime.stopwatch import Stopwatch
 
     kinds = {path.name.split("-")[1] for path in Path(os.environ["BAPO_TEST_GATES"]).glob("closed-*")}
@@ -79,7 +84,7 @@ def build() -> None:
         _count_saving()
     if kinds & {"push", "sample"}:
         _count_calls()
-    begin, starting = Stopwatch.begin, runtime.starting
+    begin, starting, wait = Stopwatch.begin, runtime.starting, Orders.wait
 
     def begin_behind_gate(self: Stopwatch, step: int) -> None:
         begin(self, step)
@@ -95,6 +100,11 @@ def build() -> None:
         _pass("import")
         return starting()
 
+    def wait_and_tell() -> Orders | None:
+        (Path(os.environ["BAPO_TEST_GATES"]) / f"standing-by-{os.getpid()}").touch()
+        return wait()
+
+    Orders.wait = wait_and_tell  # type: ignore[method-assign]
     Stopwatch.begin = begin_behind_gate  # type: ignore[method-assign]
     runtime.starting = starting_through_gate  # type: ignore[assignment]
 

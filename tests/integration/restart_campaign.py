@@ -119,11 +119,12 @@ class Started:
         return [child for child in children if "bapo_megatron.engines" in " ".join(child.cmdline())]
 
     def on_standby(self, used: Sequence[psutil.Process]) -> list[psutil.Process]:
-        """The processes on standby once there are as many as these ranks, which may have been on standby."""
+        """The processes that have imported everything, once they are as many as these ranks, and others than they."""
+        assert self.gates is not None
         deadline = time.monotonic() + HANG_S
         while True:
             children = psutil.Process(self.process.pid).children()
-            found = [child for child in children if child not in used and "--standby" in child.cmdline()]
+            found = [child for child in children if child not in used and self.gates.is_standing_by(child.pid)]
             if len(found) == len(used):
                 return found
             assert time.monotonic() < deadline, self.text
