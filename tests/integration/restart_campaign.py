@@ -14,6 +14,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -147,7 +148,7 @@ class Started:
 def reference(folder: Path, layout: str) -> Path:
     """A run of a layout that was left alone, with the embedded engine."""
     path = folder / f"alone-{layout}"
-    if not path.exists():
+    if not path.exists() or RunDir.attach(path).state != "finished":
         with Started(folder, path.name, *LAYOUTS[layout]) as run:
             assert run.wait() == 0, run.text
     return path
@@ -158,6 +159,8 @@ def fight(folder: Path, case: Case) -> dict[str, Any]:
     settings = [*LAYOUTS[case.layout], f"rollout.engine={case.engine}", f"run.standby={str(case.standby).lower()}"]
     settings += SHORT if case.signal == "STOP" else []
     name = f"case-{case.seed}"
+    for left in (name, f"gates-{name}"):  # by an earlier campaign in this folder
+        shutil.rmtree(folder / left, ignore_errors=True)
     with Started(folder, name, *settings, gates=Gates(folder / f"gates-{name}", case.place, "end")) as run:
         assert run.gates is not None
         run.at_gate(case.place)
