@@ -30,13 +30,14 @@ from bapo_megatron.engines.key import KEY_VARIABLE, new_key
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables, reserved_ports
 from bapo_megatron.engines.start import started_engines
 from bapo_megatron.engines.supervisor import StartedEngines
-from bapo_megatron.errors import UserError
+from bapo_megatron.errors import EngineError, UserError
 from bapo_megatron.monitor.console import Screen, header, shown_path
 from bapo_megatron.monitor.restarts import Restart, how_often, next_restart, start_again
 from bapo_megatron.monitor.rundir import RunDir, with_pinned_models
 from bapo_megatron.monitor.stall import hanging_ranks
 from bapo_megatron.monitor.summary import duration
 from bapo_megatron.runtime import num_cores
+from bapo_megatron.runtime.standby import Orders, StandbyRanks
 from bapo_megatron.worker import STOPPED
 
 _POLL_S = 0.1
@@ -178,8 +179,12 @@ def _train_and_report(config: Config, stop: _Stop, began_s: float) -> int:
         try:
             count = num_ranks(config)
             share = EngineShare(config.rollout.num_servers, first_gpu=count, num_ranks=count)
-            with started_engines(config, model_path, run_dir.log_dir, share, key := new_key()) as engines:
-                code = _train_through_failures(config, run_dir, engines, key, stop, screen)
+            num_standby = count if config.run.standby and config.run.max_restarts else 0
+            with (
+                started_engines(config, model_path, run_dir.log_dir, share, key := new_key()) as engines,
+                StandbyRanks(run_dir.path, num_standby, _threads_of_a_rank(config)) as standby,
+            ):
+                code = _train_through_failures(config, run_dir, engines, key, stop, screen, standby)
             if code in (0, STOPPED) and config.monitor.report:
                 from bapo_megatron.report.page import write_report  # with matplotlib
 
@@ -217,13 +222,23 @@ class _Failure:
 
 
 def _train_through_failures(
-    config: Config, run_dir: RunDir, engines: StartedEngines, key: str, stop: _Stop, screen: Screen
+    config: Config,
+    run_dir: RunDir,
+    engines: StartedEngines,
+    key: str,
+    stop: _Stop,
+    screen: Screen,
+    standby: StandbyRanks,
 ) -> int:
     """Start the ranks, and again after each failure that `next_restart` allows; return the last exit code.
 
-    Engines keep running. Raises EngineError if one does not start, and UserError for errors of the ranks.
+    Engines keep running, and the ranks may come from standby.
+
+    Raises:
+        EngineError: an engine does not start, or none is left for a restart.
+        UserError: a rank has left an error, or the disk has no room for the next attempt.
     """
-    while isinstance(outcome := _train(config, run_dir, engines, key, stop, screen), _Failure):
+    while isinstance(outcome := _train(config, run_dir, engines, key, stop, screen, standby), _Failure):
         if config.run.max_restarts and run_dir.num_steps_saved() >= config.train.num_steps:
             screen.note("\n".join([*outcome.lines, "all steps are done and saved"]), "yellow")
             run_dir.mark("finished")
@@ -233,7 +248,13 @@ def _train_through_failures(
             reason = next_restart(run_dir, "; ".join(outcome.lines), outcome.at_s, config.run.max_restarts)
         if isinstance(reason, str):
             return _give_up(run_dir, outcome, [reason] if config.run.max_restarts else [])
-        start_again(run_dir, reason)
+        if engines.urls and not engines.urls_left():
+            raise EngineError("\n".join([*outcome.lines, "no rollout engine is left", *how_often(run_dir)]))
+        try:
+            start_again(run_dir, reason)
+        except UserError as error:
+            lines = [*outcome.lines, f"no restart is possible: {error}", *how_often(run_dir)]
+            raise UserError("\n".join(lines)) from error
         what = f"restart {reason.number} of {config.run.max_restarts} in {reason.delay_s:g} s"
         screen.note("\n".join([*outcome.lines, f"{what}, logs: {shown_path(run_dir.log_dir)}"]), "yellow")
         time.sleep(reason.delay_s)
@@ -251,7 +272,13 @@ def _give_up(run_dir: RunDir, failure: _Failure, reasons: list[str]) -> int:
 
 
 def _train(
-    config: Config, run_dir: RunDir, engines: StartedEngines, key: str, stop: _Stop, screen: Screen
+    config: Config,
+    run_dir: RunDir,
+    engines: StartedEngines,
+    key: str,
+    stop: _Stop,
+    screen: Screen,
+    standby: StandbyRanks,
 ) -> int | _Failure:
     """Run worker.py on every rank until all have ended or one has failed, for which the others would wait forever.
 
@@ -259,11 +286,15 @@ def _train(
     an error that a rank leaves.
     """
     codes: list[int | None] = []
-    are_engines_healthy = False
+    are_engines_healthy = is_standby_filled = False
     try:
-        with _ranks(config, run_dir, engines.urls_left(), key) as ranks:
+        urls = engines.urls_left() or engines.urls  # rank 0 says so if none answers
+        with _ranks(config, run_dir, urls, key, standby) as ranks:
             while True:
                 stop.tell(screen)
+                if not is_standby_filled and run_dir.state == "training":  # before, the ranks need the cores
+                    standby.fill()
+                    is_standby_filled = True
                 are_engines_healthy = are_engines_healthy or engines.are_healthy()
                 codes = [rank.poll() for rank in ranks]
                 failed = {rank: code for rank, code in enumerate(codes) if code not in (None, 0, STOPPED)}
@@ -279,8 +310,9 @@ def _train(
     run_dir.mark("failed")  # from now on a signal ends the run at once
     errors = [text for path in sorted(run_dir.log_dir.glob("error-*.txt")) if (text := path.read_text())]
     errors = list(dict.fromkeys(errors))  # the cause of the lost connections that follow
-    rank, code = min(failed.items(), key=lambda item: item[1] > 0)  # a signal is a cause, an exit often its effect
-    if code > 0 and (errors or 2 in failed.values()):
+    # A signal is a cause, an exit often its effect. SIGABRT may be either: torch aborts where a connection is lost.
+    rank, code = min(failed.items(), key=lambda item: (item[1] > 0, item[1] == -signal.SIGABRT))
+    if (errors or 2 in failed.values()) and (code > 0 or code == -signal.SIGABRT):
         if errors:
             raise UserError("\n".join([*errors, *how_often(run_dir)]))
         return 2  # that rank could not write its error file and has printed the error
@@ -291,7 +323,9 @@ def _train(
 
 
 @contextlib.contextmanager
-def _ranks(config: Config, run_dir: RunDir, urls: Sequence[str], key: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _ranks(
+    config: Config, run_dir: RunDir, urls: list[str], key: str, standby: StandbyRanks
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start the trainer ranks; stop those still running when the block ends, also after a signal to this process.
 
     The first one talks to the engines, with this key.
@@ -299,15 +333,13 @@ def _ranks(config: Config, run_dir: RunDir, urls: Sequence[str], key: str) -> It
     Each rank has its own session: Ctrl-C reaches this process only, and a rank's judge processes die with it.
     """
     count = num_ranks(config)
-    num_engine_processes = config.rollout.num_started * config.rollout.server_tensor_parallel
-    threads, _ = divide_cores(config, num_cores(), count, num_engine_processes)
     command = [sys.executable, "-m", "bapo_megatron.worker", "--run-dir", str(run_dir.path)]
     for url in urls:
         command += ["--engine-url", url]
     ranks: list[subprocess.Popen[bytes]] = []
     with reserved_ports(1) as ports:  # rank 0's store can still listen on it
         common = loopback_variables(urls) | {
-            "OMP_NUM_THREADS": str(threads),
+            **_threads_of_a_rank(config),
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(ports[0]),
             "WORLD_SIZE": str(count),
@@ -315,15 +347,23 @@ def _ranks(config: Config, run_dir: RunDir, urls: Sequence[str], key: str) -> It
         }
         try:
             for rank in range(count):
-                environment = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                own = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 if rank == 0:
-                    environment[KEY_VARIABLE] = key
+                    own[KEY_VARIABLE] = key
                 ranks.append(
-                    subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True)
+                    standby.take(Orders(own, urls))
+                    or subprocess.Popen(command, stdin=subprocess.DEVNULL, env=os.environ | own, start_new_session=True)
                 )
             yield ranks
         finally:
             _end(ranks)
+
+
+def _threads_of_a_rank(config: Config) -> dict[str, str]:
+    """Return the variable that has to be there before a rank imports torch."""
+    num_engine_processes = config.rollout.num_started * config.rollout.server_tensor_parallel
+    threads, _ = divide_cores(config, num_cores(), num_ranks(config), num_engine_processes)
+    return {"OMP_NUM_THREADS": str(threads)}
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -1,4 +1,7 @@
-"""One trainer rank: `python -m bapo_megatron.worker` (started by local.py), or `run_rank` (slurm/node.py)."""
+"""One trainer rank: `python -m bapo_megatron.worker` (started by local.py), or `run_rank` (slurm/node.py).
+
+With --standby, it first imports everything and waits for its `Orders` (runtime/standby.py).
+"""
 
 import argparse
 import contextlib
@@ -18,6 +21,7 @@ from bapo_megatron.runtime import starting
 from bapo_megatron.runtime.environment import trainer_variables
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.runtime.output import lasting
+from bapo_megatron.runtime.standby import Orders, silent
 
 STOPPED = 75  # exit code of a run that stopped early and can resume (EX_TEMPFAIL)
 
@@ -29,9 +33,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bapo_megatron.worker")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--engine-url", action="append", default=[])
+    parser.add_argument("--standby", action="store_true")
     options = parser.parse_args(arguments)
-    run_dir = RunDir.attach(options.run_dir)
-    return run_rank(run_dir, options.engine_url, run_dir.stop_file)
+    urls = options.engine_url
+    if options.standby:
+        orders = _stand_by(RunDir.attach(options.run_dir))
+        if orders is None:
+            return 0
+        os.environ |= orders.environment
+        urls = orders.urls
+    run_dir = RunDir.attach(options.run_dir)  # an attempt may have begun meanwhile
+    return run_rank(run_dir, urls, run_dir.stop_file)
+
+
+def _stand_by(run_dir: RunDir) -> Orders | None:
+    """Import what a rank needs, and wait for its orders; return None if none will come."""
+    with silent():
+        from bapo_megatron.config.load import load_config
+
+        os.environ |= trainer_variables(load_config([run_dir.config_path], []).sglang.extra)
+        with starting():
+            import bapo_megatron.train  # noqa: F401
+    return Orders.wait()
 
 
 def run_rank(run_dir: RunDir, urls: list[str], stop_file: Path | None = None) -> int:

@@ -143,6 +143,7 @@ IDLE = (
         lambda c: c.rollout.engine_kind.specs is not None,
         'an engine that the run starts, such as rollout.engine="embedded"',
     ),
+    Idle("run.standby", "run.max_restarts", lambda c: c.run.max_restarts > 0, "run.max_restarts=3"),
     Idle("sglang.extra", "rollout.engine", lambda c: c.rollout.engine == "sglang", 'rollout.engine="sglang"'),
     Idle(
         "sync.bucket_mib sync.backend",

@@ -191,6 +191,8 @@ def _jobs(config: Config) -> Iterator[Violation]:
             f"slurm.spare_nodes={config.slurm.spare_nodes} would be idle: run.max_restarts=0 starts nothing again",
             "set run.max_restarts=3, or slurm.spare_nodes=0",
         )
+    if config.run.standby:
+        yield warning(("run.standby",), "run.standby has no effect in a job: bapo train alone has ranks on standby")
     if config.checkpoint.interval_steps is None and (config.slurm.requeue or config.slurm.chain > 1):
         yield warning(
             ("checkpoint.interval_steps", "slurm.requeue", "slurm.chain"),

@@ -100,9 +100,9 @@ class StartedEngines:
         self._began_s = time.monotonic()
 
     def urls_left(self) -> list[str]:
-        """Return the URLs of the engines that are not given up; all of them if none is left."""
+        """Return the URLs of the engines that are not given up."""
         given_up = {engine.spec.url for engine in self._engines if engine.is_given_up}
-        return [url for url in self.urls if url not in given_up] or self.urls
+        return [url for url in self.urls if url not in given_up]
 
     def are_healthy(self) -> bool:
         """Tell whether each has answered; from then on they are looked after.

@@ -1,13 +1,17 @@
 """Restarts of the trainer ranks within a run: whether one is allowed, and what it leaves in the attempt's folder.
 
-an attempt fails --> next_restart() --a Restart--> start_again(): logs/attempt-N/restart.json, then the ranks
-                                   \\--a reason--> the run ends
+    attempt N fails --> next_restart() --a Restart--> attempt N + 1 with logs/attempt-<N+1>/restart.json, then its ranks
+                                       \\--a reason--> the run ends
+
+The number of an attempt is handed on by its folder only: the newest logs/attempt-N/ is the one that ranks attach to.
+Whoever starts ranks asks `next_restart` after an exit code other than 0, 2 (a user has to mend something) and
+worker.STOPPED. local.py holds the run's lock for all attempts and calls `start_again`. Where each attempt takes the
+lock anew, as trainer rank 0 of a SLURM step does by RunDir.open, it calls `write_restart` after that.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,7 +31,7 @@ class Restart:
     """The reason why a run has begun an attempt by itself."""
 
     problem: str  # how the attempt before ended
-    failed_at_s: float  # Unix time at which that was noticed
+    failed_at_s: float  # Unix time at which the first failure since the last completed step was noticed
     number: int  # from 1, of those that run.max_restarts allows
     num_in_vain: int  # attempts in a row, up to the one that failed, that completed no step
 
@@ -55,17 +59,18 @@ def next_restart(run_dir: RunDir, problem: str, failed_at_s: float, max_restarts
         return f"{_MAX_IN_VAIN} attempts in a row completed no step"
     if number > max_restarts:
         return f"no restart is left (run.max_restarts={max_restarts})"
-    return Restart(problem, failed_at_s, number, num_in_vain)
+    began_s = failed_at_s if num_completed or before is None else before.failed_at_s
+    return Restart(problem, began_s, number, num_in_vain)
 
 
 def start_again(run_dir: RunDir, restart: Restart) -> None:
     """Begin the next attempt of a run, under the same lock. Raises UserError if the disk is full."""
     run_dir.begin_next()
-    note_restart(run_dir, restart)
+    write_restart(run_dir, restart)
 
 
-def note_restart(run_dir: RunDir, restart: Restart) -> None:
-    """Record the reason of this attempt. Raises UserError if the disk is full."""
+def write_restart(run_dir: RunDir, restart: Restart) -> None:
+    """Leave the reason of this attempt in its folder. Raises UserError if the disk is full."""
     write_atomically(run_dir.log_dir / _FILE, json.dumps(asdict(restart)) + "\n")
 
 
@@ -82,17 +87,16 @@ def num_restarts(run_path: Path) -> int:
     return len(list(run_path.glob(f"logs/attempt-*/{_FILE}")))
 
 
-def earlier_failures(run_dir: RunDir) -> Iterator[str]:
-    """Yield a line for each attempt of this command before this one, the first one first."""
-    if restart := restart_of(run_dir):
-        before = RunDir(run_dir.path, run_dir.attempt - 1)
-        yield from earlier_failures(before)
-        yield f"attempt {before.attempt}: {restart.problem}"
+def first_attempt(run_dir: RunDir) -> RunDir:
+    """Return the attempt that the command began with, in whose folder the logs of its engines are."""
+    return first_attempt(RunDir(run_dir.path, run_dir.attempt - 1)) if restart_of(run_dir) else run_dir
 
 
 def how_often(run_dir: RunDir) -> list[str]:
-    """Return lines that say how often the ranks were started by this command, and why; none after one start."""
-    failures = list(earlier_failures(run_dir))
+    """Return lines that say how often this command has restarted the ranks, and why; none before a restart."""
+    attempts = range(first_attempt(run_dir).attempt + 1, run_dir.attempt + 1)
+    restarts = [restart for n in attempts if (restart := restart_of(RunDir(run_dir.path, n)))]
+    failures = [f"attempt {n - 1}: {restart.problem}" for n, restart in zip(attempts, restarts, strict=True)]
     return [f"the ranks were restarted {plural(len(failures), 'time')}:", *failures] if failures else []
 
 

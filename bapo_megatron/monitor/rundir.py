@@ -53,6 +53,7 @@ logger = logging.getLogger(__name__)
 RESUMABLE_SETTINGS = (
     "run.dir",
     "run.max_restarts",
+    "run.standby",
     "cluster.*",
     "slurm.*",
     "checkpoint.*",
@@ -155,10 +156,19 @@ class RunDir:
         return run
 
     def begin_next(self) -> None:
-        """Begin the next attempt with the same settings, under the same lock. Raises UserError if the disk is full."""
+        """Begin the next attempt with the same settings, under the same lock.
+
+        Raises:
+            UserError: the disk is full. This attempt is then still the latest one.
+        """
         config_text = self.config_path.read_text(encoding="utf-8")
         self.attempt += 1
-        self._begin(config_text)
+        try:
+            self._begin(config_text)
+        except UserError:
+            shutil.rmtree(self.log_dir, ignore_errors=True)
+            self.attempt -= 1
+            raise
 
     def _begin(self, config_text: str) -> None:
         with explaining_os_errors(self.path):

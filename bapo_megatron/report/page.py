@@ -17,7 +17,7 @@ from typing import Any
 
 import jinja2
 
-from bapo_megatron.errors import UserError
+from bapo_megatron.errors import UserError, plural
 from bapo_megatron.monitor.summary import Row, count, duration, find_problems, number, percent, summarize
 from bapo_megatron.report.compare import Comparison, compare, outcome_names, outcomes
 from bapo_megatron.report.figures import Plot, draw
@@ -240,6 +240,11 @@ def _facts(run: History) -> list[tuple[str, str, str]]:
         ("Wall time", duration(summary.wall_time_s), _layout(settings)),
         ("Loss", str(settings.get("loss.name", "-")), f"model: {settings.get('model.path', '-')}"),
     ]
+    recoveries_s = [row["run/recovery_s"] for row in rows if math.isfinite(row.get("run/recovery_s", math.nan))]
+    if recoveries_s:
+        facts.append(
+            ("Recovered in", duration(max(recoveries_s)), f"at most; restarted {plural(len(recoveries_s), 'time')}")
+        )
     if "time" in run.environment:
         commit = run.environment.get("git_commit")
         remark = f"commit {commit[:10]}" if commit else str(run.environment.get("host", ""))

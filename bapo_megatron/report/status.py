@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from bapo_megatron.metrics import METRICS
+from bapo_megatron.monitor.restarts import first_attempt
 from bapo_megatron.monitor.rundir import RunDir, is_in_use
 from bapo_megatron.report.history import History
 
@@ -28,7 +29,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The state of a run, and the logs of its latest attempt."""
+    """The state of a run, and the logs of its latest attempt and of the engines that it uses."""
 
     state: State
     error: str  # of the latest attempt; "" without one
@@ -81,7 +82,15 @@ def read_status(run: History) -> Status:
         state = State.FAILED if error or latest.state == "failed" else State.INTERRUPTED
     judge = latest.log_dir / "judge.txt"
     judge_failure = judge.read_text(encoding="utf-8", errors="replace").strip() if judge.exists() else ""
-    return Status(state, error, judge_failure, latest.attempt, tuple(sorted(latest.log_dir.glob("*.log"))))
+    return Status(state, error, judge_failure, latest.attempt, tuple(_logs(latest)))
+
+
+def _logs(latest: RunDir) -> list[Path]:
+    """Return the logs of an attempt, and of engines that an attempt before has started for it."""
+    logs = sorted(latest.log_dir.glob("*.log"))
+    if (first := first_attempt(latest)).attempt < latest.attempt:
+        logs += sorted(path for path in first.log_dir.glob("*.log") if not path.name.startswith("trainer-"))
+    return logs
 
 
 def _error(log_dir: Path) -> str:

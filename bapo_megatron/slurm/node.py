@@ -43,7 +43,7 @@ from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_vari
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.console import Screen, header
-from bapo_megatron.monitor.restarts import Restart, how_often, next_restart, note_restart
+from bapo_megatron.monitor.restarts import Restart, how_often, next_restart, write_restart
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.runtime.files import explaining_os_errors, write_atomically
 from bapo_megatron.worker import STOPPED, run_rank
@@ -199,7 +199,7 @@ def _run_first_rank(config: Config, meeting: Meeting, start: Start, run_dir: Run
             meeting.tell(name, {"is_over": True})
         return 0
     if restart:
-        note_restart(run_dir, restart)
+        write_restart(run_dir, restart)
         print(
             f"bapo: restart {restart.number} of {config.run.max_restarts} in {restart.delay_s:g} s: {restart.problem}"
         )

@@ -339,9 +339,9 @@ class Campaign:
         num_tokens, worst, num_segments, num_betrayed = 0, 0.0, 0, 0
         for index, version in enumerate(versions):
             mine = [t for t in samples if version in t.versions]
-            right = _logprobs(model, self.policy.weights(version), mine, self.config.rollout.temperature)
+            right = response_logprobs(model, self.policy.weights(version), mine, self.config.rollout.temperature)
             other = versions[index - 1]
-            wrong = _logprobs(model, self.policy.weights(other), mine, self.config.rollout.temperature)
+            wrong = response_logprobs(model, self.policy.weights(other), mine, self.config.rollout.temperature)
             for t, right_N, wrong_N in zip(mine, right, wrong, strict=True):
                 said_N = torch.tensor(t.behaviour_logprobs)
                 is_mine_N = torch.tensor(t.versions) == version
@@ -578,7 +578,9 @@ class Campaign:
         return self._loop.run(coroutine, HANG_S, f"leg {self.leg!r}, step {self.num_steps}")
 
 
-def _logprobs(model: Any, weights: dict[str, Tensor], samples: Sequence[Sample], temperature: float) -> list[Tensor]:
+def response_logprobs(
+    model: Any, weights: dict[str, Tensor], samples: Sequence[Sample], temperature: float
+) -> list[Tensor]:
     """Log-prob float32 [response tokens] of each sample under these weights."""
     model.load_state_dict(weights)
     results: list[Tensor] = []

@@ -3,11 +3,13 @@
 Python runs a module named `sitecustomize` as it starts; the one that `Gates` writes puts the gates in.
 """
 
+import contextlib
 import itertools
 import os
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,10 @@ class Gates:
     """Gates before some steps, counted from 1 as on the screen, or at one of these moments.
 
     "import": before a rank imports torch; "end": after its last step; "save-7", "push-7": before the seventh thing that
-    a process does to write checkpoints, or to push weights.
+    a process does to write checkpoints, or to push weights; "sample-7", "update-7": before its seventh request for
+    samples, or optimizer update.
+
+    The first rank that passes gate `hasty` waits no longer than a second in any later collective.
 
     Example:
         gates = Gates(folder, 2)
@@ -30,11 +35,13 @@ class Gates:
         gates.open(2)
     """
 
-    def __init__(self, folder: Path, *places: int | str) -> None:
+    def __init__(self, folder: Path, *places: int | str, hasty: int | None = None) -> None:
         self._folder = folder
         folder.mkdir(parents=True)
         for place in places:
             (folder / f"closed-{place}").touch()
+        if hasty is not None:
+            (folder / f"hasty-{hasty}").touch()
         (folder / "sitecustomize.py").write_text("import tests.integration.gates as g\ng.build_in_ranks()\n")
         path = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.environment = {"PYTHONPATH": os.pathsep.join(path), "BAPO_TEST_GATES": str(folder)}
@@ -51,6 +58,10 @@ class Gates:
         """Whether a rank stands before it."""
         return (self._folder / f"reached-{place}").exists()
 
+    def is_standing_by(self, pid: int) -> bool:
+        """Whether this process on standby has imported everything."""
+        return (self._folder / f"standing-by-{pid}").exists()
+
     def open(self, place: int | str) -> None:
         (self._folder / f"closed-{place}").unlink()
 
@@ -65,24 +76,35 @@ def build_in_ranks() -> None:
 def build() -> None:
     """Put the gates into this process, a rank."""
     from bapo_megatron import runtime
+    from bapo_megatron.runtime.standby import Orders
     from bapo_megatron.runtime.stopwatch import Stopwatch
 
     kinds = {path.name.split("-")[1] for path in Path(os.environ["BAPO_TEST_GATES"]).glob("closed-*")}
     if "save" in kinds:
         _count_saving()
-    if "push" in kinds:
-        _count_pushing()
-    begin, starting = Stopwatch.begin, runtime.starting
+    if kinds & {"push", "sample"}:
+        _count_calls()
+    begin, starting, wait = Stopwatch.begin, runtime.starting, Orders.wait
 
     def begin_behind_gate(self: Stopwatch, step: int) -> None:
         begin(self, step)
         _pass(step + 1)
         _end_behind_gate()  # torch is imported by now
+        if "update" in kinds:
+            _count_updates()
+        with contextlib.suppress(FileNotFoundError):
+            (Path(os.environ["BAPO_TEST_GATES"]) / f"hasty-{step + 1}").unlink()
+            _hurry()
 
     def starting_through_gate() -> object:
         _pass("import")
         return starting()
 
+    def wait_and_tell() -> Orders | None:
+        (Path(os.environ["BAPO_TEST_GATES"]) / f"standing-by-{os.getpid()}").touch()
+        return wait()
+
+    Orders.wait = wait_and_tell  # type: ignore[method-assign]
     Stopwatch.begin = begin_behind_gate  # type: ignore[method-assign]
     runtime.starting = starting_through_gate  # type: ignore[assignment]
 
@@ -92,13 +114,32 @@ def _end_behind_gate() -> None:
     """Put a gate before what follows the last step."""
     from bapo_megatron.checkpoint.store import CheckpointStore
 
-    close = CheckpointStore.close
+    save, close = CheckpointStore.save, CheckpointStore.close
+    is_saving = False  # which also closes
+
+    def save_without_gate(self: CheckpointStore, *arguments: Any) -> Path:
+        nonlocal is_saving
+        is_saving = True
+        try:
+            return save(self, *arguments)
+        finally:
+            is_saving = False
 
     def close_behind_gate(self: CheckpointStore) -> None:
-        _pass("end")
+        if not is_saving:
+            _pass("end")
         close(self)
 
+    CheckpointStore.save = save_without_gate  # type: ignore[method-assign]
     CheckpointStore.close = close_behind_gate  # type: ignore[method-assign]
+
+
+def _hurry() -> None:
+    """Let this rank give up on others after a second."""
+    from torch.distributed import distributed_c10d
+
+    for group in distributed_c10d._world.pg_map:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
 
 
 def _count_saving() -> None:
@@ -114,17 +155,35 @@ def _count_saving() -> None:
     sys.addaudithook(watch)
 
 
-def _count_pushing() -> None:
-    """Put a gate before every call to an engine, and every broadcast, of a push."""
+@cache
+def _count_updates() -> None:
+    """Put a gate before every optimizer update."""
+    from bapo_megatron.learner.megatron import MegatronLearner
+
+    numbers = itertools.count(1)
+    step = MegatronLearner.step
+
+    def step_behind_gate(self: MegatronLearner, *arguments: Any) -> Any:
+        _pass(f"update-{next(numbers)}")
+        return step(self, *arguments)
+
+    MegatronLearner.step = step_behind_gate  # type: ignore[method-assign]
+
+
+def _count_calls() -> None:
+    """Put a gate before every request for samples, and before every call to an engine, and every broadcast, of a
+    push."""
     from bapo_megatron.engines.group import UpdateGroup
     from bapo_megatron.engines.http import HttpEngine
 
-    numbers = itertools.count(1)
+    numbers, requests = itertools.count(1), itertools.count(1)
     send, broadcast = HttpEngine._send, UpdateGroup.broadcast
 
     async def send_through_gate(engine: HttpEngine, method: str, path: str, *arguments: Any, **options: Any) -> bytes:
         if method == "POST" and path not in ("/generate", "/abort_request"):
             _pass(f"push-{next(numbers)}")
+        if path == "/generate":
+            _pass(f"sample-{next(requests)}")
         return await send(engine, method, path, *arguments, **options)
 
     def broadcast_through_gate(group: UpdateGroup, *arguments: Any, **options: Any) -> Any:

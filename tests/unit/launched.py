@@ -13,20 +13,29 @@ A rank says on standard output where it is, so that a test can send a signal at 
     refusing    leaves an error for the user
     halting     is killed as it trains, and when started again never begins to
     doomed      trains until it is asked to stop, and is killed
+    torn        is killed as it trains, and when started again cannot read its checkpoint
+    forsaken    is killed as it trains, when no engine is left
+    crowded     is killed as it trains, when the launcher's disk is full
+    aborting    leaves an error for the user while another rank aborts, whose connection to it is lost
 """
 
+import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from bapo_megatron import local
 from bapo_megatron.config.load import load_config
+from bapo_megatron.engines.supervisor import StartedEngines
+from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.console import Console
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.worker import STOPPED, redirect_output
@@ -43,29 +52,56 @@ SETTINGS = (
 )
 
 
+class Forsaken(StartedEngines):
+    """Engines that are all given up, although they have answered."""
+
+    def urls_left(self) -> list[str]:
+        return []
+
+
 def launch(folder: Path, kind: str, settings: list[str]) -> int:
     start = subprocess.Popen
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def start_rank(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        if kind == "crowded":
+            options["preexec_fn"] = partial(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # no file of the launcher grows any more
         run_path = command[command.index("--run-dir") + 1]
         return start([sys.executable, "-m", "tests.unit.launched", run_path, kind, "rank"], **options)
 
     names = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
     local.subprocess = SimpleNamespace(Popen=start_rank, **names)  # type: ignore[assignment]
+    if kind == "forsaken":
+        forsaken = Forsaken(["http://127.0.0.1:9"])
+        local.started_engines = lambda *_: contextlib.nullcontext(forsaken)  # type: ignore[assignment]
     config = load_config(["demo"], [f"run.dir={folder}", *SETTINGS, *settings])
-    return local._run(wait_to_be_killed, lambda _: config, 0.0) if kind == "loading" else local.run(config)
+    try:
+        return local._run(wait_to_be_killed, lambda _: config, 0.0) if kind == "loading" else local.run(config)
+    except UserError as error:  # as the command line does
+        for line in str(error).split("\n"):
+            print(f"bapo: {line}", file=sys.stderr)
+        return 2
 
 
 def be_rank(run_dir: RunDir, kind: str) -> int:
-    terminal = redirect_output(run_dir.log_path("trainer", 0))
+    rank = int(os.environ["RANK"])
+    terminal = redirect_output(run_dir.log_path("trainer", rank))
     console = Console("auto", 4, stream=terminal)
     if kind == "starting" or (kind == "halting" and run_dir.attempt > 1):
         console.note("not training yet")
         wait_to_be_killed()
     if kind == "dying":
         be_killed()
-    if kind == "refusing":
+    if kind == "aborting" and rank == 1:
+        while not (run_dir.log_dir / "error-0.txt").exists():
+            time.sleep(_POLL_S)
+        os.abort()
+    if kind in ("refusing", "aborting"):
         (run_dir.log_dir / "error-0.txt").write_text("no such judge")
+        return 2
+    if kind == "torn" and run_dir.attempt > 1:
+        (run_dir.log_dir / "error-0.txt").write_text("checkpoint step-000001 is torn")
         return 2
     run_dir.mark_training(num_saved := run_dir.num_steps_saved())
     console.note("training")
@@ -85,11 +121,13 @@ def be_rank(run_dir: RunDir, kind: str) -> int:
         save(run_dir, 4)
         run_dir.mark("finished")
         return 0
-    while kind != "halting" and not run_dir.stop_file.exists():
+    if kind in ("torn", "forsaken", "crowded", "halting"):
+        be_killed()
+    while not run_dir.stop_file.exists():
         time.sleep(_POLL_S)
     if kind == "stuck":
         wait_to_be_killed()
-    if kind in ("doomed", "halting"):
+    if kind == "doomed":
         be_killed()
     console.step({"step": 3.0})
     save(run_dir, 3)

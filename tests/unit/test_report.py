@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from bapo_megatron.errors import UserError
+from bapo_megatron.monitor.restarts import Restart, write_restart
+from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.report.gallery import FIGURES, PANELS
 from bapo_megatron.report.history import read_history
 from bapo_megatron.report.page import render_run, write_report
@@ -199,6 +201,25 @@ def test_an_attempt_fails_by_an_error_that_ended_it(tmp_path: Path, log: str, st
     assert read_status(read_history(run)).judge_failure == "ValueError in line 7"
     (folder / "state.txt").write_text("interrupted\n")
     assert read_status(read_history(run)).state == State.INTERRUPTED
+
+
+def test_a_restarted_run_shows_the_time_to_recover_and_the_logs_of_engines_that_live_on(tmp_path: Path) -> None:
+    rows = [plain(1), plain(2) | {"run/restarts": 1, "run/recovery_s": 21.0}, plain(3) | {"run/restarts": 1}]
+    run = make_run(tmp_path / "run", rows)
+    for attempt, names in enumerate((("engine-0", "trainer-0"), ("engine-0", "trainer-0"), ("trainer-0",)), start=1):
+        folder = run / "logs" / f"attempt-{attempt}"
+        folder.mkdir(parents=True)
+        for name in names:
+            (folder / f"{name}.log").touch()
+    write_restart(RunDir(run, 3), Restart("it died", 0.0, 1, 0))
+    logs = run / "logs"
+    history = read_history(run)
+    shown = [logs / "attempt-3" / "trainer-0.log", logs / "attempt-2" / "engine-0.log"]
+    assert list(read_status(history).logs) == shown, "the second command began with attempt 2"
+    page = render_run(history, links_from=run)
+    assert "21.0 s" in page
+    assert "at most; restarted 1 time" in page
+    assert "restarts of the trainer ranks: 1" in page
 
 
 def test_a_steps_time_is_stacked_by_its_parts(tmp_path: Path) -> None:

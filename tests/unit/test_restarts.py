@@ -6,12 +6,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bapo_megatron.monitor.restarts import next_restart, num_restarts, restart_of
 from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.runtime.standby import Orders, StandbyRanks
+from tests.hang import HANG_S
 from tests.unit.launched import save
 from tests.unit.test_stopping import Launched, launched
 
@@ -65,13 +68,15 @@ def test_restarts_end_after_two_attempts_in_vain_or_too_many_without_progress(
         run_dir.log_dir.mkdir(parents=True)
         for number, attempt in enumerate(history, start=1):
             fail(run_dir, attempt)
-            found = next_restart(run_dir, "it died", 12.5, max_restarts)
+            found = next_restart(run_dir, "it died", float(number), max_restarts)
             wanted = expected(history[:number], max_restarts)
             if isinstance(found, str):
                 assert isinstance(wanted, str)
                 assert wanted in found
                 return
-            assert (found.number, found.problem, found.failed_at_s) == (wanted, "it died", 12.5)
+            assert (found.number, found.problem) == (wanted, "it died")
+            in_vain = number > 1 and not history[number - 1].num_completed
+            assert found.failed_at_s == (number - 1 if in_vain else number)
             assert found.delay_s == min(2.0 ** (found.number - 1), 30.0)
             run_dir = RunDir(Path(folder), number + 1)
             run_dir.log_dir.mkdir()
@@ -80,15 +85,26 @@ def test_restarts_end_after_two_attempts_in_vain_or_too_many_without_progress(
             assert num_restarts(Path(folder)) == number
 
 
-def ran(folder: Path, kind: str, max_restarts: int) -> Launched:
+def ran(folder: Path, kind: str, max_restarts: int, *settings: str) -> Launched:
     """A launcher whose ranks are of a kind, see launched.py, once it has ended."""
-    with launched(folder, kind, settings=(f"run.max_restarts={max_restarts}",)) as run:
+    with launched(folder, kind, settings=(f"run.max_restarts={max_restarts}", *settings)) as run:
         run.end()
     return run
 
 
 def num_attempts(folder: Path) -> int:
     return len(list(folder.glob("run/logs/attempt-*")))
+
+
+@SLOW
+def test_processes_on_standby_that_have_ended_are_no_ranks(tmp_path: Path) -> None:
+    """There is no such run, which ends them."""
+    with StandbyRanks(tmp_path / "missing", 2, {}) as standby:
+        standby.fill()
+        waiting = [child for child in psutil.Process().children() if "--standby" in child.cmdline()]
+        assert len(waiting) == 2
+        assert psutil.wait_procs(waiting, HANG_S)[1] == []
+        assert standby.take(Orders({"RANK": "0"}, [])) is None
 
 
 @SLOW
@@ -139,13 +155,55 @@ def test_a_rank_that_dies_after_the_last_step_is_saved_has_finished_the_run(tmp_
 
 
 @SLOW
-def test_an_error_that_the_user_has_to_mend_restarts_nothing(tmp_path: Path) -> None:
-    run = ran(tmp_path, "refusing", 3)
-    assert run.process.returncode != 0
+@pytest.mark.parametrize(("kind", "settings"), [("refusing", ()), ("aborting", ("parallel.data=2",))])
+def test_an_error_that_the_user_has_to_mend_restarts_nothing(
+    tmp_path: Path, kind: str, settings: tuple[str, ...]
+) -> None:
+    run = ran(tmp_path, kind, 3, *settings)
+    assert run.process.returncode == 2
     assert num_attempts(tmp_path) == 1
     assert run.run_dir.state == "failed"
-    assert "no such judge" in run.stderr
+    assert run.stderr == "bapo: no such judge\n"
     assert "restart" not in run.text
+
+
+KILLED = "trainer rank 0 ended with exit code -9; its log: {}/run/logs/attempt-1/trainer-0.log"
+
+
+@SLOW
+def test_a_checkpoint_that_cannot_be_read_after_a_restart_ends_the_run_and_what_was_tried_is_told(
+    tmp_path: Path,
+) -> None:
+    run = ran(tmp_path, "torn", 3)
+    assert run.process.returncode == 2
+    assert num_attempts(tmp_path) == 2
+    assert run.run_dir.state == "failed"
+    assert run.stderr.splitlines() == [
+        "bapo: checkpoint step-000001 is torn",
+        "bapo: the ranks were restarted 1 time:",
+        f"bapo: attempt 1: {KILLED.format(tmp_path)}",
+    ]
+
+
+@SLOW
+def test_without_an_engine_left_nothing_is_restarted(tmp_path: Path) -> None:
+    run = ran(tmp_path, "forsaken", 3)
+    assert run.process.returncode == 2
+    assert num_attempts(tmp_path) == 1
+    assert run.run_dir.state == "failed"
+    assert run.stderr.splitlines() == [f"bapo: {KILLED.format(tmp_path)}", "bapo: no rollout engine is left"]
+
+
+@SLOW
+def test_a_full_disk_is_named_with_the_failure_after_which_no_restart_is_possible(tmp_path: Path) -> None:
+    run = ran(tmp_path, "crowded", 3)
+    assert run.process.returncode == 2
+    assert num_attempts(tmp_path) == 1, "the one that could not begin leaves no folder"
+    assert run.run_dir.attempt == 1
+    killed, full = run.stderr.splitlines()
+    assert killed == f"bapo: {KILLED.format(tmp_path)}"
+    assert full.startswith(f"bapo: no restart is possible: cannot write {tmp_path}/run/logs/attempt-2/")
+    assert "File too large; make room there" in full
 
 
 @SLOW

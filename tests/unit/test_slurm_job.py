@@ -29,7 +29,7 @@ from bapo_megatron.engines.start import embedded_specs
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.monitor.console import Console
 from bapo_megatron.monitor.record import Recorder
-from bapo_megatron.monitor.restarts import Restart, note_restart
+from bapo_megatron.monitor.restarts import Restart, write_restart
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.runtime.ranks import StopFile
 from bapo_megatron.slurm import node
@@ -432,7 +432,7 @@ def test_rank_0_gives_up_after_two_attempts_without_a_step(
     with RunDir.open(config):
         pass
     with RunDir.open(config) as run_dir:
-        note_restart(run_dir, Restart("the trainer ended with exit code 143", 1.0, number=1, num_in_vain=1))
+        write_restart(run_dir, Restart("the trainer ended with exit code 143", 1.0, number=1, num_in_vain=1))
     for rank in ("0", "1"):
         monkeypatch.setenv("SLURM_PROCID", rank)
         arguments = ["--config", str(job.config_path), "--meeting", str(meeting)]
