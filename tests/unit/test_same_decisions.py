@@ -197,13 +197,17 @@ class Logged(Timed):  # type: ignore[misc, valid-type]
         if self.failures:
             self.failures -= 1
             raise EngineError(f"{self.url}: HTTP 500")
-        return await super().generate_many(requests)
+        try:
+            return await super().generate_many(requests)
+        except asyncio.CancelledError:
+            self._log.append(("withdrawn", self.url, requests[0].rid))
+            raise
 
 
 def history(is_plain: bool, seed: int, options: dict[str, Any], is_multi_turn: bool) -> tuple[list[Any], int]:
     """Train, fence engines, stop, resume; return all requests, batches and accounts, and how often one was fenced."""
     rng, log = random.Random(seed), []
-    engines = [Logged(f"http://{i}", rng.choice([0.01, 0.03]), log) for i in range(3)]
+    engines = [Logged(f"http://{i}", rng.choice([0.01, 0.03, 0.2]), log) for i in range(3)]
     answer_s, spare, num_fenced = rng.choice([0.0, 0.02, 0.4]), 0, 0
 
     async def trouble(pool: Any) -> None:
@@ -226,7 +230,7 @@ def history(is_plain: bool, seed: int, options: dict[str, Any], is_multi_turn: b
         if state is not None:
             scheduler.load_state_dict(state)
         troubles = asyncio.create_task(trouble(scheduler.pool))
-        for step in range(first, first + 4):
+        for step in range(first, first + 6):
             groups, stats = await scheduler.take(step, step)
             assert groups is not None
             log.append([(s.sample_id, s.sampled_ids.tolist(), s.versions.tolist()) for g in groups for s in g.samples])
@@ -244,7 +248,7 @@ def history(is_plain: bool, seed: int, options: dict[str, Any], is_multi_turn: b
     spare = rng.choice([-2, 0, 2])
     for engine in engines:
         engine.failures = 0
-    run_on_clock(attempt(4, state))
+    run_on_clock(attempt(6, state))
     return log, num_fenced
 
 
@@ -266,9 +270,10 @@ def test_a_scheduler_sends_and_trains_what_a_plain_one_does(
     assert ours == plain
 
 
-def test_histories_have_engines_that_are_fenced_while_others_sample() -> None:
+def test_histories_have_engines_that_are_fenced_and_requests_that_are_withdrawn() -> None:
     options = {"groups_in_flight": 6, "tokens_per_round": 3, "max_concurrent_requests": 2, "overlap": True}
     found = [history(False, seed, {**options, "max_response_tokens": 40}, True) for seed in range(4)]
     assert sum(num_fenced for _, num_fenced in found) > 2
-    urls = {entry[1] for log, _ in found for entry in log if isinstance(entry, tuple) and len(entry) == 3}
-    assert len(urls) == 3
+    sent = [entry for log, _ in found for entry in log if isinstance(entry, tuple) and len(entry) == 3]
+    assert len({url for _, url, _ in sent}) == 3
+    assert sum(what == "withdrawn" for what, *_ in sent) > 5
