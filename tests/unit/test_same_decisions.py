@@ -22,6 +22,7 @@ from tests.unit.plain_scheduler import PlainBook, make_plain
 from tests.unit.test_drivers import Timed, Turns, driver
 from tests.unit.test_scheduler import CountingPrompts, make, run_on_clock
 
+HANG_CLOCK_S = 1000.0  # on a clock that jumps
 EVENTS = (
     "admit",
     "start",
@@ -244,11 +245,11 @@ def history(is_plain: bool, seed: int, options: dict[str, Any], is_multi_turn: b
         await scheduler.close()
         return through_checkpoint(scheduler.state_dict())
 
-    state = run_on_clock(attempt(0, None))
+    state = run_on_clock(asyncio.wait_for(attempt(0, None), HANG_CLOCK_S))
     spare = rng.choice([-2, 0, 2])
     for engine in engines:
         engine.failures = 0
-    run_on_clock(attempt(6, state))
+    run_on_clock(asyncio.wait_for(attempt(6, state), HANG_CLOCK_S))
     return log, num_fenced
 
 
