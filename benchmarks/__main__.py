@@ -31,6 +31,7 @@ ROWS = {  # to the script
     "scaling": "scaling",
     "weight-sync": "weight_sync",
     "rollout": "rollout",
+    "scheduler": "scheduler",
     "replies": "replies",
     "checkpoint": "checkpoint",
     "start-up": "start_up",

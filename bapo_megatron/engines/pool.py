@@ -33,13 +33,14 @@ class EnginePool:
         self.num_fenced = 0  # times that an engine was fenced off, since the attempt began
         self.newest_version = -1  # of the weights that an engine may hold: a push of them may be in progress
         self._status: dict[str, Status] = {engine.url: "live" for engine in engines}
+        self._live = self.engines
         self._reasons: dict[str, str] = {}
         self._num_failures: dict[str, int] = {engine.url: 0 for engine in engines}  # since its last good reply
         self._lock = threading.Lock()
 
     def live(self) -> list[Engine]:
         """Return the engines that sample, in a fixed order."""
-        return self._with_status("live")
+        return list(self._live)
 
     def back(self) -> list[Engine]:
         """Return the fenced engines that are healthy again and wait for weights."""
@@ -51,7 +52,7 @@ class EnginePool:
 
     def home(self, prompt_id: int) -> Engine | None:
         """Return the live engine that caches the prefixes of this prompt's responses; None if none is live."""
-        live = self.live()
+        live = self._live
         return live[prompt_id % len(live)] if live else None
 
     def is_hopeless(self) -> bool:
@@ -70,6 +71,7 @@ class EnginePool:
                 self._num_failures[engine.url] += 1
             self._status[engine.url] = "lost" if self._num_failures[engine.url] >= _MAX_FAILURES else "fenced"
             self._reasons[engine.url] = reason
+            self._live = self._that_are("live")
 
     def replied(self, engine: Engine) -> None:
         """Note a good reply of this engine."""
@@ -82,6 +84,7 @@ class EnginePool:
                 log.warning("%s takes part again", engine.url)
             self._status[engine.url] = "live"
             self._reasons.pop(engine.url, None)
+            self._live = self._that_are("live")
 
     def describe(self) -> str:
         """Explain why engines are missing, one clause each; empty if all are live."""
@@ -115,4 +118,7 @@ class EnginePool:
 
     def _with_status(self, status: Status) -> list[Engine]:
         with self._lock:
-            return [engine for engine in self.engines if self._status[engine.url] == status]
+            return list(self._that_are(status))
+
+    def _that_are(self, status: Status) -> tuple[Engine, ...]:
+        return tuple(engine for engine in self.engines if self._status[engine.url] == status)

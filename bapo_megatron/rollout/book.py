@@ -1,6 +1,9 @@
 """The samples between prompt and batch: admitted, growing, answered, ended, chosen. No engine, no driver, no clock.
 
 prompts --admit--> active groups --grow, answer--> complete --settle--> finished --choose--> one step's groups
+
+What many groups decide together (who is trained, who is urgent, whether the books balance) is kept up to date with each
+change, so that no question costs more the more groups there are.
 """
 
 from collections import Counter
@@ -13,8 +16,8 @@ from typing_extensions import TypedDict
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.prompts.mixture import PromptsState
-from bapo_megatron.rollout.ledger import Ledger, LedgerError, LedgerState
-from bapo_megatron.rollout.staleness import StalenessBound
+from bapo_megatron.rollout.ledger import Held, Ledger, LedgerError, LedgerState
+from bapo_megatron.rollout.staleness import Ages, StalenessBound
 from bapo_megatron.tokens import Array, JoinedRows, TokenStream
 from bapo_megatron.types import Group, GroupJson, NeedsEnvironment, NeedsTokens, Prompt, Sample, with_values
 
@@ -87,9 +90,12 @@ class RolloutBook:
         self._samples_per_prompt = config.samples_per_prompt
         self._samples_in_flight = (config.groups_in_flight or config.prompts_per_step) * config.samples_per_prompt
         self._active: dict[int, Group] = {}  # by prompt id, oldest first
-        self._finished: list[Group] = []  # judged, in the order of the verdicts
-        self._num_growing = 0  # samples that need tokens
-        self._begun: dict[str, int] = {}  # weight version at the start of each request in progress, by sample id
+        self._finished: dict[int, Group] = {}  # judged, by prompt id, in the order of the verdicts
+        self.num_growing = 0  # samples that need tokens
+        self._oldest: dict[str, int] = {}  # version of an active sample's oldest token, in it or on its way, by id
+        self._ages, self._finished_ages = Ages(), Ages()  # of the active and the finished groups
+        self._held = Held()  # all samples here
+        self._changed: set[str] = set()  # ids of those that came or changed since the ledger was checked
 
     def admit(self, version: int, next_version: int) -> list[Sample]:
         """Draw prompts until as many samples need tokens as the configuration asks for; return the new ones.
@@ -99,19 +105,28 @@ class RolloutBook:
         """
         admitted: list[Sample] = []
         capacity = self.bound.capacity(version, next_version)
-        while self._num_growing < self._samples_in_flight and len(self._active) + len(self._finished) < capacity:
+        while self.num_growing < self._samples_in_flight and len(self._active) + len(self._finished) < capacity:
             prompt = self._prompts.next()
             group = Group.begun(prompt, self._samples_per_prompt)
             for sample in group.samples:
                 self.ledger.admit(sample.sample_id)
+                self._held.count(sample)
+                self._changed.add(sample.sample_id)
             self._active[prompt.prompt_id] = group
-            self._num_growing += len(group.samples)
+            self._ages.put(prompt.prompt_id, None)
+            self.num_growing += len(group.samples)
             admitted += group.samples
         return admitted
 
     def growing(self) -> list[Sample]:
         """Return samples that need more tokens, those of older prompts first."""
-        return [s for group in self._active.values() for s in group.samples if isinstance(s.need, NeedsTokens)]
+        return [s for group in self._active.values() for s in _growing_in(group)]
+
+    def urgent(self, version: int) -> list[Sample]:
+        """Return samples that need more tokens, and whose group must be trained in the step that begins at `version`,
+        or never."""
+        cohorts = self.bound.by_slack(self._ages, version).get(0, [])
+        return [s for cohort in cohorts for prompt_id in cohort for s in _growing_in(self._active[prompt_id])]
 
     def waiting(self) -> list[list[Sample]]:
         """Return the samples to ask a driver about, those to be asked together in one list, older prompts first."""
@@ -128,19 +143,21 @@ class RolloutBook:
     def start(self, sample: Sample, version: int) -> None:
         """Record that a request for this sample is in progress, with tokens of weight `version` or newer."""
         self.ledger.start(sample.sample_id)
-        self._begun[sample.sample_id] = version
+        self._changed.add(sample.sample_id)
+        self._note_oldest(sample, version)
 
     def grow(self, sample: Sample) -> None:
         """Record the sample that a request returned."""
-        self._num_growing -= not isinstance(sample.need, NeedsTokens)
+        self.num_growing -= not isinstance(sample.need, NeedsTokens)
         self._put(sample)
         self._stop(sample)
 
     def answer(self, sample: Sample) -> None:
         """Record the sample that a driver returned."""
         self.ledger.answer(sample)
-        self._num_growing += isinstance(sample.need, NeedsTokens)
+        self.num_growing += isinstance(sample.need, NeedsTokens)
         self._put(sample)
+        self._note_oldest(sample)
 
     def release(self, sample_id: str) -> None:
         """Record that the request has ended; a sample that did not come back stays as it was."""
@@ -149,8 +166,7 @@ class RolloutBook:
 
     def get(self, sample_id: str) -> Sample:
         """Return an active sample."""
-        group = self.group(int(sample_id.split(".")[0]))
-        return next(s for s in group.samples if s.sample_id == sample_id)
+        return _sample(self.group(_prompt_id(sample_id)), sample_id)
 
     def group(self, prompt_id: int) -> Group:
         """Return an active group."""
@@ -161,14 +177,15 @@ class RolloutBook:
 
         Returns whether it is worth training. A group too old at `version` is dropped all the same, as "stale".
         """
-        del self._active[group.prompt.prompt_id]
+        oldest = self._end(group)
         is_kept = bool(group.valid) and self._keep(group)
-        if self.bound.is_stale(group, version):
+        if self.bound.slack(oldest, version) < 0:
             self._drop(group, "stale")
         elif not is_kept:
             self._drop(group, "keep_group" if group.valid else "failed")
         else:
-            self._finished.append(group)
+            self._finished[group.prompt.prompt_id] = group
+            self._finished_ages.put(group.prompt.prompt_id, oldest)
         return is_kept
 
     def choose(self, version: int) -> list[Group] | None:
@@ -176,17 +193,18 @@ class RolloutBook:
 
         Their invalid samples are booked as dropped, as "failed".
         """
-        chosen = self.bound.choose(self._finished, [self._slack(g, version) for g in self._active.values()], version)
-        if chosen is None:
+        prompt_ids = self.bound.choose(self._finished_ages, self._ages, version)
+        if prompt_ids is None:
             return None
-        taken = {group.prompt.prompt_id for group in chosen}
-        self._finished = [group for group in self._finished if group.prompt.prompt_id not in taken]
+        chosen = [self._take(prompt_id) for prompt_id in prompt_ids]
         for sample in (s for group in chosen for s in group.samples):
+            self._leave(sample)
             if sample.reward is None:
                 self.ledger.drop(sample.sample_id, "failed")
             else:
                 self.ledger.train(sample.sample_id)
-        self.ledger.check(self.buffered())
+        self.ledger.check_changes(map(self._any, self._changed), self._held)
+        self._changed.clear()
         return chosen
 
     def drop_stale(self, version: int) -> None:
@@ -194,23 +212,22 @@ class RolloutBook:
 
         Groups with a request in progress, and those that a driver may have been asked about, are left to `settle`.
         """
-        for group in [g for g in self._finished if self.bound.is_stale(g, version)]:
-            self._finished.remove(group)
-            self._drop(group, "stale")
-        for group in [g for g in self._active.values() if self.bound.is_stale(g, version)]:
+        for prompt_id in self._stale(self._finished_ages, version):
+            self._drop(self._take(prompt_id), "stale")
+        for group in [self._active[prompt_id] for prompt_id in self._stale(self._ages, version)]:
             is_running = any(self.ledger.is_running(s.sample_id) for s in group.samples)
             if not (is_running or self.waiting_in(group)):
-                del self._active[group.prompt.prompt_id]
-                self._num_growing -= sum(isinstance(s.need, NeedsTokens) for s in group.samples)
+                self._end(group)
+                self.num_growing -= len(_growing_in(group))
                 self._drop(group, "stale")
 
     def is_urgent(self, sample: Sample, version: int) -> bool:
         """Return whether its group must be trained in the step that begins at `version`, or never."""
-        return self._slack(self._active[sample.prompt.prompt_id], version) == 0
+        return self.bound.slack(self._ages[sample.prompt.prompt_id], version) == 0
 
     def buffered(self) -> Iterator[Sample]:
         """Yield every sample here: growing, waiting, or finished and not yet taken."""
-        for group in (*self._active.values(), *self._finished):
+        for group in (*self._active.values(), *self._finished.values()):
             yield from group.samples
 
     def state_dict(self) -> dict[str, Any]:
@@ -219,7 +236,7 @@ class RolloutBook:
         Requests in progress are sent again, and drivers asked again.
         """
         rows = JoinedRows()
-        groups = {"active": self._active.values(), "finished": self._finished}
+        groups = {"active": self._active.values(), "finished": self._finished.values()}
         samples = {name: [with_values(g.to_json(), rows.put) for g in some] for name, some in groups.items()}
         return {
             "prompts": self._prompts.state_dict(),
@@ -233,34 +250,94 @@ class RolloutBook:
         self._prompts.load_state_dict(state["prompts"])
         self.ledger.load_state_dict(state["ledger"])
         try:
-            active, self._finished = groups_of(state, self._streams)
+            active, finished = groups_of(state, self._streams)
         except ValueError as problem:
             raise CheckpointError(f"the checkpoint's samples cannot be used: {problem}") from problem
-        self._active = {group.prompt.prompt_id: group for group in active}
-        self._num_growing = len(self.growing())
         try:
-            self.ledger.check(self.buffered())
+            self.ledger.check(sample for group in (*active, *finished) for sample in group.samples)
         except LedgerError as error:
             raise CheckpointError(f"the checkpoint's samples contradict its ledger: {error}") from error
         if any(group.is_complete for group in active):
             raise CheckpointError("the checkpoint holds a group whose samples have all ended among those that grow")
-        if not all(group.is_complete and group.valid for group in self._finished):
+        if not all(group.is_complete and group.valid for group in finished):
             raise CheckpointError("the checkpoint holds a finished group without rewards")
+        self._active = {group.prompt.prompt_id: group for group in active}
+        self._finished = {group.prompt.prompt_id: group for group in finished}
+        self.num_growing = len(self.growing())
+        self._oldest, self._held, self._changed = {}, Held(), set()
+        self._ages, self._finished_ages = Ages(), Ages()
+        for sample in self.buffered():
+            self._held.count(sample)
+        for sample in (s for group in active for s in group.samples):
+            self._note_oldest(sample)
+        for group in finished:
+            versions = [v for s in group.samples if (v := s.oldest_version) is not None]
+            self._finished_ages.put(group.prompt.prompt_id, min(versions, default=None))
 
-    def _slack(self, group: Group, version: int) -> float:
-        """Return the slack of an active group: tokens on their way may be as old as their request."""
-        begun = [self._begun[s.sample_id] for s in group.samples if s.sample_id in self._begun]
-        return min([self.bound.slack_of(group, version), *(self.bound.slack(v, version) for v in begun)])
+    def _note_oldest(self, sample: Sample, begun: int | None = None) -> None:
+        """Note how old an active sample's tokens are: those on their way may be as old as their request."""
+        versions = [v for v in (sample.oldest_version, begun) if v is not None]
+        if versions:
+            self._oldest[sample.sample_id] = min(versions)
+        else:
+            self._oldest.pop(sample.sample_id, None)
+        group = self._active[sample.prompt.prompt_id]
+        of_group = [self._oldest[s.sample_id] for s in group.samples if s.sample_id in self._oldest]
+        self._ages.put(group.prompt.prompt_id, min(of_group, default=None))
 
     def _put(self, sample: Sample) -> None:
-        prompt_id = sample.prompt.prompt_id
-        self._active[prompt_id] = self._active[prompt_id].grown(sample)
+        group = self._active[sample.prompt.prompt_id]
+        self._held.count(_sample(group, sample.sample_id), -1)
+        self._held.count(sample)
+        self._changed.add(sample.sample_id)
+        self._active[group.prompt.prompt_id] = group.grown(sample)
 
     def _stop(self, sample: Sample) -> None:
         self.ledger.stop(sample)
-        del self._begun[sample.sample_id]
+        self._note_oldest(sample)
+
+    def _end(self, group: Group) -> int | None:
+        """Remove an active group; return the version of its oldest token."""
+        prompt_id = group.prompt.prompt_id
+        oldest = self._ages[prompt_id]
+        self._ages.remove(prompt_id)
+        del self._active[prompt_id]
+        for sample in group.samples:
+            self._oldest.pop(sample.sample_id, None)
+        return oldest
+
+    def _take(self, prompt_id: int) -> Group:
+        """Remove a finished group and return it."""
+        self._finished_ages.remove(prompt_id)
+        return self._finished.pop(prompt_id)
 
     def _drop(self, group: Group, reason: str) -> None:
         self.num_dropped[reason] += 1
         for sample in group.samples:
+            self._leave(sample)
             self.ledger.drop(sample.sample_id, reason)
+
+    def _leave(self, sample: Sample) -> None:
+        self._held.count(sample, -1)
+        self._changed.discard(sample.sample_id)
+
+    def _stale(self, ages: Ages, version: int) -> list[int]:
+        by_slack = self.bound.by_slack(ages, version).items()
+        return [prompt_id for slack, cohorts in by_slack if slack < 0 for cohort in cohorts for prompt_id in cohort]
+
+    def _any(self, sample_id: str) -> Sample:
+        """Return an active or a finished sample."""
+        prompt_id = _prompt_id(sample_id)
+        return _sample(self._active.get(prompt_id) or self._finished[prompt_id], sample_id)
+
+
+def _growing_in(group: Group) -> list[Sample]:
+    return [s for s in group.samples if isinstance(s.need, NeedsTokens)]
+
+
+def _prompt_id(sample_id: str) -> int:
+    return int(sample_id.split(".")[0])
+
+
+def _sample(group: Group, sample_id: str) -> Sample:
+    return next(s for s in group.samples if s.sample_id == sample_id)

@@ -5,7 +5,7 @@
                                                    (any of them) -> dropped(reason)
 
 A sample is *finished* while it needs no token: it waits for its environment, its judge or its step. The conservation
-law, checked against the buffers at every step:
+law, checked against the buffers at every step, sample by sample where something has changed:
 
     tokens generated = tokens trained + tokens buffered + tokens dropped
 
@@ -14,6 +14,7 @@ and the same for the tokens that environments gave: given = trained + buffered +
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from typing_extensions import TypedDict
@@ -44,6 +45,21 @@ class LedgerState(TypedDict):
     given: dict[str, Count]
     num_given: dict[str, Count]
     dropped: dict[str, Count]
+
+
+@dataclass(slots=True)
+class Held:
+    """The sums of the samples that the scheduler holds."""
+
+    num_samples: int = 0
+    num_tokens: int = 0  # sampled
+    num_given: int = 0
+
+    def count(self, sample: Sample, num: int = 1) -> None:
+        """Count a sample that comes; with num = -1, one that leaves."""
+        self.num_samples += num
+        self.num_tokens += num * sample.num_sampled_tokens
+        self.num_given += num * sample.num_given_tokens
 
 
 class Ledger:
@@ -127,38 +143,53 @@ class Ledger:
         Raises:
             LedgerError: with the first disagreement.
         """
-        held = list(buffered)
-        ids = {s.sample_id for s in held}
-        if len(ids) != len(held):
+        samples, held = list(buffered), Held()
+        ids = {s.sample_id for s in samples}
+        if len(ids) != len(samples):
             raise LedgerError("a sample is buffered twice")
         if ids != self._states.keys():
             lost, unknown = sorted(self._states.keys() - ids)[:3], sorted(ids - self._states.keys())[:3]
             raise LedgerError(f"samples lost: {lost}; samples without an entry: {unknown}")
-        for sample in held:
-            if (self._states[sample.sample_id] == "finished") == isinstance(sample.need, NeedsTokens):
-                raise LedgerError(f"sample {sample.sample_id} is {self._states[sample.sample_id]}, but {sample.need}")
-        num_buffered = sum(s.num_sampled_tokens for s in held)
+        for sample in samples:
+            held.count(sample)
+        self.check_changes(samples, held)
+
+    def check_changes(self, changed: Iterable[Sample], held: Held) -> None:
+        """Check what has changed since the last check, whose samples and accounts agreed: its cost is that of changes.
+
+        Args:
+            changed: samples that came or changed, and are still here.
+            held: the sums of all samples that are here.
+
+        Raises:
+            LedgerError: with the first disagreement.
+        """
+        changed = list(changed)
+        for sample in changed:
+            state = self._states.get(sample.sample_id)
+            if state is None or (state == "finished") == isinstance(sample.need, NeedsTokens):
+                raise LedgerError(f"sample {sample.sample_id} is {state or 'not here'}, but {sample.need}")
         n = self.num_tokens
-        if n["generated"] != n["trained"] + n["dropped"] + num_buffered:
+        if n["generated"] != n["trained"] + n["dropped"] + held.num_tokens:
             raise LedgerError(
-                f"{n['generated']} tokens generated, but {n['trained']} trained + {num_buffered} buffered + "
+                f"{n['generated']} tokens generated, but {n['trained']} trained + {held.num_tokens} buffered + "
                 f"{n['dropped']} dropped"
             )
-        g, num_given = self.num_given, sum(s.num_given_tokens for s in held)
-        if g["given"] != g["trained"] + g["dropped"] + num_given:
+        g = self.num_given
+        if g["given"] != g["trained"] + g["dropped"] + held.num_given:
             raise LedgerError(
-                f"{g['given']} tokens given by environments, but {g['trained']} trained + {num_given} buffered + "
+                f"{g['given']} tokens given by environments, but {g['trained']} trained + {held.num_given} buffered + "
                 f"{g['dropped']} dropped"
             )
         s = self.num_samples
         if s["dropped"] != self.dropped.total():
             raise LedgerError(f"{s['dropped']} samples dropped, but {self.dropped.total()} by the reasons")
-        if s["admitted"] != s["trained"] + s["dropped"] + len(held):
+        if s["admitted"] != s["trained"] + s["dropped"] + held.num_samples or held.num_samples != len(self._states):
             raise LedgerError(
-                f"{s['admitted']} samples admitted, but {s['trained']} trained + {len(held)} buffered + "
-                f"{s['dropped']} dropped"
+                f"{s['admitted']} samples admitted, but {s['trained']} trained + {held.num_samples} buffered + "
+                f"{s['dropped']} dropped; {len(self._states)} have an entry"
             )
-        for sample in held:
+        for sample in changed:
             booked = self._tokens.get(sample.sample_id)
             if not self.is_running(sample.sample_id) and booked != sample.num_sampled_tokens:
                 raise LedgerError(f"sample {sample.sample_id} has {sample.num_sampled_tokens} tokens, not {booked}")

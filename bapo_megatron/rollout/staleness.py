@@ -6,12 +6,50 @@ begins at weight version V trains a token of version v at age V + updates_per_st
 A group's *slack* is the number of later steps that could still train it: 0 means now or never, below 0 is too late. The
 groups that are not trained yet can all be trained in time if, for every h, at most (h + 1) x groups_per_step of them
 have a slack of h or less: the condition of earliest-deadline-first scheduling with equal jobs.
+
+All questions are answered from the number of groups of each version, so that none costs more the more groups there are.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from heapq import merge
 
-from bapo_megatron.types import Group
+Cohort = dict[int, int]
+"""Groups whose oldest tokens have the same version: by prompt id, their places in the order in which they came."""
+
+
+class Ages:
+    """Groups, here prompt ids, by the version of their oldest token, None if they have none."""
+
+    def __init__(self) -> None:
+        self.cohorts: dict[int | None, Cohort] = {}  # by version, none empty
+        self._versions: dict[int, int | None] = {}  # by prompt id
+        self._num_put = 0
+
+    def __len__(self) -> int:
+        return len(self._versions)
+
+    def __getitem__(self, prompt_id: int) -> int | None:
+        return self._versions[prompt_id]
+
+    def put(self, prompt_id: int, version: int | None) -> None:
+        """Add a group, or note that its oldest token has another version now."""
+        if prompt_id in self._versions:
+            if self._versions[prompt_id] == version:
+                return
+            self.remove(prompt_id)
+        self._versions[prompt_id] = version
+        self.cohorts.setdefault(version, {})[prompt_id] = self._num_put
+        self._num_put += 1
+
+    def remove(self, prompt_id: int) -> None:
+        """Forget a group."""
+        version = self._versions.pop(prompt_id)
+        del self.cohorts[version][prompt_id]
+        if not self.cohorts[version]:
+            del self.cohorts[version]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +64,15 @@ class StalenessBound:
     updates_per_step: int
     groups_per_step: int
 
-    def slack(self, oldest_version: int, version: int) -> float:
-        """Return how many later steps could train a token of `oldest_version` if the next step begins at `version`."""
+    def slack(self, oldest_version: int | None, version: int) -> float:
+        """Return how many later steps could train a token of `oldest_version` if the next step begins at `version`.
+
+        None stands for a token sampled now.
+        """
         if self.max_age is None:
             return float("inf")
-        return (self.max_age + 1 - self.updates_per_step - (version - oldest_version)) // self.updates_per_step
+        age = 0 if oldest_version is None else version - oldest_version
+        return (self.max_age + 1 - self.updates_per_step - age) // self.updates_per_step
 
     def capacity(self, version: int, next_version: int) -> float:
         """Return the limit of untrained groups when one begins with weights of `version`.
@@ -40,27 +82,50 @@ class StalenessBound:
         """
         return self.groups_per_step * (self.slack(version, next_version) + 1)
 
-    def choose(self, finished: Sequence[Group], active: Sequence[float], version: int) -> list[Group] | None:
+    def choose(self, finished: Ages, active: Ages, version: int) -> list[int] | None:
         """Return the groups to train now, stalest first; None if the step has to wait for others to finish.
 
-        It waits for unfinished groups, here the slacks of these, only if training now would make one of them too old.
+        It waits for unfinished groups, which are in `active`, only if training now would make one of them too old.
+        Groups with the same slack are trained in the order in which they finished.
         """
         if len(finished) < self.groups_per_step:
             return None
-        by_slack = sorted(finished, key=lambda group: self.slack_of(group, version))
-        chosen, others = by_slack[: self.groups_per_step], by_slack[self.groups_per_step :]
-        slacks = sorted(s for s in (*(self.slack_of(g, version) for g in others), *active) if s >= 0)
-        # The i-th most urgent of those left is trained i // groups_per_step steps after the next one, at best.
-        in_time = all(slack >= 1 + i // self.groups_per_step for i, slack in enumerate(slacks))
-        least_urgent = self.slack_of(chosen[-1], version)
-        waiting_helps = any(0 <= slack < least_urgent for slack in active)
-        return chosen if in_time or not waiting_helps else None
+        by_slack = self.by_slack(finished, version)
+        num_active = {slack: _num(cohorts) for slack, cohorts in self.by_slack(active, version).items()}
+        num_left, num_missing, least_urgent = Counter(num_active), self.groups_per_step, 0.0
+        for slack, cohorts in by_slack.items():
+            num_chosen = min(num_missing, _num(cohorts))
+            num_left[slack] += _num(cohorts) - num_chosen
+            num_missing -= num_chosen
+            least_urgent = slack if num_chosen else least_urgent
+        waiting_helps = any(0 <= slack < least_urgent for slack in num_active)
+        if waiting_helps and not self._are_in_time(num_left):
+            return None
+        in_order = (prompt_id for cohorts in by_slack.values() for prompt_id in _in_order(cohorts))
+        return list(itertools.islice(in_order, self.groups_per_step))
 
-    def is_stale(self, group: Group, version: int) -> bool:
-        """Return whether the group can no longer be trained within the bound."""
-        return self.slack_of(group, version) < 0
+    def by_slack(self, ages: Ages, version: int) -> dict[float, list[Cohort]]:
+        """Return the groups by their slack, the most urgent first."""
+        found: dict[float, list[Cohort]] = {}
+        for oldest, cohort in ages.cohorts.items():
+            found.setdefault(self.slack(oldest, version), []).append(cohort)
+        return dict(sorted(found.items()))
 
-    def slack_of(self, group: Group, version: int) -> float:
-        """Return the slack of the group's oldest token, or of a token sampled now if it has none."""
-        versions = [v for s in group.samples if (v := s.oldest_version) is not None]
-        return self.slack(min(versions, default=version), version)
+    def _are_in_time(self, num_left: Counter[float]) -> bool:
+        """Return whether groups that are left by a step can be trained after it; `num_left` is by their slack."""
+        num_so_far = 0
+        for slack, num in sorted((slack, num) for slack, num in num_left.items() if slack >= 0):
+            num_so_far += num
+            if num_so_far > slack * self.groups_per_step:
+                return False
+        return True
+
+
+def _num(cohorts: list[Cohort]) -> int:
+    return sum(map(len, cohorts))
+
+
+def _in_order(cohorts: list[Cohort]) -> Iterator[int]:
+    """Yield the prompt ids of cohorts in the order in which they came."""
+    for _, prompt_id in merge(*(((place, prompt_id) for prompt_id, place in cohort.items()) for cohort in cohorts)):
+        yield prompt_id

@@ -12,7 +12,8 @@ import asyncio
 import contextlib
 import heapq
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import NamedTuple
 
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.base import Engine
@@ -31,6 +32,65 @@ Take = Callable[[Sequence[Sample]], None]
 """Books a driver's answers."""
 
 
+class _Rank(NamedTuple):
+    """A sample's place in the queue."""
+
+    is_later: bool  # its group may be trained in a later step, too
+    num_pieces: int  # in this step
+    prompt_id: int
+    sample_id: str
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it would be the same in a step that has just begun, unless its group is urgent then."""
+        return self.is_later and not self.num_pieces
+
+
+class _Queue:
+    """Samples that wait for a slot. To put a sample that is here gives it another rank."""
+
+    def __init__(self) -> None:
+        self.not_plain: set[str] = set()  # ids of samples whose rank the next step changes
+        self._ranks: dict[str, _Rank] = {}  # by sample id
+        self._heap: list[_Rank] = []  # also former ranks
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __contains__(self, sample_id: str) -> bool:
+        return sample_id in self._ranks
+
+    def put(self, rank: _Rank) -> None:
+        if self._ranks.get(rank.sample_id) == rank:
+            return
+        self._ranks[rank.sample_id] = rank
+        (self.not_plain.discard if rank.is_plain else self.not_plain.add)(rank.sample_id)
+        heapq.heappush(self._heap, rank)
+        if len(self._heap) > 2 * len(self._ranks):  # as many pushes came before: the cost of one does not grow
+            self._heap = list(self._ranks.values())
+            heapq.heapify(self._heap)
+
+    def first(self) -> _Rank | None:
+        """Return the rank of the first sample."""
+        while self._heap and self._ranks.get(self._heap[0].sample_id) != self._heap[0]:
+            heapq.heappop(self._heap)
+        return self._heap[0] if self._heap else None
+
+    def remove_first(self) -> None:
+        """Remove the sample whose rank `first` has just returned."""
+        sample_id = heapq.heappop(self._heap).sample_id
+        del self._ranks[sample_id]
+        self.not_plain.discard(sample_id)
+
+
+class _Request(NamedTuple):
+    """A request in progress."""
+
+    number: int  # in the order of their starts
+    task: asyncio.Task[None]
+    engine: Engine
+
+
 class Stream:
     """Requests that keep every slot of every live engine busy. Belongs to one event loop."""
 
@@ -44,10 +104,13 @@ class Stream:
         self._ask = ask
         self._take = take
         self._is_open = False
-        self._requests: dict[str, tuple[asyncio.Task[None], Engine]] = {}  # by sample id
+        self._requests: dict[str, _Request] = {}  # by sample id
+        self._requested: dict[str, set[str]] = {e.url: set() for e in dispatcher.pool.engines}  # their ids, by engine
+        self._num_started = 0  # requests, in all
         self._withdrawn: set[str] = set()  # sample ids whose request was cancelled, to be sent elsewhere
         self._answers: dict[str, asyncio.Task[None]] = {}  # by the id of the first sample asked about
-        self._ready: list[tuple[bool, int, int, str]] = []  # heap: not urgent, pieces, prompt id, sample id
+        self._ready = _Queue()
+        self._is_behind = True  # perhaps a sample is neither queued, nor requested, nor asked about
         self._pieces: Counter[str] = Counter()  # requests per sample in this step
         self._num_empty = 0  # replies in a row without a token
         self._failure: BaseException | None = None
@@ -60,10 +123,11 @@ class Stream:
         self._raise_failure()  # of a request or an answer since the last batch
         self._pieces.clear()
         self._num_empty, self._is_open = 0, True
-        self._ready = [self._rank(s) for s in self._book.growing() if s.sample_id not in self._requests]
-        heapq.heapify(self._ready)
-        for samples in self._book.waiting():
-            self._start_answer(samples)
+        if self._is_behind or len(self._ready) + len(self._requests) != self._book.num_growing:
+            self._catch_up()
+        else:
+            self._enqueue([self._book.get(sample_id) for sample_id in self._ready.not_plain])
+            self._enqueue(s for s in self._book.urgent(version) if s.sample_id in self._ready)
         if self._ticker is None:
             self._ticker = asyncio.get_running_loop().create_task(self._tick())
         self._pump()
@@ -90,13 +154,13 @@ class Stream:
         deadline = loop.time() + self._config.request_timeout_s
         while self._requests and loop.time() < deadline:
             await self._dispatcher.abort_open()
-            if tasks := [task for task, _ in self._requests.values()]:
+            if tasks := [request.task for request in self._requests.values()]:
                 await asyncio.wait(tasks, timeout=_ABORT_AGAIN_S)
-        for task, engine in list(self._requests.values()):
+        for _, task, engine in list(self._requests.values()):
             reason = f"{engine.url}: requests did not end within {self._config.request_timeout_s:g} s of their abort"
             self._dispatcher.fence(engine, reason)
             task.cancel()
-        leftover = [task for task, _ in self._requests.values()]
+        leftover = [request.task for request in self._requests.values()]
         if leftover := leftover + (list(self._answers.values()) if self._book.by_group else []):
             await asyncio.wait(leftover)
         if self._ticker is not None:
@@ -115,21 +179,22 @@ class Stream:
         """Admit new groups within the bound, and give every free slot to the first sample in the queue."""
         if not self._is_open or self._failure is not None:
             return
-        for sample in self._book.admit(self.version, self.next_version):
-            heapq.heappush(self._ready, self._rank(sample))
-        engines = {engine.url: engine for engine in self._dispatcher.pool.live()}
-        load = Counter(dict.fromkeys(engines, 0))
-        for _, engine in self._requests.values():
-            if engine.url in load:
-                load[engine.url] += 1
-        while self._ready and any(n < self._config.max_concurrent_requests for n in load.values()):
-            *_, prompt_id, sample_id = heapq.heappop(self._ready)
-            home = self._dispatcher.pool.home(prompt_id)
-            url = home.url if home is not None else ""
-            if load.get(url, self._config.max_concurrent_requests) >= self._config.max_concurrent_requests:
-                url = min(load, key=lambda u: load[u])
-            load[url] += 1
-            self._start_request(self._book.get(sample_id), engines[url])
+        self._enqueue(self._book.admit(self.version, self.next_version))
+        while (first := self._ready.first()) and (engine := self._free_engine(first.prompt_id)):
+            self._ready.remove_first()
+            self._start_request(self._book.get(first.sample_id), engine)
+
+    def _free_engine(self, prompt_id: int) -> Engine | None:
+        """Return a live engine with a free slot, the prompt's home if it has one; None if there is none."""
+
+        def load(engine: Engine) -> int:
+            return len(self._requested[engine.url])
+
+        home, limit = self._dispatcher.pool.home(prompt_id), self._config.max_concurrent_requests
+        if home is None or load(home) < limit:
+            return home
+        idlest = min(self._dispatcher.pool.live(), key=load, default=home)
+        return idlest if load(idlest) < limit else None
 
     def _start_request(self, sample: Sample, engine: Engine) -> None:
         sample_id, num_before = sample.sample_id, sample.num_sampled_tokens
@@ -138,11 +203,14 @@ class Stream:
         task = asyncio.get_running_loop().create_task(
             self._dispatcher.grow([sample], engine, self.step, self._book.grow)
         )
-        self._requests[sample_id] = (task, engine)
+        self._requests[sample_id] = _Request(self._num_started, task, engine)
+        self._requested[engine.url].add(sample_id)
+        self._num_started += 1
         task.add_done_callback(lambda done: self._end_request(done, sample_id, num_before))
 
     def _end_request(self, task: asyncio.Task[None], sample_id: str, num_before: int) -> None:
-        _, engine = self._requests.pop(sample_id)
+        engine = self._requests.pop(sample_id).engine
+        self._requested[engine.url].remove(sample_id)
         self._book.release(sample_id)
         sample = self._book.get(sample_id)
         if task.cancelled() and sample_id not in self._withdrawn:
@@ -151,7 +219,7 @@ class Stream:
         if not task.cancelled() and task.exception() is not None:
             self._fail(task.exception())
         elif isinstance(sample.need, NeedsTokens):
-            heapq.heappush(self._ready, self._rank(sample))
+            self._enqueue([sample])
             if self._dispatcher.pool.is_live(engine):
                 self._count_empty(sample.num_sampled_tokens - num_before)
         else:
@@ -180,12 +248,11 @@ class Stream:
     async def _answer(self, samples: Sequence[Sample]) -> None:
         answers = await self._ask(samples)
         self._take(answers)  # booked and queued in one go: `start`, in between, would queue them twice
-        for sample in answers:
-            if isinstance(sample.need, NeedsTokens):
-                heapq.heappush(self._ready, self._rank(sample))
+        self._enqueue(sample for sample in answers if isinstance(sample.need, NeedsTokens))
 
     def _end_answer(self, task: asyncio.Task[None], name: str) -> None:
         del self._answers[name]
+        self._is_behind |= task.cancelled()
         if not task.cancelled() and task.exception() is not None:
             self._fail(task.exception())
         self._changed.set()
@@ -197,21 +264,31 @@ class Stream:
             raise failure
 
     def _fail(self, problem: BaseException | None) -> None:
-        self._failure = self._failure or problem
+        self._failure, self._is_behind = self._failure or problem, True
         self._changed.set()
 
     async def _tick(self) -> None:
         """Take requests back from engines that are no longer live, and use new ones."""
         while True:
-            for sample_id, (task, engine) in list(self._requests.items()):
-                if not self._dispatcher.pool.is_live(engine):
-                    self._withdrawn.add(sample_id)
-                    task.cancel()
-            if not self._dispatcher.pool.live():
+            pool = self._dispatcher.pool
+            lost = {i for engine in pool.engines if not pool.is_live(engine) for i in self._requested[engine.url]}
+            self._withdrawn |= lost
+            for request in sorted(self._requests[sample_id] for sample_id in lost):
+                request.task.cancel()
+            if not pool.live():
                 self._changed.set()
             self._pump()
             await asyncio.sleep(_TICK_S)
 
-    def _rank(self, sample: Sample) -> tuple[bool, int, int, str]:
-        sample_id, prompt_id = sample.sample_id, sample.prompt.prompt_id
-        return (not self._book.is_urgent(sample, self.next_version), self._pieces[sample_id], prompt_id, sample_id)
+    def _catch_up(self) -> None:
+        """Queue all samples that need tokens and have no request, and ask about those that wait."""
+        self._ready, self._is_behind = _Queue(), False
+        self._enqueue(s for s in self._book.growing() if s.sample_id not in self._requests)
+        for samples in self._book.waiting():
+            self._start_answer(samples)
+
+    def _enqueue(self, samples: Iterable[Sample]) -> None:
+        """Queue samples, those that are queued already with their ranks of now."""
+        for s in samples:
+            is_urgent = self._book.is_urgent(s, self.next_version)
+            self._ready.put(_Rank(not is_urgent, self._pieces[s.sample_id], s.prompt.prompt_id, s.sample_id))

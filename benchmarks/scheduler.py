@@ -1,0 +1,169 @@
+"""CPU time of the scheduler per response, with more and more responses active, against one that loops over all of them.
+
+    python -m benchmarks.scheduler [--quick]
+
+The real scheduler, overlapped, on a clock that jumps, with engines that answer when a response's time has come: no
+model, no network. Lengths are drawn from a long-tailed distribution. A step trains as many groups in every case: only
+the number of active responses differs, and a fifth of these wait for a slot. The other way is
+tests/unit/plain_scheduler.py; both must train the same.
+
+Ours is measured once as many responses are trained as are active; the other way, which would take minutes until then,
+at the beginning. Python's garbage collector visits every object in flight, whoever made it: its part is named.
+"""
+
+import asyncio
+import gc
+import os
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from bapo_megatron.config.schema import RolloutConfig
+from bapo_megatron.engines.base import GenerateRequest, GenerateResult, VersionSpan
+from bapo_megatron.engines.pool import EnginePool
+from bapo_megatron.errors import EngineError
+from bapo_megatron.rewards.pool import Verdict
+from bapo_megatron.rollout.drivers import JudgeOnce
+from bapo_megatron.rollout.scheduler import Scheduler
+from benchmarks.side_by_side import DisagreementError, Rows, Turns, main
+from tests.unit.plain_scheduler import make_plain
+from tests.unit.test_scheduler import CountingPrompts, run_on_clock
+
+NUM_ACTIVE = (100, 1_000, 10_000)
+SAMPLES_PER_PROMPT = 10
+PROMPTS_PER_STEP = 5
+NUM_ENGINES = 4
+TOKENS_PER_S = 2.0
+NUM_WARMUP = 10  # steps that are not counted, at least
+NUM_STEPS = 200
+NUM_PLAIN_STEPS = 10
+PLAIN = "loops over all"
+
+
+class ClockEngine:
+    """An engine whose responses grow side by side, at about the same speed."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.version = 0
+
+    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
+        return [await self._sample(request) for request in requests]
+
+    async def _sample(self, request: GenerateRequest) -> GenerateResult:
+        rng, version = random.Random(request.seed), self.version
+        num_tokens = min(32, 1 + int(rng.lognormvariate(1.0, 0.8)))
+        await asyncio.sleep(num_tokens * rng.uniform(0.8, 1.2) / TOKENS_PER_S)  # or all would answer in lockstep
+        span = VersionSpan(version, 0, num_tokens)
+        return GenerateResult(request.rid, (1,) * num_tokens, (-1.0,) * num_tokens, (span,), "stop", 3, 0)
+
+    async def health(self) -> bool:
+        return True
+
+
+@dataclass(slots=True)
+class Cost:
+    """What some steps cost."""
+
+    cpu_s: float  # for each response that ended
+    collector_s: float  # of these, in Python's garbage collector
+    trained: list[str]  # ids of all responses that were trained, in order
+
+
+@contextmanager
+def collector_time() -> Iterator[list[float]]:
+    """Yield a list that gets the CPU seconds of each garbage collection."""
+    found: list[float] = []
+    start_s = 0.0
+
+    def note(phase: str, info: object) -> None:
+        nonlocal start_s
+        if phase == "start":
+            start_s = time.process_time()
+        else:
+            found.append(time.process_time() - start_s)
+
+    gc.callbacks.append(note)
+    try:
+        yield found
+    finally:
+        gc.callbacks.remove(note)
+
+
+async def measure(num_active: int, num_warmup: int, num_steps: int, *, is_plain: bool) -> Cost:
+    """Return the cost of steps after `num_warmup`."""
+    num_groups = num_active // SAMPLES_PER_PROMPT
+    config = RolloutConfig(
+        prompts_per_step=PROMPTS_PER_STEP,
+        samples_per_prompt=SAMPLES_PER_PROMPT,
+        groups_in_flight=num_groups,
+        max_concurrent_requests=num_active * 4 // 5 // NUM_ENGINES,
+        overlap=True,
+        max_staleness=8 + 8 * num_groups // PROMPTS_PER_STEP,
+    )
+    engines = [ClockEngine(f"clock://{i}") for i in range(NUM_ENGINES)]
+    scheduler = Scheduler(
+        config,
+        pool=EnginePool(engines),  # type: ignore[arg-type]
+        prompts=CountingPrompts(),
+        driver=JudgeOnce(lambda samples: [Verdict(0.0, None, "", 0.0)] * len(samples)),
+        stop_token_ids=(),
+        seed=0,
+    )
+    scheduler = make_plain(scheduler) if is_plain else scheduler
+    trained: list[str] = []
+
+    async def take(step: int) -> None:
+        groups, _ = await scheduler.take(step, step)
+        assert groups is not None, "an engine was lost"
+        trained.extend(sample.sample_id for group in groups for sample in group.samples)
+        scheduler.pool.expect(step + 1)
+        for engine in engines:
+            engine.version = step + 1
+
+    def num_ended() -> int:
+        counts = scheduler.ledger.counts()
+        return counts["finished"] + counts["trained"]
+
+    for step in range(num_warmup):
+        await take(step)
+    num_before, start_s = num_ended(), time.process_time()
+    with collector_time() as collected_s:
+        for step in range(num_warmup, num_warmup + num_steps):
+            await take(step)
+    took_s, num = time.process_time() - start_s, num_ended() - num_before
+    assert scheduler.ledger.counts()["running"] == config.max_concurrent_requests * NUM_ENGINES, "a slot is free"
+    return Cost(took_s / num, sum(collected_s) / num, trained)
+
+
+def rows(quick: bool) -> Rows:
+    """Compare the CPU time of a response with a plain scheduler, by the number of those that are active."""
+    num_turns = 1 if quick else 3
+    ours: dict[int, list[Cost]] = {num_active: [] for num_active in NUM_ACTIVE}
+    gc.freeze()  # as a run does with what it has imported
+    for num_active, costs in ours.items():
+        load_before, amounts = os.getloadavg()[0], {"ours": [], PLAIN: []}
+        num_warmup = max(NUM_WARMUP, num_active // (PROMPTS_PER_STEP * SAMPLES_PER_PROMPT))
+        for _ in range(num_turns):
+            costs.append(run_on_clock(measure(num_active, num_warmup, NUM_STEPS, is_plain=False)))
+            plain = run_on_clock(measure(num_active, NUM_WARMUP, NUM_PLAIN_STEPS, is_plain=True))
+            amounts["ours"].append(costs[-1].cpu_s * 1e6)
+            amounts[PLAIN].append(plain.cpu_s * 1e6)
+            if costs[-1].trained[: len(plain.trained)] != plain.trained:
+                raise DisagreementError(f"with {num_active} active responses, other ones are trained")
+        yield Turns(amounts, load_before, os.getloadavg()[0]).row(f"{num_active:,} active", PLAIN, unit="CPU us")
+    for what, costs_s in {
+        "": {n: [c.cpu_s for c in costs] for n, costs in ours.items()},
+        ", without the garbage collector": {n: [c.cpu_s - c.collector_s for c in costs] for n, costs in ours.items()},
+    }.items():
+        medians = {n: statistics.median(each) for n, each in costs_s.items()}
+        growth = medians[NUM_ACTIVE[-1]] / medians[NUM_ACTIVE[0]]
+        figures = ", ".join(f"{seconds * 1e6:.0f}" for seconds in medians.values())
+        print(f"CPU us of a response{what}: {figures}; the last takes {growth:.2f} x as long as the first")
+
+
+if __name__ == "__main__":
+    main(__doc__, rows)
