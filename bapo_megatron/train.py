@@ -38,7 +38,7 @@ from bapo_megatron.monitor.restarts import restart_of
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.monitor.summary import evaluation_lines
 from bapo_megatron.rollout.book import samples_fit
-from bapo_megatron.rollout.manager import ManagerState, RolloutManager, connect_rollouts
+from bapo_megatron.rollout.manager import ManagerState, connect_rollouts
 from bapo_megatron.rollout.recorded import RecordedRollouts, RecordedState
 from bapo_megatron.rollout.shared import NEEDS_WEIGHTS, SharedRollouts
 from bapo_megatron.rollout.shares import BatchShares
@@ -81,13 +81,10 @@ def train(
     finder = BoundsFinder(config, learner)
     scorers = scorers_of(config, learner, learner.reference)
     HEARTBEAT.beat(TRAINER, "connecting prompts, judge and engines")
-    samples = config.rollout.engine_kind.samples
-    sampler: RolloutManager | RecordedRollouts | None = None
-    if layout.rank == 0 and samples:
-        are_engines_old = restart_of(run_dir) is not None
-        sampler = connect_rollouts(config, model_path, urls, may_have_failed=are_engines_old)
-    elif layout.rank == 0:
-        sampler = RecordedRollouts(config, model_path)
+    samples, sampler = config.rollout.engine_kind.samples, None
+    if layout.rank == 0:
+        connect = partial(connect_rollouts, urls=urls, may_have_failed=restart_of(run_dir) is not None)
+        sampler = connect(config, model_path) if samples else RecordedRollouts(config, model_path)
     engines = sampler.engines if sampler else None
     shares = BatchShares(layout.data_rank, layout.pipeline_rank, layout.layers_of_stage, config.parallel.timeout_s)
     rollouts = SharedRollouts(config, sampler, recorder.keep_samples, shares)

@@ -47,8 +47,8 @@ class RunConfig(Section):
     (parallel.timeout_s); engines keep running. Begun after growing delays, counted anew once an attempt has saved three
     steps; none after two attempts in a row that complete no step, or an error that a user has to mend."""
     standby: bool = False
-    """bapo train, with max_restarts: keep as many processes as trainer ranks that have imported everything, for the next restart.
-    Each takes 0.4 GB of memory and no GPU."""
+    """bapo train, with max_restarts: keep as many processes as trainer ranks that have imported everything, for the
+    next restart. Each takes 0.4 GB of memory and no GPU."""
 
 
 class ModelConfig(Section):
