@@ -105,12 +105,12 @@ def _first_commands() -> str:
     bapo = shlex.join(program())
     commands = {
         "demo": "watch a small policy learn, on this machine's CPU",
-        "init MODEL DATA": "write my.toml for your model and prompts",
+        "init MODEL DATA -o my.toml": "write a configuration for your model and prompts",
         "check my.toml": "list its mistakes before anything starts",
         "train my.toml": "train; the same command again resumes",
-        "report runs/NAME": "write the run's page",
+        "report --serve runs/my": "follow the run in the browser",
     }
-    lines = [f"  {bapo} {command:<18}{what}" for command, what in commands.items()]
+    lines = [f"  {bapo} {command:<28}{what}" for command, what in commands.items()]
     return "\n".join([*lines, "", f"`{bapo} help` lists all verbs, `{bapo} help VERB` explains one."])
 
 
