@@ -185,14 +185,18 @@ function filterSamples() {
   byId("shown").textContent = samples.filter(sample => !sample.hidden).length;
 }
 
-// Takes from a newer page what has changed, and keeps what the reader has opened, asked for and zoomed into.
+// Takes from a newer page what has changed; the reader's zoom, filter, open parts and place among the samples stay.
 function take(page) {
-  const open = new Set([...document.querySelectorAll(".sample[open]")].map(sample => sample.dataset.key));
+  const isOpen = new Map([...document.querySelectorAll("details[data-key]")].map(({dataset, open}) => [dataset.key, open]));
+  const scrolled = document.querySelector(".samples")?.scrollTop;
   for (const old of document.querySelectorAll('[data-part]:not([data-part="figures"])')) {
     old.replaceWith(part(page, old.dataset.part));
   }
-  for (const sample of document.querySelectorAll(".sample")) if (open.has(sample.dataset.key)) sample.open = true;
+  for (const details of document.querySelectorAll("details[data-key]")) {
+    details.open = isOpen.get(details.dataset.key) ?? details.open;
+  }
   filterSamples();
+  document.querySelector(".samples")?.scrollTo(0, scrolled ?? 0);
   const plots = readPlots(page), newFigures = part(page, "figures").innerHTML;
   if (newFigures === figures) return charts.forEach((chart, i) => chart.update(plots[i]));
   figures = newFigures;  // another figure, or another line in one

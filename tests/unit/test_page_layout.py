@@ -223,12 +223,14 @@ def test_a_live_page_follows_its_run(browser: Browser, tmp_path: Path) -> None:
             expect(page.locator(".badge")).to_have_text("running")
             expect(page.locator("header p").first).to_contain_text("4 of 50 steps")
             page.locator(".sample summary").nth(3).click()
+            page.locator(".sample summary").first.click()  # it was open
             with contextlib.closing(JsonlWriter(run / "metrics.jsonl")) as writer:
                 writer.write(plain(5) | {"reward/errors": 3})
             expect(page.locator("header p").first).to_contain_text("5 of 50 steps")
             expect(page.locator("header")).to_contain_text("judge errors: 3, the latest in step 5")
             expect(page.locator(".figure output").first).to_have_text("0.125")
             assert page.locator(".sample").nth(3).get_attribute("open") is not None
+            assert page.locator(".sample").first.get_attribute("open") is None
         with urllib.request.urlopen(url + "logs/attempt-1/trainer-0.log", timeout=HANG_S) as answer:
             assert b"started" in answer.read()
         for path in ("config.toml", "logs/../config.toml", "logs%2f..%2f.lock"):

@@ -225,12 +225,13 @@ class Server:
         """Return what the start of a server at `url` shows."""
         if self._text is None:
             return f"serving on {url}"
+        asked: dict[str, Any] = {"model": self._model_path, "prompt": "1+1="}
+        route = "completions"
         if self._text.tokenizer.chat_template:
-            route, asked = "chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}
-        else:
-            route, asked = "completions", {"prompt": "1+1="}
-        body = json.dumps({"model": self._model_path} | asked)
-        curl = shlex.join(["curl", f"{url}/v1/{route}", "-H", "Content-Type: application/json", "-d", body])
+            asked = {"model": self._model_path, "messages": [{"role": "user", "content": "Hello"}]}
+            route = "chat/completions"
+        header, body = "Content-Type: application/json", json.dumps(asked)
+        curl = shlex.join(["curl", f"{url}/v1/{route}", "-H", header, "-d", body])
         return f"serving on {url}\nmodel      {self._model_path}\ntry        {curl}\nend        Ctrl-C"
 
     async def health(self, request: web.Request) -> web.Response:
