@@ -67,7 +67,7 @@ def without_torch(folder: Path) -> dict[str, str]:
     """An environment in which nothing can import torch."""
     (folder / "without").mkdir()
     (folder / "without" / "torch.py").write_text("raise ImportError('torch is not needed here')\n")
-    return os.environ | {"PYTHONPATH": str(folder / "without")}
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(folder / "without"), os.environ.get("PYTHONPATH", "")])}
 
 
 @pytest.mark.slow
