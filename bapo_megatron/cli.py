@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import io
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Collection, Sequence
@@ -15,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 from bapo_megatron import __version__
 from bapo_megatron.errors import ConfigError, UserError, escaped
-from bapo_megatron.runtime.output import Output, lasting, open_closed_streams
+from bapo_megatron.runtime import program
+from bapo_megatron.runtime.output import ESCAPING, Output, lasting, open_closed_streams
 
 if TYPE_CHECKING:
     from bapo_megatron.engines.embedded.text import TextModel
@@ -38,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if open_closed_streams():
         print("bapo: standard output is closed; redirect it to a file or to /dev/null", file=sys.stderr)
         return EXIT_USER_ERROR
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors=ESCAPING)
     output = Output(sys.stdout)
     with contextlib.redirect_stdout(cast(TextIO, output)), contextlib.redirect_stderr(lasting(sys.stderr)):
         try:
@@ -66,6 +71,9 @@ def _main(argv: Sequence[str] | None) -> int:
 
         argcomplete.autocomplete(parser)
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments:
+        print(_first_commands())
+        return 0
     try:
         _check_verb(arguments, _verbs(parser))
         options, unknown = parser.parse_known_args(arguments)
@@ -90,6 +98,20 @@ def _main(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         print("bapo: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _first_commands() -> str:
+    """Return what to type first, and next."""
+    bapo = shlex.join(program())
+    commands = {
+        "demo": "watch a small policy learn, on this machine's CPU",
+        "init MODEL DATA -o my.toml": "write a configuration for your model and prompts",
+        "check my.toml": "list its mistakes before anything starts",
+        "train my.toml": "train; the same command again resumes",
+        "report --serve runs/my": "follow the run in the browser",
+    }
+    lines = [f"  {bapo} {command:<28}{what}" for command, what in commands.items()]
+    return "\n".join([*lines, "", f"`{bapo} help` lists all verbs, `{bapo} help VERB` explains one."])
 
 
 def _check_working_folder() -> None:
@@ -122,8 +144,6 @@ class _Parser(argparse.ArgumentParser):
 
 def _check_verb(arguments: Sequence[str], verbs: Collection[str]) -> None:
     """Raise UserError, with a suggestion, unless the first argument is a verb or an option."""
-    if not arguments:
-        raise UserError("give a verb, such as `bapo demo`; `bapo help` lists them")
     verb = arguments[0]
     if not verb.startswith("-") and verb not in verbs:
         close = difflib.get_close_matches(verb.lower(), verbs, n=1)
@@ -308,7 +328,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--serve", action="store_true", help="follow one run in the browser until Ctrl-C, on loopback only"
     )
-    report.add_argument("--port", type=int, default=0, metavar="N", help="of --serve; default: a free one")
+    report.add_argument("--port", type=_port, default=0, metavar="N", help="of --serve; default: a free one")
     report.set_defaults(verb=_report)
 
     serve = verbs.add_parser(
@@ -319,7 +339,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_model_arguments(serve)
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    serve.add_argument("--port", type=int, default=30000, help="0: the system picks one (default: 30000)")
+    serve.add_argument("--port", type=_port, default=30000, help="0: the system picks one (default: 30000)")
     serve.add_argument(
         "--max-running", type=_whole, default=16, metavar="N", help="responses at once; more wait (default: 16)"
     )
@@ -392,6 +412,12 @@ def _whole(text: str) -> int:
     return int(text)
 
 
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not a port, from 0 to 65535")
+    return int(text)
+
+
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
     arguments = parser.add_argument(
         "arguments",
@@ -434,16 +460,16 @@ def _slurm(options: argparse.Namespace) -> int:
     return 0
 
 
-_DEMO_SHOWS = "every part at work; fixed wide bounds learn as much (docs/bapo.md)"
+_DEMO_SHOWS = """\
+That was the whole loop: sampling, judging, clip bounds, updates, new weights to the engines. On a task this small,
+bounds that BAPO searches and wide fixed ones learn equally much."""
 
 
 def _demo(options: argparse.Namespace) -> int:
-    name = time.strftime("run.name=demo-%Y%m%d-%H%M%S")
+    name = f"run.name=demo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"  # two may start in the same second
     code = _run(["demo", name, *options.arguments])
-    if code == 0:
-        from bapo_megatron.monitor.console import Screen
-
-        Screen(sys.stdout).facts({"shows": _DEMO_SHOWS})
+    if code == 0 and not options.arguments:  # of another task, loss or length it may be untrue
+        print(_DEMO_SHOWS)
     return code
 
 
@@ -457,7 +483,7 @@ def _init(options: argparse.Namespace) -> int:
     from bapo_megatron.preflight.starter import this_machine, write_config
 
     file = write_config(options.model, options.data, options.output, this_machine())
-    print(f"{file} is written; next: bapo train {file}")
+    print(f"{file} is written; next: {shlex.join([*program(), 'train', str(file)])}")
     return 0
 
 
@@ -585,8 +611,9 @@ def _reproduce(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from bapo_megatron.engines.embedded.server import serve_text
+    from bapo_megatron.engines.embedded.server import check_address, serve_text
 
+    check_address(options.host, options.port)
     return serve_text(_model(options, options.max_running), host=options.host, port=options.port)
 
 

@@ -36,7 +36,7 @@ from bapo_megatron.monitor.restarts import Restart, how_often, next_restart, sta
 from bapo_megatron.monitor.rundir import RunDir, with_pinned_models
 from bapo_megatron.monitor.stall import hanging_ranks
 from bapo_megatron.monitor.summary import duration
-from bapo_megatron.runtime import num_cores
+from bapo_megatron.runtime import num_cores, program
 from bapo_megatron.runtime.standby import Orders, StandbyRanks
 from bapo_megatron.worker import STOPPED
 
@@ -199,7 +199,11 @@ def _train_and_report(config: Config, stop: _Stop, began_s: float) -> int:
             if run_dir.state != "finished":
                 run_dir.mark("interrupted")
             num_saved, num_steps = run_dir.num_steps_saved(), config.train.num_steps
-            saved = f"saved: step {num_saved} of {num_steps}" if num_saved else "no step is saved: it starts over"
+            saved = (
+                f"saved: step {num_saved} of {num_steps}"
+                if num_saved
+                else "nothing is saved yet; the next start begins at step 1"
+            )
             how = "at the end of the step" if is_complete else "at once"
             screen.facts({"stopped": f"{how}; {saved}", "resume": _resume_command(run_dir)})
             code = stop.code
@@ -208,7 +212,7 @@ def _train_and_report(config: Config, stop: _Stop, began_s: float) -> int:
 
 
 def _resume_command(run_dir: RunDir) -> str:
-    return shlex.join(["bapo", "train", shown_path(run_dir.config_path)])
+    return shlex.join([*program(), "train", shown_path(run_dir.config_path)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.runtime import starting
 from bapo_megatron.runtime.environment import trainer_variables
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
-from bapo_megatron.runtime.output import lasting
+from bapo_megatron.runtime.output import ESCAPING, lasting
 from bapo_megatron.runtime.standby import Orders, silent
 
 STOPPED = 75  # exit code of a run that stopped early and can resume (EX_TEMPFAIL)
@@ -134,7 +134,7 @@ def _exit_with_parent() -> None:
 
 def redirect_output(log: Path) -> TextIO:
     """Redirect this process's standard output and error to `log`; return the old standard output."""
-    terminal = lasting(os.fdopen(os.dup(1), "w", buffering=1))
+    terminal = lasting(os.fdopen(os.dup(1), "w", buffering=1, errors=ESCAPING))
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for target in (1, 2):
         os.dup2(descriptor, target)

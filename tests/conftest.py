@@ -3,7 +3,9 @@
 import importlib.util
 import os
 import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -12,6 +14,9 @@ import torch
 # Read when Triton is imported, which Megatron does where it is installed: without a GPU its kernels are interpreted.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# As in an active environment: commands that are printed begin with the name of the program, not with its path.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 # What a shell starts in the background ignores Ctrl-C, and after nohup a hangup. Processes of tests would inherit that,
 # but a signal that has a handler here has its default meaning in them.

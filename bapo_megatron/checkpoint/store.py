@@ -212,7 +212,9 @@ class CheckpointStore:
         self._buffers = {}  # a thread that is late may still read them
         if rank_and_size()[0] == 0:
             remove(saving.partial)  # it may be what has filled the disk
-        raise CheckpointError(f"cannot save {saving.final}: {found}; the previous checkpoint is still the latest")
+        has_earlier = (self.folder / "latest").exists()
+        left = "the previous checkpoint is still the latest" if has_earlier else "no checkpoint was saved before it"
+        raise CheckpointError(f"cannot save {saving.final}: {found}; {left}")
 
     def _delete_old(self, step: int) -> None:
         """Keep the newest checkpoints up to `step`; later ones, left by a rewind of `latest`, stay until rewritten."""

@@ -1,7 +1,8 @@
 """The terminal of a run: its header, the stage of its start, one row per step, and a summary.
 
-On a terminal, lines are coloured (NO_COLOR is heeded) and broken between words, and the last line is live: the stage,
-then a bar with the time to go. Elsewhere, lines are plain and have time stamps, and each row ends with the time to go.
+On a terminal, lines are coloured and broken between words, and the last line is live: the stage, then a bar with the
+time to go. Elsewhere, lines are plain and have time stamps, each row ends with the time to go, and a minute without a
+line is followed by one. NO_COLOR, FORCE_COLOR and COLUMNS are heeded.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from rich.text import Text
 
 from bapo_megatron.monitor.summary import (
     count,
+    duration,
     evaluation_lines,
     find_problems,
     mean,
@@ -52,7 +54,8 @@ _LABEL_WIDTH = 10
 _ECHO_COLUMNS = 4  # behind the live line, for the terminal's "^C"
 _RECENT_STEPS = 10  # whose mean time predicts that of the next ones
 _STAGE_POLL_S = 0.5
-_STAGE_INTERVAL_S = 10.0  # between two lines about one stage, without a terminal
+_STAGE_INTERVAL_S = 10.0  # between two lines about a stage that counts, without a terminal
+_QUIET_S = 60.0  # without a terminal, a longer silence looks like a hang
 
 
 class Screen:
@@ -65,20 +68,22 @@ class Screen:
 
     def __init__(self, stream: TextIO, progress: Progress = "auto", *, is_lasting: bool = True) -> None:
         self._stream = lasting(stream) if is_lasting else stream
+        self.is_terminal = progress == "bar" or stream.isatty()
         self._rich = RichConsole(
             file=self._stream,
-            force_terminal=True if progress == "bar" else None,
+            force_terminal=True if self.is_terminal else None,  # FORCE_COLOR colours a file, and draws no bar in it
             width=_DEFAULT_COLUMNS,
             markup=False,
             highlight=False,
             emoji=False,
         )
-        self.is_terminal = self._rich.is_terminal
-        self.is_live = self.is_terminal and progress != "lines"
+        self.is_live = self.is_terminal and progress != "lines" and not self._rich.is_dumb_terminal
 
     @property
     def width(self) -> int:
-        """Width in columns of the terminal behind the stream; 80 without a terminal."""
+        """Width in columns: COLUMNS, or that of the terminal behind the stream, or 80."""
+        if (columns := os.environ.get("COLUMNS", "")).isdecimal() and int(columns) > 0:
+            return int(columns)
         try:
             return os.get_terminal_size(self._stream.fileno()).columns or _DEFAULT_COLUMNS  # 0 if no size is set
         except OSError:  # also of a stream without a file
@@ -97,7 +102,9 @@ class Screen:
                 parts = textwrap.wrap(line, self.width, break_long_words=False, break_on_hyphens=False) if wrap else []
                 self._rich.print(Text("\n".join(parts) or line, style), soft_wrap=True)
         else:
-            print("\n".join(lines), file=self._stream, flush=True)
+            with self._rich.capture() as captured:  # with styles if FORCE_COLOR asks for them
+                self._rich.print(Text("\n".join(lines), style), soft_wrap=True, end="")
+            print(captured.get(), file=self._stream, flush=True)
 
     def facts(self, facts: Mapping[str, str]) -> None:
         """Show labelled facts, one a line."""
@@ -160,7 +167,7 @@ def header(config: Config, run_dir: RunDir) -> dict[str, str]:
         "engines": engines if r.engine_kind.samples else "none: recorded rollouts",
         "logs": shown_path(run_dir.log_dir),
         "report": f"{shown_path(run_dir.path / 'report.html')}{'' if m.report else ' (bapo report writes it)'}",
-        "dashboard": dashboard or "none (monitor.sinks, monitor.prometheus_port)",
+        "dashboard": dashboard or "none; set monitor.sinks or monitor.prometheus_port",
     }
 
 
@@ -210,7 +217,7 @@ def columns_of(metrics: Mapping[str, float], num_steps: int) -> list[Column]:
 _LEGEND = {
     "age": "optimizer updates between sampling a token and training on it, mean",
     "clip": "searches for bounds that ended at their start/inside/at their limits",
-    "pos": "contribution of tokens with a positive advantage at these bounds",
+    "pos": "share of the loss that comes from tokens with a positive advantage",
     "slowest": "longest part of the step",
 }
 
@@ -260,13 +267,14 @@ class Console:
         self._shown: set[str] = set()
         self._live: Live | None = None
         self._began_s = time.monotonic()
-        self._has_started = threading.Event()  # the first step has been shown, or the console is closed
+        self._stages = _Stages()
+        self._is_closed = threading.Event()
 
     def start(self) -> Console:
-        """Show the stages of the start from now on."""
+        """Show from now on what the trainer is doing."""
         if self._screen.is_live:
             self._live = self._screen.live(self._last_line)
-            self._live.start()
+            self._live.start(refresh=True)
         else:
             threading.Thread(target=self._show_stages, name="stages", daemon=True).start()
         return self
@@ -277,12 +285,14 @@ class Console:
 
     def step(self, metrics: Mapping[str, float]) -> None:
         """Show one finished step, and each problem of the latest steps the first time it appears."""
-        self._has_started.set()
         self._rows.append(dict(metrics))
         row, columns = self._row(metrics)
+        if self._live is not None:
+            self._live.refresh()  # before the row: a bar below it that does not count it would contradict it
         if [c.label for c in columns] != [c.label for c in self._columns]:
             self._show_heading(columns)
         self._screen.lines([row])
+        self._stages.told(self._heartbeat.clock())
         for line in evaluation_lines(metrics, f"after step {int(metrics['step'])}"):
             self.note(line)
         for problem in find_problems(self._rows):
@@ -291,12 +301,14 @@ class Console:
     def note(self, text: str) -> None:
         """Show a text, above the live line if there is one."""
         self._screen.note(text)
+        self._stages.told(self._heartbeat.clock())
 
     def warn(self, text: str) -> None:
         """Show a warning, once."""
         if text not in self._shown:
             self._shown.add(text)
             self._screen.note(f"warning: {text}", "yellow")
+            self._stages.told(self._heartbeat.clock())
 
     def summary(self) -> None:
         """Show the summary of the run: pass rate, resumed tokens, staleness, bounds, time of the steps."""
@@ -305,7 +317,7 @@ class Console:
 
     def close(self) -> None:
         """Remove the live line. Safe to call twice."""
-        self._has_started.set()
+        self._is_closed.set()
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -347,12 +359,12 @@ class Console:
         num_done = int(self._rows[-1]["step"]) if self._rows else 0
         to_go = self._to_go_s()
         left = f"{short_duration(to_go)} to go" if math.isfinite(to_go) else "first step"
+        now = [*([left] if num_done < self._num_steps else []), *([span] if span is not None else [])]
         line = Table.grid(padding=(0, 1), expand=True)
         line.width = self._screen.width - _ECHO_COLUMNS
         for ratio in (None, 1, None):
             line.add_column(no_wrap=True, ratio=ratio)
-        now = f"{left}, {span}" if span is not None else left
-        line.add_row(f"{num_done}/{self._num_steps}", ProgressBar(self._num_steps, num_done), now)
+        line.add_row(f"{num_done}/{self._num_steps}", ProgressBar(self._num_steps, num_done), ", ".join(now))
         return line
 
     def _action(self) -> str:
@@ -360,14 +372,41 @@ class Console:
         return beat.action if beat is not None else "starting"
 
     def _show_stages(self) -> None:
-        """Show each stage of the start as a line; a stage that counts something, every few seconds."""
-        shown, shown_at_s = "", -math.inf
-        while not self._has_started.wait(_STAGE_POLL_S) and self._heartbeat.step == 0:
-            action = self._action()
-            is_same_stage = action.split(":")[0] == shown.split(":")[0]
-            if action != shown and not (is_same_stage and time.monotonic() - shown_at_s < _STAGE_INTERVAL_S):
-                self.note(action)
-                shown, shown_at_s = action, time.monotonic()
+        """Show the stages of the start and of the first step as lines, and later a line after each minute without."""
+        while not self._is_closed.wait(_STAGE_POLL_S):
+            step, span, is_start = self._heartbeat.step, self._heartbeat.span, not self._columns
+            name = "first step" if is_start else f"step {step}"
+            stage = self._action() if step == 0 else f"{name}, {span}" if span is not None else name
+            if (line := self._stages.line(stage, self._heartbeat.clock(), is_start=is_start)) is not None:
+                self._screen.note(line)
+
+
+class _Stages:
+    """Lines about what a run is doing, where no terminal shows it: each stage of the start, later signs of life."""
+
+    def __init__(self) -> None:
+        self._stage = self._shown = ""
+        self._began_s = 0.0
+        self._told_s = -math.inf
+
+    def told(self, now_s: float) -> None:
+        """Note that another line was shown."""
+        self._told_s = now_s
+
+    def line(self, stage: str, now_s: float, *, is_start: bool) -> str | None:
+        """Return the line to show now, if one is due. A stage may count something after a colon."""
+        is_new = stage.partition(":")[0] != self._stage.partition(":")[0]
+        self._stage = stage
+        if is_new:
+            self._began_s = now_s
+        wait_s = _QUIET_S
+        if is_start and stage != self._shown:
+            wait_s = 0.0 if is_new else _STAGE_INTERVAL_S
+        if now_s - self._told_s < wait_s:
+            return None
+        self._shown, self._told_s = stage, now_s
+        so_far_s = now_s - self._began_s
+        return f"{stage} ({duration(so_far_s)})" if so_far_s >= _QUIET_S else stage
 
 
 def _stage_line(text: str, began_s: float) -> Text:

@@ -181,10 +181,12 @@ class RunDir:
 
     @classmethod
     def preview(cls, config: Config) -> RunDir:
-        """Return what `open` would, and raise the same ConfigError, without the lock and without a change."""
+        """Return what `open` would, and raise the same errors, without the lock and without a change."""
         from bapo_megatron.config.load import dump_config
 
         path = (Path(config.run.dir) / config.run.name).absolute()
+        if is_in_use(path):
+            raise _in_use(path)
         if _has_results(path):
             config = with_pinned_models(config)
         return cls._next(path, dump_config(config), None)
@@ -453,12 +455,8 @@ def _take_lock(path: Path, patience_s: float) -> TextIO:
             if time.monotonic() < deadline:
                 time.sleep(0.02)
                 continue
-            lock.seek(0)
-            holder = lock.read().strip() or "another process"
             lock.close()
-            raise UserError(
-                f"the run {path} is in use by {holder}; wait for it, stop it, or choose another run.name"
-            ) from None
+            raise _in_use(path) from None
         except OSError as error:  # some network file systems have no locks; a run there is still better than none
             text = "%s: this file system cannot lock (%s); make sure that one process runs this name"
             logger.warning(text, path, error)
@@ -468,6 +466,12 @@ def _take_lock(path: Path, patience_s: float) -> TextIO:
     lock.write(f"process {os.getpid()} on {socket.gethostname()} (since {since})\n")
     lock.flush()
     return lock
+
+
+def _in_use(path: Path) -> UserError:
+    """Return the error of a run that another process holds."""
+    holder = (path / ".lock").read_text(encoding="utf-8").strip() or "another process"
+    return UserError(f"the run {path} is in use by {holder}; wait for it, stop it, or choose another run.name")
 
 
 def is_in_use(path: Path) -> bool:

@@ -16,6 +16,7 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.metrics import Metric
 from bapo_megatron.monitor.rundir import different_settings, read_metrics
 from bapo_megatron.monitor.summary import Row
+from bapo_megatron.runtime.files import reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +68,12 @@ def read_history(path: Path) -> History:
     if not config_path.exists() and not metrics_path.exists():
         what = "is not the folder of a run" if path.is_dir() else "is a file" if path.exists() else "does not exist"
         raise UserError(f"{path} {what}; give a run directory (runs/<name>), or start a run with `bapo train`")
-    config_text = config_path.read_text(encoding="utf-8") if config_path.exists() else ""
+    config_text = _text_of(config_path)
     try:
         settings = {key: value for key, (_, value) in different_settings("", config_text).items()}
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{config_path} is damaged ({error}); restore it from logs/attempt-N/config.toml") from error
-    diff = diff_path.read_bytes() if diff_path.exists() else b""
+    diff = _text_of(diff_path)
     return History(
         path=path,
         name=path.absolute().name,
@@ -81,15 +82,21 @@ def read_history(path: Path) -> History:
         settings=settings,
         environment=_read_environment(path / "environment.json"),
         own_metrics=_read_own_metrics(path / "own_metrics.json"),
-        diff_digest=hashlib.sha256(diff).hexdigest()[:8] if diff.strip() else "",
+        diff_digest=hashlib.sha256(diff.encode()).hexdigest()[:8] if diff.strip() else "",
     )
+
+
+def _text_of(path: Path) -> str:
+    """Return the text of a file; "" if it is missing."""
+    with reading(path):
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 def _read_environment(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(json.loads(_text_of(path)))
     except (ValueError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}); restore it from logs/attempt-N/environment.json") from error
 
@@ -98,6 +105,6 @@ def _read_own_metrics(path: Path) -> tuple[Metric, ...]:
     if not path.exists():
         return ()
     try:
-        return tuple(Metric(**declared) for declared in json.loads(path.read_text(encoding="utf-8")))
+        return tuple(Metric(**declared) for declared in json.loads(_text_of(path)))
     except (ValueError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}); remove it to do without its figures") from error

@@ -24,7 +24,13 @@ class Chart {
     this.isLog = plot.log;
     this.set(plot);
     this.draw();
-    new ResizeObserver(() => this.resize()).observe(this.element);
+    this.observer = new ResizeObserver(() => this.resize());
+    this.observer.observe(this.element);
+  }
+
+  end() {
+    this.observer.disconnect();
+    this.chart.destroy();
   }
 
   // Takes new values of the same plot, and keeps the part that the reader has zoomed into.
@@ -146,9 +152,10 @@ class Chart {
 
 let charts = [];
 const readPlots = page => JSON.parse(page.getElementById("plots").textContent);
+const part = (page, name) => page.querySelector(`[data-part="${name}"]`);
 
-function drawCharts() {
-  const plots = readPlots(document);
+function drawCharts(plots) {
+  charts.forEach(chart => chart.end());
   charts = [...document.querySelectorAll(".plot")].map((element, i) => new Chart(element, plots[i]));
   for (const figure of document.querySelectorAll(".figure")) {
     const own = charts.filter(chart => figure.contains(chart.element) && !chart.plot.stacked);
@@ -162,39 +169,48 @@ function drawCharts() {
       for (const chart of own) { chart.isLog = isLog; chart.draw(); }
     });
   }
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach(chart => chart.draw()));
 }
 
 // A sample stays if each of its numbers lies within what the reader asks for.
 function filterSamples() {
   const asked = [...document.querySelectorAll("#filter input")].filter(input => input.value !== "");
-  let shown = 0;
-  for (const sample of document.querySelectorAll(".sample")) {
-    const fits = asked.every(({dataset: {fact, end}, value}) => {
+  const samples = [...document.querySelectorAll(".sample")];
+  for (const sample of samples) {
+    sample.hidden = !asked.every(({dataset: {fact, end}, value}) => {
       const found = sample.dataset[fact];
       return found !== undefined && (end === "from" ? Number(found) >= Number(value) : Number(found) <= Number(value));
     });
-    sample.hidden = !fits;
-    shown += fits;
   }
-  byId("shown").textContent = shown;
+  byId("filter").hidden = !samples.length;
+  byId("shown").textContent = samples.filter(sample => !sample.hidden).length;
 }
 
-// On a live page: asks for the page again, and takes from it what has changed.
+// Takes from a newer page what has changed; the reader's zoom, filter, open parts and place among the samples stay.
+function take(page) {
+  const isOpen = new Map([...document.querySelectorAll("details[data-key]")].map(({dataset, open}) => [dataset.key, open]));
+  const scrolled = document.querySelector(".samples")?.scrollTop;
+  for (const old of document.querySelectorAll('[data-part]:not([data-part="figures"])')) {
+    old.replaceWith(part(page, old.dataset.part));
+  }
+  for (const details of document.querySelectorAll("details[data-key]")) {
+    details.open = isOpen.get(details.dataset.key) ?? details.open;
+  }
+  filterSamples();
+  document.querySelector(".samples")?.scrollTo(0, scrolled ?? 0);
+  const plots = readPlots(page), newFigures = part(page, "figures").innerHTML;
+  if (newFigures === figures) return charts.forEach((chart, i) => chart.update(plots[i]));
+  figures = newFigures;  // another figure, or another line in one
+  part(document, "figures").innerHTML = figures;
+  drawCharts(plots);
+}
+
+// On a live page: asks for the page again. Only a request that fails means that the server has ended.
 async function follow(tag) {
+  let html = null;
   try {
     const answer = await fetch(location.href, {cache: "no-store", headers: tag ? {"If-None-Match": tag} : {}});
     if (answer.status === 200) {
-      const page = new DOMParser().parseFromString(await answer.text(), "text/html");
-      const plots = readPlots(page);
-      if (plots.length !== charts.length) return location.reload();
-      const open = new Set([...document.querySelectorAll(".sample[open]")].map(sample => sample.dataset.key));
-      for (const part of document.querySelectorAll("[data-part]")) {
-        part.replaceWith(page.querySelector(`[data-part="${part.dataset.part}"]`));
-      }
-      for (const sample of document.querySelectorAll(".sample")) if (open.has(sample.dataset.key)) sample.open = true;
-      charts.forEach((chart, i) => chart.update(plots[i]));
-      filterSamples();
+      html = await answer.text();
       tag = answer.headers.get("ETag");
     }
     byId("lost").hidden = true;
@@ -202,10 +218,13 @@ async function follow(tag) {
     byId("lost").hidden = false;
   }
   setTimeout(follow, 2000, tag);
+  if (html !== null) take(new DOMParser().parseFromString(html, "text/html"));
 }
 
 document.body.classList.add("scripted");
-drawCharts();
+let figures = part(document, "figures")?.innerHTML;  // as the server wrote them
+drawCharts(readPlots(document));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach(chart => chart.draw()));
 if (byId("filter")) {
   byId("filter").addEventListener("input", filterSamples);
   filterSamples();

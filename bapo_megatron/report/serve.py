@@ -80,6 +80,9 @@ class _Handler(GuardedHandler):
         except (UserError, OSError) as error:  # such as a file that is just being replaced
             self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=str(error))
             return
+        except Exception:  # a page without an answer tells its reader that the server has ended
+            self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR)
+            raise
         is_known = self.headers.get("If-None-Match") == tag
         self.send_response(HTTPStatus.NOT_MODIFIED if is_known else HTTPStatus.OK)
         self.send_header("ETag", tag)

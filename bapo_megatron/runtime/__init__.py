@@ -1,9 +1,15 @@
-"""Ground of every process: its cores here, its rank, heartbeat, times and files in the modules. Imports no torch."""
+"""Ground of every process: its cores and the command `bapo` here; its rank, heartbeat, times and files in the modules.
+
+Imports no torch.
+"""
 
 import gc
 import os
+import shutil
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 
 def num_cores() -> int:
@@ -11,6 +17,19 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def program() -> list[str]:
+    """Return the words that start `bapo` in a shell here: its name if the environment of this Python is active."""
+    own = Path(sys.executable).with_name("bapo")
+    found = shutil.which("bapo")
+    if not own.exists():
+        return [sys.executable, "-m", "bapo_megatron"]
+    if found is not None and os.path.samefile(found, own):
+        return ["bapo"]
+    with suppress(ValueError, OSError):  # the working folder may have been deleted
+        return [os.path.join(os.curdir, own.relative_to(Path.cwd()))]
+    return [str(own)]
 
 
 @contextmanager

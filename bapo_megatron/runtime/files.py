@@ -28,6 +28,15 @@ def explaining_os_errors(path: Path, advice: str = _ADVICE) -> Iterator[None]:
         raise UserError(f"cannot write {path}: {why}; {advice}") from error
 
 
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn an OSError, such as missing permission, into a UserError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}; make it readable, or read a copy") from error
+
+
 def regular_file(path: Path) -> Path:
     """Return the path of a regular file, or of a link to one.
 
@@ -69,23 +78,29 @@ class JsonlWriter:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Read all objects in order; skip and log an unreadable line. A missing file is empty."""
-    if not path.exists():
-        return []
+    """Read all objects in order; skip and log a line that is damaged. A missing file is empty.
+
+    Raises:
+        UserError: the file cannot be read, because it is somebody else's for instance.
+    """
+    with reading(path):
+        if not path.exists():
+            return []
+        with path.open(encoding="utf-8", errors="replace") as file:
+            lines = list(file)
     records = []
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line_number, line in enumerate(file, start=1):
-            try:
-                record = json.loads(line)
-                if "\\ud" in line.lower():  # half of a pair of surrogates is not text
-                    json.dumps(record, ensure_ascii=False).encode()
-            except (ValueError, RecursionError):  # also of a number with thousands of digits
-                record = None
-            if isinstance(record, dict):
-                records.append(record)
-            elif line.strip():
-                torn = "" if line.endswith("\n") else ": the last line is unfinished, its step was being written"
-                logger.warning("%s, line %d: skipped, not a JSON object%s", path, line_number, torn)
+    for line_number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            if "\\ud" in line.lower():  # half of a pair of surrogates is not text
+                json.dumps(record, ensure_ascii=False).encode()
+        except (ValueError, RecursionError):  # also of a number with thousands of digits
+            record = None
+        if isinstance(record, dict):
+            records.append(record)
+        elif line.strip():
+            torn = "" if line.endswith("\n") else ": the last line is unfinished, its step was being written"
+            logger.warning("%s, line %d: skipped, not a JSON object%s", path, line_number, torn)
     return records
 
 

@@ -1,11 +1,26 @@
 """Standard streams: one that cannot be written to is an error where a command starts, and ends no run later."""
 
+import codecs
 import logging
 import os
 import sys
 from typing import Any, TextIO, cast
 
 logger = logging.getLogger(__name__)
+
+ESCAPING = "bapo_megatron.escaping"
+"""Error handler of an encoding that lacks a character: it is written as Python escapes it, such as "\\xfc"; a byte of a
+file name that is no text is written as it is."""
+
+
+def _escape(error: UnicodeError) -> tuple[str | bytes, int]:
+    try:
+        return codecs.lookup_error("surrogateescape")(error)
+    except UnicodeError:
+        return codecs.lookup_error("backslashreplace")(error)
+
+
+codecs.register_error(ESCAPING, _escape)
 
 
 class Output:

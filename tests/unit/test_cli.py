@@ -1,5 +1,6 @@
 """The command line as a user meets it: a process, its output and its exit code."""
 
+import io
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import torch
 
 from bapo_megatron import __version__, cli
 from bapo_megatron.assets import demo_model_path
+from bapo_megatron.runtime import program
 from tests.distributed import HANG_S
 
 BAPO = f"{sys.executable} -m bapo_megatron"
@@ -86,6 +88,66 @@ def test_report_of_a_missing_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "none" in capsys.readouterr().err
 
 
+def test_metrics_that_cannot_be_read_are_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()  # as good as one of another user, also for root
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        f"bapo: cannot read {tmp_path}/metrics.jsonl: Is a directory; make it readable, or read a copy\n"
+    )
+
+
+def test_text_that_the_terminal_has_no_letters_for_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
+    monkeypatch.setattr(cli, "_version", lambda options: print("\xfc 0.5 \xb1 0.1 f\udcfc.toml"))
+    cli.main(["version"])
+    assert written.getvalue() == b"\\xfc 0.5 \\xb1 0.1 f\xfc.toml\n"
+
+
+def test_bapo_alone_says_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    said = capsys.readouterr()
+    verbs = [line.split()[1] for line in said.out.splitlines() if line.startswith("  bapo ")]
+    assert verbs == ["demo", "init", "check", "train", "report"]
+    assert said.err == ""
+
+
+def test_printed_commands_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, other = tmp_path / ".venv" / "bin", tmp_path / "other"
+    for folder in (mine, other):
+        folder.mkdir(parents=True)
+        (folder / "bapo").touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(mine / "python"))
+    monkeypatch.setenv("PATH", f"{mine}:{other}")
+    assert program() == ["bapo"]
+    for path in (f"{other}:{mine}", str(tmp_path)):
+        monkeypatch.setenv("PATH", path)
+        assert program() == [str(mine / "bapo")]
+    monkeypatch.chdir(tmp_path)
+    assert program() == ["./.venv/bin/bapo"]
+    (mine / "bapo").unlink()
+    assert program() == [str(mine / "python"), "-m", "bapo_megatron"]
+
+
+def test_demos_of_the_same_second_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.strftime", lambda *_: "20261123-152523")
+    names = set()
+    for process in (41, 42):
+        monkeypatch.setattr("os.getpid", lambda process=process: process)
+        monkeypatch.setattr(cli, "_run", lambda arguments: names.add(arguments[1]) or 1)
+        assert cli.main(["demo"]) == 1
+    assert names == {"run.name=demo-20261123-152523-41", "run.name=demo-20261123-152523-42"}
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 0), ([], 2), (["train.num_steps=2"], 0), (["loss.name=grpo"], 0)])
+def test_only_the_whole_demo_says_what_it_shows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int
+) -> None:
+    monkeypatch.setattr(cli, "_run", lambda _: code)
+    assert cli.main(["demo", *arguments]) == code
+    assert ("That was the whole loop" in capsys.readouterr().out) == (not arguments and code == 0)
+
+
 @pytest.mark.parametrize(("command", "said"), [("version", f"bapo-megatron {__version__}"), ("--help", "usage: bapo")])
 def test_help_and_version_do_not_import_torch(command: str, said: str) -> None:
     code = """
@@ -133,7 +195,6 @@ print(code, [name for name in {HEAVY!r} if name in sys.modules])
 @pytest.mark.parametrize(
     ("command", "answer"),
     [
-        ("", "give a verb, such as `bapo demo`; `bapo help` lists them"),
         ("trian demo", "there is no verb 'trian'; did you mean train?"),
         ("xyzzy", "there is no verb 'xyzzy'; `bapo help` lists them"),
         ("help chekc", "there is no verb 'chekc'; did you mean check?"),
@@ -159,7 +220,9 @@ print(code, [name for name in {HEAVY!r} if name in sys.modules])
         ("plan models/qwen3-32b-64k", "the shipped configuration models/qwen3-32b-64k is now recipes/qwen3-32b-64k"),
         ("check demo model=Qwen/Qwen3", 'model is a table of settings, got "Qwen/Qwen3" (override model=Qwen/Qwen3); '
          "did you mean model.path?"),
-        ("serve demo --port x", "argument --port: invalid int value: 'x'; see `bapo serve --help`"),
+        ("serve demo --port x", "argument --port: x is not a port, from 0 to 65535; see `bapo serve --help`"),
+        ("serve demo --port 80000", "argument --port: 80000 is not a port, from 0 to 65535; see `bapo serve --help`"),
+        ("report --serve x --port -1", "argument --port: -1 is not a port, from 0 to 65535; see `bapo report --help`"),
         ("chat nowhere", "nowhere is neither a Hugging Face folder (no config.json) nor a run or training checkpoint"),
     ],
 )  # fmt: skip

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from bapo_megatron.monitor.console import Console, Screen, columns_of, fit, heading, row_of
+from bapo_megatron.monitor.console import Console, Screen, _Stages, columns_of, fit, heading, row_of
 from bapo_megatron.monitor.summary import evaluation_lines
 from bapo_megatron.runtime.heartbeat import TRAINER, Heartbeat
 from tests.distributed import HANG_S
@@ -99,6 +99,43 @@ def test_colour_is_for_terminals_and_no_color_is_heeded(monkeypatch: pytest.Monk
     assert re.fullmatch(r"\d\d:\d\d:\d\d  careful\n", file.getvalue())
 
 
+@pytest.mark.parametrize(("force_color", "no_color"), [("1", ""), ("1", "1"), ("", ""), ("0", "1")])
+def test_a_file_may_be_coloured_and_gets_no_bar(
+    monkeypatch: pytest.MonkeyPatch, force_color: str, no_color: str
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", force_color)
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    stream, heartbeat = io.StringIO(), Heartbeat()
+    heartbeat.step = 12
+    with Console("auto", 100, stream=stream, heartbeat=heartbeat) as console:
+        console.step(STEP)
+        console.warn("careful")
+    assert ("\x1b[33m" in stream.getvalue()) == (bool(force_color) and not no_color)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
+    assert "\x1b" not in plain, "no cursor is moved"
+    assert "\r" not in plain
+    assert re.fullmatch(r"\d\d:\d\d:\d\d  warning: careful", plain.splitlines()[-1])
+
+
+def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    assert not Screen(Terminal()).is_live
+
+
+@pytest.mark.parametrize(("columns", "width"), [("40", 40), ("100", 100), ("0", 80), ("wide", 80), ("", 80)])
+def test_columns_in_the_environment_are_heeded(monkeypatch: pytest.MonkeyPatch, columns: str, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    for stream in (io.StringIO(), Terminal()):
+        assert Screen(stream).width == width
+        Console("lines", 100_000, stream=stream, heartbeat=Heartbeat()).step(STEP)
+        row = stream.getvalue().splitlines()[-1]
+        assert width - 25 < len(row) <= width
+    screen = Screen(terminal := Terminal())
+    screen.lines(["word " * 40])
+    assert max(map(len, terminal.getvalue().splitlines())) <= width
+
+
 def test_stages_of_the_start_are_lines_without_a_terminal() -> None:
     stream, heartbeat = io.StringIO(), Heartbeat()
     with Console("auto", 20, stream=stream, heartbeat=heartbeat):
@@ -113,6 +150,67 @@ def test_stages_of_the_start_are_lines_without_a_terminal() -> None:
         "loading 32B: 1/64 shards",
         "connecting",
     ]
+
+
+def test_without_a_terminal_a_minute_of_silence_ends_with_a_line() -> None:
+    """In the first step each stage has one, too."""
+    stages = _Stages()
+    seen = {
+        0.0: "sending the first weights",
+        1.0: "first step, rollout",
+        60.5: "first step, rollout",
+        61.0: "first step, rollout",
+        62.0: "first step, train",
+        121.5: "first step, train",
+        122.0: "first step, train",
+    }
+    lines = {now_s: stages.line(stage, now_s, is_start=True) for now_s, stage in seen.items()}
+    assert {now_s: line for now_s, line in lines.items() if line is not None} == {
+        0.0: "sending the first weights",
+        1.0: "first step, rollout",
+        61.0: "first step, rollout (1 min 00 s)",
+        62.0: "first step, train",
+        122.0: "first step, train (1 min 00 s)",
+    }
+    stages.told(130.0)  # the row of the first step
+    later = {131.0: "step 2, rollout", 170.0: "step 2, train", 189.5: "step 2, train", 190.0: "step 2, train"}
+    assert [stages.line(stage, now_s, is_start=False) for now_s, stage in later.items()] == [None] * 3 + [
+        "step 2, train"
+    ]
+    assert stages.line("step 2, train", 249.9, is_start=False) is None
+    assert stages.line("step 2, train", 250.0, is_start=False) == "step 2, train (1 min 20 s)"
+
+
+def test_stages_of_the_first_step_are_lines_without_a_terminal() -> None:
+    stream, heartbeat = io.StringIO(), Heartbeat()
+    heartbeat.step = 12
+    with Console("auto", 100, history=[{"step": 11.0}], stream=stream, heartbeat=heartbeat) as console:
+        for span in ("rollout", "train"):
+            heartbeat.enter(span)
+            deadline = time.monotonic() + HANG_S
+            while f"first step, {span}\n" not in stream.getvalue():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        console.step(STEP)
+    first, second, *_ = stream.getvalue().splitlines()
+    assert (first[10:], second[10:]) == ("first step, rollout", "first step, train")
+
+
+def test_a_bar_counts_the_row_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while nothing draws the bar again but the row itself; after the last step there is nothing to go."""
+    monkeypatch.setattr("rich.live._RefreshThread.run", lambda _: None)
+    stream, heartbeat = Terminal(), Heartbeat()
+    with Console("bar", 13, history=[{"step": 11.0}], stream=stream, heartbeat=heartbeat) as console:
+        heartbeat.step = 12
+        console.step(STEP)
+        heartbeat.enter("checkpoint")
+        console.step({**STEP, "step": 13})
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    for number in (12, 13):
+        after = text.partition(f"{number}/13   ")[2]
+        assert re.search(r"(\d+)/13 ━", after)[1] == str(number)  # type: ignore[index]
+    assert re.search(r"13/13 ━+ checkpoint *\r?\n", text), text
+    assert "0.0s to go" not in text
 
 
 def test_a_terminal_gets_a_bar_that_counts_resumed_steps_and_goes_away() -> None:

@@ -4,9 +4,11 @@ import importlib
 import json
 import math
 import re
+import runpy
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -201,3 +203,15 @@ def test_every_setting_named_exists() -> None:
     for found in re.findall(r"`([a-z]+\.[a-z_]+)", EXTENDING):
         section, key = found.split(".")
         assert section not in sections or key in ("md", "py", "toml") or found in known, found
+
+
+@pytest.mark.parametrize(
+    ("page", "is_later"),
+    [("api/rollout.md", True), ("reproduction/domains.md", True), ("data.md", False), ("start/one-node.md", False)],
+)
+def test_a_search_of_the_docs_finds_guides_first(page: str, is_later: bool) -> None:
+    hook = runpy.run_path(str(DOCS.parent / "scripts" / "docs_search.py"))
+    found = SimpleNamespace(file=SimpleNamespace(src_uri=page), meta={})
+    assert hook["on_page_markdown"]("text", page=found, config=None, files=None) == "text"
+    assert found.meta == ({"search": {"boost": 0.2}} if is_later else {})
+    assert (DOCS / page).exists()

@@ -63,6 +63,12 @@ def test_a_full_disk_is_a_clear_error_and_the_previous_checkpoint_stays_the_late
     assert save_whole(store, 2, 2.0, 1000, state) == store.latest(), "once there is room again"
 
 
+def test_a_disk_that_is_full_from_the_start_has_no_previous_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, settings())
+    with full_disk(0), pytest.raises(CheckpointError, match=r"File too large.*; no checkpoint was saved before it$"):
+        save_whole(store, 1, 1.0, 1000, None)
+
+
 def test_a_pointer_that_cannot_be_written_leaves_the_previous_checkpoint_the_latest(tmp_path: Path) -> None:
     """The new folder is complete by then."""
     store = CheckpointStore(tmp_path, settings())

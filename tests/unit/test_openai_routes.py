@@ -5,6 +5,7 @@ import contextlib
 import gc
 import io
 import json
+import shlex
 import signal
 import socket
 import threading
@@ -20,11 +21,12 @@ import torch
 from aiohttp import web
 from torch import Tensor
 
+from bapo_megatron import cli
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.engines.embedded import chat as terminal
 from bapo_megatron.engines.embedded import openai as routes
 from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
-from bapo_megatron.engines.embedded.server import Server
+from bapo_megatron.engines.embedded.server import Server, check_address
 from bapo_megatron.engines.embedded.text import Reply, TextModel
 from bapo_megatron.errors import UserError
 from tests.distributed import HANG_S
@@ -183,15 +185,66 @@ def test_a_chat_template_is_used(model: TextModel, monkeypatch: pytest.MonkeyPat
         ({"prompt": []}, "prompt: 1 to 128"),
         ({"temperature": -1}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"top_k": 0}, "top_k: Value error, must be -1"),
-        ({"logprobs": 3}, "logprobs"),
-        ({"tools": []}, "tools: Extra inputs are not permitted"),
+        ({"top_k": 0}, "top_k: must be -1"),
+        ({"logprobs": 3}, "logprobs is not supported"),
+        ({"tools": []}, "tools is not supported"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
+        ({"best_of": 2}, "best_of: must be 1"),
+        ({"echo": True, "suffix": "x"}, "echo is not supported; suffix is not supported"),
     ],
 )
 def test_bad_requests_are_explained(url: str, change: dict[str, object], message: str) -> None:
     status, reply = post(f"{url}/v1/completions", {"model": "demo", "prompt": PROMPT} | change)
     assert status == (404 if change.get("model") else 400)
     assert message in reply["error"]["message"]
+
+
+def test_a_refused_message_is_named(url: str) -> None:
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    for messages, reason in (([image], "type: must be 'text'"), ([{"role": "tool", "content": "1"}], "role: must be")):
+        status, reply = post(f"{url}/v1/chat/completions", {"model": "demo", "messages": messages})
+        assert (status, reason in reply["error"]["message"]) == (400, True), reply
+    status, reply = post(f"{url}/v1/chat/completions", {"model": "demo"})
+    assert (status, reply["error"]["message"]) == (400, "messages is missing")
+
+
+def test_a_server_says_what_it_is(url: str) -> None:
+    with urllib.request.urlopen(url, timeout=HANG_S) as reply:
+        about = json.load(reply)
+    assert about["model"] == "demo"
+    assert {"GET /", "GET /health", "GET /v1/models", "POST /v1/chat/completions", "POST /generate"} <= {
+        *about["routes"]
+    }
+    with urllib.request.urlopen(f"{url}/health", timeout=HANG_S) as reply:
+        assert reply.status == 200
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_the_banner_of_a_server_can_be_pasted(
+    model: TextModel, url: str, monkeypatch: pytest.MonkeyPatch, template: str | None
+) -> None:
+    monkeypatch.setattr(model.tokenizer, "chat_template", template)
+    monkeypatch.setattr(model.tokenizer, "encode", lambda _: [3])  # "Hello" is no text of the demo's model
+    server = Server(model.engine, model_path="demo", update_timeout_s=HANG_S, text=model)
+    lines = [line.split(maxsplit=1) for line in server.banner(url).splitlines()]
+    assert [label for label, _ in lines] == ["serving", "model", "try", "end"]
+    curl, address, _, header, _, body = shlex.split(dict(lines)["try"])
+    assert (curl, header) == ("curl", "Content-Type: application/json")
+    monkeypatch.setattr(model, "encode_chat", lambda _: [3])
+    status, reply = post(address, json.loads(body))
+    assert (status, reply["model"]) == (200, "demo"), reply
+
+
+def test_an_address_in_use_is_an_error_before_the_model_is_loaded(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = url.rpartition(":")[2]
+    monkeypatch.setattr(TextModel, "load", lambda *_, **__: pytest.fail("the model was loaded"))
+    assert cli.main(["serve", "demo", "--port", port]) == 2
+    assert capsys.readouterr().err == (
+        f"bapo: cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port or --host\n"
+    )
+    check_address("127.0.0.1", 0)
 
 
 def test_generate_takes_text(url: str, model: TextModel) -> None:

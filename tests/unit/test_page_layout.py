@@ -52,6 +52,7 @@ FAULTS = """() => {
   }));
   return found;
 }"""
+IMPATIENT = "{ const wait = setTimeout; setTimeout = (call, ms, ...values) => wait(call, ms / 20, ...values); }"
 
 
 @pytest.fixture(scope="module")
@@ -68,17 +69,21 @@ def browser() -> Iterator[Browser]:
 
 
 @contextlib.contextmanager
-def opened(browser: Browser, url: str, width_px: int = 1280, *, scripts: bool = True) -> Iterator[Page]:
-    """Open a page; fail on any error of its scripts."""
+def opened(
+    browser: Browser, url: str, width_px: int = 1280, *, scripts: bool = True, is_impatient: bool = False
+) -> Iterator[Page]:
+    """Open a page; fail on any error of its scripts. An impatient one asks often, and may lose its server."""
     with browser.new_context(viewport={"width": width_px, "height": 900}, java_script_enabled=scripts) as context:
         context.set_default_timeout(TIMEOUT_MS)
         page = context.new_page()
         errors: list[str] = []
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        if is_impatient:
+            page.add_init_script(IMPATIENT)
         page.goto(url)
         yield page
-        assert errors == []
+        assert [error for error in errors if not (is_impatient and "ERR_CONNECTION_REFUSED" in error)] == []
 
 
 def make_state(folder: Path, state: str) -> Path:
@@ -197,40 +202,85 @@ def test_samples_are_filtered(browser: Browser, tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def ended(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Kill the process if the test fails before it has ended."""
-    try:
-        yield
-    finally:
-        process.kill()
+def served(run: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Serve a run's live page at an address; kill the server if the test has not ended it."""
+    command = [sys.executable, "-m", "bapo_megatron", "report", "--serve", str(run)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            match = re.match(r"(http://127\.0\.0\.1:\d+/) follows ", server.stdout.readline())
+            assert match is not None
+            yield server, match.group(1)
+        finally:
+            server.kill()
 
 
 def test_a_live_page_follows_its_run(browser: Browser, tmp_path: Path) -> None:
     run = make_state(tmp_path, "running")
     add_samples(run)
-    command = [sys.executable, "-m", "bapo_megatron", "report", "--serve", str(run)]
-    with held(run, "running"), subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server, ended(server):
-        assert server.stdout is not None
-        match = re.match(r"(http://127\.0\.0\.1:\d+/) follows ", server.stdout.readline())
-        assert match is not None
-        with opened(browser, match.group(1)) as page:
+    with held(run, "running"), served(run) as (server, url):
+        with opened(browser, url) as page:
             expect(page.locator(".badge")).to_have_text("running")
             expect(page.locator("header p").first).to_contain_text("4 of 50 steps")
             page.locator(".sample summary").nth(3).click()
+            page.locator(".sample summary").first.click()  # it was open
             with contextlib.closing(JsonlWriter(run / "metrics.jsonl")) as writer:
                 writer.write(plain(5) | {"reward/errors": 3})
             expect(page.locator("header p").first).to_contain_text("5 of 50 steps")
             expect(page.locator("header")).to_contain_text("judge errors: 3, the latest in step 5")
             expect(page.locator(".figure output").first).to_have_text("0.125")
             assert page.locator(".sample").nth(3).get_attribute("open") is not None
-        with urllib.request.urlopen(match.group(1) + "logs/attempt-1/trainer-0.log", timeout=HANG_S) as answer:
+            assert page.locator(".sample").first.get_attribute("open") is None
+        with urllib.request.urlopen(url + "logs/attempt-1/trainer-0.log", timeout=HANG_S) as answer:
             assert b"started" in answer.read()
         for path in ("config.toml", "logs/../config.toml", "logs%2f..%2f.lock"):
             with pytest.raises(urllib.error.HTTPError, match="404"):
-                urllib.request.urlopen(match.group(1) + path, timeout=HANG_S)
+                urllib.request.urlopen(url + path, timeout=HANG_S)
         with pytest.raises(urllib.error.HTTPError, match="403"):
-            urllib.request.urlopen(
-                urllib.request.Request(match.group(1), headers={"Host": "evil.example"}), timeout=HANG_S
-            )
+            urllib.request.urlopen(urllib.request.Request(url, headers={"Host": "evil.example"}), timeout=HANG_S)
         server.send_signal(signal.SIGINT)
         assert server.wait(timeout=HANG_S) == 0
+
+
+def test_a_page_that_is_older_than_its_run_follows_it_to_the_end(browser: Browser, tmp_path: Path) -> None:
+    """Figures get a line more with step 2 and step 11; in between, the run is killed and starts again."""
+    run = make_run(tmp_path / "run", [])
+    with served(run) as (server, url), opened(browser, url, is_impatient=True) as page:
+        lost = page.locator("#lost")
+        figures, samples = page.locator(".figure"), page.locator(".sample:visible")
+
+        def take(first: int, last: int) -> None:
+            with contextlib.closing(JsonlWriter(run / "metrics.jsonl")) as writer:
+                for row in steps(last)[first - 1 :]:
+                    writer.write(row)
+            expect(page.locator("header p").first).to_contain_text(f"{last} of 50 steps")
+            expect(figures.first.locator("output").last).to_have_text(re.compile(r"\d"))
+            expect(lost).to_be_hidden()
+
+        with held(run, "running"):
+            expect(page.locator("header")).to_contain_text("No step is finished yet.")
+            expect(page.locator("body")).to_contain_text("No samples yet.")
+            expect(page.locator("#filter")).to_be_hidden()
+            take(1, 1)
+            take(2, 2)
+            take(3, 3)
+            expect(page.locator(".badge")).to_have_text("running")
+            expect(figures.first.locator("output")).to_have_text("0.075")  # 3 / 40
+        expect(page.locator(".badge")).to_have_text("interrupted")
+        (run / "logs" / "attempt-2").mkdir(parents=True)
+        with held(run, "running"):
+            expect(page.locator(".badge")).to_have_text("running")
+            expect(page.locator("header p").first).to_contain_text("attempt 2")
+            add_samples(run)
+            expect(samples).to_have_count(40)
+            page.get_by_label("reward from").fill("1")
+            expect(samples).to_have_count(20)
+            take(4, 11)
+            expect(figures.first.locator("output")).to_have_text(["0.275", "0.1625"])  # the latest of 40; the mean
+            expect(samples).to_have_count(20)
+            take(12, 50)
+        expect(page.locator(".badge")).to_have_text("finished")
+        expect(lost).to_be_hidden()
+        server.send_signal(signal.SIGINT)
+        assert server.wait(timeout=HANG_S) == 0
+        expect(lost).to_be_visible()

@@ -11,6 +11,7 @@ import pytest
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.restarts import Restart, write_restart
 from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.report import page as page_module
 from bapo_megatron.report.gallery import FIGURES, PANELS
 from bapo_megatron.report.history import read_history
 from bapo_megatron.report.page import render_run, write_report
@@ -19,6 +20,9 @@ from bapo_megatron.report.status import State, find_alarms, read_status
 from bapo_megatron.runtime.files import JsonlWriter
 from tests.unit.page import NUM_SCRIPTS, Page, check_self_contained
 from tests.unit.run_folders import CONFIG, make_run, plain, step, steps
+
+PAGE_FOLDER = Path(page_module.__file__).parent
+PARTS = ["status", "facts", "figures", "samples", "table"]
 
 
 def read_page(run: Path) -> tuple[str, Page]:
@@ -124,6 +128,26 @@ def test_problems_of_the_latest_steps_are_shown(tmp_path: Path) -> None:
     rows = [plain(i) | {"bapo/inert_share": 1.0} for i in range(1, 11)]
     _, page = read_page(make_run(tmp_path / "run", rows))
     assert "raise bapo.rho0" in page.text
+
+
+@pytest.mark.parametrize("samples", ["", '{"step": 1, "prompt": "p", "response": "r"}\n'])
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 11])
+def test_a_live_page_has_every_part_that_its_script_follows(tmp_path: Path, num_steps: int, samples: str) -> None:
+    run = make_run(tmp_path / "run", [plain(i) for i in range(1, num_steps + 1)])
+    (run / "samples.jsonl").write_text(samples)
+    html = render_run(read_history(run), links_from=run, live=True)
+    page, script = Page(html), (PAGE_FOLDER / "page.js").read_text()
+    assert set(re.findall(r'byId\("(\w+)"\)', script)) <= set(page.ids)
+    assert re.findall(r'data-part="(\w+)"', html.partition("<script")[0]) == PARTS
+    assert {"lost", "filter", "shown"} <= set(page.ids)
+    assert ("No step is finished yet." in page.text) == (num_steps == 0)
+    assert ("The latest" in page.text) == (num_steps > 0)
+    assert ("No samples yet." in page.text) == (not samples)
+
+
+def test_a_run_that_keeps_no_samples_says_which_setting_asks_for_them(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [plain(1)], CONFIG + "[monitor]\nsamples_per_step = 0\n")
+    assert "No samples are kept: monitor.samples_per_step is 0." in read_page(run)[1].text
 
 
 @pytest.mark.slow

@@ -162,6 +162,9 @@ def test_a_second_process_is_told_who_holds_the_run_until_that_one_ends(tmp_path
         assert holder.stdout.readline() == "ready\n"
         with pytest.raises(UserError, match=rf"in use by process {holder.pid} on "):
             RunDir.open_path(tmp_path / "demo", CONFIG)
+        config = load_config(["demo"], [f"run.dir={tmp_path}", "run.name=demo"])
+        with pytest.raises(UserError, match=rf"in use by process {holder.pid} on "):
+            RunDir.preview(config)  # which other settings a run of that name has does not matter then
     finally:
         holder.kill()  # a crash must give the lock back too
         holder.communicate(timeout=HANG_S)

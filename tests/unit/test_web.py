@@ -336,6 +336,18 @@ def test_a_fault_of_a_handler_keeps_its_traceback(capfd: pytest.CaptureFixture[s
     assert "KeyError: 'a bug'" in capfd.readouterr().err
 
 
+def test_a_page_that_cannot_be_made_is_no_lost_connection(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def render(*_: object, **__: object) -> str:
+        raise KeyError("a bug")
+
+    is_told = threading.Event()
+    monkeypatch.setattr("bapo_megatron.report.serve.render_run", render)
+    monkeypatch.setattr(GuardedServer, "handle_error", lambda *_: is_told.set())
+    with reported(run) as port:
+        assert Asked(port, {}, "/").raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").startswith(b"HTTP/1.0 500 ")
+        assert is_told.wait(HANG_S)
+
+
 def test_an_engine_logs_an_odd_request_in_one_line_for_debugging(
     engine: BatchingEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

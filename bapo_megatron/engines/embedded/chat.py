@@ -25,8 +25,8 @@ def _converse(model: TextModel, temperature: float, system: str | None) -> None:
 
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        kept = "the conversation" if model.tokenizer.chat_template else "each message alone (it has no chat template)"
-        print(f"{model.name} reads {kept}; Ctrl-C stops a reply, Ctrl-D ends")
+        kept = "the conversation" if model.tokenizer.chat_template else "nothing: it has no chat template"
+        print(f"{model.name} remembers {kept}; Ctrl-C stops a reply, Ctrl-D ends")
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     while True:

@@ -13,6 +13,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from bapo_megatron.engines.base import PauseMode
 from bapo_megatron.errors import UserError
@@ -201,8 +202,18 @@ def parse(kind: type[Body], raw: bytes) -> Body:
     try:
         return kind.model_validate_json(raw or b"{}")
     except ValidationError as problem:
-        fields = {_path(e["loc"]): e["msg"] for e in problem.errors(include_url=False)}
-        raise BadRequestError("; ".join(f"{field}: {message}" for field, message in fields.items())) from None
+        fields = {_path(e["loc"]): _reason(e) for e in problem.errors(include_url=False)}
+        raise BadRequestError("; ".join(f"{field}{reason}" for field, reason in fields.items())) from None
+
+
+def _reason(error: ErrorDetails) -> str:
+    """Say in plain words, after its name, why a field is refused."""
+    only = error.get("ctx", {}).get("expected")
+    if error["type"] in ("extra_forbidden", "none_required") or only in ("0", "False"):
+        return " is not supported"
+    if error["type"] == "missing":
+        return " is missing"
+    return ": " + error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
 
 
 def _path(location: tuple[int | str, ...]) -> str:

@@ -14,7 +14,9 @@ import faulthandler
 import json
 import logging
 import os
+import shlex
 import signal
+import socket
 import sys
 import threading
 import time
@@ -88,7 +90,7 @@ class Server:
         if self._text is not None:
             from bapo_megatron.engines.embedded.openai import OpenAIRoutes
 
-            app.add_routes(OpenAIRoutes(self._text).routes())
+            app.add_routes([web.get("/", self.about), *OpenAIRoutes(self._text).routes()])
             return app
         app.add_routes(
             [
@@ -209,6 +211,28 @@ class Server:
     async def stop_profile(self, request: web.Request) -> web.Response:
         await self._command(self.engine.stop_profile)
         return web.Response(text="Stop profiling. This will take some time.\n")
+
+    async def about(self, request: web.Request) -> web.Response:
+        """Say what is served here, to those who look."""
+        routes = [
+            f"{route.method} {route.resource.canonical}" for route in request.app.router.routes() if route.resource
+        ]
+        return web.json_response(
+            {"model": self._model_path, "routes": [route for route in routes if not route.startswith("HEAD")]}
+        )
+
+    def banner(self, url: str) -> str:
+        """Return what the start of a server at `url` shows."""
+        if self._text is None:
+            return f"serving on {url}"
+        asked: dict[str, Any] = {"model": self._model_path, "prompt": "1+1="}
+        route = "completions"
+        if self._text.tokenizer.chat_template:
+            asked = {"model": self._model_path, "messages": [{"role": "user", "content": "Hello"}]}
+            route = "chat/completions"
+        header, body = "Content-Type: application/json", json.dumps(asked)
+        curl = shlex.join(["curl", f"{url}/v1/{route}", "-H", header, "-d", body])
+        return f"serving on {url}\nmodel      {self._model_path}\ntry        {curl}\nend        Ctrl-C"
 
     async def health(self, request: web.Request) -> web.Response:
         """200 while the engine thread lives, paused or not (SGLang answers 503 while paused)."""
@@ -384,7 +408,8 @@ async def serve(server: Server, *, host: str, port: int, ready_file: Path | None
         print(f"cannot listen on {host}:{port}: {why}", file=sys.stderr, flush=True)
         os._exit(2)  # at once: Python's own end does not bear the thread that reads stdin
     address = runner.addresses[0]
-    print(f"serving on http://{address[0]}:{address[1]}", flush=True)
+    name = f"[{address[0]}]" if ":" in address[0] else address[0]
+    print(server.banner(f"http://{name}:{address[1]}"), flush=True)
     if ready_file is not None:
         partial = ready_file.with_name(f"{ready_file.name}.partial")
         partial.write_text(json.dumps({"host": address[0], "port": address[1], "pid": os.getpid()}))
@@ -399,6 +424,17 @@ def _exit_when_stdin_closes() -> None:
     while sys.stdin.buffer.read(4096):
         pass
     os._exit(0)  # at once: a broadcast or a decode step may be under way, and nobody is left to wait for it
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise UserError if nothing can listen there. A model takes long to load: look first."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+    except OSError as error:
+        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host") from error
 
 
 def serve_text(text: TextModel, *, host: str, port: int) -> NoReturn:
