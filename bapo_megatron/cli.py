@@ -209,7 +209,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Asks nothing; the file passes `bapo check`. See docs/start/one-node.md.",
     )
     init.add_argument("model", metavar="MODEL", help="Hugging Face folder, or a name on the Hugging Face hub")
-    init.add_argument("data", type=Path, metavar="DATA", help="prompts, JSONL or Parquet; see docs/data.md")
+    init.add_argument(
+        "data", type=Path, metavar="DATA", help="prompts: JSON lines, a JSON list, CSV or Parquet; see docs/data.md"
+    )
+    init.add_argument(
+        "settings", nargs="*", default=[], metavar="SETTING", help="to write too, such as data.fields.prompt=question"
+    )
     init.add_argument("-o", "--output", type=Path, metavar="FILE", help="new file (default: <model>.toml)")
     init.set_defaults(verb=_init)
 
@@ -456,8 +461,9 @@ def _run(arguments: Sequence[str]) -> int:
 def _init(options: argparse.Namespace) -> int:
     from bapo_megatron.preflight.starter import this_machine, write_config
 
-    file = write_config(options.model, options.data, options.output, this_machine())
-    print(f"{file} is written; next: bapo train {file}")
+    start = write_config(options.model, options.data, options.output, this_machine(), options.settings)
+    print(start)
+    print(f"{start.file} is written; next: bapo train {start.file}")
     return 0
 
 

@@ -190,6 +190,7 @@ class _Judged:
             "sample_id": self.sample.sample_id,
             "response": self.text,
             "reward": self.reward,
+            "parts": dict(self.end.parts),
             "verifier_problem": self.end.problem,
             "verifier_message": self.end.message,
             "num_tokens": self.sample.num_sampled_tokens,
