@@ -278,7 +278,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("checkpoint", type=Path, metavar="CKPT", help="Hugging Face folder, run, or checkpoint")
     _add_config_arguments(evaluate)
-    evaluate.add_argument("--data", type=Path, metavar="FILE", help="problems, JSONL or Parquet (default: [data])")
+    evaluate.add_argument(
+        "--data", type=Path, metavar="FILE", help="problems: JSON lines, CSV or Parquet (default: [data])"
+    )
     evaluate.add_argument("-n", "--samples", type=_whole, default=16, metavar="N", help="responses each (default: 16)")
     evaluate.add_argument("--limit", type=_whole, metavar="N", help="only the first N problems")
     evaluate.add_argument("--output", type=Path, metavar="FOLDER", help="new folder (default: evals/<date>-<time>)")
@@ -547,9 +549,11 @@ def _convert(options: argparse.Namespace) -> int:
 
 def _eval(options: argparse.Namespace) -> int:
     from bapo_megatron.config.load import split_arguments
-    from bapo_megatron.evaluation.run import eval_config, evaluate
+    from bapo_megatron.evaluation.run import eval_config, evaluate, note_of_training
 
     config = eval_config(options.checkpoint, *split_arguments(options.arguments), options.data, options.samples)
+    if note := note_of_training(config, options.data):
+        print(note, file=sys.stderr)
     output = options.output or Path("evals") / time.strftime("%Y%m%d-%H%M%S")
     evaluation = evaluate(
         config, options.checkpoint, output, limit=options.limit, tell=lambda text: print(text, file=sys.stderr)

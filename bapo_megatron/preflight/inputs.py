@@ -17,7 +17,7 @@ from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.config.dotted import REWARD
 from bapo_megatron.config.schema import Config, MixedSource, SourceConfig
 from bapo_megatron.engines.key import read_key
-from bapo_megatron.errors import UserError
+from bapo_megatron.errors import UserError, plural
 from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.base import PromptSource, Question
 from bapo_megatron.prompts.rows import missing
@@ -48,7 +48,7 @@ def read_inputs(config: Config, model: Path | None, memory: Memory, *, here: boo
     if config.rollout.engine_kind.samples:
         sections = (config.data, config.reward, config.eval)
         values = [section.model_dump_json() for section in sections]
-        key = json.dumps([config.run.seed, config.model.path, *values, here])
+        key = json.dumps([config.run.seed, config.model.path, config.rollout.prompts_per_step, *values, here])
         if key not in memory:
             memory[key] = list(dict.fromkeys(_prompts_and_judge(config, model, here)))
         found += memory[key]
@@ -101,8 +101,21 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
         name = one.name if isinstance(one, MixedSource) else source.name
         if not (is_trained and is_code and one.source != "jsonl"):  # config/plan.py reports it
             questions.append((config if is_trained and not is_code else alone, name, source[0]))
+        if table == "data" and one.source == "jsonl":
+            yield from _few_prompts(config, len(source), settings)
         yield from _lengths(alone, model, source, first, settings)
     yield from _judge(config, questions, is_complete=is_complete)
+
+
+def _few_prompts(config: Config, num_prompts: int, settings: tuple[str, ...]) -> Iterator[Violation]:
+    """Warn of a file with fewer prompts than a step takes."""
+    if num_prompts < config.rollout.prompts_per_step:
+        yield warning(
+            ("rollout.prompts_per_step", *settings),
+            f"rollout.prompts_per_step={config.rollout.prompts_per_step} is more than the "
+            f"{plural(num_prompts, 'prompt')} of {config.data.path}: a step takes some of them twice or more",
+            f"set rollout.prompts_per_step={num_prompts}, or add prompts",
+        )
 
 
 def _settings_of(config: Config, table: str) -> tuple[str, ...]:

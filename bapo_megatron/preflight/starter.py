@@ -165,8 +165,10 @@ def _table(model: str, data: Path, name: str, machine: Machine, given: Table) ->
     first = tokenizer.decode(prompts[0]), questions[0]
     merge(table, given)
     if machine.num_gpus > 1:
-        return _on_gpus(table, hf_config, shape, machine), first
-    return _on_cpu(table, shape, machine), first
+        table = _on_gpus(table, hf_config, shape, machine)
+    else:
+        table = _on_cpu(table, shape, machine, len(questions))
+    return merge(table, given), first
 
 
 def _read(data: Path, given: Table) -> tuple[Table, list[Question]]:
@@ -225,9 +227,9 @@ def _rounded_up(num_tokens: int) -> int:
     return max(64, 1 << (num_tokens - 1).bit_length())
 
 
-def _on_cpu(table: Table, shape: ModelShape, machine: Machine) -> Table:
+def _on_cpu(table: Table, shape: ModelShape, machine: Machine, num_prompts: int) -> Table:
     """Add a trainer of one rank and an embedded engine; a single GPU trains, as a server would need another."""
-    merge(table, {"rollout": {"prompts_per_step": 4}, "train": {"max_tokens_per_microbatch": 2048}})
+    merge(table, {"rollout": {"prompts_per_step": min(4, num_prompts)}, "train": {"max_tokens_per_microbatch": 2048}})
     config = load_tables({"": table})
     trainer = fullest_rank(config, shape).total / GIB
     engine = 4 * model_parameters(shape) / GIB  # its float32 weights

@@ -52,7 +52,7 @@ def test_the_file_of_prompts_is_read(
     file = tmp_path / "prompts.jsonl"
     if rows is not None:
         write_rows(file, rows)
-    (line,) = answer(capsys, "data.source=jsonl", f"data.path={file}")
+    (line,) = answer(capsys, "data.source=jsonl", f"data.path={file}", "rollout.prompts_per_step=2")
     for part in parts:
         assert part in line
 
@@ -73,7 +73,11 @@ def test_a_folder_is_no_file_of_prompts(tmp_path: Path, capsys: pytest.CaptureFi
         (["data.options={min_terms=9,max_terms=2}"], "max_terms (2) is smaller than min_terms (9)"),
         (["data.max_prompt_tokens=4"], "tokens, more than data.max_prompt_tokens = 4"),
         (["data.system_prompt=Hi"], "set data.chat_template=true"),
-        (["eval.interval_steps=5", "data.source=jsonl", "data.path=ROWS", "eval.path=/nope"], "eval.path: there is no"),
+        (
+            ["eval.interval_steps=5", "data.source=jsonl", "data.path=ROWS", "eval.path=/nope",
+             "rollout.prompts_per_step=2"],
+            "eval.path: there is no",
+        ),
         (['data.sources=[{name="a",path="/nope"},{name="b",path="ROWS"}]'], "data.sources.a.path: there is no file"),
         (['data.sources=[{name="a",options={max_term=9}}]'], "data.sources.a: data.options of the source chains: "),
         (
@@ -223,9 +227,22 @@ def test_a_judge_that_expects_another_form_may_offer_one(
 def test_a_reference_that_its_own_judge_gives_0_is_told(
     reference: str, settings: list[str], said: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "1+1=", "answer": reference}])
+    path = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "1+1=", "answer": reference}] * 16)
     lines = answer(capsys, "data.source=jsonl", f"data.path={path}", f"reward.timeout_s={HANG_S}", *settings)
-    assert [said in line for line in lines] == [True] * bool(said)
+    assert len(lines) == (said is not None)
+    assert all(str(said) in line for line in lines)
+
+
+def test_fewer_prompts_than_a_step_takes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = answer(capsys, "data.source=jsonl", f"data.path={write_rows(tmp_path / 'prompts.jsonl')}")
+    assert line.startswith("warning: rollout.prompts_per_step=16 is more than the 2 prompts of ")
+    assert line.endswith("set rollout.prompts_per_step=2, or add prompts")
+
+
+def test_a_file_of_prompts_is_no_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_rows(tmp_path / "prompts.jsonl")
+    assert cli.main(["eval", "demo", path]) == 2
+    assert f"in `bapo eval` give it as --data {path}" in capsys.readouterr().err
 
 
 def test_a_judge_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
