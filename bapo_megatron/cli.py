@@ -213,7 +213,11 @@ def _parser() -> argparse.ArgumentParser:
         "data", type=Path, metavar="DATA", help="prompts: JSON lines, a JSON list, CSV or Parquet; see docs/data.md"
     )
     init.add_argument(
-        "settings", nargs="*", default=[], metavar="SETTING", help="to write too, such as data.fields.prompt=question"
+        "settings",
+        nargs="*",
+        default=[],
+        metavar="SETTING",
+        help="to write too, before -o, such as data.fields.prompt=question",
     )
     init.add_argument("-o", "--output", type=Path, metavar="FILE", help="new file (default: <model>.toml)")
     init.set_defaults(verb=_init)

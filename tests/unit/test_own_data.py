@@ -24,8 +24,8 @@ from bapo_megatron.rewards.answers import final_answer, judge_text
 COMING_FROM = Path(__file__).parents[2] / "docs" / "coming-from.md"
 TABLE = COMING_FROM.read_text(encoding="utf-8").partition("<!-- data -->")[2].partition("<!-- end of data -->")[0]
 EXAMPLES = [
-    (name.strip(), json.loads(row), {} if columns.strip() == "none" else tomllib.loads(columns.replace(", ", "\n")))
-    for name, row, columns in re.findall(r"^\| (\w+) \| `(\{.*\})` \| `?(.*?)`? \|$", TABLE, re.MULTILINE)
+    (name, json.loads(row), tomllib.loads(setting).get("data", {}).get("fields", {}) if "=" in setting else {})
+    for name, row, setting in re.findall(r"^\| (\w+) \| `(\{.*\})` \| `(.*)`.*\|$", TABLE, re.MULTILINE)
 ]
 USER = {"role": "user", "content": "3+5="}
 CPU = Machine(0, "", 0.0, 64.0)
