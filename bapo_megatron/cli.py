@@ -229,7 +229,16 @@ def _parser() -> argparse.ArgumentParser:
         description="Asks nothing; the file passes `bapo check`. See docs/start/one-node.md.",
     )
     init.add_argument("model", metavar="MODEL", help="Hugging Face folder, or a name on the Hugging Face hub")
-    init.add_argument("data", type=Path, metavar="DATA", help="prompts, JSONL or Parquet; see docs/data.md")
+    init.add_argument(
+        "data", type=Path, metavar="DATA", help="prompts: JSON lines, a JSON list, CSV or Parquet; see docs/data.md"
+    )
+    init.add_argument(
+        "settings",
+        nargs="*",
+        default=[],
+        metavar="SETTING",
+        help="to write too, before -o, such as data.fields.prompt=question",
+    )
     init.add_argument("-o", "--output", type=Path, metavar="FILE", help="new file (default: <model>.toml)")
     init.set_defaults(verb=_init)
 
@@ -293,7 +302,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("checkpoint", type=Path, metavar="CKPT", help="Hugging Face folder, run, or checkpoint")
     _add_config_arguments(evaluate)
-    evaluate.add_argument("--data", type=Path, metavar="FILE", help="problems, JSONL or Parquet (default: [data])")
+    evaluate.add_argument(
+        "--data", type=Path, metavar="FILE", help="problems: JSON lines, CSV or Parquet (default: [data])"
+    )
     evaluate.add_argument("-n", "--samples", type=_whole, default=16, metavar="N", help="responses each (default: 16)")
     evaluate.add_argument("--limit", type=_whole, metavar="N", help="only the first N problems")
     evaluate.add_argument("--output", type=Path, metavar="FOLDER", help="new folder (default: evals/<date>-<time>)")
@@ -482,8 +493,9 @@ def _run(arguments: Sequence[str]) -> int:
 def _init(options: argparse.Namespace) -> int:
     from bapo_megatron.preflight.starter import this_machine, write_config
 
-    file = write_config(options.model, options.data, options.output, this_machine())
-    print(f"{file} is written; next: {shlex.join([*program(), 'train', str(file)])}")
+    start = write_config(options.model, options.data, options.output, this_machine(), options.settings)
+    print(start)
+    print(f"{start.file} is written; next: {shlex.join([*program(), 'train', str(start.file)])}")
     return 0
 
 
@@ -567,9 +579,11 @@ def _convert(options: argparse.Namespace) -> int:
 
 def _eval(options: argparse.Namespace) -> int:
     from bapo_megatron.config.load import split_arguments
-    from bapo_megatron.evaluation.run import eval_config, evaluate
+    from bapo_megatron.evaluation.run import eval_config, evaluate, note_of_training
 
     config = eval_config(options.checkpoint, *split_arguments(options.arguments), options.data, options.samples)
+    if note := note_of_training(config, options.data):
+        print(note, file=sys.stderr)
     output = options.output or Path("evals") / time.strftime("%Y%m%d-%H%M%S")
     evaluation = evaluate(
         config, options.checkpoint, output, limit=options.limit, tell=lambda text: print(text, file=sys.stderr)

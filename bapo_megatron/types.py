@@ -300,9 +300,10 @@ class Ended:
     """The end of a sample. One that failed has no reward: it leaves its group's baseline and is not trained."""
 
     reason: FinishReason
-    reward: Reward | None
+    reward: float | None
     problem: Literal["timeout", "error"] | None = None  # of its judge or environment
-    message: str = ""  # what the problem was
+    message: str = ""  # what the problem was; without one, the judge's reason
+    parts: Mapping[str, float] = field(default_factory=dict)  # of the reward by name, before their weights
 
 
 Need = NeedsTokens | NeedsEnvironment | Ended
@@ -338,8 +339,8 @@ class Sample:
 
     @property
     def reward(self) -> float | None:
-        """The reward, its parts added up; None before the end, and of an invalid sample."""
-        return total(self.need.reward) if isinstance(self.need, Ended) and self.need.reward is not None else None
+        """The reward; None before the end, and of an invalid sample."""
+        return self.need.reward if isinstance(self.need, Ended) else None
 
     @property
     def sampled_segments(self) -> list[tuple[Sampled, Segment]]:
@@ -474,9 +475,10 @@ class EndedJson(TypedDict):
 
     needs: Literal["nothing"]
     reason: FinishReason
-    reward: RewardJson | None
+    reward: Number | None
     problem: Literal["timeout", "error"] | None
     message: str
+    parts: NotRequired[dict[str, Number]]
 
 
 NeedJson = Annotated[NeedsTokensJson | NeedsEnvironmentJson | EndedJson, Field(discriminator="needs")]

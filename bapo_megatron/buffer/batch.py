@@ -2,7 +2,8 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -101,8 +102,7 @@ def group_view(group: Group, rewards: Sequence[float]) -> GroupView:
 
 def _sample_view(sample: Sample, reward: float) -> SampleView:
     turn_lengths = tuple(len(turn) for trajectory in sample.trajectories for turn in trajectory.turns)
-    end = sample.need.reward if isinstance(sample.need, Ended) else None
-    parts = end if isinstance(end, Mapping) else {}
+    parts = sample.need.parts if isinstance(sample.need, Ended) else {}
     of_turns = [None if r is None else total(r) for r in sample.turn_rewards]
     if of_turns:
         of_turns += [None] * (len(turn_lengths) - len(of_turns))  # the last one's is the sample's own
@@ -134,7 +134,17 @@ def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/truncated_share": sum(s.finish_reason == "length" for s in samples) / len(samples),
         "rollout/resumed_token_share": sum(s.num_resumed_tokens for s in samples) / max(sum(lengths), 1),
         "rollout/zero_variance_share": sum(len(set(g.rewards)) == 1 < len(g.rewards) for g in groups) / len(groups),
+        **_part_means(samples),
     }
+
+
+def _part_means(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the mean of each part of the reward, over the samples that have it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        for name, part in sample.need.parts.items() if isinstance(sample.need, Ended) else ():
+            values[name].append(part)
+    return {f"reward/{name}/mean": statistics.fmean(parts) for name, parts in values.items()}
 
 
 def source_metrics(groups: Sequence[Group], sources: Sequence[MixedSource]) -> dict[str, float]:

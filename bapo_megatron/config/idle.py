@@ -88,13 +88,13 @@ IDLE = (
     Idle("advantage.lam", "advantage.kind", lambda c: c.advantage.kind == "gae", 'advantage.kind="gae"'),
     Idle("advantage.n_step", "advantage.kind", lambda c: c.advantage.kind == "n_step", 'advantage.kind="n_step"'),
     Idle(
-        "data.source data.format data.dataset data.options data.size",
+        "data.source data.format data.fields data.dataset data.options data.size",
         "data.sources",
         lambda c: not c.data.sources,
         "data.sources=[]",
     ),
     Idle(
-        "data.path data.format",
+        "data.path data.format data.fields",
         "data.source data.sources",
         lambda c: c.data.source == "jsonl" or bool(c.data.sources),
         'data.source="jsonl"',

@@ -340,10 +340,16 @@ def _set(table: dict[str, Any], path: paths.Path, value: Any) -> None:
     merge(table, {path[-1]: value})
 
 
+_OF_PROMPTS = (".jsonl", ".json", ".csv", ".parquet")
+
+
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return earlier.updated(tomllib.loads(path.read_text(encoding="utf-8")))
     except (ValueError, RecursionError) as error:  # also for an integer of thousands of digits
+        if path.suffix in _OF_PROMPTS:
+            advice = f"set data.path={path}, or in `bapo eval` give it as --data {path}"
+            raise ConfigError(f"{path} is not a configuration; if it is a file of prompts, {advice}") from error
         raise ConfigError(f"{path} is not valid TOML: {escaped(str(error))}") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error

@@ -12,12 +12,12 @@ from urllib.parse import urlsplit
 from bapo_megatron.config import precision
 from bapo_megatron.config.advantages import ADVANTAGE, advantage_function
 from bapo_megatron.config.base import Severity, Violation, warning
-from bapo_megatron.config.dotted import KEEP_GROUP
+from bapo_megatron.config.dotted import KEEP_GROUP, REWARD
 from bapo_megatron.config.engines import check_engine
 from bapo_megatron.config.idle import idle_settings
 from bapo_megatron.config.losses import LOSSES
 from bapo_megatron.config.lr_schedule import planned_updates
-from bapo_megatron.config.schema import FORWARDS_FIRST_MEMORY_SHARE, Config, RolloutConfig, SourceConfig
+from bapo_megatron.config.schema import FORWARDS_FIRST_MEMORY_SHARE, Config, RewardConfig, RolloutConfig, SourceConfig
 from bapo_megatron.errors import UserError, plural
 from bapo_megatron.hf.shape import layout_problems, model_shape, unsupported
 
@@ -592,6 +592,7 @@ def _reward(config: Config) -> Iterator[Violation]:
             'rollout.keep_group="informative" leaves these out of the batch',
             'set rollout.keep_group="all"',
         )
+    yield from _parts(reward)
     for table, one in config.prompt_sources.items():
         if reward.kind == "code" and one.source != "jsonl":
             yield Violation(
@@ -615,6 +616,29 @@ def _reward(config: Config) -> Iterator[Violation]:
             "advantage.whiten_batch=true divides by the standard deviation of the batch, so that reward.scale and "
             "reward.running_std do nothing",
             "leave one of them out",
+        )
+
+
+def _parts(reward: RewardConfig) -> Iterator[Violation]:
+    """Check which judges give the parts of the reward that have weights."""
+    weights = ("reward.weights", "reward.judges", "reward.kind")
+    if reward.judges and reward.kind != "auto":
+        yield Violation(
+            ("reward.kind", "reward.judges"),
+            f'reward.kind="{reward.kind}" names a judge besides reward.judges',
+            "make it one of them, or leave it out",
+        )
+    unknown = sorted(reward.weights.keys() - reward.judges.keys()) if reward.judges else []
+    if unknown:
+        names = ", ".join(reward.judges)
+        yield Violation(
+            weights, f"reward.weights.{unknown[0]} is not a part of reward.judges ({names})", "leave it out"
+        )
+    elif reward.weights and not reward.judges and reward.kind in REWARD.names:
+        yield Violation(
+            weights,
+            f'reward.weights names parts, and reward.kind="{reward.kind}" returns a number',
+            "leave it out, or set reward.judges",
         )
 
 

@@ -3,6 +3,7 @@
 Checks of one field live here; checks across sections (layout, batch arithmetic, model shapes) live in `plan.py`.
 """
 
+import difflib
 import math
 import re
 from typing import Annotated, Any, Literal, Self
@@ -100,6 +101,20 @@ class PrecisionConfig(Section):
 EntryName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=64)]
 
 
+_FIELDS = ("prompt", "answer")  # of a question
+
+
+def _columns_of_fields(columns: dict[str, str]) -> dict[str, str]:
+    """Return the columns by field, if each field has one of its own."""
+    for field in columns:
+        if field not in _FIELDS:
+            close = difflib.get_close_matches(field, _FIELDS, n=1)
+            raise ValueError(f"must name prompt or answer, not {field}{f'; did you mean {close[0]}?' if close else ''}")
+    if len(set(columns.values())) < len(columns):
+        raise ValueError(f'must name two columns, not "{columns["prompt"]}" twice, for prompt and answer')
+    return columns
+
+
 class SourceConfig(Section):
     """A source of prompts."""
 
@@ -107,10 +122,14 @@ class SourceConfig(Section):
     """chains: the demo's modular arithmetic; programs: small functions to be found from examples; reasoning_gym: a
     procedural data set; jsonl: your own file."""
     path: PathText | None = None
-    """jsonl: the file, one object a line with the fields `prompt` and `answer`; or a Parquet file (.parquet)."""
+    """jsonl: the file, one object a line with the fields `prompt` and `answer`; or a JSON list (.json), CSV (.csv) or
+    Parquet (.parquet)."""
     format: Literal["plain", "math", "gsm8k", "humaneval"] = "plain"
     """jsonl: fields of the file. plain: `prompt` and `answer`; math: MATH-500 and AIME; gsm8k; humaneval: programs,
     judged by their tests. All but plain also say how to answer; see docs/evaluation.md."""
+    fields: Annotated[dict[str, str], AfterValidator(_columns_of_fields)] = Field(default_factory=dict)
+    """jsonl: the columns that hold the prompt and the answer, where they have other names than those of `format`:
+    {prompt = "question", answer = "solution"}; "reward_model.ground_truth" is a value in an object."""
     dataset: str | None = None
     """reasoning_gym: name of the data set, such as "basic_arithmetic"."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -190,7 +209,14 @@ class RewardConfig(Section):
 
     kind: Annotated[str, AfterValidator(REWARD.known)] = "auto"
     """auto: the verifier of the prompt source, such as math-verify for jsonl; or "chains", "reasoning_gym", "math";
-    code: runs the response's program against tests; or a function of your own, "my_package.my_module:my_function"."""
+    text: compares words, such as "Paris", "B" or "yes"; code: runs the response's program against tests; or a function
+    of your own, "my_package.my_module:my_function"."""
+    judges: dict[EntryName, Annotated[str, AfterValidator(REWARD.known)]] = Field(default_factory=dict)
+    """Several judges instead of `kind`, by the name of the part of the reward that each gives; the reward is the
+    weighted sum: {correct = "math", format = "my_rewards:has_box"}."""
+    weights: dict[EntryName, Annotated[float, Field(ge=-LARGEST, le=LARGEST)]] = Field(default_factory=dict)
+    """Weights of the reward's parts by name: of all parts that your judge returns, or of `judges`, where 1 is the
+    default. With 0 a part is only recorded."""
     timeout_s: Positive = 10.0
     """Deadline of one verification; a response that exceeds it is judged wrong and counted."""
     concurrency: Count | None = None

@@ -52,6 +52,17 @@ def eval_config(checkpoint: Path, files: Sequence[str], overrides: Sequence[str]
     return load_config([*([run_config] if run_config else []), *files], [*derived, *overrides])
 
 
+def note_of_training(config: Config, data: Path | None) -> str | None:
+    """Return what to tell of an evaluation on the prompts of training; None for one on others.
+
+    Args:
+        data: the file of problems that was given, if any.
+    """
+    if data is not None or config.data.source != "jsonl":
+        return None
+    return f"these are the prompts of training, {config.data.path}; for others, give --data FILE"
+
+
 def evaluate(
     config: Config, checkpoint: Path, output: Path, *, limit: int | None = None, tell: Callable[[str], None] = print
 ) -> Evaluation:
@@ -190,6 +201,7 @@ class _Judged:
             "sample_id": self.sample.sample_id,
             "response": self.text,
             "reward": self.reward,
+            "parts": dict(self.end.parts),
             "verifier_problem": self.end.problem,
             "verifier_message": self.end.message,
             "num_tokens": self.sample.num_sampled_tokens,

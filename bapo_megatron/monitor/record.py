@@ -28,7 +28,7 @@ from bapo_megatron.rollout.recorded import write_groups
 from bapo_megatron.rollout.shared import Rollouts
 from bapo_megatron.runtime.files import JsonlWriter, truncate_after, write_atomically
 from bapo_megatron.runtime.straggler import StragglerAlarm
-from bapo_megatron.types import Group, Sample
+from bapo_megatron.types import Ended, Group, Sample
 
 if TYPE_CHECKING:
     from bapo_megatron.monitor.prometheus import PrometheusEndpoint
@@ -217,6 +217,14 @@ class SilentRecorder:
         pass
 
 
+def _explained(sample: Sample) -> dict[str, Any]:
+    """Return the reward's parts and the judge's words, if there are any."""
+    if not isinstance(sample.need, Ended):
+        return {}
+    found = {"parts": dict(sample.need.parts), "reason": sample.need.message}
+    return {name: value for name, value in found.items() if value}
+
+
 def sample_record(step: int, sample: Sample, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     """Return the line of `samples.jsonl` for a trained response; `decode` must keep special tokens.
 
@@ -232,6 +240,7 @@ def sample_record(step: int, sample: Sample, decode: Callable[[Sequence[int]], s
         "answer": sample.prompt.answer,
         "response": decode([i for s in segments for i in s.token_ids.tolist()]),
         "reward": sample.reward,
+        **_explained(sample),
         "finish_reason": sample.finish_reason,
         "num_tokens": sample.num_sampled_tokens,
         "segments": [

@@ -17,13 +17,14 @@ from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.config.dotted import REWARD
 from bapo_megatron.config.schema import Config, MixedSource, SourceConfig
 from bapo_megatron.engines.key import read_key
-from bapo_megatron.errors import UserError
+from bapo_megatron.errors import UserError, plural
 from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.base import PromptSource, Question
+from bapo_megatron.prompts.rows import missing
 from bapo_megatron.rewards.judges import EXACT, JudgeSpec
 
 if TYPE_CHECKING:
-    from bapo_megatron.rewards.pool import Verdict
+    from bapo_megatron.rewards.judges import Verdict
 
 NUM_ROWS = 256
 """Prompts of each source that are tokenised."""
@@ -47,7 +48,7 @@ def read_inputs(config: Config, model: Path | None, memory: Memory, *, here: boo
     if config.rollout.engine_kind.samples:
         sections = (config.data, config.reward, config.eval)
         values = [section.model_dump_json() for section in sections]
-        key = json.dumps([config.run.seed, config.model.path, *values, here])
+        key = json.dumps([config.run.seed, config.model.path, config.rollout.prompts_per_step, *values, here])
         if key not in memory:
             memory[key] = list(dict.fromkeys(_prompts_and_judge(config, model, here)))
         found += memory[key]
@@ -82,9 +83,9 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
             continue
         if one.source == "jsonl" and not (path := Path(one.path or "").expanduser()).exists():
             is_complete = False
-            named = tuple(name for name in settings if not name.endswith(".format"))
+            named = tuple(name for name in settings if not name.endswith((".format", ".fields")))
             if here:
-                yield Violation(named, f"{table}.path: there is no file {path.absolute()}")
+                yield Violation(named, missing(path, f"{table}.path"))
             elif model is not None:  # else this machine has neither, and is none of the cluster's
                 problem = f"{table}.path={one.path} is not on this machine, and was not read"
                 yield warning(named, problem, "the run needs it")
@@ -100,14 +101,27 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
         name = one.name if isinstance(one, MixedSource) else source.name
         if not (is_trained and is_code and one.source != "jsonl"):  # config/plan.py reports it
             questions.append((config if is_trained and not is_code else alone, name, source[0]))
+        if table == "data" and one.source == "jsonl":
+            yield from _few_prompts(config, len(source), settings)
         yield from _lengths(alone, model, source, first, settings)
     yield from _judge(config, questions, is_complete=is_complete)
+
+
+def _few_prompts(config: Config, num_prompts: int, settings: tuple[str, ...]) -> Iterator[Violation]:
+    """Warn of a file with fewer prompts than a step takes."""
+    if num_prompts < config.rollout.prompts_per_step:
+        yield warning(
+            ("rollout.prompts_per_step", *settings),
+            f"rollout.prompts_per_step={config.rollout.prompts_per_step} is more than the "
+            f"{plural(num_prompts, 'prompt')} of {config.data.path}: a step takes some of them twice or more",
+            f"set rollout.prompts_per_step={num_prompts}, or add prompts",
+        )
 
 
 def _settings_of(config: Config, table: str) -> tuple[str, ...]:
     """Return the settings that describe the prompts of a table."""
     source = (config.prompt_sources | config.eval_sets)[table].source
-    fields = {"jsonl": ("path", "source", "format"), "reasoning_gym": ("options", "dataset", "source")}.get(
+    fields = {"jsonl": ("path", "source", "format", "fields"), "reasoning_gym": ("options", "dataset", "source")}.get(
         source, ("options", "source")
     )
     if table == "eval":  # [data] decides the kind of prompts
@@ -164,15 +178,21 @@ def _lengths(
 
 
 def _judge(config: Config, questions: list[Asked], *, is_complete: bool) -> Iterator[Violation]:
-    """Build each judge once, and let it score its questions with their own answers as the responses.
+    """Build each judge once, and let it score its questions with sample responses: their own answers, unless its module
+    offers others.
 
     Args:
         is_complete: whether all sources could be read.
     """
     by_spec: list[tuple[JudgeSpec, list[tuple[str, Question]]]] = []
-    kind = config.reward.kind
-    asked_about = ("source", "format") if kind == "auto" else ("source",) if kind in REWARD.names else ()
-    settings = ("reward.kind", *(f"{table}.{field}" for table in _sources_read(config) for field in asked_about))
+    kind, kinds = config.reward.kind, {config.reward.kind, *config.reward.judges.values()}
+    asked_about = ("source", "format") if "auto" in kinds else ("source",) if kinds & {*REWARD.names} else ()
+    judges = (
+        ("reward.kind", "reward.judges", "reward.weights")
+        if config.reward.judges
+        else ("reward.kind", "reward.weights")
+    )
+    settings = (*judges, *(f"{table}.{field}" for table in _sources_read(config) for field in asked_about))
     is_reported = kind == "code" and any(one.source != "jsonl" for one in config.prompt_sources.values())
     try:
         if not is_reported:  # by config/plan.py
@@ -192,21 +212,32 @@ def _judge(config: Config, questions: list[Asked], *, is_complete: bool) -> Iter
 
 
 def _judge_of(spec: JudgeSpec, questions: list[tuple[str, Question]], settings: tuple[str, ...]) -> Iterator[Violation]:
-    if spec.kind in EXACT:
+    if spec.kind in EXACT and spec.kind != "text":
         return
     try:
         verdicts = _verdicts(spec, questions)
     except (UserError, RuntimeError) as error:  # RuntimeError: no judge process stays alive
         yield Violation(settings, str(error))
         return
+    limits = ("reward.timeout_s", "reward.process_memory_mib", "reward.code_memory_mib")
     for (_, question), verdict in zip(questions, verdicts, strict=True):
-        if verdict.problem is not None:
-            yield Violation(
-                (*settings, "reward.timeout_s", "reward.process_memory_mib", "reward.code_memory_mib"),
-                f'reward.kind="{spec.kind}" cannot judge a first sample, {question.where} with its own answer as the '
-                f"response: {verdict.message}",
-                "correct the judge, or the answer",
-            )
+        what = f'reward.kind="{spec.kind}"'
+        where = f"{question.where}, whose sample response was the answer unless the judge's module offers another"
+        if verdict.is_misfit:
+            problem = f"{what} returned no reward for a first sample, {question.where}: {verdict.message}"
+            yield Violation((*settings, *limits), problem, "correct the judge")
+        elif verdict.problem is not None:
+            problem = f"{what} cannot judge a first sample, {where}: {verdict.message}"
+            yield warning((*settings, *limits), problem, _OFFER)
+        elif verdict.reward == 0 and (isinstance(question.answer, str | int | float) or spec.kind not in REWARD.names):
+            boxed = " (must it be in \\boxed{}?)" if spec.kind in ("math", "text") else ""
+            problem = f"{what} gives 0 to the answer of {question.where} itself{boxed}"
+            remedy = _ANSWERED_IN_WORDS if spec.kind == "math" else _OFFER
+            yield warning(settings, problem, remedy)
+
+
+_OFFER = "if it expects another form, let its module offer one: def sample_response(answer) -> str"
+_ANSWERED_IN_WORDS = 'let the prompts ask for that, or set reward.kind="text", which compares words'
 
 
 def _verdicts(spec: JudgeSpec, questions: list[tuple[str, Question]]) -> "list[Verdict]":
@@ -218,16 +249,12 @@ def _verdicts(spec: JudgeSpec, questions: list[tuple[str, Question]]) -> "list[V
     try:
         return pool.judge(
             [
-                fields_of(Prompt(i, (0,), question.text, question.answer, name), _as_response(question.answer))
+                fields_of(Prompt(i, (0,), question.text, question.answer, name), None)
                 for i, (name, question) in enumerate(questions)
             ]
         )
     finally:
         pool.close()
-
-
-def _as_response(answer: Any) -> str:
-    return answer if isinstance(answer, str) else json.dumps(answer)
 
 
 def _recording(config: Config, model: Path | None, here: bool) -> Iterator[Violation]:

@@ -1,10 +1,13 @@
 """`bapo init`: a configuration for a model and a file of prompts, with a layout that fits this machine.
 
-model -> shape, chat template ----+
-file -> format, longest prompt ---+-> settings -> layout that fits (preflight/suggest.py) -> `bapo check` -> TOML
-machine -> GPUs, memory ----------+
+model -> shape, chat template -------------------+
+file -> format, columns, judge, longest prompt --+-> settings -> layout that fits (preflight/suggest.py) -> TOML
+machine -> GPUs, memory -------------------------+
+
+The file passes `bapo check`.
 """
 
+import json
 import os
 import re
 import shlex
@@ -26,9 +29,12 @@ from bapo_megatron.preflight.memory import fullest_rank, model_parameters
 from bapo_megatron.preflight.plan import make_plan, memory_problems
 from bapo_megatron.preflight.suggest import suggest
 from bapo_megatron.prompts.base import Question
-from bapo_megatron.prompts.jsonl import JsonlSource
+from bapo_megatron.prompts.jsonl import ANSWER_COLUMNS, PROMPT_COLUMNS, JsonlSource, has
+from bapo_megatron.prompts.rows import read_rows
 
 _FORMATS = ("plain", "gsm8k", "humaneval", "math")  # in this order: rows of gsm8k could be read as math, too
+_ASKED = ("question", "problem")  # columns of bare questions, which do not say how to answer
+_WORDS = re.compile(r"[^\W\d_]+(?:[ .,'-]+[^\W\d_]+)*[.]?")
 _MAX_MEASURED = 10_000  # prompts; longer ones after them are skipped
 _CPU_SHARE = 0.8  # usable share of the memory without GPUs
 
@@ -62,13 +68,34 @@ def this_machine() -> Machine:
     return Machine(num_gpus, properties.name, properties.total_memory / GIB, memory_gib)
 
 
-def write_config(model: str, data: Path, output: Path | None, machine: Machine) -> Path:
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A configuration that was written, and its first prompt."""
+
+    file: Path
+    table: Table
+    prompt: str  # as the model reads it, special tokens included
+    answer: Any
+
+    def __str__(self) -> str:
+        """Return what was found in the data, and how the first prompt is put."""
+        data = self.table["data"]
+        columns = "".join(f", {field} = {column!r}" for field, column in data.get("fields", {}).items())
+        judge = self.table.get("reward", {}).get("kind", "math")
+        shown = "\n".join(f"  {line}" for line in self.prompt.split("\n"))
+        answer = self.answer if isinstance(self.answer, str) else json.dumps(self.answer, ensure_ascii=False)
+        facts = {"data": f"format {data['format']}{columns}", "judge": judge, "answer": f"{answer:.200}"}
+        return f"first prompt:\n{shown}\n" + "\n".join(f"{name:<8} {fact}" for name, fact in facts.items())
+
+
+def write_config(model: str, data: Path, output: Path | None, machine: Machine, settings: Sequence[str] = ()) -> Start:
     """Write a configuration that passes `bapo check` on this machine.
 
     Args:
         model: a value of model.path.
-        data: prompts in a format of `data.format`.
+        data: prompts in a format of `data.format`, or with columns of usual names.
         output: new file; None: <model>.toml in the working directory.
+        settings: of the user's, such as "data.fields.prompt=question".
 
     Raises:
         UserError: model and data cannot be used, the model does not fit, or the file exists.
@@ -77,30 +104,39 @@ def write_config(model: str, data: Path, output: Path | None, machine: Machine) 
     file = output or Path(f"{name}.toml")
     if file.exists():
         raise UserError(f"{file} exists: give another name with -o, or remove it")
-    table = _table(model, data, name if output is None else _run_name(file, name), machine)
+    given: Table = {}
+    for path, value in map(parse_override, settings):
+        for key in reversed(path):
+            value = {key: value}
+        merge(given, value)
+    load_tables({"": given})
+    table, (prompt, question) = _table(model, data, name if output is None else _run_name(file, name), machine, given)
     config = load_tables({str(file): table})
     if errors := [v.message for v in violations_of(config, elsewhere=True) if v.severity == "error"]:
         raise ConfigError("\n".join(errors))
-    command = shlex.join(["bapo", "init", model, str(data)])
+    command = shlex.join(["bapo", "init", model, str(data), *settings])
     text = f"# Written by `{command}`. Every other setting has its default: docs/configuration.md.\n\n"
     try:
         file.write_text(text + tomli_w.dumps(table), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror}; give another name with -o") from error
-    return file
+    return Start(file, table, prompt, question.answer)
 
 
 def _run_name(file: Path, default: str) -> str:
     return file.stem if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", file.stem) else default
 
 
-def _table(model: str, data: Path, name: str, machine: Machine) -> Table:
+def _table(model: str, data: Path, name: str, machine: Machine, given: Table) -> tuple[Table, tuple[str, Question]]:
+    """Return the settings, and the first prompt as it is put and as it was read."""
     folder = resolve_model_path(model, weights=False)
     hf_config = load_hf_config(folder)
     shape = model_shape(hf_config, folder)
-    format_name, questions = _read(data)
+    read_as, questions = _read(data, given.get("data", {}))
     tokenizer = load_tokenizer(folder)
-    longest = _longest(questions[:_MAX_MEASURED], tokenizer)
+    system_prompt = given.get("data", {}).get("system_prompt")
+    prompts = _put(questions[:_MAX_MEASURED], tokenizer, system_prompt, data)
+    longest = max(map(len, prompts))
     prompt_tokens = _rounded_up(longest)
     response_tokens = min(2048 if machine.num_gpus else 256, shape.max_positions - prompt_tokens)
     if response_tokens < 1:
@@ -114,7 +150,7 @@ def _table(model: str, data: Path, name: str, machine: Machine) -> Table:
         "data": {
             "source": "jsonl",
             "path": str(data),
-            "format": format_name,
+            **read_as,
             "chat_template": bool(tokenizer.chat_template),
             "max_prompt_tokens": prompt_tokens,
         },
@@ -122,43 +158,78 @@ def _table(model: str, data: Path, name: str, machine: Machine) -> Table:
         "train": {"num_steps": 100, "minibatches_per_step": 2},
         "optimizer": {"lr": 1e-6},
     }
-    if format_name == "humaneval":
-        table["reward"] = {"kind": "code"}
+    if (judge := _judge_for([question.answer for question in questions])) != "math":
+        table["reward"] = {"kind": judge}
     if len(questions) > _MAX_MEASURED:
         table["data"]["on_bad_prompt"] = "skip"
+    first = tokenizer.decode(prompts[0]), questions[0]
+    merge(table, given)
     if machine.num_gpus > 1:
-        return _on_gpus(table, hf_config, shape, machine)
-    return _on_cpu(table, shape, machine)
+        table = _on_gpus(table, hf_config, shape, machine)
+    else:
+        table = _on_cpu(table, shape, machine, len(questions))
+    return merge(table, given), first
 
 
-def _read(data: Path) -> tuple[str, list[Question]]:
-    """Return the format of a file, and its rows. Raises DataError if no format fits: the reason of the plainest."""
+def _read(data: Path, given: Table) -> tuple[Table, list[Question]]:
+    """Return format and columns of a file, and its rows. Raises DataError if none fit: the reason of the plainest."""
     problems = []
-    for name in _FORMATS:
+    fields = given.get("fields", {})
+    candidates: list[Table] = [{"format": name} for name in _FORMATS] + _named_columns(data, fields)
+    for read_as in candidates if "format" not in given else [{"format": given["format"]}]:
+        settings = {**read_as, "fields": {**read_as.get("fields", {}), **fields}}
         try:
-            return name, JsonlSource(str(data), name).questions
+            questions = JsonlSource(str(data), settings["format"], "DATA", settings["fields"]).questions
         except DataError as error:
             problems.append(error)
-    raise problems[0]
+            continue
+        return settings if settings["fields"] else read_as, questions
+    raise DataError(str(problems[0]).replace("DATA.fields", "data.fields"))
 
 
-def _longest(questions: Sequence[Question], tokenizer: Any) -> int:
-    """Return the tokens of the longest prompt, in the chat template if there is one."""
-    texts = [question.text for question in questions]
-    if tokenizer.chat_template:
-        chats = [[{"role": "user", "content": text}] for text in texts]
-        texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-    encoded = tokenizer(texts, add_special_tokens=not tokenizer.chat_template, verbose=False)
-    return max(map(len, encoded["input_ids"]))
+def _named_columns(data: Path, fields: Table) -> list[Table]:
+    """Return how the columns of a file may be read, if their names are usual ones."""
+    row = next(read_rows(data.expanduser(), "DATA"), None)
+    if row is None:
+        return []
+    prompt = fields.get("prompt") or next((name for name in PROMPT_COLUMNS if has(row.values, name)), None)
+    answer = fields.get("answer") or next((name for name in ANSWER_COLUMNS if has(row.values, name)), None)
+    if prompt is None or answer is None or prompt == answer:
+        return []
+    name = "math" if prompt in _ASKED else "plain"
+    columns = {"prompt": prompt, "answer": answer}
+    return [{"format": name, "fields": {field: column for field, column in columns.items() if field != column}}]
+
+
+def _judge_for(answers: Sequence[Any]) -> str:
+    """Return the kind of judge that fits most of the answers."""
+    if isinstance(answers[0], dict) and answers[0].keys() & {"tests", "cases"}:
+        return "code"
+    num_words = sum(isinstance(a, bool) or (isinstance(a, str) and bool(_WORDS.fullmatch(a.strip()))) for a in answers)
+    return "text" if 2 * num_words > len(answers) else "math"
+
+
+def _put(questions: Sequence[Question], tokenizer: Any, system_prompt: str | None, data: Path) -> list[list[int]]:
+    """Return the tokens of the prompts, in the chat template if there is one."""
+    if not tokenizer.chat_template:
+        if chat := next((question for question in questions if question.messages), None):
+            raise UserError(
+                f"{chat.where}: the prompt is a conversation, and this model has no chat template for it; take a "
+                "model that was trained to chat"
+            )
+        return tokenizer([question.text for question in questions], verbose=False)["input_ids"]
+    chats = [question.conversation(system_prompt) for question in questions]
+    texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def _rounded_up(num_tokens: int) -> int:
     return max(64, 1 << (num_tokens - 1).bit_length())
 
 
-def _on_cpu(table: Table, shape: ModelShape, machine: Machine) -> Table:
+def _on_cpu(table: Table, shape: ModelShape, machine: Machine, num_prompts: int) -> Table:
     """Add a trainer of one rank and an embedded engine; a single GPU trains, as a server would need another."""
-    merge(table, {"rollout": {"prompts_per_step": 4}, "train": {"max_tokens_per_microbatch": 2048}})
+    merge(table, {"rollout": {"prompts_per_step": min(4, num_prompts)}, "train": {"max_tokens_per_microbatch": 2048}})
     config = load_tables({"": table})
     trainer = fullest_rank(config, shape).total / GIB
     engine = 4 * model_parameters(shape) / GIB  # its float32 weights

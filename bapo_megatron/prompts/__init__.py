@@ -13,7 +13,8 @@ def build_source(config: Config, table: str = "data") -> PromptSource:
     """Build the source that `[data]` describes. Raises DataError, which names `table` as the place of its settings."""
     data, seed = config.data, config.run.seed
     if data.source == "jsonl":
-        return JsonlSource(data.path, data.format, f"{table}.path")
+        skips_empty = data.on_bad_prompt == "skip"
+        return JsonlSource(data.path, data.format, f"{table}.path", data.fields, skips_empty=skips_empty)
     try:
         match data.source:
             case "chains":

@@ -4,11 +4,19 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from pydantic import ValidationError
+from typing_extensions import TypedDict
 
 from bapo_megatron.config.base import Section
 from bapo_megatron.errors import DataError
 
 Options = TypeVar("Options", bound=Section)
+
+
+class Message(TypedDict):
+    """A message of a conversation, as chat templates take it."""
+
+    role: str
+    content: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +26,18 @@ class Question:
     Example: Question(text="3+5*2=", answer="2", where="chains item 7")
     """
 
-    text: str
+    text: str  # of a conversation, the last message
     answer: Any  # JSON value, see types.Prompt.answer
     where: str  # its place, for error messages
+    messages: tuple[Message, ...] = ()
+    """The whole conversation, for the chat template; none if it is the user's text alone."""
+
+    def conversation(self, system_prompt: str | None) -> list[dict[str, str]]:
+        """Return all messages, with a system message in front unless the conversation has its own."""
+        messages: list[Message] = [*self.messages] or [{"role": "user", "content": self.text}]
+        if system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
+            messages.insert(0, {"role": "system", "content": system_prompt})
+        return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
 class PromptSource(Protocol):

@@ -1,21 +1,36 @@
-"""Your own prompts: a UTF-8 file with one JSON object a line, `{"prompt": "...", "answer": ...}`, or a Parquet file.
+"""Your own prompts: the rows of a file as questions.
 
-Rows of well-known data sets become questions too: each of `FORMATS` maps a row and its place in a file to a `Question`,
-or raises DataError naming place and field.
+Rows of well-known data sets become questions too: each of `FORMATS` reads the fields of a row, or raises DataError.
+`data.fields` names the columns that hold them.
 """
 
+import difflib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.errors import DataError
-from bapo_megatron.prompts.base import Question
-from bapo_megatron.runtime.files import regular_file
+from bapo_megatron.errors import DataError, plural
+from bapo_megatron.prompts.base import Message, Question
+from bapo_megatron.prompts.rows import Row, kind_of, read_rows
 
-Row = tuple[dict[str, Any], str]  # with its place in the file
-
+PROMPT_COLUMNS = ("prompt", "messages", "question", "problem", "instruction", "query", "input")
+ANSWER_COLUMNS = (
+    "answer",
+    "ground_truth",
+    "reward_model.ground_truth",
+    "label",
+    "final_answer",
+    "expected_answer",
+    "solution",
+    "target",
+    "output",
+)
+"""Usual names of columns, the likelier first; a dotted name is that of a value in an object."""
 _MAX_DEPTH = 100  # Python's own limit depends on the caller
+_MAX_SHOWN = 5  # problems of a file, and rows that share one
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _BOXED = "\n\nReason step by step, and put your final answer within \\boxed{}."
 _PROGRAM = (
     "Complete this Python function. Answer with one ```python block that holds the whole program, with its imports."
@@ -24,24 +39,52 @@ _PROGRAM = (
 
 
 class JsonlSource:
-    """All rows of a JSONL or, by its suffix, .parquet file, read once. Ignores blank lines and further fields.
+    """All rows of a file, read once. Ignores further columns.
 
     Args:
         format: a key of `FORMATS`.
         setting: what errors call the path.
+        fields: columns by the field that they hold, "prompt" or "answer".
+        skips_empty: whether a run leaves out empty prompts.
 
-    Raises DataError naming file and row for a malformed row, and for a missing, unreadable or empty file.
+    Raises DataError naming file and rows for malformed ones, and for a missing, unreadable or empty file.
     """
 
     name = "jsonl"
 
-    def __init__(self, path: str | None, format: str = "plain", setting: str = "data.path") -> None:
+    def __init__(
+        self,
+        path: str | None,
+        format: str = "plain",
+        setting: str = "data.path",
+        fields: Mapping[str, str] | None = None,
+        *,
+        skips_empty: bool = True,
+    ) -> None:
         if not path:
             raise DataError("data.source = 'jsonl' needs data.path: the file with your prompts")
         file = Path(path).expanduser()
-        rows = _parquet_rows(file, setting) if file.suffix == ".parquet" else _json_rows(file, setting)
-        self.questions = [FORMATS[format](row, where) for row, where in rows]
-        if not self.questions:
+        table = "data" if setting == "eval.path" else setting.removesuffix(".path")
+        rows = list(read_rows(file, setting))
+        self.questions: list[Question] = []
+        empty: list[str] = []
+        problems: dict[str, list[str]] = {}  # places by what is wrong there
+        for row in rows:
+            try:
+                if row.problem:
+                    raise DataError(row.problem)
+                text, answer, messages = FORMATS[format](Columns(row, fields or {}, f"{table}.fields"))
+            except DataError as problem:
+                problems.setdefault(str(problem), []).append(row.where)
+                continue
+            self.questions.append(Question(text, answer, row.where, messages))
+            if not text.strip():
+                empty.append(row.where)
+        if problems:
+            if empty and not skips_empty:
+                problems["the prompt is empty"] = empty
+            raise DataError(_listed(problems, len(rows)))
+        if not rows:
             raise DataError(f"{file}: the file has no prompts")
 
     def __len__(self) -> int:
@@ -51,126 +94,165 @@ class JsonlSource:
         return self.questions[index]
 
 
-def _json_rows(file: Path, setting: str) -> Iterator[Row]:
-    try:
-        text = regular_file(file).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise _unreadable(file, setting, error) from error
-    except UnicodeDecodeError as error:
-        number = error.object.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{file}:{number}: not UTF-8 (byte {error.start}); convert it") from error
-    # not splitlines: JSON strings may hold other Unicode line separators
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            yield _parse(line, f"{file}:{number}"), f"{file}:{number}"
+def _listed(problems: Mapping[str, Sequence[str]], num_rows: int) -> str:
+    """Return one line for each of the first problems, with the first rows that have it."""
+    lines = []
+    for problem, places in list(problems.items())[:_MAX_SHOWN]:
+        others = [place.rpartition(" ")[2].rpartition(":")[2] for place in places[1:_MAX_SHOWN]]
+        more = len(places) - 1 - len(others)
+        also = f" (also {', '.join(others)}{f' and {more} more' if more else ''})" if others else ""
+        lines.append(f"{places[0]}: {problem}{also}")
+    if len(problems) > _MAX_SHOWN:
+        num_bad = sum(map(len, problems.values()))
+        lines.append(f"and more: {num_bad} of {plural(num_rows, 'row')} are bad")
+    return "\n".join(lines)
 
 
-def _parquet_rows(file: Path, setting: str) -> Iterator[Row]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A row's values by field, in the columns that `data.fields` names, else in those of the format."""
+
+    row: Row
+    fields: Mapping[str, str]
+    setting: str  # the name of data.fields
+
+    def text(self, field: str, *columns: str) -> str:
+        """Return a string. Raises DataError."""
+        column, value = self._found(field, *columns)
+        if not isinstance(value, str):
+            raise DataError(f"field {column!r} must be a string, got {kind_of(value)}")
+        _check_json(value, f"field {column!r}")
+        return value
+
+    def prompt(self, *columns: str, suffix: str = "") -> tuple[str, tuple[Message, ...]]:
+        """Return a prompt's text and its messages, none for a single one of the user's. Raises DataError.
+
+        Args:
+            suffix: put after the user's last words.
+        """
+        column, value = self._found("prompt", *columns)
+        if isinstance(value, str):
+            return self.text("prompt", *columns) + suffix, ()
+        if not isinstance(value, list):
+            raise DataError(f"field {column!r} must be a string or a list of messages, got {kind_of(value)}")
+        messages = _conversation(value, f"field {column!r}")
+        last: Message = {**messages[-1], "content": messages[-1]["content"] + suffix}
+        if len(messages) == 1:
+            return last["content"], ()
+        return last["content"], (*messages[:-1], last)
+
+    def answer(self, *columns: str) -> Any:
+        """Return any JSON value but null. Raises DataError."""
+        column, value = self._found("answer", *columns)
+        if value is None:
+            raise DataError(f"field {column!r} must not be null")
+        _check_json(value, f"field {column!r}")
+        return value
+
+    def _found(self, field: str, *columns: str) -> tuple[str, Any]:
+        """Return name and value of the column that holds a field."""
+        asked = (self.fields[field],) if field in self.fields else columns
+        for column in asked:
+            if has(self.row.values, column):
+                return column, value_at(self.row.values, column)
+        names = list(self.row.values)
+        present = f"(fields: {', '.join(sorted(map(repr, names))) or 'none'})"
+        if field in self.fields:
+            close = difflib.get_close_matches(asked[0], _all_columns(self.row.values), n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise DataError(f"field {asked[0]!r}, which {self.setting}.{field} names, is missing {present}{hint}")
+        wanted = " or ".join(map(repr, asked if "messages" not in asked else asked[:1]))
+        neither = ", and so is 'messages'" if "messages" in asked else ""
+        usual = {"prompt": PROMPT_COLUMNS, "answer": ANSWER_COLUMNS}.get(field, ())
+        here = next((column for column in usual if has(self.row.values, column)), None)
+        hint = f'or set {self.setting}.{field}="{here or "COLUMN"}"' if usual else ""
         raise DataError(
-            f"{file}: reading Parquet needs pyarrow, which cannot be imported; run "
-            "`pip install 'bapo-megatron[parquet]'`, or convert the file to JSON lines"
-        ) from None
-    try:
-        rows = pyarrow.parquet.read_table(regular_file(file), memory_map=False).to_pylist()
-    except OSError as error:
-        raise _unreadable(file, setting, error) from error
-    except (pyarrow.ArrowException, ValueError) as error:
-        raise DataError(f"{file}: not a whole Parquet file: {str(error).splitlines()[0]}") from error
-    for number, row in enumerate(rows, start=1):
-        yield row, f"{file}, row {number}"
+            f"field {wanted} is missing {present}{neither}; does data.format fit this file? {hint}".rstrip()
+        )
 
 
-def _unreadable(file: Path, setting: str, error: OSError) -> DataError:
-    if isinstance(error, FileNotFoundError):
-        return DataError(f"{setting}: there is no file {file.absolute()}")
-    return DataError(f"{setting}: cannot read {file}: {error.strerror or error}")
+def has(values: Mapping[str, Any], column: str) -> bool:
+    """Return whether a row has a column, or an object with the value that a dotted name means."""
+    head, _, rest = column.partition(".")
+    return column in values or (bool(rest) and isinstance(values.get(head), dict) and has(values[head], rest))
 
 
-def _parse(line: str, where: str) -> dict[str, Any]:
-    try:
-        row: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON: {error.msg} (column {error.colno})") from None
-    except ValueError:  # Python limits the digits of an integer
-        raise DataError(
-            f"{where}: not JSON that Python reads: an integer of thousands of digits; write it as a string"
-        ) from None
-    except RecursionError:
-        raise DataError(f"{where}: the JSON is nested too deeply; flatten it") from None
-    if not isinstance(row, dict):
-        raise DataError(f'{where}: expected an object like {{"prompt": "...", "answer": ...}}, got {_kind_of(row)}')
-    return row
+def value_at(values: Mapping[str, Any], column: str) -> Any:
+    """Return the value of a column that the row `has`."""
+    if column in values:
+        return values[column]
+    head, _, rest = column.partition(".")
+    return value_at(values[head], rest)
 
 
-def plain(row: dict[str, Any], where: str) -> Question:
-    """Read `prompt`, a string, and `answer`, any JSON value."""
-    return Question(_text(row, where, "prompt"), _answer(row, where, "answer"), where)
+def _all_columns(values: Mapping[str, Any]) -> list[str]:
+    inner = (f"{name}.{key}" for name, value in values.items() if isinstance(value, dict) for key in value)
+    return [*map(str, values), *inner]
 
 
-def math(row: dict[str, Any], where: str) -> Question:
+def _conversation(value: list[Any], what: str) -> list[Message]:
+    """Return the messages that the policy answers: those before the last turn of the assistant. Raises DataError."""
+    messages = [_message(one, f"{what}, message {i}") for i, one in enumerate(value, start=1)]
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages or messages[-1]["role"] not in ("user", "tool"):
+        last = f"the last one is of the role {messages[-1]['role']!r}" if messages else "there is none"
+        raise DataError(f"{what} must have a message of the user's to answer; {last}")
+    return messages
+
+
+def _message(value: Any, what: str) -> Message:
+    role, content = (value.get("role"), value.get("content")) if isinstance(value, dict) else (None, None)
+    if role not in _ROLES:
+        found = f"role {role!r:.40}" if isinstance(value, dict) else kind_of(value)
+        raise DataError(f"{what} must be an object with role ({', '.join(_ROLES)}) and content, got {found}")
+    if isinstance(content, list) and all(isinstance(one, dict) and one.get("type") == "text" for one in content):
+        content = "".join(str(one.get("text", "")) for one in content)
+    if not isinstance(content, str):
+        raise DataError(f"{what} must have text as its content, got {kind_of(content)}")
+    _check_json(content, what)
+    return {"role": role, "content": content}
+
+
+Read = tuple[str, Any, tuple[Message, ...]]
+"""Text, answer and messages of a question."""
+
+
+def plain(row: Columns) -> Read:
+    """Read `prompt`, a string or a list of messages, or else `messages`, and `answer`, any JSON value."""
+    text, messages = row.prompt("prompt", "messages")
+    return text, row.answer("answer"), messages
+
+
+def math(row: Columns) -> Read:
     """Read MATH-500, AIME 2024 and 2025: `problem` (or `question`) and `answer`; ask for \\boxed{}."""
-    text = _text(row, where, "problem", "question", "Problem", "Question")
-    return Question(text + _BOXED, _answer(row, where, "answer", "Answer"), where)
+    text, messages = row.prompt("problem", "question", "Problem", "Question", suffix=_BOXED)
+    return text, row.answer("answer", "Answer"), messages
 
 
-def gsm8k(row: dict[str, Any], where: str) -> Question:
+def gsm8k(row: Columns) -> Read:
     """Read GSM8K: `question`, and the number after #### in `answer`; ask for \\boxed{}."""
-    _, mark, number = _text(row, where, "answer").rpartition("####")
+    _, mark, number = row.text("answer", "answer").rpartition("####")
     number = number.strip().replace(",", "")
     if not mark or not number:
-        raise DataError(f"{where}: field 'answer' does not end with '#### <number>', as GSM8K's answers do")
-    return Question(_text(row, where, "question") + _BOXED, number, where)
+        raise DataError("field 'answer' does not end with '#### <number>', as GSM8K's answers do")
+    text, messages = row.prompt("question", suffix=_BOXED)
+    return text, number, messages
 
 
-def humaneval(row: dict[str, Any], where: str) -> Question:
+def humaneval(row: Columns) -> Read:
     """Read HumanEval: `prompt`, `test` and `entry_point`; the answer is for reward.kind = "code"."""
-    tests = f"{_text(row, where, 'test')}\n\ncheck({_text(row, where, 'entry_point')})\n"
-    return Question(_PROGRAM.format(_text(row, where, "prompt").rstrip()), {"tests": tests}, where)
+    tests = f"{row.text('test', 'test')}\n\ncheck({row.text('entry_point', 'entry_point')})\n"
+    return _PROGRAM.format(row.text("prompt", "prompt").rstrip()), {"tests": tests}, ()
 
 
-FORMATS: dict[str, Callable[[dict[str, Any], str], Question]] = {
+FORMATS: dict[str, Callable[[Columns], Read]] = {
     "plain": plain,
     "math": math,
     "gsm8k": gsm8k,
     "humaneval": humaneval,
 }
 """Formats by `data.format`."""
-
-
-def _kind_of(value: Any) -> str:
-    """Name a value's JSON type, for messages."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
-
-
-def _field(row: dict[str, Any], where: str, *names: str) -> tuple[str, Any]:
-    """Return name and value of the first field that is present."""
-    for name in names:
-        if name in row:
-            return name, row[name]
-    present = ", ".join(sorted(map(repr, row))) or "none"
-    wanted = " or ".join(map(repr, names))
-    raise DataError(f"{where}: field {wanted} is missing (fields: {present}); does data.format fit this file?")
-
-
-def _text(row: dict[str, Any], where: str, *names: str) -> str:
-    name, value = _field(row, where, *names)
-    if not isinstance(value, str):
-        raise DataError(f"{where}: field {name!r} must be a string, got {_kind_of(value)}")
-    _check_json(value, f"{where}: field {name!r}")
-    return value
-
-
-def _answer(row: dict[str, Any], where: str, *names: str) -> Any:
-    name, value = _field(row, where, *names)
-    if value is None:
-        raise DataError(f"{where}: field {name!r} must not be null")
-    _check_json(value, f"{where}: field {name!r}")
-    return value
 
 
 def _check_json(value: Any, what: str) -> None:

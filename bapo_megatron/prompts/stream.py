@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 NUM_CHECKED = 256
 """Prompts of a procedural source that `PromptStream.check` makes."""
+_MAX_NAMED = 5  # bad prompts, in one message
 _ADVICE = 'correct it, or set data.on_bad_prompt = "skip"'
 
 
@@ -85,7 +86,7 @@ class PromptStream:
         Args:
             num_rows: look at this many at the start of the source only.
 
-        Raises DataError naming the first one and the number of all, with data.on_bad_prompt = "error".
+        Raises DataError naming the first ones and the number of all, with data.on_bad_prompt = "error".
         """
         if self.data.on_bad_prompt == "skip":
             return
@@ -94,7 +95,8 @@ class PromptStream:
         problems = [p for i in range(0, size, step) if (p := self._tokenise(self.source[i])[1]) is not None]
         if problems:
             others = f" ({len(problems)} of {len(range(0, size, step))} prompts are empty or too long)"
-            raise DataError(f"{problems[0]}{others if len(problems) > 1 else ''}; {_ADVICE}")
+            first = "; ".join(problems[:_MAX_NAMED])
+            raise DataError(f"{first}{others if len(problems) > 1 else ''}; {_ADVICE}")
 
     def in_order(self, limit: int | None = None) -> list[Prompt]:
         """Return the good ones of the source's first `limit` prompts; a prompt's id is its index there.
@@ -172,10 +174,10 @@ class PromptStream:
 
     def _token_ids(self, question: Question) -> tuple[int, ...]:
         if not self.data.chat_template:
+            if question.messages:
+                raise DataError(f"{question.where}: the prompt is a conversation; set data.chat_template = true")
             return tuple(self.tokenizer.encode(question.text))
-        messages = [{"role": "user", "content": question.text}]
-        if self.data.system_prompt is not None:
-            messages.insert(0, {"role": "system", "content": self.data.system_prompt})
+        messages = question.conversation(self.data.system_prompt)
         # return_dict: its default depends on transformers' version
         return tuple(
             self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.metrics import FAMILIES, METRICS, Metric
+from bapo_megatron.metrics import FAMILIES, METRICS, Metric, declared
 from bapo_megatron.report import quantities
 from bapo_megatron.report.figures import STEPS, Scale, XAxis
 from bapo_megatron.report.history import History, entry_names
@@ -88,7 +88,7 @@ PANELS = _with_declared(FIGURES, METRICS)
 
 def with_named(panels: Sequence[Panel], runs: Sequence[History]) -> tuple[Panel, ...]:
     """Add the figures of what the runs' settings name: evaluation sets, sources that training mixes, and the metrics of
-    a loss of the user's own.
+    a loss of the user's own; and that of the parts of the reward.
 
     The figure of the evaluation set without a name is left out where every run has named ones.
     """
@@ -99,7 +99,7 @@ def with_named(panels: Sequence[Panel], runs: Sequence[History]) -> tuple[Panel,
         if panel.title == "Evaluation":
             extended += [_of_set(panel, name) for name in entry_names(runs, "eval.sets")]
         elif panel.title == "Reward":
-            extended += _of_sources(entry_names(runs, "data.sources"))
+            extended += [*_of_parts(runs), *_of_sources(entry_names(runs, "data.sources"))]
     own = {metric.key: metric for run in runs for metric in run.own_metrics}
     return _with_declared(tuple(extended), own) if own else tuple(extended)
 
@@ -114,6 +114,16 @@ def _of_set(panel: Panel, name: str) -> Panel:
         return replace(curve, metric=metric, standard_error=error, values=values)
 
     return replace(panel, title=f"Evaluation: {name}", curves=tuple(map(of_set, panel.curves)))
+
+
+def _of_parts(runs: Sequence[History]) -> list[Panel]:
+    """Return the figure of the parts that the rewards have; none without parts."""
+    family = FAMILIES["reward/NAME/mean"]
+    keys = dict.fromkeys(key for run in runs for row in run.rows[-1:] for key in row if declared(key) is not None)
+    names = {key: key.split("/")[1] for key in keys if key.startswith("reward/") and key not in METRICS}
+    curves = tuple(Curve(name, key, row=f"{name}, mean") for key, name in names.items())
+    text = f"{family.meaning} {family.how_to_read}"
+    return [Panel("Learning", "Parts of the reward", "mean part", curves, text)] if curves else []
 
 
 def _of_sources(names: Sequence[str]) -> list[Panel]:

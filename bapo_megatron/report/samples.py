@@ -33,11 +33,12 @@ class ShownSample:
     is_truncated: bool
     prompt: str
     answer: str
+    reason: str  # parts of the reward, and the judge's words
     segments: list[tuple[int | None, str]]  # version and text of each
 
     @property
     def num_chars(self) -> int:
-        return len(self.prompt) + len(self.answer) + sum(len(text) for _, text in self.segments)
+        return len(self.prompt) + len(self.answer) + len(self.reason) + sum(len(text) for _, text in self.segments)
 
 
 def read_samples(run: History) -> list[ShownSample]:
@@ -69,8 +70,16 @@ def _sample(key: str, record: Mapping[str, Any], version_before: Mapping[int, in
         is_truncated=record.get("finish_reason") == "length",
         prompt=_shortened(str(record.get("prompt", ""))),
         answer="" if record.get("answer") is None else _shortened(_plain(record["answer"])),
+        reason=_reason(record),
         segments=[(_version(segment), _shortened(str(segment.get("text", "")))) for segment in segments],
     )
+
+
+def _reason(record: Mapping[str, Any]) -> str:
+    parts = record.get("parts")
+    numbers = {str(name): _number(part) for name, part in parts.items()} if isinstance(parts, dict) else {}
+    listed = ", ".join(f"{name} {part:.3g}" for name, part in numbers.items() if part is not None)
+    return _shortened("; ".join(filter(None, [listed, str(record.get("reason") or "")])))
 
 
 def choose_samples(samples: Sequence[ShownSample]) -> list[ShownSample]:

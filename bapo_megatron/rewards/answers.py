@@ -1,10 +1,11 @@
-"""Final answers of responses as text, by which majority voting groups responses; the judge of the demo task.
+"""Final answers of responses as text, by which majority voting groups responses; the judges that compare texts.
 
 Takes time linear in the length, so that nothing a model writes can hang it. The judges decide whether an answer is
 right; this file finds answers the way they do, where that is plain text. See docs/evaluation.md.
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Callable
 from fractions import Fraction
@@ -20,12 +21,51 @@ _LAST_RESULT = re.compile(r"=(\d),\Z")
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _DECIMAL = re.compile(r"-?\d+(?:\.\d+)?")
+_STATED = re.compile(r"\banswer(?:\s+is|\s*:)[\s:]*([^\n]*)", re.IGNORECASE)
+_LETTER = re.compile(r"[(\[]?([a-z])[)\].:](?:\s|$)")
+_WRAPPED = re.compile(r"\\text\{([^{}]*)\}")
+_SURROUNDINGS = " \t.,;:!?\"'`*_()[]“”‘’$"
 _SAME = {"\\dfrac": "\\frac", "\\tfrac": "\\frac"} | dict.fromkeys(["\\left", "\\right", "\\!", "\\,", "\\$", "$"], "")
 
 
 def judge_chain(answer: str, response: str) -> float:
     """Return 1.0 if the response ends with "=<answer>,", else 0.0. Example: judge_chain("2", "3+5=1,1*2=2,") == 1.0."""
     return float(_last_result(answer, response) == answer)
+
+
+def judge_text(answer: Any, response: str) -> float:
+    """Return 1.0 if the response's final answer is the reference; case, blanks and surrounding signs do not count.
+
+    The final answer is the last \\boxed{...}, else the last <answer>...</answer>, else what follows the last "answer
+    is" or "answer:" on its line, else the last line. To a reference of one letter, "B) Paris" is "B".
+    Example: judge_text("Paris", "The answer is **Paris**.") == 1.0
+    """
+    return float(_stated_text(answer, response) == _plain_text(_spelled(answer)))
+
+
+def _stated_text(reference: Any, response: str) -> str | None:
+    text = response[-_MAX_CHARS:].strip()
+    found = _last_boxed(text)
+    if found is None and (tagged := _TAGGED.findall(text)):
+        found = tagged[-1]
+    if found is None and (stated := _STATED.findall(text)):
+        found = stated[-1]
+    if found is None:
+        found = text.rpartition("\n")[2]
+    plain = _plain_text(found)
+    if len(_plain_text(_spelled(reference))) == 1 and (letter := _LETTER.match(found.strip(" *_`").casefold())):
+        return letter.group(1)
+    return plain or None
+
+
+def _spelled(answer: Any) -> str:
+    """Return a JSON value as text; true and false as in JSON."""
+    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+
+
+def _plain_text(text: str) -> str:
+    joined = " ".join(_WRAPPED.sub(r"\1", text).casefold().split())
+    return joined.strip(_SURROUNDINGS) or joined
 
 
 def _last_result(reference: Any, response: str) -> str | None:
@@ -77,6 +117,7 @@ def _normalised(answer: str) -> str:
 _BY_KIND: dict[str, Callable[[Any, str], str | None]] = {
     "chains": _last_result,
     "math": _free_text,
+    "text": _stated_text,
     "reasoning_gym": _as_judged,
 }
 

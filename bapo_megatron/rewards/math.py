@@ -15,6 +15,7 @@ MAX_RESPONSE_CHARS = 8192
 """A longer response is cut to its end: the final answer is there, and parsing time grows with length."""
 _DECIMALS = 6  # must agree if one of two numbers is a decimal: math-verify's default
 _DOLLAR = re.compile(r"(?<!\\)\\\$")  # an amount of money; math-verify takes its $ for one that opens a formula
+_QUOTIENT = re.compile(r"(?:/|frac)(?!.*[/{]1\}?$)")  # other than by 1
 
 # it warns on every call that its own timeout is off; RewardScorer sets the deadline
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -24,14 +25,44 @@ def judge_math(answer: Any, response: str) -> float:
     """Return 1.0 if the response's final answer equals the reference, as expression or number; else 0.0.
 
     `answer` is a string (LaTeX or plain) or a number. The final answer is the content of \\boxed{}, else the last
-    expression found. RewardScorer sets the deadline.
+    expression found. Where the reference is a number, one that is still to be calculated is wrong: 1 + 7 may be the
+    question. RewardScorer sets the deadline. Example: judge_math(8, "1 + 7") == 0.0
 
     Raises:
         UserError: the reference cannot be read, so that no response could be right.
     """
     gold = _reference(answer)
     found = _parse(_DOLLAR.sub("", response[-MAX_RESPONSE_CHARS:]))
-    return float(bool(found) and math_verify.verify(gold, found, float_rounding=_decimals(gold), timeout_seconds=None))
+    if not found or _only_repeats(gold, found):
+        return 0.0
+    return float(math_verify.verify(gold, found, float_rounding=_decimals(gold), timeout_seconds=None))
+
+
+def _only_repeats(gold: list[Any], found: list[Any]) -> bool:
+    """Return whether the reference is a number and the answer found a calculation, such as 1 + 7."""
+    reference, first = gold[0], found[0]
+    if not isinstance(reference, sympy.Basic) or not reference.is_number or _is_calculation(reference):
+        return False
+    if str(found[-1]) in map(str, gold):  # as the reference is spelled, such as 1e-05
+        return False
+    if isinstance(first, sympy.Equality):
+        return all(map(_is_calculation, first.args))
+    is_quotient = isinstance(reference, sympy.Integer) and _QUOTIENT.search(str(found[-1])) is not None
+    return isinstance(first, sympy.Basic) and (is_quotient or _is_calculation(first))
+
+
+def _is_calculation(expression: Any) -> bool:
+    """Return whether numbers are still to be added, multiplied or raised. 3/4 and 1.2 \\times 10^3 are numbers."""
+    return any(_is_operation(node) for node in sympy.preorder_traversal(expression))
+
+
+def _is_operation(node: Any) -> bool:
+    if isinstance(node, sympy.Mul):
+        return sum(isinstance(factor, sympy.Number) and factor != -1 for factor in node.args) > 1
+    if isinstance(node, sympy.Pow):
+        is_literal = node.exp == -1 or (node.base == 10 and node.exp.is_Integer)
+        return bool(node.is_number and not is_literal)
+    return isinstance(node, sympy.Add | sympy.Function) and bool(node.is_number)
 
 
 def _reference(answer: Any) -> list[Any]:

@@ -26,11 +26,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.environments import Answer, EnvironmentSpec, Failed, TurnJson, as_answer
-from bapo_megatron.rewards.judges import JudgeSpec
+from bapo_megatron.rewards.judges import JudgeSpec, Verdict
 from bapo_megatron.rewards.scratch import delete_abandoned, scratch_folder
 from bapo_megatron.runtime import num_cores
 
@@ -43,18 +43,6 @@ _END_TIMEOUT_S = 60.0  # for a process that was killed
 _PREFIXES = ("bapo-rewards-", "bapo-program-")  # of temporary folders: a pool's, and those of programs
 _WATCH_S = 0.1
 _MAX_REPLY_BYTES = 1 << 20
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Verdict:
-    """Outcome of judging one response. Example: Verdict(0.0, "timeout", "no verdict in 10 s", waited_s=10.1)"""
-
-    reward: float
-    problem: Literal["timeout", "error"] | None
-    message: str
-    waited_s: float  # since the call, including the queue
-    traceback: str = ""  # of a judge that raised
-    refused_calls: tuple[str, ...] = ()  # system calls that a program which failed was refused
 
 
 Spec = JudgeSpec | EnvironmentSpec
@@ -273,7 +261,16 @@ class WorkerPool:
         refused = tuple(reply.get("refused_calls", ()))
         parts = [reply.get("message", ""), f"the sandbox refused the program {', '.join(refused)}" if refused else ""]
         message, trace = "; ".join(filter(None, parts)), reply.get("traceback", "")
-        return Verdict(reply.get("reward", 0.0), reply.get("problem"), message, waited_s, trace, refused)
+        return Verdict(
+            reply.get("reward", 0.0),
+            reply.get("problem"),
+            message,
+            waited_s,
+            trace,
+            refused,
+            reply.get("parts", {}),
+            reply.get("is_misfit", False),
+        )
 
     async def _reply(self, fields: dict[str, Any]) -> tuple[dict[str, Any], float]:
         """Ask, and once more, alone, if the process was lost: another request may have killed it.

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.rewards.judges import EXACT, JudgeSpec, as_reward, build_judge, fields_of
-from bapo_megatron.rewards.pool import Verdict, WorkerPool
+from bapo_megatron.rewards.judges import EXACT, JudgeSpec, Verdict, build_judge, fields_of
+from bapo_megatron.rewards.pool import WorkerPool
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config
@@ -69,7 +69,7 @@ class RewardScorer:
             self._num_pending += len(items)
         try:
             if self._judge is not None:
-                verdicts = [Verdict(as_reward(self._judge(f)), None, "", 0.0) for f in fields]
+                verdicts = [self._judge.verdict(self._judge(f)) for f in fields]
             else:
                 assert self._pool is not None
                 verdicts = self._pool.judge(fields)

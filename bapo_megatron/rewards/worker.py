@@ -2,9 +2,9 @@
 
 The socket FD carries one JSON object a line.
     in:   {"judge": JudgeSpec} or {"environment": EnvironmentSpec}, then {"id": n, "fields": {...}} for each request
-    out:  {"is_async": b, "place": p}, then for each id {"reward": x} or {"answer": a} or
-          {"problem": "timeout" or "error", "message": m, "traceback": t}, with the judge "code" either may also have
-          "refused_calls": [names]; {"user_error": m} instead of any of these
+    out:  {"is_async": b, "place": p}, then for each id {"reward": x, "parts": {...}, "message": m} or {"answer": a} or
+          {"problem": "timeout" or "error", "message": m, "traceback": t, "is_misfit": b}, with the judge "code" either
+          may also have "refused_calls": [names]; {"user_error": m} instead of any of these
 
 A judge of this package touches the system only to run programs. If that raises an OSError, something has spoilt the
 process (a limit was lowered, descriptors ran out), so it ends, and the pool judges the response again in a fresh one.
@@ -72,7 +72,7 @@ def _line(message: dict[str, Any]) -> bytes:
 def _reply(work: Work, fields: dict[str, Any], *, is_built_in: bool) -> dict[str, Any]:
     try:
         value = work(fields)
-        return {**work.reply(value), **_refused_calls(value, is_built_in)}
+        return {**_fitting(value, work), **_refused_calls(value, is_built_in)}
     except (Exception, SystemExit) as error:  # arbitrary text can make a judge raise anything
         if is_built_in and isinstance(error, OSError) and not isinstance(error, TimeoutError):
             raise
@@ -87,9 +87,17 @@ def _refused_calls(outcome: object, is_built_in: bool) -> dict[str, Any]:
 
 async def _reply_async(work: Work, fields: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     try:
-        return work.reply(await asyncio.wait_for(work(fields), timeout_s))
+        return _fitting(await asyncio.wait_for(work(fields), timeout_s), work)
     except (Exception, SystemExit) as error:
         return _failure(error, work)
+
+
+def _fitting(value: Any, work: Work) -> dict[str, Any]:
+    """Return the reply to what the function returned, or to its being nothing that such a function returns."""
+    try:
+        return work.reply(value)
+    except (TypeError, ValueError) as error:
+        return {**_failure(error, work), "is_misfit": True}
 
 
 def _failure(error: BaseException, work: Work) -> dict[str, Any]:

@@ -7,15 +7,15 @@ Training in rounds or as a stream, the evaluation in a run and `bapo eval` ask t
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.environments import Continue, End, Environment, Failed, TurnJson
-from bapo_megatron.rewards.pool import Verdict
+from bapo_megatron.rewards.judges import Verdict
 from bapo_megatron.rewards.scorer import RewardScorer
-from bapo_megatron.types import Ended, NeedsEnvironment, NeedsTokens, Reward, Sample, total
+from bapo_megatron.types import Ended, NeedsEnvironment, NeedsTokens, Sample, total
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class JudgeOnce:
 
     def _ended(self, sample: Sample, verdict: Verdict) -> Sample:
         assert isinstance(sample.need, NeedsEnvironment), f"{sample.sample_id} has no turn to judge"
-        end = Ended(sample.need.turn_end, float(verdict.reward), verdict.problem, verdict.message)
+        end = Ended(sample.need.turn_end, float(verdict.reward), verdict.problem, verdict.message, verdict.parts)
         return replace(sample, need=end)
 
 
@@ -179,7 +179,8 @@ class StepDriver:
             where = f"sample {sample.sample_id} of prompt {of.prompt_id}"
             raise UserError(f"environment, {where}: neither words nor an end: {answer!r:.200}")
         self._works = True
-        return replace(sample, need=Ended(end, answer.reward))
+        parts = answer.reward if isinstance(answer.reward, Mapping) else {}
+        return replace(sample, need=Ended(end, total(answer.reward), parts=parts))
 
     def _continued(self, sample: Sample, answer: Continue, token_ids: list[int]) -> Sample:
         if not token_ids:
@@ -193,7 +194,7 @@ class StepDriver:
             reason = "length"
         if reason is None:
             return longer
-        earned: Reward = sum(total(reward) for reward in longer.turn_rewards if reward is not None)
+        earned = sum(total(reward) for reward in longer.turn_rewards if reward is not None)
         return replace(sample, need=Ended(reason, earned), state=answer.state, turn_rewards=longer.turn_rewards)
 
     def _count_failure(self, sample: Sample, failure: Failed) -> None:

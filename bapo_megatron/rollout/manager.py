@@ -21,8 +21,7 @@ from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.mixture import PromptMixture, prompts_of
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards import RewardScorer
-from bapo_megatron.rewards.judges import JudgeSpec
-from bapo_megatron.rewards.pool import Verdict
+from bapo_megatron.rewards.judges import JudgeSpec, Verdict
 from bapo_megatron.rewards.shaping import group_filter
 from bapo_megatron.rollout.book import BookState
 from bapo_megatron.rollout.dispatch import RolloutStats

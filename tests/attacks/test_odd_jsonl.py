@@ -79,8 +79,11 @@ FILES: dict[str, tuple[bytes, Expected]] = {
     "no answer": (b'{"prompt": "a"}', ":1: field 'answer' is missing"),
     "no prompt": (b'{"answer": "a"}', ":1: field 'prompt' is missing"),
     "another case": (b'{"Prompt": "a", "Answer": 1}', ":1: field 'prompt' is missing"),
-    "a prompt that is a list": (b'{"prompt": ["a"], "answer": 1}', ":1: field 'prompt' must be a string, got a list"),
-    "a prompt that is null": (b'{"prompt": null, "answer": 1}', ":1: field 'prompt' must be a string, got null"),
+    "a prompt that is a list": (b'{"prompt": ["a"], "answer": 1}', ":1: field 'prompt', message 1 must be an object"),
+    "a prompt that is null": (
+        b'{"prompt": null, "answer": 1}',
+        ":1: field 'prompt' must be a string or a list of messages, got null",
+    ),
     "an answer that is null": (b'{"prompt": "a", "answer": null}', ":1: field 'answer' must not be null"),
     "an answer that is false": (b'{"prompt": "a", "answer": false}', [("a", False)]),
     "further fields": (b'{"prompt": "a", "answer": 1, "x": [NaN]}', [("a", 1)]),

@@ -103,6 +103,27 @@ def positional(response, /):
     return 1.0
 
 
+def in_parts(response, answer):
+    """Return parts by name with a reason, or what the response says."""
+    match response:
+        case "no format":
+            return {"correct": 1.0}
+        case "a number":
+            return 1.0
+        case "half a part":
+            return {"correct": 1.0, "format": "good"}
+    return {"correct": float(response == str(answer)), "format": len(response)}, f"I read {response}"
+
+
+def reasoned(response):
+    return 0.5, "so so"
+
+
+async def waits(response):
+    await asyncio.sleep(0)
+    return 2.0
+
+
 def act(response, answer=None):
     match response:
         case "hang":

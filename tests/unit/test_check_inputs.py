@@ -52,7 +52,7 @@ def test_the_file_of_prompts_is_read(
     file = tmp_path / "prompts.jsonl"
     if rows is not None:
         write_rows(file, rows)
-    (line,) = answer(capsys, "data.source=jsonl", f"data.path={file}")
+    (line,) = answer(capsys, "data.source=jsonl", f"data.path={file}", "rollout.prompts_per_step=2")
     for part in parts:
         assert part in line
 
@@ -73,7 +73,11 @@ def test_a_folder_is_no_file_of_prompts(tmp_path: Path, capsys: pytest.CaptureFi
         (["data.options={min_terms=9,max_terms=2}"], "max_terms (2) is smaller than min_terms (9)"),
         (["data.max_prompt_tokens=4"], "tokens, more than data.max_prompt_tokens = 4"),
         (["data.system_prompt=Hi"], "set data.chat_template=true"),
-        (["eval.interval_steps=5", "data.source=jsonl", "data.path=ROWS", "eval.path=/nope"], "eval.path: there is no"),
+        (
+            ["eval.interval_steps=5", "data.source=jsonl", "data.path=ROWS", "eval.path=/nope",
+             "rollout.prompts_per_step=2"],
+            "eval.path: there is no",
+        ),
         (['data.sources=[{name="a",path="/nope"},{name="b",path="ROWS"}]'], "data.sources.a.path: there is no file"),
         (['data.sources=[{name="a",options={max_term=9}}]'], "data.sources.a: data.options of the source chains: "),
         (
@@ -165,7 +169,12 @@ JUDGES = {
     "raises": ("def judge(response):\n    raise RuntimeError('boom')", "RuntimeError('boom')"),
     "nothing": ("def judge(response):\n    pass", "TypeError"),
     "text": ("def judge(response):\n    return 'good'", "a judge returns a number"),
-    "table": ("def judge(response):\n    return {'score': 1.0}", "TypeError"),
+    "table": ("def judge(response):\n    return {'score': 1.0}", "parts that reward.weights does not name: 'score'"),
+    "zero": ("def judge(response):\n    return 0.0", "gives 0 to the answer of chains item 0 itself; if it expects"),
+    "offers": (
+        "def sample_response(prompt):\n    return prompt[50]\ndef judge(response):\n    return 1.0",
+        "IndexError",
+    ),
     "sleeps": ("import signal\ndef judge(response):\n    signal.pause()", "no verdict in 1 s"),
     "signature": ("def judge(reply):\n    return 1.0", "it asks for reply"),
 }
@@ -181,6 +190,59 @@ def test_the_judge_is_called_once(
     (line,) = answer(capsys, f"reward.kind=judge_{name}:judge", f"reward.timeout_s={1 if name == 'sleeps' else HANG_S}")
     assert f'reward.kind="judge_{name}:judge"' in line
     assert part in line
+    assert line.startswith("warning: ") == (name in ("raises", "sleeps", "zero", "offers")), (
+        "another form is no mistake"
+    )
+
+
+@pytest.mark.parametrize("offer", ["def sample_response(answer):\n    return json.dumps({'answer': answer})\n", ""])
+def test_a_judge_that_expects_another_form_may_offer_one(
+    offer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"json_judge_{len(offer)}"
+    judge = "def judge(answer, response):\n    return float(json.loads(response)['answer'] == answer)\n"
+    (tmp_path / f"{name}.py").write_text(f"import json\n{offer}{judge}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    lines = answer(capsys, f"reward.kind={name}:judge", f"reward.timeout_s={HANG_S}")
+    if offer:
+        assert lines == []
+    else:
+        (line,) = lines
+        assert line.startswith("warning: ")
+        assert line.endswith("let its module offer one: def sample_response(answer) -> str")
+
+
+@pytest.mark.parametrize(
+    ("reference", "settings", "said"),
+    [
+        (
+            "Paris",
+            [],
+            "prompts.jsonl:1 itself (must it be in \\boxed{}?); let the prompts ask for that, or set reward.kind",
+        ),
+        ("Paris", ["reward.kind=text"], None),
+        ("8", [], None),
+    ],
+)
+def test_a_reference_that_its_own_judge_gives_0_is_told(
+    reference: str, settings: list[str], said: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "1+1=", "answer": reference}] * 16)
+    lines = answer(capsys, "data.source=jsonl", f"data.path={path}", f"reward.timeout_s={HANG_S}", *settings)
+    assert len(lines) == (said is not None)
+    assert all(str(said) in line for line in lines)
+
+
+def test_fewer_prompts_than_a_step_takes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = answer(capsys, "data.source=jsonl", f"data.path={write_rows(tmp_path / 'prompts.jsonl')}")
+    assert line.startswith("warning: rollout.prompts_per_step=16 is more than the 2 prompts of ")
+    assert line.endswith("set rollout.prompts_per_step=2, or add prompts")
+
+
+def test_a_file_of_prompts_is_no_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_rows(tmp_path / "prompts.jsonl")
+    assert cli.main(["eval", "demo", path]) == 2
+    assert f"in `bapo eval` give it as --data {path}" in capsys.readouterr().err
 
 
 def test_a_judge_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,10 +89,11 @@ class Texts:
 
 
 @pytest.mark.parametrize(
-    ("timeout_s", "rewards"),
+    ("timeout_s", "answer", "rewards"),
     [
         (
             HANG_S,
+            8,
             {
                 "\\boxed{8}": 1.0,
                 "": 0.0,
@@ -102,15 +103,15 @@ class Texts:
                 "\x00\ufffd\\boxed{8}": 1.0,
             },
         ),
-        (2, {"\\boxed{9^{9^{9^{9^9}}}}": 0.0}),
+        (2, "\\sqrt{8}", {"\\boxed{9^{9^{9^{9^9}}}}": 0.0}),
     ],
     ids=["answers", "tower-of-powers"],
 )
 def test_responses_that_are_no_answers_count_as_wrong_and_are_reported(
-    tmp_path: Path, timeout_s: float, rewards: dict[str, float]
+    tmp_path: Path, timeout_s: float, answer: int | str, rewards: dict[str, float]
 ) -> None:
     path = tmp_path / "one.jsonl"
-    path.write_text('{"prompt": "3+5=", "answer": 8}')
+    path.write_text(json.dumps({"prompt": "3+5=", "answer": answer}))
     overrides = [f"reward.timeout_s={timeout_s}", "reward.concurrency=2"]
     config = eval_config(Path("demo"), [], overrides, path, len(rewards))
     with RewardScorer(config) as scorer:

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from bapo_megatron.buffer.batch import batch_metrics
 from bapo_megatron.metrics import FAMILIES, METRICS, declared, page, reduce_updates
 from bapo_megatron.monitor.record import sample_record
 from bapo_megatron.monitor.rundir import read_metrics
 from bapo_megatron.monitor.summary import count, duration, find_problems, summarize
 from bapo_megatron.runtime.files import JsonlWriter, read_jsonl, truncate_after
 from bapo_megatron.runtime.stopwatch import Stopwatch
-from bapo_megatron.types import Ended, Prompt, Sample, Segment
+from bapo_megatron.types import Ended, Group, Prompt, Sample, Segment
 
 DOCS_PATH = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -115,6 +116,18 @@ def test_a_sample_keeps_its_segments_and_survives_the_file(tmp_path: Path) -> No
     writer.write(record)
     writer.close()
     assert read_jsonl(tmp_path / "samples.jsonl") == [record]
+
+
+def test_parts_of_the_reward_are_metrics_and_stand_next_to_the_sample() -> None:
+    prompt, segments = Prompt(7, (1,), "3+5=", "8", "chains"), (Segment.sampled(4, 2, (1,), (-0.1,)),)
+    ends = [Ended("stop", 1.0, message="as it should be", parts={"correct": 1.0, "format": 0.5}), Ended("stop", 0.0)]
+    samples = tuple(Sample.of(f"7.{i}", prompt, segments, end) for i, end in enumerate(ends))
+    metrics = batch_metrics([Group(prompt, samples)])
+    assert (metrics["reward/correct/mean"], metrics["reward/format/mean"], metrics["reward/mean"]) == (1.0, 0.5, 0.5)
+    assert declared("reward/format/mean") is not None
+    with_parts, without = (sample_record(3, sample, lambda ids: "x") for sample in samples)
+    assert (with_parts["parts"], with_parts["reason"]) == ({"correct": 1.0, "format": 0.5}, "as it should be")
+    assert {"parts", "reason"}.isdisjoint(without)
 
 
 def test_stopwatch_accounts_for_all_of_a_step() -> None:

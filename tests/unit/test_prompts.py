@@ -100,7 +100,10 @@ class TestJsonl:
             ('["a", "b"]', r"prompts.jsonl:2: expected an object .* got a list"),
             ('{"prompt": "a"}', r"prompts.jsonl:2: field 'answer' is missing \(fields: 'prompt'\)"),
             ('{"question": "a", "answer": 1}', r"field 'prompt' is missing \(fields: 'answer', 'question'\)"),
-            ('{"prompt": 3, "answer": 1}', r"prompts.jsonl:2: field 'prompt' must be a string, got a number"),
+            (
+                '{"prompt": 3, "answer": 1}',
+                r"prompts.jsonl:2: field 'prompt' must be a string or a list of messages, got a number",
+            ),
             ('{"prompt": "a", "answer": null}', r"prompts.jsonl:2: field 'answer' must not be null"),
             ("[" * 100_000, r"prompts.jsonl:2: "),
             ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", r"prompts.jsonl:2: not JSON that Python reads: .*digits"),

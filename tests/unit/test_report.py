@@ -1,5 +1,6 @@
 """The report: one page that opens offline, whatever the run recorded."""
 
+import contextlib
 import json
 import math
 import re
@@ -85,6 +86,17 @@ def test_gaps_and_repeated_steps_of_a_resumed_run_are_drawn(tmp_path: Path) -> N
     assert num_drawings(html) == len(PANELS) - 1  # no evaluation
 
     assert '"step": [1.0, 2.0, 3.0, 4.0, 7.0]' in html
+
+
+def test_parts_of_the_reward_are_curves_and_stand_next_to_samples(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [plain(step) | {"reward/format/mean": 0.25} for step in (1, 2)])
+    with contextlib.closing(JsonlWriter(run / "samples.jsonl")) as writer:
+        writer.write({"step": 1, "response": "8", "parts": {"format": 0.5, "bad": "x"}, "reason": "<no> box"})
+    _, page = read_page(run)
+    assert "Parts of the reward" in page.text
+    assert "judged: format 0.5; <no> box" in page.text
+    _, without = read_page(make_run(tmp_path / "other", [plain(1)]))
+    assert "Parts of the reward" not in without.text
 
 
 def test_text_of_prompts_and_responses_cannot_become_markup(tmp_path: Path) -> None:

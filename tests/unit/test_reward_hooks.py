@@ -1,6 +1,7 @@
 """Judges of users: found by dotted path, kept from harming each other or the trainer. With real processes."""
 
 import contextlib
+import math
 import os
 import re
 import select
@@ -17,11 +18,15 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from bapo_megatron.config.plan import check
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
 from bapo_megatron.rewards import RewardScorer, pool
+from bapo_megatron.rewards.judges import as_verdict
 from bapo_megatron.rewards.pool import Worker
 from bapo_megatron.types import Prompt
 from tests.distributed import HANG_S
@@ -81,7 +86,7 @@ def strike_only(response: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def scorer_of(function: str, **reward: float) -> Iterator[RewardScorer]:
+def scorer_of(function: str, **reward: Any) -> Iterator[RewardScorer]:
     before = judges()
     config = {"reward": {"kind": f"reward_hooks:{function}", "timeout_s": HANG_S, **reward}}
     with RewardScorer(Config.model_validate(config)) as scorer:
@@ -287,6 +292,59 @@ class TestPlain:
         assert read_line(said) == "", "it ends, and with it what it says"
 
 
+class TestParts:
+    WEIGHTS = {"correct": 1.0, "format": -0.5}  # noqa: RUF012
+
+    def test_parts_are_weighed_and_kept_with_the_reason(self) -> None:
+        with scorer_of("in_parts", weights=self.WEIGHTS) as scorer:
+            right, wrong, *failed = scorer.verdicts(items("7", "12", "no format", "a number", "half a part"))
+        assert (right.reward, dict(right.parts), right.message) == (0.5, {"correct": 1.0, "format": 1.0}, "I read 7")
+        assert (wrong.reward, dict(wrong.parts)) == (-1.0, {"correct": 0.0, "format": 2.0})
+        assert [(verdict.reward, verdict.problem, verdict.is_misfit) for verdict in failed] == [
+            (0.0, "error", True)
+        ] * 3
+        assert "'format' is missing in {'correct': 1.0}" in failed[0].message
+        assert "a judge returns the parts 'correct', 'format' by name, not 1.0" in failed[1].message
+        assert "a judge returns a number, not str: 'good'" in failed[2].message
+
+    def test_parts_without_weights_stop_the_run(self) -> None:
+        with scorer_of("plain") as scorer, pytest.raises(UserError, match=r"\{'reward': 1.0\}, with parts") as caught:
+            scorer.score(items("table"))
+        assert str(caught.value).startswith('reward.kind="reward_hooks:plain": a judge returned')
+        assert "set reward.weights = {reward = 1.0}" in str(caught.value)
+        with (
+            scorer_of("in_parts", weights={"correct": 2.0}) as scorer,
+            pytest.raises(UserError, match="name: 'format'"),
+        ):
+            scorer.score(items("7"))
+
+    @pytest.mark.parametrize("other", ["reasoned", "waits"])
+    def test_several_judges_add_up(self, other: str) -> None:
+        judges = {"correct": "text", "other": f"reward_hooks:{other}"}
+        config = {"reward": {"judges": judges, "weights": {"correct": 4.0}, "timeout_s": HANG_S}}
+        with RewardScorer(Config.model_validate(config)) as scorer:
+            right, wrong = scorer.verdicts(items("7", "8"))
+        of_other, reason = (0.5, "other: so so") if other == "reasoned" else (2.0, "")
+        assert (right.reward, dict(right.parts)) == (4 + of_other, {"correct": 1.0, "other": of_other})
+        assert (wrong.reward, wrong.message) == (of_other, reason)
+
+    @pytest.mark.parametrize(
+        ("reward", "message"),
+        [
+            ({"kind": "math", "judges": {"a": "text"}}, 'reward.kind="math" names a judge besides reward.judges'),
+            ({"judges": {"a": "text"}, "weights": {"b": 1}}, "reward.weights.b is not a part of reward.judges (a)"),
+            ({"kind": "text", "weights": {"b": 1}}, 'reward.weights names parts, and reward.kind="text" returns a'),
+        ],
+    )
+    def test_settings_that_contradict_each_other(self, reward: dict[str, Any], message: str) -> None:
+        assert message in " ".join(v.message for v in check(Config.model_validate({"reward": reward}), hf_config=None))
+
+    @given(st.dictionaries(st.sampled_from("abc"), st.tuples(*[st.floats(-1e6, 1e6)] * 2), min_size=1))
+    def test_the_reward_is_the_weighted_sum(self, parts: dict[str, tuple[float, float]]) -> None:
+        verdict = as_verdict({name: part for name, (part, _) in parts.items()}, {n: w for n, (_, w) in parts.items()})
+        assert verdict.reward == math.fsum(part * weight for part, weight in parts.values())
+
+
 class TestOnlyFailures:
     @pytest.mark.parametrize(
         ("function", "text", "said"),
@@ -298,7 +356,6 @@ class TestOnlyFailures:
                 r'reward_hooks.py", line \d+, in plain\n.*\nTypeError: a judge returns a number, not None',
             ),
             ("plain", "text", r"reward_hooks.py.* in plain\n.*\nTypeError: a judge returns a number, not str: '1'$"),
-            ("plain", "table", r"reward_hooks.py.* in plain\n.*\nTypeError: a judge returns a number, not dict: \{"),
             ("plain", "block", r"no verdict in 0\.5 s in plain \(.*/reward_hooks.py, line \d+\)$"),
             ("networked", "wait", r'reward_hooks.py", line \d+, in networked\n'),
         ],

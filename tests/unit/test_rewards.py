@@ -75,6 +75,18 @@ def test_chain_judge_accepts_the_source_s_answers():
         ("12", "1" * 200_000 + " so the answer is 12", 1.0),  # only the end is read
         ("?", "\\boxed{?}", 1.0),  # no expression, but equal
         (True, "\\boxed{True}", 1.0),
+        (8, "1 + 7: A simple addition", 0.0),  # the question, not its answer
+        (8, "\\boxed{1+7}", 0.0),
+        (8, "$1+7=4+4$", 0.0),
+        (8, "$1+7=8$", 1.0),
+        (8, "What is 16/2?", 0.0),
+        (8, "$\\frac{16}{2}$", 0.0),
+        (8, "2^3", 0.0),
+        (8, "\\boxed{\\sqrt{64}}", 0.0),
+        (1200, "$1.2 \\times 10^3$", 1.0),
+        ("\\frac{1}{8}", "-(-1/8) = 0.125", 1.0),
+        (-0.5, "-1/2", 1.0),
+        ("2^{10}", "$2^{10}$", 1.0),  # a reference that is a calculation
     ],
 )
 def test_math_judge(answer, response, reward):
@@ -232,7 +244,8 @@ class TestScorer:
     def test_a_hang_costs_its_own_sample_only(self, math_scorer, monkeypatch):
         strike_only(HANGS, monkeypatch)
         before = math_scorer.num_timeouts
-        items = [(prompt("5"), HANGS), *((prompt(str(i)), f"\\boxed{{{i}}}") for i in range(20)), (prompt("5"), HANGS)]
+        hang = (prompt("\\sqrt{5}"), HANGS)
+        items = [hang, *((prompt(str(i)), f"\\boxed{{{i}}}") for i in range(20)), hang]
         assert math_scorer.score(items) == [0.0, *[1.0] * 20, 0.0]
         assert math_scorer.num_timeouts == before + 2
 

@@ -1,6 +1,7 @@
 """`bapo init`: its files pass the check, on the machine that they are written for."""
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,12 @@ def test_the_format_is_recognised_and_the_check_passes(
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text(json.dumps(ROWS[format_name]) + "\n")
     assert cli.main(["init", "demo", "rows.jsonl"]) == 0
-    assert capsys.readouterr().out == "demo.toml is written; next: bapo train demo.toml\n"
+    shown = re.fullmatch(r"first prompt:\n(.*)\n(data .*)\n(.*)\n", capsys.readouterr().out, re.DOTALL)
+    assert shown is not None
+    first, facts, written = shown.groups()
+    assert first.startswith("  <unk>" if format_name == "humaneval" else "  3+5")
+    assert facts.startswith(f"data     format {format_name}\njudge    ")
+    assert written == "demo.toml is written; next: bapo train demo.toml"
     table = tomllib.loads(Path("demo.toml").read_text())
     assert table["data"]["format"] == format_name
     assert table["run"]["name"] == "demo"
@@ -70,7 +76,7 @@ def test_the_format_is_recognised_and_the_check_passes(
 
 def test_lengths_follow_the_prompts(tmp_path: Path, data: Path) -> None:
     data.write_text(json.dumps(PLAIN | {"prompt": "1+" * 50 + "1="}) + "\n")
-    config = load_config([write_config("demo", data, tmp_path / "new.toml", CPU)])
+    config = load_config([write_config("demo", data, tmp_path / "new.toml", CPU).file])
     assert (config.data.max_prompt_tokens, config.rollout.max_response_tokens) == (128, 256)
     assert config.run.name == "new"
 
@@ -89,7 +95,7 @@ def test_layouts_fit_the_gpus(
     tmp_path: Path, data: Path, model: Any, name: str, count: int, kind: str, gib: float
 ) -> None:
     here = machine(count, kind, gib)
-    config = load_config([write_config(model(name), data, tmp_path / "new.toml", here)])
+    config = load_config([write_config(model(name), data, tmp_path / "new.toml", here).file])
     served = config.rollout.num_servers * config.rollout.server_tensor_parallel
     assert served == count // 2
     p = config.parallel

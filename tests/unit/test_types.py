@@ -32,7 +32,7 @@ GROUP = Group(
             "7.0",
             PROMPT,
             (Segment.sampled(4, 2, (5, 6), (-0.1, -1e-17)), Segment.sampled(5, 3, (9,), (-2.5,))),
-            Ended("stop", {"answer": 1.0, "format": 1e-17}),
+            Ended("stop", 1.0, parts={"answer": 1.0, "format": 1e-17}),
         ),
         Sample.of("7.1", PROMPT),
         Sample.of("7.2", PROMPT, (Segment.sampled(4, 2, (5,), (-0.1,)),), NeedsEnvironment("length")),

@@ -1,0 +1,249 @@
+"""Files of prompts as people have them, what is wrong with them, and what `bapo init` proposes for them."""
+
+import csv
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bapo_megatron import cli
+from bapo_megatron.assets import demo_model_path
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import ConfigError, DataError
+from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.preflight.starter import Machine, write_config
+from bapo_megatron.prompts.jsonl import JsonlSource
+from bapo_megatron.prompts.stream import PromptStream
+from bapo_megatron.rewards.answers import final_answer, judge_text
+
+COMING_FROM = Path(__file__).parents[2] / "docs" / "coming-from.md"
+TABLE = COMING_FROM.read_text(encoding="utf-8").partition("<!-- data -->")[2].partition("<!-- end of data -->")[0]
+EXAMPLES = [
+    (name, json.loads(row), tomllib.loads(setting).get("data", {}).get("fields", {}) if "=" in setting else {})
+    for name, row, setting in re.findall(r"^\| (\w+) \| `(\{.*\})` \| `(.*)`.*\|$", TABLE, re.MULTILINE)
+]
+USER = {"role": "user", "content": "3+5="}
+CPU = Machine(0, "", 0.0, 64.0)
+
+
+def written(folder: Path, rows: list[Any], suffix: str = ".jsonl") -> str:
+    file = folder / f"data{suffix}"
+    if suffix == ".parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), file)
+    elif suffix == ".csv":
+        with file.open("w", newline="") as opened:
+            writer = csv.DictWriter(opened, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    elif suffix == ".json":
+        file.write_text(json.dumps(rows, indent=1))
+    else:
+        file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return str(file)
+
+
+def source(path: str, **fields: str) -> JsonlSource:
+    return JsonlSource(path, fields=fields)
+
+
+def test_the_page_has_an_example_of_each() -> None:
+    assert [name for name, *_ in EXAMPLES] == ["TRL", "TRL", "verl", "slime", "chats", "tables"]
+
+
+@pytest.mark.parametrize(("name", "row", "columns"), EXAMPLES)
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_files_of_other_frameworks_work_as_they_are(
+    tmp_path: Path, name: str, row: dict[str, Any], columns: dict[str, str], suffix: str
+) -> None:
+    path = written(tmp_path, [row, row], suffix)
+    question = source(path, **columns)[1]
+    assert (question.text, question.answer, question.messages) == ("3+5=", "8", ())
+    start = write_config("demo", Path(path), tmp_path / "new.toml", CPU, ["reward.kind=chains"])
+    assert start.table["data"].get("fields", {}) == columns
+    assert (start.prompt.startswith("3+5="), start.answer) == (True, "8")
+
+
+def test_csv(tmp_path: Path) -> None:
+    path = written(
+        tmp_path, [{"question": 'a "b",\nc', "answer": "8"}, {"question": "é", "answer": "x" * 200_000}], ".csv"
+    )
+    first, second = source(path, prompt="question")
+    assert (first.text, first.answer, first.where) == ('a "b",\nc', "8", f"{path}:2")
+    assert (second.text, len(second.answer), second.where) == ("é", 200_000, f"{path}:4")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the file has no prompts"),
+        ("prompt,answer\n", "the file has no prompts"),
+        ("prompt,answer\na\nb,2\nc,3,4\n", r":2: 1 values for the 2 columns of the header; .*\n.*:4: 3 values"),
+        ("prompt,prompt\na,b\n", r":1: the header names the column 'prompt' twice"),
+        ('prompt,answer\n"a,1\n', ":2: not CSV: unexpected end of data"),
+        ("prompt,solution\na,1\n", r":2: field 'answer' is missing .*data.fields.answer=\"solution\""),
+    ],
+)
+def test_odd_csv_is_one_error(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "data.csv").write_text(text)
+    with pytest.raises(DataError, match=message):
+        source(str(tmp_path / "data.csv"))
+
+
+def test_a_conversation_keeps_all_but_the_last_turn_of_the_assistant(tmp_path: Path) -> None:
+    system, given = {"role": "system", "content": "6"}, {"role": "assistant", "content": "1"}
+    parts = {"role": "user", "content": [{"type": "text", "text": "3+"}, {"type": "text", "text": "5="}]}
+    rows = [
+        {"messages": [system, USER, given], "answer": 8},
+        {"messages": [USER, given, parts, given], "answer": 8},
+        {"prompt": [USER], "answer": 8},
+    ]
+    path = written(tmp_path, rows)
+    tokenizer = load_tokenizer(demo_model_path())
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }},{% endfor %}="
+    data = {"source": "jsonl", "path": path}
+    config = Config.model_validate({"data": {**data, "chat_template": True, "system_prompt": "2"}})
+    prompts = PromptStream(config, tokenizer).in_order()
+    assert [tokenizer.decode(p.token_ids) for p in prompts] == ["6,3+5=,=", "2,3+5=,1,3+5=,=", "2,3+5=,="]
+    assert {p.text for p in prompts} == {"3+5="}
+    with pytest.raises(DataError, match=r"data.jsonl:1: the prompt is a conversation; set data.chat_template = true"):
+        PromptStream(Config.model_validate({"data": data}), tokenizer).in_order()
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"answer": 1}, r"field 'prompt' is missing \(fields: 'answer'\), and so is 'messages'"),
+        ({"prompt": 3, "answer": 1}, "'prompt' must be a string or a list of messages, got a number"),
+        ({"messages": "hi", "answer": 1, "prompt": None}, "'prompt' must be a string or a list of messages, got null"),
+        ({"messages": [], "answer": 1}, "'messages' must have a message of the user's to answer; there is none"),
+        ({"messages": [{"role": "system", "content": "a"}], "answer": 1}, "the last one is of the role 'system'"),
+        ({"messages": [{"role": "bot", "content": "a"}], "answer": 1}, r"message 1 must be .*user, .*got role 'bot'"),
+        ({"messages": [USER, "hi"], "answer": 1}, "message 2 must be an object with role .*got a string"),
+        ({"messages": [{"role": "user", "content": None}], "answer": 1}, "message 1 must have text as its content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}], "answer": 1},
+            "must have text as its content",
+        ),
+    ],
+)
+def test_a_row_that_is_no_question(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=f"data.jsonl:1: .*{message}"):
+        source(written(tmp_path, [row]))
+
+
+def test_a_mapped_column_that_is_missing_is_told_with_the_nearest(tmp_path: Path) -> None:
+    path = written(tmp_path, [{"question": "a", "meta": {"truth": "b"}}])
+    with pytest.raises(DataError, match=r"'qestion', which data.fields.prompt names, is missing .*mean 'question'\?"):
+        source(path, prompt="qestion", answer="meta.truth")
+    with pytest.raises(DataError, match=r"'meta.trut', which data.fields.answer names, .*did you mean 'meta.truth'\?"):
+        source(path, prompt="question", answer="meta.trut")
+    with pytest.raises(DataError, match=r"'a', which eval.sets.aime.fields.prompt names"):
+        JsonlSource(path, "math", "eval.sets.aime.path", {"prompt": "a"})
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ('data.fields={promt="a"}', "data.fields must name prompt or answer, not promt; did you mean prompt?"),
+        ('data.fields={prompt="a", answer="a"}', 'data.fields must name two columns, not "a" twice, for prompt and'),
+    ],
+)
+def test_a_mapping_that_cannot_be(capsys: pytest.CaptureFixture[str], setting: str, message: str) -> None:
+    assert cli.main(["check", "demo", "data.source=jsonl", "data.path=x.jsonl", setting]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_all_bad_rows_are_listed_up_to_a_few(tmp_path: Path) -> None:
+    good = {"prompt": "1+1=", "answer": 2}
+    rows = [good, {"prompt": " ", "answer": 1}, {"prompt": "a"}, "{", '{"prompt": "a", "answer": NaN}', {"prompt": "b"}]
+    path = written(tmp_path, rows)
+    with pytest.raises(DataError) as error:
+        JsonlSource(path, skips_empty=False)
+    lines = str(error.value).splitlines()
+    assert [line.partition("data.jsonl:")[2][:2] for line in lines] == ["3:", "4:", "5:", "2:"]
+    assert lines[0].endswith("(also 6)")
+    assert lines[3].endswith(":2: the prompt is empty")
+    with pytest.raises(DataError) as error:
+        JsonlSource(path)
+    assert "is empty" not in str(error.value)
+    many = written(tmp_path, [{"prompt": "a"}] * 9 + [{f"x{i}": 1} for i in range(9)])
+    with pytest.raises(DataError) as error:
+        source(many)
+    lines = str(error.value).splitlines()
+    assert lines[0].endswith("(also 2, 3, 4, 5 and 4 more)")
+    assert lines[-1] == "and more: 18 of 18 rows are bad"
+    assert len(lines) == 6
+
+
+def test_a_name_on_the_hub_is_told_what_to_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"there is no file .*hf download openai/gsm8k --repo-type dataset --local-dir"):
+        source("openai/gsm8k")
+
+
+@pytest.mark.parametrize(
+    ("reference", "response", "reward"),
+    [
+        ("Paris", "Paris", 1.0),
+        ("Paris", "The answer is **Paris**.", 1.0),
+        ("Paris", "I think of Rome.\nAnswer: Paris", 1.0),
+        ("Paris", "<answer>PARIS</answer> or Rome", 1.0),
+        ("Paris", "\\boxed{\\text{Paris}}", 1.0),
+        ("Paris", "Paris or Rome", 0.0),
+        ("Paris", "", 0.0),
+        ("yes", "Yes.", 1.0),
+        ("yes", "yes and no", 0.0),
+        ("B", "(B)", 1.0),
+        ("B", "B) Paris", 1.0),
+        ("B", "A or B", 0.0),
+        ("A", "A or B", 0.0),
+        (True, "true", 1.0),
+        ("?", "?", 1.0),
+    ],
+)
+def test_the_judge_of_words(reference: Any, response: str, reward: float) -> None:
+    assert judge_text(reference, response) == reward
+
+
+@given(st.text(st.sampled_from("\\boxed{}<answer>/(B). \nanswer is:é\ud800"), max_size=60))
+def test_any_text_is_judged_as_it_is_grouped(response: str) -> None:
+    found = final_answer("text", "B", response)
+    assert judge_text("B", response) == float(found == "b")
+
+
+@pytest.mark.parametrize(
+    ("answers", "judge"),
+    [
+        (["Paris", "New York"], "text"),
+        (["B", "yes", "8"], "text"),
+        (["yes", True], "text"),
+        (["8", 3], None),
+        (["x^2+1"], None),
+    ],
+)
+def test_init_picks_the_judge_by_the_answers(tmp_path: Path, answers: list[Any], judge: str | None) -> None:
+    path = written(tmp_path, [{"prompt": "3+5=", "answer": answer} for answer in answers])
+    table = write_config("demo", Path(path), tmp_path / "new.toml", CPU).table
+    assert table.get("reward", {}).get("kind") == judge
+
+
+def test_init_takes_settings_and_speaks_of_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, new = written(tmp_path, [{"frage": "3+5=", "antwort": "yes"}]), str(tmp_path / "new.toml")
+    assert cli.main(["init", "demo", path, "-o", new]) == 2
+    error = capsys.readouterr().err
+    assert 'data.fields.prompt="COLUMN"' in error
+    assert cli.main(["init", "demo", str(tmp_path / "none.jsonl"), "-o", new]) == 2
+    assert "DATA: there is no file" in capsys.readouterr().err
+    columns = ["data.fields.prompt=frage", "data.fields.answer=antwort"]
+    assert cli.main(["init", "demo", path, *columns, "-o", new]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("first prompt:\n  3+5=\n")
+    assert "\ndata     format plain, prompt = 'frage', answer = 'antwort'\njudge    text\nanswer   yes\n" in out
+    with pytest.raises(ConfigError, match=r"data\.nothing"):
+        write_config("demo", Path(path), tmp_path / "other.toml", CPU, ["data.nothing=3"])
