@@ -224,12 +224,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument(
         "--best",
-        type=Path,
-        nargs="?",
-        const=Path("-"),
-        metavar="FILE",
-        help="instead: the split of the GPUs over trainer and servers with the shortest step, as TOML to merge last",
+        action="store_true",
+        help="instead: the split of the GPUs over trainer and servers with the shortest step, whatever the layout is",
     )
+    plan.add_argument("-o", "--output", type=Path, metavar="FILE", help="of --best: new file, to merge last")
     plan.set_defaults(verb=_plan)
 
     doctor = verbs.add_parser(
@@ -476,25 +474,38 @@ def _check(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from bapo_megatron.config.plan import summarize
     from bapo_megatron.preflight.check import load_checked
-    from bapo_megatron.preflight.report import explain, explain_best
+    from bapo_megatron.preflight.report import explain
+
+    if options.best:
+        return _plan_best(options)
+    if options.output:
+        raise UserError("-o writes the layout that --best finds; add --best, or leave it out")
+    config = load_checked(_given(options), elsewhere=True, memory=False)
+    explanation = explain(config, options.response_tokens)
+    print(f"{explanation.verdict}\n\n{summarize(config)}\n{explanation.needs}")
+    if explanation.problems:
+        raise ConfigError("\n".join(explanation.problems))
+    return 0
+
+
+def _plan_best(options: argparse.Namespace) -> int:
+    from bapo_megatron.preflight.check import load_checked
+    from bapo_megatron.preflight.plan import CHOSEN
+    from bapo_megatron.preflight.report import explain_best
     from bapo_megatron.runtime.files import explaining_os_errors
 
-    config = load_checked(_given(options), elsewhere=True, memory=False)
-    if options.best is not None:
-        text, layout = explain_best(config, options.response_tokens)
-        print(text)
-        if options.best == Path("-"):
-            print(f"\n{layout}", end="")
-        else:
-            with explaining_os_errors(options.best), options.best.open("x", encoding="utf-8") as file:
-                file.write(layout)
-            print(f"written to {options.best}")
-        return 0
-    print(summarize(config))
-    text, problems = explain(config, options.response_tokens)
+    file: Path | None = options.output
+    if file is not None and file.exists():
+        raise UserError(f"{file} exists: give another name with -o, or remove it")
+    config = load_checked(_given(options), elsewhere=True, memory=False, ignored=CHOSEN)
+    text, best = explain_best(config, options.response_tokens)
     print(text)
-    if problems:
-        raise ConfigError("\n".join(problems))
+    if file is None:
+        print(f"\n{best.to_toml()}", end="")
+        return 0
+    with explaining_os_errors(file, "give another name with -o"), file.open("x", encoding="utf-8") as stream:
+        stream.write(best.to_toml())
+    print(f"written to {file}")
     return 0
 
 

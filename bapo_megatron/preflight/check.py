@@ -1,8 +1,8 @@
 """A configuration from the command line, checked for this machine or for the cluster that it names."""
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +42,15 @@ def load_checked(
     here: bool | None = None,
     memory: bool = True,
     job: CheckJob | None = None,
+    ignored: Collection[str] = (),
 ) -> Config:
     """Load and check a configuration, print warnings, and raise ConfigError with every problem.
 
     Args:
         elsewhere, here, memory, job: see `violations_of`.
+        ignored: see `read_and_check`.
     """
-    config, found = read_and_check(arguments, elsewhere=elsewhere, here=here, memory=memory, job=job)
+    config, found = read_and_check(arguments, elsewhere=elsewhere, here=here, memory=memory, job=job, ignored=ignored)
     for violation in found:
         if violation.severity == "warning":
             print(f"bapo: warning: {escaped(violation.message)}", file=sys.stderr)
@@ -64,11 +66,13 @@ def read_and_check(
     here: bool | None = None,
     memory: bool = True,
     job: CheckJob | None = None,
+    ignored: Collection[str] = (),
 ) -> tuple[Config, list[Violation]]:
     """Return a configuration without its invalid settings, and all that is wrong with what was given.
 
     Args:
         elsewhere, here, memory, job: see `violations_of`.
+        ignored: settings whose values do not matter, as long as they can be read.
     """
     reading = read_config(*split_arguments(arguments))
     found = violations_of(
@@ -80,7 +84,16 @@ def read_and_check(
         given=reading.given,
         unread=reading.unread,
     )
-    return reading.config, [*reading.violations, *found]
+    told = [_with_file(v, reading.files) for v in found if not v.depends_on(ignored)]
+    return reading.config, [*reading.violations, *told]
+
+
+def _with_file(violation: Violation, files: Mapping[str, str]) -> Violation:
+    """Name the file that the setting to change is from, of several files."""
+    setting = violation.settings[0]
+    if violation.severity == "warning" or setting not in files:
+        return violation
+    return replace(violation, problem=f"{violation.problem} ({setting} is from {files[setting]})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +123,8 @@ def violations_of(
         elsewhere: check for the configuration's cluster, if it names one, instead of this machine, on which the run
             need not start.
         here: whether models and data must be on this machine; None means unless it is checked for a cluster.
-        memory: whether exceeding the memory of the cluster's GPUs is a violation; if not, no data is read, either.
+        memory: whether exceeding the memory of the cluster's GPUs is a violation; if not, no data is read, either, and
+            of a model only config.json.
         job: checks the rest of the SLURM job that the run will be in, if there is one.
         given: see config/plan.py.
         unread: settings of which only the default is known, as their values could not be read.
@@ -119,7 +133,7 @@ def violations_of(
     starts_here = not elsewhere
     nodes = config.cluster.nodes
     is_job = nodes > 1 or job is not None
-    elsewhere = (elsewhere or nodes > 1) and config.cluster.gpu is not None
+    elsewhere = (elsewhere or nodes > 1) and (config.cluster.gpu is not None or "cluster.gpu" in unread)
     here = not elsewhere if here is None else here
     found = [*([several_nodes(config)] if starts_here and nodes > 1 else []), *check_functions(config)]
     found = [v for v in found if not v.depends_on(unread)]
@@ -130,13 +144,14 @@ def violations_of(
     if any(v.depends_on(["loss.name"]) for v in found):
         config, unread = config.model_copy(update={"loss": stand_in(config.loss)}), {*unread, "loss.name"}
     known = known_config(config.model.path) if elsewhere and not here else None
-    model = None if known else _model(config.model.path, "model.path", found)
+    model = None if known else _model(config.model.path, "model.path", found, config_only=not memory)
     hf_config = known or _hf_config(model, "model.path", found)
     critic = None if config.advantage.compares_responses else config.critic.path
     reference = config.loss.reference_path if config.loss.kl_coef else None
     others = {"critic.path": critic, "loss.reference_path": reference}
     hf_configs = {
-        setting: (known and known_config(path)) or _hf_config(_model(path, setting, found), setting, found)
+        setting: (known and known_config(path))
+        or _hf_config(_model(path, setting, found, config_only=not memory), setting, found)
         for setting, path in others.items()
         if path is not None
     }
@@ -192,10 +207,10 @@ def accepts_layout(config: Config, hf_config: dict[str, Any], *, on_gpus: bool) 
     return not any(v.severity == "error" for v in violations)
 
 
-def _model(path: str, setting: str, found: list[Violation]) -> Path | None:
+def _model(path: str, setting: str, found: list[Violation], *, config_only: bool) -> Path | None:
     """Return the folder of the model that `setting` names; add problems with it to `found`."""
     try:
-        return resolve_model_path(path, setting=setting, weights=False)
+        return resolve_model_path(path, setting=setting, weights=False, config_only=config_only)
     except UserError as error:
         found.append(Violation((setting,), str(error)))
         return None

@@ -86,4 +86,4 @@ def planned_config(path: str) -> dict[str, Any]:
     Raises:
         CheckpointError: neither has it.
     """
-    return known_config(path) or load_hf_config(resolve_model_path(path, weights=False))
+    return known_config(path) or load_hf_config(resolve_model_path(path, config_only=True))
