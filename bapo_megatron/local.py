@@ -29,10 +29,10 @@ from bapo_megatron.engines.key import KEY_VARIABLE, new_key
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables, reserved_ports
 from bapo_megatron.engines.start import started_engines
 from bapo_megatron.engines.supervisor import StartedEngines
-from bapo_megatron.errors import UserError
+from bapo_megatron.errors import UserError, escaped
 from bapo_megatron.monitor.console import Screen, header, shown_path
 from bapo_megatron.monitor.rundir import RunDir, with_pinned_models
-from bapo_megatron.monitor.stall import hanging_ranks
+from bapo_megatron.monitor.stall import hanging_ranks, last_words
 from bapo_megatron.monitor.summary import duration
 from bapo_megatron.runtime import num_cores
 from bapo_megatron.worker import STOPPED
@@ -233,10 +233,10 @@ def _train(config: Config, run_dir: RunDir, engines: StartedEngines, key: str, s
     if 2 in failed.values():
         return 2  # that rank could not write its error file and has printed the error
     rank, code = min(failed.items(), key=lambda item: item[1] > 0)  # a signal is a cause, an exit often its effect
-    print(
-        f"bapo: trainer rank {rank} ended with exit code {code}; its log: {run_dir.log_path('trainer', rank)}",
-        file=sys.stderr,
-    )
+    log = run_dir.log_path("trainer", rank)
+    print(f"bapo: trainer rank {rank} ended with exit code {code}; its log: {log}", file=sys.stderr)
+    if words := last_words(log):
+        print(f"bapo: it ends with: {escaped(words)}", file=sys.stderr)
     if hanging := hanging_ranks(run_dir.log_dir, len(codes), config.parallel.timeout_s):
         print(f"bapo: it had waited for {hanging}; see {run_dir.log_dir}/stall-<rank>.txt", file=sys.stderr)
     return max(code, 1)

@@ -26,6 +26,7 @@ from bapo_megatron.preflight.inputs import Memory, read_inputs
 from bapo_megatron.preflight.known import known_config
 from bapo_megatron.preflight.machine_checks import check_open_files
 from bapo_megatron.preflight.plan import LAYOUT, SPLIT, check_devices, check_machines, check_memory, check_unused
+from bapo_megatron.preflight.trial import try_loss
 from bapo_megatron.runtime.environment import has_gpu_driver
 
 _ENOUGH_GPUS = 1_000_000  # the number of ranks stays as it is
@@ -175,6 +176,7 @@ def violations_of(
         Check(lambda: check_nodes(config) if is_job else (), needs=("cluster.nodes",)),
         Check(lambda: check_shares(config) if is_job else (), needs=("cluster.nodes",)),
         Check(lambda: read_inputs(config, tokenizer_from, {} if read is None else read, here=here) if memory else ()),
+        Check(lambda: try_loss(config, hf_config, elsewhere=elsewhere) if memory else ()),
         Check(lambda: check_open_files(config) if nodes == 1 and not elsewhere else ()),
         Check(lambda: check_machines(config)),
         Check(lambda: check_devices(config)),

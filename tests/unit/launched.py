@@ -7,6 +7,7 @@ A rank says on standard output where it is, so that a test can send a signal at 
     starting    never begins to train
     loading     there is no rank yet: the configuration is being loaded
     done        trains to its end once its standard output has no reader
+    failing     raises an error of the user's function
 """
 
 import subprocess
@@ -53,6 +54,8 @@ def be_rank(run_dir: RunDir, kind: str) -> int:
     if kind == "starting":
         console.note("not training yet")
         wait_to_be_killed()
+    if kind == "failing":
+        raise RuntimeError("no such\tthing")
     run_dir.mark("training")
     console.note("training")
     if kind == "done":
