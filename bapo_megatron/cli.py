@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 from bapo_megatron import __version__
 from bapo_megatron.errors import ConfigError, UserError, escaped
+from bapo_megatron.runtime.files import located
 from bapo_megatron.runtime.output import Output, lasting, open_closed_streams
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def _main(argv: Sequence[str] | None) -> int:
         return options.verb(options)
     except UserError as error:
         for line in str(error).split("\n"):
-            print(f"bapo: {escaped(line)}", file=sys.stderr)
+            print(f"bapo: {located(escaped(line))}", file=sys.stderr)
         return EXIT_USER_ERROR
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _modules_of_the_framework():
@@ -114,7 +115,7 @@ class _Parser(argparse.ArgumentParser):
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if message:
-            (file or sys.stdout).write(message)
+            (file or sys.stdout).write(located(message))
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see `{self.prog} --help`")

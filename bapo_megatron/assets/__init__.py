@@ -9,6 +9,9 @@ from bapo_megatron.errors import CheckpointError
 SHIPPED_MODELS = {"demo": "demo-model", "study": "study-model", "study-domains": "study-domains-model"}
 
 
+_CHECKOUT = Path(__file__).parents[2]
+
+
 def demo_model_path() -> Path:
     """Return the folder of the demo's small model (made by scripts/make_demo_model.py)."""
     return shipped_model_path("demo")
@@ -39,8 +42,11 @@ def resolve_model_path(
     missing = _missing_part(folder, config_only)
     if missing is None or (is_on_hub and not weights):
         return folder
-    if "smollm2" in path.lower():
-        advice = f"make it with `python scripts/prepare_smollm2.py {path}`"
+    if folder.name.lower() == "smollm2-135m-instruct":
+        script = "scripts/prepare_smollm2.py"  # not in a wheel
+        has_script = (_CHECKOUT / script).exists()
+        how = f"python {script}" if has_script else "hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir"
+        advice = f"make it with `{how} {path}`"
     elif path in SHIPPED_MODELS:
         advice = "this installation is incomplete: install the package again"
     else:

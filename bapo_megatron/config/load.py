@@ -265,7 +265,7 @@ def find_config(file: Path | str) -> Path:
     """Return an existing file, or the shipped configuration of that name.
 
     Raises:
-        ConfigError: neither exists; lists the shipped names.
+        ConfigError: neither exists; suggests a name.
     """
     if os.path.isfile(file):
         return Path(file)
@@ -280,10 +280,20 @@ def find_config(file: Path | str) -> Path:
             f"{file} is a model, not a configuration: `bapo init {file} DATA` writes one, or set model.path={file}"
         )
     what = "is a folder" if os.path.isdir(file) else "does not exist"
-    close = difflib.get_close_matches(str(file), shipped, n=1)
-    every = f"give a TOML file or a shipped configuration ({', '.join(sorted(shipped))})"
+    close = difflib.get_close_matches(str(file), [*_beside(file), *shipped], n=1)
+    names = dict.fromkeys(f"{name.partition('/')[0]}/..." if "/" in name else name for name in sorted(shipped))
+    every = f"give a TOML file or a shipped configuration: {', '.join(names)} (docs/recipes.md)"
     advice = f"did you mean {close[0]}?" if close else every
     raise ConfigError(f"configuration {file} {what}; {advice}")
+
+
+def _beside(file: Path | str) -> list[str]:
+    """List the TOML files in the folder in which a missing one was looked for."""
+    folder = os.path.dirname(file)
+    try:
+        return [os.path.join(folder, name) for name in os.listdir(folder or ".") if name.endswith(".toml")]
+    except OSError:  # also ENAMETOOLONG
+        return []
 
 
 @cache

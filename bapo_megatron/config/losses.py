@@ -47,8 +47,8 @@ class StepStream:
 class Loss:
     """A loss of the user's own, with more than its function."""
 
-    function: Callable[[Any, Any], Any]
-    """From `LossInputs` of a micro-batch and options to a `TokenLoss`."""
+    function: Callable[..., Any]
+    """From `LossInputs` of a micro-batch, and options if it has any, to a `TokenLoss`."""
     metrics: tuple[Metric, ...] = ()
     """Means or maxima over tokens of fields of the record that the function returns."""
     rule: Callable[[Any, ClipBoundConfig], Any] | None = None

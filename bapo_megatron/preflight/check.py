@@ -1,13 +1,14 @@
 """A configuration from the command line, checked for this machine or for the cluster that it names."""
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.config.base import Violation, overlap
+from bapo_megatron.config.base import Violation, overlap, warning
+from bapo_megatron.config.engines import ENGINE_CHECK
 from bapo_megatron.config.load import read_config, split_arguments
 from bapo_megatron.config.losses import stand_in
 from bapo_megatron.config.plan import check, check_functions
@@ -23,11 +24,12 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError, UserError, escaped
 from bapo_megatron.hf.shape import load_hf_config, unknown_family
 from bapo_megatron.preflight.inputs import Memory, read_inputs
-from bapo_megatron.preflight.known import known_config
+from bapo_megatron.preflight.known import known_config, origin
 from bapo_megatron.preflight.machine_checks import check_open_files
 from bapo_megatron.preflight.plan import LAYOUT, SPLIT, check_devices, check_machines, check_memory, check_unused
 from bapo_megatron.preflight.trial import try_loss
 from bapo_megatron.runtime.environment import has_gpu_driver
+from bapo_megatron.runtime.files import located
 
 _ENOUGH_GPUS = 1_000_000  # the number of ranks stays as it is
 
@@ -54,7 +56,7 @@ def load_checked(
     config, found = read_and_check(arguments, elsewhere=elsewhere, here=here, memory=memory, job=job, ignored=ignored)
     for violation in found:
         if violation.severity == "warning":
-            print(f"bapo: warning: {escaped(violation.message)}", file=sys.stderr)
+            print(f"bapo: warning: {located(escaped(violation.message))}", file=sys.stderr)
     if errors := [v.message for v in found if v.severity == "error"]:
         raise ConfigError("\n".join(errors))
     return config
@@ -94,7 +96,9 @@ def _with_file(violation: Violation, files: Mapping[str, str]) -> Violation:
     setting = violation.settings[0]
     if violation.severity == "warning" or setting not in files:
         return violation
-    return replace(violation, problem=f"{violation.problem} ({setting} is from {files[setting]})")
+    where = f" ({setting} is from {files[setting]})"
+    last = "remedy" if violation.remedy else "problem"
+    return replace(violation, **{last: getattr(violation, last) + where})
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +165,10 @@ def violations_of(
         hf_config is None or unknown_family(hf_config, config.model.own_family) is None
     )  # otherwise its tokenizer is not loaded
     tokenizer_from = model if is_known else None
+    is_dry = job is not None and not here
     checks = [
+        Check(lambda: _absent(config, known is not None) if is_dry else ()),
+        Check(lambda: _check_installed(config, bool(num_gpus)) if not (elsewhere or is_job) else ()),
         Check(
             lambda: check(
                 config,
@@ -194,6 +201,32 @@ def violations_of(
     return found
 
 
+def _check_installed(config: Config, has_gpu: bool) -> Iterator[Violation]:
+    """Check that the engine is installed in this environment."""
+    path = config.rollout.engine_kind.check
+    try:
+        if path is not None:
+            ENGINE_CHECK.load(path)(has_gpu)
+    except UserError as error:
+        yield Violation(("rollout.engine",), str(error))
+
+
+def _absent(config: Config, is_known: bool) -> Iterator[Violation]:
+    """Warn of models and prompts that are not on this machine, and without which the job is not submitted.
+
+    Args:
+        is_known: whether the model is planned for without its folder; else `read_inputs` warns of prompts.
+    """
+    if not is_known:
+        return
+    needs = "`bapo slurm` refuses the job until it is there"
+    how = f"; {get}" if (get := origin(config.model.path)) else ""
+    yield warning(("model.path",), f"model.path={config.model.path} is not on this machine", f"{needs}{how}")
+    for table, one in config.prompt_sources.items():
+        if one.source == "jsonl" and one.path is not None and not Path(one.path).expanduser().exists():
+            yield warning((f"{table}.path",), f"{table}.path={one.path} is not on this machine", needs)
+
+
 def _with_default(config: Config, table: str, field: str) -> Config:
     """Return the configuration with a setting's default in place of what cannot be loaded."""
     section = getattr(config, table)
@@ -214,7 +247,8 @@ def _model(path: str, setting: str, found: list[Violation], *, config_only: bool
     try:
         return resolve_model_path(path, setting=setting, weights=False, config_only=config_only)
     except UserError as error:
-        found.append(Violation((setting,), str(error)))
+        how = origin(path)
+        found.append(Violation((setting,), str(error), f"for this one: {how}" if how else ""))
         return None
 
 
