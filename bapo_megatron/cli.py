@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 from bapo_megatron import __version__
 from bapo_megatron.errors import ConfigError, UserError, escaped
 from bapo_megatron.runtime import program
+from bapo_megatron.runtime.files import located
 from bapo_megatron.runtime.output import ESCAPING, Output, lasting, open_closed_streams
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def _main(argv: Sequence[str] | None) -> int:
         return options.verb(options)
     except UserError as error:
         for line in str(error).split("\n"):
-            print(f"bapo: {escaped(line)}", file=sys.stderr)
+            print(f"bapo: {located(escaped(line))}", file=sys.stderr)
         return EXIT_USER_ERROR
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _modules_of_the_framework():
@@ -136,7 +137,7 @@ class _Parser(argparse.ArgumentParser):
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if message:
-            (file or sys.stdout).write(message)
+            (file or sys.stdout).write(located(message))
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see `{self.prog} --help`")
@@ -253,12 +254,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument(
         "--best",
-        type=Path,
-        nargs="?",
-        const=Path("-"),
-        metavar="FILE",
-        help="instead: the split of the GPUs over trainer and servers with the shortest step, as TOML to merge last",
+        action="store_true",
+        help="instead: the split of the GPUs over trainer and servers with the shortest step, whatever the layout is",
     )
+    plan.add_argument("-o", "--output", type=Path, metavar="FILE", help="of --best: new file, to merge last")
     plan.set_defaults(verb=_plan)
 
     doctor = verbs.add_parser(
@@ -514,25 +513,38 @@ def _check(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from bapo_megatron.config.plan import summarize
     from bapo_megatron.preflight.check import load_checked
-    from bapo_megatron.preflight.report import explain, explain_best
+    from bapo_megatron.preflight.report import explain
+
+    if options.best:
+        return _plan_best(options)
+    if options.output:
+        raise UserError("-o writes the layout that --best finds; add --best, or leave it out")
+    config = load_checked(_given(options), elsewhere=True, memory=False)
+    explanation = explain(config, options.response_tokens)
+    print(f"{explanation.verdict}\n\n{summarize(config)}\n{explanation.needs}")
+    if explanation.problems:
+        raise ConfigError("\n".join(explanation.problems))
+    return 0
+
+
+def _plan_best(options: argparse.Namespace) -> int:
+    from bapo_megatron.preflight.check import load_checked
+    from bapo_megatron.preflight.plan import CHOSEN
+    from bapo_megatron.preflight.report import explain_best
     from bapo_megatron.runtime.files import explaining_os_errors
 
-    config = load_checked(_given(options), elsewhere=True, memory=False)
-    if options.best is not None:
-        text, layout = explain_best(config, options.response_tokens)
-        print(text)
-        if options.best == Path("-"):
-            print(f"\n{layout}", end="")
-        else:
-            with explaining_os_errors(options.best), options.best.open("x", encoding="utf-8") as file:
-                file.write(layout)
-            print(f"written to {options.best}")
-        return 0
-    print(summarize(config))
-    text, problems = explain(config, options.response_tokens)
+    file: Path | None = options.output
+    if file is not None and file.exists():
+        raise UserError(f"{file} exists: give another name with -o, or remove it")
+    config = load_checked(_given(options), elsewhere=True, memory=False, ignored=CHOSEN)
+    text, best = explain_best(config, options.response_tokens)
     print(text)
-    if problems:
-        raise ConfigError("\n".join(problems))
+    if file is None:
+        print(f"\n{best.to_toml()}", end="")
+        return 0
+    with explaining_os_errors(file, "give another name with -o"), file.open("x", encoding="utf-8") as stream:
+        stream.write(best.to_toml())
+    print(f"written to {file}")
     return 0
 
 

@@ -30,11 +30,11 @@ from bapo_megatron.engines.key import KEY_VARIABLE, new_key
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables, reserved_ports
 from bapo_megatron.engines.start import started_engines
 from bapo_megatron.engines.supervisor import StartedEngines
-from bapo_megatron.errors import EngineError, UserError
+from bapo_megatron.errors import EngineError, UserError, escaped
 from bapo_megatron.monitor.console import Screen, header, shown_path
 from bapo_megatron.monitor.restarts import Restart, how_often, next_restart, start_again
 from bapo_megatron.monitor.rundir import RunDir, with_pinned_models
-from bapo_megatron.monitor.stall import hanging_ranks
+from bapo_megatron.monitor.stall import hanging_ranks, last_words
 from bapo_megatron.monitor.summary import duration
 from bapo_megatron.runtime import num_cores, program
 from bapo_megatron.runtime.standby import Orders, StandbyRanks
@@ -320,7 +320,10 @@ def _train(
         if errors:
             raise UserError("\n".join([*errors, *how_often(run_dir)]))
         return 2  # that rank could not write its error file and has printed the error
-    lines = [f"trainer rank {rank} ended with exit code {code}; its log: {run_dir.log_path('trainer', rank)}"]
+    log = run_dir.log_path("trainer", rank)
+    lines = [f"trainer rank {rank} ended with exit code {code}; its log: {log}"]
+    if words := last_words(log):
+        lines.append(f"it ends with: {escaped(words)}")
     if hanging := hanging_ranks(run_dir.log_dir, len(codes), config.parallel.timeout_s):
         lines.append(f"it had waited for {hanging}; see {run_dir.log_dir}/stall-<rank>.txt")
     return _Failure(lines, errors, 2 if 2 in failed.values() else max(code, 1), at_s)

@@ -3,6 +3,14 @@
 # the demo, such as train.num_steps=5. scripts/common.sh lists the environment variables.
 set -euo pipefail
 
+case "${1:-}" in
+    -h | --help)
+        echo "usage: scripts/quickstart.sh [KEY=VALUE ...]"
+        sed -n '2,/^set/{s/^# \{0,1\}//p;}' "${BASH_SOURCE[0]}"
+        exit
+        ;;
+esac
+
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 use_environment

@@ -7,6 +7,13 @@
 #   scripts/test.sh ARGUMENTS   what pytest makes of them: scripts/test.sh tests/unit -k bounds
 set -euo pipefail
 
+case "${1:-}" in
+    -h | --help)
+        sed -n '2,/^set/{s/^# \{0,1\}//p;}' "${BASH_SOURCE[0]}"
+        exit
+        ;;
+esac
+
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 QUICK="not slow or quick"

@@ -1,17 +1,19 @@
-"""Write the figures of docs/recipes.md: an example plan, and the needs of each model on each cluster that fits it.
+"""Write the figures of docs/recipes.md: an example plan, the best splits, and the needs of each model on each cluster.
 
 python scripts/write_recipes_page.py
 """
 
+import itertools
 from pathlib import Path
 
 from bapo_megatron.config.load import load_config, shipped_configs
-from bapo_megatron.config.plan import summarize
+from bapo_megatron.config.plan import num_ranks, summarize
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight.known import GIB, planned_config
 from bapo_megatron.preflight.plan import make_plan
-from bapo_megatron.preflight.report import amount, explain
+from bapo_megatron.preflight.report import amount, explain, explain_best
+from bapo_megatron.preflight.suggest import best_split, smallest_cluster
 
 # Files merged between the model's and the cluster's.
 ALGORITHMS = {
@@ -23,6 +25,22 @@ RESPONSE_SHARE = 4  # average responses are this many times shorter than the max
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 EXAMPLE = ("recipes/r1-distill-qwen-7b-32k", "algorithms/bapo", "clusters/4x8-h100")
 EXAMPLE_TOKENS = 8000
+BEST = ("recipes/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/4x8-h100")
+# Models of the table of best splits, and what they all train on.
+SIZES = {
+    "1.5B": "models/DeepSeek-R1-Distill-Qwen-1.5B",
+    "7B": "models/DeepSeek-R1-Distill-Qwen-7B",
+    "32B": "models/Qwen3-32B",
+    "70B": "models/Llama-3.3-70B-Instruct",
+}
+NODES = (1, 2, 8, 16)
+WORKLOAD = (
+    "model.dtype=bfloat16",
+    "data.max_prompt_tokens=1024",
+    "rollout.max_response_tokens=8192",
+    "train.max_tokens_per_microbatch=16384",
+    "sync.bucket_mib=512",
+)
 
 
 def combinations() -> list[tuple[str, str]]:
@@ -71,17 +89,60 @@ def _cells(model: str, cluster: str) -> list[str]:
     ]
 
 
+def best_splits() -> str:
+    """Return the table of the best splits as Markdown."""
+    lines = [
+        "| model | nodes | trainer: GPUs = TP x PP x CP x DP | recompute | GiB of a trainer GPU | servers: number x TP "
+        "| train, rollout | a step |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for size, nodes in itertools.product(SIZES, NODES):
+        lines.append(f"| {size} | {nodes} | {' | '.join(_split_cells(SIZES[size], nodes))} |")
+    return "\n".join(lines)
+
+
+def _split_cells(model: str, nodes: int) -> list[str]:
+    settings = [f"model.path={model}", f"cluster.nodes={nodes}", *WORKLOAD]
+    config = load_config(["algorithms/bapo", "clusters/1x8-h100"], settings)
+    hf_config = planned_config(model)
+    best = best_split(config, hf_config)
+    if best is None:
+        return [f"none fits: {smallest_cluster(config, hf_config)} nodes do", *[""] * 5]
+    p, r, plan = best.config.parallel, best.config.rollout, best.plan
+    assert plan.rollout
+    return [
+        f"{num_ranks(best.config)} = {p.tensor} x {p.pipeline} x {p.context} x {p.data}",
+        "on" if best.config.train.recompute else "off",
+        f"{plan.trainer.total / GIB:.1f} of {plan.gpu_memory_gib:.1f}",
+        f"{r.num_servers} x {r.server_tensor_parallel}",
+        f"{amount(plan.train.expected)}, {amount(plan.rollout.expected)}",
+        amount(best.balance.step_s),
+    ]
+
+
 def example() -> str:
     """Return the example's `bapo plan` output as an indented block."""
     config = load_config(EXAMPLE)
-    text, _ = explain(config, EXAMPLE_TOKENS)
+    plan = explain(config, EXAMPLE_TOKENS)
     command = f"$ bapo plan {' '.join(EXAMPLE)} --response-tokens {EXAMPLE_TOKENS}"
-    return "\n".join(f"    {line}" for line in [command, *summarize(config).splitlines(), *text.splitlines()])
+    return _indented(command, f"{plan.verdict}\n\n{summarize(config)}\n{plan.needs}")
+
+
+def best_example() -> str:
+    """Return the output of `bapo plan --best` as an indented block."""
+    text, _ = explain_best(load_config(BEST))
+    return _indented(f"$ bapo plan --best {' '.join(BEST)} -o best.toml", f"{text}\nwritten to best.toml")
+
+
+def _indented(command: str, text: str) -> str:
+    return "\n".join(f"    {line}".rstrip() for line in [command, *text.splitlines()])
 
 
 def filled_page(text: str) -> str:
-    """Fill the example and the table into the page."""
-    return _fill(_fill(text, "plan", example()), "table", table())
+    """Fill the examples and the table of combinations into the page; `best_splits` takes longer."""
+    for name, content in (("plan", example()), ("best", best_example()), ("table", table())):
+        text = _fill(text, name, content)
+    return text
 
 
 def _fill(text: str, name: str, content: str) -> str:
@@ -92,4 +153,5 @@ def _fill(text: str, name: str, content: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled_page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    page = filled_page(PAGE.read_text(encoding="utf-8"))
+    PAGE.write_text(_fill(page, "splits", best_splits()), encoding="utf-8")

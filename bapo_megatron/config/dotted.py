@@ -31,6 +31,7 @@ class Seam:
     names: tuple[str, ...]
     expected: str  # as an error message shows it
     parameters: tuple[str, ...] | None = None  # passed by position; None: the object is checked elsewhere
+    num_needed: int | None = None  # of the parameters, the first ones; None: all
 
     def known(self, value: str) -> str:
         """Return `value`, a built-in name or a dotted path. Raises ValueError, for a pydantic validator."""
@@ -65,14 +66,19 @@ class Seam:
     def check(self, path: str, function: Any) -> None:
         """Check that a function found at `path` can be called as expected. Raises UserError."""
         assert self.parameters is not None
-        signature = self.signature(path, function)
-        try:
-            is_fit = tuple(signature.bind(*self.parameters).arguments) == self.parameters
-        except TypeError:
-            is_fit = False
-        if not is_fit:
-            asked = ", ".join(self.parameters)
+        most = len(self.parameters)
+        if not any(self.takes(path, function, n) for n in range(self.num_needed or most, most + 1)):
+            signature, asked = self.signature(path, function), ", ".join(self.parameters)
             raise self.error(path, f"its signature is {signature}, which does not fit: the parameters are {asked}")
+
+    def takes(self, path: str, function: Any, num_parameters: int) -> bool:
+        """Return whether a function found at `path` can be called with the first parameters. Raises UserError."""
+        assert self.parameters is not None
+        given = self.parameters[:num_parameters]
+        try:
+            return tuple(self.signature(path, function).bind(*given).arguments) == given
+        except TypeError:
+            return False
 
     def signature(self, path: str, found: Any) -> inspect.Signature:
         """Return the signature of the object found at `path`. Raises UserError if it has none."""

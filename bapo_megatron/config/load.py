@@ -60,6 +60,7 @@ class Reading:
     violations: tuple[Violation, ...]
     unread: frozenset[str]  # settings without the value that the user meant, as it could not be read
     given: frozenset[str]  # settings and tables from overrides and files of the user's own
+    files: Mapping[str, str]  # by setting: the file that it is from, where there are several
 
     def valid(self) -> Config:
         """Return the configuration. Raises ConfigError with all violations, one a line."""
@@ -134,7 +135,8 @@ def _merged(tables: Sequence[tuple[str, dict[str, Any]]], overrides: Sequence[st
         _put_origins(origins, value, f"override {escaped(text)}", path_in_schema)
     unread = {setting for violation in found for setting in violation.settings}
     found += _drop_earlier(merged, origins)
-    return _validated(merged, origins, found, unread)
+    several = {source for source, _ in tables} if len(tables) > 1 else set()
+    return _validated(merged, origins, found, unread, several)
 
 
 def _drop_earlier(merged: dict[str, Any], origins: Origins) -> Iterator[Violation]:
@@ -153,11 +155,14 @@ def _drop_earlier(merged: dict[str, Any], origins: Origins) -> Iterator[Violatio
             yield Violation((name,), f"{name} ({_source((section, key), origins)}) is no longer a setting", advice)
 
 
-def _validated(merged: dict[str, Any], origins: Origins, found: list[Violation], unread: set[str]) -> Reading:
+def _validated(
+    merged: dict[str, Any], origins: Origins, found: list[Violation], unread: set[str], several: set[str]
+) -> Reading:
     """Validate, drop what is invalid, and validate again: pydantic compares settings once each of them is valid.
 
     Args:
         found, unread: as in the Reading, so far.
+        several: the files that were merged; none where there is one.
     """
     dropped: set[str] = set()
     named: set[str] = set()  # the same, with entries of lists by their names
@@ -167,9 +172,15 @@ def _validated(merged: dict[str, Any], origins: Origins, found: list[Violation],
         except ValidationError as error:
             mistakes = _mistakes([dict(details) for details in error.errors()], origins)
         else:
-            shipped = set(map(str, shipped_configs().values()))
+            shipped = {str(path): name for name, path in shipped_configs().items()}
             given = frozenset(".".join(path) for path, source in origins.items() if source not in shipped)
-            return Reading(config, tuple(found), frozenset(_with_derived(unread | dropped | named, merged)), given)
+            files = {
+                ".".join(path): shipped.get(source, source)
+                for path, source in origins.items()
+                if source in several and path in paths.schema()
+            }
+            all_unread = frozenset(_with_derived(unread | dropped | named, merged))
+            return Reading(config, tuple(found), all_unread, given, files)
         found += [v for _, violations in mistakes for v in violations if not v.depends_on(dropped)]
         named |= {".".join(_by_name(path, merged)) for at, _ in mistakes for path in at}
         gone = [path for at, _ in mistakes for path in _remove(merged, at)]
@@ -254,7 +265,7 @@ def find_config(file: Path | str) -> Path:
     """Return an existing file, or the shipped configuration of that name.
 
     Raises:
-        ConfigError: neither exists; lists the shipped names.
+        ConfigError: neither exists; suggests a name.
     """
     if os.path.isfile(file):
         return Path(file)
@@ -269,10 +280,20 @@ def find_config(file: Path | str) -> Path:
             f"{file} is a model, not a configuration: `bapo init {file} DATA` writes one, or set model.path={file}"
         )
     what = "is a folder" if os.path.isdir(file) else "does not exist"
-    close = difflib.get_close_matches(str(file), shipped, n=1)
-    every = f"give a TOML file or a shipped configuration ({', '.join(sorted(shipped))})"
+    close = difflib.get_close_matches(str(file), [*_beside(file), *shipped], n=1)
+    names = dict.fromkeys(f"{name.partition('/')[0]}/..." if "/" in name else name for name in sorted(shipped))
+    every = f"give a TOML file or a shipped configuration: {', '.join(names)} (docs/recipes.md)"
     advice = f"did you mean {close[0]}?" if close else every
     raise ConfigError(f"configuration {file} {what}; {advice}")
+
+
+def _beside(file: Path | str) -> list[str]:
+    """List the TOML files in the folder in which a missing one was looked for."""
+    folder = os.path.dirname(file)
+    try:
+        return [os.path.join(folder, name) for name in os.listdir(folder or ".") if name.endswith(".toml")]
+    except OSError:  # also ENAMETOOLONG
+        return []
 
 
 @cache

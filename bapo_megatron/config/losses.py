@@ -7,6 +7,7 @@ CUT = Metric("loss/cut_share", "share", "Tokens that were cut.", tokens="mean", 
 MY_LOSS = Loss(my_loss, metrics=(CUT,))
 """
 
+import dataclasses
 import importlib
 import inspect
 import pkgutil
@@ -46,8 +47,8 @@ class StepStream:
 class Loss:
     """A loss of the user's own, with more than its function."""
 
-    function: Callable[[Any, Any], Any]
-    """From `LossInputs` of a micro-batch and options to a `TokenLoss`."""
+    function: Callable[..., Any]
+    """From `LossInputs` of a micro-batch, and options if it has any, to a `TokenLoss`."""
     metrics: tuple[Metric, ...] = ()
     """Means or maxima over tokens of fields of the record that the function returns."""
     rule: Callable[[Any, ClipBoundConfig], Any] | None = None
@@ -87,13 +88,28 @@ LOSS = Seam(
     tuple(LOSSES),
     "def loss(inputs: LossInputs, options) -> TokenLoss, or Loss(loss, metrics=...)",
     ("inputs", "options"),
+    num_needed=1,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _WithoutOptions:
+    """A function of a loss that has no options, called like others."""
+
+    function: Callable[[Any], Any]
+
+    @property
+    def __wrapped__(self) -> Callable[[Any], Any]:
+        return self.function
+
+    def __call__(self, inputs: Any, options: Any) -> Any:
+        return self.function(inputs)
 
 
 class CustomLoss(LossConfig):
     """A function of your own, `loss(inputs: LossInputs, options: MyOptions) -> TokenLoss`, or a `Loss` with one. Where
     `MyOptions` is a Section or another pydantic model, it checks [loss.options]; else the function gets them as a
-    dict."""
+    dict. A function without options has one parameter."""
 
     clips = True  # as far as is known: the function may return any record
 
@@ -148,8 +164,7 @@ class CustomLoss(LossConfig):
             UserError: it cannot be loaded, or does not fit; names the setting, the path and what is expected there.
         """
         found = LOSS.load(self.name)
-        own = found if isinstance(found, Loss) else Loss(found)
-        LOSS.check(self.name, own.function)
+        own = self._with_options(found if isinstance(found, Loss) else Loss(found))
         if own.rule is not None and self.search_bounds:
             raise LOSS.error(self.name, "it has an update rule of its own: leave loss.search_bounds out")
         if getattr(own.rule, "masks", False) and own.reads != "update":
@@ -163,6 +178,15 @@ class CustomLoss(LossConfig):
         except ValueError as problem:
             raise LOSS.error(self.name, str(problem)) from problem
         return own
+
+    def _with_options(self, own: Loss) -> Loss:
+        """Return the loss with a function of inputs and options. Raises UserError: see `own`."""
+        LOSS.check(self.name, own.function)
+        if LOSS.takes(self.name, own.function, 2):
+            return own
+        if self.options:
+            raise LOSS.error(self.name, "it has no parameter for loss.options: add one, or leave the options out")
+        return dataclasses.replace(own, function=_WithoutOptions(own.function))
 
     @cached_property
     def function_options(self) -> Any:

@@ -136,7 +136,7 @@ def summarize(config: Config) -> str:
             f"{p.context} x data {p.data}",
             f"step       {plural(r.prompts_per_step, 'prompt')} x {plural(r.samples_per_prompt, 'sample')} = "
             f"{plural(num_sequences, 'sequence')}, at most "
-            f"{plural(num_sequences * r.max_response_tokens, 'response token')}",
+            f"{plural(num_sequences * r.max_response_tokens, 'response token', ',')}",
             f"updates    {plural(t.minibatches_per_step, 'mini-batch')} of "
             f"{plural(num_sequences // t.minibatches_per_step, 'sequence')} x {plural(t.epochs_per_step, 'epoch')} = "
             f"{num_updates} a step",

@@ -102,11 +102,12 @@ def check_nodes(config: Config) -> Iterator[Violation]:
             "set slurm.rollout_nodes=0",
         )
     if ranks % (nodes - alone):
+        fitting = _nearest_nodes(config)
         yield Violation(
             ("cluster.nodes", "slurm.rollout_nodes", *RANKS, "rollout.num_servers", *_SERVERS),
             f"{plural(ranks, 'trainer rank')} cannot be divided evenly among {plural(nodes - alone, 'node')} "
             f"(cluster.nodes={nodes} - slurm.rollout_nodes={alone})",
-            f"change cluster.nodes or parallel.*, such as cluster.nodes={ranks + alone}",
+            "change cluster.nodes or parallel.*" + (f", such as cluster.nodes={fitting}" if fitting else ""),
         )
     on = alone or nodes
     if servers % on:
@@ -116,6 +117,23 @@ def check_nodes(config: Config) -> Iterator[Violation]:
             f"({'slurm.rollout_nodes' if alone else 'cluster.nodes'})",
             f"set rollout.num_servers={max(1, round(servers / on)) * on}",
         )
+
+
+def _nearest_nodes(config: Config) -> int | None:
+    """Return the number of nodes nearest to the present one over which the run spreads evenly, with GPUs for all."""
+    most = num_ranks(config) + config.rollout.num_started
+    counts = sorted(range(1, most + 1), key=lambda nodes: abs(nodes - config.cluster.nodes))
+    return next((nodes for nodes in counts if _spreads(config, nodes)), None)
+
+
+def _spreads(config: Config, nodes: int) -> bool:
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": nodes})})
+    alone, r, gpus = _rollout_nodes(config), config.rollout, config.cluster.gpus_per_node
+    if alone >= nodes or num_ranks(config) % (nodes - alone) or r.num_started % (alone or nodes):
+        return False
+    ranks, servers = num_ranks(config) // (nodes - alone), r.num_server_gpus // (alone or nodes)
+    has_gpus = max(ranks, servers) <= gpus if alone else ranks + servers <= gpus
+    return ranks % config.parallel.tensor == 0 and (has_gpus or config.cluster.gpu is None)
 
 
 def check_node_gpus(config: Config) -> Iterator[Violation]:

@@ -181,6 +181,17 @@ def hanging_ranks(folder: Path, num_ranks: int, max_age_s: float) -> str | None:
     return "; ".join([*_by_place(busy), *_without_report(heads, num_ranks)])
 
 
+def last_words(log: Path) -> str:
+    """Return the line of a dead rank's log that says why: the end of its last traceback, else its last line."""
+    try:
+        lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    except OSError:
+        return ""
+    begins = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    after = lines[begins[-1] + 1 :] if begins else []
+    return next((line for line in after if not line[0].isspace()), lines[-1] if lines else "").strip()
+
+
 def _heads(folder: Path, since: float = 0.0) -> dict[int, str]:
     """Return the first two lines of each rank's report that was written after `since`, a Unix time."""
     reports = [path for path in folder.glob("stall-*.txt") if path.stat().st_mtime >= since]

@@ -1,13 +1,14 @@
 """A configuration from the command line, checked for this machine or for the cluster that it names."""
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.config.base import Violation, overlap
+from bapo_megatron.config.base import Violation, overlap, warning
+from bapo_megatron.config.engines import ENGINE_CHECK
 from bapo_megatron.config.load import read_config, split_arguments
 from bapo_megatron.config.losses import stand_in
 from bapo_megatron.config.plan import check, check_functions
@@ -23,10 +24,12 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError, UserError, escaped
 from bapo_megatron.hf.shape import load_hf_config, unknown_family
 from bapo_megatron.preflight.inputs import Memory, read_inputs
-from bapo_megatron.preflight.known import known_config
+from bapo_megatron.preflight.known import known_config, origin
 from bapo_megatron.preflight.machine_checks import check_open_files
 from bapo_megatron.preflight.plan import LAYOUT, SPLIT, check_devices, check_machines, check_memory, check_unused
+from bapo_megatron.preflight.trial import try_loss
 from bapo_megatron.runtime.environment import has_gpu_driver
+from bapo_megatron.runtime.files import located
 
 _ENOUGH_GPUS = 1_000_000  # the number of ranks stays as it is
 
@@ -42,16 +45,18 @@ def load_checked(
     here: bool | None = None,
     memory: bool = True,
     job: CheckJob | None = None,
+    ignored: Collection[str] = (),
 ) -> Config:
     """Load and check a configuration, print warnings, and raise ConfigError with every problem.
 
     Args:
         elsewhere, here, memory, job: see `violations_of`.
+        ignored: see `read_and_check`.
     """
-    config, found = read_and_check(arguments, elsewhere=elsewhere, here=here, memory=memory, job=job)
+    config, found = read_and_check(arguments, elsewhere=elsewhere, here=here, memory=memory, job=job, ignored=ignored)
     for violation in found:
         if violation.severity == "warning":
-            print(f"bapo: warning: {escaped(violation.message)}", file=sys.stderr)
+            print(f"bapo: warning: {located(escaped(violation.message))}", file=sys.stderr)
     if errors := [v.message for v in found if v.severity == "error"]:
         raise ConfigError("\n".join(errors))
     return config
@@ -64,11 +69,13 @@ def read_and_check(
     here: bool | None = None,
     memory: bool = True,
     job: CheckJob | None = None,
+    ignored: Collection[str] = (),
 ) -> tuple[Config, list[Violation]]:
     """Return a configuration without its invalid settings, and all that is wrong with what was given.
 
     Args:
         elsewhere, here, memory, job: see `violations_of`.
+        ignored: settings whose values do not matter, as long as they can be read.
     """
     reading = read_config(*split_arguments(arguments))
     found = violations_of(
@@ -80,7 +87,18 @@ def read_and_check(
         given=reading.given,
         unread=reading.unread,
     )
-    return reading.config, [*reading.violations, *found]
+    told = [_with_file(v, reading.files) for v in found if not v.depends_on(ignored)]
+    return reading.config, [*reading.violations, *told]
+
+
+def _with_file(violation: Violation, files: Mapping[str, str]) -> Violation:
+    """Name the file that the setting to change is from, of several files."""
+    setting = violation.settings[0]
+    if violation.severity == "warning" or setting not in files:
+        return violation
+    where = f" ({setting} is from {files[setting]})"
+    last = "remedy" if violation.remedy else "problem"
+    return replace(violation, **{last: getattr(violation, last) + where})
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +128,8 @@ def violations_of(
         elsewhere: check for the configuration's cluster, if it names one, instead of this machine, on which the run
             need not start.
         here: whether models and data must be on this machine; None means unless it is checked for a cluster.
-        memory: whether exceeding the memory of the cluster's GPUs is a violation; if not, no data is read, either.
+        memory: whether exceeding the memory of the cluster's GPUs is a violation; if not, no data is read, either, and
+            of a model only config.json.
         job: checks the rest of the SLURM job that the run will be in, if there is one.
         given: see config/plan.py.
         unread: settings of which only the default is known, as their values could not be read.
@@ -119,7 +138,7 @@ def violations_of(
     starts_here = not elsewhere
     nodes = config.cluster.nodes
     is_job = nodes > 1 or job is not None
-    elsewhere = (elsewhere or nodes > 1) and config.cluster.gpu is not None
+    elsewhere = (elsewhere or nodes > 1) and (config.cluster.gpu is not None or "cluster.gpu" in unread)
     here = not elsewhere if here is None else here
     found = [*([several_nodes(config)] if starts_here and nodes > 1 else []), *check_functions(config)]
     found = [v for v in found if not v.depends_on(unread)]
@@ -130,13 +149,14 @@ def violations_of(
     if any(v.depends_on(["loss.name"]) for v in found):
         config, unread = config.model_copy(update={"loss": stand_in(config.loss)}), {*unread, "loss.name"}
     known = known_config(config.model.path) if elsewhere and not here else None
-    model = None if known else _model(config.model.path, "model.path", found)
+    model = None if known else _model(config.model.path, "model.path", found, config_only=not memory)
     hf_config = known or _hf_config(model, "model.path", found)
     critic = None if config.advantage.compares_responses else config.critic.path
     reference = config.loss.reference_path if config.loss.kl_coef else None
     others = {"critic.path": critic, "loss.reference_path": reference}
     hf_configs = {
-        setting: (known and known_config(path)) or _hf_config(_model(path, setting, found), setting, found)
+        setting: (known and known_config(path))
+        or _hf_config(_model(path, setting, found, config_only=not memory), setting, found)
         for setting, path in others.items()
         if path is not None
     }
@@ -145,7 +165,10 @@ def violations_of(
         hf_config is None or unknown_family(hf_config, config.model.own_family) is None
     )  # otherwise its tokenizer is not loaded
     tokenizer_from = model if is_known else None
+    is_dry = job is not None and not here
     checks = [
+        Check(lambda: _absent(config, known is not None) if is_dry else ()),
+        Check(lambda: _check_installed(config, bool(num_gpus)) if not (elsewhere or is_job) else ()),
         Check(
             lambda: check(
                 config,
@@ -160,6 +183,7 @@ def violations_of(
         Check(lambda: check_nodes(config) if is_job else (), needs=("cluster.nodes",)),
         Check(lambda: check_shares(config) if is_job else (), needs=("cluster.nodes",)),
         Check(lambda: read_inputs(config, tokenizer_from, {} if read is None else read, here=here) if memory else ()),
+        Check(lambda: try_loss(config, hf_config, elsewhere=elsewhere) if memory else ()),
         Check(lambda: check_open_files(config) if nodes == 1 and not elsewhere else ()),
         Check(lambda: check_machines(config)),
         Check(lambda: check_devices(config)),
@@ -177,6 +201,32 @@ def violations_of(
     return found
 
 
+def _check_installed(config: Config, has_gpu: bool) -> Iterator[Violation]:
+    """Check that the engine is installed in this environment."""
+    path = config.rollout.engine_kind.check
+    try:
+        if path is not None:
+            ENGINE_CHECK.load(path)(has_gpu)
+    except UserError as error:
+        yield Violation(("rollout.engine",), str(error))
+
+
+def _absent(config: Config, is_known: bool) -> Iterator[Violation]:
+    """Warn of models and prompts that are not on this machine, and without which the job is not submitted.
+
+    Args:
+        is_known: whether the model is planned for without its folder; else `read_inputs` warns of prompts.
+    """
+    if not is_known:
+        return
+    needs = "`bapo slurm` refuses the job until it is there"
+    how = f"; {get}" if (get := origin(config.model.path)) else ""
+    yield warning(("model.path",), f"model.path={config.model.path} is not on this machine", f"{needs}{how}")
+    for table, one in config.prompt_sources.items():
+        if one.source == "jsonl" and one.path is not None and not Path(one.path).expanduser().exists():
+            yield warning((f"{table}.path",), f"{table}.path={one.path} is not on this machine", needs)
+
+
 def _with_default(config: Config, table: str, field: str) -> Config:
     """Return the configuration with a setting's default in place of what cannot be loaded."""
     section = getattr(config, table)
@@ -192,12 +242,13 @@ def accepts_layout(config: Config, hf_config: dict[str, Any], *, on_gpus: bool) 
     return not any(v.severity == "error" for v in violations)
 
 
-def _model(path: str, setting: str, found: list[Violation]) -> Path | None:
+def _model(path: str, setting: str, found: list[Violation], *, config_only: bool) -> Path | None:
     """Return the folder of the model that `setting` names; add problems with it to `found`."""
     try:
-        return resolve_model_path(path, setting=setting, weights=False)
+        return resolve_model_path(path, setting=setting, weights=False, config_only=config_only)
     except UserError as error:
-        found.append(Violation((setting,), str(error)))
+        how = origin(path)
+        found.append(Violation((setting,), str(error), f"for this one: {how}" if how else ""))
         return None
 
 

@@ -80,10 +80,32 @@ def known_config(path: str) -> dict[str, Any] | None:
     return None if folder.exists() else KNOWN_MODELS.get(folder.name)
 
 
+_SOURCES = {
+    "DeepSeek-R1-Distill-Qwen-1.5B": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
+    "DeepSeek-R1-Distill-Qwen-7B": "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
+    "DeepSeek-R1-Distill-Qwen-32B": "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B",
+    "Qwen2.5-Math-7B": "Qwen/Qwen2.5-Math-7B",
+    "OctoThinker-3B-Long-Zero": "OctoThinker/OctoThinker-3B-Long-Zero",
+    "Qwen3-32B": "Qwen/Qwen3-32B",
+    "Llama-3.3-70B-Instruct": "meta-llama/Llama-3.3-70B-Instruct",
+}
+
+
+def origin(path: str) -> str:
+    """Say how to get a known model that is missing on this machine; empty for another one."""
+    name = Path(path).name
+    if name == "Qwen3-32B-64k":
+        edited = 'set "max_position_embeddings": 65536 and "rope_scaling" of YaRN in config.json: recipes/qwen3-32b-64k'
+        return f"`hf download Qwen/Qwen3-32B --local-dir {path}`, then {edited}"
+    if name == "Qwen2.5-Math-7B-64k":
+        return "it is your own long-context tuning of Qwen/Qwen2.5-Math-7B"
+    return f"`hf download {_SOURCES[name]} --local-dir {path}`" if name in _SOURCES else ""
+
+
 def planned_config(path: str) -> dict[str, Any]:
     """Return the config.json of `model.path`, from its folder or `KNOWN_MODELS`.
 
     Raises:
         CheckpointError: neither has it.
     """
-    return known_config(path) or load_hf_config(resolve_model_path(path, weights=False))
+    return known_config(path) or load_hf_config(resolve_model_path(path, config_only=True))

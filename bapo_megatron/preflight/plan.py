@@ -1,7 +1,7 @@
 """The plan of a run on a cluster: memory of each kind of GPU, work and time of a step, and whether it fits.
 
 Times are rooflines: "at least" divides by the data sheets' peak rates, "expected" by the share of them that programs
-usually reach (COMPUTE_SHARE, LINK_SHARE), which is assumed, not measured.
+usually reach (COMPUTE_SHARE, LINK_SHARE), which is assumed, not measured. Sampling also waits for messages.
 """
 
 import math
@@ -25,6 +25,16 @@ FULL = 0.95  # usable share of the memory; the allocator's fragments may take th
 
 SPLIT = (*RANKS, "rollout.engine", "rollout.num_servers", "rollout.server_tensor_parallel")
 """Settings that decide how many GPUs trainer and servers take."""
+CHOSEN = (
+    *RANKS,
+    "parallel.num_ranks",
+    "parallel.sequence",
+    "rollout.num_servers",
+    "rollout.server_tensor_parallel",
+    "train.recompute",
+    "optimizer.distributed",
+)
+"""Settings that `bapo plan --best` chooses, whatever they were."""
 LAYOUT = (
     *RANKS,
     "parallel.virtual_pipeline",
@@ -157,7 +167,8 @@ def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = N
     rollout = None
     if server is not None:
         least = decode_seconds(config, shape, gpu, server, tokens)
-        rollout = Seconds(least, least / LINK_SHARE)
+        messages = work.decode_messages_seconds(config, shape, server, tokens)
+        rollout = Seconds(least, least / LINK_SHARE + messages)
     return Plan(
         gpu=gpu,
         gpu_memory_gib=memory_gib,
@@ -195,7 +206,10 @@ def check_memory(config: Config, hf_config: dict[str, Any]) -> list[Violation]:
     if config.cluster.gpu is None:
         return []
     found = memory_problems(config, make_plan(config, model_shape(hf_config, own=config.model.own_family)))
-    return [replace(v, remedy=f"{v.remedy}; `bapo plan` shows what it is made of") for v in found]
+    more = "`bapo plan` shows what it is made of"
+    if config.rollout.engine_kind.on_gpus:
+        more += ", and with --best finds a split of the GPUs that fits, or the smallest cluster"
+    return [replace(v, remedy=f"{v.remedy}; {more}") for v in found]
 
 
 def check_devices(config: Config) -> Iterator[Violation]:
@@ -226,17 +240,21 @@ def memory_problems(config: Config, plan: Plan) -> list[Violation]:
     """List what exceeds the memory, with numbers; empty if everything fits."""
     found, r = [], config.rollout
     need, have = plan.trainer.total / GIB, FULL * plan.gpu_memory_gib
+    longest = config.data.max_prompt_tokens + r.max_response_tokens
     if need > have:
+        remedies = ["split the model over more ranks"]
+        remedies += [] if config.train.recompute else ["set train.recompute=true"]
+        remedies += ["set a smaller train.max_tokens_per_microbatch"] * (
+            config.train.max_tokens_per_microbatch > longest
+        )
         found.append(
             Violation(
                 MEMORY,
                 f"a trainer rank needs {need:.1f} GiB, and {FULL:.0%} of one {plan.gpu.name} is {have:.1f} GiB",
-                "split the model over more ranks, or set train.recompute=true or a smaller "
-                "train.max_tokens_per_microbatch",
+                ", or ".join(remedies),
             )
         )
     if plan.server is not None and plan.server.concurrency == 0:
-        longest = config.data.max_prompt_tokens + r.max_response_tokens
         found.append(
             Violation(
                 SERVER_MEMORY,

@@ -1,16 +1,37 @@
 """The plan as text for the terminal."""
 
 import math
+import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError, plural
 from bapo_megatron.hf.shape import model_shape
+from bapo_megatron.preflight.check import accepts_layout
 from bapo_megatron.preflight.known import GIB, planned_config
 from bapo_megatron.preflight.memory import TrainerMemory, fullest_rank
-from bapo_megatron.preflight.plan import COMPUTE_SHARE, LINK_SHARE, Plan, Seconds, balance, make_plan, memory_problems
-from bapo_megatron.preflight.suggest import Suggestion, best_split, suggest
+from bapo_megatron.preflight.plan import (
+    COMPUTE_SHARE,
+    FULL,
+    LINK_SHARE,
+    Plan,
+    Seconds,
+    balance,
+    make_plan,
+    memory_problems,
+)
+from bapo_megatron.preflight.suggest import (
+    Alternative,
+    Split,
+    Suggestion,
+    alternatives,
+    best_split,
+    smallest_cluster,
+    suggest,
+)
 
 
 def describe(config: Config) -> str:
@@ -20,8 +41,20 @@ def describe(config: Config) -> str:
     )
 
 
-def explain(config: Config, response_tokens: int | None = None) -> tuple[str, list[str]]:
-    """Return the plan with suggestions, and the memory problems. Without `cluster.gpu`: memory of a rank on CPUs.
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The plan of a run as text."""
+
+    verdict: str
+    """Three lines: whether it fits, how long a step takes, what to change."""
+    needs: str
+    """Memory, work and time, and layouts that are faster."""
+    problems: list[str]
+    """What exceeds the memory of the cluster's GPUs."""
+
+
+def explain(config: Config, response_tokens: int | None = None) -> Explanation:
+    """Explain the plan. Without `cluster.gpu` it is the memory of a rank on CPUs.
 
     Args:
         response_tokens: average response length; None takes the maximum.
@@ -29,41 +62,124 @@ def explain(config: Config, response_tokens: int | None = None) -> tuple[str, li
     hf_config = planned_config(config.model.path)
     shape = model_shape(hf_config, own=config.model.own_family)
     if config.cluster.gpu is None:
-        return "\n".join(_memory(fullest_rank(config, shape), "process on CPUs")), []
+        memory, have = fullest_rank(config, shape), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+        need = memory.total / GIB
+        processes = plural(num_ranks(config), "trainer process")
+        verdict = [
+            f"fits       {'yes' if num_ranks(config) * need <= have else 'no'}: {processes}, each of {need:.2f} GiB at "
+            f"most; this machine has {have:.1f} GiB, for engines too",
+            "time       not estimated on CPUs",
+            "change     set cluster.gpu, or merge a file of clusters/, to plan for GPUs",
+        ]
+        return Explanation("\n".join(verdict), "\n".join(_memory(memory, "process on CPUs")), [])
     plan = make_plan(config, shape, response_tokens)
-    lines = [*_lines(config, plan), *_suggestions(suggest(config, hf_config, plan))]
-    return "\n".join(lines), [v.message for v in memory_problems(config, plan)]
+    found = suggest(config, hf_config, plan)
+    problems = [v.message for v in memory_problems(config, plan)]
+    verdict = [_fit(plan), _time(config, plan), f"change     {_change(config, hf_config, plan, found)}"]
+    return Explanation("\n".join(verdict), "\n".join([*_lines(config, plan), *_suggestions(found)]), problems)
 
 
-def explain_best(config: Config, response_tokens: int | None = None) -> tuple[str, str]:
-    """Return the best split of the GPUs together with the present one, and its TOML.
+def _fit(plan: Plan) -> str:
+    need, have = plan.trainer.total / GIB, FULL * plan.gpu_memory_gib
+    trainer = f"a trainer GPU needs {need:.1f} of {have:.1f} GiB"
+    if plan.server is None:
+        return f"fits       {'yes' if plan.fits else 'no'}: {trainer}"
+    responses = plural(plan.server.concurrency, "response")
+    return f"fits       {'yes' if plan.fits else 'no'}: {trainer}; a server holds {responses} of full length"
+
+
+def _time(config: Config, plan: Plan) -> str:
+    """Return the line about a step's time."""
+    if not plan.fits:
+        return "time       no step is possible"
+    if (of_step := balance(config, plan)) is None or plan.rollout is None:
+        return f"time       {amount(plan.train.expected)} of training a step expected; sampling is not estimated"
+    parts = f"training {amount(plan.train.expected)}, sampling {amount(plan.rollout.expected)}"
+    return f"time       {amount(of_step.step_s)} a step expected ({of_step.mode}): {parts}"
+
+
+def _change(config: Config, hf_config: dict[str, Any], plan: Plan, found: Sequence[Suggestion]) -> str:
+    """Say what to change: the first suggestion, or where to look for more."""
+    can_split = config.rollout.engine_kind.on_gpus
+    if found:
+        first = found[0]
+        time_s = amount(first.plan.train.expected)
+        return f"{' '.join(first.overrides)}: {first.plan.trainer.total / GIB:.1f} GiB, training {time_s}"
+    if plan.fits:
+        return "nothing in the trainer's layout" + (": see --best for the split of the GPUs" if can_split else "")
+    if can_split and best_split(config, hf_config, plan.tokens.response):
+        return "the split of the GPUs: --best finds one that fits"
+    return _larger_cluster(config, hf_config) if can_split else "the number of trainer GPUs: too few"
+
+
+def _larger_cluster(config: Config, hf_config: dict[str, Any]) -> str:
+    c = config.cluster
+    nodes = smallest_cluster(config, hf_config)
+    here = f"no layout fits on {plural(c.nodes * c.gpus_per_node, 'GPU')}"
+    if nodes is None:
+        return f"{here}, nor on a larger cluster; set a smaller train.max_tokens_per_microbatch, or shorter responses"
+    return f"{here}; the smallest cluster that does is {plural(nodes, 'node')}: set cluster.nodes={nodes}"
+
+
+def explain_best(config: Config, response_tokens: int | None = None) -> tuple[str, Split]:
+    """Return the best split of the GPUs, as text together with the present one where that is possible.
 
     Raises:
         ConfigError: there is nothing to split, or nothing fits.
     """
     hf_config = planned_config(config.model.path)
-    if config.cluster.gpu is None or not config.rollout.engine_kind.on_gpus:
+    c = config.cluster
+    if c.gpu is None or not config.rollout.engine_kind.on_gpus:
         raise ConfigError(
             "--best splits the GPUs of [cluster] over trainer and SGLang servers; set cluster.gpu and "
-            'rollout.engine="sglang", or merge a file of configs/clusters'
+            'rollout.engine="sglang", or merge a file of clusters/, such as clusters/1x8-h100'
         )
-    plan = make_plan(config, model_shape(hf_config, own=config.model.own_family), response_tokens)
-    best = best_split(config, hf_config, plan)
+    best = best_split(config, hf_config, response_tokens)
     if best is None:
-        raise ConfigError(
-            f"no split of cluster.nodes={config.cluster.nodes} x {config.cluster.gpus_per_node} GPUs has room for the "
-            "trainer and a server; add machines, or set a smaller train.max_tokens_per_microbatch"
-        )
-    lines = [
-        *_split("present", config, plan),
-        *_split("best", best.config, best.plan),
-        f"           {' '.join(best.overrides) or 'the present split'}",
-    ]
-    return "\n".join(lines), best.to_toml()
+        raise ConfigError(_larger_cluster(config, hf_config))
+    lines: list[str] = []
+    if accepts_layout(config, hf_config, on_gpus=True) and num_ranks(config) + config.rollout.num_server_gpus <= (
+        c.nodes * c.gpus_per_node
+    ):
+        present = make_plan(config, model_shape(hf_config, own=config.model.own_family), response_tokens)
+        lines += _split("present", config, present)
+    lines += _split("best", best.config, best.plan)
+    p = best.config.parallel
+    lines.append(
+        f"           tensor {p.tensor} x pipeline {p.pipeline} x context {p.context} x data {p.data}, recompute "
+        f"{'on' if best.config.train.recompute else 'off'}; {best.plan.trainer.total / GIB:.1f} of "
+        f"{FULL * best.plan.gpu_memory_gib:.1f} GiB of a trainer GPU"
+    )
+    label = "why"
+    for one in alternatives(best, hf_config):
+        choice = f"{one.setting}={_shown(one.best)}"
+        lines.append(f"{label:<10} {choice:<34} {_against(one, best)}")
+        label = ""
+    return "\n".join(lines), best
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _against(one: Alternative, best: Split) -> str:
+    """Say why an alternative was not chosen."""
+    other, plan = _shown(one.other), one.plan
+    if not plan.trainer_fits:
+        have = FULL * plan.gpu_memory_gib
+        return f"{other}: a trainer GPU would need {plan.trainer.total / GIB:.1f} GiB of {have:.1f}"
+    if not plan.fits:
+        return f"{other}: a server would have no room for a response of full length"
+    change = one.step_s / best.balance.step_s - 1
+    length = f"{abs(change):.0%} {'longer' if change > 0 else 'shorter'}" if abs(change) >= 0.005 else "as long"
+    return f"{other}: a step would be {length}, with {plan.trainer.total / GIB:.1f} GiB of a trainer GPU"
 
 
 def _split(name: str, config: Config, plan: Plan) -> Iterator[str]:
     r = config.rollout
+    if not plan.fits:
+        yield f"{name:<10} does not fit"
+        return
     yield (
         f"{name:<10} trainer {plural(num_ranks(config), 'GPU')}, servers {r.num_servers} x "
         f"{plural(r.server_tensor_parallel, 'GPU')}: "
@@ -94,8 +210,7 @@ def _lines(config: Config, plan: Plan) -> Iterator[str]:
             f"{plural(s.kv_tokens, 'token', ',')}, {plural(s.concurrency, 'response')} of full length at once"
         )
     yield (
-        f"work       {tokens.total / 1e6:.1f}M tokens a step, {tokens.response} a response; "
-        f"{plan.flops / 1e15:,.0f} PFLOP"
+        f"work       {plural(tokens.total, 'token', ',')} a step, {tokens.response:,} a response; {_flop(plan.flops)}"
     )
     for name, seconds in (("train", plan.train), ("rollout", plan.rollout)):
         if seconds is not None:
@@ -138,8 +253,8 @@ def memory_parts(memory: TrainerMemory) -> list[tuple[str, int, str]]:
         ("activations", memory.activations, "kept for the backward pass"),
         ("working", memory.working, "of the layer, or rows, being differentiated"),
         ("logits", memory.logits, "one chunk"),
-        ("or: update", memory.update, "at another time than the three before"),
-        ("or: buckets", memory.sync, "at another time than activations, on rank 0"),
+        ("or: update", memory.update, "not at the same time as the three before"),
+        ("or: buckets", memory.sync, "not at the same time as activations, on rank 0"),
     ]
 
 
@@ -151,5 +266,15 @@ def amount(seconds: float) -> str:
     if math.isinf(seconds):
         return "never"
     if seconds < 120:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s" if seconds >= 1 else _milliseconds(seconds)
+    if seconds < 7200:
+        return f"{seconds / 60:.1f} min" if seconds < 600 else f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def _flop(flops: float) -> str:
+    return f"{flops / 1e15:,.0f} PFLOP" if flops >= 10e15 else f"{flops / 1e12:,.0f} TFLOP"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{float(f'{1000 * seconds:.2g}'):g} ms" if seconds >= 0.001 else "less than 1 ms"

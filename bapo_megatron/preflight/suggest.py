@@ -1,4 +1,7 @@
-"""Other settings: faster layouts, a better split of the GPUs over trainer and servers, and less memory."""
+"""Other settings: faster layouts, a better split of the GPUs over trainer and servers, and less memory.
+
+What is within a tenth of the fastest counts as equally fast, as the assumed rates tell no better; the plainest wins.
+"""
 
 import itertools
 import json
@@ -12,11 +15,15 @@ from bapo_megatron.config.plan import chunk_rows, num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.preflight.check import accepts_layout
+from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.memory import fullest_rank, microbatch_tokens, runs_forwards_first
 from bapo_megatron.preflight.plan import Balance, Plan, balance, make_plan
 
-_WORTH = 0.97  # suggest only changes to less than this share of the present time or memory
+_FASTER = 0.9  # of a time: more is not told apart
+_LIGHTER = 0.97  # of the present memory: more is not worth a change
+_ROOMY = 0.9  # of a GPU's memory: a plan is an estimate, and what it leaves free forgives its errors
 _MIN_CHUNK_TOKENS = 64
+_MOST_NODES = 32
 
 Change = dict[str, dict[str, Any]]  # values by section and setting
 
@@ -30,22 +37,40 @@ class Suggestion:
 
 
 def suggest(config: Config, hf_config: dict[str, Any], present: Plan, count: int = 3) -> list[Suggestion]:
-    """Find the fastest layouts that `bapo check` accepts; ties go to the fewest changes.
+    """Find the fastest layouts that `bapo check` accepts; of those that are equally fast, the plainest come first.
 
     Args:
         hf_config: the model's config.json.
-        present: the plan to improve on; if it does not fit, any fitting layout counts.
+        present: the plan to improve on by a tenth; if it does not fit, any fitting layout counts.
     """
     shape, found = model_shape(hf_config, own=config.model.own_family), []
-    limit_s = _WORTH * present.train.expected if present.fits else float("inf")
+    limit_s = _FASTER * present.train.expected if present.fits else float("inf")
     for change in _layouts(config, shape, num_ranks(config)):
         if overrides := _overrides(config, change):
             changed = _with(config, change)
             plan = make_plan(changed, shape, present.tokens.response)
             if plan.fits and plan.train.expected < limit_s and accepts_layout(changed, hf_config, on_gpus=True):
-                found.append(Suggestion(overrides, plan))
-    found.sort(key=lambda s: (round(s.plan.train.expected, 1), len(s.overrides), s.plan.trainer.total))
-    return found[:count]
+                found.append((Suggestion(overrides, plan), (*_plainness(changed, plan), len(overrides))))
+    fastest_s = min((s.plan.train.expected for s, _ in found), default=0.0)
+    found.sort(key=lambda one: _order(one[0].plan.train.expected, fastest_s, one[1]))
+    return [suggestion for suggestion, _ in found[:count]]
+
+
+def _order(time_s: float, fastest_s: float, plainness: tuple[float, ...]) -> tuple[Any, ...]:
+    """Return what to sort by: first the equally fast ones from plain to odd, then the others by their times."""
+    return (0, *plainness, time_s) if _FASTER * time_s <= fastest_s else (1, time_s)
+
+
+def _plainness(config: Config, plan: Plan) -> tuple[float, ...]:
+    """Return what to sort layouts by: memory to spare, powers of two, then little communication.
+
+    Tensor ranks, which stay on one machine and all compute, come before stages and context ranks.
+    """
+    p, ranks = config.parallel, num_ranks(config)
+    is_tight = plan.trainer.total > _ROOMY * plan.gpu_memory_gib * GIB
+    others = p.pipeline * p.context
+    tensor = p.tensor if others == 1 else -p.tensor
+    return is_tight, ranks & (ranks - 1) > 0, others, tensor, config.rollout.server_tensor_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +78,6 @@ class Split:
     """A split of the cluster's GPUs over trainer and servers, and the plan it leads to."""
 
     change: Change
-    overrides: tuple[str, ...]
     config: Config
     plan: Plan
     balance: Balance
@@ -65,25 +89,89 @@ class Split:
         ) + "\n"
 
 
-def best_split(config: Config, hf_config: dict[str, Any], present: Plan) -> Split | None:
-    """Find the split and layout with the shortest expected step that `bapo check` accepts, in the mode of `rollout`.
+def best_split(config: Config, hf_config: dict[str, Any], response_tokens: int | None = None) -> Split | None:
+    """Find the plainest of the splits with the shortest expected step that `bapo check` accepts.
 
-    Of each number of trainer ranks, the fastest layouts that fit meet every size of servers for the other GPUs. None
-    without SGLang servers, or if nothing fits.
+    The configuration's own layout does not matter. None if nothing fits.
+
+    Args:
+        config: with SGLang servers and `cluster.gpu`.
+        response_tokens: average response length; None takes the maximum.
     """
-    if not config.rollout.engine_kind.on_gpus:
-        return None
-    shape, found = model_shape(hf_config, own=config.model.own_family), []
-    for ranks in _trainer_sizes(config):
-        for layout in _fastest(config, shape, ranks, present.tokens.response):
-            for servers in _servers(config, ranks):
-                change = {**layout, "rollout": servers}
-                changed = _with(config, change)
-                plan = make_plan(changed, shape, present.tokens.response)
-                if plan.fits and (of_step := balance(changed, plan)):
-                    found.append(Split(change, _overrides(config, change), changed, plan, of_step))
-    found.sort(key=lambda s: (round(s.balance.step_s, 1), s.plan.trainer.total))
+    shape = model_shape(hf_config, own=config.model.own_family)
+    found = [split for ranks in _trainer_sizes(config) for split in _splits(config, shape, ranks, response_tokens)]
+    fastest_s = min((s.balance.step_s for s in found), default=0.0)
+    found.sort(key=lambda s: _order(s.balance.step_s, fastest_s, _plainness(s.config, s.plan)))
     return next((s for s in found if accepts_layout(s.config, hf_config, on_gpus=True)), None)
+
+
+def smallest_cluster(config: Config, hf_config: dict[str, Any]) -> int | None:
+    """Return the fewest nodes, more than the present ones, with room for trainer and servers; None above 32.
+
+    One node more makes one size of the trainer possible: all nodes but one.
+    """
+    shape = model_shape(hf_config, own=config.model.own_family)
+    for nodes in range(config.cluster.nodes + 1, _MOST_NODES + 1):
+        larger = _with(config, {"cluster": {"nodes": nodes}})
+        splits = _splits(larger, shape, (nodes - 1) * config.cluster.gpus_per_node)
+        if any(accepts_layout(s.config, hf_config, on_gpus=True) for s in splits):
+            return nodes
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """The best split with another value of one setting."""
+
+    setting: str
+    best: Any  # value
+    other: Any  # value
+    plan: Plan
+    step_s: float
+
+
+def alternatives(split: Split, hf_config: dict[str, Any]) -> Iterator[Alternative]:
+    """Yield what each choice of a split was made against: half of a size, or twice a size of 1.
+
+    What `bapo check` does not accept is left out.
+    """
+    config, shape = split.config, model_shape(hf_config, own=split.config.model.own_family)
+    response = split.plan.tokens.response
+    p, r, ranks = config.parallel, config.rollout, num_ranks(config)
+    for name in ("tensor", "pipeline", "context"):
+        best = getattr(p, name)
+        other = best // 2 if best > 1 else 2
+        layout = {"tensor": p.tensor, "pipeline": p.pipeline, "context": p.context, name: other}
+        layout["data"], rest = divmod(ranks, layout["tensor"] * layout["pipeline"] * layout["context"])
+        change: Change = {
+            "parallel": {**layout, "sequence": layout["tensor"] > 1},
+            "optimizer": {"distributed": layout["data"] * layout["context"] > 1},
+        }
+        if not rest and layout["data"]:
+            yield from _alternative(f"parallel.{name}", best, other, _with(config, change), shape, hf_config, response)
+    recompute = config.train.recompute
+    changed = _with(config, {"train": {"recompute": not recompute}})
+    yield from _alternative("train.recompute", recompute, not recompute, changed, shape, hf_config, response)
+    for size in sorted({ranks // 2, 2 * ranks} & {*_trainer_sizes(config)}):
+        if others := list(_splits(config, shape, size, response)):
+            fastest = min(others, key=lambda s: s.balance.step_s)
+            yield Alternative("parallel.num_ranks", ranks, size, fastest.plan, fastest.balance.step_s)
+    best = r.server_tensor_parallel
+    other = best // 2 if best > 1 else 2
+    servers = {"num_servers": r.num_servers * best // other, "server_tensor_parallel": other}
+    changed = _with(config, {"rollout": servers})
+    if changed.rollout.num_server_gpus == r.num_server_gpus:
+        setting = "rollout.server_tensor_parallel"
+        yield from _alternative(setting, best, other, changed, shape, hf_config, response)
+
+
+def _alternative(
+    setting: str, best: Any, other: Any, changed: Config, shape: ModelShape, hf_config: dict[str, Any], response: int
+) -> Iterator[Alternative]:
+    if accepts_layout(changed, hf_config, on_gpus=True):
+        plan = make_plan(changed, shape, response)
+        if of_step := balance(changed, plan):
+            yield Alternative(setting, best, other, plan, of_step.step_s)
 
 
 def _trainer_sizes(config: Config) -> Iterator[int]:
@@ -93,23 +181,32 @@ def _trainer_sizes(config: Config) -> Iterator[int]:
     yield from range(unit, c.nodes * c.gpus_per_node, unit)
 
 
+def _splits(config: Config, shape: ModelShape, ranks: int, response_tokens: int | None = None) -> Iterator[Split]:
+    """Yield the splits with so many trainer ranks that fit: each of the fastest layouts, each size of servers."""
+    sizes = list(_servers(config, ranks))
+    if not sizes:
+        return
+    layouts = []
+    for change in _layouts(config, shape, ranks):
+        plan = make_plan(_with(config, {**change, "rollout": sizes[0]}), shape, response_tokens)
+        if plan.trainer_fits:
+            layouts.append((plan.train.expected, change))
+    fastest_s = min((time_s for time_s, _ in layouts), default=0.0)
+    fast = [change for time_s, change in layouts if _FASTER * time_s <= fastest_s]
+    for layout, servers in itertools.product(fast, sizes):
+        change = {**layout, "parallel": layout["parallel"] | {"num_ranks": ranks}, "rollout": servers}
+        changed = _with(config, change)
+        plan = make_plan(changed, shape, response_tokens)
+        if plan.fits and (of_step := balance(changed, plan)):
+            yield Split(change, changed, plan, of_step)
+
+
 def _servers(config: Config, ranks: int) -> Iterator[dict[str, int]]:
     c = config.cluster
     for size in (s for s in range(1, c.gpus_per_node + 1) if c.gpus_per_node % s == 0):
         count, rest = divmod(c.nodes * c.gpus_per_node - ranks, size)
         if count and not rest:
             yield {"num_servers": count, "server_tensor_parallel": size}
-
-
-def _fastest(config: Config, shape: ModelShape, ranks: int, response: int, count: int = 3) -> list[Change]:
-    """Return the fastest layouts of so many trainer ranks that fit their memory."""
-    found = []
-    for change in _layouts(config, shape, ranks):
-        plan = make_plan(_with(config, change), shape, response)
-        if plan.trainer_fits:
-            change["parallel"]["num_ranks"] = ranks
-            found.append((plan.train.expected, plan.trainer.total, change))
-    return [change for *_, change in sorted(found, key=lambda one: one[:2])[:count]]
 
 
 def _layouts(config: Config, shape: ModelShape, ranks: int) -> Iterator[Change]:
@@ -164,7 +261,7 @@ def lighter(config: Config, shape: ModelShape, hf_config: dict[str, Any], gpu_by
         if not accepts_layout(changed, hf_config, on_gpus=bool(gpu_bytes)):
             continue
         total = fullest_rank(changed, shape, gpu_bytes).total
-        if total < _WORTH * present:
+        if total < _LIGHTER * present:
             found.append(Lighter(_overrides(config, change), total))
     return sorted(found, key=lambda one: one.total)[:4]
 

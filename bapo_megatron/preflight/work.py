@@ -204,17 +204,33 @@ def _concurrency(config: Config, kv_tokens: int, length: int) -> int:
     return min(kv_tokens // length, r.max_concurrent_requests, waiting)
 
 
-def decode_seconds(config: Config, shape: ModelShape, gpu: GPU, memory: ServerMemory, tokens: StepTokens) -> float:
-    """Bound the decoding time from below: each token reads the weights once for all responses, and its own cache."""
+def decode_steps(config: Config, memory: ServerMemory, tokens: StepTokens) -> float:
+    """Count the tokens that a server samples one after the other in a step; infinite if not one response fits."""
     concurrency = _concurrency(config, memory.kv_tokens, tokens.per_sequence)
     if concurrency == 0:
         return math.inf
+    waves = tokens.num_sequences / config.rollout.num_servers / concurrency
+    if not (config.rollout.abort_tail or config.rollout.overlap):
+        waves = max(1.0, waves)  # the step waits for its last response; otherwise other groups fill the gap
+    return waves * tokens.response
+
+
+def decode_seconds(config: Config, shape: ModelShape, gpu: GPU, memory: ServerMemory, tokens: StepTokens) -> float:
+    """Bound the decoding time from below: each token reads the weights once for all responses, and its own cache."""
+    concurrency = _concurrency(config, memory.kv_tokens, tokens.per_sequence)
     r, item = config.rollout, ITEM_BYTES[config.model.dtype]
     parameters, active = (count(shape) / r.server_tensor_parallel for count in (model_parameters, active_parameters))
     cached = (tokens.prompt + tokens.response / 2) * memory.kv_bytes_per_token
     reading = (parameters * item + concurrency * cached) / gpu.memory_bytes_per_s
     multiplying = 2 * active * concurrency / gpu.flops(config.model.dtype)
-    waves = tokens.num_sequences / r.num_servers / concurrency
-    if not (r.abort_tail or r.overlap):
-        waves = max(1.0, waves)  # the step waits for its last response; otherwise other groups fill the gap
-    return waves * tokens.response * max(reading, multiplying)
+    return decode_steps(config, memory, tokens) * max(reading, multiplying)
+
+
+ALL_REDUCE_S = 10e-6  # assumed: a small message between the GPUs of one server, over NVLink
+
+
+def decode_messages_seconds(config: Config, shape: ModelShape, memory: ServerMemory, tokens: StepTokens) -> float:
+    """Estimate the time of the messages between a server's GPUs: two all-reduces for each layer and token."""
+    if config.rollout.server_tensor_parallel == 1:
+        return 0.0
+    return decode_steps(config, memory, tokens) * 2 * shape.num_layers * ALL_REDUCE_S

@@ -178,11 +178,11 @@ def _warnings(runs: Sequence[History]) -> list[str]:
     found = []
     if task := _different(runs, _TASK, but=_NOT_TASK):
         found.append(
-            f"The runs do not do the same task: {', '.join(task)} differ. Their rewards, and derived figures, "
+            f"The runs do not do the same task: {_that_differ(task)}. Their rewards, and derived figures, "
             "are not comparable."
         )
     if evaluation := _different(runs, _EVALUATION):
-        found.append(f"The runs are not evaluated alike: {', '.join(evaluation)} differ. Compare no evaluations.")
+        found.append(f"The runs are not evaluated alike: {_that_differ(evaluation)}. Compare no evaluations.")
     return found
 
 
@@ -196,7 +196,7 @@ def _notes(groups: Sequence[Group]) -> list[str]:
     if len({run.rows[-1]["step"] for run in runs}) > 1:
         notes.append("The runs have different lengths: compare curves at equal steps, not final values.")
     if batch := _different(runs, _BATCH):
-        notes.append(f"The runs train on different numbers of responses per step ({', '.join(batch)} differ).")
+        notes.append(f"The runs train on different numbers of responses per step ({_that_differ(batch)}).")
     if len({(run.environment.get("git_commit"), run.diff_digest) for run in runs if run.environment}) > 1:
         notes.append("The runs used different code: see “What differs”.")
     for group in groups:
@@ -212,6 +212,10 @@ def _notes(groups: Sequence[Group]) -> list[str]:
 def _are_twins(a: History, b: History) -> bool:
     keys = (a.settings.keys() | b.settings.keys()) - set(_NAMES)
     return all(a.settings.get(key) == b.settings.get(key) for key in keys)
+
+
+def _that_differ(settings: Sequence[str]) -> str:
+    return f"{', '.join(settings)} {'differs' if len(settings) == 1 else 'differ'}"
 
 
 def _different(runs: Sequence[History], patterns: Iterable[str], but: Iterable[str] = ()) -> list[str]:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,6 +36,24 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}; make it readable, or read a copy") from error
+
+
+_CHECKOUT = Path(__file__).parents[2]
+_OF_CHECKOUT = re.compile(r"(?<![\w/.-])(?:docs|scripts)/[\w/.-]+\.(?:md|sh|py)\b")
+
+
+def located(text: str, checkout: Path = _CHECKOUT) -> str:
+    """Name pages and scripts of the checkout as the reader finds them, wherever the command was called.
+
+    Example: "see docs/data.md" becomes "see /home/me/bapo/docs/data.md" elsewhere, and "see docs/data.md of the source"
+    where the package was installed from a wheel, which has neither.
+    """
+
+    def place(found: re.Match[str]) -> str:
+        name, file = found[0], checkout / found[0]
+        return name if os.path.exists(name) else str(file) if file.exists() else f"{name} of the source"
+
+    return _OF_CHECKOUT.sub(place, text)
 
 
 def regular_file(path: Path) -> Path:

@@ -27,7 +27,7 @@ from bapo_megatron.config.base import Violation
 from bapo_megatron.config.load import dump_config, read_tables
 from bapo_megatron.config.plan_slurm import check_slurm, place
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import ConfigError, UserError
+from bapo_megatron.errors import ConfigError, UserError, plural
 from bapo_megatron.preflight.check import violations_of
 from bapo_megatron.preflight.inputs import Memory
 from bapo_megatron.runtime.files import read_jsonl, write_atomically
@@ -104,6 +104,7 @@ def _template() -> jinja2.Template:
         keep_trailing_newline=True,
         autoescape=False,  # shell, not HTML: everything is quoted by the filter
     )
+    environment.filters["plural"] = plural
     environment.filters["quoted"] = lambda value: shlex.quote(str(value))
     return environment.get_template("job.sbatch.jinja")
 

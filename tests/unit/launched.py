@@ -17,6 +17,7 @@ A rank says on standard output where it is, so that a test can send a signal at 
     forsaken    is killed as it trains, when no engine is left
     crowded     is killed as it trains, when the launcher's disk is full
     aborting    leaves an error for the user while another rank aborts, whose connection to it is lost
+    failing     raises an error of the user's function
 """
 
 import contextlib
@@ -103,6 +104,8 @@ def be_rank(run_dir: RunDir, kind: str) -> int:
     if kind == "torn" and run_dir.attempt > 1:
         (run_dir.log_dir / "error-0.txt").write_text("checkpoint step-000001 is torn")
         return 2
+    if kind == "failing":
+        raise RuntimeError("no such\tthing")
     run_dir.mark_training(num_saved := run_dir.num_steps_saved())
     console.note("training")
     if kind in ("faltering", "lost"):

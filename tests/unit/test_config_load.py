@@ -131,13 +131,25 @@ def test_all_mistakes_come_at_once_with_their_sources(tmp_path: Path) -> None:
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
-    names = ", ".join(sorted(shipped_configs()))
-    advice = f"give a TOML file or a shipped configuration ({names})"
+    names = "algorithms/..., clusters/..., demo, precision/..., recipes/..., smollm2_135m"
+    advice = f"give a TOML file or a shipped configuration: {names} (docs/recipes.md)"
     assert message([tmp_path / "no.toml"]) == f"configuration no.toml does not exist; {advice}"
     (tmp_path / "folder").mkdir()
     assert message([tmp_path / "folder"]) == f"configuration folder is a folder; {advice}"
     assert message([write(tmp_path, "[run\n")]).startswith("run.toml is not valid TOML: ")
     assert "line 1" in message([write(tmp_path, "[run\n")])
+
+
+def test_a_misspelt_file_is_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "", "mine.toml")
+    assert message([tmp_path / "mien.toml"]).endswith("does not exist; did you mean mine.toml?")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"did you mean mine\.toml\?"):
+        load_config(["minetoml"])
+    with pytest.raises(ConfigError, match=r"did you mean demo\?"):
+        load_config(["dmo"])
+    with pytest.raises(ConfigError, match="does not exist; give a TOML file"):
+        load_config(["x" * 300 + "/y"])
 
 
 def test_later_sources_win_table_by_table(tmp_path: Path) -> None:

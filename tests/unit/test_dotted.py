@@ -23,6 +23,9 @@ SEAMS = (LOSS, ADVANTAGE, KEEP_GROUP, REWARD, ENGINE, FAMILY)
 TYPES = {ENGINE: "EngineKind", FAMILY: "Family"}
 MODULE = """
 from pydantic import BaseModel
+from dataclasses import dataclass
+from bapo_megatron.algorithms.losses import TokenLoss
+from bapo_megatron.algorithms.update_rules import NoBounds
 from bapo_megatron.config.losses import Loss, StepStream
 from bapo_megatron.tokens import TokenStream
 from bapo_megatron.config.schema_loss import RatioOptions
@@ -44,14 +47,21 @@ def failing_client(url, config, vocab_size, key): raise KeyError("no such option
 class Options(BaseModel, extra="forbid"):
     beta: float = 0.5
 
-def loss(inputs, options: Options): return inputs, options
+@dataclass(frozen=True)
+class Record(TokenLoss):
+    mine_R: object = None
+
+def of_tokens(inputs, options):
+    is_real = hasattr(inputs, "log_probs_R")
+    return Record(inputs, -inputs.log_probs_R) if is_real else (inputs, options)
+def loss(inputs, options: Options): return of_tokens(inputs, options)
 class Ratios(RatioOptions):
     beta: float = 0.5
 
-class Rule:
-    def __init__(self, options, bapo): pass
+class Rule(NoBounds):
+    def table(self, values, so_far): return values.log_probs_R.sum().double()
 
-def ratio_loss(inputs, options: Ratios): return inputs, options
+def ratio_loss(inputs, options: Ratios): return of_tokens(inputs, options)
 def metric(**changes):
     told = {"key": "loss/mine", "unit": "share", "meaning": "Mine.", "tokens": "mean", "of": "mine_R"}
     return Metric(**told | changes)
@@ -70,8 +80,8 @@ STEP = TokenStream("mine", "float32", kept=False)
 KEPT = Loss(loss, streams=(StepStream(TokenStream("mine", "float32"), loss),))
 TWICE = Loss(loss, streams=(StepStream(STEP, loss), StepStream(STEP, loss)))
 
-def untyped_loss(inputs, options): return inputs, options
-def late_loss(inputs, options: "Options"): return inputs, options
+def untyped_loss(inputs, options): return of_tokens(inputs, options)
+def late_loss(inputs, options: "Options"): return of_tokens(inputs, options)
 def unreadable_loss(inputs, options: "Nothing"): return None
 def advantage(group): return [0.0 for sample in group.samples]
 def keep(group, config): return True

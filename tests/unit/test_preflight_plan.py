@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from bapo_megatron.cli import main
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.plan import check, num_ranks
 from bapo_megatron.config.plan_slurm import check_placement, place
@@ -327,7 +326,7 @@ def test_the_best_split_shortens_the_step(files: list[str], overrides: tuple[str
     config = load_config(files, overrides)
     hf_config = KNOWN_MODELS[Path(config.model.path).name]
     present = make_plan(config, model_shape(hf_config))
-    before, best = balance(config, present), best_split(config, hf_config, present)
+    before, best = balance(config, present), best_split(config, hf_config)
     assert before is not None
     assert best is not None
     assert best.balance.step_s < factor * before.step_s
@@ -352,22 +351,6 @@ def test_each_side_waits_for_the_other_or_the_slower_one() -> None:
         assert (found.mode, found.step_s) == (mode, busy_s + plan.sync.expected)
         assert found.trainer_idle == pytest.approx(1 - train_s / found.step_s)
         assert found.servers_idle == pytest.approx(1 - rollout_s / found.step_s)
-
-
-def test_the_best_split_is_a_file_that_check_accepts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "best.toml"
-    assert main(["plan", *SMALL, "--best", str(file)]) == 0
-    told = capsys.readouterr().out
-    assert "present    trainer 4 GPUs, servers 1 x 4 GPUs: train " in told
-    assert "trainer idle" in told
-    config = load_config([*SMALL, str(file)])
-    assert num_ranks(config) == config.parallel.num_ranks
-    assert main(["check", *SMALL, str(file)]) == 0
-    capsys.readouterr()
-    assert main(["plan", *SMALL, "--best", str(file)]) == 2, "an existing file is left alone"
-    assert str(file) in capsys.readouterr().err
-    assert main(["plan", "demo", "--best"]) == 2
-    assert 'set cluster.gpu and rollout.engine="sglang"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,11 @@ def test_the_page_holds_the_plan_of_every_combination() -> None:
     assert text == filled_page(text), "python scripts/write_recipes_page.py writes the table into docs/recipes.md"
 
 
+def test_a_recipes_run_has_its_name() -> None:
+    recipes = [name for name in shipped_configs() if name.startswith("recipes/")]
+    assert {load_config([name]).run.name for name in recipes} == {name.removeprefix("recipes/") for name in recipes}
+
+
 def test_octothinker_searches_in_the_papers_ranges() -> None:
     """Set by the model, over the preset that the algorithm names."""
     bapo = planned("recipes/octothinker-3b-8k", "BAPO", "clusters/1x8-h100").bapo

@@ -1,0 +1,202 @@
+"""`bapo plan`: its first lines, `--best`, and hints that help."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from write_recipes_page import PAGE, SIZES, WORKLOAD, best_splits
+
+from bapo_megatron.cli import main
+from bapo_megatron.config.load import load_config
+from bapo_megatron.config.plan import num_ranks
+from bapo_megatron.config.plan_slurm import check_nodes, check_placement
+from bapo_megatron.config.schema import Config
+from bapo_megatron.hf.shape import model_shape
+from bapo_megatron.preflight.check import accepts_layout
+from bapo_megatron.preflight.known import planned_config
+from bapo_megatron.preflight.plan import make_plan
+from bapo_megatron.preflight.report import amount
+from bapo_megatron.preflight.suggest import _splits, _trainer_sizes, best_split, suggest
+
+SMALL = ["recipes/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/1x8-h100"]
+BIG = ["recipes/qwen3-32b-64k", "algorithms/bapo", "clusters/1x8-h100"]
+
+
+def of_size(size: str, nodes: int, *overrides: str) -> Config:
+    cluster = [f"model.path={SIZES[size]}", f"cluster.nodes={nodes}"]
+    return load_config(["algorithms/bapo", "clusters/1x8-h100"], [*cluster, *WORKLOAD, *overrides])
+
+
+def test_the_best_split_is_a_file_that_check_accepts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "best.toml"
+    assert main(["plan", "--best", *SMALL, "-o", str(file)]) == 0, "--best takes no file: it may come first"
+    told = capsys.readouterr().out
+    assert "present    trainer 4 GPUs, servers 1 x 4 GPUs: train " in told
+    assert "trainer idle" in told
+    config = load_config([*SMALL, str(file)])
+    assert num_ranks(config) == config.parallel.num_ranks
+    assert main(["check", *SMALL, str(file)]) == 0
+    capsys.readouterr()
+    before = file.read_bytes()
+    assert main(["plan", *SMALL, "--best", "-o", str(file)]) == 2
+    assert capsys.readouterr().err == f"bapo: {file} exists: give another name with -o, or remove it\n"
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (["demo", "--best"], 'set cluster.gpu and rollout.engine="sglang"'),
+        (["demo", "-o", "best.toml"], "-o writes the layout that --best finds"),
+        ([*BIG, "--best"], "no layout fits on 8 GPUs; the smallest cluster that does is 3 nodes: set cluster.nodes=3"),
+        (
+            [*BIG, "--best", "rollout.max_response_tokens=8000000", "cluster.nodes=31"],
+            "max_position_embeddings=65536",
+        ),
+    ],
+    ids=["CPUs", "no --best", "too small", "another mistake"],
+)
+def test_no_split_is_one_error(arguments: list[str], answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert answer in told.err
+    assert len(told.err.splitlines()) == 1
+
+
+def test_the_smallest_cluster_is_one_on_which_a_layout_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--best", *BIG, "cluster.nodes=3"]) == 0
+    assert "present" not in capsys.readouterr().out, "16 ranks and a server do not fit on their layout's nodes"
+    assert main(["plan", "--best", *BIG, "cluster.nodes=2"]) == 2
+
+
+@pytest.mark.parametrize(
+    "layout", ["parallel.tensor=3 parallel.pipeline=5", "rollout.num_servers=7", "parallel.data=9"]
+)
+def test_the_present_layout_does_not_matter(layout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = []
+    for given_layout in ((), layout.split()):
+        assert main(["plan", "--best", *SMALL, *given_layout]) == 0
+        answers.append(capsys.readouterr().out.partition("best ")[2])
+    assert answers[0] == answers[1]
+
+
+@given(size=st.sampled_from(["1.5B", "7B"]), nodes=st.integers(1, 2), response=st.integers(100, 8192))
+@settings(max_examples=5)
+def test_the_best_split_is_round_unless_another_is_a_tenth_faster(size: str, nodes: int, response: int) -> None:
+    config = of_size(size, nodes)
+    hf_config = planned_config(config.model.path)
+    best = best_split(config, hf_config, response)
+    assert best is not None
+    assert accepts_layout(best.config, hf_config, on_gpus=True)
+    every = [s for n in _trainer_sizes(config) for s in _splits(config, model_shape(hf_config), n, response)]
+    fastest_s = min(s.balance.step_s for s in every)
+    assert best.balance.step_s <= fastest_s / 0.9
+    ranks = num_ranks(best.config)
+    if ranks & (ranks - 1):
+        rounds = [s for s in every if num_ranks(s.config) in (1, 2, 4, 8)]
+        assert all(s.balance.step_s > fastest_s / 0.9 or s.plan.trainer.total > 0.9 * 79.1 * 2**30 for s in rounds)
+
+
+@pytest.mark.slow
+def test_the_page_holds_the_best_splits() -> None:
+    table = PAGE.read_text(encoding="utf-8").split("<!-- splits -->\n")[1].split("\n<!-- end of splits -->")[0]
+    assert table == best_splits(), "python scripts/write_recipes_page.py writes the table into docs/recipes.md"
+
+
+def test_what_is_suggested_is_a_tenth_faster() -> None:
+    """A tiny model has layouts whose times differ by less than a second."""
+    for config in (load_config(SMALL), load_config(["demo", "algorithms/bapo", "clusters/1x8-h100"], WORKLOAD[:1])):
+        hf_config = planned_config(config.model.path)
+        present = make_plan(config, model_shape(hf_config))
+        for suggestion in suggest(config, hf_config, present):
+            assert suggestion.plan.train.expected < 0.9 * present.train.expected
+            assert amount(suggestion.plan.train.expected) != amount(present.train.expected)
+
+
+def first_lines(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    main(["plan", *arguments])
+    return capsys.readouterr().out.splitlines()[:3]
+
+
+def test_the_first_three_lines_say_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
+    fits, time, change = first_lines(SMALL, capsys)
+    assert fits.startswith("fits       yes: a trainer GPU needs 56.5 of 75.1 GiB; a server holds ")
+    assert time.startswith("time       ")
+    assert "a step expected (synchronous): training " in time
+    setting = change.split()[1]
+    fits, _, again = first_lines([*SMALL, *change.removeprefix("change").partition(": ")[0].split()], capsys)
+    assert "yes" in fits
+    assert setting not in again, "what was to change is changed"
+    ranks = ["parallel.tensor=4", "parallel.pipeline=1"]
+    fits, time, change = first_lines([*BIG, *ranks], capsys)
+    assert fits.startswith("fits       no: a trainer GPU needs 170.8 of 75.1 GiB")
+    assert time == "time       no step is possible"
+    assert change == (
+        "change     no layout fits on 8 GPUs; the smallest cluster that does is 3 nodes: set cluster.nodes=3"
+    )
+    fits, time, change = first_lines(["demo"], capsys)
+    assert fits.startswith("fits       yes: 2 trainer processes, each of ")
+    assert time == "time       not estimated on CPUs"
+
+
+def test_a_config_json_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(planned_config(SIZES["7B"])))
+    arguments = [*SMALL, f"model.path={tmp_path}"]
+    assert main(["plan", *arguments]) == 0
+    assert main(["plan", "--best", *arguments]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["check", *arguments]) == 2
+    assert f"{tmp_path} has no *.safetensors" in capsys.readouterr().err, "a run needs more"
+
+
+@pytest.mark.parametrize("verb", ["plan", "check"])
+def test_an_unknown_gpu_hides_what_depends_on_it(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, *SMALL, "cluster.gpu=h100x"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith('bapo: cluster.gpu must be "a100"')
+
+
+def test_an_error_names_the_file_that_a_setting_is_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text("[parallel]\ntensor = 2\npipeline = 7\n")
+    assert main(["plan", *SMALL, str(mine)]) == 2
+    advice = "set parallel.num_ranks=14, or leave it out (parallel.num_ranks is from clusters/1x8-h100)"
+    assert advice in capsys.readouterr().err
+    assert main(["plan", *SMALL, str(mine), "parallel.num_ranks=5"]) == 2
+    assert "parallel.num_ranks is from" not in capsys.readouterr().err, "the reader has just typed it"
+
+
+@given(
+    nodes=st.integers(2, 9),
+    ranks=st.sampled_from([2, 4, 6, 8, 16, 24, 32]),
+    servers=st.integers(1, 8),
+    size=st.sampled_from([1, 2, 4, 8]),
+)
+@settings(max_examples=60)
+def test_the_nodes_that_a_hint_names_are_accepted(nodes: int, ranks: int, servers: int, size: int) -> None:
+    split = [f"rollout.num_servers={servers}", f"rollout.server_tensor_parallel={size}", "parallel.num_ranks=none"]
+    layout = [f"parallel.data={ranks // 2}", "parallel.tensor=2"]
+    config = load_config(SMALL, [f"cluster.nodes={nodes}", *split, *layout])
+    hints = [v.remedy for v in check_nodes(config) if "such as" in v.remedy]
+    for hint in hints:
+        fitting = load_config(SMALL, [hint.rpartition(" ")[2], *split, *layout])
+        if fitting.cluster.nodes > 1:
+            assert not [v for v in check_placement(fitting) if v.severity == "error"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0002, "less than 1 ms"),
+        (0.0123, "12 ms"),
+        (0.95, "950 ms"),
+        (1.26, "1.3 s"),
+        (11.4, "11 s"),
+        (150, "2.5 min"),
+    ],
+)
+def test_a_small_time_is_not_0(seconds: float, text: str) -> None:
+    assert amount(seconds) == text
