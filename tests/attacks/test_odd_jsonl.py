@@ -132,7 +132,8 @@ NO_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
 def clear(error: DataError, pattern: str, file: Path) -> str | None:
     """Return why an error is not clear, or None."""
     text = str(error)
-    if str(file) not in text or "\n" in text or len(text) > 1000 or not re.search(pattern, text):
+    lines = text.split("\n")  # one for each problem
+    if any(str(file) not in line for line in lines) or len(text) > 1000 or not re.search(pattern, lines[0]):
         return f"{text[:300]!r} does not fit {pattern!r}"
     return None
 
