@@ -18,6 +18,9 @@ if not torch.cuda.is_available():
 # As in an active environment: commands that are printed begin with the name of the program, not with its path.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
+# pytest-xdist gives its workers the width of its own terminal; tests have terminals of theirs.
+os.environ.pop("COLUMNS", None)
+
 # What a shell starts in the background ignores Ctrl-C, and after nohup a hangup. Processes of tests would inherit that,
 # but a signal that has a handler here has its default meaning in them.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -83,6 +83,7 @@ def test_a_run_leaves_its_books(single_process: tuple[Path, list[dict[str, float
         "loss/kl_",
         "loss/drift_masked_share",
         "profile/",
+        "run/recovery_s",
         "reward/running_std",
         "reward/clipped_share",
         "reward/judged_mean",

@@ -87,7 +87,7 @@ MISTAKES = (
     mistake("data.system_prompt=Hi", "data.chat_template data.system_prompt"),
     mistake("data.max_prompt_tokens=500", "data.max_prompt_tokens rollout.max_response_tokens model.path",
             not_with="model.path"),
-    mistake("reward.kind=reasoning_gym", "reward.kind data.source eval.sets.held.source data.sources"),
+    mistake("reward.kind=reasoning_gym", "reward.kind reward.weights data.source eval.sets.held.source data.sources"),
     mistake("reward.overlong_penalty=1 reward.overlong_buffer_tokens=600",
             "reward.overlong_buffer_tokens rollout.max_response_tokens"),
     mistake("reward.scale=2", "advantage.kind reward.scale reward.running_std reward.clip",
