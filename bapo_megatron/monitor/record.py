@@ -22,7 +22,7 @@ from bapo_megatron.monitor.console import Console, shown_path
 from bapo_megatron.monitor.restarts import num_restarts, restart_of
 from bapo_megatron.monitor.rundir import RunDir, read_metrics
 from bapo_megatron.monitor.sinks import BackgroundSink, open_sinks
-from bapo_megatron.monitor.summary import duration, percent, reward_metric
+from bapo_megatron.monitor.summary import duration, is_pass_rate, percent, reward_metric
 from bapo_megatron.preflight.known import device_peak_flops
 from bapo_megatron.rollout.recorded import write_groups
 from bapo_megatron.rollout.shared import Rollouts
@@ -146,7 +146,8 @@ class Recorder:
         if step == 1:
             name = reward_metric(metrics)
             num_responses = metrics["rollout/num_samples" if name == "reward/mean" else "reward/judged"]
-            self._console.note(f"untrained pass rate {metrics[name]:.2f} ({num_responses:.0f} responses)")
+            what = "pass rate" if is_pass_rate(metrics) else "mean reward"
+            self._console.note(f"untrained {what} {metrics[name]:.2f} ({num_responses:.0f} responses)")
         self._console.step(metrics)
         if restart:
             self._console.note(f"recovered {duration(metrics['run/recovery_s'])} after the failure")

@@ -9,6 +9,13 @@ Row = dict[str, float]
 
 _WINDOW_STEPS = 10
 _MIN_STEPS_TO_JUDGE = 5
+_MIN_RESPONSES_TO_JUDGE = 64
+_ROUNDING = 1e-6
+_ONE_REWARD = (
+    "all responses have the same reward, so there is nothing to learn from: look at samples.jsonl for a judge that "
+    "gives one reward to everything, or for answers in a form that it does not accept; then choose easier or harder "
+    "prompts"
+)
 _MISMATCH = (
     "engine and trainer disagree about the log-probs of the same weights (mismatch/logprob_mean is over "
     "monitor.mismatch_alarm), so the update is off-policy unnoticed: check the engine's type, its sampling settings "
@@ -29,6 +36,7 @@ class Summary:
     window_steps: int  # steps averaged at either end of the run; the ends do not overlap
     reward_first: float
     reward_last: float
+    is_pass_rate: bool  # whether every reward was 0 or 1
     resumed_token_share: float  # of all trained tokens
     staleness_mean: float
     staleness_max: float
@@ -41,7 +49,8 @@ class Summary:
         """Return a few lines for the end of a run, and one more for each kind of alarm."""
         window = f"first and last {self.window_steps} steps" if self.window_steps > 1 else "first and last step"
         lines = [
-            f"pass rate  {number(self.reward_first)} -> {number(self.reward_last)} (mean reward, {window})",
+            f"{'pass rate' if self.is_pass_rate else 'reward   '}  {number(self.reward_first)} -> "
+            f"{number(self.reward_last)} (mean reward, {window})",
             f"tokens     {percent(self.resumed_token_share)} resumed from partial rollouts, "
             f"age {number(self.staleness_mean, 1)} updates (max {number(self.staleness_max, 0)})",
             f"time       {duration(self.wall_time_s)} in {self.num_steps} steps",
@@ -69,6 +78,7 @@ def summarize(rows: Sequence[Row]) -> Summary:
         window_steps=_window(rows),
         reward_first=reward_first,
         reward_last=reward_last,
+        is_pass_rate=all(map(is_pass_rate, rows)),
         resumed_token_share=_token_mean(rows, "rollout/resumed_token_share"),
         staleness_mean=_token_mean(rows, "staleness/mean"),
         staleness_max=max(_finite(rows, "staleness/max"), default=math.nan),
@@ -93,6 +103,12 @@ def reward_metric(row: Mapping[str, float]) -> str:
     return "reward/judged_mean" if "reward/judged_mean" in row else "reward/mean"
 
 
+def is_pass_rate(row: Mapping[str, float]) -> bool:
+    """Return whether the rewards of a step were all 0 or 1: then their mean square is their mean. True if unknown."""
+    mean, std = row.get("reward/mean", math.nan), row.get("reward/std", math.nan)
+    return not (math.isfinite(mean) and math.isfinite(std)) or abs(std**2 + mean**2 - mean) < _ROUNDING
+
+
 def first_and_last(rows: Sequence[Row], name: str) -> tuple[float, float]:
     """Average a metric over the first and the last `Summary.window_steps` steps; nan if it was not recorded."""
     values = [row.get(name, math.nan) for row in rows]
@@ -104,12 +120,15 @@ def find_problems(rows: Sequence[Row], window_steps: int = _WINDOW_STEPS) -> lis
     """Describe each problem of the latest steps, with advice, in one sentence.
 
     A window of fewer than five steps is too short to judge, but alarms (a mismatch between engine and trainer, a spike
-    of the gradient) are reported at once. The texts contain no numbers that change from step to step, so that a caller
-    can show each once.
+    of the gradient) are reported immediately, and so are many responses that all have the same reward. The texts
+    contain no numbers that change from step to step, so that a caller can show each once.
     """
     recent = rows[-window_steps:]
     alarms = {"mismatch/alarms": _MISMATCH, "optimizer/grad_alarms": _GRADIENT_SPIKE}
     found = [text for name, text in alarms.items() if any(row.get(name, 0.0) > 0 for row in recent)]
+    has_one_reward = _is_one_reward_for_all(recent)
+    if has_one_reward:
+        found.append(_ONE_REWARD)
     if len(recent) < min(window_steps, _MIN_STEPS_TO_JUDGE):
         return found
 
@@ -119,13 +138,15 @@ def find_problems(rows: Sequence[Row], window_steps: int = _WINDOW_STEPS) -> lis
 
     problems = {
         "the clip bounds never leave their start, so BAPO is plain fixed clipping here: "
-        "the positive share is already at its target; raise bapo.rho0 to let it act": always("bapo/inert_share", 1.0),
+        "the positive share is already at its target; raise bapo.rho0 to let it act": always("bapo/inert_share", 1.0)
+        and not any(math.isnan(row.get("bapo/positive_share", 0.0)) for row in recent),  # nothing to balance
         "the search for clip bounds always runs out of room before its target: the bounds sit at their limits; "
         "lower bapo.rho0, or widen their ranges": always("bapo/saturated_share", 1.0),
         "nearly all groups have equal rewards, so there is next to nothing to learn from: "
         "choose easier or harder prompts, or raise rollout.samples_per_prompt": always(
             "rollout/zero_variance_share", 0.95
-        ),
+        )
+        and not has_one_reward,
         "most responses are cut off at the length limit: raise rollout.max_response_tokens": always(
             "rollout/truncated_share", 0.5
         ),
@@ -134,6 +155,13 @@ def find_problems(rows: Sequence[Row], window_steps: int = _WINDOW_STEPS) -> lis
         ),
     }
     return found + [text for text, is_so in problems.items() if is_so]
+
+
+def _is_one_reward_for_all(rows: Sequence[Row]) -> bool:
+    """Return whether many responses, all of these steps, have one reward."""
+    num_responses = math.fsum(_finite(rows, "rollout/num_samples"))
+    means, stds = _finite(rows, "reward/mean"), _finite(rows, "reward/std")
+    return num_responses >= _MIN_RESPONSES_TO_JUDGE and len({*means}) == 1 and not any(stds) and bool(stds)
 
 
 def mean(values: Sequence[float]) -> float:

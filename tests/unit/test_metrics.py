@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,26 @@ def test_problems_are_named_when_all_of_the_latest_steps_show_them(
     assert find_problems([*bad_steps, good_steps[0]]) == []
     (problem,) = find_problems([*good_steps, *bad_steps])
     assert advice in problem
+
+
+def test_one_reward_for_all_is_told_from_the_first_step_and_nothing_is_made_of_its_bounds() -> None:
+    row = {"rollout/num_samples": 64.0, "reward/mean": 3.41, "reward/std": 0.0, "rollout/zero_variance_share": 1.0}
+    empty = row | {"bapo/inert_share": 1.0, "bapo/positive_share": math.nan}
+    (problem,) = find_problems([empty])
+    assert "all responses have the same reward" in problem
+    assert find_problems([empty] * 10) == [problem], "neither the bounds nor the groups are another cause"
+    for healthy in ({"reward/std": 0.1}, {"rollout/num_samples": 63.0}):
+        assert find_problems([empty | healthy]) == []
+    assert find_problems([empty, empty | {"reward/mean": 0.0}]) == [], "the judge tells two steps apart"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "label"),
+    [((0.0, 1.0, 1.0), "pass rate"), ((1.0,), "pass rate"), ((3.41,), "reward"), ((0.0, 0.5), "reward")],
+)
+def test_a_mean_reward_is_a_pass_rate_only_if_all_rewards_are_0_or_1(rewards: tuple[float, ...], label: str) -> None:
+    row = {"step": 1.0, "reward/mean": statistics.fmean(rewards), "reward/std": statistics.pstdev(rewards)}
+    assert summarize([row]).text().startswith(f"{label:9}  {row['reward/mean']:.2f} -> ")
 
 
 def test_numbers_are_short() -> None:
