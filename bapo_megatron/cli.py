@@ -478,7 +478,7 @@ bounds that BAPO searches and wide fixed ones learn equally much."""
 def _demo(options: argparse.Namespace) -> int:
     name = f"run.name=demo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"  # two may start in the same second
     code = _run(["demo", name, *options.arguments])
-    if code == 0 and not options.arguments:  # of another task, loss or length it may be untrue
+    if code == 0 and not options.arguments:  # it may be untrue of another task, loss or length
         print(_DEMO_SHOWS)
     return code
 

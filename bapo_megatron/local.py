@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -184,7 +185,8 @@ def _train_and_report(config: Config, stop: _Stop, began_s: float) -> int:
                 started_engines(config, model_path, run_dir.log_dir, share, key := new_key()) as engines,
                 StandbyRanks(run_dir.path, num_standby, _threads_of_a_rank(config)) as standby,
             ):
-                code = _train_through_failures(config, run_dir, engines, key, stop, screen, standby)
+                attempt = partial(_train, config, run_dir, engines, key, stop, screen, standby)
+                code = _train_through_failures(config, run_dir, engines, screen, attempt)
             if code in (0, STOPPED) and config.monitor.report:
                 from bapo_megatron.report.page import write_report  # with matplotlib
 
@@ -220,29 +222,26 @@ class _Failure:
     """An attempt that failed in a way that another start of the ranks may mend."""
 
     lines: list[str]  # for the user
-    errors: list[str]  # of ranks that failed as well
+    errors: list[str]  # that failed ranks have left
     code: int
     at_s: float  # Unix time at which it was noticed
 
 
 def _train_through_failures(
-    config: Config,
-    run_dir: RunDir,
-    engines: StartedEngines,
-    key: str,
-    stop: _Stop,
-    screen: Screen,
-    standby: StandbyRanks,
+    config: Config, run_dir: RunDir, engines: StartedEngines, screen: Screen, attempt: Callable[[], int | _Failure]
 ) -> int:
     """Start the ranks, and again after each failure that `next_restart` allows; return the last exit code.
 
-    Engines keep running, and the ranks may come from standby.
+    Engines keep running.
+
+    Args:
+        attempt: starts the ranks and waits for their end, see `_train`.
 
     Raises:
         EngineError: an engine does not start, or none is left for a restart.
         UserError: a rank has left an error, or the disk has no room for the next attempt.
     """
-    while isinstance(outcome := _train(config, run_dir, engines, key, stop, screen, standby), _Failure):
+    while isinstance(outcome := attempt(), _Failure):
         if config.run.max_restarts and run_dir.num_steps_saved() >= config.train.num_steps:
             screen.note("\n".join([*outcome.lines, "all steps are done and saved"]), "yellow")
             run_dir.mark("finished")

@@ -31,7 +31,7 @@ class Seam:
     names: tuple[str, ...]
     expected: str  # as an error message shows it
     parameters: tuple[str, ...] | None = None  # passed by position; None: the object is checked elsewhere
-    num_needed: int | None = None  # of the parameters, the first ones; None: all
+    num_needed: int | None = None  # how many of the first parameters a function must take; all if None
 
     def known(self, value: str) -> str:
         """Return `value`, a built-in name or a dotted path. Raises ValueError, for a pydantic validator."""

@@ -101,7 +101,7 @@ class PrecisionConfig(Section):
 EntryName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=64)]
 
 
-_FIELDS = ("prompt", "answer")  # of a question
+_FIELDS = ("prompt", "answer")  # what a question is made from
 
 
 def _columns_of_fields(columns: dict[str, str]) -> dict[str, str]:

@@ -81,7 +81,7 @@ class Screen:
 
     @property
     def width(self) -> int:
-        """Width in columns: COLUMNS, or that of the terminal behind the stream, or 80."""
+        """Width in columns: COLUMNS, or the width of the terminal, or 80."""
         if (columns := os.environ.get("COLUMNS", "")).isdecimal() and int(columns) > 0:
             return int(columns)
         try:

@@ -263,7 +263,7 @@ class RunDir:
         self._note("state.txt", state)
 
     def mark_training(self, first_step: int) -> None:
-        """Record that this attempt trains after so many finished steps, at which metrics.jsonl ends now."""
+        """Record the number of finished steps with which this attempt begins to train; metrics.jsonl ends there."""
         self._note("first-step.txt", first_step)
         self.mark("training")
 

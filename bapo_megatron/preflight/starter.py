@@ -95,7 +95,7 @@ def write_config(model: str, data: Path, output: Path | None, machine: Machine, 
         model: a value of model.path.
         data: prompts in a format of `data.format`, or with columns of usual names.
         output: new file; None: <model>.toml in the working directory.
-        settings: of the user's, such as "data.fields.prompt=question".
+        settings: what the user sets, such as "data.fields.prompt=question".
 
     Raises:
         UserError: model and data cannot be used, the model does not fit, or the file exists.

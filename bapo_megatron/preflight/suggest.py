@@ -19,8 +19,8 @@ from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.memory import fullest_rank, microbatch_tokens, runs_forwards_first
 from bapo_megatron.preflight.plan import Balance, Plan, balance, make_plan
 
-_FASTER = 0.9  # of a time: more is not told apart
-_LIGHTER = 0.97  # of the present memory: more is not worth a change
+_FASTER = 0.9  # share of a time: a smaller gain cannot be told apart
+_LIGHTER = 0.97  # share of the present memory: a smaller gain is not worth a change
 _ROOMY = 0.9  # of a GPU's memory: a plan is an estimate, and what it leaves free forgives its errors
 _MIN_CHUNK_TOKENS = 64
 _MOST_NODES = 32
