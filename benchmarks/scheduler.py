@@ -28,6 +28,7 @@ from bapo_megatron.errors import EngineError
 from bapo_megatron.rewards.pool import Verdict
 from bapo_megatron.rollout.drivers import JudgeOnce
 from bapo_megatron.rollout.scheduler import Scheduler
+from bapo_megatron.runtime import starting
 from benchmarks.side_by_side import DisagreementError, Rows, Turns, main
 from tests.unit.plain_scheduler import make_plain
 from tests.unit.test_scheduler import CountingPrompts, run_on_clock
@@ -143,7 +144,8 @@ def rows(quick: bool) -> Rows:
     """Compare the CPU time of a response with a plain scheduler, by the number of those that are active."""
     num_turns = 1 if quick else 3
     ours: dict[int, list[Cost]] = {num_active: [] for num_active in NUM_ACTIVE}
-    gc.freeze()  # as a run does with what it has imported
+    with starting():  # as a rank does: the garbage collector has its settings
+        pass
     for num_active, costs in ours.items():
         load_before, amounts = os.getloadavg()[0], {"ours": [], PLAIN: []}
         num_warmup = max(NUM_WARMUP, num_active // (PROMPTS_PER_STEP * SAMPLES_PER_PROMPT))

@@ -28,6 +28,7 @@ from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.model import transformer_config
 from bapo_megatron.types import Batch, MiniBatch
 from tests.distributed import HANG_S, run_distributed
+from tests.garbage import tensors_in_cycles
 from tests.integration.learner_reference import (
     ADAM_EPS,
     BOUNDS,
@@ -169,8 +170,17 @@ def check_layouts(rank: int, world_size: int, folder: Path, cases: list[Case]) -
             raise AssertionError(f"{family}, {layout}, {max_tokens} tokens per micro-batch") from error
 
 
+def check_cycles(root: Path) -> None:
+    """Collections are rare in a rank: no tensor waits for one."""
+    learner = MegatronLearner(make_config({}), root / "qwen3")
+    minibatch = make_minibatch(learner, 60, random_batch())
+    assert tensors_in_cycles(lambda: (learner.score(minibatch), learner.step(minibatch, BOUNDS))) == []
+    parallel_state.destroy_model_parallel()
+
+
 def check_one_process(rank: int, world_size: int, root: Path, cases: list[Case]) -> None:
     check_layouts(rank, world_size, root, cases)
+    check_cycles(root)
     check_refusals(root)
 
 

@@ -27,6 +27,7 @@ from bapo_megatron.engines.embedded.server import Server
 from bapo_megatron.engines.embedded.server import serve as serve_http
 from bapo_megatron.engines.embedded.weights import WeightUpdater
 from tests.distributed import HANG_S
+from tests.garbage import tensors_in_cycles
 
 MAX_RUNNING = 6
 GROUP = {"master_address": "a", "master_port": 1, "rank_offset": 1, "world_size": 2}
@@ -82,6 +83,15 @@ def test_log_probs_do_not_depend_on_what_was_served_before(model: Model) -> None
     finally:
         stop(fresh)
         stop(used)
+
+
+def test_no_tensor_waits_for_the_garbage_collector(model: Model) -> None:
+    """Collections are rare in an engine."""
+    engine = BatchingEngine(model, max_running=MAX_RUNNING, max_context=64)
+    try:
+        assert tensors_in_cycles(lambda: serve(engine, requests(0))) == []
+    finally:
+        stop(engine)
 
 
 def test_a_request_that_continues_another_needs_no_prefill(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,5 +115,10 @@ def test_what_is_imported_at_a_start_is_never_visited_by_the_garbage_collector(w
         assert gc.isenabled() == {was_enabled}
         assert gc.get_freeze_count() > 100_000
         assert len(gc.get_objects()) < 1000
+        visits.clear()
+        kept.extend([] for _ in range(9_000))
+        assert not visits
+        kept.extend([] for _ in range(9_000))
+        assert visits == {["start", "stop"] * was_enabled}
     """
     subprocess.run([sys.executable, "-c", code], timeout=HANG_S, check=True)
