@@ -25,7 +25,7 @@ from bapo_megatron.errors import ConfigError, UserError, escaped
 from bapo_megatron.hf.shape import load_hf_config, unknown_family
 from bapo_megatron.preflight.inputs import Memory, read_inputs
 from bapo_megatron.preflight.known import known_config, origin
-from bapo_megatron.preflight.machine_checks import check_open_files
+from bapo_megatron.preflight.machine_checks import check_open_files, check_room
 from bapo_megatron.preflight.plan import LAYOUT, SPLIT, check_devices, check_machines, check_memory, check_unused
 from bapo_megatron.preflight.trial import try_loss
 from bapo_megatron.runtime.environment import has_gpu_driver
@@ -185,6 +185,10 @@ def violations_of(
         Check(lambda: read_inputs(config, tokenizer_from, {} if read is None else read, here=here) if memory else ()),
         Check(lambda: try_loss(config, hf_config, elsewhere=elsewhere) if memory else ()),
         Check(lambda: check_open_files(config) if nodes == 1 and not elsewhere else ()),
+        Check(
+            lambda: check_room(config, hf_config) if starts_here and nodes == 1 and memory and hf_config else (),
+            needs=("model",),
+        ),
         Check(lambda: check_machines(config)),
         Check(lambda: check_devices(config)),
         Check(lambda: check_node_gpus(config) if nodes > 1 else (), needs=(*SPLIT, "cluster", "slurm.rollout_nodes")),

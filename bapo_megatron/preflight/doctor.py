@@ -24,13 +24,12 @@ from bapo_megatron.preflight import software_checks as software
 from bapo_megatron.preflight.group import Rendezvous, started_probes
 from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.machine_checks import Finding
-from bapo_megatron.preflight.memory import model_parameters
+from bapo_megatron.preflight.memory import checkpoint_bytes
 from bapo_megatron.preflight.packages import check_versions
 
 PROBE_TIMEOUT_S = 15.0
 NODES_TIMEOUT_S = 120.0  # other nodes may be started later
 _LITTLE_DISK_BYTES = GIB
-_CHECKPOINT_BYTES = 12  # a parameter's float32 weight and two moments
 
 
 def examine(config: Config | None, ports: Sequence[int], rendezvous: Rendezvous | None) -> Iterator[Finding]:
@@ -123,7 +122,7 @@ def _disk_needed(config: Config | None) -> int:
         shape = model_shape(hf_config, own=config.model.own_family)
     except UserError:
         return _LITTLE_DISK_BYTES  # `examine_needs` reports the missing model
-    return _LITTLE_DISK_BYTES + (config.checkpoint.keep_last + 1) * _CHECKPOINT_BYTES * model_parameters(shape)
+    return _LITTLE_DISK_BYTES + (config.checkpoint.keep_last + 1) * checkpoint_bytes(config, shape)
 
 
 def _may_use_engine(config: Config) -> bool:

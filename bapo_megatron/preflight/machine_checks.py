@@ -9,12 +9,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from bapo_megatron.config.base import Violation
+from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
+from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight.known import GIB
+from bapo_megatron.preflight.memory import checkpoint_bytes
 from bapo_megatron.runtime import num_cores
 
 Verdict = Literal["ok", "absent", "warning", "error"]
@@ -47,12 +49,13 @@ _BASE_OPEN_FILES = 160  # measured: at most 156 in rank 0 of a run of 2,000 step
 _FILES_OF_JUDGE = 4
 _FILES_OF_RANK = 2
 _TIMEOUT_S = 3.0
+_ROOM = ("run.dir", "checkpoint.interval_steps", "checkpoint.keep_last")
 
 
 def check_disk(folder: Path, needed_bytes: int) -> Finding:
     """Check that `folder`, or its nearest existing parent, is writable, fast enough and has room."""
     name = "disk"
-    where = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir())
+    where = _existing(folder)
     advice = "free some, or set run.dir to another disk"
     try:
         free = shutil.disk_usage(where).free
@@ -67,6 +70,30 @@ def check_disk(folder: Path, needed_bytes: int) -> Finding:
     if mib_per_s < _MIN_DISK_MIB_PER_S:
         return Finding(name, "warning", what, "checkpoints will be slow: use a faster disk for run.dir")
     return Finding(name, "ok", what)
+
+
+def check_room(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:
+    """Compare the free space of `run.dir` with a checkpoint, and warn if it is too little for all that are kept."""
+    folder = Path(config.run.dir)
+    needed = checkpoint_bytes(config, model_shape(hf_config, own=config.model.own_family))
+    num_kept = config.checkpoint.keep_last + 1  # an older one is deleted after the newer one is complete
+    try:
+        free = shutil.disk_usage(_existing(folder)).free
+    except OSError:
+        return  # the run's folder is made before anything starts, and that error is told
+    if config.checkpoint.interval_steps is None or free >= num_kept * needed:
+        return
+    problem = f"{free / GIB:.2f} GiB is free for run.dir={folder}, and a checkpoint takes {needed / GIB:.2f}"
+    remedy = "free some, or set run.dir to another disk"
+    if free < needed:
+        yield Violation(_ROOM, problem, remedy)
+    elif not any((folder / str(config.run.name) / "checkpoints").glob("step-*")):
+        yield warning(_ROOM, f"{problem}, of which there are up to {num_kept}", remedy)
+
+
+def _existing(folder: Path) -> Path:
+    """Return the folder, or the nearest of its parents that exists."""
+    return next(p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir())
 
 
 def _write_speed(folder: Path, num_bytes: int) -> float:

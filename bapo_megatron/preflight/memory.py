@@ -20,6 +20,8 @@ from bapo_megatron.hf.shape import Experts, LayerShape, ModelShape, entries, hf_
 from bapo_megatron.hf.splits import Entry
 from bapo_megatron.preflight.known import GIB
 
+_CHECKPOINT_BYTES = 12  # a parameter's float32 weight and two moments
+
 
 def layer_parameters(shape: ModelShape, layer: LayerShape, tensor: int) -> int:
     """Count the parameters of one layer on one of `tensor` ranks; copies and experts are whole on every rank."""
@@ -76,6 +78,12 @@ def model_parameters(shape: ModelShape) -> int:
     """Count the parameters in the model's checkpoint, which a weight sync sends."""
     in_layers = sum(count * layer_parameters(shape, layer, 1) for layer, count in runs(shape.layers))
     return in_layers + sum(_of_rank(entry, 1) for entry in entries(dataclasses.replace(shape, layers=())))
+
+
+def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
+    """Return the bytes of one training checkpoint: float32 weights and two moments, of a critic as well."""
+    num_models = 1 if config.advantage.compares_responses else 2
+    return num_models * _CHECKPOINT_BYTES * model_parameters(shape)
 
 
 def active_parameters(shape: ModelShape) -> int:

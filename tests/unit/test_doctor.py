@@ -18,11 +18,15 @@ from typing import Any
 import pytest
 import torch
 from packaging.requirements import Requirement
+from safetensors.torch import load_file
 
 from bapo_megatron import cli
+from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.load import load_config
+from bapo_megatron.config.schema import CheckpointConfig, Config
 from bapo_megatron.engines.processes import reserved_ports
 from bapo_megatron.errors import UserError
+from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.preflight import doctor as doctor_room
 from bapo_megatron.preflight import machine_checks as machine
 from bapo_megatron.preflight import packages
@@ -245,7 +249,7 @@ def test_visible_gpus(setting: str | None, indexes: tuple[int, ...], monkeypatch
 
 def test_the_driver_is_asked_what_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     """NVML counts all GPUs, whatever CUDA_VISIBLE_DEVICES says."""
-    nvml = types.SimpleNamespace(
+    nvml = types.types.SimpleNamespace(
         NVMLError=RuntimeError,
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
@@ -253,7 +257,7 @@ def test_the_driver_is_asked_what_is_visible(monkeypatch: pytest.MonkeyPatch) ->
         nvmlSystemGetDriverVersion=lambda: b"570.1",
         nvmlDeviceGetCount=lambda: len(UUIDS),
         nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetMemoryInfo=lambda handle: types.SimpleNamespace(total=80 * GIB, used=handle * GIB),
+        nvmlDeviceGetMemoryInfo=lambda handle: types.types.SimpleNamespace(total=80 * GIB, used=handle * GIB),
         nvmlDeviceGetName=lambda handle: "NVIDIA H100",
         nvmlDeviceGetUUID=lambda handle: UUIDS[handle],
     )
@@ -284,6 +288,26 @@ def test_two_nodes_meet_and_compare_clocks() -> None:
             assert done.returncode == 0, done.stdout + done.stderr
             assert "4 processes: all-reduce" in done.stdout
             assert "clocks              at most" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("free_share", "severities"), [(0.99, ["error"]), (1.01, ["warning"]), (2.99, ["warning"]), (3.01, [])]
+)
+def test_room_for_checkpoints(tmp_path: Path, monkeypatch, free_share: float, severities: list[str]) -> None:
+    """The demo's, of 12 bytes a parameter: the two that are kept and the one that is written."""
+    folder = demo_model_path()
+    config = Config.model_validate({"run": {"dir": str(tmp_path / "runs")}})
+    needed = 12 * sum(t.numel() for t in load_file(folder / "model.safetensors").values())
+    free = int(free_share * needed)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=free))
+    found = list(machine.check_room(config, load_hf_config(folder)))
+    assert [v.severity for v in found] == severities
+    assert all("of which there are up to 3" in v.problem for v in found if v.severity == "warning")
+    (tmp_path / "runs/run/checkpoints/step-000001").mkdir(parents=True)
+    later = list(machine.check_room(config, load_hf_config(folder)))
+    assert [v.severity for v in later] == [s for s in severities if s == "error"], "their room is taken already"
+    only_if_stopped = config.model_copy(update={"checkpoint": CheckpointConfig(interval_steps=None)})
+    assert not list(machine.check_room(only_if_stopped, load_hf_config(folder)))
 
 
 def test_disk(tmp_path: Path) -> None:
