@@ -249,7 +249,7 @@ def test_visible_gpus(setting: str | None, indexes: tuple[int, ...], monkeypatch
 
 def test_the_driver_is_asked_what_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     """NVML counts all GPUs, whatever CUDA_VISIBLE_DEVICES says."""
-    nvml = types.types.SimpleNamespace(
+    nvml = types.SimpleNamespace(
         NVMLError=RuntimeError,
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
@@ -257,7 +257,7 @@ def test_the_driver_is_asked_what_is_visible(monkeypatch: pytest.MonkeyPatch) ->
         nvmlSystemGetDriverVersion=lambda: b"570.1",
         nvmlDeviceGetCount=lambda: len(UUIDS),
         nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetMemoryInfo=lambda handle: types.types.SimpleNamespace(total=80 * GIB, used=handle * GIB),
+        nvmlDeviceGetMemoryInfo=lambda handle: types.SimpleNamespace(total=80 * GIB, used=handle * GIB),
         nvmlDeviceGetName=lambda handle: "NVIDIA H100",
         nvmlDeviceGetUUID=lambda handle: UUIDS[handle],
     )
