@@ -125,8 +125,8 @@ class RolloutBook:
     def urgent(self, version: int) -> list[Sample]:
         """Return samples that need more tokens, and whose group must be trained in the step that begins at `version`,
         or never."""
-        cohorts = self.bound.by_slack(self._ages, version).get(0, [])
-        return [s for cohort in cohorts for prompt_id in cohort for s in _growing_in(self._active[prompt_id])]
+        prompt_ids = self.bound.urgent(self._ages, version)
+        return [s for prompt_id in prompt_ids for s in _growing_in(self._active[prompt_id])]
 
     def waiting(self) -> list[list[Sample]]:
         """Return the samples to ask a driver about, those to be asked together in one list, older prompts first."""
@@ -212,9 +212,9 @@ class RolloutBook:
 
         Groups with a request in progress, and those that a driver may have been asked about, are left to `settle`.
         """
-        for prompt_id in self._stale(self._finished_ages, version):
+        for prompt_id in self.bound.stale(self._finished_ages, version):
             self._drop(self._take(prompt_id), "stale")
-        for group in [self._active[prompt_id] for prompt_id in self._stale(self._ages, version)]:
+        for group in [self._active[prompt_id] for prompt_id in self.bound.stale(self._ages, version)]:
             is_running = any(self.ledger.is_running(s.sample_id) for s in group.samples)
             if not (is_running or self.waiting_in(group)):
                 self._end(group)
@@ -320,10 +320,6 @@ class RolloutBook:
     def _leave(self, sample: Sample) -> None:
         self._held.count(sample, -1)
         self._changed.discard(sample.sample_id)
-
-    def _stale(self, ages: Ages, version: int) -> list[int]:
-        by_slack = self.bound.by_slack(ages, version).items()
-        return [prompt_id for slack, cohorts in by_slack if slack < 0 for cohort in cohorts for prompt_id in cohort]
 
     def _any(self, sample_id: str) -> Sample:
         """Return an active or a finished sample."""

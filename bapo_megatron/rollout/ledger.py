@@ -70,6 +70,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._states: dict[str, State] = {}
+        self._num_in: Counter[State] = Counter()
         self._tokens: dict[str, int] = {}  # generated so far, by sample still here
         self._given: dict[str, int] = {}  # by environments so far, by sample still here that has any
         self.num_samples: Counter[str] = Counter()  # admitted, trained, dropped
@@ -82,6 +83,7 @@ class Ledger:
         if sample_id in self._states:
             raise LedgerError(f"sample {sample_id} was admitted twice")
         self._states[sample_id] = "queued"
+        self._num_in["queued"] += 1
         self._tokens[sample_id] = 0
         self.num_samples["admitted"] += 1
 
@@ -130,9 +132,8 @@ class Ledger:
 
     def counts(self) -> dict[str, int]:
         """Return the number of samples by state; `trained` and `dropped` since the run began."""
-        now = Counter(self._states.values())
         return {
-            **{state: now[state] for state in _ALLOWED},
+            **{state: self._num_in[state] for state in _ALLOWED},
             "trained": self.num_samples["trained"],
             "dropped": self.num_samples["dropped"],
         }
@@ -184,6 +185,8 @@ class Ledger:
         s = self.num_samples
         if s["dropped"] != self.dropped.total():
             raise LedgerError(f"{s['dropped']} samples dropped, but {self.dropped.total()} by the reasons")
+        if self._num_in.total() != len(self._states):
+            raise LedgerError(f"{self._num_in.total()} samples have a state, but {len(self._states)} have an entry")
         if s["admitted"] != s["trained"] + s["dropped"] + held.num_samples or held.num_samples != len(self._states):
             raise LedgerError(
                 f"{s['admitted']} samples admitted, but {s['trained']} trained + {held.num_samples} buffered + "
@@ -212,6 +215,7 @@ class Ledger:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._states = dict(state["states"])
+        self._num_in = Counter(self._states.values())
         self._tokens = dict(state["tokens"])
         self.num_samples = Counter(state["num_samples"])
         self.num_tokens = Counter(state["num_tokens"])
@@ -232,9 +236,11 @@ class Ledger:
         if state is None or to not in _ALLOWED[state]:
             raise LedgerError(f"sample {sample_id} cannot go from {state or 'nowhere'} to {to}")
         self._states[sample_id] = to
+        self._num_in[state] -= 1
+        self._num_in[to] += 1
 
     def _leave(self, sample_id: str, to: Literal["trained", "dropped"]) -> None:
-        del self._states[sample_id]
+        self._num_in[self._states.pop(sample_id)] -= 1
         self.num_tokens[to] += self._tokens.pop(sample_id)
         if num_given := self._given.pop(sample_id, 0):
             self.num_given[to] += num_given

@@ -7,7 +7,8 @@ A group's *slack* is the number of later steps that could still train it: 0 mean
 groups that are not trained yet can all be trained in time if, for every h, at most (h + 1) x groups_per_step of them
 have a slack of h or less: the condition of earliest-deadline-first scheduling with equal jobs.
 
-All questions are answered from the number of groups of each version, so that none costs more the more groups there are.
+All questions are answered from the groups' versions, of which few are looked at one by one: none costs more the more
+groups there are.
 """
 
 import itertools
@@ -74,6 +75,26 @@ class StalenessBound:
         age = 0 if oldest_version is None else version - oldest_version
         return (self.max_age + 1 - self.updates_per_step - age) // self.updates_per_step
 
+    def oldest_with(self, slack: float, version: int) -> float:
+        """Return the oldest version whose tokens have at least this slack if the next step begins at `version`."""
+        if self.max_age is None:
+            return float("-inf")
+        return version + self.updates_per_step * (slack + 1) - 1 - self.max_age
+
+    def stale(self, ages: Ages, version: int) -> list[int]:
+        """Return the groups whose slack is below 0."""
+        limit = self.oldest_with(0, version)
+        return [i for v, cohort in ages.cohorts.items() if (version if v is None else v) < limit for i in cohort]
+
+    def urgent(self, ages: Ages, version: int) -> list[int]:
+        """Return the groups whose slack is 0."""
+        if self.max_age is None:
+            return []
+        first = int(self.oldest_with(0, version))
+        versions: list[int | None] = [*range(first, first + self.updates_per_step)]
+        versions += [None] * (version in versions)
+        return [prompt_id for v in versions for prompt_id in ages.cohorts.get(v, ())]
+
     def capacity(self, version: int, next_version: int) -> float:
         """Return the limit of untrained groups when one begins with weights of `version`.
 
@@ -90,21 +111,23 @@ class StalenessBound:
         """
         if len(finished) < self.groups_per_step:
             return None
-        by_slack = self.by_slack(finished, version)
-        num_active = {slack: _num(cohorts) for slack, cohorts in self.by_slack(active, version).items()}
-        num_left, num_missing, least_urgent = Counter(num_active), self.groups_per_step, 0.0
+        by_slack = self._by_slack(finished, version)
+        num_left, num_missing, least_urgent = Counter[float](), self.groups_per_step, 0.0
         for slack, cohorts in by_slack.items():
             num_chosen = min(num_missing, _num(cohorts))
             num_left[slack] += _num(cohorts) - num_chosen
             num_missing -= num_chosen
             least_urgent = slack if num_chosen else least_urgent
-        waiting_helps = any(0 <= slack < least_urgent for slack in num_active)
-        if waiting_helps and not self._are_in_time(num_left):
-            return None
+        begin, end = self.oldest_with(0, version), self.oldest_with(least_urgent, version)
+        if any(begin <= (version if v is None else v) < end for v in active.cohorts):  # waiting helps
+            for slack, cohorts in self._by_slack(active, version).items():
+                num_left[slack] += _num(cohorts)
+            if not self._are_in_time(num_left):
+                return None
         in_order = (prompt_id for cohorts in by_slack.values() for prompt_id in _in_order(cohorts))
         return list(itertools.islice(in_order, self.groups_per_step))
 
-    def by_slack(self, ages: Ages, version: int) -> dict[float, list[Cohort]]:
+    def _by_slack(self, ages: Ages, version: int) -> dict[float, list[Cohort]]:
         """Return the groups by their slack, the most urgent first."""
         found: dict[float, list[Cohort]] = {}
         for oldest, cohort in ages.cohorts.items():

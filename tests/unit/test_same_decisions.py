@@ -15,7 +15,7 @@ from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.errors import EngineError
 from bapo_megatron.rollout.book import RolloutBook
-from bapo_megatron.rollout.staleness import StalenessBound
+from bapo_megatron.rollout.staleness import Ages, StalenessBound
 from bapo_megatron.types import Ended, Group, Sample, Segment
 from tests.states import through_checkpoint
 from tests.unit.plain_scheduler import PlainBook, make_plain
@@ -155,6 +155,27 @@ BOUNDS = st.builds(
     updates=st.integers(1, 3),
     size=st.integers(1, 3),
 )
+
+
+@given(
+    max_age=st.none() | st.integers(1, 12),
+    updates_per_step=st.integers(1, 4),
+    version=st.integers(0, 30),
+    versions=st.lists(st.none() | st.integers(0, 30), max_size=20),
+)
+def test_urgent_and_stale_groups_are_found_as_by_their_slack(
+    max_age: int | None, updates_per_step: int, version: int, versions: list[int | None]
+) -> None:
+    bound, ages = StalenessBound(max_age, updates_per_step, 4), Ages()
+    for prompt_id, oldest in enumerate(versions):
+        ages.put(prompt_id, oldest)
+    slack = {prompt_id: bound.slack(oldest, version) for prompt_id, oldest in enumerate(versions)}
+    assert sorted(bound.urgent(ages, version)) == [prompt_id for prompt_id in slack if slack[prompt_id] == 0]
+    assert sorted(bound.stale(ages, version)) == [prompt_id for prompt_id in slack if slack[prompt_id] < 0]
+    for least in range(-3, 8):
+        limit = bound.oldest_with(least, version)
+        for oldest in range(31):
+            assert (oldest >= limit) == (bound.slack(oldest, version) >= least)
 
 
 @settings(max_examples=80, deadline=None)
