@@ -122,9 +122,10 @@ def _kind_for_all(config: Config, kind: str, setting: str) -> str:
 def _kind_for(kind: str, prompts: SourceConfig, setting: str) -> str:
     """Return the kind of judge for one source's prompts. Raises UserError if `kind` cannot judge them."""
     source = prompts.source
+    if kind == "auto" and prompts.has_rows:
+        return "code" if prompts.format == "humaneval" else "math"
     if kind == "auto":
-        of_file = "code" if prompts.format == "humaneval" else "math"
-        return {"jsonl": of_file, "programs": "code"}.get(source, source)
+        return {"programs": "code"}.get(source, source)
     if kind == "reasoning_gym" and source != "reasoning_gym":
         raise UserError(f"{setting} = 'reasoning_gym' judges prompts of that source only, not of {source!r}")
     if kind in ("chains", "code", "text") and source == "reasoning_gym":

@@ -1,4 +1,4 @@
-"""Five problems in the formats of TRL, verl and slime, as CSV and as Parquet: the same commands for each file as it is."""
+"""Five problems in the formats of TRL, verl and slime, as CSV and as Parquet: the same commands for each file."""
 
 import csv
 import functools
