@@ -40,6 +40,7 @@ TRAIN = [  # the framework; every package has wheels, so that no compiler is nee
     "argcomplete>=3.5",
 ]
 PARQUET = ["pyarrow"]  # data.format: files that end in .parquet
+DATASETS = ["datasets"]  # data.source = "hub"
 GYM = ["reasoning-gym"]  # data.source = "reasoning_gym"; needs pycosat, which has no wheels: a C compiler builds it
 GPU = [
     "transformer-engine[pytorch]>=2.9,<2.12",  # the range of megatron-core 0.16.1; compiled when installed
@@ -109,6 +110,7 @@ EXTRAS = {
     "sglang": SGLANG,
     "gpu": GPU,
     "parquet": PARQUET,
+    "datasets": DATASETS,
     "gym": GYM,
     **MONITOR,
     "monitor": ALL_OF_MONITOR,

@@ -231,7 +231,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     init.add_argument("model", metavar="MODEL", help="Hugging Face folder, or a name on the Hugging Face hub")
     init.add_argument(
-        "data", type=Path, metavar="DATA", help="prompts: JSON lines, a JSON list, CSV or Parquet; see docs/data.md"
+        "data",
+        type=Path,
+        metavar="DATA",
+        help="prompts: a file (JSON lines, a JSON list, CSV or Parquet), a name on the Hugging Face hub, or a function "
+        "of your own, my_module:my_rows; see docs/data.md",
     )
     init.add_argument(
         "settings",

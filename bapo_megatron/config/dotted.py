@@ -17,6 +17,11 @@ from bapo_megatron.errors import UserError
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
+def is_dotted(value: str) -> bool:
+    """Return whether a value has the form "package.module:name"."""
+    return _PATH.fullmatch(value) is not None
+
+
 def imported(path: str) -> Any:
     """Return the object of the package at "package.module:name"."""
     module, _, name = path.partition(":")
@@ -35,7 +40,7 @@ class Seam:
 
     def known(self, value: str) -> str:
         """Return `value`, a built-in name or a dotted path. Raises ValueError, for a pydantic validator."""
-        if value in self.names or _PATH.fullmatch(value):
+        if value in self.names or is_dotted(value):
             return value
         names = ", ".join(f'"{name}"' for name in self.names)
         raise ValueError(f'must be {names} or a path like "my_module:my_name", got "{value}"')
@@ -99,6 +104,11 @@ REWARD = Seam(
     ("auto", "chains", "reasoning_gym", "math", "text", "code"),
     "def judge(answer, response) -> float, plain or async, with parameters out of prompt, answer, response, source "
     "(they are passed by name)",
+)
+SOURCE = Seam(
+    "data.source",
+    ("chains", "programs", "reasoning_gym", "jsonl", "hub"),
+    'def rows(**options) that returns or yields rows such as {"prompt": "...", "answer": ...}',
 )
 KEEP_GROUP = Seam(
     "rollout.keep_group",

@@ -506,19 +506,22 @@ def _data(config: Config) -> Iterator[Violation]:
         yield from _source(table, one)
 
 
+_NEED_PATH = {"jsonl": "a file with one JSON object a line", "hub": 'the name of a data set, such as "openai/gsm8k"'}
+
+
 def _source(table: str, one: SourceConfig) -> Iterator[Violation]:
     """Check one source of prompts, described by `table`: whether it names what it draws from, and nothing else."""
     decided_by = (f"{table}.source", *(["data.sources"] if table == "data" else []))  # [data] is read without sources
-    if one.source == "jsonl" and one.path is None:
-        problem = f'{table}.source="jsonl" needs {table}.path'
-        yield Violation((f"{table}.path", *decided_by), problem, "set it to a file with one JSON object a line")
+    if one.source in _NEED_PATH and one.path is None:
+        problem = f'{table}.source="{one.source}" needs {table}.path'
+        yield Violation((f"{table}.path", *decided_by), problem, f"set it to {_NEED_PATH[one.source]}")
     if one.source == "reasoning_gym" and one.dataset is None:
         yield Violation(
             (f"{table}.dataset", *decided_by),
             f'{table}.source="reasoning_gym" needs {table}.dataset',
             f'set it, such as {table}.dataset="basic_arithmetic"',
         )
-    if table != "data" and one.source != "jsonl" and one.path is not None:
+    if table != "data" and one.source not in _NEED_PATH and one.path is not None:
         problem = f'{table}.path={one.path} has no effect with source="{one.source}"'
         yield Violation((f"{table}.path", *decided_by), problem, "leave one of them out")
 
@@ -549,6 +552,13 @@ def _eval(config: Config) -> Iterator[Violation]:
             ("eval.path", *_EVALUATES, "data.source", "data.sources"),
             'eval.interval_steps with data.source="jsonl" needs eval.path, a file of prompts to evaluate on',
             "set it, or leave eval.interval_steps out",
+        )
+    elif config.data.has_rows and config.data.source != "jsonl" and not config.eval.sets:
+        yield Violation(
+            (*_EVALUATES, "data.source", "data.sources"),
+            f'eval.interval_steps with data.source="{config.data.source}" needs eval.sets, which name the prompts to '
+            "evaluate on",
+            "set them, or leave eval.interval_steps out",
         )
     if not config.rollout.engine_kind.samples:
         yield Violation(
@@ -594,7 +604,7 @@ def _reward(config: Config) -> Iterator[Violation]:
         )
     yield from _parts(reward)
     for table, one in config.prompt_sources.items():
-        if reward.kind == "code" and one.source != "jsonl":
+        if reward.kind == "code" and not one.has_rows:
             yield Violation(
                 (f"{table}.source", "reward.kind", "data.sources"),
                 f'reward.kind="code" needs prompts with tests, but {table}.source={one.source!r} has none',

@@ -23,7 +23,7 @@ from bapo_megatron.config.base import (
     Violation,
     Whole,
 )
-from bapo_megatron.config.dotted import KEEP_GROUP, REWARD
+from bapo_megatron.config.dotted import KEEP_GROUP, REWARD, SOURCE
 from bapo_megatron.config.engines import ENGINE, EngineKind, engine_kind
 from bapo_megatron.config.families import FAMILY, own_family
 from bapo_megatron.config.losses import DEFAULT, LOSSES, AnyLoss
@@ -102,6 +102,7 @@ EntryName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_len
 
 
 _FIELDS = ("prompt", "answer")  # what a question is made from
+_PROCEDURAL = ("chains", "programs", "reasoning_gym")
 
 
 def _columns_of_fields(columns: dict[str, str]) -> dict[str, str]:
@@ -118,25 +119,45 @@ def _columns_of_fields(columns: dict[str, str]) -> dict[str, str]:
 class SourceConfig(Section):
     """A source of prompts."""
 
-    source: Literal["chains", "programs", "reasoning_gym", "jsonl"] = "chains"
+    source: Annotated[str, AfterValidator(SOURCE.known)] = "chains"
     """chains: the demo's modular arithmetic; programs: small functions to be found from examples; reasoning_gym: a
-    procedural data set; jsonl: your own file."""
+    procedural data set. Or rows: of your own file (jsonl), of a data set on the Hugging Face hub (hub), or of your own
+    function, "my_package.my_module:my_rows"."""
     path: PathText | None = None
     """jsonl: the file, one object a line with the fields `prompt` and `answer`; or a JSON list (.json), CSV (.csv) or
-    Parquet (.parquet)."""
+    Parquet (.parquet). hub: the data set's name, such as "openai/gsm8k", or "openai/gsm8k@COMMIT"."""
+    subset: str | None = None
+    """hub: name of the subset (configuration) of a data set that has several."""
+    split: str = "train"
+    """hub: the split, or a part of it, such as "train[:1000]"."""
     format: Literal["plain", "math", "gsm8k", "humaneval"] = "plain"
-    """jsonl: fields of the file. plain: `prompt` and `answer`; math: MATH-500 and AIME; gsm8k; humaneval: programs,
+    """Rows: their columns. plain: `prompt` and `answer`; math: MATH-500 and AIME; gsm8k; humaneval: programs,
     judged by their tests. All but plain also say how to answer; see docs/evaluation.md."""
     fields: Annotated[dict[str, str], AfterValidator(_columns_of_fields)] = Field(default_factory=dict)
-    """jsonl: the columns that hold the prompt and the answer, where they have other names than those of `format`:
+    """Rows: the columns that hold the prompt and the answer, where they have other names than those of `format`:
     {prompt = "question", answer = "solution"}; "reward_model.ground_truth" is a value in an object."""
     dataset: str | None = None
     """reasoning_gym: name of the data set, such as "basic_arithmetic"."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the source: chains {min_terms, max_terms}, programs {num_examples}, reasoning_gym: the data set's own
-    settings."""
+    settings; a function of your own: its arguments, by name."""
     size: Count = 10_000
     """Number of prompts that a procedural source makes before it starts over in a new order."""
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the prompts are rows, of a file, the hub or a function, and not made as needed."""
+        return self.source not in _PROCEDURAL
+
+    @property
+    def is_own_function(self) -> bool:
+        """Whether the rows are those of a function of the user's own."""
+        return self.source not in SOURCE.names
+
+    @property
+    def origin(self) -> str:
+        """Where the prompts are from, in a word: a file, a data set or a source."""
+        return self.path if self.path is not None and self.source in ("jsonl", "hub") else self.source
 
 
 class NamedSource(SourceConfig):
@@ -811,8 +832,9 @@ class Config(Section):
     @property
     def prompt_files(self) -> dict[str, str]:
         """Files of prompts that settings name, by setting, such as "data.path"."""
-        files = {"data.path": self.data.path, "eval.path": self.eval.path}
-        files |= {f"{table}.path": one.path for table, one in (self.prompt_sources | self.eval_sets).items()}
+        tables = {"data": self.data, **self.prompt_sources, **self.eval_sets}
+        files = {f"{table}.path": one.path for table, one in tables.items() if one.source != "hub"}
+        files.setdefault("eval.path", self.eval.path)
         return {setting: path for setting, path in files.items() if path is not None}
 
     @property

@@ -58,9 +58,9 @@ def note_of_training(config: Config, data: Path | None) -> str | None:
     Args:
         data: the file of problems that was given, if any.
     """
-    if data is not None or config.data.source != "jsonl":
+    if data is not None or not config.data.has_rows:
         return None
-    return f"these are the prompts of training, {config.data.path}; for others, give --data FILE"
+    return f"these are the prompts of training, {config.data.origin}; for others, give --data FILE"
 
 
 def evaluate(
@@ -86,7 +86,7 @@ def evaluate(
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} is not empty: give another --output, or remove it")
     seed = config.run.seed
-    if config.data.source != "jsonl":  # not the problems of training, as in a run's own evaluation
+    if not config.data.has_rows:  # not the problems of training, as in a run's own evaluation
         config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed + EVAL_SEED})})
     output.mkdir(parents=True, exist_ok=True)
     with (
@@ -103,7 +103,7 @@ def evaluate(
     facts = {
         "checkpoint": str(checkpoint),
         "weight_version": version,
-        "data": config.data.path or config.data.source,
+        "data": config.data.origin,
         "format": config.data.format,
         "judge": asked.kind,
         "engine": r.engine,
@@ -130,8 +130,7 @@ class _Asking:
         self._judge = TextJudge(scorer, self._tokenizer)
         self._vocab_size = load_hf_config(model_path)["vocab_size"]
         stream = PromptStream(config, self._tokenizer)
-        is_file = config.data.source == "jsonl"
-        self._prompts = stream.in_order(limit or (None if is_file else config.eval.num_prompts))
+        self._prompts = stream.in_order(limit or (None if config.data.has_rows else config.eval.num_prompts))
         self.num_skipped = stream.num_skipped
 
     def ask(self, urls: Sequence[str], key: str, responses: Path, tell: Callable[[str], None]) -> tuple[Problem, ...]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.assets import SHIPPED_MODELS
-from bapo_megatron.config.base import Violation, warning
+from bapo_megatron.config.base import Severity, Violation, warning
 from bapo_megatron.config.dotted import REWARD
 from bapo_megatron.config.schema import Config, MixedSource, SourceConfig
 from bapo_megatron.engines.key import read_key
@@ -78,7 +78,9 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
     is_complete = True
     for table, one in _sources_read(config).items():
         alone, settings = config.with_prompts_of(one), _settings_of(config, table)
-        if (one.source == "jsonl" and one.path is None) or (one.source == "reasoning_gym" and one.dataset is None):
+        if (one.source in ("jsonl", "hub") and one.path is None) or (
+            one.source == "reasoning_gym" and one.dataset is None
+        ):
             is_complete = False  # config/plan.py reports it
             continue
         if one.source == "jsonl" and not (path := Path(one.path or "").expanduser()).exists():
@@ -95,35 +97,39 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
             first = [source[i] for i in range(min(NUM_ROWS, len(source)))]
         except UserError as error:
             is_complete = False
-            yield Violation(settings, str(error))
+            severity: Severity = "warning" if one.source == "hub" and not here else "error"
+            yield Violation(settings, str(error), severity=severity)
             continue
         is_trained, is_code = table in config.prompt_sources, config.reward.kind == "code"
         name = one.name if isinstance(one, MixedSource) else source.name
-        if not (is_trained and is_code and one.source != "jsonl"):  # config/plan.py reports it
+        if not (is_trained and is_code and not one.has_rows):  # config/plan.py reports it
             questions.append((config if is_trained and not is_code else alone, name, source[0]))
-        if table == "data" and one.source == "jsonl":
+        if table == "data" and one.has_rows:
             yield from _few_prompts(config, len(source), settings)
         yield from _lengths(alone, model, source, first, settings)
     yield from _judge(config, questions, is_complete=is_complete)
 
 
 def _few_prompts(config: Config, num_prompts: int, settings: tuple[str, ...]) -> Iterator[Violation]:
-    """Warn of a file with fewer prompts than a step takes."""
+    """Warn of rows that are fewer than the prompts of a step."""
     if num_prompts < config.rollout.prompts_per_step:
         yield warning(
             ("rollout.prompts_per_step", *settings),
             f"rollout.prompts_per_step={config.rollout.prompts_per_step} is more than the "
-            f"{plural(num_prompts, 'prompt')} of {config.data.path}: a step takes some of them twice or more",
+            f"{plural(num_prompts, 'prompt')} of {config.data.origin}: a step takes some of them twice or more",
             f"set rollout.prompts_per_step={num_prompts}, or add prompts",
         )
 
 
 def _settings_of(config: Config, table: str) -> tuple[str, ...]:
     """Return the settings that describe the prompts of a table."""
-    source = (config.prompt_sources | config.eval_sets)[table].source
-    fields = {"jsonl": ("path", "source", "format", "fields"), "reasoning_gym": ("options", "dataset", "source")}.get(
-        source, ("options", "source")
-    )
+    one = (config.prompt_sources | config.eval_sets)[table]
+    own = ("source", "options", "format", "fields") if one.is_own_function else ("options", "source")
+    fields = {
+        "jsonl": ("path", "source", "format", "fields"),
+        "hub": ("path", "subset", "split", "source", "format", "fields"),
+        "reasoning_gym": ("options", "dataset", "source"),
+    }.get(one.source, own)
     if table == "eval":  # [data] decides the kind of prompts
         return (*(f"{'eval' if field == 'path' else 'data'}.{field}" for field in fields), "eval.sets")
     return (*(f"{table}.{field}" for field in fields), *(["data.sources"] if table == "data" else []))
@@ -193,7 +199,7 @@ def _judge(config: Config, questions: list[Asked], *, is_complete: bool) -> Iter
         else ("reward.kind", "reward.weights")
     )
     settings = (*judges, *(f"{table}.{field}" for table in _sources_read(config) for field in asked_about))
-    is_reported = kind == "code" and any(one.source != "jsonl" for one in config.prompt_sources.values())
+    is_reported = kind == "code" and any(not one.has_rows for one in config.prompt_sources.values())
     try:
         if not is_reported:  # by config/plan.py
             by_spec.append((JudgeSpec.of(config), []))

@@ -1,7 +1,7 @@
-"""`bapo init`: a configuration for a model and a file of prompts, with a layout that fits this machine.
+"""`bapo init`: a configuration for a model and rows of prompts, with a layout that fits this machine.
 
 model -> shape, chat template -------------------+
-file -> format, columns, judge, longest prompt --+-> settings -> layout that fits (preflight/suggest.py) -> TOML
+rows -> format, columns, judge, longest prompt --+-> settings -> layout that fits (preflight/suggest.py) -> TOML
 machine -> GPUs, memory -------------------------+
 
 The file passes `bapo check`.
@@ -18,8 +18,10 @@ from typing import Any
 
 import tomli_w
 
-from bapo_megatron.assets import resolve_model_path
+from bapo_megatron.assets import SHIPPED_MODELS, resolve_model_path
+from bapo_megatron.config.dotted import is_dotted
 from bapo_megatron.config.load import load_tables, merge, parse_override
+from bapo_megatron.config.schema import SourceConfig
 from bapo_megatron.errors import ConfigError, DataError, UserError
 from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape
 from bapo_megatron.hf.tokenizer import load_tokenizer
@@ -29,8 +31,8 @@ from bapo_megatron.preflight.memory import fullest_rank, model_parameters
 from bapo_megatron.preflight.plan import make_plan, memory_problems
 from bapo_megatron.preflight.suggest import suggest
 from bapo_megatron.prompts.base import Question
-from bapo_megatron.prompts.jsonl import ANSWER_COLUMNS, PROMPT_COLUMNS, JsonlSource, has
-from bapo_megatron.prompts.rows import read_rows
+from bapo_megatron.prompts.jsonl import ANSWER_COLUMNS, PROMPT_COLUMNS, RowSource, has, named_rows
+from bapo_megatron.prompts.rows import Row, may_be_on_hub, read_rows
 
 _FORMATS = ("plain", "gsm8k", "humaneval", "math")  # in this order: rows of gsm8k could be read as math, too
 _ASKED = ("question", "problem")  # columns of bare questions, which do not say how to answer
@@ -93,7 +95,8 @@ def write_config(model: str, data: Path, output: Path | None, machine: Machine, 
 
     Args:
         model: a value of model.path.
-        data: prompts in a format of `data.format`, or with columns of usual names.
+        data: a file, the name of a data set on the hub, or the dotted path of a function, with prompts in a format of
+            `data.format` or in columns of usual names.
         output: new file; None: <model>.toml in the working directory.
         settings: what the user sets, such as "data.fields.prompt=question".
 
@@ -111,6 +114,8 @@ def write_config(model: str, data: Path, output: Path | None, machine: Machine, 
         merge(given, value)
     load_tables({"": given})
     table, (prompt, question) = _table(model, data, name if output is None else _run_name(file, name), machine, given)
+    if file.parent.resolve() != Path.cwd():  # relative paths begin in the working folder
+        _make_absolute(table)
     config = load_tables({str(file): table})
     if errors := [v.message for v in violations_of(config, elsewhere=True) if v.severity == "error"]:
         raise ConfigError("\n".join(errors))
@@ -121,6 +126,15 @@ def write_config(model: str, data: Path, output: Path | None, machine: Machine, 
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror}; give another name with -o") from error
     return Start(file, table, prompt, question.answer)
+
+
+def _make_absolute(table: Table) -> None:
+    """Let the paths of model and data hold in any working folder."""
+    model, data = Path(table["model"]["path"]).expanduser(), table["data"]
+    if model.is_dir() and table["model"]["path"] not in SHIPPED_MODELS:
+        table["model"]["path"] = str(model.absolute())
+    if data["source"] == "jsonl":
+        data["path"] = str(Path(data["path"]).expanduser().absolute())
 
 
 def _run_name(file: Path, default: str) -> str:
@@ -148,8 +162,6 @@ def _table(model: str, data: Path, name: str, machine: Machine, given: Table) ->
         "run": {"name": name},
         "model": {"path": model},
         "data": {
-            "source": "jsonl",
-            "path": str(data),
             **read_as,
             "chat_template": bool(tokenizer.chat_template),
             "max_prompt_tokens": prompt_tokens,
@@ -172,26 +184,53 @@ def _table(model: str, data: Path, name: str, machine: Machine, given: Table) ->
 
 
 def _read(data: Path, given: Table) -> tuple[Table, list[Question]]:
-    """Return format and columns of a file, and its rows. Raises DataError if none fit: the reason of the plainest."""
+    """Return source, format and columns, and the rows. Raises DataError if none fit: the reason of the plainest."""
+    source, what, rows = _rows(data, given)
     problems = []
     fields = given.get("fields", {})
-    candidates: list[Table] = [{"format": name} for name in _FORMATS] + _named_columns(data, fields)
+    candidates: list[Table] = [{"format": name} for name in _FORMATS] + _named_columns(rows[:1], fields)
     for read_as in candidates if "format" not in given else [{"format": given["format"]}]:
         settings = {**read_as, "fields": {**read_as.get("fields", {}), **fields}}
         try:
-            questions = JsonlSource(str(data), settings["format"], "DATA", settings["fields"]).questions
+            found = RowSource(source["source"], rows, what=what, format=settings["format"], fields=settings["fields"])
         except DataError as error:
             problems.append(error)
             continue
-        return settings if settings["fields"] else read_as, questions
-    raise DataError(str(problems[0]).replace("DATA.fields", "data.fields"))
+        return {**source, **(settings if settings["fields"] else read_as)}, found.questions
+    raise problems[0]
 
 
-def _named_columns(data: Path, fields: Table) -> list[Table]:
-    """Return how the columns of a file may be read, if their names are usual ones."""
-    row = next(read_rows(data.expanduser(), "DATA"), None)
-    if row is None:
+def _rows(data: Path, given: Table) -> tuple[Table, str, list[Row]]:
+    """Return the settings that name the rows, what messages call them, and the rows. Raises UserError."""
+    name = str(data)
+    kind = given.get("source", _kind_of(data))
+    if kind == "jsonl":
+        return {"source": kind, "path": name}, f"{data}: the file", list(read_rows(data.expanduser(), "DATA"))
+    source = {"source": kind, "path": name} if kind == "hub" else {"source": kind}
+    one = SourceConfig(**{key: value for key, value in (given | source).items() if key in SourceConfig.model_fields})
+    if not one.has_rows:
+        raise UserError(f'data.source="{kind}" makes prompts, and DATA names others; leave data.source out')
+    try:
+        what, rows = named_rows(one, "data")
+        return source, what, list(rows)
+    except DataError as error:
+        if "source" in given:
+            raise
+        raise DataError(f"DATA: there is no file {data.absolute()}, and as a data set of the hub: {error}") from error
+
+
+def _kind_of(data: Path) -> str:
+    """Return the value of data.source for what DATA names: what is here is a file."""
+    if data.expanduser().exists():
+        return "jsonl"
+    return str(data) if is_dotted(str(data)) else "hub" if may_be_on_hub(data) else "jsonl"
+
+
+def _named_columns(rows: Sequence[Row], fields: Table) -> list[Table]:
+    """Return how the columns of a first row may be read, if their names are usual ones."""
+    if not rows:
         return []
+    (row,) = rows
     prompt = fields.get("prompt") or next((name for name in PROMPT_COLUMNS if has(row.values, name)), None)
     answer = fields.get("answer") or next((name for name in ANSWER_COLUMNS if has(row.values, name)), None)
     if prompt is None or answer is None or prompt == answer:

@@ -1,27 +1,29 @@
-"""Prompt sources (chains, programs, reasoning-gym, JSONL) and the resumable streams over them."""
+"""Prompt sources (chains, programs, reasoning-gym, rows) and the resumable streams over them."""
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import DataError
 from bapo_megatron.prompts.base import PromptSource
 from bapo_megatron.prompts.chains import ChainSource
-from bapo_megatron.prompts.jsonl import JsonlSource
+from bapo_megatron.prompts.jsonl import row_source
 from bapo_megatron.prompts.programs import ProgramSource
 from bapo_megatron.prompts.reasoning_gym import ReasoningGymSource
 
 
 def build_source(config: Config, table: str = "data") -> PromptSource:
-    """Build the source that `[data]` describes. Raises DataError, which names `table` as the place of its settings."""
+    """Build the source that `[data]` describes.
+
+    Raises DataError, which names `table` as the place of its settings, or UserError for a function of the user's own.
+    """
     data, seed = config.data, config.run.seed
-    if data.source == "jsonl":
-        skips_empty = data.on_bad_prompt == "skip"
-        return JsonlSource(data.path, data.format, f"{table}.path", data.fields, skips_empty=skips_empty)
+    if data.has_rows:
+        return row_source(data, table, skips_empty=data.on_bad_prompt == "skip")
     try:
         match data.source:
             case "chains":
                 return ChainSource(data.size, seed, data.options)
             case "programs":
                 return ProgramSource(data.size, seed, data.options)
-            case "reasoning_gym":
+            case _:
                 return ReasoningGymSource(data.dataset, data.size, seed, data.options)
     except DataError as error:
         if table == "data":

@@ -1,4 +1,4 @@
-"""Your own prompts: the rows of a file as questions.
+"""Your own prompts: rows as questions.
 
 Rows of well-known data sets become questions too: each of `FORMATS` reads the fields of a row, or raises DataError.
 `data.fields` names the columns that hold them.
@@ -6,14 +6,17 @@ Rows of well-known data sets become questions too: each of `FORMATS` reads the f
 
 import difflib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bapo_megatron.config.schema import SourceConfig
 from bapo_megatron.errors import DataError, plural
 from bapo_megatron.prompts.base import Message, Question
-from bapo_megatron.prompts.rows import Row, kind_of, read_rows
+from bapo_megatron.prompts.function_rows import function_rows
+from bapo_megatron.prompts.hub_rows import hub_rows
+from bapo_megatron.prompts.rows import EXAMPLE, Row, kind_of, read_rows
 
 PROMPT_COLUMNS = ("prompt", "messages", "question", "problem", "instruction", "query", "input")
 ANSWER_COLUMNS = (
@@ -38,34 +41,32 @@ _PROGRAM = (
 )
 
 
-class JsonlSource:
-    """All rows of a file, read once. Ignores further columns.
+class RowSource:
+    """All rows of a file, a data set of the hub or a function, read once. Ignores further columns.
 
     Args:
+        what: the rows as a whole, for messages.
         format: a key of `FORMATS`.
-        setting: what errors call the path.
         fields: columns by the field that they hold, "prompt" or "answer".
+        table: the place of `fields` in the configuration.
         skips_empty: whether a run leaves out empty prompts.
 
-    Raises DataError naming file and rows for malformed ones, and for a missing, unreadable or empty file.
+    Raises DataError naming rows for malformed ones, and if there is none.
     """
-
-    name = "jsonl"
 
     def __init__(
         self,
-        path: str | None,
-        format: str = "plain",
-        setting: str = "data.path",
-        fields: Mapping[str, str] | None = None,
+        name: str,
+        rows: Iterable[Row],
         *,
+        what: str,
+        format: str = "plain",
+        fields: Mapping[str, str] | None = None,
+        table: str = "data",
         skips_empty: bool = True,
     ) -> None:
-        if not path:
-            raise DataError("data.source = 'jsonl' needs data.path: the file with your prompts")
-        file = Path(path).expanduser()
-        table = "data" if setting == "eval.path" else setting.removesuffix(".path")
-        rows = list(read_rows(file, setting))
+        self.name = name
+        rows = list(rows)
         self.questions: list[Question] = []
         empty: list[str] = []
         problems: dict[str, list[str]] = {}  # places by what is wrong there
@@ -85,13 +86,62 @@ class JsonlSource:
                 problems["the prompt is empty"] = empty
             raise DataError(_listed(problems, len(rows)))
         if not rows:
-            raise DataError(f"{file}: the file has no prompts")
+            raise DataError(f"{what} has no prompts; expected rows like {EXAMPLE}")
 
     def __len__(self) -> int:
         return len(self.questions)
 
     def __getitem__(self, index: int) -> Question:
         return self.questions[index]
+
+
+class JsonlSource(RowSource):
+    """The rows of a file.
+
+    Args:
+        setting: what errors call the path.
+
+    Raises DataError as `RowSource` does, and for a missing or unreadable file.
+    """
+
+    def __init__(
+        self,
+        path: str | None,
+        format: str = "plain",
+        setting: str = "data.path",
+        fields: Mapping[str, str] | None = None,
+        *,
+        skips_empty: bool = True,
+    ) -> None:
+        if not path:
+            raise DataError("data.source = 'jsonl' needs data.path: the file with your prompts")
+        file = Path(path).expanduser()
+        super().__init__(
+            "jsonl",
+            read_rows(file, setting),
+            what=f"{file}: the file",
+            format=format,
+            fields=fields,
+            table="data" if setting == "eval.path" else setting.removesuffix(".path"),
+            skips_empty=skips_empty,
+        )
+
+
+def row_source(one: SourceConfig, table: str, *, skips_empty: bool) -> RowSource:
+    """Return the rows of a file, of the hub or of a function, as `table` of the configuration describes them."""
+    if one.source == "jsonl":
+        return JsonlSource(one.path, one.format, f"{table}.path", one.fields, skips_empty=skips_empty)
+    what, rows = named_rows(one, table)
+    return RowSource(
+        one.source, rows, what=what, format=one.format, fields=one.fields, table=table, skips_empty=skips_empty
+    )
+
+
+def named_rows(one: SourceConfig, table: str) -> tuple[str, Iterator[Row]]:
+    """Return the rows of the hub or of a function, after what messages call all of them."""
+    if one.source == "hub":
+        return f"{one.path}: the split {one.split}", hub_rows(one.path, one.subset, one.split, table)
+    return f'{table}.source="{one.source}": the function', function_rows(one.source, one.options, table)
 
 
 def _listed(problems: Mapping[str, Sequence[str]], num_rows: int) -> str:
@@ -154,6 +204,11 @@ class Columns:
         asked = (self.fields[field],) if field in self.fields else columns
         for column in asked:
             if has(self.row.values, column):
+                if other := next((f for f, named in self.fields.items() if named == column and f != field), None):
+                    raise DataError(
+                        f"field {column!r} would be both {other}, as {self.setting}.{other} says, and {field}; name "
+                        f"two columns in {self.setting}"
+                    )
                 return column, value_at(self.row.values, column)
         names = list(self.row.values)
         present = f"(fields: {', '.join(sorted(map(repr, names))) or 'none'})"

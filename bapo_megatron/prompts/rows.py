@@ -12,13 +12,13 @@ from bapo_megatron.assets.hub import is_hub_name
 from bapo_megatron.errors import DataError
 from bapo_megatron.runtime.files import regular_file
 
-_EXPECTED = 'expected an object like {"prompt": "...", "answer": ...}'
+EXAMPLE = '{"prompt": "...", "answer": ...}'
 _MAX_CSV_CHARS = 1 << 30  # of one value; csv's own limit is 131,072
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of a file: its values by column, or the reason why it cannot be read."""
+    """A row: its values by column, or the reason why it cannot be read."""
 
     where: str  # its place, such as "math.jsonl:3"
     values: dict[str, Any] = field(default_factory=dict)
@@ -44,9 +44,10 @@ def read_rows(file: Path, setting: str) -> Iterator[Row]:
 
 
 def kind_of(value: Any) -> str:
-    """Name a value's JSON type, for messages."""
+    """Name a value's JSON type, or its Python type if it is no JSON value, for messages."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
+    names |= {int: "a number", float: "a number"}
+    return names.get(type(value), f"a value of type {type(value).__name__}")
 
 
 def _text(file: Path, setting: str) -> str:
@@ -63,7 +64,7 @@ def _json_rows(file: Path, setting: str) -> Iterator[Row]:
     # not splitlines: JSON strings may hold other Unicode line separators
     for number, line in enumerate(_text(file, setting).split("\n"), start=1):
         if line.strip():
-            yield _row(f"{file}:{number}", *_parsed(line))
+            yield as_row(f"{file}:{number}", *_parsed(line))
 
 
 def _listed_rows(file: Path, text: str) -> Iterator[Row]:
@@ -72,7 +73,7 @@ def _listed_rows(file: Path, text: str) -> Iterator[Row]:
         yield Row(str(file), problem=problem)
         return
     for number, value in enumerate(values, start=1):
-        yield _row(f"{file}, item {number}", value)
+        yield as_row(f"{file}, item {number}", value)
 
 
 def _csv_rows(file: Path, setting: str) -> Iterator[Row]:
@@ -120,12 +121,19 @@ def _parquet_rows(file: Path, setting: str) -> Iterator[Row]:
 def missing(file: Path, setting: str) -> str:
     """Return the message about a file that is not there."""
     problem = f"{setting}: there is no file {file.absolute()}"
-    if not is_hub_name(str(file)):
+    if not may_be_on_hub(file):
         return problem
+    table = setting.removesuffix(".path")
+    how = f'set {table}.source="hub", or ' if table not in (setting, "eval") else ""
     return (
-        f"{problem}; if {file} is a data set of the Hugging Face hub, run `hf download {file} --repo-type dataset "
+        f"{problem}; if {file} is a data set of the Hugging Face hub, {how}run `hf download {file} --repo-type dataset "
         f"--local-dir data/{file.name}`, and give one of its files"
     )
+
+
+def may_be_on_hub(file: Path) -> bool:
+    """Return whether a path has the form of a data set's name on the Hugging Face hub."""
+    return is_hub_name(str(file)) and file.suffix.lower() not in (".jsonl", ".json", ".csv", ".parquet")
 
 
 def _unreadable(file: Path, setting: str, error: OSError) -> DataError:
@@ -147,7 +155,8 @@ def _parsed(text: str) -> tuple[Any, str]:
         return None, "the JSON is nested too deeply; flatten it"
 
 
-def _row(where: str, value: Any, problem: str = "") -> Row:
+def as_row(where: str, value: Any, problem: str = "") -> Row:
+    """Return a row of what was found at a place, or of the problem with it."""
     if not problem and not isinstance(value, dict):
-        problem = f"{_EXPECTED}, got {kind_of(value)}"
+        problem = f"expected an object like {EXAMPLE}, got {kind_of(value)}"
     return Row(where, problem=problem) if problem else Row(where, value)

@@ -81,7 +81,7 @@ class PromptStream:
         )
 
     def check(self, num_rows: int | None = None) -> None:
-        """Find bad prompts before a run starts: in a file all of them, in an endless source some.
+        """Find bad prompts before a run starts: of rows all of them, of an endless source some.
 
         Args:
             num_rows: look at this many at the start of the source only.
@@ -91,7 +91,7 @@ class PromptStream:
         if self.data.on_bad_prompt == "skip":
             return
         size = min(len(self.source), num_rows or len(self.source))
-        step = 1 if self.source.name == "jsonl" else math.ceil(size / NUM_CHECKED)
+        step = 1 if self.data.has_rows else math.ceil(size / NUM_CHECKED)
         problems = [p for i in range(0, size, step) if (p := self._tokenise(self.source[i])[1]) is not None]
         if problems:
             others = f" ({len(problems)} of {len(range(0, size, step))} prompts are empty or too long)"

@@ -28,6 +28,7 @@ from typing import Any
 
 from bapo_megatron.config.system_calls import calls_of
 from bapo_megatron.errors import UserError
+from bapo_megatron.rewards.judges import Refused
 from bapo_megatron.rewards.refusals import Refusals
 from bapo_megatron.rewards.scratch import exceeds, scratch_folder
 
@@ -68,10 +69,8 @@ def _outdented(indent: str, block: str) -> str:
     return "\n".join(line.removeprefix(indent) for line in lines)
 
 
-class ProgramReward(float):
+class ProgramReward(Refused, float):
     """Reward of a program, and the system calls that the sandbox refused it if it failed."""
-
-    refused_calls: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, reward: float, refused: Iterable[str]) -> "ProgramReward":
@@ -80,8 +79,8 @@ class ProgramReward(float):
         return found
 
 
-class ProgramTimeoutError(TimeoutError):
-    """End of a program by its deadline; `refused_calls` are the system calls that the sandbox refused it."""
+class ProgramTimeoutError(Refused, TimeoutError):
+    """End of a program by its deadline, and the system calls that the sandbox refused it."""
 
     def __init__(self, message: str, refused: Iterable[str]) -> None:
         super().__init__(message)

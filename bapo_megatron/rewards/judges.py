@@ -43,6 +43,12 @@ def fields_of(prompt: Prompt, response: str | None) -> dict[str, Any]:
     return {"prompt": prompt.text, "answer": prompt.answer, "response": response, "source": prompt.source}
 
 
+class Refused:
+    """An outcome of judging a program that failed, with the system calls that the sandbox refused it."""
+
+    refused_calls: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Outcome of judging one response, from the worker to the metrics.
@@ -79,9 +85,19 @@ class JudgeSpec:
     weights: dict[str, float] = field(default_factory=dict)  # of parts by name; none: the judge returns a number
 
     @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of all judges."""
+        return frozenset(self.judges.values() or {self.kind})
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether all judges are those of this package."""
+        return self.kinds <= {*REWARD.names}
+
+    @property
     def keeps_deadline(self) -> bool:
         """Whether the judge keeps the deadline itself."""
-        return not OWN_DEADLINE.isdisjoint(self.judges.values() or {self.kind})
+        return not OWN_DEADLINE.isdisjoint(self.kinds)
 
     @classmethod
     def of(cls, config: Config) -> JudgeSpec:
@@ -122,9 +138,10 @@ def _kind_for_all(config: Config, kind: str, setting: str) -> str:
 def _kind_for(kind: str, prompts: SourceConfig, setting: str) -> str:
     """Return the kind of judge for one source's prompts. Raises UserError if `kind` cannot judge them."""
     source = prompts.source
+    if kind == "auto" and prompts.has_rows:
+        return "code" if prompts.format == "humaneval" else "math"
     if kind == "auto":
-        of_file = "code" if prompts.format == "humaneval" else "math"
-        return {"jsonl": of_file, "programs": "code"}.get(source, source)
+        return {"programs": "code"}.get(source, source)
     if kind == "reasoning_gym" and source != "reasoning_gym":
         raise UserError(f"{setting} = 'reasoning_gym' judges prompts of that source only, not of {source!r}")
     if kind in ("chains", "code", "text") and source == "reasoning_gym":
@@ -218,13 +235,20 @@ def build_judge(spec: JudgeSpec) -> Judge:
     return replace(Judge.of(_all_of(judges), spec.kind, spec.weights), sample_response=sample)
 
 
+class _Joined(Refused, tuple[dict[str, float], str]):
+    """Numbers of several judges by part, their reasons, and the calls that a program was refused."""
+
+
 def _all_of(judges: Mapping[str, Judge]) -> Callable[..., Any]:
     """Return the function that calls all judges, and returns their numbers as parts, with their reasons."""
 
     def joined(values: Mapping[str, Any]) -> Any:
         verdicts = {part: as_verdict(value, {}) for part, value in values.items()}
         reasons = (f"{part}: {verdict.message}" for part, verdict in verdicts.items() if verdict.message)
-        return {part: verdict.reward for part, verdict in verdicts.items()}, "; ".join(reasons)
+        found = _Joined(({part: verdict.reward for part, verdict in verdicts.items()}, "; ".join(reasons)))
+        programs = (value for value in values.values() if isinstance(value, Refused))
+        found.refused_calls = tuple(name for value in programs for name in value.refused_calls)
+        return found
 
     def judge(**fields: Any) -> Any:
         return joined({part: one(fields) for part, one in judges.items()})

@@ -3,8 +3,8 @@
 The socket FD carries one JSON object a line.
     in:   {"judge": JudgeSpec} or {"environment": EnvironmentSpec}, then {"id": n, "fields": {...}} for each request
     out:  {"is_async": b, "place": p}, then for each id {"reward": x, "parts": {...}, "message": m} or {"answer": a} or
-          {"problem": "timeout" or "error", "message": m, "traceback": t, "is_misfit": b}, with the judge "code" either
-          may also have "refused_calls": [names]; {"user_error": m} instead of any of these
+          {"problem": "timeout" or "error", "message": m, "traceback": t, "is_misfit": b}, of which any may also have
+          "refused_calls": [names], of a program that failed; {"user_error": m} instead of any of these
 
 A judge of this package touches the system only to run programs. If that raises an OSError, something has spoilt the
 process (a limit was lowered, descriptors ran out), so it ends, and the pool judges the response again in a fresh one.
@@ -22,11 +22,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.config.dotted import REWARD
 from bapo_megatron.errors import UserError
 from bapo_megatron.rewards import environments, judges
 from bapo_megatron.rewards.environments import EnvironmentSpec, StepFunction, build_environment
-from bapo_megatron.rewards.judges import Judge, JudgeSpec, build_judge
+from bapo_megatron.rewards.judges import Judge, JudgeSpec, Refused, build_judge
 
 MAX_LINE_BYTES = 256 << 20  # of a request: room for a long response and a large answer
 _MAX_MESSAGE_CHARS = 500
@@ -59,9 +58,10 @@ def main() -> None:
     if work.is_async:
         asyncio.run(_serve_async(work, spec.timeout_s, connection))
         return
+    is_built_in = isinstance(spec, JudgeSpec) and spec.is_built_in
     for line in requests:
         request = json.loads(line)
-        reply = _reply(work, request["fields"], is_built_in=spec.kind in REWARD.names)
+        reply = _reply(work, request["fields"], is_built_in=is_built_in)
         send({"id": request["id"], **reply})
 
 
@@ -72,24 +72,25 @@ def _line(message: dict[str, Any]) -> bytes:
 def _reply(work: Work, fields: dict[str, Any], *, is_built_in: bool) -> dict[str, Any]:
     try:
         value = work(fields)
-        return {**_fitting(value, work), **_refused_calls(value, is_built_in)}
+        return {**_fitting(value, work), **_refused_calls(value)}
     except (Exception, SystemExit) as error:  # arbitrary text can make a judge raise anything
         if is_built_in and isinstance(error, OSError) and not isinstance(error, TimeoutError):
             raise
-        return _failure(error, work) | _refused_calls(error, is_built_in)
+        return _failure(error, work) | _refused_calls(error)
 
 
-def _refused_calls(outcome: object, is_built_in: bool) -> dict[str, Any]:
+def _refused_calls(outcome: object) -> dict[str, Any]:
     """Return what the judge of programs tells about refused system calls, as part of a reply."""
-    names = getattr(outcome, "refused_calls", ()) if is_built_in else ()
+    names = outcome.refused_calls if isinstance(outcome, Refused) else ()
     return {"refused_calls": names} if names else {}
 
 
 async def _reply_async(work: Work, fields: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     try:
-        return _fitting(await asyncio.wait_for(work(fields), timeout_s), work)
+        value = await asyncio.wait_for(work(fields), timeout_s)
+        return {**_fitting(value, work), **_refused_calls(value)}
     except (Exception, SystemExit) as error:
-        return _failure(error, work)
+        return _failure(error, work) | _refused_calls(error)
 
 
 def _fitting(value: Any, work: Work) -> dict[str, Any]:

@@ -468,6 +468,25 @@ def test_refused_calls_are_counted_and_named_once(caplog: pytest.LogCaptureFixtu
     ]
 
 
+@pytest.mark.parametrize("other", ["text", "waiting_judge:judge"])
+def test_refused_calls_count_with_other_judges_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str) -> None:
+    (tmp_path / "waiting_judge.py").write_text("async def judge(response): return 0.0, 'so so'")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    reward = {"judges": {"passes": "code", "other": other}, "timeout_s": HANG_S}
+    programs = [
+        "import os\nos.chmod('.', 1)\ndef f(x): return x",
+        "import os\nos.chmod('.', 1)",
+        "def f(x): return x + 1",
+    ]
+    data = {"source": "jsonl", "path": "p.jsonl"}
+    with RewardScorer(Config.model_validate({"reward": reward, "data": data})) as scorer:
+        verdicts = scorer.verdicts(prompts_for(programs))
+        metrics = scorer.metrics()
+    assert [verdict.refused_calls for verdict in verdicts] == [("chmod",), ("chmod",), ()]
+    assert [verdict.parts["passes"] for verdict in verdicts] == [0.0, 0.0, 1.0]
+    assert metrics["reward/refused_calls"] == 2
+
+
 def test_a_setting_allows_a_call() -> None:
     config = Config.model_validate(
         {

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -20,6 +21,7 @@ from bapo_megatron.preflight.starter import Machine, write_config
 from bapo_megatron.prompts.jsonl import JsonlSource
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards.answers import final_answer, judge_text
+from tests.hang import HANG_S
 
 COMING_FROM = Path(__file__).parents[2] / "docs" / "coming-from.md"
 TABLE = COMING_FROM.read_text(encoding="utf-8").partition("<!-- data -->")[2].partition("<!-- end of data -->")[0]
@@ -247,3 +249,129 @@ def test_init_takes_settings_and_speaks_of_data(tmp_path: Path, capsys: pytest.C
     assert "\ndata     format plain, prompt = 'frage', answer = 'antwort'\njudge    text\nanswer   yes\n" in out
     with pytest.raises(ConfigError, match=r"data\.nothing"):
         write_config("demo", Path(path), tmp_path / "other.toml", CPU, ["data.nothing=3"])
+
+
+GOOD = {"prompt": "1+1=", "answer": "2"}
+MIXED: list[Any] = [GOOD, {"prompt": 3, "answer": "2"}, ["1+1=", "2"], "7", {"prompt": {"a": 1}, "answer": 1}, "a,b"]
+JUDGES = """
+def text(response): return "good"
+def parts(response): return {"correct": 1.0, "short": 0.5}
+"""
+ROW = 'expected an object like {"prompt": "...", "answer": ...}'
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "settings", "messages"),
+    [
+        pytest.param(
+            "a.jsonl",
+            [{"question": "1+1=", "answer": "2"}] * 2,
+            ["data.fields.prompt=qestion"],
+            [
+                "a.jsonl:1: field 'qestion', which data.fields.prompt names, is missing (fields: 'answer', 'question')"
+                "; did you mean 'question'? (also 2)"
+            ],
+            id="a column that does not exist",
+        ),
+        pytest.param(
+            "a.jsonl",
+            MIXED,
+            [],
+            [
+                "a.jsonl:2: field 'prompt' must be a string or a list of messages, got a number",
+                f"a.jsonl:3: {ROW}, got a list",
+                f"a.jsonl:4: {ROW}, got a number",
+                "a.jsonl:5: field 'prompt' must be a string or a list of messages, got an object",
+                "a.jsonl:6: not JSON: Expecting value (column 1)",
+            ],
+            id="mixed types",
+        ),
+        *(
+            pytest.param(
+                name,
+                [text],
+                [],
+                [f'{name}: the file has no prompts; expected rows like {{"prompt": "...", "answer": ...}}'],
+                id=f"an empty file {name} {text}".rstrip(),
+            )
+            for name, text in (("a.jsonl", ""), ("a.csv", ""), ("a.csv", "prompt,answer"), ("a.json", "[]"))
+        ),
+        pytest.param(
+            "a.jsonl",
+            [GOOD, {"answer": "2"}],
+            [],
+            [
+                "a.jsonl:2: field 'prompt' is missing (fields: 'answer'), and so is 'messages'; does data.format fit "
+                'this file? or set data.fields.prompt="COLUMN"'
+            ],
+            id="neither prompt nor messages",
+        ),
+        pytest.param(
+            "a.jsonl",
+            [GOOD],
+            ["reward.kind=my_judges:text"],
+            [
+                'reward.kind="my_judges:text" returned no reward for a first sample, a.jsonl:1: TypeError("a judge '
+                "returns a number, not str: 'good'\") (my_judges.py, line 2); correct the judge"
+            ],
+            id="a judge that returns a string",
+        ),
+        pytest.param(
+            "a.jsonl",
+            [GOOD],
+            ["reward.kind=my_judges:parts", "reward.weights.correct=1"],
+            [
+                "reward.kind=\"my_judges:parts\": a judge returned {'correct': 1.0, 'short': 0.5}, with parts that "
+                "reward.weights does not name: 'short'; set reward.weights = {correct = 1.0, short = 1.0}, where 0 "
+                "only records a part"
+            ],
+            id="parts without weights",
+        ),
+        pytest.param(
+            "a.jsonl",
+            [GOOD],
+            ['data.fields={prompt="x", answer="x"}'],
+            [
+                'data.fields must name two columns, not "x" twice, for prompt and answer (override data.fields='
+                '{prompt="x", answer="x"})'
+            ],
+            id="a mapping that names a column twice",
+        ),
+        pytest.param(
+            "a.jsonl",
+            [GOOD] * 2,
+            ["data.fields.prompt=answer"],
+            [
+                "a.jsonl:1: field 'answer' would be both prompt, as data.fields.prompt says, and answer; name two "
+                "columns in data.fields (also 2)"
+            ],
+            id="a mapping that names the other field's column",
+        ),
+        pytest.param(
+            "a.csv",
+            ["prompt,prompt,answer", "1,2,3"],
+            [],
+            ["a.csv:1: the header names the column 'prompt' twice; rename one"],
+            id="a header that names a column twice",
+        ),
+    ],
+)
+def test_bad_input_is_told_before_a_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    rows: list[Any],
+    settings: list[str],
+    messages: list[str],
+) -> None:
+    """Each with the row, what was found there, and what is accepted."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    Path("my_judges.py").write_text(JUDGES)
+    Path(name).write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    kind = [] if any(one.startswith("reward.kind") for one in settings) else ["reward.kind=chains"]
+    small = ("data.options={}", "rollout.prompts_per_step=1", "rollout.groups_in_flight=1")
+    arguments = ("demo", "data.source=jsonl", f"data.path={name}", f"reward.timeout_s={HANG_S}", *small, *kind)
+    assert cli.main(["check", *arguments, *settings]) == 2
+    assert capsys.readouterr().err.splitlines() == [f"bapo: {message}" for message in messages]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -137,3 +138,22 @@ def test_mistakes_leave_no_file(
         assert message in error
         assert error.count("\n") == 1
     assert sorted(path.name for path in tmp_path.glob("*.toml")) == []
+
+
+def test_a_file_in_another_folder_holds_there_too(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Paths in a configuration begin in the working folder; written to another one, they are absolute."""
+    monkeypatch.setattr(starter, "this_machine", lambda: CPU)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(demo_model_path(), "policy")
+    shutil.copy(data, "rows.jsonl")
+    Path("exp").mkdir()
+    assert cli.main(["init", "policy", "rows.jsonl", "-o", "exp/mine.toml"]) == 0
+    assert cli.main(["init", "policy", "rows.jsonl", "-o", "here.toml"]) == 0
+    paths = [tomllib.loads(Path(name).read_text()) for name in ("exp/mine.toml", "here.toml")]
+    here = [(table["model"]["path"], table["data"]["path"]) for table in paths]
+    assert here == [(str(tmp_path / "policy"), str(tmp_path / "rows.jsonl")), ("policy", "rows.jsonl")]
+    monkeypatch.chdir("exp")
+    assert cli.main(["check", "mine.toml", "reward.kind=chains"]) == 0
+    assert "bapo:" not in capsys.readouterr().err

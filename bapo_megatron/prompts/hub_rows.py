@@ -1,0 +1,44 @@
+"""Rows of a data set on the Hugging Face hub, by the library `datasets`, an extra."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from bapo_megatron.errors import DataError
+from bapo_megatron.prompts.rows import Row, as_row
+
+_EXTRA = "pip install 'bapo-megatron[datasets]'"
+_MAX_CHARS = 300  # of a reason
+
+
+def hub_rows(path: str | None, subset: str | None, split: str, table: str) -> Iterator[Row]:
+    """Yield the rows of a split; what is not in the cache is downloaded, with a progress bar.
+
+    Args:
+        path: a name, such as "openai/gsm8k", or "openai/gsm8k@REVISION".
+        table: the place of these settings.
+
+    Raises DataError if the library is missing, or cannot load them.
+    """
+    if not path:
+        raise DataError(f"{table}.source = 'hub' needs {table}.path: the name of the data set")
+    if Path(path).expanduser().is_file():
+        raise DataError(f'{table}.path={path} is a file, not a data set on the hub; set {table}.source="jsonl"')
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            f'{table}.source="hub" needs datasets, which cannot be imported; run `{_EXTRA}`, or download a file of it '
+            f'and set {table}.source="jsonl"'
+        ) from None
+    name, _, revision = path.partition("@")
+    asked = f"{table}.path={path}, {f'{table}.subset={subset}, ' if subset is not None else ''}{table}.split={split}"
+    try:
+        rows = list(datasets.load_dataset(name, subset, split=split, revision=revision or None))
+    except Exception as error:  # the library raises many kinds
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_CHARS].rstrip(".")
+        raise DataError(
+            f"{asked}: datasets cannot load this: {reason}; correct the settings, or, where the hub cannot be reached, "
+            f'download a file of it elsewhere and set {table}.source="jsonl"'
+        ) from error
+    for number, value in enumerate(rows, start=1):
+        yield as_row(f"{path} {split}, row {number}", value)

@@ -1,0 +1,136 @@
+"""Five problems in the formats of TRL, verl and slime, as CSV and as Parquet: the same commands for each file."""
+
+import csv
+import functools
+import hashlib
+import json
+import time
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.monitor.rundir import read_metrics
+from tests.hang import PATIENT
+from tests.integration.test_train import bapo
+
+PROBLEMS = {"3+5*2=": "2", "1+1=": "2", "6-2+3=": "0", "4*4=": "2", "5+5-1=": "2"}
+TINY = ("rollout.samples_per_prompt=2", "rollout.max_response_tokens=16", "monitor.progress=lines", *PATIENT)
+Row = dict[str, Any]
+
+
+def user(question: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}]
+
+
+def trl(index: int, question: str, answer: str) -> Row:
+    return {"prompt": user(question), "solution": answer}
+
+
+def verl(index: int, question: str, answer: str) -> Row:
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": user(question),
+        "ability": "math",
+        "reward_model": {"ground_truth": answer, "style": "rule"},
+        "extra_info": {"answer": f"#### {answer}", "index": index, "question": question, "split": "train"},
+    }
+
+
+def slime(index: int, question: str, answer: str) -> Row:
+    return {"messages": user(question), "label": answer, "metadata": {"level": index}}
+
+
+def table(index: int, question: str, answer: str) -> Row:
+    return {"question": question, "answer": answer}
+
+
+FORMATS: dict[str, tuple[str, Callable[[int, str, str], Row], dict[str, str]]] = {
+    "TRL": ("train.jsonl", trl, {"answer": "solution"}),
+    "verl": ("train.parquet", verl, {"answer": "reward_model.ground_truth"}),
+    "slime": ("train.jsonl", slime, {"prompt": "messages", "answer": "label"}),
+    "CSV": ("train.csv", table, {}),
+    "Parquet": ("train.parquet", table, {}),
+}
+"""File, rows and the columns that `bapo init` proposes, by format."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a user sees of the three commands."""
+
+    data: dict[str, Any]  # of the configuration that init wrote
+    printed: str  # by init
+    is_unchanged: bool  # the file of prompts
+    metrics: list[dict[str, float]]
+
+
+def write(file: Path, rows: list[Row]) -> None:
+    if file.suffix == ".parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), file)
+    elif file.suffix == ".csv":
+        with file.open("w", newline="") as opened:
+            writer = csv.DictWriter(opened, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def outcome_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
+    """Run the commands for a format, once."""
+
+    @functools.cache
+    def outcome_of(name: str) -> Outcome:
+        file_name, row, _ = FORMATS[name]
+        folder = tmp_path_factory.mktemp(name)
+        file, config = folder / file_name, folder / "x.toml"
+        write(file, [row(i, question, answer) for i, (question, answer) in enumerate(PROBLEMS.items())])
+        digest = hashlib.sha256(file.read_bytes()).digest()
+        commands = {
+            "init": ("init", "demo", str(file), "-o", str(config)),
+            "check": ("check", str(config)),
+            "train": ("train", str(config), "train.num_steps=2", f"run.dir={folder}", *TINY),
+        }
+        printed, facts = {}, []
+        for verb, arguments in commands.items():
+            began_s = time.monotonic()
+            done = bapo(*arguments)
+            assert done.returncode == 0, f"{name}: bapo {verb}\n{done.stdout}{done.stderr}"
+            printed[verb] = done.stdout
+            facts.append(f"{verb} {done.returncode} ({time.monotonic() - began_s:.0f} s)")
+        data, judge = (next(s for s in printed["init"].splitlines() if s.startswith(key)) for key in ("data", "judge"))
+        print(f"{name:<8} {data:<60} {judge:<14} {', '.join(facts)}")
+        return Outcome(
+            tomllib.loads(config.read_text())["data"],
+            printed["init"],
+            hashlib.sha256(file.read_bytes()).digest() == digest,
+            read_metrics(folder / "x" / "metrics.jsonl"),
+        )
+
+    return outcome_of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_file_trains_as_it_is(name: str, outcome_of: Callable[[str], Outcome]) -> None:
+    found = outcome_of(name)
+    assert found.data.get("fields", {}) == FORMATS[name][2]
+    assert found.printed.startswith("first prompt:\n  3+5*2=")
+    assert "\njudge    math\nanswer   2\n" in found.printed
+    assert [row["step"] for row in found.metrics] == [1, 2]
+    assert found.is_unchanged
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "other"), [("TRL", "verl"), ("TRL", "slime"), ("CSV", "Parquet")])
+def test_the_same_problems_train_alike(name: str, other: str, outcome_of: Callable[[str], Outcome]) -> None:
+    """A table of bare questions gets another prompt than a conversation does: words that say how to answer."""
+    what = ("reward/mean", "loss/policy", "optimizer/grad_norm")
+    mine, others = ([[row[key] for key in what] for row in outcome_of(one).metrics] for one in (name, other))
+    assert mine == others
