@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from bapo_megatron.config.dotted import SOURCE, Seam
+from bapo_megatron.config.dotted import SOURCE
 from bapo_megatron.errors import UserError, plural
 from bapo_megatron.prompts.rows import Row, as_row
 
@@ -36,28 +36,31 @@ def function_rows(path: str, options: Mapping[str, Any], table: str) -> Iterator
         signature.bind(**options)
     except TypeError as error:
         raise seam.error(path, f"its signature is {signature}, which does not fit {table}.options: {error}") from None
-    number = 0
+
+    def failed(error: BaseException, num_rows: int) -> UserError:
+        after = f" after {plural(num_rows, 'row')}" if num_rows else ""
+        return seam.error(path, f"it raised {_told(error, path)}{after}")
+
     try:
         returned = function(**options)
-        if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
-            raise _misfit(seam, path, f"it returned a value of type {type(returned).__name__}, not rows")
-        for number, value in enumerate(returned, start=1):
-            if number > MAX_ROWS:
-                raise _misfit(seam, path, f"it gave {MAX_ROWS:,} rows, and more follow; let it end")
-            yield as_row(f"{path}, row {number}", value)
-    except _MisfitError:
-        raise
+        rows = iter(returned) if _may_be_rows(returned) else None
     except (Exception, SystemExit) as error:  # a function of the user may fail in any way
-        after = f" after {plural(number, 'row')}" if number else ""
-        raise seam.error(path, f"it raised {_told(error, path)}{after}") from error
+        raise failed(error, 0) from error
+    if rows is None:
+        raise seam.error(path, f"it returned a value of type {type(returned).__name__}, not rows")
+    for number in range(1, MAX_ROWS + 1):
+        try:
+            value = next(rows)
+        except StopIteration:
+            return
+        except (Exception, SystemExit) as error:
+            raise failed(error, number - 1) from error
+        yield as_row(f"{path}, row {number}", value)
+    raise seam.error(path, f"it gave {MAX_ROWS:,} rows, and did not end; let it end before")
 
 
-class _MisfitError(UserError):
-    """Something other than rows from the function."""
-
-
-def _misfit(seam: Seam, path: str, problem: str) -> _MisfitError:
-    return _MisfitError(str(seam.error(path, problem)))
+def _may_be_rows(returned: Any) -> bool:
+    return isinstance(returned, Iterable) and not isinstance(returned, str | bytes | Mapping)
 
 
 def _told(error: BaseException, path: str) -> str:

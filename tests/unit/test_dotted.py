@@ -10,7 +10,7 @@ import pytest
 from bapo_megatron import cli
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.advantages import ADVANTAGE
-from bapo_megatron.config.dotted import KEEP_GROUP, REWARD, Seam
+from bapo_megatron.config.dotted import KEEP_GROUP, REWARD, SOURCE, Seam
 from bapo_megatron.config.engines import ENGINE, ENGINE_CLIENT, ENGINE_SPECS
 from bapo_megatron.config.families import FAMILY
 from bapo_megatron.config.losses import LOSS, CustomLoss
@@ -142,7 +142,7 @@ def test_the_names_of_the_parameters_tell_a_function_of_another_kind(seam: Seam,
         seam.load(path)
 
 
-@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.setting)
+@pytest.mark.parametrize("seam", [*SEAMS, SOURCE], ids=lambda seam: seam.setting)
 def test_other_names_are_refused(capsys: pytest.CaptureFixture[str], seam: Seam) -> None:
     for name in ("mine", "my_module:", ":f", "my-module:f", "a:b:c"):
         (line,) = check(capsys, f"{seam.setting}={name}")

@@ -69,8 +69,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_rows.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "my_rows", raising=False)
+    forget(monkeypatch, "my_rows")
     return tmp_path
+
+
+def forget(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    """Let a module be imported anew, and be gone after the test unless it was there before."""
+    monkeypatch.setitem(sys.modules, module, sys)
+    del sys.modules[module]
 
 
 @pytest.fixture
@@ -78,7 +84,7 @@ def hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
     """A library `datasets` that gives one data set; return what was asked of it."""
     (folder / "datasets.py").write_text(DATASETS)
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.delitem(sys.modules, "datasets", raising=False)
+    forget(monkeypatch, "datasets")
     return lambda: (folder / "asked.jsonl").read_text().splitlines()[-1]
 
 
@@ -118,7 +124,7 @@ def test_check_accepts_a_function(capsys: pytest.CaptureFixture[str]) -> None:
         ("nothing", "it returned a value of type NoneType, not rows"),
         ("text", "it returned a value of type str, not rows"),
         ("table", "it returned a value of type dict, not rows"),
-        ("endless", "it gave 3 rows, and more follow; let it end"),
+        ("endless", "it gave 3 rows, and did not end; let it end before"),
         ("rows data.options.levl=2", "its signature is (level=1, answer='8'), which does not fit data.options: got an"),
         ("NUMBER", "it is of type int, which is not callable"),
     ],
@@ -196,6 +202,17 @@ def test_a_split_of_the_hub(hub: Callable[[], str]) -> None:
     assert hub() == '["openai/gsm8k", "main", "train[:3]", null]'
     questions(source="hub", path="openai/gsm8k@abc", subset="main", fields={"prompt": "question"})
     assert hub() == '["openai/gsm8k", "main", "train", "abc"]'
+
+
+def test_the_library_itself_reads_a_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    pytest.importorskip("datasets", reason="needs pip install 'bapo-megatron[datasets]'")
+    monkeypatch.setenv("HF_HOME", str(folder))
+    (folder / "mine").mkdir()
+    (folder / "mine" / "train.csv").write_text("question,answer\n3+5=,8\n1+1=,2\n")
+    found = questions(source="hub", path="mine", split="train[1:]", fields={"prompt": "question"})
+    assert [(question.text, question.answer) for question in found] == [("1+1=", 2)]
+    with pytest.raises(DataError, match=r"data.split=test: datasets cannot load this: ValueError: Unknown split"):
+        questions(source="hub", path="mine", split="test")
 
 
 @pytest.mark.parametrize(
