@@ -5,9 +5,9 @@ keeps the alarms raised. The same rows give the same alarms: a resumed run and a
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from statistics import NormalDist, fmean, variance
 
 from bapo_megatron.errors import DivergedError, NoGroupKeptError, UserError
@@ -47,13 +47,30 @@ class Alarm:
 
 
 class Steps:
-    """The steps of a run so far, as rules see them: at least one."""
+    """The steps of a run so far, as rules see them."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self.rows = rows
-        self.latest = rows[-1]
-        self.recent = rows[-_WINDOW_STEPS:]
-        self.before: Row = rows[-_WINDOW_STEPS - 1] if len(rows) > _WINDOW_STEPS else {}
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.recent: list[Row] = []
+        self.before: Row = {}  # the step before the recent ones
+        self.peak_lr = 0.0
+        self.evaluations: dict[str, list[tuple[float, float]]] = defaultdict(list)  # by metric: mean, standard error
+
+    def add(self, row: Row) -> None:
+        """Take in the next step."""
+        self.rows.append(row)
+        self.recent = self.rows[-_WINDOW_STEPS:]
+        self.before = self.rows[-_WINDOW_STEPS - 1] if len(self.rows) > _WINDOW_STEPS else {}
+        self.peak_lr = max(self.peak_lr, row.get("optimizer/lr", 0.0))
+        for name, value in row.items():
+            if name.startswith("eval/") and name.endswith("/reward"):
+                error = row.get(f"{name}_stderr", math.nan)
+                if math.isfinite(value) and math.isfinite(error):
+                    self.evaluations[name].append((value, error))
+
+    @property
+    def latest(self) -> Row:
+        return self.rows[-1]
 
     def values(self, name: str) -> list[float]:
         """Return the values of a metric in the recent steps, as far as they are finite."""
@@ -67,12 +84,12 @@ class Steps:
         """Return whether a metric was at or over a limit in all recent steps."""
         return self.always(lambda row: row.get(name, math.nan) >= limit)
 
-    @cached_property
+    @property
     def span(self) -> str:
         """The recent steps in words."""
         return "this step" if len(self.recent) == 1 else f"the last {len(self.recent)} steps"
 
-    @cached_property
+    @property
     def is_solved(self) -> bool:
         """Whether nearly all responses of the recent steps pass."""
         rewards = self.values(reward_metric(self.latest))
@@ -151,22 +168,22 @@ def _most_cut(steps: Steps) -> str | None:
 
 
 def _flat_pass_rate(steps: Steps) -> str | None:
-    if not any(name.startswith("eval/") for name in steps.latest) or not all(map(is_pass_rate, steps.recent)):
+    if not all(map(is_pass_rate, steps.recent)):
         return None
-    for name in steps.latest:
-        if name.startswith("eval/") and name.endswith("/reward") and (saw := _flat(steps, name)):
-            return saw
-    return None
+    evaluations = {name: pairs for name, pairs in steps.evaluations.items() if name in steps.latest}
+    found = (_flat(name, pairs) for name, pairs in evaluations.items())
+    saw = next((text for text in found if text is not None), None)
+    return None if saw is None or _has_risen(steps.rows) else saw
 
 
-def _flat(steps: Steps, name: str) -> str | None:
+def _flat(name: str, pairs: Sequence[tuple[float, float]]) -> str | None:
     """Say that all evaluations of a set show no rise and are precise enough to exclude one of 0.05.
 
-    The rise is that of the straight line through the pass rates, its interval that of their standard errors. A run that
-    has learned before its first evaluation shows it in the rewards of training.
+    The rise is the one of the straight line through the pass rates; its interval follows from their standard errors.
+
+    Args:
+        pairs: pass rate and standard error of each evaluation.
     """
-    pairs = [(row.get(name, math.nan), row.get(f"{name}_stderr", math.nan)) for row in steps.rows]
-    pairs = [(rate, error) for rate, error in pairs if math.isfinite(rate) and math.isfinite(error)]
     num = len(pairs)
     if num < _MIN_EVALUATIONS:
         return None
@@ -176,19 +193,24 @@ def _flat(steps: Steps, name: str) -> str | None:
     half = _Z * scale * math.sqrt(math.fsum((x * error) ** 2 for x, (_, error) in zip(offsets, pairs, strict=True)))
     level = fmean(rate for rate, _ in pairs)
     highest = level + _Z * math.sqrt(math.fsum(error**2 for _, error in pairs)) / num
-    if rise - half > 0 or rise + half > _SMALL_GAIN or highest >= _HIGH_PASS_RATE or _has_risen(steps.rows):
+    if rise - half > 0 or rise + half > _SMALL_GAIN or highest >= _HIGH_PASS_RATE:
         return None
     return f"{name} has not risen in {num} evaluations: it is {level:.3f}, its rise {rise:+.3f} ± {half:.3f}."
 
 
 def _has_risen(rows: Sequence[Row]) -> bool:
-    """Return whether the mean reward of the last ten steps is above that of the first ten by more than chance."""
-    values = [value for row in rows if math.isfinite(value := row.get(reward_metric(row), math.nan))]
-    window = min(_WINDOW_STEPS, len(values) // 2)
-    if window < 2:
+    """Return whether the mean reward of the last ten steps is above that of the first ten by more than chance.
+
+    A run that has learned before its first evaluation shows it so.
+    """
+    window = min(_WINDOW_STEPS, len(rows) // 2)
+    first, last = (
+        [value for row in part if math.isfinite(value := row.get(reward_metric(row), math.nan))]
+        for part in (rows[:window], rows[len(rows) - window :])
+    )
+    if min(len(first), len(last)) < 2:
         return False
-    first, last = values[:window], values[-window:]
-    error = math.sqrt((variance(first) + variance(last)) / window)
+    error = math.sqrt(variance(first) / len(first) + variance(last) / len(last))
     return fmean(last) - fmean(first) > _Z * error
 
 
@@ -216,8 +238,7 @@ def _clipped_share(row: Row) -> float:
 
 def _still_policy(steps: Steps) -> str | None:
     rates = [row.get("optimizer/lr", math.nan) for row in steps.recent]
-    peak = max((row.get("optimizer/lr", 0.0) for row in steps.rows), default=0.0)
-    if not all(rate > 0 and rate >= _LR_SHARE * peak for rate in rates) or rates[-1] > rates[0]:
+    if not all(rate > 0 and rate >= _LR_SHARE * steps.peak_lr for rate in rates) or rates[-1] > rates[0]:
         return None
     signs = {
         "the gradient is 0": lambda row: row.get("optimizer/grad_norm", math.nan) == 0,
@@ -364,7 +385,7 @@ class AlarmLog:
     """The alarms of a run, in the order in which they were raised."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
-        self._rows: list[Row] = []
+        self._steps = Steps()
         self._raised: dict[str, Alarm] = {}
         for row in rows:
             self.observe(row)
@@ -375,9 +396,8 @@ class AlarmLog:
 
     def observe(self, row: Row) -> list[Alarm]:
         """Take in the next step, and return the alarms that fire at it."""
-        self._rows.append(row)
-        steps = Steps(self._rows)
-        found = {rule.name: saw for rule in RULES if (saw := rule.saw(steps)) is not None}
+        self._steps.add(row)
+        found = {rule.name: saw for rule in RULES if (saw := rule.saw(self._steps)) is not None}
         firing = [name for name in found if not any(other in found for other in _BY_NAME[name].unless)]
         return [self._raise(name, int(row["step"]), found[name]) for name in firing]
 
@@ -386,7 +406,8 @@ class AlarmLog:
         for kind, name in _OF_ERRORS.items():
             if isinstance(error, kind):
                 saw = str(error).partition(": ")[0]  # what follows is advice, too
-                self._raise(name, int(self._rows[-1]["step"]) + 1 if self._rows else 1, f"{saw}.")
+                num_done = int(self._steps.latest["step"]) if self._steps.rows else 0
+                self._raise(name, num_done + 1, f"{saw}.")
 
     def _raise(self, name: str, step: int, saw: str) -> Alarm:
         rule = _BY_NAME[name]
