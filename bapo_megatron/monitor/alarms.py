@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import NormalDist, fmean, variance
 
 from bapo_megatron.errors import DivergedError, NoGroupKeptError, UserError
@@ -18,8 +19,8 @@ _MIN_STEPS_TO_JUDGE = 5
 _MIN_RESPONSES_TO_JUDGE = 64
 _MIN_EVALUATIONS = 5
 _NEARLY_ALL = 0.95
-_MIN_SPIKES = 3
-_SPIKE_SHARE = 0.2  # of the updates; one now and then is normal
+_MIN_UPDATES = 3  # of the recent steps, with a spike or skipped; one now and then is normal
+_UPDATES_SHARE = 0.2
 _CLIPPED_SHARE = 0.8  # the first update after a push, when the policy is where it sampled, rarely clips everything
 _ENTROPY_NATS = 0.005
 _KL_NATS = 1e-8  # the rounding of float32 makes about 1e-13
@@ -85,6 +86,15 @@ class Steps:
         return self.always(lambda row: row.get(name, math.nan) >= limit)
 
     @property
+    def num_updates(self) -> float:
+        """Number of updates of the recent steps; nan if it was not recorded."""
+        return self.latest.get("version", math.nan) - self.before.get("version", 0.0)
+
+    def are_many(self, num_updates: float) -> bool:
+        """Return whether so many updates of the recent steps are more than chance: three, and a fifth of them."""
+        return num_updates >= max(_MIN_UPDATES, _UPDATES_SHARE * self.num_updates)
+
+    @property
     def span(self) -> str:
         """The recent steps in words."""
         return "this step" if len(self.recent) == 1 else f"the last {len(self.recent)} steps"
@@ -121,13 +131,12 @@ def _mismatch(steps: Steps) -> str | None:
 
 def _gradient_spikes(steps: Steps) -> str | None:
     num = math.fsum(steps.values("optimizer/grad_alarms"))
-    num_updates = steps.latest.get("version", math.nan) - steps.before.get("version", 0.0)
-    if num < _MIN_SPIKES or not num >= _SPIKE_SHARE * num_updates:
+    if not steps.are_many(num):
         return None
     largest = max(steps.values("optimizer/grad_norm_max"), default=math.nan)
     return (
-        f"the gradient norm spiked in {num:.0f} of the {num_updates:.0f} updates of {steps.span}, up to {largest:.3g}: "
-        "over monitor.grad_spike times the usual, or over monitor.grad_norm_alarm."
+        f"the gradient norm spiked in {num:.0f} of the {steps.num_updates:.0f} updates of {steps.span}, up to "
+        f"{largest:.3g}: over monitor.grad_spike times the usual, or over monitor.grad_norm_alarm."
     )
 
 
@@ -271,9 +280,11 @@ def _saturated_search(steps: Steps) -> str | None:
 
 
 def _skipped_updates(steps: Steps) -> str | None:
-    if not steps.at_least("optimizer/skipped", 1.0):
+    totals = [row.get("optimizer/skipped", 0.0) for row in (steps.before, *steps.recent)]
+    num = sum(after - before if after >= before else after for before, after in pairwise(totals))  # of an attempt each
+    if not steps.are_many(num):
         return None
-    return f"updates were skipped in {steps.span}: their gradient was not finite."
+    return f"{num:.0f} of the {steps.num_updates:.0f} updates of {steps.span} were skipped: no finite gradient."
 
 
 _NOTHING_TO_LEARN = ("one reward", "equal rewards")

@@ -85,13 +85,14 @@ SICK = (
     Case("two tokens are too few", "all responses cut", (COIN, "rollout.max_response_tokens=2")),
     Case("a low limit", "most responses cut", (COIN, "rollout.max_response_tokens=14")),
     Case(
-        "rewards by chance, evaluated",
+        "rewards by chance, a low rate",
         "flat pass rate",
         (
             "reward.kind=tests.integration.sick_runs:rarely",
             "eval.interval_steps=1",
             "eval.num_prompts=640",
-            "eval.temperature=0.1",
+            "optimizer.lr=1e-5",
+            "train.num_steps=6",
             "rollout.max_response_tokens=6",
         ),
     ),

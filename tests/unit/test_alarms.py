@@ -101,7 +101,6 @@ LASTING: list[tuple[str, Metrics, list[Metrics]]] = [  # alarm, what its steps s
             {"loss/approx_kl": 2e-8},
             {"staleness/mean": 0.09},
             {"optimizer/lr": 0.0},
-            {"optimizer/skipped": 1.0},
         ],
     ),
     (
@@ -116,7 +115,6 @@ LASTING: list[tuple[str, Metrics, list[Metrics]]] = [  # alarm, what its steps s
         [{"bapo/inert_share": 0.99}, {"bapo/positive_share": math.nan}],
     ),
     ("saturated search", {"bapo/saturated_share": 1.0}, [{"bapo/saturated_share": 0.99}]),
-    ("skipped updates", {"optimizer/skipped": 1.0}, [{"optimizer/skipped": 0.0}]),
 ]
 
 
@@ -173,6 +171,24 @@ def test_one_reward_for_all_is_told_from_the_first_step_and_explains_the_rest() 
         assert names({**empty, **healthy}) == []
     half = {**empty, "rollout/num_samples": 32.0}
     assert names(half, {**half, "reward/mean": 0.0}) == [], "the judge tells two steps apart"
+
+
+def test_skipped_updates_are_an_alarm_if_they_are_many() -> None:
+    """The metric is a total since the attempt began."""
+
+    def skipping(*totals: int, **metrics: float) -> list[Alarm]:
+        rows = [{**WELL, **metrics, "version": 2.0 * i, "optimizer/skipped": n} for i, n in enumerate(totals, start=1)]
+        return raised(*rows)
+
+    assert skipping(1, 2, 2, 2, 2) == [], "two may be chance"
+    (alarm,) = skipping(1, 2, 3, 4, 5, 6, **{"loss/approx_kl": 0.0})
+    assert (alarm.name, alarm.first_step) == ("skipped updates", 3), "which explains a policy that stands still"
+    assert alarm.saw == "3 of the 6 updates of the last 3 steps were skipped: no finite gradient."
+    (alarm,) = skipping(*[20] * 30)
+    assert alarm.last_step == 10, "those of the first step are over"
+    (alarm,) = skipping(*[0] * 10, 1, 2, 0, 2)
+    assert alarm.first_step == 14, "four of twenty, in two attempts"
+    assert skipping(*[0] * 10, 1, 2, 0, 1) == []
 
 
 # evaluations
