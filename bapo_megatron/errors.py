@@ -48,6 +48,10 @@ class DivergedError(UserError):
     """Training that cannot go on: its updates are skipped one after the other."""
 
 
+class NoGroupKeptError(UserError):
+    """Sampling that cannot go on: one group after the other is dropped, and none is left to train on."""
+
+
 class OutOfMemoryError(UserError):
     """A trainer rank that ran out of memory, of its GPU or of the machine: says in which part, and what to change."""
 

@@ -74,7 +74,7 @@ def run_rank(run_dir: RunDir, urls: list[str], stop_file: Path | None = None) ->
         return _train(run_dir, urls, rank, terminal if rank == 0 else None, stop_file)
     except UserError as error:
         logging.exception("stopped")
-        run_dir.mark("failed")
+        run_dir.mark("failed", rank)
         try:
             (run_dir.log_dir / f"error-{rank}.txt").write_text(str(error))
         except OSError:  # the disk may be full
@@ -110,7 +110,11 @@ def _train(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO | None,
         model_path = resolve_model_path(config.model.path)
         watchdog = StallWatchdog.of(config, rank, run_dir.log_dir, recorder.warn if console else None)
         with watchdog, explaining_out_of_memory(config, model_path, rank):
-            train(config, urls, run_dir, recorder, stop)
+            try:
+                train(config, urls, run_dir, recorder, stop)
+            except UserError as error:
+                recorder.fail(error)
+                raise
         if rank == 0:
             run_dir.mark("interrupted" if stop.has_ended_early else "finished")
         recorder.end()

@@ -729,10 +729,10 @@ class MonitorConfig(Section):
     """Write, for ten bins of a token's probability, ratios, entropy and clipping (profile/*): sixty numbers a step."""
 
     grad_norm_alarm: Positive | None = None
-    """Warn of an update whose gradient norm, before clipping, is over this. Unset: only grad_spike."""
+    """Count an update as a spike if its gradient norm, before clipping, is over this. Unset: only grad_spike."""
     grad_spike: float = Field(10.0, gt=1, le=LARGEST)
-    """Warn of an update whose gradient norm is over this multiple of the median of the (up to 101) norms before it,
-    once there are 11; 1e9 is never."""
+    """Count an update as a spike if its gradient norm is over this multiple of the median of the (up to 101) norms
+    before it, once there are 11; 1e9 is never. The run warns if many updates are spikes."""
 
     sinks: tuple[SinkName, ...] = ()
     """Destinations of metrics besides metrics.jsonl, which is always written first. tensorboard: the run's folder

@@ -30,7 +30,6 @@ from bapo_megatron.monitor.summary import (
     count,
     duration,
     evaluation_lines,
-    find_problems,
     mean,
     number,
     percent,
@@ -284,7 +283,7 @@ class Console:
         self._rows = [dict(row) for row in history]
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """Show one finished step, and each problem of the latest steps the first time it appears."""
+        """Show one finished step."""
         self._rows.append(dict(metrics))
         row, columns = self._row(metrics)
         if self._live is not None:
@@ -295,8 +294,6 @@ class Console:
         self._stages.told(self._heartbeat.clock())
         for line in evaluation_lines(metrics, f"after step {int(metrics['step'])}"):
             self.note(line)
-        for problem in find_problems(self._rows):
-            self.warn(problem)
 
     def note(self, text: str) -> None:
         """Show a text, above the live line if there is one."""

@@ -1,4 +1,4 @@
-"""The records of trainer rank 0: metrics of each step, a few samples, and the console."""
+"""The records of trainer rank 0: metrics of each step, a few samples, alarms, and the console."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from bapo_megatron.algorithms.update_rules import update_rule
 from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.plan_slurm import check_time
 from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import UserError
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.metrics import reduce_updates
+from bapo_megatron.monitor.alarms import AlarmLog
 from bapo_megatron.monitor.console import Console, shown_path
 from bapo_megatron.monitor.restarts import num_restarts, restart_of
 from bapo_megatron.monitor.rundir import RunDir, read_metrics
@@ -79,6 +81,7 @@ class Recorder:
         self._restart = restart_of(run_dir)  # until a step is done
         self._knows_step_time = False
         self._sinks: list[BackgroundSink] = []
+        self._alarms = AlarmLog()
         self._stragglers = StragglerAlarm(config.monitor.straggler_ratio)
         self._endpoint: PrometheusEndpoint | None = None
         if config.monitor.prometheus_port is not None:
@@ -101,6 +104,7 @@ class Recorder:
         self._sinks = open_sinks(self._config, self._run_dir, first_step, self.warn)
         self._rollouts = rollouts
         self._console.resume(history)
+        self._alarms = AlarmLog(history)
         if self._endpoint is not None:
             self._endpoint.collector.engine_states = rollouts.engine_states
             self._console.note(f"metrics at {self._endpoint.url}")
@@ -109,6 +113,7 @@ class Recorder:
             self._console.note(f"resuming {run} after step {first_step} of {num_steps}")
         self._peak_flops = device_peak_flops(self._config.model.dtype)
         self._run_dir.mark_training(first_step)
+        self._tell_status(first_step)
 
     def keep_samples(self, step: int, groups: Sequence[Group]) -> None:
         """Save the first responses of a step's batch for reading; with rollout.record, all of them for training."""
@@ -149,6 +154,9 @@ class Recorder:
             what = "pass rate" if is_pass_rate(metrics) else "mean reward"
             self._console.note(f"untrained {what} {metrics[name]:.2f} ({num_responses:.0f} responses)")
         self._console.step(metrics)
+        for alarm in self._alarms.observe(metrics):
+            self._console.warn(alarm.text())
+        self._tell_status(step)
         if restart:
             self._console.note(f"recovered {duration(metrics['run/recovery_s'])} after the failure")
         if warning := self._stragglers.observe(metrics):
@@ -160,6 +168,14 @@ class Recorder:
 
     def note(self, text: str) -> None:
         self._console.note(text)
+
+    def fail(self, error: UserError) -> None:
+        """Keep the alarm that an error stands for, if any; the error itself is shown by others."""
+        self._alarms.end(error)
+        self._run_dir.tell(alarms=self._alarms.raised)
+
+    def _tell_status(self, num_done: int) -> None:
+        self._run_dir.tell(step=num_done, alarms=self._alarms.raised)
 
     def _warn_of_the_judge(self, step: int, failed_share: float) -> None:
         """Warn of a judge that fails often; keep the first reason of the attempt in judge.txt."""
@@ -210,6 +226,9 @@ class SilentRecorder:
 
     def note(self, text: str) -> None:
         print(text, flush=True)
+
+    def fail(self, error: UserError) -> None:
+        pass
 
     def warn(self, text: str) -> None:
         self.note(f"warning: {text}")

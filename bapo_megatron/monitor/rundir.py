@@ -3,6 +3,7 @@
     runs/<name>/
         config.toml  command.txt  environment.json  git.diff     of the latest attempt
         metrics.jsonl  samples.jsonl  rollouts/  report.html  checkpoints/  of the whole run
+        status.json                                              where the run stands, for programs that poll it
         run-id.txt                                               random: whose checkpoints these are
         logs/attempt-N/                                          logs of one attempt, with its own copy of the above
             state.txt                                            its `State`
@@ -32,6 +33,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from fnmatch import fnmatch
 from importlib import metadata
@@ -100,6 +102,7 @@ _PACKAGES = (
     "pydantic",
 )
 _RUN_ID = "run-id.txt"
+_STATUS = "status.json"
 _MAX_DIFF_BYTES = 1 << 20
 _MAX_FLOAT32 = 3.4028235e38
 _GIT_TIMEOUT_S = 10.0
@@ -177,7 +180,7 @@ class RunDir:
         self._record_facts(config_text)
         if self.run_id is None:
             write_atomically(self.path / _RUN_ID, f"{secrets.token_hex(8)}\n")
-        self.mark("starting")
+        self.mark("starting", planned_steps=_num_steps(config_text))
 
     @classmethod
     def preview(cls, config: Config) -> RunDir:
@@ -258,9 +261,32 @@ class RunDir:
             return None
         return next((state for state in get_args(State) if state == text), None)
 
-    def mark(self, state: State) -> None:
-        """Record the state of this attempt as far as the disk allows: it decides nothing that is trained."""
+    def mark(self, state: State, rank: int = 0, **facts: Any) -> None:
+        """Record the state of this attempt, and further facts for `tell`, as far as the disk allows: it decides nothing
+        that is trained.
+
+        Args:
+            rank: the trainer rank that calls. status.json is left to the first one, and to the launcher once no rank
+                runs: it has one writer at a time.
+        """
         self._note("state.txt", state)
+        if rank == 0:
+            self.tell(state=state, **facts)
+
+    def tell(self, **facts: Any) -> None:
+        """Replace facts in status.json as far as the disk allows: state, step, planned_steps, alarms."""
+        empty: dict[str, Any] = {
+            "state": None,
+            "attempt": 0,
+            "step": 0,
+            "planned_steps": None,
+            "time": "",
+            "alarms": [],
+        }
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        status = empty | _read_status(self.path) | facts | {"attempt": self.attempt, "time": now}
+        with contextlib.suppress(UserError):
+            write_atomically(self.path / _STATUS, json.dumps(status, indent=2, default=asdict) + "\n")
 
     def mark_training(self, first_step: int) -> None:
         """Record the number of finished steps with which this attempt begins to train; metrics.jsonl ends there."""
@@ -306,6 +332,15 @@ class RunDir:
         for name, text in texts.items():
             write_atomically(self.log_dir / name, text)
             write_atomically(self.path / name, text)
+
+
+def _read_status(run_path: Path) -> dict[str, Any]:
+    """Read the status.json of a run; empty without a readable one."""
+    try:
+        status = json.loads((run_path / _STATUS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return status if isinstance(status, dict) else {}
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

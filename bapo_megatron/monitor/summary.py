@@ -1,4 +1,4 @@
-"""The summary of a run, and problems visible in its latest steps."""
+"""The summary of a run, and how numbers are shown."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,24 +8,7 @@ from statistics import NormalDist, fmean
 Row = dict[str, float]
 
 _WINDOW_STEPS = 10
-_MIN_STEPS_TO_JUDGE = 5
-_MIN_RESPONSES_TO_JUDGE = 64
 _ROUNDING = 1e-6
-_ONE_REWARD = (
-    "all responses have the same reward, so there is nothing to learn from: look at samples.jsonl for a judge that "
-    "gives one reward to everything, or for answers in a form that it does not accept; then choose easier or harder "
-    "prompts"
-)
-_MISMATCH = (
-    "engine and trainer disagree about the log-probs of the same weights (mismatch/logprob_mean is over "
-    "monitor.mismatch_alarm), so the update is off-policy unnoticed: check the engine's type, its sampling settings "
-    'and the weight sync; loss.proximal = "learner" bounds what it does to the update'
-)
-_GRADIENT_SPIKE = (
-    "the gradient norm of an update spiked (optimizer/grad_norm_max is over monitor.grad_spike times the usual, or "
-    "over monitor.grad_norm_alarm); the update was made, cut to optimizer.clip_grad: look at the samples and ratios of "
-    "that step, and lower optimizer.lr if it happens often"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,54 +97,6 @@ def first_and_last(rows: Sequence[Row], name: str) -> tuple[float, float]:
     values = [row.get(name, math.nan) for row in rows]
     window = _window(rows)
     return mean(values[:window]), mean(values[-window:])
-
-
-def find_problems(rows: Sequence[Row], window_steps: int = _WINDOW_STEPS) -> list[str]:
-    """Describe each problem of the latest steps, with advice, in one sentence.
-
-    A window of fewer than five steps is too short to judge, but alarms (a mismatch between engine and trainer, a spike
-    of the gradient) are reported immediately, and so are many responses that all have the same reward. The texts
-    contain no numbers that change from step to step, so that a caller can show each once.
-    """
-    recent = rows[-window_steps:]
-    alarms = {"mismatch/alarms": _MISMATCH, "optimizer/grad_alarms": _GRADIENT_SPIKE}
-    found = [text for name, text in alarms.items() if any(row.get(name, 0.0) > 0 for row in recent)]
-    has_one_reward = _is_one_reward_for_all(recent)
-    if has_one_reward:
-        found.append(_ONE_REWARD)
-    if len(recent) < min(window_steps, _MIN_STEPS_TO_JUDGE):
-        return found
-
-    def always(name: str, threshold: float) -> bool:
-        values = _finite(recent, name)
-        return len(values) == len(recent) and min(values) >= threshold
-
-    problems = {
-        "the clip bounds never leave their start, so BAPO is plain fixed clipping here: "
-        "the positive share is already at its target; raise bapo.rho0 to let it act": always("bapo/inert_share", 1.0)
-        and not any(math.isnan(row.get("bapo/positive_share", 0.0)) for row in recent),  # nothing to balance
-        "the search for clip bounds always runs out of room before its target: the bounds sit at their limits; "
-        "lower bapo.rho0, or widen their ranges": always("bapo/saturated_share", 1.0),
-        "nearly all groups have equal rewards, so there is next to nothing to learn from: "
-        "choose easier or harder prompts, or raise rollout.samples_per_prompt": always(
-            "rollout/zero_variance_share", 0.95
-        )
-        and not has_one_reward,
-        "most responses are cut off at the length limit: raise rollout.max_response_tokens": always(
-            "rollout/truncated_share", 0.5
-        ),
-        "the optimizer skips updates because the gradient is not finite: lower optimizer.lr, or check the data": always(
-            "optimizer/skipped", 1.0
-        ),
-    }
-    return found + [text for text, is_so in problems.items() if is_so]
-
-
-def _is_one_reward_for_all(rows: Sequence[Row]) -> bool:
-    """Return whether many responses, all of these steps, have one reward."""
-    num_responses = math.fsum(_finite(rows, "rollout/num_samples"))
-    means, stds = _finite(rows, "reward/mean"), _finite(rows, "reward/std")
-    return num_responses >= _MIN_RESPONSES_TO_JUDGE and len({*means}) == 1 and not any(stds) and bool(stds)
 
 
 def mean(values: Sequence[float]) -> float:

@@ -18,13 +18,14 @@ from typing import Any
 import jinja2
 
 from bapo_megatron.errors import UserError, plural
-from bapo_megatron.monitor.summary import Row, count, duration, find_problems, number, percent, summarize
+from bapo_megatron.monitor.alarms import AlarmLog
+from bapo_megatron.monitor.summary import Row, count, duration, number, percent, summarize
 from bapo_megatron.report.compare import Comparison, compare, outcome_names, outcomes
 from bapo_megatron.report.figures import Plot, draw
 from bapo_megatron.report.gallery import PANELS, with_named
 from bapo_megatron.report.history import History, entry_names, read_history
 from bapo_megatron.report.samples import choose_samples, read_samples
-from bapo_megatron.report.status import find_alarms, read_status
+from bapo_megatron.report.status import count_events, read_status
 from bapo_megatron.report.style import Look, css_variables, look, to_svg
 from bapo_megatron.runtime.files import write_atomically
 
@@ -105,9 +106,9 @@ def render_run(run: History, *, links_from: Path, live: bool = False) -> str:
         status=status,
         progress=_progress(run),
         logs=[(path.stem, os.path.relpath(path, links_from)) for path in status.logs],
-        alarms=find_alarms(run),
+        alarms=AlarmLog(run.rows).raised,
+        events=count_events(run),
         facts=_facts(run) if run.rows else [],
-        problems=find_problems(run.rows),
         missing=missing if run.rows else [],
         samples=choose_samples(samples),
         num_samples=len(samples),

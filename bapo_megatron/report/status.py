@@ -1,4 +1,4 @@
-"""The state of a run and its alarms, from its folder: what a reader wants to know first."""
+"""The state of a run and the events it counted, from its folder: what a reader wants to know first."""
 
 import re
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True)
-class Alarm:
+class EventCount:
     """An event that should not happen in a run: how often it did, and its latest step."""
 
     name: str
@@ -107,12 +107,12 @@ def _error(log_dir: Path) -> str:
     return ""
 
 
-def find_alarms(run: History) -> list[Alarm]:
+def count_events(run: History) -> list[EventCount]:
     """Count the events of each kind that the run recorded, over all of its attempts."""
     return [_count(run, watched) for watched in _WATCHED if np.isfinite(run.column(watched.key)).any()]
 
 
-def _count(run: History, watched: _Watched) -> Alarm:
+def _count(run: History, watched: _Watched) -> EventCount:
     column = run.column(watched.key)
     known = np.isfinite(column)
     values, steps = column[known], run.steps[known]
@@ -120,7 +120,7 @@ def _count(run: History, watched: _Watched) -> Alarm:
         before = np.concatenate(([0.0], values[:-1]))
         values = np.where(values >= before, values - before, values)
     raised = steps[values > 0]
-    return Alarm(
+    return EventCount(
         watched.name,
         count=round(float(values.sum())),
         latest_step=int(raised[-1]) if len(raised) else 0,

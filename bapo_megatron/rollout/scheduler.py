@@ -17,7 +17,7 @@ from typing import Any
 
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.pool import EnginePool
-from bapo_megatron.errors import EngineError, UserError
+from bapo_megatron.errors import EngineError, NoGroupKeptError, UserError
 from bapo_megatron.rollout.book import Keep, Prompts, RolloutBook
 from bapo_megatron.rollout.dispatch import Dispatcher, RolloutStats
 from bapo_megatron.rollout.drivers import Driver, advanced
@@ -182,7 +182,7 @@ class Scheduler:
                     f"{self._num_dropped_in_a_row} groups in a row were dropped, the last one because its environment "
                     f"failed on all of its samples: {why}"
                 )
-            raise UserError(
+            raise NoGroupKeptError(
                 f"{self._num_dropped_in_a_row} groups in a row were dropped (keep_group): the prompts are far too easy "
                 'or too hard for this policy; choose others, or set rollout.keep_group="all"'
             )

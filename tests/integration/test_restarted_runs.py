@@ -9,7 +9,7 @@ import pytest
 from bapo_megatron.monitor.restarts import restart_of
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.report.history import read_history
-from bapo_megatron.report.status import find_alarms
+from bapo_megatron.report.status import count_events
 from bapo_megatron.runtime.files import read_jsonl
 from tests.integration.gates import Gates
 from tests.integration.nursery import stop
@@ -76,8 +76,8 @@ def test_ranks_start_again_beside_their_engine_and_lose_nothing(
     restart = restart_of(RunDir.attach(run.path))
     assert restart is not None
     assert f"trainer rank {rank} ended" in restart.problem
-    alarms = {alarm.name: alarm.count for alarm in find_alarms(read_history(run.path))}
-    assert alarms["restarts of the trainer ranks"] == 1
+    events = {event.name: event.count for event in count_events(read_history(run.path))}
+    assert events["restarts of the trainer ranks"] == 1
 
 
 def test_ranks_that_start_again_come_from_standby(

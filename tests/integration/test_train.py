@@ -115,7 +115,7 @@ def test_a_mismatch_is_told_and_the_decoupled_loss_trains(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stdout + done.stderr
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert rows[0]["mismatch/alarms"] == 1, "of the first update: the second one has no token of age 0"
-    assert done.stdout.count("warning: engine and trainer disagree") == 1
+    assert done.stdout.count("warning: mismatch, step 1: engine and trainer disagree") == 1
     assert "updates over monitor.mismatch_alarm" in done.stdout
     assert 0.5 < rows[-1]["loss/importance_weight_mean"] < 2
     assert rows[-1]["loss/importance_weight_mean"] != 1

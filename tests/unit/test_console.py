@@ -257,16 +257,15 @@ def test_lines_mode_draws_no_bar_in_a_terminal() -> None:
     assert stream.getvalue() == "hello\n"
 
 
-def test_warnings_are_shown_once_and_problems_are_found() -> None:
+def test_warnings_are_shown_once() -> None:
     stream = io.StringIO()
     with Console("lines", 100, stream=stream, heartbeat=Heartbeat()) as console:
         console.warn("disk is nearly full")
         console.warn("disk is nearly full")
-        for step in range(1, 31):
-            console.step({**STEP, "step": step, "bapo/inert_share": 1.0})
-    warnings = [line for line in stream.getvalue().splitlines() if "  warning: " in line]
-    assert len(warnings) == 2
-    assert "bapo.rho0" in warnings[1]
+        console.warn("engines are slow")
+    assert [line[10:] for line in stream.getvalue().splitlines()] == [
+        "warning: disk is nearly full", "warning: engines are slow",
+    ]  # fmt: skip
 
 
 def test_summary_covers_the_steps_before_a_resume() -> None:

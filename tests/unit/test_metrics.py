@@ -14,7 +14,7 @@ from bapo_megatron.buffer.batch import batch_metrics
 from bapo_megatron.metrics import FAMILIES, METRICS, declared, page, reduce_updates
 from bapo_megatron.monitor.record import sample_record
 from bapo_megatron.monitor.rundir import read_metrics
-from bapo_megatron.monitor.summary import count, duration, find_problems, summarize
+from bapo_megatron.monitor.summary import count, duration, summarize
 from bapo_megatron.runtime.files import JsonlWriter, read_jsonl, truncate_after
 from bapo_megatron.runtime.stopwatch import Stopwatch
 from bapo_megatron.types import Ended, Group, Prompt, Sample, Segment
@@ -176,39 +176,6 @@ def test_summary_of_a_short_run_takes_windows_that_do_not_overlap() -> None:
     summary = summarize(rows)
     assert (summary.window_steps, summary.reward_first, summary.reward_last) == (2, 1.5, 4.5)
     assert "- resumed" in summary.text()
-
-
-@pytest.mark.parametrize(
-    ("name", "healthy", "bad", "advice"),
-    [
-        ("bapo/inert_share", 0.9, 1.0, "raise bapo.rho0"),
-        ("bapo/saturated_share", 0.9, 1.0, "lower bapo.rho0"),
-        ("rollout/zero_variance_share", 0.5, 0.97, "easier or harder"),
-        ("rollout/truncated_share", 0.1, 0.6, "max_response_tokens"),
-        ("optimizer/skipped", 0.0, 1.0, "lower optimizer.lr"),
-    ],
-)
-def test_problems_are_named_when_all_of_the_latest_steps_show_them(
-    name: str, healthy: float, bad: float, advice: str
-) -> None:
-    good_steps = [{"step": float(i), name: healthy} for i in range(10)]
-    bad_steps = [{"step": float(i), name: bad} for i in range(10)]
-    assert find_problems(good_steps) == []
-    assert find_problems(bad_steps[:4]) == [], "four steps are too few to judge"
-    assert find_problems([*bad_steps, good_steps[0]]) == []
-    (problem,) = find_problems([*good_steps, *bad_steps])
-    assert advice in problem
-
-
-def test_one_reward_for_all_is_told_from_the_first_step_and_nothing_is_made_of_its_bounds() -> None:
-    row = {"rollout/num_samples": 64.0, "reward/mean": 3.41, "reward/std": 0.0, "rollout/zero_variance_share": 1.0}
-    empty = row | {"bapo/inert_share": 1.0, "bapo/positive_share": math.nan}
-    (problem,) = find_problems([empty])
-    assert "all responses have the same reward" in problem
-    assert find_problems([empty] * 10) == [problem], "neither the bounds nor the groups are another cause"
-    for healthy in ({"reward/std": 0.1}, {"rollout/num_samples": 63.0}):
-        assert find_problems([empty | healthy]) == []
-    assert find_problems([empty, empty | {"reward/mean": 0.0}]) == [], "the judge tells two steps apart"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.errors import UserError
+from bapo_megatron.monitor.alarms import RULES
 from bapo_megatron.monitor.restarts import Restart, write_restart
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.report import page as page_module
@@ -17,7 +18,7 @@ from bapo_megatron.report.gallery import FIGURES, PANELS
 from bapo_megatron.report.history import read_history
 from bapo_megatron.report.page import render_run, write_report
 from bapo_megatron.report.samples import read_samples
-from bapo_megatron.report.status import State, find_alarms, read_status
+from bapo_megatron.report.status import State, count_events, read_status
 from bapo_megatron.runtime.files import JsonlWriter
 from tests.unit.page import NUM_SCRIPTS, Page, check_self_contained
 from tests.unit.run_folders import CONFIG, make_run, plain, step, steps
@@ -136,10 +137,13 @@ def test_long_responses_are_shortened_and_samples_of_the_whole_run_fit_the_page(
     assert len(html) < 400_000
 
 
-def test_problems_of_the_latest_steps_are_shown(tmp_path: Path) -> None:
+def test_alarms_are_shown(tmp_path: Path) -> None:
     rows = [plain(i) | {"bapo/inert_share": 1.0} for i in range(1, 11)]
-    _, page = read_page(make_run(tmp_path / "run", rows))
-    assert "raise bapo.rho0" in page.text
+    _, page = read_page(make_run(tmp_path / "run", [*rows, plain(11)]))
+    (rule,) = [rule for rule in RULES if rule.name == "inert bounds"]
+    text = " ".join(page.text.split())
+    assert "inert bounds, step 5 to 10: no search of the last 5 steps moved the clip bounds" in text
+    assert f"Usual cause: {rule.cause} Change: {rule.change}" in text, "also once it is over"
 
 
 @pytest.mark.parametrize("samples", ["", '{"step": 1, "prompt": "p", "response": "r"}\n'])
@@ -200,13 +204,13 @@ def test_every_figure_is_in_the_documentation() -> None:
     assert [panel.title for panel in FIGURES] == re.findall(r"(?m)^\| ([^|]+?) \| .* \|(?: Fig.*| Eq.*)? \|$", text)
 
 
-def test_alarms_are_counted_over_all_attempts(tmp_path: Path) -> None:
+def test_events_are_counted_over_all_attempts(tmp_path: Path) -> None:
     totals, alarms = (0, 2, 2, math.nan, 1, 1), (0, 1, 0, 0, 3, 0)  # the second attempt begins with step 5
     rows = [
         {"step": i, "reward/errors": total, "mismatch/alarms": alarm}
         for i, (total, alarm) in enumerate(zip(totals, alarms, strict=True), start=1)
     ]
-    found = {alarm.name: alarm for alarm in find_alarms(read_history(make_run(tmp_path / "run", rows)))}
+    found = {event.name: event for event in count_events(read_history(make_run(tmp_path / "run", rows)))}
     assert (found["judge errors"].count, found["judge errors"].latest_step) == (3, 5)
     assert found["judge errors"].advice == "The log of trainer 0 names the verifier's error."
     assert (found["updates with a mismatch"].count, found["updates with a mismatch"].latest_step) == (4, 5)

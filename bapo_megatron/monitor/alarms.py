@@ -1,0 +1,427 @@
+"""Alarms: signs in a run's metrics that it learns nothing, or from the wrong data, with the usual cause and a remedy.
+
+`RULES` is the list. A rule looks at the steps so far and says what it saw. An `AlarmLog` takes the steps one by one and
+keeps the alarms raised. The same rows give the same alarms: a resumed run and a report need metrics.jsonl alone.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import NormalDist, fmean, variance
+
+from bapo_megatron.errors import DivergedError, NoGroupKeptError, UserError
+from bapo_megatron.monitor.summary import Row, is_pass_rate, percent, reward_metric
+
+_WINDOW_STEPS = 10
+_MIN_STEPS_TO_JUDGE = 5
+_MIN_RESPONSES_TO_JUDGE = 64
+_MIN_EVALUATIONS = 5
+_NEARLY_ALL = 0.95
+_MIN_UPDATES = 3  # of the recent steps, with a spike or skipped; one now and then is normal
+_UPDATES_SHARE = 0.2
+_CLIPPED_SHARE = 0.8  # the first update after a push, when the policy is where it sampled, rarely clips everything
+_ENTROPY_NATS = 0.005
+_KL_NATS = 1e-8  # the rounding of float32 makes about 1e-13
+_OLD_TOKEN_UPDATES = 0.1  # mean age from which a policy that moves must differ from the one that sampled
+_LR_SHARE = 0.1  # of the largest so far: with the end of a schedule, the policy may come to rest
+_SMALL_GAIN = 0.05
+_HIGH_PASS_RATE = 0.9
+_Z = NormalDist().inv_cdf(0.975)  # of 95 % intervals
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """A rule that fired, in three short sentences. What it saw is of the first step at which it did."""
+
+    name: str
+    first_step: int
+    last_step: int
+    saw: str
+    cause: str
+    change: str
+
+    def text(self) -> str:
+        """Return three lines for a terminal."""
+        return f"{self.name}, step {self.first_step}: {self.saw}\n  usual cause: {self.cause}\n  change: {self.change}"
+
+
+class Steps:
+    """The steps of a run so far, as rules see them."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.recent: list[Row] = []
+        self.before: Row = {}  # the step before the recent ones
+        self.peak_lr = 0.0
+        self.evaluations: dict[str, list[tuple[float, float]]] = defaultdict(list)  # by metric: mean, standard error
+
+    def add(self, row: Row) -> None:
+        """Take in the next step."""
+        self.rows.append(row)
+        self.recent = self.rows[-_WINDOW_STEPS:]
+        self.before = self.rows[-_WINDOW_STEPS - 1] if len(self.rows) > _WINDOW_STEPS else {}
+        self.peak_lr = max(self.peak_lr, row.get("optimizer/lr", 0.0))
+        for name, value in row.items():
+            if name.startswith("eval/") and name.endswith("/reward"):
+                error = row.get(f"{name}_stderr", math.nan)
+                if math.isfinite(value) and math.isfinite(error):
+                    self.evaluations[name].append((value, error))
+
+    @property
+    def latest(self) -> Row:
+        return self.rows[-1]
+
+    def values(self, name: str) -> list[float]:
+        """Return the values of a metric in the recent steps, as far as they are finite."""
+        return [value for row in self.recent if math.isfinite(value := row.get(name, math.nan))]
+
+    def always(self, test: Callable[[Row], bool]) -> bool:
+        """Return whether all recent steps pass a test, of which nan passes none; there must be five of them."""
+        return len(self.recent) >= _MIN_STEPS_TO_JUDGE and all(map(test, self.recent))
+
+    def at_least(self, name: str, limit: float) -> bool:
+        """Return whether a metric was at or over a limit in all recent steps."""
+        return self.always(lambda row: row.get(name, math.nan) >= limit)
+
+    @property
+    def num_updates(self) -> float:
+        """Number of updates of the recent steps; nan if it was not recorded."""
+        return self.latest.get("version", math.nan) - self.before.get("version", 0.0)
+
+    def are_many(self, num_updates: float) -> bool:
+        """Return whether so many updates of the recent steps are more than chance: three, and a fifth of them."""
+        return num_updates >= max(_MIN_UPDATES, _UPDATES_SHARE * self.num_updates)
+
+    @property
+    def span(self) -> str:
+        """The recent steps in words."""
+        return "this step" if len(self.recent) == 1 else f"the last {len(self.recent)} steps"
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether nearly all responses of the recent steps pass."""
+        rewards = self.values(reward_metric(self.latest))
+        return bool(rewards) and all(map(is_pass_rate, self.recent)) and fmean(rewards) >= _HIGH_PASS_RATE
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What raises an alarm, and what the alarm tells the user."""
+
+    name: str
+    saw: Callable[[Steps], str | None]
+    """Says what it saw in the steps so far; None: nothing is wrong."""
+    cause: str
+    change: str
+    unless: tuple[str, ...] = ()
+    """Alarms that explain this one: while one of them fires, it does not."""
+
+
+def _mismatch(steps: Steps) -> str | None:
+    if not steps.latest.get("mismatch/alarms", 0.0) > 0:
+        return None
+    difference = steps.latest.get("mismatch/logprob_mean", math.nan)
+    return (
+        "engine and trainer disagree about the log-probs of the same weights: mismatch/logprob_mean is "
+        f"{difference:.2g}, over monitor.mismatch_alarm."
+    )
+
+
+def _gradient_spikes(steps: Steps) -> str | None:
+    num = math.fsum(steps.values("optimizer/grad_alarms"))
+    if not steps.are_many(num):
+        return None
+    largest = max(steps.values("optimizer/grad_norm_max"), default=math.nan)
+    return (
+        f"the gradient norm spiked in {num:.0f} of the {steps.num_updates:.0f} updates of {steps.span}, up to "
+        f"{largest:.3g}: over monitor.grad_spike times the usual, or over monitor.grad_norm_alarm."
+    )
+
+
+def _one_reward(steps: Steps) -> str | None:
+    num_responses = math.fsum(steps.values("rollout/num_samples"))
+    means, stds = steps.values("reward/mean"), steps.values("reward/std")
+    if num_responses < _MIN_RESPONSES_TO_JUDGE or len({*means}) != 1 or any(stds) or not stds:
+        return None
+    return f"all {num_responses:.0f} responses of {steps.span} have the same reward, {means[0]:g}."
+
+
+def _equal_rewards(steps: Steps) -> str | None:
+    if not steps.at_least("rollout/zero_variance_share", _NEARLY_ALL):
+        return None
+    share = fmean(steps.values("rollout/zero_variance_share"))
+    return f"in {percent(share)} of the groups of {steps.span}, all responses have the same reward."
+
+
+def _no_group_kept(steps: Steps) -> str | None:
+    dropped = math.fsum(steps.values("rollout/num_dropped_groups"))
+    judged = dropped + math.fsum(steps.values("rollout/num_groups"))
+    if len(steps.recent) < _MIN_STEPS_TO_JUDGE or not dropped or dropped < _NEARLY_ALL * judged:
+        return None
+    return f"{dropped:.0f} of the {judged:.0f} groups judged in {steps.span} were dropped."
+
+
+def _all_cut(steps: Steps) -> str | None:
+    if not steps.at_least("rollout/truncated_share", 1.0):
+        return None
+    return f"every response of {steps.span} was cut off at rollout.max_response_tokens."
+
+
+def _most_cut(steps: Steps) -> str | None:
+    if not steps.at_least("rollout/truncated_share", 0.5):
+        return None
+    share = fmean(steps.values("rollout/truncated_share"))
+    return f"{percent(share)} of the responses of {steps.span} were cut off at rollout.max_response_tokens."
+
+
+def _flat_pass_rate(steps: Steps) -> str | None:
+    if not all(map(is_pass_rate, steps.recent)):
+        return None
+    evaluations = {name: pairs for name, pairs in steps.evaluations.items() if name in steps.latest}
+    found = (_flat(name, pairs) for name, pairs in evaluations.items())
+    saw = next((text for text in found if text is not None), None)
+    return None if saw is None or _has_risen(steps.rows) else saw
+
+
+def _flat(name: str, pairs: Sequence[tuple[float, float]]) -> str | None:
+    """Say that all evaluations of a set show no rise and are precise enough to exclude one of 0.05.
+
+    The rise is the one of the straight line through the pass rates; its interval follows from their standard errors.
+
+    Args:
+        pairs: pass rate and standard error of each evaluation.
+    """
+    num = len(pairs)
+    if num < _MIN_EVALUATIONS:
+        return None
+    offsets = [i - (num - 1) / 2 for i in range(num)]
+    scale = (num - 1) / math.fsum(x * x for x in offsets)
+    rise = scale * math.fsum(x * rate for x, (rate, _) in zip(offsets, pairs, strict=True))
+    half = _Z * scale * math.sqrt(math.fsum((x * error) ** 2 for x, (_, error) in zip(offsets, pairs, strict=True)))
+    level = fmean(rate for rate, _ in pairs)
+    highest = level + _Z * math.sqrt(math.fsum(error**2 for _, error in pairs)) / num
+    if rise - half > 0 or rise + half > _SMALL_GAIN or highest >= _HIGH_PASS_RATE:
+        return None
+    return f"{name} has not risen in {num} evaluations: it is {level:.3f}, its rise {rise:+.3f} ± {half:.3f}."
+
+
+def _has_risen(rows: Sequence[Row]) -> bool:
+    """Return whether the mean reward of the last ten steps is above that of the first ten by more than chance.
+
+    A run that has learned before its first evaluation shows it so.
+    """
+    window = min(_WINDOW_STEPS, len(rows) // 2)
+    first, last = (
+        [value for row in part if math.isfinite(value := row.get(reward_metric(row), math.nan))]
+        for part in (rows[:window], rows[len(rows) - window :])
+    )
+    if min(len(first), len(last)) < 2:
+        return False
+    error = math.sqrt(variance(first) / len(first) + variance(last) / len(last))
+    return fmean(last) - fmean(first) > _Z * error
+
+
+def _no_entropy(steps: Steps) -> str | None:
+    if not steps.always(lambda row: row.get("loss/entropy", math.nan) <= _ENTROPY_NATS) or steps.is_solved:
+        return None
+    entropy = max(0.0, fmean(steps.values("loss/entropy")))  # rounding may leave it below 0
+    return f"the entropy is {entropy:.1g} nats per token in {steps.span}."
+
+
+def _all_clipped(steps: Steps) -> str | None:
+    if not steps.always(lambda row: _clipped_share(row) >= _CLIPPED_SHARE):
+        return None
+    share = fmean(map(_clipped_share, steps.recent))
+    return f"{percent(share)} of the tokens with an advantage were clipped in {steps.span}, and have no gradient."
+
+
+def _clipped_share(row: Row) -> float:
+    """Return the share of the tokens with an advantage that were clipped; nan if it is not known, or none has one."""
+    clipped = row.get("loss/clip_high_share", math.nan) + row.get("loss/clip_low_share", math.nan)
+    clipped += row.get("loss/dual_clip_share", 0.0)
+    pushed = row.get("loss/positive_token_share", math.nan) + row.get("loss/negative_token_share", math.nan)
+    return clipped / pushed if pushed > 0 else math.nan
+
+
+def _still_policy(steps: Steps) -> str | None:
+    rates = [row.get("optimizer/lr", math.nan) for row in steps.recent]
+    if not all(rate > 0 and rate >= _LR_SHARE * steps.peak_lr for rate in rates) or rates[-1] > rates[0]:
+        return None
+    signs = {
+        "the gradient is 0": lambda row: row.get("optimizer/grad_norm", math.nan) == 0,
+        "tokens of older weights are as likely as when they were sampled (loss/approx_kl is 0)": lambda row: (
+            row.get("staleness/mean", math.nan) >= _OLD_TOKEN_UPDATES
+            and abs(row.get("loss/approx_kl", math.nan)) <= _KL_NATS
+        ),
+        "the policy is still the reference (loss/kl_reference is 0)": lambda row: (
+            abs(row.get("loss/kl_reference", math.nan)) <= _KL_NATS
+        ),
+    }
+    for sign, test in signs.items():
+        if steps.always(test):
+            return f"{sign} in {steps.span}, at a learning rate of {rates[-1]:.1g}."
+    return None
+
+
+def _inert_bounds(steps: Steps) -> str | None:
+    if not steps.at_least("bapo/inert_share", 1.0):
+        return None
+    if any(math.isnan(row.get("bapo/positive_share", 0.0)) for row in steps.recent):  # there was nothing to balance
+        return None
+    return f"no search of {steps.span} moved the clip bounds: BAPO is plain fixed clipping here."
+
+
+def _saturated_search(steps: Steps) -> str | None:
+    if not steps.at_least("bapo/saturated_share", 1.0):
+        return None
+    return f"every search of {steps.span} ended with both clip bounds at their limits, before its target."
+
+
+def _skipped_updates(steps: Steps) -> str | None:
+    totals = [row.get("optimizer/skipped", 0.0) for row in (steps.before, *steps.recent)]
+    num = sum(after - before if after >= before else after for before, after in pairwise(totals))  # of an attempt each
+    if not steps.are_many(num):
+        return None
+    return f"{num:.0f} of the {steps.num_updates:.0f} updates of {steps.span} were skipped: no finite gradient."
+
+
+_NOTHING_TO_LEARN = ("one reward", "equal rewards")
+
+RULES = (
+    Rule(
+        "mismatch",
+        _mismatch,
+        cause="the engine computes in another type, samples with settings that the trainer does not know, or holds "
+        "other weights; the update is then off-policy unnoticed.",
+        change="check the engine's type, its sampling settings and the weight sync; "
+        'loss.proximal = "learner" bounds what it does to the update.',
+    ),
+    Rule(
+        "gradient spikes",
+        _gradient_spikes,
+        cause="samples with extreme ratios, or a learning rate that is too high; the updates were made, cut to "
+        "optimizer.clip_grad.",
+        change="lower optimizer.lr, and look at the samples and ratios of these steps (optimizer/grad_alarms).",
+    ),
+    Rule(
+        "one reward",
+        _one_reward,
+        cause="a judge that gives one reward to everything, answers in a form that it does not accept, or prompts that "
+        "the policy always or never solves.",
+        change="look at samples.jsonl, mend the judge or the form of the answers, or choose easier or harder prompts.",
+    ),
+    Rule(
+        "equal rewards",
+        _equal_rewards,
+        cause="prompts that the policy always or never solves: such a group has no advantage.",
+        change="choose easier or harder prompts, or raise rollout.samples_per_prompt.",
+        unless=("one reward",),
+    ),
+    Rule(
+        "no group kept",
+        _no_group_kept,
+        cause="prompts that are far too easy or too hard for this policy, or a judge that gives one reward to "
+        "everything.",
+        change="look at samples.jsonl, choose other prompts, raise rollout.samples_per_prompt, "
+        'or set rollout.keep_group = "all".',
+    ),
+    Rule(
+        "all responses cut",
+        _all_cut,
+        cause="a limit that is too low, or a policy that never ends: its chat template or end-of-sequence token does "
+        "not fit the model.",
+        change="raise rollout.max_response_tokens, or check the template and the stop tokens.",
+    ),
+    Rule(
+        "most responses cut",
+        _most_cut,
+        cause="a limit that is too low for these prompts, or responses that ramble.",
+        change="raise rollout.max_response_tokens, or reward brevity.",
+        unless=("all responses cut",),
+    ),
+    Rule(
+        "flat pass rate",
+        _flat_pass_rate,
+        cause="rewards that do not tell good responses from bad ones, a learning rate that is too low, or prompts "
+        "beyond the policy's reach.",
+        change="look at the judge's verdicts in samples.jsonl, raise optimizer.lr, or choose easier prompts.",
+    ),
+    Rule(
+        "no entropy",
+        _no_entropy,
+        cause="a policy that has collapsed to one response, or a temperature near 0: samples of a prompt are copies.",
+        change="check rollout.temperature; start from an earlier checkpoint with a lower optimizer.lr, a higher upper "
+        "clip bound (bapo.rho0, bapo.high) or train.entropy_coef.",
+    ),
+    Rule(
+        "all tokens clipped",
+        _all_clipped,
+        cause="clip bounds that are too narrow, samples that are too old, or too many passes over them.",
+        change="widen the clip bounds, or lower train.epochs_per_step, train.minibatches_per_step or "
+        "rollout.max_staleness.",
+    ),
+    Rule(
+        "policy stands still",
+        _still_policy,
+        cause="a learning rate so low that the weights round to what they were, or a loss that masks every token.",
+        change="raise optimizer.lr, and check the loss and its masks.",
+        unless=(*_NOTHING_TO_LEARN, "all tokens clipped", "skipped updates"),
+    ),
+    Rule(
+        "inert bounds",
+        _inert_bounds,
+        cause="the positive share is at its target from the start.",
+        change="raise bapo.rho0 to let the search act.",
+    ),
+    Rule(
+        "saturated search",
+        _saturated_search,
+        cause="a target that is out of reach within the ranges of the bounds.",
+        change="lower bapo.rho0, or widen bapo.low and bapo.high.",
+    ),
+    Rule(
+        "skipped updates",
+        _skipped_updates,
+        cause="a learning rate that is too high, or data that make the loss overflow.",
+        change="lower optimizer.lr, and check the data.",
+    ),
+)
+_BY_NAME = {rule.name: rule for rule in RULES}
+_OF_ERRORS: dict[type[UserError], str] = {NoGroupKeptError: "no group kept", DivergedError: "skipped updates"}
+
+
+class AlarmLog:
+    """The alarms of a run, in the order in which they were raised."""
+
+    def __init__(self, rows: Iterable[Row] = ()) -> None:
+        self._steps = Steps()
+        self._raised: dict[str, Alarm] = {}
+        for row in rows:
+            self.observe(row)
+
+    @property
+    def raised(self) -> list[Alarm]:
+        return list(self._raised.values())
+
+    def observe(self, row: Row) -> list[Alarm]:
+        """Take in the next step, and return the alarms that fire at it."""
+        self._steps.add(row)
+        found = {rule.name: saw for rule in RULES if (saw := rule.saw(self._steps)) is not None}
+        firing = [name for name in found if not any(other in found for other in _BY_NAME[name].unless)]
+        return [self._raise(name, int(row["step"]), found[name]) for name in firing]
+
+    def end(self, error: UserError) -> None:
+        """Raise the alarm that an error stands for, if any, at the step that it has ended."""
+        for kind, name in _OF_ERRORS.items():
+            if isinstance(error, kind):
+                saw = str(error).partition(": ")[0]  # what follows is advice, too
+                num_done = int(self._steps.latest["step"]) if self._steps.rows else 0
+                self._raise(name, num_done + 1, f"{saw}.")
+
+    def _raise(self, name: str, step: int, saw: str) -> Alarm:
+        rule = _BY_NAME[name]
+        before = self._raised.get(name) or Alarm(name, step, step, saw, rule.cause, rule.change)
+        self._raised[name] = replace(before, last_step=step)
+        return self._raised[name]

@@ -1,0 +1,407 @@
+"""Alarms: each rule at its boundary, none in healthy runs, and what the user is told, once, by three ways."""
+
+import csv
+import io
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.config.load import load_config
+from bapo_megatron.errors import DivergedError, NoGroupKeptError, UserError
+from bapo_megatron.monitor.alarms import RULES, Alarm, AlarmLog
+from bapo_megatron.monitor.console import Console
+from bapo_megatron.monitor.record import Recorder
+from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.report.history import read_history
+from tests.unit.run_folders import make_run, plain, step
+from tests.unit.test_full_disk import full_disk
+
+Metrics = Mapping[str, float]
+ROOT = Path(__file__).parents[2]
+STUDIES = ROOT / "docs" / "reproduction"
+
+# A step at which nothing is wrong, with the metrics that rules read.
+WELL: Metrics = {
+    "reward/mean": 0.4,
+    "reward/std": math.sqrt(0.4 * 0.6),
+    "rollout/num_samples": 64.0,
+    "rollout/num_groups": 8.0,
+    "rollout/num_dropped_groups": 4.0,
+    "rollout/zero_variance_share": 0.3,
+    "rollout/truncated_share": 0.1,
+    "staleness/mean": 0.5,
+    "loss/entropy": 0.2,
+    "loss/clip_high_share": 0.1,
+    "loss/clip_low_share": 0.05,
+    "loss/positive_token_share": 0.4,
+    "loss/negative_token_share": 0.4,
+    "loss/approx_kl": 1e-4,
+    "loss/kl_reference": 1e-3,
+    "optimizer/lr": 1e-6,
+    "optimizer/grad_norm": 0.3,
+    "optimizer/grad_alarms": 0.0,
+    "optimizer/skipped": 0.0,
+    "mismatch/alarms": 0.0,
+    "bapo/inert_share": 0.4,
+    "bapo/saturated_share": 0.4,
+    "bapo/positive_share": 0.5,
+}
+
+
+def raised(*rows: Metrics) -> list[Alarm]:
+    return AlarmLog({**row, "step": float(i)} for i, row in enumerate(rows, start=1)).raised
+
+
+def names(*rows: Metrics) -> list[str]:
+    return [alarm.name for alarm in raised(*rows)]
+
+
+def test_nothing_is_wrong_with_steps_at_which_nothing_is_wrong() -> None:
+    assert names(*[WELL] * 30) == []
+    assert names({"reward/mean": 0.5}) == []
+
+
+ON_POLICY = {"staleness/mean": 0.0, "loss/approx_kl": 0.0}
+
+LASTING: list[tuple[str, Metrics, list[Metrics]]] = [  # alarm, what its steps show, and what is just not enough
+    ("equal rewards", {"rollout/zero_variance_share": 0.95}, [{"rollout/zero_variance_share": 0.94}]),
+    (
+        "no group kept",
+        {"rollout/num_groups": 5.0, "rollout/num_dropped_groups": 95.0},
+        [{"rollout/num_dropped_groups": 94.0}, {"rollout/num_groups": 0.0, "rollout/num_dropped_groups": 0.0}],
+    ),
+    ("most responses cut", {"rollout/truncated_share": 0.5}, [{"rollout/truncated_share": 0.49}]),
+    ("all responses cut", {"rollout/truncated_share": 1.0}, []),  # 0.99 is another alarm
+    (
+        "no entropy",
+        {"loss/entropy": 0.005},
+        [
+            {"loss/entropy": 0.0051},
+            {"reward/mean": 0.91, "reward/std": math.sqrt(0.91 * 0.09)},
+            {"loss/entropy": math.nan},
+        ],
+    ),
+    (
+        "all tokens clipped",
+        {"loss/clip_high_share": 0.4, "loss/clip_low_share": 0.25},
+        [
+            {"loss/clip_low_share": 0.23},
+            {"loss/positive_token_share": 0.0, "loss/negative_token_share": 0.0},
+        ],
+    ),
+    (
+        "policy stands still",
+        {"loss/approx_kl": 1e-8},
+        [
+            {"loss/approx_kl": 2e-8},
+            {"staleness/mean": 0.09},
+            {"optimizer/lr": 0.0},
+        ],
+    ),
+    (
+        "policy stands still",
+        ON_POLICY | {"loss/kl_reference": 0.0},
+        [{"loss/kl_reference": 2e-8}, {"loss/kl_reference": math.nan}],
+    ),
+    ("policy stands still", ON_POLICY | {"optimizer/grad_norm": 0.0}, [{"optimizer/grad_norm": 1e-9}]),
+    (
+        "inert bounds",
+        {"bapo/inert_share": 1.0},
+        [{"bapo/inert_share": 0.99}, {"bapo/positive_share": math.nan}],
+    ),
+    ("saturated search", {"bapo/saturated_share": 1.0}, [{"bapo/saturated_share": 0.99}]),
+]
+
+
+@pytest.mark.parametrize(("name", "sick", "not_quite"), LASTING)
+def test_an_alarm_of_a_lasting_state_takes_five_steps_or_all_of_the_last_ten(
+    name: str, sick: Metrics, not_quite: list[Metrics]
+) -> None:
+    bad = {**WELL, **sick}
+    assert names(*[bad] * 4) == [], "four steps are too few to judge"
+    (alarm,) = raised(*[bad] * 7)
+    assert (alarm.name, alarm.first_step, alarm.last_step) == (name, 5, 7)
+    (later,) = raised(*[WELL] * 10, *[bad] * 10)
+    assert (later.name, later.first_step) == (name, 20)
+    if name != "no group kept":  # which is counted over the steps
+        assert names(*[WELL] * 10, *[bad] * 9) == []
+    for change in not_quite:
+        assert name not in names(*[{**bad, **change}] * 12)
+
+
+def test_nearly_all_cut_is_most_and_not_all() -> None:
+    assert names(*[{**WELL, "rollout/truncated_share": 0.99}] * 12) == ["most responses cut"]
+    assert names(*[{**WELL, "rollout/truncated_share": 1.0}] * 12) == ["all responses cut"]
+
+
+def test_a_mismatch_is_told_at_its_step() -> None:
+    (alarm,) = raised(WELL, {**WELL, "mismatch/alarms": 2.0}, WELL)
+    assert (alarm.name, alarm.first_step, alarm.last_step) == ("mismatch", 2, 2)
+
+
+def spiking(*counts: int, num_updates: int = 4) -> list[str]:
+    return names(
+        *[
+            {**WELL, "version": float(num_updates * i), "optimizer/grad_alarms": c}
+            for i, c in enumerate(counts, start=1)
+        ]
+    )
+
+
+def test_spikes_are_an_alarm_if_they_are_many() -> None:
+    assert spiking(2) == [], "of few updates, two may be chance"
+    assert spiking(3) == ["gradient spikes"]
+    assert spiking(*[0] * 20, 1, 1, 1, 1, 1, 1, 1, 1) == ["gradient spikes"], "a fifth of the latest 40"
+    assert spiking(*[0] * 20, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0) == []
+    assert spiking(*[1] * 20, num_updates=6) == [], "one now and then is normal"
+
+
+def test_one_reward_for_all_is_told_from_the_first_step_and_explains_the_rest() -> None:
+    empty = {**WELL, "reward/mean": 3.41, "reward/std": 0.0, "rollout/zero_variance_share": 1.0}
+    empty |= {"optimizer/grad_norm": 0.0, "bapo/inert_share": 1.0, "bapo/positive_share": math.nan}
+    (alarm,) = raised(empty)
+    assert alarm.saw == "all 64 responses of this step have the same reward, 3.41."
+    assert names(*[empty] * 10) == ["one reward"], "bounds, groups and the gradient are no other cause"
+    for healthy in ({"reward/std": 0.1}, {"rollout/num_samples": 63.0}):
+        assert names({**empty, **healthy}) == []
+    half = {**empty, "rollout/num_samples": 32.0}
+    assert names(half, {**half, "reward/mean": 0.0}) == [], "the judge tells two steps apart"
+
+
+def test_skipped_updates_are_an_alarm_if_they_are_many() -> None:
+    """The metric is a total since the attempt began."""
+
+    def skipping(*totals: int, **metrics: float) -> list[Alarm]:
+        rows = [{**WELL, **metrics, "version": 2.0 * i, "optimizer/skipped": n} for i, n in enumerate(totals, start=1)]
+        return raised(*rows)
+
+    assert skipping(1, 2, 2, 2, 2) == [], "two may be chance"
+    (alarm,) = skipping(1, 2, 3, 4, 5, 6, **{"loss/approx_kl": 0.0})
+    assert (alarm.name, alarm.first_step) == ("skipped updates", 3), "which explains a policy that stands still"
+    assert alarm.saw == "3 of the 6 updates of the last 3 steps were skipped: no finite gradient."
+    (alarm,) = skipping(*[20] * 30)
+    assert alarm.last_step == 10, "those of the first step are over"
+    (alarm,) = skipping(*[0] * 10, 1, 2, 0, 2)
+    assert alarm.first_step == 14, "four of twenty, in two attempts"
+    assert skipping(*[0] * 10, 1, 2, 0, 1) == []
+
+
+# evaluations
+
+
+def evaluated(rates: list[float], error: float = 0.01, train: Callable[[int], float] = lambda i: 0.4) -> list[Metrics]:
+    rows: list[Metrics] = []
+    for i, rate in enumerate(rates):
+        mean = train(i)
+        rows.append(
+            {
+                **WELL,
+                "reward/mean": mean,
+                "reward/std": math.sqrt(mean * (1 - mean)),
+                "eval/aime/reward": rate,
+                "eval/aime/reward_stderr": error,
+            }
+        )
+    return rows
+
+
+def test_a_pass_rate_is_flat_if_a_rise_can_be_excluded() -> None:
+    assert names(*evaluated([0.3] * 4)) == [], "four evaluations are too few"
+    (alarm,) = raised(*evaluated([0.3] * 5))
+    assert (alarm.name, alarm.first_step) == ("flat pass rate", 5)
+    assert alarm.saw == "eval/aime/reward has not risen in 5 evaluations: it is 0.300, its rise +0.000 ± 0.025."
+    assert names(*evaluated([0.3, 0.29, 0.31, 0.3, 0.28])) == ["flat pass rate"]
+    assert names(*evaluated([0.5, 0.4, 0.3, 0.2, 0.1])) == ["flat pass rate"], "falling is not rising"
+
+
+def test_the_precision_of_the_evaluations_decides() -> None:
+    just_enough = 0.05 / 1.96 / 1.265  # the rise of five has an error of sqrt(1.6) times that of one
+    assert names(*evaluated([0.3] * 5, just_enough * 0.99)) == ["flat pass rate"]
+    assert names(*evaluated([0.3] * 5, just_enough * 1.01)) == []
+    assert names(*evaluated([0.3] * 40, 0.03)) == ["flat pass rate"], "many make up for it"
+    assert names(*evaluated([0.3] * 5, math.nan)) == []
+
+
+@pytest.mark.parametrize(
+    ("rates", "error"),
+    [
+        ([0.30, 0.31, 0.32, 0.33, 0.34], 0.01),  # 0.04 ± 0.025: a slow rise is a rise
+        ([0.30, 0.31, 0.33, 0.33, 0.33], 0.01),  # it excludes no rise of 0.05
+        ([0.90] * 5, 0.01),  # a plateau near the top
+        ([0.89] * 5, 0.012),
+    ],
+)
+def test_a_pass_rate_that_rises_or_is_high_is_not_flat(rates: list[float], error: float) -> None:
+    assert names(*evaluated(rates, error)) == []
+
+
+def test_a_plateau_after_learning_is_not_flat() -> None:
+    """The evaluations began when most was learned; the rewards of training show it."""
+    flat = [0.6] * 30
+    assert names(*evaluated(flat, train=lambda i: min(0.3 + 0.03 * i, 0.6) + 0.02 * (i % 2))) == []
+    assert names(*evaluated(flat, train=lambda i: 0.6 + 0.02 * (i % 2))) == ["flat pass rate"]
+
+
+def test_a_mean_reward_of_other_values_than_0_and_1_has_no_pass_rate() -> None:
+    assert names(*[{**row, "reward/std": 1.7} for row in evaluated([0.3] * 6)]) == []
+
+
+# learning rates
+
+
+def test_a_policy_may_stand_still_while_the_rate_warms_up_and_at_the_end_of_its_schedule() -> None:
+    still = {**WELL, "loss/approx_kl": 0.0}
+    assert names(*[{**still, "optimizer/lr": 1e-9 * i} for i in range(1, 30)]) == []
+    assert names(*[WELL] * 5, *[{**still, "optimizer/lr": 0.9e-7}] * 10) == [], "a tenth of the peak is the end"
+    assert names(*[WELL] * 5, *[{**still, "optimizer/lr": 1.1e-7}] * 10) == ["policy stands still"]
+
+
+# healthy runs
+
+
+def study_histories() -> dict[str, list[Metrics]]:
+    """Rows of every curve that a committed study keeps, for the mean over seeds and for either end of their spread."""
+    rows: dict[str, dict[float, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for path in sorted(STUDIES.glob("*.csv")):
+        with path.open(encoding="utf-8") as file:
+            for line in csv.DictReader(file):
+                if not line["x"] or line["figure"].startswith("profile/"):
+                    continue
+                for kind in ("low", "mean", "high"):
+                    row = rows[f"{path.stem}, {line['variant']}, {kind}"][float(line["x"])]
+                    row[line["figure"]] = value = float(line[kind] or "nan")
+                    if line["figure"] == "clip_share":
+                        row |= {"loss/clip_high_share": value, "loss/clip_low_share": 0.0}
+                        row |= {"loss/positive_token_share": 0.5, "loss/negative_token_share": 0.5}
+                    if line["figure"] == "eval/reward":
+                        row["eval/reward_stderr"] = math.sqrt(value * (1 - value) / 256)
+    return {name: [row for _, row in sorted(of_run.items())] for name, of_run in rows.items()}
+
+
+def test_no_alarm_goes_off_in_the_committed_studies() -> None:
+    histories = study_histories()
+    assert len(histories) > 150
+    found = {name: fired for name, rows in histories.items() if (fired := names(*rows))}
+    assert found == {}
+
+
+# what the user is told
+
+
+class NoRollouts:
+    """What a recorder asks of rollouts."""
+
+    decode = staticmethod(str)
+
+
+def record(folder: Path, first_step: int, rows: list[Metrics], error: UserError | None = None) -> str:
+    """Record an attempt of steps after `first_step`, which ends with an error or marks the run as finished."""
+    config = load_config(["demo"], [f"run.dir={folder}", "run.name=run", "train.num_steps=20"])
+    screen = io.StringIO()
+    with RunDir.open(config) as run_dir:
+        assert status_of(folder)["state"] == "starting"
+        recorder = Recorder(config, run_dir, Console("lines", 20, stream=screen))
+        recorder.begin(first_step, NoRollouts())  # type: ignore[arg-type]
+        assert status_of(folder)["state"] == "training"
+        for i, row in enumerate(rows, start=first_step + 1):
+            recorder.record(i, i, row | {"time/step_s": 1.0, "reward/failed_share": 0.0})
+            assert status_of(folder)["step"] == i
+        if error is not None:
+            recorder.fail(error)
+        run_dir.mark("failed" if error is not None else "finished")
+        recorder.end()
+    return screen.getvalue()
+
+
+def status_of(folder: Path) -> dict[str, Any]:
+    status = json.loads((folder / "run" / "status.json").read_text())
+    assert list(status) == ["state", "attempt", "step", "planned_steps", "time", "alarms"]
+    return dict(status)
+
+
+CUT: Metrics = {**WELL, "rollout/truncated_share": 1.0}
+
+
+def test_an_alarm_is_told_once_on_the_terminal_and_kept_in_status_json(tmp_path: Path) -> None:
+    screen = record(tmp_path, 0, [CUT] * 8)
+    rule = next(rule for rule in RULES if rule.name == "all responses cut")
+    saw = "every response of the last 5 steps was cut off at rollout.max_response_tokens."
+    lines = [line[10:] for line in screen.splitlines()]
+    at = lines.index(f"warning: all responses cut, step 5: {saw}")
+    assert lines[at + 1 : at + 3] == [f"  usual cause: {rule.cause}", f"  change: {rule.change}"]
+    assert screen.count("warning: ") == 1
+    status = status_of(tmp_path)
+    assert (status["state"], status["attempt"], status["step"], status["planned_steps"]) == ("finished", 1, 8, 20)
+    alarm = {"name": rule.name, "first_step": 5, "last_step": 8, "saw": saw, "cause": rule.cause, "change": rule.change}
+    assert status["alarms"] == [alarm]
+
+
+def test_the_next_attempt_tells_again_and_keeps_the_first_step(tmp_path: Path) -> None:
+    record(tmp_path, 0, [CUT] * 8)
+    screen = record(tmp_path, 6, [CUT] * 2 + [WELL] * 4)
+    assert screen.count("warning: all responses cut, step 5: ") == 1
+    status = status_of(tmp_path)
+    assert (status["attempt"], status["step"]) == (2, 12)
+    assert [(a["first_step"], a["last_step"]) for a in status["alarms"]] == [(5, 8)], "it is over, and kept"
+
+
+def test_steps_that_a_resume_repeats_raise_no_alarm(tmp_path: Path) -> None:
+    record(tmp_path, 0, [CUT] * 8)
+    record(tmp_path, 3, [WELL])
+    assert status_of(tmp_path)["alarms"] == []
+
+
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        (NoGroupKeptError("160 groups in a row were dropped (keep_group): choose others"), "no group kept"),
+        (DivergedError("the last 20 updates were skipped: lower it"), "skipped updates"),
+        (UserError("the disk is full"), None),
+    ],
+)
+def test_an_error_that_ends_a_run_may_be_an_alarm(tmp_path: Path, error: UserError, name: str | None) -> None:
+    record(tmp_path, 0, [WELL] * 2, error)
+    status = status_of(tmp_path)
+    found = [(alarm["name"], alarm["first_step"], alarm["saw"]) for alarm in status["alarms"]]
+    assert found == ([(name, 3, f"{str(error).partition(':')[0]}.")] if name else [])
+    assert status["state"] == "failed"
+
+
+def test_a_disk_without_room_for_the_status_ends_nothing(tmp_path: Path) -> None:
+    config = load_config(["demo"], [f"run.dir={tmp_path}", "run.name=run"])
+    with RunDir.open(config) as run_dir:
+        before = status_of(tmp_path)
+        with full_disk(10):
+            run_dir.tell(step=3)
+        assert status_of(tmp_path) == before, "the old one stays whole"
+        (tmp_path / "run" / "status.json").write_text('{"state": "trai')
+        run_dir.mark("training", step=4)
+        assert (status_of(tmp_path)["state"], status_of(tmp_path)["step"]) == ("training", 4)
+
+
+def test_ranks_other_than_the_first_leave_the_status_to_it(tmp_path: Path) -> None:
+    config = load_config(["demo"], [f"run.dir={tmp_path}", "run.name=run"])
+    with RunDir.open(config) as run_dir:
+        run_dir.mark("failed", rank=1)
+        assert run_dir.state == "failed"
+        assert status_of(tmp_path)["state"] == "starting"
+
+
+# the page
+
+
+def test_every_alarm_is_in_the_documentation() -> None:
+    page = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    documented = [line.split(" | ")[0].removeprefix("| ") for line in page.partition("## Alarms")[2].splitlines()]
+    assert [name for name in documented if name in {rule.name for rule in RULES}] == [rule.name for rule in RULES]
+
+
+def test_a_history_with_every_metric_that_a_report_draws_has_no_alarm_of_a_lasting_state(tmp_path: Path) -> None:
+    run = read_history(make_run(tmp_path / "run", [plain(i) for i in range(1, 31)]))
+    assert AlarmLog(run.rows).raised == []
+    assert [alarm.name for alarm in AlarmLog([step(1)]).raised] == ["mismatch"], "its limit was passed"
