@@ -1,4 +1,4 @@
-"""Five problems in the formats of TRL, verl and slime, as CSV and as Parquet: the same commands for each file."""
+"""Five problems in the formats of TRL, verl and slime, as CSV, as Parquet and from a function: the same commands."""
 
 import csv
 import functools
@@ -48,12 +48,17 @@ def table(index: int, question: str, answer: str) -> Row:
     return {"question": question, "answer": answer}
 
 
+def plain(index: int, question: str, answer: str) -> Row:
+    return {"prompt": question, "answer": answer}
+
+
 FORMATS: dict[str, tuple[str, Callable[[int, str, str], Row], dict[str, str]]] = {
     "TRL": ("train.jsonl", trl, {"answer": "solution"}),
     "verl": ("train.parquet", verl, {"answer": "reward_model.ground_truth"}),
     "slime": ("train.jsonl", slime, {"prompt": "messages", "answer": "label"}),
     "CSV": ("train.csv", table, {}),
     "Parquet": ("train.parquet", table, {}),
+    "function": ("my_rows.py", plain, {}),
 }
 """File, rows and the columns that `bapo init` proposes, by format."""
 
@@ -77,6 +82,8 @@ def write(file: Path, rows: list[Row]) -> None:
             writer = csv.DictWriter(opened, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
+    elif file.suffix == ".py":
+        file.write_text(f"def rows():\n    yield from {rows!r}\n")
     else:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -93,14 +100,16 @@ def outcome_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outc
         write(file, [row(i, question, answer) for i, (question, answer) in enumerate(PROBLEMS.items())])
         digest = hashlib.sha256(file.read_bytes()).digest()
         commands = {
-            "init": ("init", "demo", str(file), "-o", str(config)),
+            "init": ("init", "demo", "my_rows:rows" if name == "function" else str(file), "-o", str(config)),
             "check": ("check", str(config)),
             "train": ("train", str(config), "train.num_steps=2", f"run.dir={folder}", *TINY),
         }
         printed, facts = {}, []
         for verb, arguments in commands.items():
             began_s = time.monotonic()
-            done = bapo(*arguments)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.chdir(folder)
+                done = bapo(*arguments)
             assert done.returncode == 0, f"{name}: bapo {verb}\n{done.stdout}{done.stderr}"
             printed[verb] = done.stdout
             facts.append(f"{verb} {done.returncode} ({time.monotonic() - began_s:.0f} s)")
@@ -128,7 +137,9 @@ def test_a_file_trains_as_it_is(name: str, outcome_of: Callable[[str], Outcome])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "other"), [("TRL", "verl"), ("TRL", "slime"), ("CSV", "Parquet")])
+@pytest.mark.parametrize(
+    ("name", "other"), [("TRL", "verl"), ("TRL", "slime"), ("CSV", "Parquet"), ("TRL", "function")]
+)
 def test_the_same_problems_train_alike(name: str, other: str, outcome_of: Callable[[str], Outcome]) -> None:
     """A table of bare questions gets another prompt than a conversation does: words that say how to answer."""
     what = ("reward/mean", "loss/policy", "optimizer/grad_norm")
