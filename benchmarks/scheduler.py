@@ -142,29 +142,33 @@ async def measure(num_active: int, num_warmup: int, num_steps: int, *, is_plain:
 
 def rows(quick: bool) -> Rows:
     """Compare the CPU time of a response with a plain scheduler, by the number of those that are active."""
-    num_turns = 1 if quick else 3
     ours: dict[int, list[Cost]] = {num_active: [] for num_active in NUM_ACTIVE}
+    amounts: dict[int, dict[str, list[float]]] = {n: {"ours": [], PLAIN: []} for n in NUM_ACTIVE}
     with starting():  # as a rank does: the garbage collector has its settings
         pass
-    for num_active, costs in ours.items():
-        load_before, amounts = os.getloadavg()[0], {"ours": [], PLAIN: []}
-        num_warmup = max(NUM_WARMUP, num_active // (PROMPTS_PER_STEP * SAMPLES_PER_PROMPT))
-        for _ in range(num_turns):
+    load_before = os.getloadavg()[0]
+    for _ in range(1 if quick else 5):
+        for num_active, costs in ours.items():  # by turns: the machine's speed changes with the minutes
+            num_warmup = max(NUM_WARMUP, num_active // (PROMPTS_PER_STEP * SAMPLES_PER_PROMPT))
             costs.append(run_on_clock(measure(num_active, num_warmup, NUM_STEPS, is_plain=False)))
             plain = run_on_clock(measure(num_active, NUM_WARMUP, NUM_PLAIN_STEPS, is_plain=True))
-            amounts["ours"].append(costs[-1].cpu_s * 1e6)
-            amounts[PLAIN].append(plain.cpu_s * 1e6)
+            amounts[num_active]["ours"].append(costs[-1].cpu_s * 1e6)
+            amounts[num_active][PLAIN].append(plain.cpu_s * 1e6)
             if costs[-1].trained[: len(plain.trained)] != plain.trained:
                 raise DisagreementError(f"with {num_active} active responses, other ones are trained")
-        yield Turns(amounts, load_before, os.getloadavg()[0]).row(f"{num_active:,} active", PLAIN, unit="CPU us")
+    for num_active, of_case in amounts.items():
+        yield Turns(of_case, load_before, os.getloadavg()[0]).row(f"{num_active:,} active", PLAIN, unit="CPU us")
     for what, costs_s in {
         "": {n: [c.cpu_s for c in costs] for n, costs in ours.items()},
         ", without the garbage collector": {n: [c.cpu_s - c.collector_s for c in costs] for n, costs in ours.items()},
     }.items():
-        medians = {n: statistics.median(each) for n, each in costs_s.items()}
-        growth = medians[NUM_ACTIVE[-1]] / medians[NUM_ACTIVE[0]]
-        figures = ", ".join(f"{seconds * 1e6:.0f}" for seconds in medians.values())
-        print(f"CPU us of a response{what}: {figures}; the last takes {growth:.2f} x as long as the first")
+        figures = ", ".join(f"{statistics.median(each) * 1e6:.0f}" for each in costs_s.values())
+        pairs = zip(costs_s[NUM_ACTIVE[0]], costs_s[NUM_ACTIVE[-1]], strict=True)
+        growth = sorted(last / first for first, last in pairs)
+        print(
+            f"CPU us of a response{what}: {figures}; the last takes {statistics.median(growth):.2f} x as long as the "
+            f"first ({growth[0]:.2f} to {growth[-1]:.2f}, by turns)"
+        )
 
 
 if __name__ == "__main__":
