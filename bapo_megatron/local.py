@@ -252,7 +252,8 @@ def _train_through_failures(
         if isinstance(reason, str):
             return _give_up(run_dir, outcome, [reason] if config.run.max_restarts else [])
         if engines.urls and not engines.urls_left():
-            raise EngineError("\n".join([*outcome.lines, "no rollout engine is left", *how_often(run_dir)]))
+            none_left = "no rollout engine is left for a restart: their logs say why; the same command starts new ones"
+            raise EngineError("\n".join([*outcome.lines, none_left, *how_often(run_dir)]))
         try:
             start_again(run_dir, reason)
         except UserError as error:

@@ -191,7 +191,10 @@ def test_without_an_engine_left_nothing_is_restarted(tmp_path: Path) -> None:
     assert run.process.returncode == 2
     assert num_attempts(tmp_path) == 1
     assert run.run_dir.state == "failed"
-    assert run.stderr.splitlines() == [f"bapo: {KILLED.format(tmp_path)}", "bapo: no rollout engine is left"]
+    assert run.stderr.splitlines() == [
+        f"bapo: {KILLED.format(tmp_path)}",
+        "bapo: no rollout engine is left for a restart: their logs say why; the same command starts new ones",
+    ]
 
 
 @SLOW
