@@ -49,7 +49,7 @@ class DivergedError(UserError):
 
 
 class NoGroupKeptError(UserError):
-    """Sampling that cannot go on: one group after the other is dropped, and none is left to train on."""
+    """Sampling that has dropped one group after the other: none is left to train on."""
 
 
 class OutOfMemoryError(UserError):

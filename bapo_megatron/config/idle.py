@@ -96,7 +96,7 @@ IDLE = (
     Idle(
         "data.path",
         "data.source data.sources",
-        lambda c: c.data.source in ("jsonl", "hub") or bool(c.data.sources),
+        lambda c: c.data.needs_path or bool(c.data.sources),
         'data.source="jsonl"',
     ),
     Idle(

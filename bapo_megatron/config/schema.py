@@ -134,7 +134,7 @@ class SourceConfig(Section):
     """Rows: their columns. plain: `prompt` and `answer`; math: MATH-500 and AIME; gsm8k; humaneval: programs,
     judged by their tests. All but plain also say how to answer; see docs/evaluation.md."""
     fields: Annotated[dict[str, str], AfterValidator(_columns_of_fields)] = Field(default_factory=dict)
-    """Rows: the columns that hold the prompt and the answer, where they have other names than those of `format`:
+    """Rows: the columns that hold the prompt and the answer, if `format` names them differently:
     {prompt = "question", answer = "solution"}; "reward_model.ground_truth" is a value in an object."""
     dataset: str | None = None
     """reasoning_gym: name of the data set, such as "basic_arithmetic"."""
@@ -150,14 +150,19 @@ class SourceConfig(Section):
         return self.source not in _PROCEDURAL
 
     @property
+    def needs_path(self) -> bool:
+        """Whether `path` names the rows."""
+        return self.source in ("jsonl", "hub")
+
+    @property
     def is_own_function(self) -> bool:
-        """Whether the rows are those of a function of the user's own."""
+        """Whether your own function gives the rows."""
         return self.source not in SOURCE.names
 
     @property
     def origin(self) -> str:
-        """Where the prompts are from, in a word: a file, a data set or a source."""
-        return self.path if self.path is not None and self.source in ("jsonl", "hub") else self.source
+        """The name of what the prompts come from: a file, a data set or a source."""
+        return self.path if self.path is not None and self.needs_path else self.source
 
 
 class NamedSource(SourceConfig):

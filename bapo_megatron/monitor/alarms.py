@@ -8,27 +8,25 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from statistics import NormalDist, fmean, variance
+from statistics import fmean, variance
 
 from bapo_megatron.errors import DivergedError, NoGroupKeptError, UserError
-from bapo_megatron.monitor.summary import Row, is_pass_rate, percent, reward_metric
+from bapo_megatron.monitor.summary import Z_95, Row, increases, is_pass_rate, percent, reward_metric
 
 _WINDOW_STEPS = 10
 _MIN_STEPS_TO_JUDGE = 5
 _MIN_RESPONSES_TO_JUDGE = 64
 _MIN_EVALUATIONS = 5
 _NEARLY_ALL = 0.95
-_MIN_UPDATES = 3  # of the recent steps, with a spike or skipped; one now and then is normal
+_MIN_UPDATES = 3  # an occasional spike or skipped update is normal
 _UPDATES_SHARE = 0.2
 _CLIPPED_SHARE = 0.8  # the first update after a push, when the policy is where it sampled, rarely clips everything
 _ENTROPY_NATS = 0.005
 _KL_NATS = 1e-8  # the rounding of float32 makes about 1e-13
 _OLD_TOKEN_UPDATES = 0.1  # mean age from which a policy that moves must differ from the one that sampled
-_LR_SHARE = 0.1  # of the largest so far: with the end of a schedule, the policy may come to rest
+_LR_SHARE = 0.1  # below this share of the peak rate, a policy may stand still
 _SMALL_GAIN = 0.05
 _HIGH_PASS_RATE = 0.9
-_Z = NormalDist().inv_cdf(0.975)  # of 95 % intervals
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,7 @@ class Steps:
         return self.latest.get("version", math.nan) - self.before.get("version", 0.0)
 
     def are_many(self, num_updates: float) -> bool:
-        """Return whether so many updates of the recent steps are more than chance: three, and a fifth of them."""
+        """Return whether this number of recent updates is no accident: at least three, and a fifth of them all."""
         return num_updates >= max(_MIN_UPDATES, _UPDATES_SHARE * self.num_updates)
 
     @property
@@ -108,11 +106,11 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What raises an alarm, and what the alarm tells the user."""
+    """A condition that raises an alarm, and what the alarm tells the user."""
 
     name: str
     saw: Callable[[Steps], str | None]
-    """Says what it saw in the steps so far; None: nothing is wrong."""
+    """Returns what it saw in the steps so far. None means that nothing is wrong."""
     cause: str
     change: str
     unless: tuple[str, ...] = ()
@@ -199,16 +197,16 @@ def _flat(name: str, pairs: Sequence[tuple[float, float]]) -> str | None:
     offsets = [i - (num - 1) / 2 for i in range(num)]
     scale = (num - 1) / math.fsum(x * x for x in offsets)
     rise = scale * math.fsum(x * rate for x, (rate, _) in zip(offsets, pairs, strict=True))
-    half = _Z * scale * math.sqrt(math.fsum((x * error) ** 2 for x, (_, error) in zip(offsets, pairs, strict=True)))
+    half = Z_95 * scale * math.sqrt(math.fsum((x * error) ** 2 for x, (_, error) in zip(offsets, pairs, strict=True)))
     level = fmean(rate for rate, _ in pairs)
-    highest = level + _Z * math.sqrt(math.fsum(error**2 for _, error in pairs)) / num
+    highest = level + Z_95 * math.sqrt(math.fsum(error**2 for _, error in pairs)) / num
     if rise - half > 0 or rise + half > _SMALL_GAIN or highest >= _HIGH_PASS_RATE:
         return None
     return f"{name} has not risen in {num} evaluations: it is {level:.3f}, its rise {rise:+.3f} ± {half:.3f}."
 
 
 def _has_risen(rows: Sequence[Row]) -> bool:
-    """Return whether the mean reward of the last ten steps is above that of the first ten by more than chance.
+    """Return whether the mean reward of the last ten steps exceeds the mean of the first ten by more than chance.
 
     A run that has learned before its first evaluation shows it so.
     """
@@ -220,7 +218,7 @@ def _has_risen(rows: Sequence[Row]) -> bool:
     if min(len(first), len(last)) < 2:
         return False
     error = math.sqrt(variance(first) / len(first) + variance(last) / len(last))
-    return fmean(last) - fmean(first) > _Z * error
+    return fmean(last) - fmean(first) > Z_95 * error
 
 
 def _no_entropy(steps: Steps) -> str | None:
@@ -281,7 +279,7 @@ def _saturated_search(steps: Steps) -> str | None:
 
 def _skipped_updates(steps: Steps) -> str | None:
     totals = [row.get("optimizer/skipped", 0.0) for row in (steps.before, *steps.recent)]
-    num = sum(after - before if after >= before else after for before, after in pairwise(totals))  # of an attempt each
+    num = math.fsum(increases(totals))
     if not steps.are_many(num):
         return None
     return f"{num:.0f} of the {steps.num_updates:.0f} updates of {steps.span} were skipped: no finite gradient."

@@ -3,12 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import NormalDist, fmean
 
 Row = dict[str, float]
 
 _WINDOW_STEPS = 10
 _ROUNDING = 1e-6
+Z_95 = NormalDist().inv_cdf(0.975)  # half the width of a 95 % interval, in standard errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,11 @@ def first_and_last(rows: Sequence[Row], name: str) -> tuple[float, float]:
     return mean(values[:window]), mean(values[-window:])
 
 
+def increases(totals: Sequence[float]) -> list[float]:
+    """Return how much a running total grew at each value after the first; a smaller value begins a new attempt at 0."""
+    return [after - before if after >= before else after for before, after in pairwise(totals)]
+
+
 def mean(values: Sequence[float]) -> float:
     """Average the finite values; nan without any."""
     finite = [value for value in values if math.isfinite(value)]
@@ -110,7 +117,7 @@ def wilson_interval(share: float, num: float) -> tuple[float, float]:
 
     Example: wilson_interval(1.0, 8) == (0.676, 1.0), rounded
     """
-    z = NormalDist().inv_cdf(0.975)
+    z = Z_95
     centre, shrink = share + z * z / (2 * num), 1 + z * z / num
     half = z * math.sqrt(share * (1 - share) / num + (z / (2 * num)) ** 2)
     return max(0.0, (centre - half) / shrink), min(1.0, (centre + half) / shrink)

@@ -78,9 +78,7 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
     is_complete = True
     for table, one in _sources_read(config).items():
         alone, settings = config.with_prompts_of(one), _settings_of(config, table)
-        if (one.source in ("jsonl", "hub") and one.path is None) or (
-            one.source == "reasoning_gym" and one.dataset is None
-        ):
+        if (one.needs_path and one.path is None) or (one.source == "reasoning_gym" and one.dataset is None):
             is_complete = False  # config/plan.py reports it
             continue
         if one.source == "jsonl" and not (path := Path(one.path or "").expanduser()).exists():

@@ -223,7 +223,9 @@ def _kind_of(data: Path) -> str:
     """Return the value of data.source for what DATA names: what is here is a file."""
     if data.expanduser().exists():
         return "jsonl"
-    return str(data) if is_dotted(str(data)) else "hub" if may_be_on_hub(data) else "jsonl"
+    if is_dotted(str(data)):
+        return str(data)
+    return "hub" if may_be_on_hub(data) else "jsonl"
 
 
 def _named_columns(rows: Sequence[Row], fields: Table) -> list[Table]:

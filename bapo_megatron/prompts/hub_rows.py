@@ -7,7 +7,7 @@ from bapo_megatron.errors import DataError
 from bapo_megatron.prompts.rows import Row, as_row
 
 _EXTRA = "pip install 'bapo-megatron[datasets]'"
-_MAX_CHARS = 300  # of a reason
+_MAX_REASON_CHARS = 300
 
 
 def hub_rows(path: str | None, subset: str | None, split: str, table: str) -> Iterator[Row]:
@@ -35,7 +35,7 @@ def hub_rows(path: str | None, subset: str | None, split: str, table: str) -> It
     try:
         rows = list(datasets.load_dataset(name, subset, split=split, revision=revision or None))
     except Exception as error:  # the library raises many kinds
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_CHARS].rstrip(".")
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_REASON_CHARS].rstrip(".")
         raise DataError(
             f"{asked}: datasets cannot load this: {reason}; correct the settings, or, where the hub cannot be reached, "
             f'download a file of it elsewhere and set {table}.source="jsonl"'

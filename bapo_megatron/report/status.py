@@ -10,6 +10,7 @@ import numpy as np
 from bapo_megatron.metrics import METRICS
 from bapo_megatron.monitor.restarts import first_attempt
 from bapo_megatron.monitor.rundir import RunDir, is_in_use
+from bapo_megatron.monitor.summary import increases
 from bapo_megatron.report.history import History
 
 _TAIL_BYTES = 1 << 16
@@ -116,9 +117,8 @@ def _count(run: History, watched: _Watched) -> EventCount:
     column = run.column(watched.key)
     known = np.isfinite(column)
     values, steps = column[known], run.steps[known]
-    if watched.is_running_total:  # a smaller value than before is the first of an attempt
-        before = np.concatenate(([0.0], values[:-1]))
-        values = np.where(values >= before, values - before, values)
+    if watched.is_running_total:
+        values = np.array(increases([0.0, *values]))
     raised = steps[values > 0]
     return EventCount(
         watched.name,

@@ -72,7 +72,7 @@ class StalenessBound:
         """
         if self.max_age is None:
             return float("inf")
-        age = 0 if oldest_version is None else version - oldest_version
+        age = version - _known(oldest_version, version)
         return (self.max_age + 1 - self.updates_per_step - age) // self.updates_per_step
 
     def oldest_with(self, slack: float, version: int) -> float:
@@ -84,7 +84,7 @@ class StalenessBound:
     def stale(self, ages: Ages, version: int) -> list[int]:
         """Return the groups whose slack is below 0."""
         limit = self.oldest_with(0, version)
-        return [i for v, cohort in ages.cohorts.items() if (version if v is None else v) < limit for i in cohort]
+        return [i for v, cohort in ages.cohorts.items() if _known(v, version) < limit for i in cohort]
 
     def urgent(self, ages: Ages, version: int) -> list[int]:
         """Return the groups whose slack is 0."""
@@ -119,7 +119,7 @@ class StalenessBound:
             num_missing -= num_chosen
             least_urgent = slack if num_chosen else least_urgent
         begin, end = self.oldest_with(0, version), self.oldest_with(least_urgent, version)
-        if any(begin <= (version if v is None else v) < end for v in active.cohorts):  # waiting helps
+        if any(begin <= _known(v, version) < end for v in active.cohorts):  # waiting helps
             for slack, cohorts in self._by_slack(active, version).items():
                 num_left[slack] += _num(cohorts)
             if not self._are_in_time(num_left):
@@ -142,6 +142,11 @@ class StalenessBound:
             if num_so_far > slack * self.groups_per_step:
                 return False
         return True
+
+
+def _known(oldest_version: int | None, version: int) -> int:
+    """Return the version of a group's oldest token; a group without tokens samples its first one now, at `version`."""
+    return version if oldest_version is None else oldest_version
 
 
 def _num(cohorts: list[Cohort]) -> int:

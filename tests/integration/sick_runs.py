@@ -3,7 +3,8 @@
     python -m tests.integration.sick_runs FOLDER        # a table in Markdown; exit code 1 if an alarm is wrong
 
 Each run is a `bapo train` of the small model of the committed studies, on one core. Its status.json says which alarms
-it raised, and at which step first."""
+it raised, and at which step first.
+"""
 
 from __future__ import annotations
 
