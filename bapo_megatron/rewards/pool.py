@@ -102,7 +102,12 @@ class Worker:
 
     @property
     def is_alive(self) -> bool:
-        return not self._is_killed and self._process.poll() is None
+        return not self._is_killed and not self.has_exited
+
+    @property
+    def has_exited(self) -> bool:
+        """Whether the process is gone; one that was killed may take a moment."""
+        return self._process.poll() is not None
 
     async def ask(self, fields: dict[str, Any], limit_s: float) -> dict[str, Any]:
         """Return the reply. Raises WorkerLost; after `limit_s`, ends the process and raises TimeoutError."""
@@ -172,7 +177,7 @@ class Worker:
         self.kill()
 
     async def _exit(self) -> None:
-        while self._process.poll() is None:
+        while not self.has_exited:
             await asyncio.sleep(_WATCH_S)
 
 
@@ -190,7 +195,7 @@ class WorkerPool:
         self._thread.start()
         self._is_closed = False
         self._gate = threading.Lock()  # between a call that arrives and a loop that ends
-        self._workers: set[Worker] = set()
+        self._workers: set[Worker] = set()  # until their processes are gone: close() waits for them
         self._idle: list[Worker] = []
         self._shared: Worker | None = None
         try:
@@ -297,9 +302,6 @@ class WorkerPool:
             return await worker.ask(fields, self._limit_s)
         except TimeoutError:
             raise WorkerLost("it hung") from None
-        finally:
-            if not worker.is_alive:
-                self._workers.discard(worker)
 
     async def _ask_again(self, fields: dict[str, Any]) -> dict[str, Any]:
         async with self._alone:
@@ -321,15 +323,12 @@ class WorkerPool:
         finally:
             if worker.is_alive:
                 self._idle.append(worker)
-            else:
-                self._workers.discard(worker)
 
     async def _lease(self) -> Worker:
         while self._idle:
             worker = self._idle.pop()
             if worker.is_alive:
                 return worker
-            self._workers.discard(worker)
         return await self._start()
 
     async def _start(self) -> Worker:
@@ -343,7 +342,7 @@ class WorkerPool:
             except WorkerLost as loss:
                 reasons.append(str(loss))
                 continue
-            self._workers.add(worker)
+            self._workers = {w for w in self._workers if not w.has_exited} | {worker}
             return worker
         raise RuntimeError(f"no process that {self._spec.does} could be started: {'; '.join(reasons)}")
 

@@ -64,6 +64,19 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "seen"
 
 
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """The judge processes that a test starts."""
+    processes, start = [], subprocess.Popen
+
+    def popen(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        processes.append(start(*args, **options))
+        return processes[-1]
+
+    monkeypatch.setattr(pool.subprocess, "Popen", popen)
+    return processes
+
+
 def read_line(reader: int) -> str:
     """Return what a judge says next; "" once all that have spoken are dead."""
     line = b""
@@ -132,22 +145,17 @@ class TestStart:
             with pytest.raises(UserError, match=f"importing broken_hooks failed: {message}"):
                 RewardScorer(Config.model_validate({"reward": {"kind": "broken_hooks:judge"}}))
 
-    def test_a_judge_that_cannot_be_built_has_ended(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_judge_that_cannot_be_built_has_ended(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
+    ) -> None:
         """Also if it does not end by itself."""
         monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
         (tmp_path / "stubborn_hooks.py").write_text(
             "import os, signal\nos._exit = lambda code: signal.pause()\n1 / 0\n"
         )
-        processes, start = [], subprocess.Popen
-
-        def popen(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
-            processes.append(start(*args, **options))
-            return processes[-1]
-
-        monkeypatch.setattr(pool.subprocess, "Popen", popen)
         with pytest.raises(UserError, match="ZeroDivisionError"):
             RewardScorer(Config.model_validate({"reward": {"kind": "stubborn_hooks:judge"}}))
-        assert [process.returncode for process in processes] == [-signal.SIGKILL]
+        assert [process.returncode for process in started] == [-signal.SIGKILL]
 
     @pytest.mark.parametrize("kind", ["maths", "my_module", "my_module:", ":f", "my-module:f", "a:b:c", ""])
     def test_other_names_are_refused_by_the_configuration(self, kind: str) -> None:
@@ -185,6 +193,26 @@ class TestPlain:
             assert metrics["reward/pending"] == 0
             assert metrics["reward/wait_s"] > 0
             assert scorer.metrics()["reward/wait_s"] == 0, "the mean is since the last call"
+
+    def test_close_waits_for_a_process_that_has_just_been_killed(
+        self, monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
+    ) -> None:
+        """Here the kernel kills it only when someone waits for its end."""
+        put_off: list[tuple[int, int]] = []
+        killpg, ended = os.killpg, Worker.ended
+
+        async def ended_late(worker: Worker) -> None:
+            worker.kill()
+            while put_off:
+                killpg(*put_off.pop())
+            await ended(worker)
+
+        monkeypatch.setattr(pool.os, "killpg", lambda *which: put_off.append(which))
+        monkeypatch.setattr(Worker, "ended", ended_late)
+        strike_only("hang", monkeypatch)
+        with scorer_of("plain") as scorer:
+            assert scorer.score(items("hang")) == [0.0]
+        assert [process.returncode for process in started] == [-signal.SIGKILL]
 
     def test_what_it_leaves_running_ends_with_it(self, said: int) -> None:
         with scorer_of("plain") as scorer:
