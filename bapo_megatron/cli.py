@@ -503,21 +503,19 @@ def _init(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from bapo_megatron.config.plan import summarize
     from bapo_megatron.preflight.check import load_checked
-    from bapo_megatron.preflight.report import describe
+    from bapo_megatron.preflight.plan_text import describe, outline
 
     config = load_checked(_given(options), elsewhere=True)
-    print(summarize(config))
+    print(outline(config))
     if config.cluster.gpu is not None:
         print(describe(config))
     return 0
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from bapo_megatron.config.plan import summarize
     from bapo_megatron.preflight.check import load_checked
-    from bapo_megatron.preflight.report import explain
+    from bapo_megatron.preflight.plan_text import explain, outline
 
     if options.best:
         return _plan_best(options)
@@ -525,7 +523,7 @@ def _plan(options: argparse.Namespace) -> int:
         raise UserError("-o writes the layout that --best finds; add --best, or leave it out")
     config = load_checked(_given(options), elsewhere=True, memory=False)
     explanation = explain(config, options.response_tokens)
-    print(f"{explanation.verdict}\n\n{summarize(config)}\n{explanation.needs}")
+    print(f"{explanation.verdict}\n\n{outline(config)}\n{explanation.needs}")
     if explanation.problems:
         raise ConfigError("\n".join(explanation.problems))
     return 0
@@ -534,7 +532,7 @@ def _plan(options: argparse.Namespace) -> int:
 def _plan_best(options: argparse.Namespace) -> int:
     from bapo_megatron.preflight.check import load_checked
     from bapo_megatron.preflight.plan import CHOSEN
-    from bapo_megatron.preflight.report import explain_best
+    from bapo_megatron.preflight.plan_text import explain_best
     from bapo_megatron.runtime.files import explaining_os_errors
 
     file: Path | None = options.output

@@ -7,12 +7,11 @@ import itertools
 from pathlib import Path
 
 from bapo_megatron.config.load import load_config, shipped_configs
-from bapo_megatron.config.plan import num_ranks, summarize
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight.known import GIB, planned_config
 from bapo_megatron.preflight.plan import make_plan
-from bapo_megatron.preflight.report import amount, explain, explain_best
+from bapo_megatron.preflight.plan_text import amount, explain, explain_best, outline
 from bapo_megatron.preflight.suggest import best_split, smallest_cluster
 
 # Files merged between the model's and the cluster's.
@@ -111,7 +110,7 @@ def _split_cells(model: str, nodes: int) -> list[str]:
     p, r, plan = best.config.parallel, best.config.rollout, best.plan
     assert plan.rollout
     return [
-        f"{num_ranks(best.config)} = {p.tensor} x {p.pipeline} x {p.context} x {p.data}",
+        f"{best.config.parallel.size} = {p.tensor} x {p.pipeline} x {p.context} x {p.data}",
         "on" if best.config.train.recompute else "off",
         f"{plan.trainer.total / GIB:.1f} of {plan.gpu_memory_gib:.1f}",
         f"{r.num_servers} x {r.server_tensor_parallel}",
@@ -125,7 +124,7 @@ def example() -> str:
     config = load_config(EXAMPLE)
     plan = explain(config, EXAMPLE_TOKENS)
     command = f"$ bapo plan {' '.join(EXAMPLE)} --response-tokens {EXAMPLE_TOKENS}"
-    return _indented(command, f"{plan.verdict}\n\n{summarize(config)}\n{plan.needs}")
+    return _indented(command, f"{plan.verdict}\n\n{outline(config)}\n{plan.needs}")
 
 
 def best_example() -> str:

@@ -1,6 +1,6 @@
 """Every setting, with its type, default and meaning. One TOML table per section.
 
-Checks of one field live here; checks across sections (layout, batch arithmetic, model shapes) live in `plan.py`.
+Checks of one field live here; checks across sections (layout, batch arithmetic, model shapes) in preflight/checks.
 """
 
 import difflib
@@ -455,7 +455,7 @@ class OptimizerConfig(Section):
     distributed optimizer does. The same update for less memory."""
 
 
-FORWARDS_FIRST_MEMORY_SHARE = 0.1  # of a device: what train.schedule = "auto" lets the layer inputs of an update take
+_FORWARDS_FIRST_SHARE = 0.1  # of a device: what train.schedule = "auto" lets the layer inputs of an update take
 
 
 class TrainConfig(Section):
@@ -499,6 +499,27 @@ class TrainConfig(Section):
         """Whether nothing but the layers' inputs is kept."""
         return self.recompute and self.recompute_layers is None and not self.recompute_modules
 
+    def forwards_first(
+        self, num_microbatches: int, *, num_stages: int, layer_input_bytes: float, memory_bytes: float | None
+    ) -> bool:
+        """Return whether `schedule` puts all forward passes of a mini-batch before its backward passes.
+
+        `auto` does so if it needs little more memory than the other order (measured in docs/performance.md): with one
+        micro-batch, or if only the layers' inputs are kept (`recompute`).
+
+        Args:
+            num_stages: `parallel.pipeline`.
+            layer_input_bytes: inputs of a rank's layers for all these micro-batches.
+            memory_bytes: of the smallest device; None if it is not known.
+        """
+        if num_stages > 1 or self.schedule == "interleaved":
+            return False
+        if self.schedule == "forwards_first" or num_microbatches == 1:
+            return True
+        if not self.recomputes_all or memory_bytes is None:
+            return False
+        return layer_input_bytes <= _FORWARDS_FIRST_SHARE * memory_bytes
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.recompute_layers is not None and self.recompute_modules:
@@ -539,10 +560,15 @@ class ParallelConfig(Section):
     timeout_s: Positive = 600.0
     """Deadline of one collective between trainer ranks."""
 
+    @property
+    def size(self) -> int:
+        """Number of trainer ranks: tensor x pipeline x context x data."""
+        return self.tensor * self.pipeline * self.context * self.data
+
     @model_validator(mode="before")
     @classmethod
     def _fill_data(cls, value: Any) -> Any:
-        """Derive `data` from num_ranks, so that a cluster's file need not know the split; plan.py checks the rest."""
+        """Derive `data` from num_ranks, so that a cluster's file need not know the split."""
         if not isinstance(value, dict) or "data" in value or not isinstance(value.get("num_ranks"), int):
             return value
         sizes = [value.get(name, 1) for name in ("tensor", "pipeline", "context")]
@@ -554,7 +580,7 @@ class ParallelConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         sizes = {name: getattr(self, name) for name in ("tensor", "pipeline", "context", "data")}
-        if (ranks := math.prod(sizes.values())) > MAX_RANKS:
+        if (ranks := self.size) > MAX_RANKS:
             product = " x ".join(f"{name} {size}" for name, size in sizes.items())
             text = f"is one factor of {product} = {ranks} ranks, and there may be {MAX_RANKS} at most"
             raise ContradictionError(Violation(tuple(sorted(sizes, key=lambda name: -sizes[name])), text))
@@ -848,6 +874,22 @@ class Config(Section):
         sets = self.eval.sets if self.eval.interval_steps is not None else ()
         responses = [self.rollout.max_response_tokens, *(one.max_response_tokens or 0 for one in sets)]
         return self.data.max_prompt_tokens + max(responses)
+
+    def divide_cores(self, num_cores: int, num_ranks: int, num_engine_processes: int) -> tuple[int, int]:
+        """Return the threads of a trainer rank and of an engine process, on a machine with these numbers of them.
+
+        By turns, each side takes all cores. With rollout.overlap both run together, and share them: half each, or what
+        the other side's setting leaves. A process has at least one thread.
+        """
+        per_rank, per_engine = self.parallel.threads_per_rank, self.rollout.engine_threads
+        for_trainer = for_engines = num_cores
+        if self.rollout.overlap and num_ranks and num_engine_processes:
+            for_engines = num_cores // 2 if per_rank is None else num_cores - per_rank * num_ranks
+            for_trainer = num_cores - (for_engines if per_engine is None else per_engine * num_engine_processes)
+        return (
+            per_rank or max(1, for_trainer // max(1, num_ranks)),
+            per_engine or max(1, for_engines // max(1, num_engine_processes)),
+        )
 
     def with_prompts_of(self, source: SourceConfig) -> "Config":
         """Return this configuration with another source of prompts in the place of [data]'s own."""

@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bapo_megatron.config.engines import ENGINE_SPECS
-from bapo_megatron.config.plan import divide_cores
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import processes
 from bapo_megatron.engines.processes import EngineShare
@@ -59,7 +58,7 @@ def embedded_specs(
 ) -> list[EngineSpec]:
     """Describe embedded engines. Each starts with the weights of `model_path`, as version "default" until a push."""
     r = config.rollout
-    _, threads = divide_cores(config, num_cores(), share.num_ranks, share.count)
+    _, threads = config.divide_cores(num_cores(), share.num_ranks, share.count)
     context = r.engine_max_context or config.longest_sequence
     command = [
         *(sys.executable, "-m", "bapo_megatron.engines.embedded"),

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.config.plan import check_reference
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
+from bapo_megatron.learner.fit import check_reference
 from bapo_megatron.learner.hf.convert import load_weights
 from bapo_megatron.learner.model import PolicyModel
 from bapo_megatron.learner.schedule import Schedule

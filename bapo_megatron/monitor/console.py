@@ -144,7 +144,6 @@ class Screen:
 
 def header(config: Config, run_dir: RunDir) -> dict[str, str]:
     """Return the facts about a run that its start shows."""
-    from bapo_megatron.config.plan import num_ranks
 
     p, r, m = config.parallel, config.rollout, config.monitor
     num_engines = r.num_started or len(r.urls)
@@ -157,7 +156,7 @@ def header(config: Config, run_dir: RunDir) -> dict[str, str]:
         f"W&B project {m.wandb_project}": "wandb" in m.sinks,
     }
     dashboard = "; ".join(text for text, is_on in dashboards.items() if is_on)
-    ranks = num_ranks(config)
+    ranks = config.parallel.size
     return {
         "run": f"{config.run.name}, {config.train.num_steps} steps, attempt {run_dir.attempt}, "
         f"{time.strftime('%Y-%m-%d %H:%M:%S')}",

@@ -16,7 +16,7 @@ from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape
 from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.memory import TrainerMemory, trainer_memory
 from bapo_megatron.preflight.plan import make_plan
-from bapo_megatron.preflight.report import memory_parts
+from bapo_megatron.preflight.plan_text import memory_parts
 from bapo_megatron.preflight.suggest import lighter, suggest
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, Heartbeat
 

@@ -11,18 +11,19 @@ from bapo_megatron.config.base import Violation, overlap, warning
 from bapo_megatron.config.engines import ENGINE_CHECK
 from bapo_megatron.config.load import read_config, split_arguments
 from bapo_megatron.config.losses import stand_in
-from bapo_megatron.config.plan import check, check_functions
-from bapo_megatron.config.plan_slurm import (
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import ConfigError, UserError, escaped
+from bapo_megatron.hf.shape import load_hf_config, unknown_family
+from bapo_megatron.learner.precision import this_machine
+from bapo_megatron.preflight.checks.all import check_settings
+from bapo_megatron.preflight.checks.functions import check_functions
+from bapo_megatron.preflight.checks.slurm import (
     check_node_gpus,
     check_nodes,
     check_placement,
     check_shares,
     several_nodes,
 )
-from bapo_megatron.config.precision import this_machine
-from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import ConfigError, UserError, escaped
-from bapo_megatron.hf.shape import load_hf_config, unknown_family
 from bapo_megatron.preflight.inputs import Memory, read_inputs
 from bapo_megatron.preflight.known import known_config, origin
 from bapo_megatron.preflight.machine_checks import check_open_files, check_room
@@ -131,7 +132,7 @@ def violations_of(
         memory: whether exceeding the memory of the cluster's GPUs is a violation; if not, no data is read, either, and
             of a model only config.json.
         job: checks the rest of the SLURM job that the run will be in, if there is one.
-        given: see config/plan.py.
+        given: see `check_settings`.
         unread: settings of which only the default is known, as their values could not be read.
         read: findings about data and judge in earlier calls.
     """
@@ -170,7 +171,7 @@ def violations_of(
         Check(lambda: _absent(config, known is not None) if is_dry else ()),
         Check(lambda: _check_installed(config, bool(num_gpus)) if not (elsewhere or is_job) else ()),
         Check(
-            lambda: check(
+            lambda: check_settings(
                 config,
                 hf_config=hf_config,
                 reference_config=hf_configs.get("loss.reference_path"),
@@ -240,7 +241,7 @@ def _with_default(config: Config, table: str, field: str) -> Config:
 
 def accepts_layout(config: Config, hf_config: dict[str, Any], *, on_gpus: bool) -> bool:
     """Return whether `bapo check` accepts a changed layout of the same number of ranks, memory aside."""
-    violations = check(config, hf_config=hf_config, num_gpus=_ENOUGH_GPUS if on_gpus else 0)
+    violations = check_settings(config, hf_config=hf_config, num_gpus=_ENOUGH_GPUS if on_gpus else 0)
     if config.cluster.nodes > 1:
         violations += check_placement(config)
     return not any(v.severity == "error" for v in violations)

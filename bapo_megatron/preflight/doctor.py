@@ -15,12 +15,12 @@ from pathlib import Path
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.engines import ENGINE_CHECK, ENGINES, EngineKind
 from bapo_megatron.config.families import own_family
-from bapo_megatron.config.plan import num_ranks, server_address
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.preflight import machine_checks as machine
 from bapo_megatron.preflight import software_checks as software
+from bapo_megatron.preflight.checks.rollout import server_address
 from bapo_megatron.preflight.group import Rendezvous, started_probes
 from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.machine_checks import Finding
@@ -110,7 +110,7 @@ def _gpus_needed(config: Config | None) -> int:
         return config.cluster.gpus_per_node
     if config.model.dtype == "float32":
         return 0
-    return num_ranks(config) + config.rollout.num_server_gpus
+    return config.parallel.size + config.rollout.num_server_gpus
 
 
 def _disk_needed(config: Config | None) -> int:

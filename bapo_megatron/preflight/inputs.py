@@ -79,7 +79,7 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
     for table, one in _sources_read(config).items():
         alone, settings = config.with_prompts_of(one), _settings_of(config, table)
         if (one.needs_path and one.path is None) or (one.source == "reasoning_gym" and one.dataset is None):
-            is_complete = False  # config/plan.py reports it
+            is_complete = False  # checks/data.py reports it
             continue
         if one.source == "jsonl" and not (path := Path(one.path or "").expanduser()).exists():
             is_complete = False
@@ -100,7 +100,7 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
             continue
         is_trained, is_code = table in config.prompt_sources, config.reward.kind == "code"
         name = one.name if isinstance(one, MixedSource) else source.name
-        if not (is_trained and is_code and not one.has_rows):  # config/plan.py reports it
+        if not (is_trained and is_code and not one.has_rows):  # checks/reward.py reports it
             questions.append((config if is_trained and not is_code else alone, name, source[0]))
         if table == "data" and one.has_rows:
             yield from _few_prompts(config, len(source), settings)
@@ -167,7 +167,7 @@ def _lengths(
         problem = f"model.path={config.model.path}: its tokenizer cannot be loaded: {reason[:300]}"
         yield Violation(("model.path",), problem)
         return
-    if not data.chat_template:  # without one, config/plan.py reports a system prompt
+    if not data.chat_template:  # without one, checks/data.py reports a system prompt
         config = config.model_copy(update={"data": data.model_copy(update={"system_prompt": None})})
     try:
         stream = PromptStream(config, tokenizer, source)
@@ -199,7 +199,7 @@ def _judge(config: Config, questions: list[Asked], *, is_complete: bool) -> Iter
     settings = (*judges, *(f"{table}.{field}" for table in _sources_read(config) for field in asked_about))
     is_reported = kind == "code" and any(not one.has_rows for one in config.prompt_sources.values())
     try:
-        if not is_reported:  # by config/plan.py
+        if not is_reported:  # by checks/reward.py
             by_spec.append((JudgeSpec.of(config), []))
         for alone, name, question in questions:
             spec = JudgeSpec.of(alone)
@@ -264,7 +264,7 @@ def _verdicts(spec: JudgeSpec, questions: list[tuple[str, Question]]) -> "list[V
 def _recording(config: Config, model: Path | None, here: bool) -> Iterator[Violation]:
     """Read the first recorded step, and see that the last one is there."""
     if config.rollout.recorded_from is None:
-        return  # config/plan.py reports it
+        return  # checks/rollout.py reports it
     folder, settings = Path(config.rollout.recorded_from).expanduser(), ("rollout.recorded_from", "rollout.engine")
     if not folder.exists():
         if here:

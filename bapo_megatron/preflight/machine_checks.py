@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bapo_megatron.config.base import Violation, warning
-from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight.known import GIB
@@ -150,7 +149,7 @@ def open_files_needed(config: Config) -> int:
         num_samples = (r.groups_in_flight or r.prompts_per_step) * r.samples_per_prompt
         num_requests = min(num_samples, r.max_concurrent_requests * max(1, r.num_started or len(r.urls)))
     num_judges = config.reward.concurrency or num_cores()
-    return _BASE_OPEN_FILES + num_requests + _FILES_OF_JUDGE * num_judges + _FILES_OF_RANK * num_ranks(config)
+    return _BASE_OPEN_FILES + num_requests + _FILES_OF_JUDGE * num_judges + _FILES_OF_RANK * config.parallel.size
 
 
 def check_open_files(config: Config) -> Iterator[Violation]:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bapo_megatron.config.base import Violation, warning
-from bapo_megatron.config.plan import RANKS, max_microbatches, num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import plural
 from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.preflight import work
+from bapo_megatron.preflight.checks.layout import RANKS
 from bapo_megatron.preflight.known import GIB, GPU, GPUS
-from bapo_megatron.preflight.memory import TrainerMemory, fullest_rank, runs_forwards_first
+from bapo_megatron.preflight.memory import TrainerMemory, fullest_rank, max_microbatches, plans_forwards_first
 from bapo_megatron.preflight.work import ServerMemory, decode_seconds, server_memory
 
 COMPUTE_SHARE = 0.4  # of the peak rate of matrix products
@@ -161,7 +161,7 @@ def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = N
     memory_gib = config.cluster.gpu_memory_gib or gpu.memory_gib
     tokens = work.StepTokens.of(config, response_tokens)
     trainer = fullest_rank(config, shape, int(memory_gib * GIB))
-    passes = work.num_scoring_passes(config, runs_forwards_first(config, shape, int(memory_gib * GIB)))
+    passes = work.num_scoring_passes(config, plans_forwards_first(config, shape, int(memory_gib * GIB)))
     flops = work.step_flops(config, shape, tokens, passes)
     server = server_memory(config, shape, memory_gib) if config.rollout.engine_kind.on_gpus else None
     rollout = None
@@ -226,7 +226,7 @@ def check_devices(config: Config) -> Iterator[Violation]:
 def check_unused(config: Config) -> Iterator[Violation]:
     """Warn of GPUs of one machine that neither trainer nor servers use; `check_node_gpus` counts those of several."""
     c, r = config.cluster, config.rollout
-    idle = c.gpus_per_node - num_ranks(config) - r.num_server_gpus
+    idle = c.gpus_per_node - config.parallel.size - r.num_server_gpus
     if c.gpu is not None and c.nodes == 1 and idle > 0:
         yield warning(
             (*SPLIT, "cluster"),
@@ -271,13 +271,13 @@ def _train_seconds(
 ) -> Seconds:
     """Estimate one step's updates and scoring passes."""
     p, t = config.parallel, config.train
-    computing = flops / num_ranks(config) / gpu.flops(config.model.dtype)
+    computing = flops / config.parallel.size / gpu.flops(config.model.dtype)
     computing *= work.bubble(config, _num_microbatches(config, tokens))
     updates = t.minibatches_per_step * t.epochs_per_step
     sharing, stage = p.tensor * p.context, p.tensor * p.context * p.data  # ranks in a row
     sending = work.tensor_parallel_bytes(config, shape, tokens, passes) / gpu.nvlink_bytes_per_s
     sending += work.context_parallel_bytes(config, shape, tokens, passes) / _link(config, gpu, sharing)
-    sending += work.pipeline_parallel_bytes(config, shape, tokens, passes) / _link(config, gpu, num_ranks(config))
+    sending += work.pipeline_parallel_bytes(config, shape, tokens, passes) / _link(config, gpu, config.parallel.size)
     sending += updates * work.gradient_bytes(config, parameters) / _link(config, gpu, stage)
     return Seconds(computing + sending, computing / COMPUTE_SHARE + sending / LINK_SHARE)
 
@@ -303,6 +303,6 @@ def _sync_seconds(config: Config, shape: ModelShape, gpu: GPU) -> Seconds:
     p, num_bytes = config.parallel, work.sync_bytes(config, shape)
     gathering = num_bytes * (p.tensor - 1) / p.tensor / gpu.nvlink_bytes_per_s
     if p.pipeline > 1:
-        gathering += num_bytes * (p.pipeline - 1) / p.pipeline / _link(config, gpu, num_ranks(config))
+        gathering += num_bytes * (p.pipeline - 1) / p.pipeline / _link(config, gpu, config.parallel.size)
     sending = num_bytes / (_network(config) if config.cluster.nodes > 1 else gpu.nvlink_bytes_per_s)
     return Seconds(gathering + sending, (gathering + sending) / LINK_SHARE)

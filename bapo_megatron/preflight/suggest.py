@@ -11,12 +11,12 @@ from typing import Any
 
 import tomli_w
 
-from bapo_megatron.config.plan import chunk_rows, num_ranks
+from bapo_megatron.algorithms.chunks import chunk_rows
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.preflight.check import accepts_layout
 from bapo_megatron.preflight.known import GIB
-from bapo_megatron.preflight.memory import fullest_rank, microbatch_tokens, runs_forwards_first
+from bapo_megatron.preflight.memory import fullest_rank, microbatch_tokens, plans_forwards_first
 from bapo_megatron.preflight.plan import Balance, Plan, balance, make_plan
 
 _FASTER = 0.9  # share of a time: a smaller gain cannot be told apart
@@ -45,7 +45,7 @@ def suggest(config: Config, hf_config: dict[str, Any], present: Plan, count: int
     """
     shape, found = model_shape(hf_config, own=config.model.own_family), []
     limit_s = _FASTER * present.train.expected if present.fits else float("inf")
-    for change in _layouts(config, shape, num_ranks(config)):
+    for change in _layouts(config, shape, config.parallel.size):
         if overrides := _overrides(config, change):
             changed = _with(config, change)
             plan = make_plan(changed, shape, present.tokens.response)
@@ -66,7 +66,7 @@ def _plainness(config: Config, plan: Plan) -> tuple[float, ...]:
 
     Tensor ranks, which stay on one machine and all compute, come before stages and context ranks.
     """
-    p, ranks = config.parallel, num_ranks(config)
+    p, ranks = config.parallel, config.parallel.size
     is_tight = plan.trainer.total > _ROOMY * plan.gpu_memory_gib * GIB
     others = p.pipeline * p.context
     tensor = p.tensor if others == 1 else -p.tensor
@@ -137,7 +137,7 @@ def alternatives(split: Split, hf_config: dict[str, Any]) -> Iterator[Alternativ
     """
     config, shape = split.config, model_shape(hf_config, own=split.config.model.own_family)
     response = split.plan.tokens.response
-    p, r, ranks = config.parallel, config.rollout, num_ranks(config)
+    p, r, ranks = config.parallel, config.rollout, config.parallel.size
     for name in ("tensor", "pipeline", "context"):
         best = getattr(p, name)
         other = best // 2 if best > 1 else 2
@@ -282,7 +282,7 @@ def _changes(config: Config, shape: ModelShape, gpu_bytes: int | None) -> Iterat
     yield {"train": {"logprob_chunk_tokens": max(_MIN_CHUNK_TOKENS, chunk_tokens // 4)}}
     yield {"train": {"minibatches_per_step": 2 * t.minibatches_per_step}}
     yield {"sync": {"bucket_mib": config.sync.bucket_mib / 4}}
-    if runs_forwards_first(config, shape, gpu_bytes):
+    if plans_forwards_first(config, shape, gpu_bytes):
         yield {"train": {"schedule": "interleaved"}}
     if p.data * p.context > 1:
         yield {"optimizer": {"distributed": True}}

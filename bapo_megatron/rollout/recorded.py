@@ -89,7 +89,7 @@ class RecordedRollouts(Rollouts):
 
     def __init__(self, config: Config, model_path: Path) -> None:
         """Take the policy's tokenizer from `model_path`, to show samples."""
-        assert config.rollout.recorded_from is not None, "config.plan checks this"
+        assert config.rollout.recorded_from is not None, "preflight/checks/rollout.py checks this"
         self._folder = Path(config.rollout.recorded_from).expanduser()
         self._tokenizer = load_tokenizer(model_path, config.model.own_family)
         self._streams = token_streams(config.model.family, model_path)

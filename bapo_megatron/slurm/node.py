@@ -36,7 +36,6 @@ from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.load import load_config
-from bapo_megatron.config.plan_slurm import place
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.key import KEY_VARIABLE, new_key
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables, reserved_ports
@@ -45,6 +44,7 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.console import Screen, header
 from bapo_megatron.monitor.restarts import Restart, how_often, next_restart, write_restart
 from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.preflight.placement import place
 from bapo_megatron.runtime.files import explaining_os_errors, write_atomically
 from bapo_megatron.worker import STOPPED, run_rank
 

@@ -25,11 +25,12 @@ import jinja2
 
 from bapo_megatron.config.base import Violation
 from bapo_megatron.config.load import dump_config, read_tables
-from bapo_megatron.config.plan_slurm import check_slurm, place
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError, UserError, plural
 from bapo_megatron.preflight.check import violations_of
+from bapo_megatron.preflight.checks.slurm import check_slurm
 from bapo_megatron.preflight.inputs import Memory
+from bapo_megatron.preflight.placement import place
 from bapo_megatron.runtime.files import read_jsonl, write_atomically
 
 _SBATCH_TIMEOUT_S = 60.0

@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from bapo_megatron.config.load import load_config
-from bapo_megatron.config.plan import check, num_ranks
-from bapo_megatron.config.plan_slurm import check_placement, place
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight import work
 from bapo_megatron.preflight.check import accepts_layout, load_checked
+from bapo_megatron.preflight.checks.all import check_settings
+from bapo_megatron.preflight.checks.slurm import check_placement
 from bapo_megatron.preflight.known import GIB, GPUS, KNOWN_MODELS, device_peak_flops
 from bapo_megatron.preflight.memory import forwards_under_way, model_parameters, trainer_memory
+from bapo_megatron.preflight.placement import place
 from bapo_megatron.preflight.plan import balance, check_machines, check_memory, check_unused, make_plan
 from bapo_megatron.preflight.suggest import best_split, lighter, suggest
 from bapo_megatron.preflight.work import decode_seconds, server_memory
@@ -215,7 +216,7 @@ def test_suggestions_pass_the_check(settings: str) -> None:
     assert found
     for s in found:
         changed = recipe(*start, *s.overrides)
-        assert check(changed, hf_config=HF_CONFIG, num_gpus=32) == []
+        assert check_settings(changed, hf_config=HF_CONFIG, num_gpus=32) == []
         assert check_placement(changed) == []
 
 
@@ -246,7 +247,7 @@ def test_no_accepted_layout_splits_a_server_or_a_tensor_group() -> None:
                 ),
             }
         )
-        found = check(config, hf_config=None, num_gpus=nodes * gpus)
+        found = check_settings(config, hf_config=None, num_gpus=nodes * gpus)
         found += [*(check_placement(config) if nodes > 1 else []), *check_machines(config)]
         if any(v.severity == "error" for v in found):
             continue
@@ -268,12 +269,12 @@ def test_groups_that_are_on_two_machines(sharing: str) -> None:
         config = base.model_copy(update={"parallel": base.parallel.model_copy(update=layout)})
         if any(v.severity == "error" for v in check_placement(config)):
             continue
-        ranks = torch.arange(num_ranks(config)).view(pipeline, data, context, tensor)
+        ranks = torch.arange(config.parallel.size).view(pipeline, data, context, tensor)
         node = ranks // place(config).ranks_per_node
         for name, in_a_row, nodes_of_groups in (
             ("context", tensor * context, node.movedim(2, -1).reshape(-1, context)),
             ("data x context", tensor * context * data, node.permute(0, 3, 1, 2).reshape(-1, data * context)),
-            ("pipeline", num_ranks(config), node.movedim(0, -1).reshape(-1, pipeline)),
+            ("pipeline", config.parallel.size, node.movedim(0, -1).reshape(-1, pipeline)),
         ):
             if nodes_of_groups.shape[1] > 1:
                 are_apart = bool((nodes_of_groups != nodes_of_groups[:, :1]).any())
@@ -333,7 +334,7 @@ def test_the_best_split_shortens_the_step(files: list[str], overrides: tuple[str
     assert best.plan.fits
     assert accepts_layout(best.config, hf_config, on_gpus=True)
     num_gpus = config.cluster.nodes * config.cluster.gpus_per_node
-    assert num_ranks(best.config) + best.config.rollout.num_server_gpus == num_gpus
+    assert best.config.parallel.size + best.config.rollout.num_server_gpus == num_gpus
     for share in (best.balance.trainer_idle, best.balance.servers_idle):
         assert 0 <= share < 1
 

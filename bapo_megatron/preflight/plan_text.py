@@ -1,4 +1,4 @@
-"""The plan as text for the terminal."""
+"""A run and its plan, as text for the terminal."""
 
 import math
 import os
@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError, plural
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight.check import accepts_layout
 from bapo_megatron.preflight.known import GIB, planned_config
-from bapo_megatron.preflight.memory import TrainerMemory, fullest_rank
+from bapo_megatron.preflight.memory import TrainerMemory, fullest_rank, max_microbatches
 from bapo_megatron.preflight.plan import (
     COMPUTE_SHARE,
     FULL,
@@ -32,6 +31,34 @@ from bapo_megatron.preflight.suggest import (
     smallest_cluster,
     suggest,
 )
+
+
+def outline(config: Config) -> str:
+    """Summarise a run of this configuration in a few lines."""
+    p, r, t = config.parallel, config.rollout, config.train
+    num_sequences = r.prompts_per_step * r.samples_per_prompt
+    num_updates = t.minibatches_per_step * t.epochs_per_step
+    partial = f"{plural(r.tokens_per_round, 'token')} a round" if r.tokens_per_round else "off"
+    num_servers = r.num_started or len(r.urls)
+    engines = plural(num_servers, r.engine_kind.title) if r.engine_kind.samples else "recorded batches"
+    return "\n".join(
+        [
+            f"run        {config.run.name}: {plural(t.num_steps, 'step')}, "
+            f"{plural(t.num_steps * num_updates, 'optimizer update')}",
+            f"trainer    {plural(config.parallel.size, 'rank')} = tensor {p.tensor} x pipeline {p.pipeline} x context "
+            f"{p.context} x data {p.data}",
+            f"step       {plural(r.prompts_per_step, 'prompt')} x {plural(r.samples_per_prompt, 'sample')} = "
+            f"{plural(num_sequences, 'sequence')}, at most "
+            f"{plural(num_sequences * r.max_response_tokens, 'response token', ',')}",
+            f"updates    {plural(t.minibatches_per_step, 'mini-batch')} of "
+            f"{plural(num_sequences // t.minibatches_per_step, 'sequence')} x {plural(t.epochs_per_step, 'epoch')} = "
+            f"{num_updates} a step",
+            f"forward    at most {plural(max_microbatches(config), 'micro-batch')} of "
+            f"{plural(t.max_tokens_per_microbatch, 'token')} per rank and update",
+            f"rollout    {engines}, {plural(r.groups_in_flight or r.prompts_per_step, 'group')} in flight, "
+            f"partial rollout {partial}",
+        ]
+    )
 
 
 def describe(config: Config) -> str:
@@ -64,9 +91,10 @@ def explain(config: Config, response_tokens: int | None = None) -> Explanation:
     if config.cluster.gpu is None:
         memory, have = fullest_rank(config, shape), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
         need = memory.total / GIB
-        processes = plural(num_ranks(config), "trainer process")
+        ranks = config.parallel.size
+        processes = plural(ranks, "trainer process")
         verdict = [
-            f"fits       {'yes' if num_ranks(config) * need <= have else 'no'}: {processes}, each of {need:.2f} GiB at "
+            f"fits       {'yes' if ranks * need <= have else 'no'}: {processes}, each of {need:.2f} GiB at "
             f"most; this machine has {have:.1f} GiB, for engines too",
             "time       not estimated on CPUs",
             "change     set cluster.gpu, or merge a file of clusters/, to plan for GPUs",
@@ -138,7 +166,7 @@ def explain_best(config: Config, response_tokens: int | None = None) -> tuple[st
     if best is None:
         raise ConfigError(_larger_cluster(config, hf_config))
     lines: list[str] = []
-    if accepts_layout(config, hf_config, on_gpus=True) and num_ranks(config) + config.rollout.num_server_gpus <= (
+    if accepts_layout(config, hf_config, on_gpus=True) and config.parallel.size + config.rollout.num_server_gpus <= (
         c.nodes * c.gpus_per_node
     ):
         present = make_plan(config, model_shape(hf_config, own=config.model.own_family), response_tokens)
@@ -181,7 +209,7 @@ def _split(name: str, config: Config, plan: Plan) -> Iterator[str]:
         yield f"{name:<10} does not fit"
         return
     yield (
-        f"{name:<10} trainer {plural(num_ranks(config), 'GPU')}, servers {r.num_servers} x "
+        f"{name:<10} trainer {plural(config.parallel.size, 'GPU')}, servers {r.num_servers} x "
         f"{plural(r.server_tensor_parallel, 'GPU')}: "
         f"train {amount(plan.train.expected)}, rollout {amount(plan.rollout.expected if plan.rollout else 0.0)}"
     )
@@ -198,10 +226,10 @@ def _balance(config: Config, plan: Plan) -> Iterator[str]:
 
 def _lines(config: Config, plan: Plan) -> Iterator[str]:
     c, r, tokens = config.cluster, config.rollout, plan.tokens
-    on_servers = r.num_servers * r.server_tensor_parallel if plan.server else 0
+    ranks, on_servers = config.parallel.size, r.num_servers * r.server_tensor_parallel if plan.server else 0
     yield (
-        f"cluster    {c.nodes} x {c.gpus_per_node} {plan.gpu.name}: {plural(num_ranks(config), 'GPU')} for the trainer"
-        f", {on_servers} for servers, {c.nodes * c.gpus_per_node - num_ranks(config) - on_servers} idle"
+        f"cluster    {c.nodes} x {c.gpus_per_node} {plan.gpu.name}: {plural(ranks, 'GPU')} for the trainer"
+        f", {on_servers} for servers, {c.nodes * c.gpus_per_node - ranks - on_servers} idle"
     )
     yield from _memory(plan.trainer, "trainer GPU", f"of {plan.gpu_memory_gib:.1f}")
     if s := plan.server:

@@ -1,0 +1,59 @@
+"""The model: its family, its split over ranks and servers, its longest sequence."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from bapo_megatron.config.base import Severity, Violation
+from bapo_megatron.config.schema import Config
+from bapo_megatron.learner.fit import check_split
+from bapo_megatron.preflight.checks.eval import EVALUATES
+from bapo_megatron.preflight.checks.layout import nearest_divisor
+
+
+def check_model(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:
+    own, model_type = config.model.own_family, hf_config.get("model_type")
+    if own is not None and own.model_type != model_type:
+        yield Violation(
+            ("model.family", "model.path"),
+            f'model.family="{config.model.family}" is for model_type {own.model_type!r}, and the config.json of '
+            f"model.path={config.model.path!r} has {model_type!r}",
+            "leave model.family out, or set model.path to a model of that type",
+        )
+        return
+    yield from check_split(config, hf_config, "model.path")
+    heads, ranks = hf_config.get("num_attention_heads"), config.rollout.server_tensor_parallel
+    if isinstance(heads, int) and heads % ranks:
+        yield Violation(
+            ("rollout.server_tensor_parallel", "model.path"),
+            f"rollout.server_tensor_parallel={ranks} does not divide the model's num_attention_heads={heads}",
+            f"set rollout.server_tensor_parallel={nearest_divisor(heads, ranks)}",
+        )
+    positions = hf_config.get("max_position_embeddings")
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    settings = ("data.max_prompt_tokens", "rollout.max_response_tokens", "model.path")
+    if isinstance(positions, int) and prompt + response > positions:
+        fitting = positions - response if response < positions else positions // 2
+        advice = f"set data.max_prompt_tokens={fitting}"
+        if response >= positions:
+            advice += f" and rollout.max_response_tokens={positions - fitting}"
+        yield Violation(
+            settings,
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {prompt} + {response} = {prompt + response} is "
+            f"more than the model's max_position_embeddings={positions}",
+            advice,
+        )
+    elif isinstance(positions, int) and config.longest_sequence > positions:
+        yield Violation(
+            (*EVALUATES, *settings),
+            f"data.max_prompt_tokens + the longest max_response_tokens of eval.sets = {config.longest_sequence} is "
+            f"more than the model's max_position_embeddings={positions}",
+            f"set max_response_tokens={positions - prompt} there",
+        )
+
+
+def check_dtype(config: Config, num_gpus: int, *, starts_here: bool) -> Iterator[Violation]:
+    """Check that there is a GPU for bfloat16: an error where the run starts, else a warning."""
+    if config.model.dtype == "bfloat16" and not num_gpus:
+        problem, remedy = 'model.dtype="bfloat16" needs a GPU, and none is visible here', 'set it to "float32" on CPUs'
+        severity: Severity = "error" if starts_here else "warning"
+        yield Violation(("model.dtype", "cluster.gpu"), problem, remedy, severity)
