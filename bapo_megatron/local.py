@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
+from bapo_megatron.config.engines import num_started
 from bapo_megatron.config.load import read_config, split_arguments
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.key import KEY_VARIABLE, new_key
@@ -367,7 +368,7 @@ def _ranks(
 
 def _threads_of_a_rank(config: Config) -> dict[str, str]:
     """Return the variable that has to be there before a rank imports torch."""
-    num_engine_processes = config.rollout.num_started * config.rollout.server_tensor_parallel
+    num_engine_processes = num_started(config.rollout) * config.rollout.server_tensor_parallel
     threads, _ = config.divide_cores(num_cores(), config.parallel.size, num_engine_processes)
     return {"OMP_NUM_THREADS": str(threads)}
 

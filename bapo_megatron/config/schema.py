@@ -24,12 +24,11 @@ from bapo_megatron.config.base import (
     Whole,
 )
 from bapo_megatron.config.dotted import KEEP_GROUP, REWARD, SOURCE
-from bapo_megatron.config.engines import ENGINE, EngineKind, engine_kind
-from bapo_megatron.config.families import FAMILY, own_family
+from bapo_megatron.config.engines import ENGINE
+from bapo_megatron.config.families import FAMILY
 from bapo_megatron.config.losses import DEFAULT, LOSSES, AnyLoss
 from bapo_megatron.config.schema_loss import ClipBoundConfig, RuleReads
 from bapo_megatron.config.system_calls import known_calls
-from bapo_megatron.hf.families import Family
 
 
 class RunConfig(Section):
@@ -67,11 +66,6 @@ class ModelConfig(Section):
     implementation: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers of the trainer. transformer_engine: NVIDIA's kernels, for bfloat16 on GPUs, and the only ones with FP8;
     local: Megatron's own linears and our packed attention; auto: the first where it is installed and can be used."""
-
-    @property
-    def own_family(self) -> Family | None:
-        """The user's own family, if `family` names one. Raises UserError for a bad dotted path."""
-        return own_family(self.family)
 
 
 class PrecisionConfig(Section):
@@ -351,26 +345,6 @@ class RolloutConfig(Section):
     def is_cut(self) -> bool:
         """Whether `top_p` or `top_k` may leave tokens out."""
         return self.top_p < 1 or self.top_k is not None
-
-    @property
-    def engine_kind(self) -> EngineKind:
-        """The capabilities of `engine`. Raises UserError for a bad dotted path."""
-        return engine_kind(self.engine)
-
-    @property
-    def startup_limit_s(self) -> float:
-        """`startup_timeout_s`, or the engine's own default."""
-        return self.startup_timeout_s or self.engine_kind.startup_timeout_s
-
-    @property
-    def num_started(self) -> int:
-        """Servers that the run starts itself."""
-        return self.num_servers if self.engine_kind.specs else 0
-
-    @property
-    def num_server_gpus(self) -> int:
-        """GPUs that these servers take."""
-        return self.num_started * self.server_tensor_parallel if self.engine_kind.on_gpus else 0
 
 
 class AdvantageConfig(Section):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from bapo_megatron.config.base import Violation
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import layout_problems, model_shape, unsupported
 
@@ -29,7 +30,7 @@ def check_reference(config: Config, reference: dict[str, Any], policy: dict[str,
 
 def check_split(config: Config, hf_config: dict[str, Any], model: str) -> Iterator[Violation]:
     """Check that the model which the setting `model` names is supported, and can be split over the ranks."""
-    p, own = config.parallel, config.model.own_family
+    p, own = config.parallel, own_family(config.model.family)
     if problems := unsupported(hf_config, own):
         yield from (Violation((model,), problem) for problem in problems)
         return

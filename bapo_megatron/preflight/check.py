@@ -8,7 +8,8 @@ from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.base import Violation, overlap, warning
-from bapo_megatron.config.engines import ENGINE_CHECK
+from bapo_megatron.config.engines import ENGINE_CHECK, engine_kind
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.load import read_config, split_arguments
 from bapo_megatron.config.losses import stand_in
 from bapo_megatron.config.schema import Config
@@ -163,7 +164,7 @@ def violations_of(
     }
     num_gpus = nodes * config.cluster.gpus_per_node if elsewhere else num_visible_gpus()
     is_known = (
-        hf_config is None or unknown_family(hf_config, config.model.own_family) is None
+        hf_config is None or unknown_family(hf_config, own_family(config.model.family)) is None
     )  # otherwise its tokenizer is not loaded
     tokenizer_from = model if is_known else None
     is_dry = job is not None and not here
@@ -208,7 +209,7 @@ def violations_of(
 
 def _check_installed(config: Config, has_gpu: bool) -> Iterator[Violation]:
     """Check that the engine is installed in this environment."""
-    path = config.rollout.engine_kind.check
+    path = engine_kind(config.rollout.engine).check
     try:
         if path is not None:
             ENGINE_CHECK.load(path)(has_gpu)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from bapo_megatron.assets import SHIPPED_MODELS
 from bapo_megatron.config.base import Severity, Violation, warning
 from bapo_megatron.config.dotted import REWARD
+from bapo_megatron.config.engines import engine_kind
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config, MixedSource, SourceConfig
 from bapo_megatron.engines.key import read_key
 from bapo_megatron.errors import UserError, plural
@@ -45,7 +47,7 @@ def read_inputs(config: Config, model: Path | None, memory: Memory, *, here: boo
         here: whether files must be on this machine; else a missing one is a warning.
     """
     found: list[Violation] = []
-    if config.rollout.engine_kind.samples:
+    if engine_kind(config.rollout.engine).samples:
         sections = (config.data, config.reward, config.eval)
         values = [section.model_dump_json() for section in sections]
         key = json.dumps([config.run.seed, config.model.path, config.rollout.prompts_per_step, *values, here])
@@ -60,7 +62,7 @@ def read_inputs(config: Config, model: Path | None, memory: Memory, *, here: boo
 def _key(config: Config, here: bool) -> Iterator[Violation]:
     """Read the key of attached servers."""
     path = config.rollout.api_key
-    if path is None or config.rollout.engine != "attach":
+    if path is None or engine_kind(config.rollout.engine).needs != "urls":
         return
     if not here and not Path(path).expanduser().exists():
         problem = f"rollout.api_key={path} is not on this machine, and was not read"
@@ -158,7 +160,7 @@ def _lengths(
     from bapo_megatron.prompts.stream import PromptStream
 
     try:
-        tokenizer = load_tokenizer(model, config.model.own_family)
+        tokenizer = load_tokenizer(model, own_family(config.model.family))
     except UserError as error:
         yield Violation(("model.path",), str(error))
         return
@@ -288,7 +290,7 @@ def _passed_on(config: Config) -> Iterator[Violation]:
     """Compare the names of [megatron.extra] and [sglang.extra] with those that the installed packages declare."""
     if config.megatron.extra:
         yield from _unknown("megatron.extra", config.megatron.extra, "TransformerConfig", transformer_settings())
-    if config.sglang.extra and config.rollout.engine == "sglang":
+    if config.sglang.extra and engine_kind(config.rollout.engine).section == "sglang":
         yield from _unknown(
             "sglang.extra", config.sglang.extra, "ServerArgs", server_arguments(), also=("rollout.engine",)
         )

@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 from bapo_megatron.algorithms.chunks import chunk_rows
+from bapo_megatron.config.engines import engine_kind
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import Experts, LayerShape, ModelShape, entries, hf_tensors, layer_entries, runs
 from bapo_megatron.hf.splits import Entry
@@ -265,7 +266,7 @@ def _sync(config: Config, shape: ModelShape) -> int:
     largest = largest_tensor(shape) * ITEM_BYTES[config.model.dtype]
     bucket = max(int(config.sync.bucket_mib * 2**20), largest)
     gathered = 0 if config.parallel.tensor * config.parallel.pipeline == 1 else 2 * largest
-    if not config.rollout.engine_kind.samples:
+    if not engine_kind(config.rollout.engine).samples:
         return 0
     return 2 * bucket + gathered
 

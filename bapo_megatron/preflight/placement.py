@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from bapo_megatron.config.engines import engine_kind, num_started
 from bapo_megatron.config.schema import Config
 
 
@@ -27,7 +28,7 @@ class Placement:
 
 def place(config: Config) -> Placement:
     """Place a run without errors in its configuration on nodes."""
-    nodes, alone, servers = config.cluster.nodes, rollout_nodes(config), config.rollout.num_started
+    nodes, alone, servers = config.cluster.nodes, rollout_nodes(config), num_started(config.rollout)
     trainer_nodes = nodes - alone
     server_nodes = (alone or nodes) if servers else 0
     ranks_per_node = config.parallel.size // trainer_nodes
@@ -46,7 +47,7 @@ def rollout_nodes(config: Config) -> int:
     c, r = config.cluster, config.rollout
     if config.slurm.rollout_nodes is not None:
         return config.slurm.rollout_nodes
-    if c.gpu is None or not r.engine_kind.on_gpus:
+    if c.gpu is None or not engine_kind(r.engine).on_gpus:
         return 0
     nodes, rest = divmod(r.num_servers * r.server_tensor_parallel, c.gpus_per_node)
     return nodes if not rest and nodes < c.nodes else 0

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bapo_megatron.config.base import Violation, warning
+from bapo_megatron.config.engines import engine_kind, num_server_gpus, num_started
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import plural
 from bapo_megatron.hf.shape import ModelShape, model_shape
@@ -163,7 +165,7 @@ def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = N
     trainer = fullest_rank(config, shape, int(memory_gib * GIB))
     passes = work.num_scoring_passes(config, plans_forwards_first(config, shape, int(memory_gib * GIB)))
     flops = work.step_flops(config, shape, tokens, passes)
-    server = server_memory(config, shape, memory_gib) if config.rollout.engine_kind.on_gpus else None
+    server = server_memory(config, shape, memory_gib) if engine_kind(config.rollout.engine).on_gpus else None
     rollout = None
     if server is not None:
         least = decode_seconds(config, shape, gpu, server, tokens)
@@ -189,7 +191,7 @@ def check_machines(config: Config) -> Iterator[Violation]:
     if c.gpu is None:
         return
     sizes = {"parallel.tensor": config.parallel.tensor}
-    if r.engine_kind.on_gpus:
+    if engine_kind(r.engine).on_gpus:
         sizes["rollout.server_tensor_parallel"] = r.server_tensor_parallel
     for setting, size in sizes.items():
         if size > c.gpus_per_node:
@@ -205,9 +207,9 @@ def check_memory(config: Config, hf_config: dict[str, Any]) -> list[Violation]:
     """Check the memory of the cluster's GPUs against a run whose layout is possible."""
     if config.cluster.gpu is None:
         return []
-    found = memory_problems(config, make_plan(config, model_shape(hf_config, own=config.model.own_family)))
+    found = memory_problems(config, make_plan(config, model_shape(hf_config, own=own_family(config.model.family))))
     more = "`bapo plan` shows what it is made of"
-    if config.rollout.engine_kind.on_gpus:
+    if engine_kind(config.rollout.engine).on_gpus:
         more += ", and with --best finds a split of the GPUs that fits, or the smallest cluster"
     return [replace(v, remedy=f"{v.remedy}; {more}") for v in found]
 
@@ -215,7 +217,7 @@ def check_memory(config: Config, hf_config: dict[str, Any]) -> list[Violation]:
 def check_devices(config: Config) -> Iterator[Violation]:
     """Warn of engines that do not use the cluster's GPUs."""
     c, r = config.cluster, config.rollout
-    if c.gpu is not None and r.num_started and not r.engine_kind.on_gpus:
+    if c.gpu is not None and num_started(r) and not engine_kind(r.engine).on_gpus:
         yield warning(
             ("rollout.engine", "cluster.gpu"),
             f'rollout.engine="{r.engine}" samples on CPUs, and leaves the {c.gpu.upper()} GPUs to the trainer',
@@ -226,12 +228,12 @@ def check_devices(config: Config) -> Iterator[Violation]:
 def check_unused(config: Config) -> Iterator[Violation]:
     """Warn of GPUs of one machine that neither trainer nor servers use; `check_node_gpus` counts those of several."""
     c, r = config.cluster, config.rollout
-    idle = c.gpus_per_node - config.parallel.size - r.num_server_gpus
+    idle = c.gpus_per_node - config.parallel.size - num_server_gpus(r)
     if c.gpu is not None and c.nodes == 1 and idle > 0:
         yield warning(
             (*SPLIT, "cluster"),
             f"{idle} of cluster.gpus_per_node={c.gpus_per_node} GPUs {'is' if idle == 1 else 'are'} idle",
-            f"raise parallel.data{' or rollout.num_servers' if r.engine_kind.on_gpus else ''}, or set "
+            f"raise parallel.data{' or rollout.num_servers' if engine_kind(r.engine).on_gpus else ''}, or set "
             f"cluster.gpus_per_node={c.gpus_per_node - idle}",
         )
 

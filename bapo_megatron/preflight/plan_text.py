@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bapo_megatron.config.engines import engine_kind, num_server_gpus, num_started
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError, plural
 from bapo_megatron.hf.shape import model_shape
@@ -39,8 +41,8 @@ def outline(config: Config) -> str:
     num_sequences = r.prompts_per_step * r.samples_per_prompt
     num_updates = t.minibatches_per_step * t.epochs_per_step
     partial = f"{plural(r.tokens_per_round, 'token')} a round" if r.tokens_per_round else "off"
-    num_servers = r.num_started or len(r.urls)
-    engines = plural(num_servers, r.engine_kind.title) if r.engine_kind.samples else "recorded batches"
+    num_servers = num_started(r) or len(r.urls)
+    engines = plural(num_servers, engine_kind(r.engine).title) if engine_kind(r.engine).samples else "recorded batches"
     return "\n".join(
         [
             f"run        {config.run.name}: {plural(t.num_steps, 'step')}, "
@@ -64,7 +66,10 @@ def outline(config: Config) -> str:
 def describe(config: Config) -> str:
     """Return the plan of a checked configuration, without suggestions."""
     return "\n".join(
-        _lines(config, make_plan(config, model_shape(planned_config(config.model.path), own=config.model.own_family)))
+        _lines(
+            config,
+            make_plan(config, model_shape(planned_config(config.model.path), own=own_family(config.model.family))),
+        )
     )
 
 
@@ -87,7 +92,7 @@ def explain(config: Config, response_tokens: int | None = None) -> Explanation:
         response_tokens: average response length; None takes the maximum.
     """
     hf_config = planned_config(config.model.path)
-    shape = model_shape(hf_config, own=config.model.own_family)
+    shape = model_shape(hf_config, own=own_family(config.model.family))
     if config.cluster.gpu is None:
         memory, have = fullest_rank(config, shape), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
         need = memory.total / GIB
@@ -128,7 +133,7 @@ def _time(config: Config, plan: Plan) -> str:
 
 def _change(config: Config, hf_config: dict[str, Any], plan: Plan, found: Sequence[Suggestion]) -> str:
     """Say what to change: the first suggestion, or where to look for more."""
-    can_split = config.rollout.engine_kind.on_gpus
+    can_split = engine_kind(config.rollout.engine).on_gpus
     if found:
         first = found[0]
         time_s = amount(first.plan.train.expected)
@@ -157,7 +162,7 @@ def explain_best(config: Config, response_tokens: int | None = None) -> tuple[st
     """
     hf_config = planned_config(config.model.path)
     c = config.cluster
-    if c.gpu is None or not config.rollout.engine_kind.on_gpus:
+    if c.gpu is None or not engine_kind(config.rollout.engine).on_gpus:
         raise ConfigError(
             "--best splits the GPUs of [cluster] over trainer and SGLang servers; set cluster.gpu and "
             'rollout.engine="sglang", or merge a file of clusters/, such as clusters/1x8-h100'
@@ -166,10 +171,10 @@ def explain_best(config: Config, response_tokens: int | None = None) -> tuple[st
     if best is None:
         raise ConfigError(_larger_cluster(config, hf_config))
     lines: list[str] = []
-    if accepts_layout(config, hf_config, on_gpus=True) and config.parallel.size + config.rollout.num_server_gpus <= (
+    if accepts_layout(config, hf_config, on_gpus=True) and config.parallel.size + num_server_gpus(config.rollout) <= (
         c.nodes * c.gpus_per_node
     ):
-        present = make_plan(config, model_shape(hf_config, own=config.model.own_family), response_tokens)
+        present = make_plan(config, model_shape(hf_config, own=own_family(config.model.family)), response_tokens)
         lines += _split("present", config, present)
     lines += _split("best", best.config, best.plan)
     p = best.config.parallel

@@ -12,6 +12,8 @@ from typing import Any
 import tomli_w
 
 from bapo_megatron.algorithms.chunks import chunk_rows
+from bapo_megatron.config.engines import num_server_gpus
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.preflight.check import accepts_layout
@@ -43,7 +45,7 @@ def suggest(config: Config, hf_config: dict[str, Any], present: Plan, count: int
         hf_config: the model's config.json.
         present: the plan to improve on by a tenth; if it does not fit, any fitting layout counts.
     """
-    shape, found = model_shape(hf_config, own=config.model.own_family), []
+    shape, found = model_shape(hf_config, own=own_family(config.model.family)), []
     limit_s = _FASTER * present.train.expected if present.fits else float("inf")
     for change in _layouts(config, shape, config.parallel.size):
         if overrides := _overrides(config, change):
@@ -98,7 +100,7 @@ def best_split(config: Config, hf_config: dict[str, Any], response_tokens: int |
         config: with SGLang servers and `cluster.gpu`.
         response_tokens: average response length; None takes the maximum.
     """
-    shape = model_shape(hf_config, own=config.model.own_family)
+    shape = model_shape(hf_config, own=own_family(config.model.family))
     found = [split for ranks in _trainer_sizes(config) for split in _splits(config, shape, ranks, response_tokens)]
     fastest_s = min((s.balance.step_s for s in found), default=0.0)
     found.sort(key=lambda s: _order(s.balance.step_s, fastest_s, _plainness(s.config, s.plan)))
@@ -110,7 +112,7 @@ def smallest_cluster(config: Config, hf_config: dict[str, Any]) -> int | None:
 
     One node more makes one size of the trainer possible: all nodes but one.
     """
-    shape = model_shape(hf_config, own=config.model.own_family)
+    shape = model_shape(hf_config, own=own_family(config.model.family))
     for nodes in range(config.cluster.nodes + 1, _MOST_NODES + 1):
         larger = _with(config, {"cluster": {"nodes": nodes}})
         splits = _splits(larger, shape, (nodes - 1) * config.cluster.gpus_per_node)
@@ -135,7 +137,7 @@ def alternatives(split: Split, hf_config: dict[str, Any]) -> Iterator[Alternativ
 
     What `bapo check` does not accept is left out.
     """
-    config, shape = split.config, model_shape(hf_config, own=split.config.model.own_family)
+    config, shape = split.config, model_shape(hf_config, own=own_family(split.config.model.family))
     response = split.plan.tokens.response
     p, r, ranks = config.parallel, config.rollout, config.parallel.size
     for name in ("tensor", "pipeline", "context"):
@@ -160,7 +162,7 @@ def alternatives(split: Split, hf_config: dict[str, Any]) -> Iterator[Alternativ
     other = best // 2 if best > 1 else 2
     servers = {"num_servers": r.num_servers * best // other, "server_tensor_parallel": other}
     changed = _with(config, {"rollout": servers})
-    if changed.rollout.num_server_gpus == r.num_server_gpus:
+    if num_server_gpus(changed.rollout) == num_server_gpus(r):
         setting = "rollout.server_tensor_parallel"
         yield from _alternative(setting, best, other, changed, shape, hf_config, response)
 

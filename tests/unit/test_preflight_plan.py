@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bapo_megatron.config.engines import num_server_gpus
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
@@ -334,7 +335,7 @@ def test_the_best_split_shortens_the_step(files: list[str], overrides: tuple[str
     assert best.plan.fits
     assert accepts_layout(best.config, hf_config, on_gpus=True)
     num_gpus = config.cluster.nodes * config.cluster.gpus_per_node
-    assert best.config.parallel.size + best.config.rollout.num_server_gpus == num_gpus
+    assert best.config.parallel.size + num_server_gpus(best.config.rollout) == num_gpus
     for share in (best.balance.trainer_idle, best.balance.servers_idle):
         assert 0 <= share < 1
 

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from bapo_megatron.config.base import Violation
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import model_shape, unsupported
 from bapo_megatron.learner.fit import check_reference
@@ -40,7 +41,7 @@ def check_settings(
         machine: its facts for FP8; None leaves them unchecked.
         given: settings to warn of if they have no effect; None stands for all.
     """
-    own = config.model.own_family
+    own = own_family(config.model.family)
     shape = None if hf_config is None or unsupported(hf_config, own) else model_shape(hf_config, own=own)
     found = [
         *check_layout(config),

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from bapo_megatron.config.base import Violation
+from bapo_megatron.config.engines import engine_kind
 from bapo_megatron.config.schema import Config
 from bapo_megatron.preflight.checks.data import check_source
 
@@ -43,7 +44,7 @@ def check_eval(config: Config) -> Iterator[Violation]:
             "evaluate on",
             "set them, or leave eval.interval_steps out",
         )
-    if not config.rollout.engine_kind.samples:
+    if not engine_kind(config.rollout.engine).samples:
         yield Violation(
             ("eval.interval_steps", "rollout.engine"),
             f'eval.interval_steps needs engines to ask, and rollout.engine="{config.rollout.engine}" has none',

@@ -6,6 +6,7 @@ from bapo_megatron.config.advantages import ADVANTAGE, advantage_function
 from bapo_megatron.config.base import Violation
 from bapo_megatron.config.dotted import KEEP_GROUP
 from bapo_megatron.config.engines import check_engine
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.losses import LOSSES
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
@@ -16,7 +17,7 @@ def check_functions(config: Config) -> Iterator[Violation]:
     advantage, rollout, loss = config.advantage.kind, config.rollout, config.loss
     try_to: dict[str, Callable[[], object]] = {
         "rollout.engine": lambda: check_engine(rollout.engine),
-        "model.family": lambda: config.model.own_family,
+        "model.family": lambda: own_family(config.model.family),
     }
     if loss.name not in LOSSES:
         try_to["loss.name loss.options"] = lambda: (loss.function_options, loss.rule)

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from bapo_megatron.config.base import Violation
+from bapo_megatron.config.engines import engine_kind
 from bapo_megatron.config.losses import losses_with
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_loss import ClipBoundConfig
@@ -17,7 +18,7 @@ from bapo_megatron.config.schema_loss import ClipBoundConfig
 class Idle:
     """Settings that only act under a condition.
 
-    Example: Idle("sglang.extra", "rollout.engine", lambda c: c.rollout.engine == "sglang", 'rollout.engine="sglang"')
+    Example: Idle("run.standby", "run.max_restarts", lambda c: c.run.max_restarts > 0, "run.max_restarts=3")
     """
 
     settings: str  # names, separated by blanks; "bapo.*" is a whole section
@@ -141,23 +142,28 @@ IDLE = (
     Idle(
         "rollout.urls rollout.api_key",
         "rollout.engine",
-        lambda c: c.rollout.engine == "attach",
+        lambda c: engine_kind(c.rollout.engine).needs == "urls",
         'rollout.engine="attach"',
     ),
     Idle(
         "rollout.recorded_from",
         "rollout.engine",
-        lambda c: c.rollout.engine == "recorded",
+        lambda c: engine_kind(c.rollout.engine).needs == "recordings",
         'rollout.engine="recorded"',
     ),
     Idle(
         "rollout.num_servers rollout.max_restarts rollout.engine_threads rollout.engine_max_context",
         "rollout.engine",
-        lambda c: c.rollout.engine_kind.specs is not None,
+        lambda c: engine_kind(c.rollout.engine).specs is not None,
         'an engine that the run starts, such as rollout.engine="embedded"',
     ),
     Idle("run.standby", "run.max_restarts", lambda c: c.run.max_restarts > 0, "run.max_restarts=3"),
-    Idle("sglang.extra", "rollout.engine", lambda c: c.rollout.engine == "sglang", 'rollout.engine="sglang"'),
+    Idle(
+        "sglang.extra",
+        "rollout.engine",
+        lambda c: engine_kind(c.rollout.engine).section == "sglang",
+        'rollout.engine="sglang"',
+    ),
     Idle(
         "sync.bucket_mib sync.backend",
         "sync.channel",

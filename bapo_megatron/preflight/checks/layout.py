@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from bapo_megatron.config.base import Violation, warning
+from bapo_megatron.config.engines import engine_kind, num_server_gpus
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import plural
 
@@ -53,12 +54,12 @@ def check_layout(config: Config) -> Iterator[Violation]:
 def check_gpus(config: Config, num_gpus: int) -> Iterator[Violation]:
     """Count GPUs: each rank and server needs its own, as NCCL refuses a group with two members on one."""
     c, r, ranks = config.cluster, config.rollout, config.parallel.size
-    on_servers = r.num_server_gpus
+    on_servers = num_server_gpus(r)
     needed = ranks + on_servers
     if not num_gpus or needed <= num_gpus:
         return
     each = plural(r.server_tensor_parallel, "GPU")
-    servers = f" and {plural(r.num_servers, r.engine_kind.title)} x {each}" if on_servers else ""
+    servers = f" and {plural(r.num_servers, engine_kind(r.engine).title)} x {each}" if on_servers else ""
     lower = f"lower parallel.*{', rollout.num_servers or rollout.server_tensor_parallel' if on_servers else ''}"
     there = f"{num_gpus} {'is' if num_gpus == 1 else 'are'} visible"
     remedy = f'{lower}, or set CUDA_VISIBLE_DEVICES="" to run on CPUs'

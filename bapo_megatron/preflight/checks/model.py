@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bapo_megatron.config.base import Severity, Violation
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.fit import check_split
 from bapo_megatron.preflight.checks.eval import EVALUATES
@@ -11,7 +12,7 @@ from bapo_megatron.preflight.checks.layout import nearest_divisor
 
 
 def check_model(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:
-    own, model_type = config.model.own_family, hf_config.get("model_type")
+    own, model_type = own_family(config.model.family), hf_config.get("model_type")
     if own is not None and own.model_type != model_type:
         yield Violation(
             ("model.family", "model.path"),

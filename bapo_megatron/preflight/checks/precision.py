@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from bapo_megatron.config.base import Violation, warning
+from bapo_megatron.config.engines import engine_kind, num_started
 from bapo_megatron.config.schema import Config
 
 
@@ -19,7 +20,7 @@ def precision_warnings(config: Config, num_gpus: int) -> Iterator[Violation]:
             f'precision.fp8="{p.fp8}" needs a GPU, and none is visible here: whether GPU, CUDA and Transformer Engine '
             f'are fit for precision.recipe="{p.recipe}" is checked where the run starts',
         )
-    if p.uses_fp8 and r.num_started and not r.engine_kind.on_gpus:
+    if p.uses_fp8 and num_started(r) and not engine_kind(r.engine).on_gpus:
         yield warning(
             ("rollout.engine", "precision.fp8"),
             f'precision.fp8="{p.fp8}" with rollout.engine="{r.engine}": that engine samples on a CPU, from bfloat16 '

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from bapo_megatron.config.base import Violation, warning
+from bapo_megatron.config.engines import engine_kind, num_started
 from bapo_megatron.config.schema import Config, RolloutConfig
 from bapo_megatron.engines.sglang import OWN_ARGUMENTS
 from bapo_megatron.errors import plural
@@ -45,7 +46,7 @@ def check_rollout(config: Config) -> Iterator[Violation]:
 
 def check_shared_cores(config: Config, num_gpus: int) -> Iterator[Violation]:
     r = config.rollout
-    shares = r.num_started and not r.engine_kind.on_gpus and not num_gpus and config.cluster.gpu is None
+    shares = num_started(r) and not engine_kind(r.engine).on_gpus and not num_gpus and config.cluster.gpu is None
     if r.overlap and shares:
         yield warning(
             ("rollout.overlap", "rollout.engine", "cluster.gpu"),
@@ -56,30 +57,30 @@ def check_shared_cores(config: Config, num_gpus: int) -> Iterator[Violation]:
 
 
 def check_servers(config: Config) -> Iterator[Violation]:
-    r = config.rollout
-    if r.engine == "attach" and not r.urls:
+    r, kind = config.rollout, engine_kind(config.rollout.engine)
+    if kind.needs == "urls" and not r.urls:
         yield Violation(
             ("rollout.urls", "rollout.engine"),
-            'rollout.engine="attach" needs rollout.urls',
+            f'rollout.engine="{r.engine}" needs rollout.urls',
             'set it, such as rollout.urls=["http://127.0.0.1:30000"], or rollout.engine="embedded"',
         )
-    if r.engine == "recorded" and r.recorded_from is None:
+    if kind.needs == "recordings" and r.recorded_from is None:
         yield Violation(
             ("rollout.recorded_from", "rollout.engine"),
-            'rollout.engine="recorded" needs rollout.recorded_from, the `rollouts` folder of a run with '
+            f'rollout.engine="{r.engine}" needs rollout.recorded_from, the `rollouts` folder of a run with '
             "rollout.record=true",
             'set it, or rollout.engine="embedded"',
         )
-    if r.server_tensor_parallel > 1 and not r.engine_kind.tensor_parallel:
+    if r.server_tensor_parallel > 1 and not kind.tensor_parallel:
         yield Violation(
             ("rollout.server_tensor_parallel", "rollout.engine"),
-            f"rollout.server_tensor_parallel={r.server_tensor_parallel}, but the {r.engine_kind.title} is one process",
+            f"rollout.server_tensor_parallel={r.server_tensor_parallel}, but the {kind.title} is one process",
             'set rollout.engine="sglang" or rollout.server_tensor_parallel=1',
         )
     for name in sorted(config.sglang.extra.keys() & OWN_ARGUMENTS.keys()):
         problem = f"sglang.extra.{name} is set by the launcher"
         yield Violation((f"sglang.extra.{name}",), problem, f"use {OWN_ARGUMENTS[name]}")
-    if not r.engine_kind.answers_when_busy and r.hang_timeout_s < config.sync.timeout_s:
+    if not kind.answers_when_busy and r.hang_timeout_s < config.sync.timeout_s:
         yield warning(
             ("rollout.hang_timeout_s", "sync.timeout_s", "rollout.engine"),
             f"rollout.hang_timeout_s={r.hang_timeout_s:g} is below sync.timeout_s={config.sync.timeout_s:g}: a server "
@@ -88,7 +89,7 @@ def check_servers(config: Config) -> Iterator[Violation]:
         )
     if url := r.router_url:
         yield from _router(url, r)
-    for url in r.urls if r.engine == "attach" else ():
+    for url in r.urls if kind.needs == "urls" else ():
         if server_address(url) is None:
             yield Violation(
                 ("rollout.urls", "rollout.engine"),
@@ -105,7 +106,7 @@ def check_servers(config: Config) -> Iterator[Violation]:
 
 
 def _router(url: str, r: RolloutConfig) -> Iterator[Violation]:
-    if r.engine != "attach":
+    if engine_kind(r.engine).needs != "urls":
         yield Violation(
             ("rollout.router_url", "rollout.engine"),
             f'rollout.router_url="{url}" is for servers of your own that the router knows',
@@ -140,7 +141,7 @@ def server_address(url: str) -> tuple[str, int] | None:
 
 def check_cut(config: Config) -> Iterator[Violation]:
     """Check that the engine returns the log-probs that top_p and top_k need; warn of the ratios that they lead to."""
-    r, kind = config.rollout, config.rollout.engine_kind
+    r, kind = config.rollout, engine_kind(config.rollout.engine)
     for table, cut in ({"rollout": r} | config.eval_sets).items():
         if not kind.samples or (cut.top_p == 1 and cut.top_k is None):
             continue

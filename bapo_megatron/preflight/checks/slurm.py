@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bapo_megatron.config.base import Violation, warning
+from bapo_megatron.config.engines import engine_kind, num_server_gpus, num_started
 from bapo_megatron.config.schema import Config, seconds_of
 from bapo_megatron.errors import plural
 from bapo_megatron.preflight.checks.layout import RANKS
@@ -41,7 +42,7 @@ def several_nodes(config: Config) -> Violation:
 def check_nodes(config: Config) -> Iterator[Violation]:
     """Check that trainer ranks and engines spread evenly over the nodes."""
     nodes, alone = config.cluster.nodes, rollout_nodes(config)
-    ranks, servers = config.parallel.size, config.rollout.num_started
+    ranks, servers = config.parallel.size, num_started(config.rollout)
     if alone >= nodes:
         yield Violation(
             _NODES,
@@ -75,7 +76,7 @@ def check_nodes(config: Config) -> Iterator[Violation]:
 
 def _nearest_nodes(config: Config) -> int | None:
     """Return the number of nodes nearest to the present one over which the run spreads evenly, with GPUs for all."""
-    most = config.parallel.size + config.rollout.num_started
+    most = config.parallel.size + num_started(config.rollout)
     counts = sorted(range(1, most + 1), key=lambda nodes: abs(nodes - config.cluster.nodes))
     return next((nodes for nodes in counts if _spreads(config, nodes)), None)
 
@@ -83,9 +84,9 @@ def _nearest_nodes(config: Config) -> int | None:
 def _spreads(config: Config, nodes: int) -> bool:
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": nodes})})
     alone, r, gpus = rollout_nodes(config), config.rollout, config.cluster.gpus_per_node
-    if alone >= nodes or config.parallel.size % (nodes - alone) or r.num_started % (alone or nodes):
+    if alone >= nodes or config.parallel.size % (nodes - alone) or num_started(r) % (alone or nodes):
         return False
-    ranks, servers = config.parallel.size // (nodes - alone), r.num_server_gpus // (alone or nodes)
+    ranks, servers = config.parallel.size // (nodes - alone), num_server_gpus(r) // (alone or nodes)
     has_gpus = max(ranks, servers) <= gpus if alone else ranks + servers <= gpus
     return ranks % config.parallel.tensor == 0 and (has_gpus or config.cluster.gpu is None)
 
@@ -103,8 +104,8 @@ def check_node_gpus(config: Config) -> Iterator[Violation]:
             "node: ranks that share layers would be on two machines",
             "set slurm.rollout_nodes, or change parallel.*",
         )
-    on_servers = servers * r.server_tensor_parallel if r.engine_kind.on_gpus else 0
-    all_servers = f"{plural(servers, r.engine_kind.title)} x {plural(r.server_tensor_parallel, 'GPU')}"
+    on_servers = servers * r.server_tensor_parallel if engine_kind(r.engine).on_gpus else 0
+    all_servers = f"{plural(servers, engine_kind(r.engine).title)} x {plural(r.server_tensor_parallel, 'GPU')}"
     trainer_ranks = plural(ranks, "trainer rank")
     nodes = [("trainer", trainer_ranks, ranks)]
     if rollout_nodes(config):
