@@ -23,11 +23,12 @@ from bapo_megatron.config.base import (
     Violation,
     Whole,
 )
-from bapo_megatron.config.dotted import KEEP_GROUP, REWARD, SOURCE
+from bapo_megatron.config.dotted import KEEP_GROUP, REWARD
 from bapo_megatron.config.engines import ENGINE
 from bapo_megatron.config.families import FAMILY
 from bapo_megatron.config.losses import DEFAULT, LOSSES, AnyLoss
 from bapo_megatron.config.schema_loss import ClipBoundConfig, RuleReads
+from bapo_megatron.config.sources import OWN_ROWS, SOURCE, SOURCES, SourceKind
 from bapo_megatron.config.system_calls import known_calls
 
 
@@ -96,7 +97,6 @@ EntryName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_len
 
 
 _FIELDS = ("prompt", "answer")  # what a question is made from
-_PROCEDURAL = ("chains", "programs", "reasoning_gym")
 
 
 def _columns_of_fields(columns: dict[str, str]) -> dict[str, str]:
@@ -139,19 +139,24 @@ class SourceConfig(Section):
     """Number of prompts that a procedural source makes before it starts over in a new order."""
 
     @property
+    def kind(self) -> SourceKind:
+        """What `source` reads."""
+        return SOURCES.get(self.source, OWN_ROWS)
+
+    @property
     def has_rows(self) -> bool:
         """Whether the prompts are rows, of a file, the hub or a function, and not made as needed."""
-        return self.source not in _PROCEDURAL
+        return self.kind.has_rows
 
     @property
     def needs_path(self) -> bool:
         """Whether `path` names the rows."""
-        return self.source in ("jsonl", "hub")
+        return self.kind.path is not None
 
     @property
     def is_own_function(self) -> bool:
         """Whether your own function gives the rows."""
-        return self.source not in SOURCE.names
+        return self.kind is OWN_ROWS
 
     @property
     def origin(self) -> str:
@@ -838,7 +843,7 @@ class Config(Section):
     def prompt_files(self) -> dict[str, str]:
         """Files of prompts that settings name, by setting, such as "data.path"."""
         tables = {"data": self.data, **self.prompt_sources, **self.eval_sets}
-        files = {f"{table}.path": one.path for table, one in tables.items() if one.source != "hub"}
+        files = {f"{table}.path": one.path for table, one in tables.items() if one.kind.path != "data set"}
         files.setdefault("eval.path", self.eval.path)
         return {setting: path for setting, path in files.items() if path is not None}
 

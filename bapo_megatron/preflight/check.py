@@ -229,7 +229,7 @@ def _absent(config: Config, is_known: bool) -> Iterator[Violation]:
     how = f"; {get}" if (get := origin(config.model.path)) else ""
     yield warning(("model.path",), f"model.path={config.model.path} is not on this machine", f"{needs}{how}")
     for table, one in config.prompt_sources.items():
-        if one.source == "jsonl" and one.path is not None and not Path(one.path).expanduser().exists():
+        if one.kind.path == "file" and one.path is not None and not Path(one.path).expanduser().exists():
             yield warning((f"{table}.path",), f"{table}.path={one.path} is not on this machine", needs)
 
 

@@ -80,10 +80,10 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
     is_complete = True
     for table, one in _sources_read(config).items():
         alone, settings = config.with_prompts_of(one), _settings_of(config, table)
-        if (one.needs_path and one.path is None) or (one.source == "reasoning_gym" and one.dataset is None):
+        if (one.needs_path and one.path is None) or ("dataset" in one.kind.reads and one.dataset is None):
             is_complete = False  # checks/data.py reports it
             continue
-        if one.source == "jsonl" and not (path := Path(one.path or "").expanduser()).exists():
+        if one.kind.path == "file" and not (path := Path(one.path or "").expanduser()).exists():
             is_complete = False
             named = tuple(name for name in settings if not name.endswith((".format", ".fields")))
             if here:
@@ -97,7 +97,7 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
             first = [source[i] for i in range(min(NUM_ROWS, len(source)))]
         except UserError as error:
             is_complete = False
-            severity: Severity = "warning" if one.source == "hub" and not here else "error"
+            severity: Severity = "warning" if one.kind.path == "data set" and not here else "error"
             yield Violation(settings, str(error), severity=severity)
             continue
         is_trained, is_code = table in config.prompt_sources, config.reward.kind == "code"
@@ -124,12 +124,7 @@ def _few_prompts(config: Config, num_prompts: int, settings: tuple[str, ...]) ->
 def _settings_of(config: Config, table: str) -> tuple[str, ...]:
     """Return the settings that describe the prompts of a table."""
     one = (config.prompt_sources | config.eval_sets)[table]
-    own = ("source", "options", "format", "fields") if one.is_own_function else ("options", "source")
-    fields = {
-        "jsonl": ("path", "source", "format", "fields"),
-        "hub": ("path", "subset", "split", "source", "format", "fields"),
-        "reasoning_gym": ("options", "dataset", "source"),
-    }.get(one.source, own)
+    fields = one.kind.reads
     if table == "eval":  # [data] decides the kind of prompts
         return (*(f"{'eval' if field == 'path' else 'data'}.{field}" for field in fields), "eval.sets")
     return (*(f"{table}.{field}" for field in fields), *(["data.sources"] if table == "data" else []))
@@ -137,7 +132,7 @@ def _settings_of(config: Config, table: str) -> tuple[str, ...]:
 
 def _sources_read(config: Config) -> dict[str, SourceConfig]:
     """Return the sources whose prompts are new to the run, by their table. Evaluation may draw what training draws."""
-    if config.eval.interval_steps is None or not (config.eval.sets or config.data.source == "jsonl"):
+    if config.eval.interval_steps is None or not (config.eval.sets or config.data.kind.path == "file"):
         return config.prompt_sources
     return {**config.prompt_sources, **config.eval_sets}
 

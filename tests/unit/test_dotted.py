@@ -10,11 +10,12 @@ import pytest
 from bapo_megatron import cli
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.advantages import ADVANTAGE
-from bapo_megatron.config.dotted import KEEP_GROUP, REWARD, SOURCE, Seam
+from bapo_megatron.config.dotted import KEEP_GROUP, REWARD, Seam
 from bapo_megatron.config.engines import ENGINE, ENGINE_CLIENT, ENGINE_SPECS
 from bapo_megatron.config.families import FAMILY
 from bapo_megatron.config.losses import LOSS, CustomLoss
 from bapo_megatron.config.schema import RolloutConfig
+from bapo_megatron.config.sources import SOURCE
 from bapo_megatron.engines.connected import ConnectedEngines
 from bapo_megatron.errors import UserError
 from tests.distributed import HANG_S

@@ -24,19 +24,19 @@ def check_data(config: Config) -> Iterator[Violation]:
         yield from check_source(table, one)
 
 
-_PATHS = {"jsonl": "a file with one JSON object a line", "hub": 'the name of a data set, such as "openai/gsm8k"'}
+_PATHS = {"file": "a file with one JSON object a line", "data set": 'the name of a data set, such as "openai/gsm8k"'}
 
 
 def check_source(table: str, one: SourceConfig) -> Iterator[Violation]:
     """Check one source of prompts, described by `table`: whether it names what it draws from, and nothing else."""
     decided_by = (f"{table}.source", *(["data.sources"] if table == "data" else []))  # [data] is read without sources
-    if one.needs_path and one.path is None:
+    if one.kind.path is not None and one.path is None:
         problem = f'{table}.source="{one.source}" needs {table}.path'
-        yield Violation((f"{table}.path", *decided_by), problem, f"set it to {_PATHS[one.source]}")
-    if one.source == "reasoning_gym" and one.dataset is None:
+        yield Violation((f"{table}.path", *decided_by), problem, f"set it to {_PATHS[one.kind.path]}")
+    if "dataset" in one.kind.reads and one.dataset is None:
         yield Violation(
             (f"{table}.dataset", *decided_by),
-            f'{table}.source="reasoning_gym" needs {table}.dataset',
+            f'{table}.source="{one.source}" needs {table}.dataset',
             f'set it, such as {table}.dataset="basic_arithmetic"',
         )
     if table != "data" and not one.needs_path and one.path is not None:

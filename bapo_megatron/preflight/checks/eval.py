@@ -31,13 +31,14 @@ def check_eval(config: Config) -> Iterator[Violation]:
             "eval.interval_steps with data.sources needs eval.sets, which name the prompts to evaluate on",
             "set them, or leave eval.interval_steps out",
         )
-    elif config.data.source == "jsonl" and config.eval.path is None and not config.eval.sets:
+    elif config.data.kind.path == "file" and config.eval.path is None and not config.eval.sets:
         yield Violation(
             ("eval.path", *EVALUATES, "data.source", "data.sources"),
-            'eval.interval_steps with data.source="jsonl" needs eval.path, a file of prompts to evaluate on',
+            f'eval.interval_steps with data.source="{config.data.source}" needs eval.path, a file of prompts to evaluate '
+            "on",
             "set it, or leave eval.interval_steps out",
         )
-    elif config.data.has_rows and config.data.source != "jsonl" and not config.eval.sets:
+    elif config.data.has_rows and config.data.kind.path != "file" and not config.eval.sets:
         yield Violation(
             (*EVALUATES, "data.source", "data.sources"),
             f'eval.interval_steps with data.source="{config.data.source}" needs eval.sets, which name the prompts to '

@@ -106,11 +106,11 @@ IDLE = (
         lambda c: c.data.has_rows or bool(c.data.sources),
         'data.source="jsonl"',
     ),
-    Idle("data.subset data.split", "data.source", lambda c: c.data.source == "hub", 'data.source="hub"'),
+    Idle("data.subset data.split", "data.source", lambda c: "split" in c.data.kind.reads, 'data.source="hub"'),
     Idle(
         "data.dataset",
         "data.source",
-        lambda c: c.data.source == "reasoning_gym",
+        lambda c: "dataset" in c.data.kind.reads,
         'data.source="reasoning_gym"',
     ),
     Idle(
@@ -136,7 +136,7 @@ IDLE = (
     Idle(
         "eval.path",
         "eval.interval_steps data.source",
-        lambda c: c.eval.interval_steps is None or c.data.source == "jsonl",
+        lambda c: c.eval.interval_steps is None or c.data.kind.path == "file",
         'data.source="jsonl"',
     ),
     Idle(
