@@ -25,7 +25,7 @@ from bapo_megatron.preflight.checks.slurm import (
     check_shares,
     several_nodes,
 )
-from bapo_megatron.preflight.inputs import Memory, read_inputs
+from bapo_megatron.preflight.inputs import Findings, read_inputs
 from bapo_megatron.preflight.known import known_config, origin
 from bapo_megatron.preflight.machine_checks import check_open_files, check_room
 from bapo_megatron.preflight.plan import LAYOUT, SPLIT, check_devices, check_machines, check_memory, check_unused
@@ -120,7 +120,7 @@ def violations_of(
     job: CheckJob | None = None,
     given: Collection[str] | None = None,
     unread: Collection[str] = frozenset(),
-    read: Memory | None = None,
+    read: Findings | None = None,
 ) -> list[Violation]:
     """List every violation that can be found before the run starts.
 

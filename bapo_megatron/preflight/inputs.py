@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 NUM_ROWS = 256
 """Prompts of each source that are tokenised."""
 
-Memory = dict[str, list[Violation]]
+Findings = dict[str, list[Violation]]
 """Findings by what was read, so that the tasks of a sweep read each thing once."""
 
 Asked = tuple[Config, str, Question]
 """A first question, with the configuration whose judge scores it and the name of its prompt source."""
 
 
-def read_inputs(config: Config, model: Path | None, memory: Memory, *, here: bool) -> list[Violation]:
+def read_inputs(config: Config, model: Path | None, memory: Findings, *, here: bool) -> list[Violation]:
     """Find what is wrong with what the run will read.
 
     Args:

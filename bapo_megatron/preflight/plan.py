@@ -110,7 +110,7 @@ class Seconds:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunPlan:
     """Needs of a run, for a configuration with `cluster.gpu`."""
 
     gpu: GPU
@@ -143,7 +143,7 @@ class Balance:
     servers_idle: float
 
 
-def balance(config: Config, plan: Plan) -> Balance | None:
+def balance(config: Config, plan: RunPlan) -> Balance | None:
     """Put training and sampling together in the mode of `config.rollout`; None without SGLang servers.
 
     By turns, each side waits for the other; overlapped, the faster side waits for the slower one.
@@ -156,7 +156,7 @@ def balance(config: Config, plan: Plan) -> Balance | None:
     return Balance(mode, step_s, 1 - train_s / step_s, 1 - rollout_s / step_s if step_s < math.inf else 0.0)
 
 
-def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = None) -> Plan:
+def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = None) -> RunPlan:
     """Plan memory, work and time. response_tokens: average response length; None takes the maximum."""
     assert config.cluster.gpu is not None
     gpu = GPUS[config.cluster.gpu]
@@ -171,7 +171,7 @@ def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = N
         least = decode_seconds(config, shape, gpu, server, tokens)
         messages = work.decode_messages_seconds(config, shape, server, tokens)
         rollout = Seconds(least, least / LINK_SHARE + messages)
-    return Plan(
+    return RunPlan(
         gpu=gpu,
         gpu_memory_gib=memory_gib,
         trainer=trainer,
@@ -238,7 +238,7 @@ def check_unused(config: Config) -> Iterator[Violation]:
         )
 
 
-def memory_problems(config: Config, plan: Plan) -> list[Violation]:
+def memory_problems(config: Config, plan: RunPlan) -> list[Violation]:
     """List what exceeds the memory, with numbers; empty if everything fits."""
     found, r = [], config.rollout
     need, have = plan.trainer.total / GIB, FULL * plan.gpu_memory_gib

@@ -19,7 +19,7 @@ from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.preflight.check import accepts_layout
 from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.memory import fullest_rank, microbatch_tokens, plans_forwards_first
-from bapo_megatron.preflight.plan import Balance, Plan, balance, make_plan
+from bapo_megatron.preflight.plan import Balance, RunPlan, balance, make_plan
 
 _FASTER = 0.9  # share of a time: a smaller gain cannot be told apart
 _LIGHTER = 0.97  # share of the present memory: a smaller gain is not worth a change
@@ -35,10 +35,10 @@ class Suggestion:
     """Overrides and the plan they lead to."""
 
     overrides: tuple[str, ...]
-    plan: Plan
+    plan: RunPlan
 
 
-def suggest(config: Config, hf_config: dict[str, Any], present: Plan, count: int = 3) -> list[Suggestion]:
+def suggest(config: Config, hf_config: dict[str, Any], present: RunPlan, count: int = 3) -> list[Suggestion]:
     """Find the fastest layouts that `bapo check` accepts; of those that are equally fast, the plainest come first.
 
     Args:
@@ -63,7 +63,7 @@ def _order(time_s: float, fastest_s: float, plainness: tuple[float, ...]) -> tup
     return (0, *plainness, time_s) if _FASTER * time_s <= fastest_s else (1, time_s)
 
 
-def _plainness(config: Config, plan: Plan) -> tuple[float, ...]:
+def _plainness(config: Config, plan: RunPlan) -> tuple[float, ...]:
     """Return what to sort layouts by: memory to spare, powers of two, then little communication.
 
     Tensor ranks, which stay on one machine and all compute, come before stages and context ranks.
@@ -76,12 +76,12 @@ def _plainness(config: Config, plan: Plan) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class GPUSplit:
     """A split of the cluster's GPUs over trainer and servers, and the plan it leads to."""
 
     change: Change
     config: Config
-    plan: Plan
+    plan: RunPlan
     balance: Balance
 
     def to_toml(self) -> str:
@@ -91,7 +91,7 @@ class Split:
         ) + "\n"
 
 
-def best_split(config: Config, hf_config: dict[str, Any], response_tokens: int | None = None) -> Split | None:
+def best_split(config: Config, hf_config: dict[str, Any], response_tokens: int | None = None) -> GPUSplit | None:
     """Find the plainest of the splits with the shortest expected step that `bapo check` accepts.
 
     The configuration's own layout does not matter. None if nothing fits.
@@ -128,11 +128,11 @@ class Alternative:
     setting: str
     best: Any  # value
     other: Any  # value
-    plan: Plan
+    plan: RunPlan
     step_s: float
 
 
-def alternatives(split: Split, hf_config: dict[str, Any]) -> Iterator[Alternative]:
+def alternatives(split: GPUSplit, hf_config: dict[str, Any]) -> Iterator[Alternative]:
     """Yield what each choice of a split was made against: half of a size, or twice a size of 1.
 
     What `bapo check` does not accept is left out.
@@ -183,7 +183,7 @@ def _trainer_sizes(config: Config) -> Iterator[int]:
     yield from range(unit, c.nodes * c.gpus_per_node, unit)
 
 
-def _splits(config: Config, shape: ModelShape, ranks: int, response_tokens: int | None = None) -> Iterator[Split]:
+def _splits(config: Config, shape: ModelShape, ranks: int, response_tokens: int | None = None) -> Iterator[GPUSplit]:
     """Yield the splits with so many trainer ranks that fit: each of the fastest layouts, each size of servers."""
     sizes = list(_servers(config, ranks))
     if not sizes:
@@ -200,7 +200,7 @@ def _splits(config: Config, shape: ModelShape, ranks: int, response_tokens: int 
         changed = _with(config, change)
         plan = make_plan(changed, shape, response_tokens)
         if plan.fits and (of_step := balance(changed, plan)):
-            yield Split(change, changed, plan, of_step)
+            yield GPUSplit(change, changed, plan, of_step)
 
 
 def _servers(config: Config, ranks: int) -> Iterator[dict[str, int]]:

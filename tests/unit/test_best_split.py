@@ -16,8 +16,8 @@ from bapo_megatron.preflight.check import accepts_layout
 from bapo_megatron.preflight.checks.slurm import check_nodes, check_placement
 from bapo_megatron.preflight.known import planned_config
 from bapo_megatron.preflight.plan import make_plan
-from bapo_megatron.preflight.plan_text import amount
 from bapo_megatron.preflight.suggest import _splits, _trainer_sizes, best_split, suggest
+from bapo_megatron.preflight.text import time_text
 
 SMALL = ["recipes/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/1x8-h100"]
 BIG = ["recipes/qwen3-32b-64k", "algorithms/bapo", "clusters/1x8-h100"]
@@ -112,7 +112,7 @@ def test_what_is_suggested_is_a_tenth_faster() -> None:
         present = make_plan(config, model_shape(hf_config))
         for suggestion in suggest(config, hf_config, present):
             assert suggestion.plan.train.expected < 0.9 * present.train.expected
-            assert amount(suggestion.plan.train.expected) != amount(present.train.expected)
+            assert time_text(suggestion.plan.train.expected) != time_text(present.train.expected)
 
 
 def first_lines(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -198,4 +198,4 @@ def test_the_nodes_that_a_hint_names_are_accepted(nodes: int, ranks: int, server
     ],
 )
 def test_a_small_time_is_not_0(seconds: float, text: str) -> None:
-    assert amount(seconds) == text
+    assert time_text(seconds) == text

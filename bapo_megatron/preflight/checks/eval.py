@@ -34,8 +34,8 @@ def check_eval(config: Config) -> Iterator[Violation]:
     elif config.data.kind.path == "file" and config.eval.path is None and not config.eval.sets:
         yield Violation(
             ("eval.path", *EVALUATES, "data.source", "data.sources"),
-            f'eval.interval_steps with data.source="{config.data.source}" needs eval.path, a file of prompts to evaluate '
-            "on",
+            f'eval.interval_steps with data.source="{config.data.source}" needs eval.path, a file of prompts to '
+            "evaluate on",
             "set it, or leave eval.interval_steps out",
         )
     elif config.data.has_rows and config.data.kind.path != "file" and not config.eval.sets:

@@ -18,7 +18,7 @@ from bapo_megatron.preflight.plan import (
     COMPUTE_SHARE,
     FULL,
     LINK_SHARE,
-    Plan,
+    RunPlan,
     Seconds,
     balance,
     make_plan,
@@ -26,7 +26,7 @@ from bapo_megatron.preflight.plan import (
 )
 from bapo_megatron.preflight.suggest import (
     Alternative,
-    Split,
+    GPUSplit,
     Suggestion,
     alternatives,
     best_split,
@@ -63,7 +63,7 @@ def outline(config: Config) -> str:
     )
 
 
-def describe(config: Config) -> str:
+def plan_text(config: Config) -> str:
     """Return the plan of a checked configuration, without suggestions."""
     return "\n".join(
         _lines(
@@ -85,7 +85,7 @@ class Explanation:
     """What exceeds the memory of the cluster's GPUs."""
 
 
-def explain(config: Config, response_tokens: int | None = None) -> Explanation:
+def explain_plan(config: Config, response_tokens: int | None = None) -> Explanation:
     """Explain the plan. Without `cluster.gpu` it is the memory of a rank on CPUs.
 
     Args:
@@ -112,7 +112,7 @@ def explain(config: Config, response_tokens: int | None = None) -> Explanation:
     return Explanation("\n".join(verdict), "\n".join([*_lines(config, plan), *_suggestions(found)]), problems)
 
 
-def _fit(plan: Plan) -> str:
+def _fit(plan: RunPlan) -> str:
     need, have = plan.trainer.total / GIB, FULL * plan.gpu_memory_gib
     trainer = f"a trainer GPU needs {need:.1f} of {have:.1f} GiB"
     if plan.server is None:
@@ -121,22 +121,22 @@ def _fit(plan: Plan) -> str:
     return f"fits       {'yes' if plan.fits else 'no'}: {trainer}; a server holds {responses} of full length"
 
 
-def _time(config: Config, plan: Plan) -> str:
+def _time(config: Config, plan: RunPlan) -> str:
     """Return the line about a step's time."""
     if not plan.fits:
         return "time       no step is possible"
     if (of_step := balance(config, plan)) is None or plan.rollout is None:
-        return f"time       {amount(plan.train.expected)} of training a step expected; sampling is not estimated"
-    parts = f"training {amount(plan.train.expected)}, sampling {amount(plan.rollout.expected)}"
-    return f"time       {amount(of_step.step_s)} a step expected ({of_step.mode}): {parts}"
+        return f"time       {time_text(plan.train.expected)} of training a step expected; sampling is not estimated"
+    parts = f"training {time_text(plan.train.expected)}, sampling {time_text(plan.rollout.expected)}"
+    return f"time       {time_text(of_step.step_s)} a step expected ({of_step.mode}): {parts}"
 
 
-def _change(config: Config, hf_config: dict[str, Any], plan: Plan, found: Sequence[Suggestion]) -> str:
+def _change(config: Config, hf_config: dict[str, Any], plan: RunPlan, found: Sequence[Suggestion]) -> str:
     """Say what to change: the first suggestion, or where to look for more."""
     can_split = engine_kind(config.rollout.engine).on_gpus
     if found:
         first = found[0]
-        time_s = amount(first.plan.train.expected)
+        time_s = time_text(first.plan.train.expected)
         return f"{' '.join(first.overrides)}: {first.plan.trainer.total / GIB:.1f} GiB, training {time_s}"
     if plan.fits:
         return "nothing in the trainer's layout" + (": see --best for the split of the GPUs" if can_split else "")
@@ -154,7 +154,7 @@ def _larger_cluster(config: Config, hf_config: dict[str, Any]) -> str:
     return f"{here}; the smallest cluster that does is {plural(nodes, 'node')}: set cluster.nodes={nodes}"
 
 
-def explain_best(config: Config, response_tokens: int | None = None) -> tuple[str, Split]:
+def explain_best(config: Config, response_tokens: int | None = None) -> tuple[str, GPUSplit]:
     """Return the best split of the GPUs, as text together with the present one where that is possible.
 
     Raises:
@@ -195,7 +195,7 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _against(one: Alternative, best: Split) -> str:
+def _against(one: Alternative, best: GPUSplit) -> str:
     """Say why an alternative was not chosen."""
     other, plan = _shown(one.other), one.plan
     if not plan.trainer_fits:
@@ -208,7 +208,7 @@ def _against(one: Alternative, best: Split) -> str:
     return f"{other}: a step would be {length}, with {plan.trainer.total / GIB:.1f} GiB of a trainer GPU"
 
 
-def _split(name: str, config: Config, plan: Plan) -> Iterator[str]:
+def _split(name: str, config: Config, plan: RunPlan) -> Iterator[str]:
     r = config.rollout
     if not plan.fits:
         yield f"{name:<10} does not fit"
@@ -216,20 +216,20 @@ def _split(name: str, config: Config, plan: Plan) -> Iterator[str]:
     yield (
         f"{name:<10} trainer {plural(config.parallel.size, 'GPU')}, servers {r.num_servers} x "
         f"{plural(r.server_tensor_parallel, 'GPU')}: "
-        f"train {amount(plan.train.expected)}, rollout {amount(plan.rollout.expected if plan.rollout else 0.0)}"
+        f"train {time_text(plan.train.expected)}, rollout {time_text(plan.rollout.expected if plan.rollout else 0.0)}"
     )
     yield from _balance(config, plan)
 
 
-def _balance(config: Config, plan: Plan) -> Iterator[str]:
+def _balance(config: Config, plan: RunPlan) -> Iterator[str]:
     if found := balance(config, plan):
         yield (
-            f"balance    a step of {amount(found.step_s)} expected ({found.mode}): "
+            f"balance    a step of {time_text(found.step_s)} expected ({found.mode}): "
             f"trainer idle {found.trainer_idle:.0%}, servers idle {found.servers_idle:.0%}"
         )
 
 
-def _lines(config: Config, plan: Plan) -> Iterator[str]:
+def _lines(config: Config, plan: RunPlan) -> Iterator[str]:
     c, r, tokens = config.cluster, config.rollout, plan.tokens
     ranks, on_servers = config.parallel.size, r.num_servers * r.server_tensor_parallel if plan.server else 0
     yield (
@@ -268,7 +268,7 @@ def _suggestions(suggestions: Sequence[Suggestion]) -> Iterator[str]:
     for number, s in enumerate(suggestions, start=1):
         yield (
             f"try {number}      {' '.join(s.overrides)}: {s.plan.trainer.total / GIB:.1f} GiB, "
-            f"training expected {amount(s.plan.train.expected)}"
+            f"training expected {time_text(s.plan.train.expected)}"
         )
 
 
@@ -292,10 +292,10 @@ def memory_parts(memory: TrainerMemory) -> list[tuple[str, int, str]]:
 
 
 def _span(seconds: Seconds) -> str:
-    return f"at least {amount(seconds.least)}, expected {amount(seconds.expected)}"
+    return f"at least {time_text(seconds.least)}, expected {time_text(seconds.expected)}"
 
 
-def amount(seconds: float) -> str:
+def time_text(seconds: float) -> str:
     if math.isinf(seconds):
         return "never"
     if seconds < 120:
