@@ -494,9 +494,9 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _init(options: argparse.Namespace) -> int:
-    from bapo_megatron.preflight.starter import this_host, write_config
+    from bapo_megatron.preflight.starter import this_hardware, write_config
 
-    start = write_config(options.model, options.data, options.output, this_host(), options.settings)
+    start = write_config(options.model, options.data, options.output, this_hardware(), options.settings)
     print(start)
     print(f"{start.file} is written; next: {shlex.join([*program(), 'train', str(start.file)])}")
     return 0
@@ -504,7 +504,7 @@ def _init(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     from bapo_megatron.preflight.check import load_checked
-    from bapo_megatron.preflight.text import outline, plan_text
+    from bapo_megatron.preflight.explain import outline, plan_text
 
     config = load_checked(_given(options), elsewhere=True)
     print(outline(config))
@@ -515,7 +515,7 @@ def _check(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     from bapo_megatron.preflight.check import load_checked
-    from bapo_megatron.preflight.text import explain_plan, outline
+    from bapo_megatron.preflight.explain import explain_plan, outline
 
     if options.best:
         return _plan_best(options)
@@ -531,8 +531,8 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _plan_best(options: argparse.Namespace) -> int:
     from bapo_megatron.preflight.check import load_checked
+    from bapo_megatron.preflight.explain import explain_best
     from bapo_megatron.preflight.plan import CHOSEN
-    from bapo_megatron.preflight.text import explain_best
     from bapo_megatron.runtime.files import explaining_os_errors
 
     file: Path | None = options.output

@@ -9,10 +9,10 @@ from pathlib import Path
 from bapo_megatron.config.load import load_config, shipped_configs
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import model_shape
+from bapo_megatron.preflight.explain import explain_best, explain_plan, outline, time_text
 from bapo_megatron.preflight.known import GIB, planned_config
 from bapo_megatron.preflight.plan import make_plan
 from bapo_megatron.preflight.suggest import best_split, smallest_cluster
-from bapo_megatron.preflight.text import explain_best, explain_plan, outline, time_text
 
 # Files merged between the model's and the cluster's.
 ALGORITHMS = {

@@ -508,7 +508,7 @@ class TrainConfig(Section):
         return self
 
 
-MAX_RANKS = 1_048_576
+_MAX_RANKS = 1_048_576
 
 
 class ParallelConfig(Section):
@@ -559,9 +559,9 @@ class ParallelConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         sizes = {name: getattr(self, name) for name in ("tensor", "pipeline", "context", "data")}
-        if (ranks := self.size) > MAX_RANKS:
+        if (ranks := self.size) > _MAX_RANKS:
             product = " x ".join(f"{name} {size}" for name, size in sizes.items())
-            text = f"is one factor of {product} = {ranks} ranks, and there may be {MAX_RANKS} at most"
+            text = f"is one factor of {product} = {ranks} ranks, and there may be {_MAX_RANKS} at most"
             raise ContradictionError(Violation(tuple(sorted(sizes, key=lambda name: -sizes[name])), text))
         return self
 

@@ -14,11 +14,11 @@ from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import OutOfMemoryError, UserError
 from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape
+from bapo_megatron.preflight.explain import memory_parts
 from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.memory import TrainerMemory, trainer_memory
 from bapo_megatron.preflight.plan import make_plan
 from bapo_megatron.preflight.suggest import lighter, suggest
-from bapo_megatron.preflight.text import memory_parts
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, Heartbeat
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator"  # c10/core/impl/alloc_cpu.cpp: "can't allocate memory", "not enough memory"

@@ -143,7 +143,7 @@ class Balance:
     servers_idle: float
 
 
-def balance(config: Config, plan: RunPlan) -> Balance | None:
+def step_balance(config: Config, plan: RunPlan) -> Balance | None:
     """Put training and sampling together in the mode of `config.rollout`; None without SGLang servers.
 
     By turns, each side waits for the other; overlapped, the faster side waits for the slower one.

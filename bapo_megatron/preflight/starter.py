@@ -44,7 +44,7 @@ Table = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class Hardware:
     """The GPUs of a machine, all of one kind, and its memory."""
 
     num_gpus: int
@@ -58,16 +58,16 @@ class Host:
         return next((kind for kind in GPUS if kind in self.gpu_name.lower()), None)
 
 
-def this_host() -> Host:
+def this_hardware() -> Hardware:
     """Return the visible GPUs and the memory of this machine."""
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     num_gpus = num_visible_gpus()
     if not num_gpus:
-        return Host(0, "", 0.0, memory_gib)
+        return Hardware(0, "", 0.0, memory_gib)
     import torch
 
     properties = torch.cuda.get_device_properties(0)
-    return Host(num_gpus, properties.name, properties.total_memory / GIB, memory_gib)
+    return Hardware(num_gpus, properties.name, properties.total_memory / GIB, memory_gib)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class WrittenConfig:
 
 
 def write_config(
-    model: str, data: Path, output: Path | None, host: Host, settings: Sequence[str] = ()
+    model: str, data: Path, output: Path | None, hardware: Hardware, settings: Sequence[str] = ()
 ) -> WrittenConfig:
     """Write a configuration that passes `bapo check` on this machine.
 
@@ -115,7 +115,7 @@ def write_config(
             value = {key: value}
         merge(given, value)
     load_tables({"": given})
-    table, (prompt, question) = _table(model, data, name if output is None else _run_name(file, name), host, given)
+    table, (prompt, question) = _table(model, data, name if output is None else _run_name(file, name), hardware, given)
     if file.parent.resolve() != Path.cwd():  # relative paths begin in the working folder
         _make_absolute(table)
     config = load_tables({str(file): table})
@@ -143,7 +143,7 @@ def _run_name(file: Path, default: str) -> str:
     return file.stem if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", file.stem) else default
 
 
-def _table(model: str, data: Path, name: str, host: Host, given: Table) -> tuple[Table, tuple[str, Question]]:
+def _table(model: str, data: Path, name: str, hardware: Hardware, given: Table) -> tuple[Table, tuple[str, Question]]:
     """Return the settings, and the first prompt as it is put and as it was read."""
     folder = resolve_model_path(model, weights=False)
     hf_config = load_hf_config(folder)
@@ -154,7 +154,7 @@ def _table(model: str, data: Path, name: str, host: Host, given: Table) -> tuple
     prompts = _put(questions[:_MAX_MEASURED], tokenizer, system_prompt, data)
     longest = max(map(len, prompts))
     prompt_tokens = _rounded_up(longest)
-    response_tokens = min(2048 if host.num_gpus else 256, shape.max_positions - prompt_tokens)
+    response_tokens = min(2048 if hardware.num_gpus else 256, shape.max_positions - prompt_tokens)
     if response_tokens < 1:
         raise UserError(
             f"{data}: the longest prompt has {longest} tokens, which leaves no room for a response in the "
@@ -178,10 +178,10 @@ def _table(model: str, data: Path, name: str, host: Host, given: Table) -> tuple
         table["data"]["on_bad_prompt"] = "skip"
     first = tokenizer.decode(prompts[0]), questions[0]
     merge(table, given)
-    if host.num_gpus > 1:
-        table = _on_gpus(table, hf_config, shape, host)
+    if hardware.num_gpus > 1:
+        table = _on_gpus(table, hf_config, shape, hardware)
     else:
-        table = _on_cpu(table, shape, host, len(questions))
+        table = _on_cpu(table, shape, hardware, len(questions))
     return merge(table, given), first
 
 
@@ -270,41 +270,41 @@ def _rounded_up(num_tokens: int) -> int:
     return max(64, 1 << (num_tokens - 1).bit_length())
 
 
-def _on_cpu(table: Table, shape: ModelShape, host: Host, num_prompts: int) -> Table:
+def _on_cpu(table: Table, shape: ModelShape, hardware: Hardware, num_prompts: int) -> Table:
     """Add a trainer of one rank and an embedded engine; a single GPU trains, as a server would need another."""
     merge(table, {"rollout": {"prompts_per_step": min(4, num_prompts)}, "train": {"max_tokens_per_microbatch": 2048}})
     config = load_tables({"": table})
     trainer = fullest_rank(config, shape).total / GIB
     engine = 4 * model_parameters(shape) / GIB  # its float32 weights
-    if host.num_gpus and trainer <= host.gpu_memory_gib:
+    if hardware.num_gpus and trainer <= hardware.gpu_memory_gib:
         trainer = 0.0  # not of the machine's memory
-    if trainer + engine > _CPU_SHARE * host.memory_gib:
+    if trainer + engine > _CPU_SHARE * hardware.memory_gib:
         raise UserError(
             f"{table['model']['path']} does not fit this machine: the trainer needs {trainer:.1f} GiB and the engine "
-            f"{engine:.1f} GiB of {host.memory_gib:.1f} GiB; take a smaller model, or a machine with GPUs"
+            f"{engine:.1f} GiB of {hardware.memory_gib:.1f} GiB; take a smaller model, or a machine with GPUs"
         )
     return table
 
 
-def _on_gpus(table: Table, hf_config: Table, shape: ModelShape, host: Host) -> Table:
+def _on_gpus(table: Table, hf_config: Table, shape: ModelShape, hardware: Hardware) -> Table:
     """Give half of the GPUs to SGLang servers, as few for each as hold the model; the trainer gets the fastest layout.
 
     Raises:
         UserError: no layout fits.
     """
-    num_served = host.num_gpus // 2
+    num_served = hardware.num_gpus // 2
     merge(
         table,
         {
             "model": {"dtype": "bfloat16"},
             "rollout": {"engine": "sglang", "prompts_per_step": 32},
-            "optimizer": {"distributed": host.num_gpus > 3},
-            "parallel": {"data": host.num_gpus - num_served},
-            "cluster": {"gpu": host.gpu or "a100", "gpus_per_node": host.num_gpus},
+            "optimizer": {"distributed": hardware.num_gpus > 3},
+            "parallel": {"data": hardware.num_gpus - num_served},
+            "cluster": {"gpu": hardware.gpu or "a100", "gpus_per_node": hardware.num_gpus},
         },
     )
-    if host.gpu is None:  # rates of an A100, its own memory
-        table["cluster"]["gpu_memory_gib"] = round(host.gpu_memory_gib, 1)
+    if hardware.gpu is None:  # rates of an A100, its own memory
+        table["cluster"]["gpu_memory_gib"] = round(hardware.gpu_memory_gib, 1)
     problems = ["there is no layout for this model"]
     for tensor in (n for n in range(1, num_served + 1) if num_served % n == 0 and shape.num_heads % n == 0):
         merge(table, {"rollout": {"num_servers": num_served // tensor, "server_tensor_parallel": tensor}})
@@ -320,7 +320,9 @@ def _on_gpus(table: Table, hf_config: Table, shape: ModelShape, host: Host) -> T
         elif not present.fits:
             problems = [v.message for v in memory_problems(config, present)]
             continue
-        if host.gpu is None:
+        if hardware.gpu is None:
             del table["cluster"]
         return table
-    raise UserError(f"{table['model']['path']} does not fit {host.num_gpus} x {host.gpu_name}: {'; '.join(problems)}")
+    raise UserError(
+        f"{table['model']['path']} does not fit {hardware.num_gpus} x {hardware.gpu_name}: {'; '.join(problems)}"
+    )

@@ -19,7 +19,7 @@ from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.preflight.check import accepts_layout
 from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.memory import fullest_rank, microbatch_tokens, plans_forwards_first
-from bapo_megatron.preflight.plan import Balance, RunPlan, balance, make_plan
+from bapo_megatron.preflight.plan import Balance, RunPlan, make_plan, step_balance
 
 _FASTER = 0.9  # share of a time: a smaller gain cannot be told apart
 _LIGHTER = 0.97  # share of the present memory: a smaller gain is not worth a change
@@ -172,7 +172,7 @@ def _alternative(
 ) -> Iterator[Alternative]:
     if accepts_layout(changed, hf_config, on_gpus=True):
         plan = make_plan(changed, shape, response)
-        if of_step := balance(changed, plan):
+        if of_step := step_balance(changed, plan):
             yield Alternative(setting, best, other, plan, of_step.step_s)
 
 
@@ -199,7 +199,7 @@ def _splits(config: Config, shape: ModelShape, ranks: int, response_tokens: int 
         change = {**layout, "parallel": layout["parallel"] | {"num_ranks": ranks}, "rollout": servers}
         changed = _with(config, change)
         plan = make_plan(changed, shape, response_tokens)
-        if plan.fits and (of_step := balance(changed, plan)):
+        if plan.fits and (of_step := step_balance(changed, plan)):
             yield GPUSplit(change, changed, plan, of_step)
 
 

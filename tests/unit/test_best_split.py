@@ -14,10 +14,10 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight.check import accepts_layout
 from bapo_megatron.preflight.checks.slurm import check_nodes, check_placement
+from bapo_megatron.preflight.explain import time_text
 from bapo_megatron.preflight.known import planned_config
 from bapo_megatron.preflight.plan import make_plan
 from bapo_megatron.preflight.suggest import _splits, _trainer_sizes, best_split, suggest
-from bapo_megatron.preflight.text import time_text
 
 SMALL = ["recipes/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/1x8-h100"]
 BIG = ["recipes/qwen3-32b-64k", "algorithms/bapo", "clusters/1x8-h100"]

@@ -8,7 +8,7 @@ from bapo_megatron.config.engines import ENGINES
 from bapo_megatron.config.load import load_config
 from bapo_megatron.errors import ConfigError, plural
 from bapo_megatron.preflight.checks.all import check_settings
-from bapo_megatron.preflight.text import outline
+from bapo_megatron.preflight.explain import outline
 
 HF_CONFIG = {
     "model_type": "llama",

@@ -21,7 +21,7 @@ from bapo_megatron.learner.precision import (
     version_numbers,
 )
 from bapo_megatron.preflight.checks.all import check_settings
-from bapo_megatron.preflight.checks.precision import precision_warnings
+from bapo_megatron.preflight.checks.model import precision_warnings
 from tests.integration.learner_reference import random_batch
 
 FP8 = "precision.fp8=hybrid model.dtype=bfloat16"

@@ -19,7 +19,7 @@ from bapo_megatron.preflight.checks.slurm import check_placement
 from bapo_megatron.preflight.known import GIB, GPUS, KNOWN_MODELS, device_peak_flops
 from bapo_megatron.preflight.memory import forwards_under_way, model_parameters, trainer_memory
 from bapo_megatron.preflight.placement import place
-from bapo_megatron.preflight.plan import balance, check_machines, check_memory, check_unused, make_plan
+from bapo_megatron.preflight.plan import check_machines, check_memory, check_unused, make_plan, step_balance
 from bapo_megatron.preflight.suggest import best_split, lighter, suggest
 from bapo_megatron.preflight.work import decode_seconds, server_memory
 
@@ -328,7 +328,7 @@ def test_the_best_split_shortens_the_step(files: list[str], overrides: tuple[str
     config = load_config(files, overrides)
     hf_config = KNOWN_MODELS[Path(config.model.path).name]
     present = make_plan(config, model_shape(hf_config))
-    before, best = balance(config, present), best_split(config, hf_config)
+    before, best = step_balance(config, present), best_split(config, hf_config)
     assert before is not None
     assert best is not None
     assert best.balance.step_s < factor / 0.9 * before.step_s  # the plainest within a tenth wins
@@ -345,7 +345,7 @@ def test_each_side_waits_for_the_other_or_the_slower_one() -> None:
     for overrides, mode in (((), "synchronous"), (("rollout.abort_tail=true",), "partial"), (OVERLAPPED, "overlapped")):
         config = load_config(BIG, overrides)
         plan = make_plan(config, shape)
-        found = balance(config, plan)
+        found = step_balance(config, plan)
         assert found is not None
         assert plan.rollout is not None
         train_s, rollout_s = plan.train.expected, plan.rollout.expected

@@ -12,11 +12,10 @@ from bapo_megatron.learner.precision import Machine, check_precision
 from bapo_megatron.preflight.checks.data import check_data
 from bapo_megatron.preflight.checks.eval import check_eval
 from bapo_megatron.preflight.checks.idle import idle_settings
-from bapo_megatron.preflight.checks.layout import check_batch, check_gpus, check_layout, check_sync
+from bapo_megatron.preflight.checks.layout import check_batch, check_gpu_count, check_layout, check_sync
 from bapo_megatron.preflight.checks.learning import check_critic, check_kl, check_loss, check_schedule
-from bapo_megatron.preflight.checks.model import check_dtype, check_model
+from bapo_megatron.preflight.checks.model import check_dtype, check_policy, precision_warnings
 from bapo_megatron.preflight.checks.monitor import check_monitor
-from bapo_megatron.preflight.checks.precision import precision_warnings
 from bapo_megatron.preflight.checks.reward import check_reward
 from bapo_megatron.preflight.checks.rollout import check_cut, check_rollout, check_servers, check_shared_cores
 
@@ -45,7 +44,7 @@ def check_settings(
     shape = None if hf_config is None or unsupported(hf_config, own) else model_shape(hf_config, own=own)
     found = [
         *check_layout(config),
-        *check_gpus(config, num_gpus),
+        *check_gpu_count(config, num_gpus),
         *check_batch(config),
         *check_rollout(config),
         *check_shared_cores(config, num_gpus),
@@ -65,7 +64,7 @@ def check_settings(
         *precision_warnings(config, num_gpus),
     ]
     if hf_config is not None:
-        found += check_model(config, hf_config)
+        found += check_policy(config, hf_config)
         if reference_config is not None:
             found += check_reference(config, reference_config, hf_config)
     return [*found, *check_dtype(config, num_gpus, starts_here=starts_here)]

@@ -7,6 +7,7 @@ from bapo_megatron.config.schema import Config, SourceConfig
 
 
 def check_data(config: Config) -> Iterator[Violation]:
+    """Check the sources of training's prompts."""
     data = config.data
     if data.sources and data.path is not None:
         yield Violation(

@@ -11,6 +11,7 @@ EVALUATES = ("eval.sets", "eval.interval_steps")
 
 
 def check_eval(config: Config) -> Iterator[Violation]:
+    """Check the sets of prompts of evaluations within the run."""
     if config.eval.interval_steps is None:
         return
     for table, one in config.eval_sets.items() if config.eval.sets else ():

@@ -13,6 +13,7 @@ RANKS = ("parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.d
 
 
 def check_layout(config: Config) -> Iterator[Violation]:
+    """Check the sizes of the split against each other."""
     p, product = config.parallel, config.parallel.size
     if p.num_ranks is not None and p.num_ranks != product:
         data, rest = divmod(p.num_ranks, product // p.data)
@@ -51,7 +52,7 @@ def check_layout(config: Config) -> Iterator[Violation]:
         )
 
 
-def check_gpus(config: Config, num_gpus: int) -> Iterator[Violation]:
+def check_gpu_count(config: Config, num_gpus: int) -> Iterator[Violation]:
     """Count GPUs: each rank and server needs its own, as NCCL refuses a group with two members on one."""
     c, r, ranks = config.cluster, config.rollout, config.parallel.size
     on_servers = num_server_gpus(r)
@@ -75,6 +76,7 @@ def check_gpus(config: Config, num_gpus: int) -> Iterator[Violation]:
 
 
 def check_batch(config: Config) -> Iterator[Violation]:
+    """Check the division of a batch: into mini-batches, over data ranks, and by age."""
     r, t, data = config.rollout, config.train, config.parallel.data
     num_sequences = r.prompts_per_step * r.samples_per_prompt
     sequences = ("train.minibatches_per_step", "rollout.prompts_per_step", "rollout.samples_per_prompt")
@@ -126,12 +128,14 @@ def check_batch(config: Config) -> Iterator[Violation]:
 
 
 def nearest_divisor(number: int, wanted: int, at_most: int | None = None) -> int:
+    """Return the divisor of `number` nearest to `wanted`, of those up to `at_most`; the smaller of two."""
     smaller = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     divisors = [n for small in smaller for n in (small, number // small) if n <= (at_most or number)]
     return min(divisors, key=lambda n: (abs(n - wanted), n))
 
 
 def check_sync(config: Config) -> Iterator[Violation]:
+    """Check that the other ranks have the patience to wait for a weight update."""
     wait_s, patience_s = config.sync.timeout_s, config.parallel.timeout_s
     if config.parallel.size > 1 and 4 * wait_s > patience_s:
         yield warning(

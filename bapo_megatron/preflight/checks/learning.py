@@ -9,6 +9,7 @@ from bapo_megatron.errors import plural
 
 
 def check_loss(config: Config) -> Iterator[Violation]:
+    """Check the loss against the updates of a step."""
     loss, train = config.loss, config.train
     if loss.scores_proximal and train.minibatches_per_step * train.epochs_per_step == 1:
         yield warning(
@@ -28,6 +29,7 @@ def check_loss(config: Config) -> Iterator[Violation]:
 
 
 def check_kl(config: Config) -> Iterator[Violation]:
+    """Check the settings of the KL term."""
     loss = config.loss
     if not loss.kl_coef:
         if loss.kl_target is not None:
@@ -47,6 +49,7 @@ def check_kl(config: Config) -> Iterator[Violation]:
 
 
 def check_schedule(config: Config, given: Collection[str] | None) -> Iterator[Violation]:
+    """Check that warm-up ends before the run does."""
     optimizer, num_updates = config.optimizer, planned_updates(config)
     if optimizer.warmup_updates < num_updates:
         return

@@ -1,9 +1,13 @@
-"""The model: its family, its split over ranks and servers, its longest sequence."""
+"""The model: its family, its split over ranks and servers, its longest sequence, its precision.
+
+What the trainer cannot do, learner/fit.py and learner/precision.py refuse.
+"""
 
 from collections.abc import Iterator
 from typing import Any
 
-from bapo_megatron.config.base import Severity, Violation
+from bapo_megatron.config.base import Severity, Violation, warning
+from bapo_megatron.config.engines import engine_kind, num_started
 from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.fit import check_split
@@ -11,7 +15,8 @@ from bapo_megatron.preflight.checks.eval import EVALUATES
 from bapo_megatron.preflight.checks.layout import nearest_divisor
 
 
-def check_model(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:
+def check_policy(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:
+    """Check the model against its family, the layout, the servers and the longest sequence."""
     own, model_type = own_family(config.model.family), hf_config.get("model_type")
     if own is not None and own.model_type != model_type:
         yield Violation(
@@ -58,3 +63,38 @@ def check_dtype(config: Config, num_gpus: int, *, starts_here: bool) -> Iterator
         problem, remedy = 'model.dtype="bfloat16" needs a GPU, and none is visible here', 'set it to "float32" on CPUs'
         severity: Severity = "error" if starts_here else "warning"
         yield Violation(("model.dtype", "cluster.gpu"), problem, remedy, severity)
+
+
+def precision_warnings(config: Config, num_gpus: int) -> Iterator[Violation]:
+    """Warn of FP8 settings, and of a backend of log-probs.
+
+    Args:
+        num_gpus: that a run may use.
+    """
+    p, r = config.precision, config.rollout
+    if not num_gpus and p.uses_fp8:
+        yield warning(
+            ("precision.fp8", "precision.recipe", "cluster.gpu"),
+            f'precision.fp8="{p.fp8}" needs a GPU, and none is visible here: whether GPU, CUDA and Transformer Engine '
+            f'are fit for precision.recipe="{p.recipe}" is checked where the run starts',
+        )
+    if p.uses_fp8 and num_started(r) and not engine_kind(r.engine).on_gpus:
+        yield warning(
+            ("rollout.engine", "precision.fp8"),
+            f'precision.fp8="{p.fp8}" with rollout.engine="{r.engine}": that engine samples on a CPU, from bfloat16 '
+            "weights",
+            'set rollout.engine="sglang"',
+        )
+    if p.uses_fp8 and p.recipe == "delayed":
+        yield warning(
+            ("precision.recipe", "precision.fp8"),
+            'precision.recipe="delayed" learns its scales from training passes, from 1 on, and checkpoints lack them: '
+            "log-probs before the first update of each start are coarse",
+            'set precision.recipe="tensorwise"',
+        )
+    if not num_gpus and config.train.logprob_backend == "triton":
+        yield warning(
+            ("train.logprob_backend", "cluster.gpu"),
+            'train.logprob_backend="triton" needs a GPU, and none is visible here',
+            'set it to "auto"',
+        )

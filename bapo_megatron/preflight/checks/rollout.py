@@ -11,6 +11,7 @@ from bapo_megatron.errors import plural
 
 
 def check_rollout(config: Config) -> Iterator[Violation]:
+    """Check lengths and numbers of responses and groups against each other."""
     r = config.rollout
     if r.tokens_per_round is not None and r.tokens_per_round > r.max_response_tokens:
         yield Violation(
@@ -45,6 +46,7 @@ def check_rollout(config: Config) -> Iterator[Violation]:
 
 
 def check_shared_cores(config: Config, num_gpus: int) -> Iterator[Violation]:
+    """Warn of sampling and training at once on the same cores."""
     r = config.rollout
     shares = num_started(r) and not engine_kind(r.engine).on_gpus and not num_gpus and config.cluster.gpu is None
     if r.overlap and shares:
@@ -57,6 +59,7 @@ def check_shared_cores(config: Config, num_gpus: int) -> Iterator[Violation]:
 
 
 def check_servers(config: Config) -> Iterator[Violation]:
+    """Check what the engine needs, and what is passed on to its servers."""
     r, kind = config.rollout, engine_kind(config.rollout.engine)
     if kind.needs == "urls" and not r.urls:
         yield Violation(

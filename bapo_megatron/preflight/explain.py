@@ -20,9 +20,9 @@ from bapo_megatron.preflight.plan import (
     LINK_SHARE,
     RunPlan,
     Seconds,
-    balance,
     make_plan,
     memory_problems,
+    step_balance,
 )
 from bapo_megatron.preflight.suggest import (
     Alternative,
@@ -125,7 +125,7 @@ def _time(config: Config, plan: RunPlan) -> str:
     """Return the line about a step's time."""
     if not plan.fits:
         return "time       no step is possible"
-    if (of_step := balance(config, plan)) is None or plan.rollout is None:
+    if (of_step := step_balance(config, plan)) is None or plan.rollout is None:
         return f"time       {time_text(plan.train.expected)} of training a step expected; sampling is not estimated"
     parts = f"training {time_text(plan.train.expected)}, sampling {time_text(plan.rollout.expected)}"
     return f"time       {time_text(of_step.step_s)} a step expected ({of_step.mode}): {parts}"
@@ -222,7 +222,7 @@ def _split(name: str, config: Config, plan: RunPlan) -> Iterator[str]:
 
 
 def _balance(config: Config, plan: RunPlan) -> Iterator[str]:
-    if found := balance(config, plan):
+    if found := step_balance(config, plan):
         yield (
             f"balance    a step of {time_text(found.step_s)} expected ({found.mode}): "
             f"trainer idle {found.trainer_idle:.0%}, servers idle {found.servers_idle:.0%}"
