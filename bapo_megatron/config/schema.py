@@ -28,7 +28,7 @@ from bapo_megatron.config.engines import ENGINE
 from bapo_megatron.config.families import FAMILY
 from bapo_megatron.config.losses import DEFAULT, LOSSES, AnyLoss
 from bapo_megatron.config.schema_loss import ClipBoundConfig, RuleReads
-from bapo_megatron.config.sources import OWN_ROWS, SOURCE, SOURCES, SourceKind
+from bapo_megatron.config.sources import OWN_ROWS, SOURCE, SourceKind, source_kind
 from bapo_megatron.config.system_calls import known_calls
 
 
@@ -141,7 +141,7 @@ class SourceConfig(Section):
     @property
     def kind(self) -> SourceKind:
         """What `source` reads."""
-        return SOURCES.get(self.source, OWN_ROWS)
+        return source_kind(self.source)
 
     @property
     def has_rows(self) -> bool:

@@ -29,6 +29,12 @@ SOURCES = {
 OWN_ROWS = SourceKind(("source", "options", "format", "fields"))
 """The kind of a function of the user's own."""
 
+
+def source_kind(name: str) -> SourceKind:
+    """Return what a source reads, by its name or dotted path."""
+    return SOURCES.get(name, OWN_ROWS)
+
+
 SOURCE = Seam(
     "data.source",
     tuple(SOURCES),

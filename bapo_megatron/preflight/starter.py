@@ -22,6 +22,7 @@ from bapo_megatron.assets import SHIPPED_MODELS, resolve_model_path
 from bapo_megatron.config.dotted import is_dotted
 from bapo_megatron.config.load import load_tables, merge, parse_override
 from bapo_megatron.config.schema import SourceConfig
+from bapo_megatron.config.sources import source_kind
 from bapo_megatron.errors import ConfigError, DataError, UserError
 from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape
 from bapo_megatron.hf.tokenizer import load_tokenizer
@@ -135,7 +136,7 @@ def _make_absolute(table: Table) -> None:
     model, data = Path(table["model"]["path"]).expanduser(), table["data"]
     if model.is_dir() and table["model"]["path"] not in SHIPPED_MODELS:
         table["model"]["path"] = str(model.absolute())
-    if data["source"] == "jsonl":
+    if source_kind(data["source"]).path == "file":
         data["path"] = str(Path(data["path"]).expanduser().absolute())
 
 
@@ -206,9 +207,10 @@ def _rows(data: Path, given: Table) -> tuple[Table, str, list[Row]]:
     """Return the settings that name the rows, what messages call them, and the rows. Raises UserError."""
     name = str(data)
     kind = given.get("source", _kind_of(data))
-    if kind == "jsonl":
+    path = source_kind(kind).path
+    if path == "file":
         return {"source": kind, "path": name}, f"{data}: the file", list(read_rows(data.expanduser(), "DATA"))
-    source = {"source": kind, "path": name} if kind == "hub" else {"source": kind}
+    source = {"source": kind, "path": name} if path else {"source": kind}
     one = SourceConfig(**{key: value for key, value in (given | source).items() if key in SourceConfig.model_fields})
     if not one.has_rows:
         raise UserError(f'data.source="{kind}" makes prompts, and DATA names others; leave data.source out')
